@@ -10,7 +10,7 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/vers
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint soak soak-load soak-api soak-faults soak-invariance sanitize neon test-triton gpu-check bench-compressors bench-quality \
-  bench-hostile bench-peers bench-serving bench-lm-eval clean
+  bench-hostile bench-peers bench-serving bench-lm-eval bench-real real-models clean
 
 help:
 	@echo "make demo              compress the embedded model, print the cost table, generate text before and after"
@@ -32,6 +32,8 @@ help:
 	@echo "make bench-peers       compare speed with llama.cpp and OpenVINO (LLAMACPP=, OPENVINO=ENVIRONMENT; options in BENCH=)"
 	@echo "make bench-serving     compare serving with llama.cpp's server and OpenVINO GenAI (options in BENCH=)"
 	@echo "make bench-lm-eval     TASK=FILE: compare LAMBADA perplexity with lm-eval over HTTP (LMEVAL=ENVIRONMENT)"
+	@echo "make real-models       SCRIPT=FILE: fetch the real models that tests and benches read; without SCRIPT, list them"
+	@echo "make bench-real        TABLE=NAME: print a table of figures on the real models; without TABLE, list them"
 	@echo "make clean             remove all .venv folders, built peers, build folders and caches"
 
 demo: $(VENV)/.installed
@@ -182,6 +184,13 @@ bench-lm-eval: $(VENV)/.installed $(if $(LMEVAL),,.venv-lmeval/.installed)
 	@$(BIN)/python -m venv --clear .venv-lmeval
 	@.venv-lmeval/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
+
+# The script is the user's own. The files that it leaves are checked.
+real-models: | $(BIN)/python
+	@$(BIN)/python bench/real_models.py $(NAMES) $(if $(SCRIPT),--script $(SCRIPT))
+
+bench-real: $(VENV)/.installed
+	@$(BIN)/python bench/real.py $(or $(TABLE),--list) $(BENCH)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "attar needs Python 3.11 or newer, and $(PYTHON) is %s: name another with make PYTHON=..." % sys.version.split()[0])'

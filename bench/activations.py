@@ -21,7 +21,7 @@ import torch
 from attar.checkpoints.sources import hf, hub
 from attar.compression.calibration.texts import Amount, sample_from
 from attar.compression.runs.pipeline import compress
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.measure import Report, measure
 from attar.text.files import read_text
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128, help="calibration sequences of 512 tokens")
     parser.add_argument("--recipes", nargs="+", default=["rtn-w4g128", "gptq-w4g128"])
     args = parser.parse_args()
-    if ops.store() is None:
+    if dispatch.store() is None:
         raise SystemExit("there are no native kernels here")
     source = hub.resolve(args.model)
     base = hf.load(source, torch.float32)
@@ -55,8 +55,8 @@ def main() -> None:
             out = Path(folder) / recipe
             compress(source, out, recipe=recipe, calibration=calibration)
             exact: Report | None = None
-            for form in get_args(ops.Activations):
-                report = measure(hf.load(out, torch.float32, store=ops.store(form)), held_out, base=base, bos=bos)
+            for form in get_args(dispatch.Activations):
+                report = measure(hf.load(out, torch.float32, store=dispatch.store(form)), held_out, base=base, bos=bos)
                 exact = exact or report
                 ratio = paired_bootstrap_ratio(report.measurement.kl_windows, exact.measurement.kl_windows)
                 growth = [None if each is None else each - 1 for each in (ratio.value, ratio.low, ratio.high)]

@@ -15,7 +15,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ import torch
 from compressors import DATA, group_size
 from lanes import LENGTH, slug, texts
 
-import attar
 from attar.checkpoints.sources import hf, hub
-from attar.compression.search.target import Target, parse_ladder
+from attar.compression.request.request import CompressionRequest, Target, parse_ladder
+from attar.compression.runs.pipeline import compress_request
 from attar.evaluation.report import evaluate
 from attar.metrics.bootstrap import LEVEL, resamples
 
@@ -64,10 +64,18 @@ def main() -> None:
 
     def score(label: str, recipe: str, target: Target | None, folder: Path) -> Scored:
         out = folder / slug(label)
-        done = attar.compress(
-            source, out, recipe=recipe, target=target, ladder=ladder if target else None, calibration=read.calibration,
-            seed=args.seed, overwrite=True, resume=False,
-        )  # fmt: skip
+        done = compress_request(
+            CompressionRequest(
+                source,
+                out,
+                recipe=recipe,
+                target=target and replace(target, ladder=ladder),
+                calibration=read.calibration,
+                seed=args.seed,
+                overwrite=True,
+                resume=False,
+            )
+        )
         reports = {name: evaluate(out, against=decoder, tokens=ids) for name, ids in read.held_out.items()}
         kl = {name: report.measurement.kl_windows for name, report in reports.items()}
         shown = "".join(f"{report.figures['kl_mean'].value:>28.5f}" for report in reports.values())

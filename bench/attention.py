@@ -29,12 +29,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attar import machine
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.native import attention, extension
 from attar.kernels.operands import AttentionForm
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
-from attar.kv.pages import Bases, Pages, Placement
+from attar.kv.pages import AttentionMetadata, Bases, PagedKV
 from attar.kv.schemes import BUCKET, UNIT, KvScheme, Layout, divide, scheme
 
 SHAPES = {"llama-3.2-1b": (32, 8, 64), "qwen2.5-0.5b": (14, 2, 64), "llama-3.1-8b": (32, 8, 128)}
@@ -101,23 +101,25 @@ def seconds(work: Callable[[], object], at_least: float = 0.05) -> float:
     return passed / calls
 
 
-def filled(kv_heads: int, size: int, lengths: list[int], dtype: torch.dtype, rows: int) -> tuple[Pages, Placement]:
+def filled(
+    kv_heads: int, size: int, lengths: list[int], dtype: torch.dtype, rows: int
+) -> tuple[PagedKV, AttentionMetadata]:
     """Pages of random numbers, the blocks of each sequence scattered, and a call of `rows` last rows each."""
     width = max(-(-length // BLOCK) for length in lengths)
     blocks = width * len(lengths)
-    pages = ops.pages(blocks, BLOCK, kv_heads, size, scheme(str(dtype).removeprefix("torch.")))
+    pages = dispatch.pages(blocks, BLOCK, kv_heads, size, scheme(str(dtype).removeprefix("torch.")))
     for part in (pages.keys, pages.values):
         part.random_(-127, 128) if dtype == torch.int8 else part.normal_()
     if pages.key_scales is not None and pages.value_scales is not None:
         pages.key_scales.fill_(0.02)
         pages.value_scales.fill_(0.02)
     tables = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).view(len(lengths), width)
-    return pages, Placement(
+    return pages, AttentionMetadata(
         row_starts=torch.arange(len(lengths) + 1, dtype=torch.int32) * rows,
         lengths=torch.tensor(lengths, dtype=torch.int32),
-        tables=tables.int(),
+        block_tables=tables.int(),
         positions=torch.cat([torch.arange(length - rows, length) for length in lengths]).int(),
-        slots=torch.zeros(0, dtype=torch.int64),
+        slot_mapping=torch.zeros(0, dtype=torch.int64),
     )
 
 
@@ -231,7 +233,7 @@ def narrow(name: str, length: int, prompt: int, rounds: int) -> list[dict[str, o
         bases = bases_of(kind, kv_heads, size)
         takes[each] = kind.bits_per_value(size, BLOCK, length)
         layers = max(1, 300_000_000 // (width * kind.bytes(kv_heads, size, BLOCK)))  # beyond the caches
-        made = [ops.pages(width, BLOCK, kv_heads, size, kind, tails=1, bases=bases) for _ in range(layers)]
+        made = [dispatch.pages(width, BLOCK, kv_heads, size, kind, tails=1, bases=bases) for _ in range(layers)]
         for pages in made:
             for part in pages.parts():
                 if part.is_floating_point():
@@ -246,21 +248,21 @@ def narrow(name: str, length: int, prompt: int, rounds: int) -> list[dict[str, o
                     part.random_(0, size)
         table = torch.randperm(width, generator=torch.Generator().manual_seed(0)).int()[None]
         tails = torch.zeros(1, dtype=torch.int64) if kind.recent else None
-        place = Placement(
+        place = AttentionMetadata(
             torch.tensor([0, 1]).int(), torch.tensor([length]).int(), table, torch.tensor([length - 1]).int(),
             torch.zeros(0, dtype=torch.int64), tails=tails,
         )  # fmt: skip
 
-        def decode(made: list[Pages] = made, place: Placement = place) -> None:
+        def decode(made: list[PagedKV] = made, place: AttentionMetadata = place) -> None:
             for pages in made:
                 attention.paged_attention(q, pages, place, form, out=out)
 
-        def write(pages: Pages = made[0], table: Tensor = table, tails: Tensor | None = tails) -> None:
+        def write(pages: PagedKV = made[0], table: Tensor = table, tails: Tensor | None = tails) -> None:
             step = BLOCK if tails is not None else prompt
             for first in range(0, prompt, step):
                 at = torch.arange(first, first + step)
                 slots = table[0, at // BLOCK].long() * BLOCK + at % BLOCK
-                where = Placement(
+                where = AttentionMetadata(
                     torch.tensor([0, step]).int(), torch.tensor([first + step]).int(), table, at.int(), slots,
                     tails=tails,
                 )  # fmt: skip

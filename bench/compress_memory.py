@@ -27,7 +27,7 @@ from attar.checkpoints.writer import ShardWriter, plan_files
 from attar.cli.terminal import parse_bytes
 from attar.compression.calibration.hidden_states import IN_A_BLOCK
 from attar.compression.recipe.methods import Gptq, Rtn
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe
 from attar.formats.scheme import Part
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FEED_FORWARD, VOCAB = 2048, 32, 8, 64, 8192, 128256
@@ -63,7 +63,7 @@ def main() -> None:
         for name in args.recipes:
             amounts = (args.samples, args.length, args.calib_memory)
             total, seconds = peak(CHILD, model, Path(folder) / name, name, *amounts)
-            passes = Recipe.load(name).passes
+            passes = load_recipe(name).passes
             hessian = int(2.5 * 4 * FEED_FORWARD**2) if any(isinstance(each, Gptq) for each in passes) else 0
             states = 2 * 4 * args.samples * args.length * HIDDEN
             activations = 0 if isinstance(passes[0], Rtn) else min(args.calib_memory, states + IN_A_BLOCK)

@@ -38,11 +38,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import attar
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources import hf, hub
 from attar.compression.calibration import texts as calibrate
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import recipe_from_dict
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress_request
 from attar.evaluation.report import evaluate
 from attar.formats import affine
 from attar.formats.packed import PackedTensor
@@ -140,8 +141,10 @@ def compare(source: Path, label: str, place: Path, args: argparse.Namespace) -> 
     rows = {}
     for row in ROWS:
         ours, theirs = place / f"attar-{row.name}", place / f"peer-{row.job}"
-        recipe = Recipe.from_dict({"recipe": row.recipe.format(group=group), **row.options})
-        done = attar.compress(source, ours, recipe=recipe, calibration=calibration, overwrite=True, resume=False)
+        recipe = recipe_from_dict({"recipe": row.recipe.format(group=group), **row.options})
+        done = compress_request(
+            CompressionRequest(source, ours, recipe=recipe, calibration=calibration, overwrite=True, resume=False)
+        )
         a, b = (evaluate(path, against=decoder, tokens=held_out) for path in (ours, theirs))
         ratio = paired_bootstrap_ratio(a.measurement.kl_windows, b.measurement.kl_windows)
         codes, scales = agreement(ours, theirs)

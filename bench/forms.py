@@ -24,7 +24,7 @@ from attar.evaluation import decode_speed
 from attar.formats.codecs import ggml_mix
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.operands import Linear
 from attar.model import decoder
 from attar.model.config import ModelConfig
@@ -55,7 +55,7 @@ class Mixed(decode_speed.RandomWeights):
         return super()._weight(size, ggml_mix.scheme(kind))
 
 
-def make(model: str, scheme: str, head: str, store: ops.Store) -> Decoder:
+def make(model: str, scheme: str, head: str, store: dispatch.BackendWeights) -> Decoder:
     mix = ggml_mix.find(scheme) if scheme.endswith(("_m", "_s", "_l")) else None
     if mix is None:
         return decode_speed.build(model, scheme, head, store)

@@ -31,8 +31,9 @@ from outliers import KINDS, inject
 from attar.checkpoints.sources import hf, hub, opening
 from attar.compression.calibration import importance
 from attar.compression.recipe.methods import Rtn, SpinQuant
-from attar.compression.recipe.recipe import Recipe
-from attar.compression.runs.pipeline import compress
+from attar.compression.recipe.recipe_file import load_recipe
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress, compress_request
 from attar.formats.codecs.ggml_mix import MIXES
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.measure import Report, measure
@@ -91,10 +92,17 @@ def main() -> None:
                 theirs = cost(theirs_at)
                 for method in ("", *(args.methods if imatrix is not None else ())):
                     ours_at, full = folder / "ours.gguf", f"{method}-{recipe}" if method else recipe
-                    compress(
-                        source, ours_at, recipe=full, imatrix=imatrix, overwrite=True, resume=False,
-                        calibration=read.calibration if method else None,
-                    )  # fmt: skip
+                    compress_request(
+                        CompressionRequest(
+                            source,
+                            ours_at,
+                            recipe=full,
+                            imatrix=imatrix,
+                            overwrite=True,
+                            resume=False,
+                            calibration=read.calibration if method else None,
+                        )
+                    )
                     size = ours_at.stat().st_size
                     assert size == theirs_at.stat().st_size
                     for text, ours in cost(ours_at).items():
@@ -120,10 +128,12 @@ def ours_alone(source: Path, read: Texts, base: Decoder, args: argparse.Namespac
         source = inject(source, Path(name) / "source", args.seed, args.kinds) if args.injected else source
         print(f"{'recipe':<26}{'calibrated':<12}{'bytes':>11}  {'text':<14}{'KL':>10}  / the first")
         for recipe in args.ours:
-            plan = Recipe.load(recipe)
+            plan = load_recipe(recipe)
             bare = plan.passes == (Rtn(),) and not isinstance(plan.rotate, SpinQuant)
             for calibration in (None, read.calibration) if bare else (read.calibration,):
-                compress(source, out, recipe=plan, calibration=calibration, overwrite=True, resume=False)
+                compress_request(
+                    CompressionRequest(source, out, recipe=plan, calibration=calibration, overwrite=True, resume=False)
+                )
                 model, size = opening.load(out, torch.float32), out.stat().st_size
                 for text, ids in read.held_out.items():
                     found = measure(model, ids, base=base)

@@ -144,7 +144,7 @@ def prepared(scheme: str, sizes: Sequence[tuple[int, int]], cold: int) -> Iterat
         copy = [Linear(each.name, each.weight) for each in source]
         for each in copy:
             native.prepare(each, arena)
-            assert isinstance(each.weight, native.KernelWeight)
+            assert isinstance(each.weight, native.PackedWeight)
             taken += each.weight.read_bytes
         yield copy
 
@@ -176,7 +176,7 @@ class Case:
         )
         assert ours is not None
         assert reference is not None
-        read = sum(each.weight.read_bytes for each in self.copies[0] if isinstance(each.weight, native.KernelWeight))
+        read = sum(each.weight.read_bytes for each in self.copies[0] if isinstance(each.weight, native.PackedWeight))
         gops = 2 * rows * outputs * inputs / ours / 1e9
         peak = None if self.scheme == "bf16" else self.limit.tile_gops or self.limit.int8_gops
         return Run(

@@ -45,7 +45,7 @@ from attar.kernels import ops, ref_attention
 from attar.kernels.operands import AttentionForm, Norm
 from attar.kv import kivi
 from attar.kv.bit_planes import hadamard
-from attar.kv.pages import Bases, Pages, Placement, Rotation
+from attar.kv.pages import AttentionMetadata, Bases, PagedKV, Rotation
 from attar.kv.schemes import SCHEMES, KvScheme, Layout
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.divergence import Comparison, compare
@@ -80,13 +80,13 @@ class Kivi:
         return rounded + (16 - rounded) * min(1, whole / context)
 
     def attend(
-        self, q: Tensor, pages: Pages, place: Placement, form: AttentionForm, want_mass: bool = False
+        self, q: Tensor, pages: PagedKV, place: AttentionMetadata, form: AttentionForm, want_mass: bool = False
     ) -> tuple[Tensor, None]:
         """As `ops.paged_attention`, of one sequence."""
         assert len(place.lengths) == 1
         assert not want_mass
         length, repeat = int(place.lengths[0]), form.heads // form.kv_heads
-        k, v = ref_attention.read_sequence(pages, place.tables[0], length, None, torch.float32)
+        k, v = ref_attention.read_sequence(pages, place.block_tables[0], length, None, torch.float32)
         k, v = (x.half().float().transpose(0, 1) for x in (k, v))  # [G, S, D]
         full = length // self.recent * self.recent
         rounded_k = torch.cat((self._rounded(k[:, :full], 2), k[:, full:]), 1)
@@ -177,7 +177,7 @@ def keeping(way: Way) -> Iterator[None]:
     plain, attention = ops.write_kv, ops.paged_attention
 
     def write(
-        q: Tensor, k: Tensor, v: Tensor, pages: Pages, place: Placement, rotation: Rotation | None = None,
+        q: Tensor, k: Tensor, v: Tensor, pages: PagedKV, place: AttentionMetadata, rotation: Rotation | None = None,
         q_norm: Norm | None = None, k_norm: Norm | None = None,
     ) -> Tensor:  # fmt: skip
         assert way.rounded is not None

@@ -29,7 +29,7 @@ chosen with an eye on the windows that are scored by default; those of --final l
 best, and over the best that stores no more. Bits are all stored bytes of the linears; what auto-round, HQQ and torchao
 round is written dense here, and their bits are those of their own formats.
 
-With --drawn N everybody's text is followed by N sequences that the model writes (`attar compress --drawn N`).
+With --drawn N everybody's text is followed by N sequences that the model writes (`attar compress --self-samples N`).
 Without test data both texts are sampled from the model, with other seeds than the calibration text's.
 """
 
@@ -52,11 +52,13 @@ import torch
 from compressors import DATA, ROOT, group_size
 from outliers import KINDS, inject
 
-import attar
 from attar.checkpoints import inspect
 from attar.checkpoints.sources import hf, hub
 from attar.compression.calibration import texts as calibrate
 from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import recipe_from_dict
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress_request
 from attar.evaluation.report import evaluate
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.measure import Report
@@ -147,7 +149,7 @@ def lanes(group: int, iterations: int) -> dict[str, Lane]:
     )  # fmt: skip
     eights = ("rtn-w8a8", "smoothquant+gptq-w8a8", *rotated)
     fours = ("smoothquant+gptq-w4a4", "quarot+gptq-w4a4", "spinquant+gptq-w4a4", "spinquant+guided-w4a4")
-    quarot = {"QuaRot, GPTQ": Recipe.from_dict({"recipe": "quarot+gptq-w4a4", "balance": False, "across": True})}
+    quarot = {"QuaRot, GPTQ": recipe_from_dict({"recipe": "quarot+gptq-w4a4", "balance": False, "across": True})}
     whole = {"name": "torchao", "bits": 8, "group_size": None, "symmetric": True}
     damped = tuple(
         {"name": f"SparseGPT, damping {d:g}", "method": "sparsegpt", "pattern": "2:4", "damping": d}
@@ -184,7 +186,7 @@ def four_eight_four(group: int) -> Lane:
         {},
         0.70,
         published={
-            name: Recipe.from_dict({**said, **keys, **smooth, "scale_search": "minmax"})
+            name: recipe_from_dict({**said, **keys, **smooth, "scale_search": "minmax"})
             for name, said in published.items()
         },
         kv="int4",
@@ -428,10 +430,18 @@ def kept(out: Path, asked: str, make: Callable[[], Job]) -> Job:
 
 def ours(source: Path, out: Path, recipe: str | Recipe, calibration: list[list[int]], args: argparse.Namespace) -> Job:
     """Our output, its seconds and bits. In a kept folder an interrupted run goes on."""
-    done = attar.compress(
-        source, out, recipe=recipe, calibration=calibration, seed=args.seed, drawn=args.drawn, overwrite=True,
-        resume=args.keep is not None,
-    )  # fmt: skip
+    done = compress_request(
+        CompressionRequest(
+            source,
+            out,
+            recipe=recipe,
+            calibration=calibration,
+            seed=args.seed,
+            drawn=args.drawn,
+            overwrite=True,
+            resume=args.keep is not None,
+        )
+    )
     return {"seconds": done.seconds, "bits": done.bits_per_weight}
 
 

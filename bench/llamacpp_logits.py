@@ -45,16 +45,17 @@ from torch import Tensor
 from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.sources import hub
-from attar.compression.runs.pipeline import compress
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress_request
 from attar.formats.codecs import ggml_blocks
 from attar.formats.codecs.ggml import GgmlType
 from attar.kernels import ops
-from attar.kernels.operands import Linear, Tap
+from attar.kernels.operands import ActivationHook, Linear
 from attar.metrics import bootstrap
 from attar.metrics.bootstrap import Interval
 from attar.metrics.divergence import compare
 from attar.metrics.perplexity import plan_windows
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder, soft_capped
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
@@ -87,11 +88,11 @@ def rounded(x: Tensor, kind: GgmlType) -> Tensor:
     return torch.where(largest == 0, 0, found).view(x.shape)
 
 
-def rounding_tap(file: GgufCheckpoint) -> Tap:
+def rounding_tap(file: GgufCheckpoint) -> ActivationHook:
     """A tap that writes over the rows that a linear is about to read, so that what is multiplied is rounded."""
     last: list[tuple[Tensor, int]] = []
 
-    def tap(linear: Linear, x: Tensor) -> None:
+    def hook(linear: Linear, x: Tensor) -> None:
         kind = file.kind_of(linear.name)
         if last and last[0][0] is x:  # the first of the linears that read the same rows has rounded them
             assert last[0][1] == kind.elements, f"{linear.name} shares its rows with a linear of another rounding"
@@ -99,21 +100,21 @@ def rounding_tap(file: GgufCheckpoint) -> Tap:
         x.copy_(rounded(x, kind))
         last[:] = [(x, kind.elements)]
 
-    return tap
+    return hook
 
 
 @torch.inference_mode()
-def logits(model: Decoder, ids: Sequence[int], tap: Tap | None = None, nudged: bool = False) -> Tensor:
-    """Logits [T, vocab] at every position, with `tap` at every linear, the output matrix among them. `nudged`: every
+def logits(model: Decoder, ids: Sequence[int], hook: ActivationHook | None = None, nudged: bool = False) -> Tensor:
+    """Logits [T, vocab] at every position, with `hook` at every linear, the output matrix among them. `nudged`: every
     number of the embeddings is the next larger float32."""
-    step = Step((len(ids),), len(ids))
+    step = ForwardBatch((len(ids),), len(ids))
     stream, delta = model.enter(torch.tensor(ids), step)
     if nudged:
         stream = stream.nextafter(torch.tensor(torch.inf))
     for block in model.blocks:
-        stream, delta = block.forward(stream, delta, step, tap)
+        stream, delta = block.forward(stream, delta, step, hook)
     _, x = ops.norm(stream, delta, model.final_norm)
-    return soft_capped(model.config, ops.linear(x, (model.head,), tap))
+    return soft_capped(model.config, ops.linear(x, (model.head,), hook))
 
 
 def llama_cpp(path: Path, windows: Sequence[Sequence[int]], *options: str) -> Tensor:
@@ -183,8 +184,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         print(f"{'recipe':<8}{'way':<10}{'KL':>9}{'top-1':>10}{'':<18}{'sure':>9}")
         for recipe in args.recipes:
-            path = compress(
-                source, Path(name) / f"{recipe}.gguf", recipe=recipe, calibration=args.calib, samples=SAMPLES
+            path = compress_request(
+                CompressionRequest(
+                    source, Path(name) / f"{recipe}.gguf", recipe=recipe, calibration=args.calib, samples=SAMPLES
+                )
             ).path
             file, model = GgufCheckpoint.open(path), gguf_checkpoint.load(path, torch.float32)
             cut = [each.inputs for each in plan_windows(ids, min(512, model.config.context), bos=tokenizer.added_bos)]

@@ -33,7 +33,7 @@ from compress_memory import write_model
 
 import attar
 from attar.checkpoints.receipts.probes import LENGTH
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 
 BAR = 0.05
 
@@ -117,7 +117,7 @@ def measure(folder: Path, dtype: str, verify: bool, clock: Clock) -> tuple[float
     began = clock()
     llm = attar.LLM(folder, dtype=dtype, verify=verify)
     loaded = clock()
-    llm.decoder.forward(ids, Step((LENGTH,), LENGTH), torch.tensor([LENGTH - 1]))
+    llm.decoder.forward(ids, ForwardBatch((LENGTH,), LENGTH), torch.tensor([LENGTH - 1]))
     return loaded - began, clock() - loaded
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from attar.checkpoints.sources import hf, hub
 from attar.compression.calibration import texts
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 
 KINDS = "abcd"
 CHANNELS = 6  # of a norm, and of up
@@ -111,7 +111,7 @@ def _components(source: Path) -> Tensor:
         directions = hidden.double() / hidden.double().norm(dim=1, keepdim=True)
         moment.add_(directions.T @ directions)
 
-    decoder.forward(ids.flatten(), Step((ids.shape[1],) * len(ids), ids.shape[1]), watch=add)
+    decoder.forward(ids.flatten(), ForwardBatch((ids.shape[1],) * len(ids), ids.shape[1]), watch=add)
     components: Tensor = torch.linalg.eigh(moment)[1].flip(1)
     return components
 

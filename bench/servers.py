@@ -73,14 +73,14 @@ def engines(args: argparse.Namespace, workload: str) -> dict[str, Engine]:
     best = BEST[workload]
     python = sys.executable
     served = (python, "-m", "attar", "serve", "{cache}/llama-3.2-1b-attar", "--port", "{port}")
-    many = ("--max-requests", "2048", "--max-waiting", "2048", "--deadline", str(PATIENCE))
+    many = ("--max-requests", "2048", "--scheduler", "max-waiting=2048", "--deadline", str(PATIENCE))
     ours = (*served, *many, "--max-running", str(args.running), "--max-tokens-in-cache", str(args.cache_tokens))
     more = tuple(shlex.split(args.attar))
     made = (("llama-3.2-1b-attar", (python, str(CHILDREN / "make_attar.py"), "--out", "{out}")),)
     version = (python, "-c", "import attar; print('attar', attar.__version__)")
     table = {
         "attar": Engine((*ours, *more), "/readyz", version, made, {}),
-        "attar static": Engine((*ours, *more, "--policy", "static"), "/readyz", version, made, {}),
+        "attar static": Engine((*ours, *more, "--scheduler", "policy=static"), "/readyz", version, made, {}),
     }
     llama = str(args.llamacpp_python)
     plain, words = "llama-3.2-1b-q4_0.gguf", "llama-3.2-1b-q4_0-words.gguf"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import real_models
 import torch
 from hypothesis import settings
 
+from attar import faults
+
 if TYPE_CHECKING:
-    from attar.kernels.ops import Store
+    from attar.kernels.dispatch import BackendWeights
     from attar.model.decoder import Decoder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,11 +32,14 @@ settings.load_profile("attar")
 
 
 @pytest.fixture(autouse=True)
-def same_in_every_run() -> None:
-    """Random numbers, and as many threads as at the beginning, whatever was loaded since: they decide about bits."""
+def same_in_every_run() -> Iterator[None]:
+    """Random numbers, and as many threads as at the beginning, whatever was loaded since: they decide about bits. No
+    fault that a test arms is armed in another."""
     torch.manual_seed(0)
     if torch.get_num_threads() != THREADS:
         torch.set_num_threads(THREADS)
+    yield
+    faults.arm()
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +49,20 @@ def shared() -> Path:
     if not (folder / "data").is_dir():
         pytest.skip(f"no test data at {folder}: set ATTAR_TEST_DATA to its folder")
     return folder
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Callable[[str], Path]:
+    """Find the file of a real, trained model by its name in `bench/real_models.py`. Skip where it cannot be used."""
+    place, against = real_models.folder(), functools.cache(real_models.against)
+
+    def find(name: str) -> Path:
+        if (reason := against(name, place)) is not None:
+            pytest.skip(reason)
+        assert place is not None
+        return place / real_models.MODELS[name].file
+
+    return find
 
 
 @pytest.fixture(scope="session")
@@ -117,7 +138,7 @@ def tiny_decoder() -> Callable[..., Decoder]:
         vocab: int = 97,
         scheme: str | None = None,
         tensors: dict[str, torch.Tensor] | None = None,
-        store: Store | None = None,
+        store: BackendWeights | None = None,
     ) -> Decoder:
         config = ModelConfig(
             "LlamaForCausalLM", vocab_size=vocab, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128,

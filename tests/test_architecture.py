@@ -132,7 +132,7 @@ def test_the_server_reaches_no_engine(imports: Graph) -> None:
 
 def test_a_cycle_is_seen(imports: Graph) -> None:
     lower, upper = "attar.scheduling.block_pool", "attar.scheduling.scheduler"
-    assert lower in reached({upper: imports[upper]} | dict(imports), "attar.scheduling") | imports[upper]
+    assert lower in imports[upper]
     broken = {**imports, lower: imports[lower] | {upper}}
     assert set(cycle(broken)) >= {lower, upper}
 

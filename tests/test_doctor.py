@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attar import doctor, env
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.native import extension
 from attar.version import __version__
 
@@ -42,7 +42,7 @@ def test_cpu_and_threads(report: doctor.Report) -> None:
 
 def test_every_op_has_a_backend_and_every_other_candidate_a_reason(report: doctor.Report) -> None:
     for chosen in report["kernels"].values():
-        assert set(chosen) == set(ops.OPS)
+        assert set(chosen) == set(dispatch.OPS)
         for choice in chosen.values():
             reasons = {c["backend"]: c["reason"] for c in choice["candidates"]}
             assert reasons[choice["backend"]] is None
@@ -62,7 +62,7 @@ def test_forcing_the_reference_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_page_for_people_names_every_op_and_version(report: doctor.Report) -> None:
     page = doctor.to_text(report)
-    for word in (*ops.OPS, *report["versions"], report["cpu"]["architecture"], "OpenMP runtimes loaded"):
+    for word in (*dispatch.OPS, *report["versions"], report["cpu"]["architecture"], "OpenMP runtimes loaded"):
         assert word in page
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,6 @@ from attar import faults
 from attar.faults import POINTS, Fault, InjectedFault, parse, point
 
 SOURCE = Path(faults.__file__).parent
-
-
-@pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
-    yield
-    faults.disarm()
 
 
 def test_every_name_is_one_place_in_the_source() -> None:

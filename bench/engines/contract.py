@@ -64,16 +64,19 @@ SHAPES = {
 }
 
 
-def arguments(doc: str | None, formats: tuple[str, ...]) -> argparse.ArgumentParser:
-    """The options that every program has."""
+def arguments(doc: str | None, formats: tuple[str, ...], files: bool = False) -> argparse.ArgumentParser:
+    """The options that every program has. With `files`, a model file may be named instead of a shape in the cache."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, required=True)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--shape", choices=SHAPES)
+    if files:
+        source.add_argument("--file", type=Path)
     parser.add_argument("--format", choices=formats, default=formats[0])
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--gen", type=int, default=128, help="tokens generated in each sequence after the first")
     parser.add_argument("--batch", type=int, default=1, help="sequences")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cache", type=Path, required=True, help="folder of the model files")
+    parser.add_argument("--cache", type=Path, required=not files, help="folder of the model files")
     return parser
 
 

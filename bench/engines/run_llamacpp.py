@@ -1,6 +1,7 @@
 """One measurement of llama.cpp. Runs in its environment; `contract.py` says what it prints.
 
     .venv-llamacpp/bin/python bench/engines/run_llamacpp.py --shape llama-3.2-1b --format q4_0 --batch 1 --cache FOLDER
+    .venv-llamacpp/bin/python bench/engines/run_llamacpp.py --file MODEL.gguf --batch 1
 
 Its C functions are called as its own benchmark program does: the prompts in batches as large as it takes, logits for
 the last token of each only, then one token of every sequence a step. The next tokens are drawn beforehand rather than
@@ -18,7 +19,7 @@ from importlib.metadata import version
 
 import llama_cpp as lib
 import numpy as np
-from contract import SEED, SHAPES, WARM_UP, arguments, peak_mb, report, resident
+from contract import SEED, WARM_UP, arguments, peak_mb, report, resident
 from numpy.typing import NDArray
 
 STEP = 2048  # tokens that one call takes
@@ -72,8 +73,8 @@ class Decoder:
 
 
 def main() -> None:
-    args = arguments(__doc__, ("q4_0", "q4_0-q8_0", "bf16")).parse_args()
-    path = args.cache / f"{args.shape}-{args.format}.gguf"
+    args = arguments(__doc__, ("q4_0", "q4_0-q8_0", "bf16"), files=True).parse_args()
+    path = args.file or args.cache / f"{args.shape}-{args.format}.gguf"
     lib.llama_log_set(log, ctypes.c_void_p(0))
     lib.llama_backend_init()
     baseline = resident()
@@ -82,7 +83,8 @@ def main() -> None:
     loaded = time.perf_counter()
 
     draw = np.random.default_rng(SEED).integers
-    tokens = draw(0, SHAPES[args.shape].vocab, (args.batch, args.prompt + args.gen), dtype=np.int32)
+    vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(decoder.model))
+    tokens = draw(0, vocab, (args.batch, args.prompt + args.gen), dtype=np.int32)
     decoder.decode(tokens[:1, :WARM_UP], 0)
     warm = time.perf_counter()
     decoder.decode(tokens[:1, WARM_UP : WARM_UP + 1], WARM_UP)

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
-from attar.kernels import ops, ref, ref_attention
+from attar.kernels import dispatch, ops, ref, ref_attention
 from attar.kernels.operands import AttentionForm, Linear, Norm
 from attar.kernels.triton import attention, backend, kv_write, linear, rows, w8, weights
 from attar.kernels.triton.pages import PlainPages
-from attar.kv.pages import Pages, Placement, Rotation
+from attar.kv.pages import AttentionMetadata, PagedKV, Rotation
 from attar.kv.schemes import SCHEMES
 
 DTYPES = (torch.float32, torch.float16) if backend.interpreted() else (torch.bfloat16, torch.float16, torch.float32)
@@ -131,12 +131,12 @@ def _write(kv: torch.dtype, dtype: torch.dtype) -> tuple[float, float]:
     matrix = _randn(5, 8, 128).to(dtype)
     q, k, v = matrix.split((4, 2, 2), 1)
     slots = torch.tensor([3, 40, 17, 0, 31], device=DEVICE)
-    place = Placement(slots, slots, slots, slots, slots)
+    place = AttentionMetadata(slots, slots, slots, slots, slots)
     angles = _randn(9, 64, seed=1)
     turns = torch.tensor([0, 8, 3, 3, 1], dtype=torch.int32, device=DEVICE)
     rotation, norm = Rotation(angles.cos(), angles.sin(), turns), Norm("rms", _randn(128, seed=2).to(dtype))
     ours = PlainPages.make(3, 16, 2, 128, kv, DEVICE)
-    theirs = Pages.zeros(3, 16, 2, 128, SCHEMES[SCALED.get(kv, "float32")], DEVICE)
+    theirs = PagedKV.zeros(3, 16, 2, 128, SCHEMES[SCALED.get(kv, "float32")], DEVICE)
     out = kv_write.write_kv(q, k, v, ours, place, rotation, norm, norm)
     exact = Norm("rms", norm.weight.float())
     normed_q, normed_k = (ref.norm(x.float(), None, exact)[1] for x in (q, k))
@@ -173,30 +173,30 @@ def _tree(counts: list[int], kv: torch.dtype) -> tuple[float, float]:
 
 def _cached(
     counts: list[int], lengths: list[int], kv: torch.dtype, dtype: torch.dtype, form: dict[str, object]
-) -> tuple[Tensor, PlainPages, Pages, Placement, AttentionForm]:
+) -> tuple[Tensor, PlainPages, PagedKV, AttentionMetadata, AttentionForm]:
     """Queries of the last `counts` rows of sequences of `lengths`, whose keys and values were written by the kernels,
     and by the reference."""
     wanted = AttentionForm(**({"heads": 8, "kv_heads": 2, "head_dim": 128, "scale": 0.09} | form))  # type: ignore[arg-type]
     block, width = 64, -(-max(lengths) // 64)
     sizes = (len(counts) * width + 1, block, wanted.kv_heads, wanted.head_dim)
     ours = PlainPages.make(*sizes, kv, DEVICE)
-    theirs = Pages.zeros(*sizes, SCHEMES[SCALED.get(kv, "float32")], DEVICE)
+    theirs = PagedKV.zeros(*sizes, SCHEMES[SCALED.get(kv, "float32")], DEVICE)
     tables = torch.randperm(sizes[0], generator=torch.Generator().manual_seed(0))[:-1].view(len(counts), width)
     for b, length in enumerate(lengths):
         at = torch.arange(length)
         slots = (tables[b, at // block] * block + at % block).to(DEVICE)
         k, v = (_randn(length, wanted.kv_heads, wanted.head_dim, seed=10 * b + i).to(dtype) for i in (1, 2))
         ref_attention.write_pages(k.float(), v.float(), theirs, slots)
-        place = Placement(slots, slots, slots, slots, slots)
+        place = AttentionMetadata(slots, slots, slots, slots, slots)
         kv_write.write_kv(k.new_zeros(length, wanted.heads, wanted.head_dim), k, v, ours, place)
     q = _randn(sum(counts), wanted.heads, wanted.head_dim).to(dtype)
     return q, ours, theirs, _placed(counts, lengths, tables), wanted
 
 
-def _placed(counts: list[int], lengths: list[int], tables: Tensor) -> Placement:
+def _placed(counts: list[int], lengths: list[int], tables: Tensor) -> AttentionMetadata:
     """The last `counts` rows of sequences of `lengths`, whose blocks `tables` [B, width] names; nothing is written."""
     positions = [torch.arange(length - count, length) for count, length in zip(counts, lengths, strict=True)]
-    return Placement(
+    return AttentionMetadata(
         torch.tensor([0, *counts]).cumsum(0).int().to(DEVICE),
         torch.tensor(lengths).int().to(DEVICE),
         tables.int().contiguous().to(DEVICE),
@@ -205,7 +205,7 @@ def _placed(counts: list[int], lengths: list[int], tables: Tensor) -> Placement:
     )
 
 
-def _attended(q: Tensor, ours: PlainPages, theirs: Pages, place: Placement, wanted: AttentionForm) -> float:
+def _attended(q: Tensor, ours: PlainPages, theirs: PagedKV, place: AttentionMetadata, wanted: AttentionForm) -> float:
     expected, _ = ref_attention.paged_attention(q.float(), theirs, place, wanted)
     again = [attention.paged_attention(q, ours, place, wanted) for _ in range(3)]
     assert all(torch.equal(each, again[0]) for each in again), "the same call gave other bits"
@@ -218,13 +218,16 @@ def _four_bits(window: int | None, cap: float | None) -> tuple[float, float]:
     form, int4 = AttentionForm(8, 2, 128, 0.09, window, cap), SCHEMES["int4"]
     lengths = [200, 150] if DEVICE == "cuda" else [70, 40]
     width = -(-max(lengths) // 64)
-    ours, theirs = ops.pages(2 * width, 64, 2, 128, int4, DEVICE), Pages.zeros(2 * width, 64, 2, 128, int4, DEVICE)
+    ours, theirs = (
+        dispatch.pages(2 * width, 64, 2, 128, int4, DEVICE),
+        PagedKV.zeros(2 * width, 64, 2, 128, int4, DEVICE),
+    )
     tables = torch.randperm(2 * width, generator=torch.Generator().manual_seed(0)).view(2, width)
     errors = []
     for b, length in enumerate(lengths):
         at = torch.arange(length)
         place = _placed([length], [length], tables[b : b + 1])
-        place.slots = (tables[b, at // 64] * 64 + at % 64).to(DEVICE)
+        place.slot_mapping = (tables[b, at // 64] * 64 + at % 64).to(DEVICE)
         q, k, v = (_randn(length, n, 128, seed=10 * b + n).to(DTYPES[0]) for n in (8, 2, 2))
         turned = ops.write_kv(q, k, v, ours, place)
         ref_attention.write_kv(q.float(), k.float(), v.float(), theirs, place, None)
@@ -235,7 +238,7 @@ def _four_bits(window: int | None, cap: float | None) -> tuple[float, float]:
     return max(errors), EIGHT + SOME * ROUNDING[DTYPES[0]]
 
 
-def _difference(q: Tensor, ours: Pages, theirs: Pages, place: Placement, form: AttentionForm) -> float:
+def _difference(q: Tensor, ours: PagedKV, theirs: PagedKV, place: AttentionMetadata, form: AttentionForm) -> float:
     found, _ = ops.paged_attention(q, ours, place, form)
     expected, _ = ref_attention.paged_attention(q.float(), theirs, place, form)
     return _error(found, expected)

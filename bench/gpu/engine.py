@@ -24,19 +24,19 @@ from torch import Tensor
 
 from attar.engine import memory_profile
 from attar.execution import cuda_graphs
-from attar.execution.model_runner import Coming, Runner
+from attar.execution.model_runner import InflightTokens, Runner
 from attar.kernels.triton import backend
 from attar.kv.schemes import SCHEMES
 from attar.model.decoder import Decoder
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import device_sampler
 from attar.sampling.sampler import BadLogits, Sampler, sample
 from attar.scheduling.block_pool import BlockPool
-from attar.scheduling.prefix_cache import RadixCache
+from attar.scheduling.prefix_cache import PrefixCache
 from attar.scheduling.scheduler import Scheduler
 from attar.scheduling.sequence import Sequence
-from attar.scheduling.step_plan import Chunk, Outcome, StepPlan
+from attar.scheduling.step_plan import Outcome, ScheduledTokens, StepPlan
 
 SMALL = "tiny"
 PROMPTS = (3, 5, 9) if backend.interpreted() else (5, 70, 130)  # tokens, in a graph of four rows: one is left over
@@ -80,7 +80,7 @@ class Decoders:
 
     def step(self) -> Tensor:
         """Every pending token of every sequence; returns the logits behind them, and appends their largest."""
-        chunks = [Chunk(each, each.computed, each.pending, True) for each in self.sequences]
+        chunks = [ScheduledTokens(each, each.computed, each.pending, True) for each in self.sequences]
         logits = self.runner.run(StepPlan(chunks)).clone()
         samplers = [Sampler(SamplingParams(temperature=0, seed=0), (0,), logits.shape[1]) for _ in chunks]
         for each, draw in zip(self.sequences, device_sampler.sample(logits, samplers), strict=True):
@@ -132,8 +132,8 @@ class Server:
         width = -(-(filled + TIMED + 2) // 64) + 1
         self.runner = Runner(decoder, 2 * batch * width, width * 64, None, batch, None, recorder())
         pool = BlockPool(2 * batch * width, self.runner.block)
-        limits = Limits(max_running=batch, max_step_tokens=max(2048, batch), max_waiting=batch, headroom=0.0)
-        self.scheduler = Scheduler(pool, RadixCache(pool), limits)
+        limits = SchedulerConfig(max_running=batch, max_step_tokens=max(2048, batch), max_waiting=batch, headroom=0.0)
+        self.scheduler = Scheduler(pool, PrefixCache(pool), limits)
         self._requests = itertools.count()
 
     def fill(self) -> None:
@@ -165,8 +165,8 @@ class Server:
             chosen = device_sampler.choose(logits, [samplers[each.id] for each in own]) if own else None
             if ahead and (behind := self.scheduler.ahead(since)) is not None and behind.chunks:
                 places = {each: i for i, each in enumerate(own)}
-                coming = None if chosen is None else Coming(chosen.tokens, places)
-                following = behind, self.runner.run(behind, None, coming)
+                inflight_tokens = None if chosen is None else InflightTokens(chosen.tokens, places)
+                following = behind, self.runner.run(behind, None, inflight_tokens)
             launched = time.perf_counter()
             draws = chosen.draws() if chosen else []
             drawn, outcomes = time.perf_counter(), {}
@@ -210,15 +210,15 @@ def memory(name: str, scheme: str) -> Iterator[Row]:
     """What `attar serve` would measure at its start."""
     if backend.interpreted():
         return
-    held = memory_profile.CardMemory(torch.device(DEVICE))
+    held = memory_profile.GpuMemory(torch.device(DEVICE))
     held.settle()
     available = held.free() + held.held()
     began = time.perf_counter()
     decoder = models.decoder(name, scheme)
     made = time.perf_counter() - began
-    limits = Limits(max_running=128, max_step_tokens=2048)
+    limits = SchedulerConfig(max_running=128, max_step_tokens=2048)
     began = time.perf_counter()
-    trial = memory_profile.Trial(decoder, SCHEMES["bfloat16"], limits, 8192)
+    trial = memory_profile.ProfileRun(decoder, SCHEMES["bfloat16"], limits, 8192)
     found = memory_profile.measure(held, available, trial)
     took = time.perf_counter() - began
     parts = {part: getattr(found, part) / 1e9 for part in ("available", "weights", "step", "graphs", "driver")}
@@ -230,13 +230,13 @@ def block(name: str, samples: int, length: int, recipe: str) -> Iterator[Row]:
     """One block compressed on the card: statistics gathered, linears solved for, in order."""
     from attar.compression import device_placement
     from attar.compression.block import passes
-    from attar.compression.block.work import BlockWork
+    from attar.compression.block.work import BlockWork, CalibrationStates
     from attar.compression.calibration.hidden_states import HiddenStates, rows_at_once
-    from attar.compression.recipe.recipe import Recipe
+    from attar.compression.recipe.recipe_file import load_recipe
     from attar.model.decoder import build_block
     from attar.model.shapes import shape
 
-    config, plan = shape(name), Recipe.load(recipe)
+    config, plan = shape(name), load_recipe(recipe)
     made = build_block(config, models.RandomWeights(config, "bf16"), 0)
     for linear in made.linears():
         linear.keep_dense = False
@@ -247,7 +247,7 @@ def block(name: str, samples: int, length: int, recipe: str) -> Iterator[Row]:
         for batch in states.batches():
             states.write(batch, torch.randn(len(batch) * length, config.hidden, device=DEVICE))
         began = time.perf_counter()
-        records = passes.run(BlockWork(made, states, plan, schemes, config.architecture))
+        records = passes.run(BlockWork(made, CalibrationStates(states), plan, schemes, config.architecture))
         device_placement.move(made, device_placement.CPU)
         took = time.perf_counter() - began
     worse = [record.name for record in records if record.error > record.rtn_error]
@@ -262,13 +262,13 @@ def block_as_on_a_cpu() -> tuple[float, float]:
     """Relative difference of what GPTQ leaves, on the card and on the CPU."""
     from attar.compression import device_placement
     from attar.compression.block import passes
-    from attar.compression.block.work import BlockWork
+    from attar.compression.block.work import BlockWork, CalibrationStates
     from attar.compression.calibration.hidden_states import HiddenStates
-    from attar.compression.recipe.recipe import Recipe
+    from attar.compression.recipe.recipe_file import load_recipe
     from attar.model.decoder import build_block
     from attar.model.shapes import shape
 
-    config, plan, errors = shape(SMALL), Recipe.load("gptq-w4g32"), []
+    config, plan, errors = shape(SMALL), load_recipe("gptq-w4g32"), []
     made = build_block(config, models.RandomWeights(config, "bf16"), 0)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         for device in (device_placement.CPU, torch.device(DEVICE)):
@@ -279,7 +279,7 @@ def block_as_on_a_cpu() -> tuple[float, float]:
                 rows = torch.randn(64, config.hidden, generator=torch.Generator().manual_seed(s))
                 states.write(range(s, s + 1), rows)
             schemes = {linear.name: plan.scheme for linear in made.linears()}
-            work = BlockWork(made, states, plan, schemes, config.architecture)
+            work = BlockWork(made, CalibrationStates(states), plan, schemes, config.architecture)
             errors.append([record.error for record in passes.run(work)])
             for linear, weight in zip(made.linears(), weights, strict=True):
                 linear.weight = weight

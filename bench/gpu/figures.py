@@ -20,9 +20,9 @@ from attar.kernels import ops
 from attar.kernels.operands import AttentionForm
 from attar.kernels.triton import attention, backend, linear
 from attar.kernels.triton.pages import NibblePages, PlainPages
-from attar.kv.pages import Placement, Rotation
+from attar.kv.pages import AttentionMetadata, Rotation
 from attar.kv.schemes import scheme as kv_scheme
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 from attar.model.shapes import shape
 
@@ -99,7 +99,7 @@ def decode_attention(roofs: Row) -> Iterator[Row]:
 
 def cached(
     batch: int, length: int, rows: int, form: AttentionForm, kv: torch.dtype | None
-) -> tuple[PlainPages, Placement]:
+) -> tuple[PlainPages, AttentionMetadata]:
     """Full pages of sequences whose last `rows` tokens are asked for, their blocks scattered; `kv` as in `KEPT`."""
     width = -(-length // 64)
     sizes = (batch * width, 64, form.kv_heads, form.head_dim)
@@ -123,7 +123,7 @@ def cached(
     positions = torch.arange(length - rows, length, device=DEVICE).int().repeat(batch)
     starts = (torch.arange(batch + 1, device=DEVICE) * rows).int()
     lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
-    return pages, Placement(starts, lengths, tables, positions, torch.zeros(batch * rows, device=DEVICE).long())
+    return pages, AttentionMetadata(starts, lengths, tables, positions, torch.zeros(batch * rows, device=DEVICE).long())
 
 
 def writing(roofs: Row) -> Iterator[Row]:
@@ -140,7 +140,7 @@ def writing(roofs: Row) -> Iterator[Row]:
         q, k, v = together.split((heads, kv_heads, kv_heads), 1)
         for label, kv in KEPT.items():
             pages, place = cached(1, room, rows, form, kv)
-            place.slots = torch.randperm(room, device=DEVICE)[:rows]
+            place.slot_mapping = torch.randperm(room, device=DEVICE)[:rows]
             call = partial(ops.write_kv, q, k, v, pages, place, rotation)
             once = seconds([call])
             moved = HALF.itemsize * (together.numel() + q.numel()) + pages.nbytes * rows / room
@@ -211,7 +211,7 @@ def whole_model(roofs: Row) -> Iterator[Row]:
         del made, ids, step
 
 
-def again(made: Decoder, ids: Tensor, step: Step, rows: Tensor | None = None) -> Tensor:
+def again(made: Decoder, ids: Tensor, step: ForwardBatch, rows: Tensor | None = None) -> Tensor:
     """The step, run once more at the same place."""
     assert step.cache is not None
     step.cache.filled = [0] * len(step.cache.filled)

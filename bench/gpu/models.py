@@ -12,11 +12,11 @@ from torch import Tensor
 from attar.formats.codecs import progressive
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid, Scheme, multiplied_in
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.operands import Linear, Prepared
 from attar.kernels.triton import weights
 from attar.model import decoder as model
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.shapes import shape
@@ -112,7 +112,7 @@ def prepared(scheme: str, size: tuple[int, int]) -> list[Linear]:
 
 def decoder(name: str, scheme: str) -> Decoder:
     config = shape(name)
-    return model.build(config, RandomWeights(config, scheme), None, ops.store(device=DEVICE, dtype=HALF))
+    return model.build(config, RandomWeights(config, scheme), None, dispatch.store(device=DEVICE, dtype=HALF))
 
 
 def read_bytes(made: Decoder) -> int:
@@ -138,7 +138,7 @@ def roof(made: Decoder, scheme: str, batch: int, context: int, rates: Mapping[st
     return max(Roofline(made.config, storage, "bfloat16", limits).least([(context, 1, True)] * batch))
 
 
-def step(made: Decoder, batch: int, filled: int, rows: int) -> tuple[Tensor, Step]:
+def step(made: Decoder, batch: int, filled: int, rows: int) -> tuple[Tensor, ForwardBatch]:
     """Token ids and the step that appends `rows` of them to each of `batch` sequences of `filled` tokens."""
     cache = made.cache(filled + rows, batch)
     for pages in cache.layers:
@@ -146,4 +146,4 @@ def step(made: Decoder, batch: int, filled: int, rows: int) -> tuple[Tensor, Ste
         pages.values.normal_()
     cache.filled = [filled] * batch
     ids = torch.randint(0, made.config.vocab_size, (batch * rows,), device=DEVICE)
-    return ids, Step((rows,) * batch, filled + rows, cache)
+    return ids, ForwardBatch((rows,) * batch, filled + rows, cache)

@@ -107,13 +107,13 @@ def run(folder: Path, since: float) -> dict[str, float]:
     from attar.checkpoints.sources import hf
     from attar.engine import memory_profile
     from attar.execution.model_runner import Runner
-    from attar.kernels import ops
+    from attar.kernels import dispatch
     from attar.protocol.request import SamplingParams
-    from attar.protocol.scheduler_config import Limits
+    from attar.protocol.scheduler_config import SchedulerConfig
     from attar.sampling import device_sampler
     from attar.sampling.sampler import BadLogits, Sampler
     from attar.scheduling.sequence import Sequence
-    from attar.scheduling.step_plan import Chunk, StepPlan
+    from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
     ended: dict[str, float] = {}
 
@@ -122,14 +122,14 @@ def run(folder: Path, since: float) -> dict[str, float]:
             torch.cuda.synchronize()
         ended[stage] = time.time() - since
 
-    store, limits = ops.store(device=DEVICE, dtype=HALF), Limits()
-    memory = memory_profile.CardMemory(torch.device(DEVICE)) if DEVICE == "cuda" else None
+    store, limits = dispatch.store(device=DEVICE, dtype=HALF), SchedulerConfig()
+    memory = memory_profile.GpuMemory(torch.device(DEVICE)) if DEVICE == "cuda" else None
     available = 0 if memory is None else memory.free()
     end("imported")
     decoder = hf.load(folder, HALF, None, store)
     end("loaded")
     if memory is not None:
-        trial = memory_profile.Trial(decoder, decoder.lossless, limits, CONTEXT)
+        trial = memory_profile.ProfileRun(decoder, decoder.lossless, limits, CONTEXT)
         memory_profile.measure(memory, available, trial)
         del trial
         memory.settle()
@@ -140,7 +140,7 @@ def run(folder: Path, since: float) -> dict[str, float]:
     end("recorded")
     sequence = Sequence(id="first", prompt_ids=range(PROMPT), max_tokens=1)
     sequence.blocks = [0]
-    logits = runner.run(StepPlan([Chunk(sequence, 0, PROMPT, True)]))
+    logits = runner.run(StepPlan([ScheduledTokens(sequence, 0, PROMPT, True)]))
     sampler = Sampler(SamplingParams(temperature=0, seed=0), (0,), decoder.config.vocab_size)
     (draw,) = device_sampler.sample(logits, [sampler])
     assert not isinstance(draw, BadLogits)

@@ -22,20 +22,26 @@ from attar.threads import spin_briefly
 from attar.version import __version__
 
 if TYPE_CHECKING:
-    from attar.compression.runs.pipeline import compress
+    from attar.compression.request.request import CompressionRequest
+    from attar.compression.runs.pipeline import compress, compress_request
     from attar.engine.llm import LLM
     from attar.evaluation.report import evaluate
     from attar.protocol.request import Completion, SamplingParams
 
 spin_briefly(os.environ)
 
-__all__ = ["LLM", "Completion", "SamplingParams", "__version__", "compress", "evaluate"]
+__all__ = [
+    "LLM", "Completion", "CompressionRequest", "SamplingParams", "__version__", "compress", "compress_request",
+    "evaluate",
+]  # fmt: skip
 
 _HOMES = {
     "LLM": "attar.engine.llm",
     "Completion": "attar.protocol.request",
     "SamplingParams": "attar.protocol.request",
+    "CompressionRequest": "attar.compression.request.request",
     "compress": "attar.compression.runs.pipeline",
+    "compress_request": "attar.compression.runs.pipeline",
     "evaluate": "attar.evaluation.report",
 }
 

@@ -19,10 +19,11 @@ import torch
 from attar import LLM, SamplingParams
 from attar.checkpoints.sources import hf, hub
 from attar.compression.calibration import texts as calibrate
-from attar.compression.runs.block_pass import Progress
-from attar.compression.runs.pipeline import compress
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress_request
 from attar.evaluation.report import evaluate
 from attar.evaluation.table import Row, cost_table
+from attar.progress import Progress
 
 ORIGINAL = "bf16"
 RECIPES = ("rtn-w4g128", "awq-w4g128", "gptq-w4g128")
@@ -68,7 +69,8 @@ def demonstrate(folder: Path | None, progress: Progress, overwrite: bool = False
         for name in (ORIGINAL, *RECIPES):
             path = source if name == ORIGINAL else Path(place) / name
             if name != ORIGINAL:
-                compress(source, path, recipe=name, calibration=calibration, overwrite=overwrite, progress=progress)
+                request = CompressionRequest(source, path, recipe=name, calibration=calibration, overwrite=overwrite)
+                compress_request(request, progress)
             report = evaluate(path, against=None if name == ORIGINAL else decoder, tokens=held_out, progress=progress)
             llm = LLM(path)
             llm.generate(PROMPT, GREEDY)  # warm-up

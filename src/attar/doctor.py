@@ -1,8 +1,8 @@
 """`attar doctor`: report the machine, the installation, and the kernel that each operation would choose and why.
 
 The report asks the code that decides and decides nothing again: versions of the installed packages, instruction sets
-and level of `kernels.native`, choices of `kernels.ops.candidates`. It names neither host nor user, so that it can be
-pasted into a bug report.
+and level of `kernels.native`, choices of `kernels.dispatch.candidates`. It names neither host nor user, so that it can
+be pasted into a bug report.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from attar import env, machine
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.native import extension
 from attar.version import __version__
 
@@ -140,14 +140,14 @@ def _kernels() -> dict[str, dict[str, Any]]:
     """Return, per device type and dtype of the rows, each operation's backend and every candidate with its reason."""
     types = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return {
-        f"{device} {str(dtype).removeprefix('torch.')}": {op: _choice(op, device, dtype) for op in ops.OPS}
+        f"{device} {str(dtype).removeprefix('torch.')}": {op: _choice(op, device, dtype) for op in dispatch.OPS}
         for device in types
         for dtype in DTYPES
     }
 
 
 def _choice(op: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    candidates = ops.candidates(op, device, dtype)
+    candidates = dispatch.candidates(op, device, dtype)
     return {
         "backend": next((backend for backend, reason in candidates if reason is None), None),
         "candidates": [{"backend": backend, "reason": reason} for backend, reason in candidates],

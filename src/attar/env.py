@@ -61,6 +61,10 @@ class Env:
         default=None,
         metadata={"doc": "Folder of the models and texts that tests use. Default: `shared` beside the repository."},
     )
+    real_models: Path | None = field(
+        default=None,
+        metadata={"doc": "Folder of the real models that tests and benches read. Default: these tests are skipped."},
+    )
 
 
 @functools.cache

@@ -154,17 +154,12 @@ def _pass(name: str, key: str) -> None:
 
 
 def arm(*faults: Fault) -> None:
-    """Arm these faults and no others. Their counts continue from their present state."""
+    """Arm these faults and no others; without any, disarm all. Their counts continue from their present state."""
     global _armed
     armed: dict[str, list[Fault]] = {}
     for fault in faults:
         armed.setdefault(fault.name, []).append(fault)
     _armed = armed or None
-
-
-def disarm() -> None:
-    """Disarm all faults."""
-    arm()
 
 
 def arm_from(text: str | None) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,25 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from attar.checkpoints.receipts import probes
+from attar.model.decoder import Decoder
+
+
+@torch.inference_mode()
+def make_probes(decoder: Decoder, seed: int) -> dict[str, Any]:
+    """Probes of a whole decoder of the reference that computes in float32. Reads its blocks once, in order."""
+    assert decoder.dtype == torch.float32
+    assert decoder.store is None
+    run = probes.ProbeRun(decoder.config, seed)
+    rows = decoder.embedding.forward(run.ids.flatten(), torch.arange(probes.LENGTH).repeat(len(run.ids)))
+    observed = []
+    for layer, block in enumerate(decoder.blocks):
+        rows, seen = run.run(layer, copy.deepcopy(block), rows)
+        observed.append(seen)
+    return run.finish(
+        observed, run.logits(decoder.final_norm, replace(decoder.head), rows[probes.LENGTH - 1 :: probes.LENGTH])
+    )
 
 
 class Tiny:
@@ -68,9 +89,9 @@ class Tiny:
 
     def our_logits(self, folder: Path) -> Tensor:
         from attar.checkpoints.sources import hf
-        from attar.model.cache import Step
+        from attar.model.cache import ForwardBatch
 
-        return hf.load(folder, torch.float32).forward(self.ids, Step((len(self.ids),), len(self.ids)))
+        return hf.load(folder, torch.float32).forward(self.ids, ForwardBatch((len(self.ids),), len(self.ids)))
 
     @staticmethod
     def difference(ours: Tensor, theirs: Tensor) -> float:

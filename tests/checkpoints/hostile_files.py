@@ -41,8 +41,8 @@ from attar.checkpoints.strict_io import CheckpointError
 from attar.compression.runs.pipeline import compress
 from attar.formats.codecs import ggml_search
 from attar.formats.codecs.ggml import TYPES
-from attar.kernels import ops
-from attar.model.cache import Step
+from attar.kernels import dispatch
+from attar.model.cache import ForwardBatch
 from tests.checkpoints import test_folder, test_safetensors
 from tests.checkpoints.gguf import test_checkpoint as test_gguf_checkpoint
 from tests.checkpoints.gguf import test_file as test_gguf
@@ -549,11 +549,11 @@ def _raw(tensor: torch.Tensor) -> bytes:
 def _run(path: Path) -> list[str]:
     """Load it for both kinds of kernels, and run a few tokens. What has no sentence against it must give logits."""
     wrong = []
-    for store in (None, ops.store("exact")):
+    for store in (None, dispatch.store("exact")):
         try:
             decoder = opening.load(path, torch.float32, store=store)
             count = min(4, decoder.config.vocab_size, decoder.config.context)
-            logits = decoder.forward(torch.arange(count), Step((count,), count, decoder.cache(count)))
+            logits = decoder.forward(torch.arange(count), ForwardBatch((count,), count, decoder.cache(count)))
         except ValueError as error:
             if not str(error).isprintable():
                 wrong.append(f"running says {str(error)[:200]!r}")

@@ -11,8 +11,8 @@ from safetensors.torch import load, save
 
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.strict_io import CheckpointError
-from attar.compression.recipe.recipe import Recipe
-from attar.formats.weight_formats import FORMS, GgmlBlocks
+from attar.compression.recipe.recipe_file import load_recipe
+from attar.formats.weight_formats import WEIGHT_FORMATS, GgmlBlocks
 from tests.checkpoints.hostile_files import (
     COSTLY,
     DAMAGE,
@@ -47,11 +47,11 @@ def test_a_case_is_the_same_wherever_it_is_made(corpus: Corpus) -> None:
 
 
 def test_every_kind_of_weights_is_damaged(corpus: Corpus) -> None:
-    made = [Recipe.load(recipe).scheme for recipe in FOLDERS.values() if recipe]
-    assert {form.kind for form in FORMS.values()} | {"int", "e5m2"} <= {
+    made = [load_recipe(recipe).scheme for recipe in FOLDERS.values() if recipe]
+    assert {form.kind for form in WEIGHT_FORMATS.values()} | {"int", "e5m2"} <= {
         each.weight.kind for each in made if each is not None
     }
-    blocks = {form.type.name for form in FORMS.values() if isinstance(form, GgmlBlocks)}
+    blocks = {form.type.name for form in WEIGHT_FORMATS.values() if isinstance(form, GgmlBlocks)}
     assert blocks <= {*GGUF_TYPES, *SEARCHED}
     assert "GGUF, Q4_K" in corpus.sound
 

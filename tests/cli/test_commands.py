@@ -41,7 +41,7 @@ COMMANDS = (
     "merge",
     "doctor",
     "demo",
-    "triton",
+    "tritonserver",
 )
 ATTAR = [sys.executable, "-m", "attar"]
 TEXT = (ROOT / "LICENSE").read_text()

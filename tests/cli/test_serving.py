@@ -42,7 +42,7 @@ def served(monkeypatch: pytest.MonkeyPatch, options: str, model: str = "demo") -
     [
         ("", 32 + 256 + BESIDES),
         ("--preset throughput", 128 + 1024 + BESIDES),
-        ("--preset latency --max-waiting 7 --policy none", 1 + 7 + BESIDES),
+        ("--preset latency --scheduler max-waiting=7 --scheduler policy=none", 1 + 7 + BESIDES),
         ("--preset throughput --max-requests 9", 9),
     ],
 )
@@ -161,8 +161,8 @@ def test_an_origin_that_no_page_has_is_refused(given: str) -> None:
         "",
         "--context 300 --kv int8",
         "--preset throughput --threads 1",
-        "--preset latency --max-running 3 --max-step-tokens 64 --context 128 --threads 2",
-        "--policy none --context 256",
+        "--preset latency --max-running 3 --scheduler max-step-tokens=64 --context 128 --threads 2",
+        "--scheduler policy=none --context 256",
         "--max-tokens-in-cache 1000 --context 200 --kv int4",
     ],
 )
@@ -195,27 +195,35 @@ def test_a_plan_for_more_users_than_run_together_raises_that(monkeypatch: pytest
     assert last_json(CliRunner().invoke(app, [*plan, "4"]))["step_sequences"] == 32
     many = CliRunner().invoke(app, [*plan, "600"])
     assert (last_json(many)["step_sequences"], last_json(many)["step_tokens"]) == (600, 600)
-    assert "as with --max-running 600 --max-step-tokens 600" in many.stderr
+    assert "as with --max-running 600 --scheduler max-step-tokens=600" in many.stderr
     for given, says in (
-        ("--max-step-tokens 512", "raise --max-step-tokens"), ("--max-running 16", "only 16 requests run together"),
-    ):  # fmt: skip
+        ("--scheduler max-step-tokens=512", "raise max-step-tokens"),
+        ("--max-running 16", "only 16 requests run together"),
+    ):
         refused(CliRunner().invoke(app, [*plan, "600", *given.split()]), 2, says, as_json=True)
-    refused(CliRunner().invoke(app, [*plan, "2", "--policy", "none"]), 2, "2 users at once, but only 1", as_json=True)
+    refused(
+        CliRunner().invoke(app, [*plan, "2", "--scheduler", "policy=none"]),
+        2,
+        "2 users at once, but only 1",
+        as_json=True,
+    )
 
 
 def test_options_of_the_scheduler_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = served(monkeypatch, "--policy dynamic --max-delay 0.25 --threads 3 --max-waiting 7")
+    made = served(
+        monkeypatch, "--scheduler policy=dynamic --scheduler max-delay=0.25 --threads 3 --scheduler max-waiting=7"
+    )
     found = made.limits()
     assert (found.policy, found.max_delay, found.max_waiting, made.threads) == ("dynamic", 0.25, 7, 3)
-    assert served(monkeypatch, "--policy dynamic").limits().max_delay == 0.1
+    assert served(monkeypatch, "--scheduler policy=dynamic").limits().max_delay == 0.1
 
 
 @pytest.mark.parametrize(
     "options, says",
     [
-        ("--max-delay 0.25", "--max-delay is of --policy dynamic"),
-        ("--max-delay 0.25 --policy static", "--max-delay is of --policy dynamic"),
-        ("--max-delay inf --policy dynamic", "max-delay is a number of seconds, not inf"),
+        ("--scheduler max-delay=0.25", "max-delay is of the policy dynamic"),
+        ("--scheduler max-delay=0.25 --scheduler policy=static", "max-delay is of the policy dynamic"),
+        ("--scheduler max-delay=inf --scheduler policy=dynamic", "max-delay is a number of seconds, not inf"),
     ],
 )
 def test_a_delay_that_nothing_would_heed_is_refused(options: str, says: str) -> None:

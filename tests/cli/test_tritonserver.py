@@ -1,4 +1,4 @@
-r"""`attar triton`, and `serve --triton-config`: for those who come from Triton Inference Server, or go there.
+r"""`attar tritonserver`, and `serve --triton-config`: for those who come from Triton Inference Server, or go there.
 
 What each field means is `tests/integrations/triton_server/test_config.py`'s.
 """
@@ -31,7 +31,7 @@ parameters { key: "enable_trt_overlap" value { string_value: "false" } }
 
 
 def triton(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["triton", *arguments])
+    return CliRunner().invoke(app, ["tritonserver", *arguments])
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def template(tmp_path: Path) -> Path:
 def test_import_shows_the_command_that_serves_alike(v1: Path) -> None:
     done = triton("import", str(v1), "--json")
     found = last_json(done)
-    command = "attar serve MODEL --max-running 6 --max-waiting 9 --policy dynamic --max-delay 0.002"
-    assert found["command"].startswith(command)
+    command = "attar serve MODEL --max-running 6 --scheduler max-waiting=9 --scheduler policy=dynamic"
+    assert found["command"].startswith(f"{command} --scheduler max-delay=0.002")
     assert done.stdout.splitlines()[0] == found["command"]
     assert found["options"]["kv-fraction"] == found["kv"]["kv_cache_free_gpu_mem_fraction"] == 0.5
     assert len(found["warnings"]) == 1
@@ -79,12 +79,14 @@ def test_serve_says_what_import_says(v1: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_said_on_the_command_line_goes_before_the_file(v1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = served(monkeypatch, f"--triton-config {v1} --max-running 3 --policy continuous --preset throughput")
+    said = served(
+        monkeypatch, f"--triton-config {v1} --max-running 3 --scheduler policy=continuous --preset throughput"
+    )
     limits = said.limits()
     assert (limits.max_running, limits.policy, limits.max_waiting) == (3, "continuous", 9)
     assert limits.max_step_tokens == 2048  # the preset's, of which the file says nothing
     assert said.max_delay is None
-    same = served(monkeypatch, f"--triton-config {v1} --policy dynamic")
+    same = served(monkeypatch, f"--triton-config {v1} --scheduler policy=dynamic")
     assert (same.limits().policy, same.max_delay) == ("dynamic", 0.002)
     v1.write_text(V1 + 'parameters { key: "gpu_device_ids" value { string_value: "1" } }')
     assert served(monkeypatch, f"--triton-config {v1} --device cpu").device == "cpu"
@@ -115,15 +117,14 @@ def test_the_cache_of_a_server_is_the_smaller_of_both(
 
 
 def test_export_is_what_import_reads(template: Path, tmp_path: Path) -> None:
-    options = "--max-running 6 --max-waiting 9 --policy dynamic --max-delay 0.002 --kv-fraction 0.5"
-    options += " --max-tokens-in-cache 1000 --max-preemptions 0 --max-step-tokens 64"
+    options = "--max-running 6 --kv-fraction 0.5 --max-tokens-in-cache 1000"
+    for key in ("max-waiting=9", "policy=dynamic", "max-delay=0.002", "max-preemptions=0", "max-step-tokens=64"):
+        options += f" --scheduler {key}"
     file = tmp_path / "exported.pbtxt"
     file.write_text(triton("export", *options.split()).stdout)
     back = last_json(triton("import", str(file), "--json"))["command"].split()[3:]
-    assert (
-        dict(zip(back[::2], back[1::2], strict=True)).items()
-        >= dict(zip(options.split()[::2], options.split()[1::2], strict=True)).items()
-    )
+    asked = options.split()
+    assert {*zip(back[::2], back[1::2], strict=True)} >= {*zip(asked[::2], asked[1::2], strict=True)}
     filled = triton("export", str(template), "--max-running", "7", "--tp", "2", "--json")
     found = last_json(filled)
     assert found["left"] == ["engine_dir"]

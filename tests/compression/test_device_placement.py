@@ -17,10 +17,10 @@ import torch
 from attar.compression import device_placement
 from attar.compression.block import passes
 from attar.compression.block.record import Record
-from attar.compression.block.work import BlockWork
+from attar.compression.block.work import BlockWork, CalibrationStates
 from attar.compression.calibration.hidden_states import HiddenStates
 from attar.compression.recipe.methods import ActivationRange, Awq
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.model.decoder import Decoder
@@ -36,7 +36,7 @@ RECIPES = ("hqq-w4g32-asym", "qronos-w4g32", "awq+gptq-w4g32", "smoothquant+rtn-
 def compressed(
     block: Block, recipe: str, folder: Path, device: torch.device, activation_range: ActivationRange = "minmax"
 ) -> tuple[list[Record], Block]:
-    plan = replace(Recipe.load(recipe), activation_range=activation_range)
+    plan = replace(load_recipe(recipe), activation_range=activation_range)
     few = tuple(replace(each, points=3) if isinstance(each, Awq) else each for each in plan.passes)
     plan = replace(plan, passes=few)
     pair = []
@@ -48,7 +48,7 @@ def compressed(
         pair.append(states)
     schemes: dict[str, Scheme | None] = {linear.name: plan.scheme for linear in block.linears()}
     device_placement.move(block, device)
-    records = passes.run(BlockWork(block, pair[0], plan, schemes, "LlamaForCausalLM", original=pair[1]))
+    records = passes.run(BlockWork(block, CalibrationStates(*pair), plan, schemes, "LlamaForCausalLM"))
     device_placement.move(block, device_placement.CPU)
     return records, block
 
@@ -109,7 +109,7 @@ def test_on_a_cpu_nothing_moves(tiny_decoder: Callable[..., Decoder]) -> None:
     [("autoround-w4g32", "autoround"), ("rtn-nf4", "nf4"), ("gptq-w4g32", "a GGUF file")],
 )
 def test_what_does_not_go_there_is_said(recipe: str, what: str) -> None:
-    plan = Recipe.load(recipe)
+    plan = load_recipe(recipe)
     with pytest.raises(ValueError, match=f"is compressed on the CPU: {what} is not for cuda yet"):
         device_placement.check(plan, [plan.scheme], what == "a GGUF file", "cuda")
     device_placement.check(plan, [plan.scheme], True, "cpu")

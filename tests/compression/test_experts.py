@@ -9,7 +9,7 @@ import torch
 
 from attar.checkpoints.sources import hf
 from attar.compression.runs.pipeline import compress
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 
 EXACT = 1e-4  # largest difference of logits between attar and transformers, of their range
 TOKENS = 24
@@ -51,7 +51,7 @@ def test_transformers_gives_the_same_logits(family: str, recipe: str, tmp_path: 
     assert done.notes == ()
     experts = [record for record in done.records if ".experts." in record.name]
     assert len(experts) == 2 * 4 * 3
-    ours = hf.load(tmp_path / "out", torch.float32).forward(ids[0], Step((TOKENS,), TOKENS))
+    ours = hf.load(tmp_path / "out", torch.float32).forward(ids[0], ForwardBatch((TOKENS,), TOKENS))
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]

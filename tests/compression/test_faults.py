@@ -21,7 +21,8 @@ import torch
 
 from attar.checkpoints.strict_io import CheckpointError
 from attar.cli.terminal import INTERRUPTED
-from attar.compression.runs.pipeline import compress
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress, compress_request
 
 Ids = list[list[int]]
 
@@ -113,10 +114,12 @@ def test_tokens_drawn_before_do_not_count_as_room(tiny: Path, tmp_path: Path, mo
     monkeypatch.setattr("attar.compression.runs.run.require_free", lambda path, needed: asked.append(needed))
     for _ in range(2):
         with pytest.raises(InterruptedError):
-            compress(
-                tiny, tmp_path / "out", recipe="gptq-w4g32", calibration="self", samples=2, length=8,
-                progress=Begun(then_stop=True),
-            )  # fmt: skip
+            compress_request(
+                CompressionRequest(
+                    tiny, tmp_path / "out", recipe="gptq-w4g32", calibration="self", samples=2, length=8
+                ),
+                Begun(then_stop=True),
+            )
         for path in [*tmp_path.glob(".out.*/out/*"), *tmp_path.glob(".out.*/state/*.f32")]:
             path.unlink()
     assert asked[0] == asked[1] > 0
@@ -202,7 +205,7 @@ def test_ctrl_c_and_a_second_run_of_the_same_output(tiny: Path, tmp_path: Path) 
     state = tmp_path / ".out.attar-partial" / "state"
     wait_for(state, child)
     with pytest.raises(CheckpointError, match="another process is writing it"):
-        compress(tiny, out, recipe="awq-w4g32", calibration="self", samples=64, length=64)
+        compress_request(CompressionRequest(tiny, out, recipe="awq-w4g32", calibration="self", samples=64, length=64))
     wait_for(state / "state.json", child)
     child.send_signal(signal.SIGINT)
     _, said = child.communicate(timeout=PATIENCE)
@@ -213,7 +216,9 @@ def test_ctrl_c_and_a_second_run_of_the_same_output(tiny: Path, tmp_path: Path) 
 
     begun = Begun(then_stop=True)  # that it goes on to the same bytes is shown elsewhere, by shorter runs
     with pytest.raises(InterruptedError):
-        compress(tiny, out, recipe="awq-w4g32", calibration="self", samples=64, length=64, progress=begun)
+        compress_request(
+            CompressionRequest(tiny, out, recipe="awq-w4g32", calibration="self", samples=64, length=64), begun
+        )
     assert begun.at is not None
     assert begun.at >= 1
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from attar.checkpoints.sources import hf
 from attar.compression.groups import folds, input_groups
 from attar.compression.solvers.rounding import awq
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder, compressible, gates
 from attar.model.layers import Block
 from tests.compression.test_experts import write
@@ -36,7 +36,7 @@ def seen(block: Block) -> dict[str, Tensor]:
     """The last rows that each linear read."""
     found: dict[str, Tensor] = {}
     with torch.no_grad():
-        block.run(states(), Step((LENGTH,), LENGTH), lambda linear, x: found.update({linear.name: x.clone()}))
+        block.run(states(), ForwardBatch((LENGTH,), LENGTH), lambda linear, x: found.update({linear.name: x.clone()}))
     return found
 
 
@@ -53,7 +53,7 @@ def test_groups_read_the_same_rows_and_are_all_that_a_recipe_may_compress(decode
 def test_a_scale_may_move_at_each_fold(decoder: Decoder) -> None:
     """Out of what comes before and into all that reads it: the block computes what it did."""
     block, numbers = decoder.blocks[0], torch.Generator().manual_seed(1)
-    step = Step((LENGTH,), LENGTH)
+    step = ForwardBatch((LENGTH,), LENGTH)
     with torch.no_grad():
         before = block.run(states(), step)
         places = folds(block)

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from attar.compression.calibration import loss_weights
-from attar.compression.recipe.recipe import Recipe
-from attar.compression.runs.pipeline import compress
+from attar.compression.recipe.recipe_file import load_recipe, recipe_from_dict
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress, compress_request
 from attar.compression.solvers.rounding import gptq, qronos
 
 Ids = list[list[int]]
@@ -38,7 +39,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", [*RECIPES, "both"])
 def test_a_stopped_run_resumes_to_the_same_bytes(name: str, tiny: Path, calibration: Ids, tmp_path: Path) -> None:
-    recipe = Recipe.from_dict(BOTH) if name == "both" else Recipe.load(name)
+    recipe = recipe_from_dict(BOTH) if name == "both" else load_recipe(name)
     calibration = calibration[:4]
     compress(tiny, tmp_path / "whole", recipe=recipe, calibration=calibration)
     stops = [("blocks", 1), ("blocks", 2)]
@@ -46,10 +47,10 @@ def test_a_stopped_run_resumes_to_the_same_bytes(name: str, tiny: Path, calibrat
         stops = [("gradients", 2), *stops[:1]]
     for stage, count in stops:
         with pytest.raises(Stop):
-            compress(
-                tiny, tmp_path / "out", recipe=recipe, calibration=calibration, calib_memory=0,
-                progress=stop_after(stage, count),
-            )  # fmt: skip
+            compress_request(
+                CompressionRequest(tiny, tmp_path / "out", recipe=recipe, calibration=calibration, calib_memory=0),
+                stop_after(stage, count),
+            )
     compress(tiny, tmp_path / "out", recipe=recipe, calibration=calibration)
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
@@ -129,13 +130,13 @@ def test_outputs_that_are_divided() -> None:
 
 
 def test_rows_that_are_scaled_are_not_weighed_before(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
-    recipe = Recipe.from_dict({"recipe": "awq+gptq-w4g32", "guide": 2})
+    recipe = recipe_from_dict({"recipe": "awq+gptq-w4g32", "guide": 2})
     with pytest.raises(ValueError, match="leave one of them out"):
         compress(tiny, tmp_path / "out", recipe=recipe, calibration=calibration)
 
 
 def test_tuning_judges_on_text_that_the_walk_has_not_seen(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
-    recipe = Recipe.from_dict({"recipe": "gptq+tune-w4g32", "epochs": 1})
+    recipe = recipe_from_dict({"recipe": "gptq+tune-w4g32", "epochs": 1})
     compress(tiny, tmp_path / "tuned", recipe=recipe, calibration=calibration)
     compress(tiny, tmp_path / "plain", recipe="gptq-w4g32", calibration=calibration[:-1])
     tuned, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("tuned", "plain"))

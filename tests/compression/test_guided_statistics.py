@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from attar.checkpoints.sources import hf
 from attar.compression.calibration import gradients
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import recipe_from_dict
 from attar.compression.runs.pipeline import compress
 from attar.compression.solvers.rounding import gptq, qronos, two_sided
 from attar.formats.packed import PackedTensor
@@ -79,7 +79,7 @@ def walked(tiny: Path, calibration: Ids, tmp_path_factory: pytest.TempPathFactor
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(qronos, "corrected", correcting)
         patch.setattr(two_sided, "solve", solving)
-        recipe = Recipe.from_dict({"recipe": "guided-w3g32", "damping": DAMPING, "residual": RESIDUAL})
+        recipe = recipe_from_dict({"recipe": "guided-w3g32", "damping": DAMPING, "residual": RESIDUAL})
         compress(tiny, out, recipe=recipe, calibration=calibration)
     assert len(corrections) == len(solved) == 3 * len(LINEARS), "every linear is corrected and coupled"
     calls = {}

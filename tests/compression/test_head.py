@@ -19,12 +19,14 @@ from attar.checkpoints.safetensors import TensorFile
 from attar.checkpoints.sources import hf
 from attar.compression.calibration import hidden_states
 from attar.compression.recipe.recipe import HEAD, Override, Recipe
-from attar.compression.runs import block_pass
-from attar.compression.runs.pipeline import compress
+from attar.compression.recipe.recipe_file import load_recipe
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress, compress_request
 from attar.compression.solvers.rounding import rtn
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import HEADS, Scheme
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
+from attar.progress import Progress
 
 EMBED = "model.embed_tokens"
 IDS = torch.arange(3, 99, 4)
@@ -61,7 +63,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def logits(folder: Path) -> Tensor:
-    return hf.load(folder, torch.float32).forward(IDS, Step((len(IDS),), len(IDS)))
+    return hf.load(folder, torch.float32).forward(IDS, ForwardBatch((len(IDS),), len(IDS)))
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
@@ -133,7 +135,7 @@ def test_rows_at_a_time_are_the_whole(
     """However many rows are rounded at once: the stored parts are those of the whole matrix rounded at once."""
     monkeypatch.setattr(hidden_states, "HEAD_ROWS", 96)  # not a divisor of 256
     recipe = "gptq-w4g128" if search == "mse" else RECIPE
-    assert Recipe.load(recipe).rounding.scale_search == search
+    assert load_recipe(recipe).rounding.scale_search == search
     compress(source, tmp_path / "out", recipe=recipe, head=head, calibration=calibration)
     table = load_file(source / "model.safetensors")[f"{EMBED if source.name == 'tied' else HEAD}.weight"]
     scheme = Scheme.parse(head).with_scale_dtype("bfloat16")
@@ -146,7 +148,7 @@ def test_rows_at_a_time_are_the_whole(
 
 
 def test_only_the_head_may_be_compressed(source: Path, tmp_path: Path) -> None:
-    recipe = Recipe.load(RECIPE)
+    recipe = load_recipe(RECIPE)
     only = Recipe(recipe.passes, recipe.scheme, (Override("model.layers.*", None),), head=Scheme.parse("w8"))
     done = compress(source, tmp_path / "out", recipe=only)
     assert [record.name for record in done.records] == [HEAD]
@@ -198,7 +200,7 @@ def test_positions_are_added_to_packed_rows(tmp_path: Path) -> None:
     compress(tmp_path / "gpt2", tmp_path / "out", recipe="rtn-w8", head="int8")
     assert verify(tmp_path / "out").ok
     ids = IDS % 64
-    step = Step((len(ids),), len(ids))
+    step = ForwardBatch((len(ids),), len(ids))
     ours = hf.load(tmp_path / "out", torch.float32).forward(ids, step)
     with torch.no_grad():
         assert difference(ours, model(ids[None]).logits[0]) < 0.02
@@ -255,7 +257,7 @@ class Stop(Exception):
     pass
 
 
-def stop_at(stage: str, done: int) -> block_pass.Progress:
+def stop_at(stage: str, done: int) -> Progress:
     def progress(now: str, at: int, total: int) -> None:
         if (now, at) == (stage, done):
             raise Stop
@@ -274,13 +276,13 @@ def test_a_run_stopped_at_the_head_resumes_to_the_same_bytes(
     recipe: str, source: Path, calibration: list[list[int]], tmp_path: Path
 ) -> None:
     settings = {"recipe": recipe, "head": "int4", "calibration": calibration}
-    compress(source, tmp_path / "whole", **settings)  # type: ignore[arg-type]
+    compress_request(CompressionRequest(source, tmp_path / "whole", **settings))  # type: ignore[arg-type]
     for stage, done in (("blocks", 1), ("blocks", 3), ("output matrix", 64), ("output matrix", 256), ("copying", 1)):
         with pytest.raises(Stop):
-            compress(source, tmp_path / "out", progress=stop_at(stage, done), **settings)  # type: ignore[arg-type]
+            compress_request(CompressionRequest(source, tmp_path / "out", **settings), stop_at(stage, done))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="differs in recipe"):
-        compress(source, tmp_path / "out", **(settings | {"head": "int8"}))  # type: ignore[arg-type]
-    compress(source, tmp_path / "out", **settings)  # type: ignore[arg-type]
+        compress_request(CompressionRequest(source, tmp_path / "out", **settings | {"head": "int8"}))  # type: ignore[arg-type]
+    compress_request(CompressionRequest(source, tmp_path / "out", **settings))  # type: ignore[arg-type]
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
 

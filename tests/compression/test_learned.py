@@ -12,13 +12,13 @@ from torch import Tensor
 
 from attar.checkpoints.sources import hf
 from attar.checkpoints.sources.hf import Checkpoint
-from attar.compression.calibration.texts import Amount, sample_from
+from attar.compression.calibration.texts import Amount, Tokens, sample_from
 from attar.compression.recipe.methods import Tune
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import recipe_from_dict
 from attar.compression.runs.pipeline import compress
 from attar.compression.training import tune
 from attar.metrics.divergence import compare
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 
 TUNED = 0.9  # of the KL without, at most
@@ -38,7 +38,7 @@ def calibration(base: Decoder) -> Tensor:
 @pytest.fixture(scope="module")
 def rounded(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("learned") / "rtn"
-    compress(demo, folder, recipe=Recipe.from_dict({"recipe": "rtn-w3g128", "scale_search": "mse"}))
+    compress(demo, folder, recipe=recipe_from_dict({"recipe": "rtn-w3g128", "scale_search": "mse"}))
     return folder
 
 
@@ -48,7 +48,7 @@ def held_out(base: Decoder) -> Tensor:
 
 
 def divergence(base: Decoder, folder: Path, ids: Tensor) -> float:
-    step = Step((ids.shape[1],) * len(ids), ids.shape[1])
+    step = ForwardBatch((ids.shape[1],) * len(ids), ids.shape[1])
     logits = (model.forward(ids.flatten(), step) for model in (base, hf.load(folder, torch.float32)))
     return float(compare(*logits, ids.flatten()).kl.mean())
 
@@ -56,7 +56,7 @@ def divergence(base: Decoder, folder: Path, ids: Tensor) -> float:
 def test_autoround(
     demo: Path, base: Decoder, rounded: Path, calibration: Tensor, held_out: Tensor, tmp_path: Path
 ) -> None:
-    recipe = Recipe.from_dict({"recipe": "autoround-w3g128", "steps": 16, "batch": 128})
+    recipe = recipe_from_dict({"recipe": "autoround-w3g128", "steps": 16, "batch": 128})
     found = compress(demo, tmp_path / "out", recipe=recipe, calibration=calibration.tolist())
     assert divergence(base, found.path, held_out) < LEARNED * divergence(base, rounded, held_out)
 
@@ -66,7 +66,7 @@ def test_tuning(
 ) -> None:
     (tmp_path / "state").mkdir()
     options = Tune(epochs=3, rate=3e-3, batch=128)
-    found = tune.run(Checkpoint.open(demo), rounded, tmp_path / "state", calibration, options)
+    found = tune.run(Checkpoint.open(demo), rounded, tmp_path / "state", Tokens(calibration), options)
     tuned = tmp_path / "tuned"
     shutil.copytree(rounded, tuned)
     tensors = load_file(tuned / "model.safetensors") | found.tensors

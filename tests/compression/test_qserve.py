@@ -13,12 +13,12 @@ from torch import Tensor
 import attar
 from attar.checkpoints.convert import run as convert
 from attar.checkpoints.sources import hf
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe, recipe_from_dict
 from attar.evaluation.report import evaluate
 from attar.formats.codecs import progressive
 from attar.formats.packed import PackedTensor
 from attar.formats.weight_formats import Progressive
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 
 HIDDEN, VOCAB, LENGTH = 128, 64, 24
 SAME = 1e-5  # of float32, over the largest output
@@ -61,7 +61,7 @@ def calibration() -> list[list[int]]:
 def attention(folder: Path, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(scores, outputs, keys) of the first layer for rows x that its attention reads."""
     one = hf.load(folder, torch.float32).blocks[0].attention
-    step = Step((len(x),), len(x))
+    step = ForwardBatch((len(x),), len(x))
     q, k, _ = one.heads(x, None if one.rope is None else step.rotation(one.rope))
     scores = torch.einsum("nhd,mhd->hnm", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1))
     return scores, one.forward(x, step), k
@@ -70,7 +70,7 @@ def attention(folder: Path, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(("family", "alpha"), [("Llama", 0.5), ("Llama", None), ("Qwen3", None), ("Phi3", 0.5)])
 def test_keys_are_smoothed_and_what_attention_gives_stays(family: str, alpha: float | None, tmp_path: Path) -> None:
     source = write(tmp_path / "source", family)
-    recipe = Recipe.from_dict(
+    recipe = recipe_from_dict(
         {
             "recipe": "smoothattention+rtn-qserve-g32",
             "key_alpha": alpha,
@@ -118,11 +118,11 @@ def test_what_has_no_place_for_it_says_so(source: Path, tmp_path: Path) -> None:
         attar.compress(source, tmp_path / "out.gguf", recipe="rtn-qserve-g32")
     with pytest.raises(ValueError, match="autoround is for grids such as w4g128; qserve-g32 is for rtn and gptq"):
         attar.compress(source, tmp_path / "out", recipe="autoround-qserve-g32", calibration=calibration())
-    dynamic = Recipe.from_dict({"recipe": "gptq-qserve-g32", "order": "natural", "static_groups": False})
+    dynamic = recipe_from_dict({"recipe": "gptq-qserve-g32", "order": "natural", "static_groups": False})
     with pytest.raises(ValueError, match="leave static_groups on"):
         attar.compress(source, tmp_path / "out", recipe=dynamic, calibration=calibration())
     with pytest.raises(ValueError, match="groups of 128, which do not divide 96"):
-        Recipe.load("rtn-qserve-g128").schemes({"model.layers.0.mlp.down_proj": (8, 96)})
+        load_recipe("rtn-qserve-g128").schemes({"model.layers.0.mlp.down_proj": (8, 96)})
     attar.compress(source, tmp_path / "out", recipe="rtn-qserve-g32")
     for target in ("awq", "gptq", "gguf"):  # compressed-tensors holds its 8-bit level
         with pytest.raises(ValueError, match="qserve-g32"):

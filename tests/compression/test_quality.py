@@ -16,11 +16,11 @@ from outliers import inject
 
 from attar.checkpoints.sources import hf
 from attar.compression.calibration.texts import Amount, sample_from
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import recipe_from_dict
 from attar.compression.runs.pipeline import compress
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.measure import Report, measure
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 
 CALIBRATION, HELD_OUT = Amount(24, 256, seed=0), Amount(16, 256, seed=1)
@@ -47,7 +47,7 @@ class Bench:
 
     def report(self, recipe: str) -> Report:
         if recipe not in self.done:
-            plan = Recipe.from_dict(SPELT_OUT[recipe]) if recipe in SPELT_OUT else recipe
+            plan = recipe_from_dict(SPELT_OUT[recipe]) if recipe in SPELT_OUT else recipe
             compress(self.source, self.work / recipe, recipe=plan, calibration=self.calibration)
             compressed = hf.load(self.work / recipe, torch.float32)
             self.done[recipe] = measure(compressed, self.held_out, base=self.base)
@@ -92,7 +92,7 @@ def story(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def test_injected_outliers_change_no_output(clean: Bench, injected: Bench) -> None:
     ids = torch.tensor(clean.held_out[0])
     other = hf.load(injected.source, torch.float32)
-    logits = [m.forward(ids, Step((len(ids),), len(ids))) for m in (clean.base, other)]
+    logits = [m.forward(ids, ForwardBatch((len(ids),), len(ids))) for m in (clean.base, other)]
     assert (logits[0] - logits[1]).abs().max() < SAME_FUNCTION * logits[0].abs().max()
 
 
@@ -164,7 +164,7 @@ W8A8 = 0.01  # KL between the two, of the KL that compression cost
 
 
 def assert_transformers_agrees(folder: Path, ids: list[int], tolerance: float) -> None:
-    ours = hf.load(folder, torch.float32).forward(torch.tensor(ids), Step((len(ids),), len(ids)))
+    ours = hf.load(folder, torch.float32).forward(torch.tensor(ids), ForwardBatch((len(ids),), len(ids)))
     theirs = transformers_logits(folder, ids)
     assert (ours - theirs).abs().max() <= tolerance * (theirs.max() - theirs.min())
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
@@ -194,7 +194,7 @@ def test_transformers_agrees_on_w8a8(injected: Bench) -> None:
     folder = injected.work / "smoothquant-w8a8"
     total = 0.0
     for ids in injected.held_out[:4]:
-        ours = hf.load(folder, torch.float32).forward(torch.tensor(ids), Step((len(ids),), len(ids)))
+        ours = hf.load(folder, torch.float32).forward(torch.tensor(ids), ForwardBatch((len(ids),), len(ids)))
         theirs = transformers_logits(folder, ids)
         p, q = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
         total += float((p.exp() * (p - q)).sum(-1).mean()) / 4

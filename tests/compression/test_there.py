@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 
 from attar.checkpoints.receipts import receipt
 from attar.compression.recipe.methods import Awq, Gptq, Pass
-from attar.compression.recipe.recipe import Recipe
-from attar.compression.runs.pipeline import compress
-from attar.kernels import ops
+from attar.compression.recipe.recipe_file import load_recipe
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress, compress_request
+from attar.kernels import dispatch
 from tests.model.random_model import HEADS, LLAMA, SIZES, write
 from tests.pretend import there
 
@@ -49,12 +50,14 @@ IDS = torch.randint(0, 120, (4, 16), generator=torch.Generator().manual_seed(3))
 
 @pytest.mark.parametrize(("family", "recipe"), CASES, ids=[recipe for _, recipe in CASES])
 def test_a_model_is_compressed_there(family: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plan = write(tmp_path / "model", FAMILIES[family]), Recipe.load(recipe)
+    model, plan = write(tmp_path / "model", FAMILIES[family]), load_recipe(recipe)
     plan = replace(plan, passes=tuple(map(hurried, plan.passes)))
-    monkeypatch.setattr(ops, "require", lambda device: None)
+    monkeypatch.setattr(dispatch, "require", lambda device: None)
     here = compress(model, tmp_path / "here", recipe=plan, calibration=IDS, head="int8")
     with there() as device:
-        away = compress(model, tmp_path / "away", recipe=plan, calibration=IDS, head="int8", device=str(device))
+        away = compress_request(
+            CompressionRequest(model, tmp_path / "away", recipe=plan, calibration=IDS, head="int8", device=str(device))
+        )
     assert [record.name for record in away.records] == [record.name for record in here.records]
     for one, other in zip(away.records, here.records, strict=True):
         assert one.error == pytest.approx(other.error, rel=ERRORS)

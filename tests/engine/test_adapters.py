@@ -17,15 +17,16 @@ from attar.checkpoints.strict_io import CheckpointError
 from attar.compression.runs.pipeline import compress
 from attar.engine import startup
 from attar.engine.engine import Engine
-from attar.kernels import ops
-from attar.model.cache import Step
+from attar.kernels import dispatch
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 from attar.model.split import Share
-from attar.protocol.messages import Delta, Embed, Embedding, Event, Failed, Finished, Submit
+from attar.protocol.messages import Embed, Failed, Finished, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 from tests.conftest import token_ids
+from tests.engine.conftest import Answers, answers, make_engine, run
 from tests.model import test_families as families
 
 SAME = 1e-4  # max |difference| / max |reference| against merged float32 weights
@@ -56,7 +57,7 @@ def test_rows_with_an_adapter_are_those_of_merged_weights_and_others_of_the_base
     """Fused projections, transposed weights, experts (whose rows are gathered), the output matrix."""
     found = families.oracle(case)
     names = found.config.names
-    model = found.decoder(store=ops.store("exact"))
+    model = found.decoder(store=dispatch.store("exact"))
     shapes = lora.shapes_of(model)
     tensors = dict(found.tensors)
     for name, gain in save(tmp_path / "adapter", shapes, 0).items():
@@ -67,13 +68,13 @@ def test_rows_with_an_adapter_are_those_of_merged_weights_and_others_of_the_base
         tensors[stored] = tensors[stored] + (gain.T if names.is_transposed(name) else gain)
     lora.install(model, 2, tmp_path / "adapter")
     ids, lengths = torch.cat(found.ids), tuple(len(each) for each in found.ids)
-    mixed = model.forward(ids, Step(lengths, max(lengths), model.cache(64, 2), (2, 0))).split(lengths)
+    mixed = model.forward(ids, ForwardBatch(lengths, max(lengths), model.cache(64, 2), (2, 0))).split(lengths)
     merged = found.decoder(tensors=tensors)
-    wanted = merged.forward(found.ids[0], Step(lengths[:1], max(lengths)))
+    wanted = merged.forward(found.ids[0], ForwardBatch(lengths[:1], max(lengths)))
     assert families.difference(mixed[0], wanted) <= SAME
     assert families.difference(found.logits[0], wanted) >= MOVES
     assert families.difference(mixed[1], found.logits[1]) <= SAME
-    swapped = model.forward(ids, Step(lengths, max(lengths), model.cache(64, 2), (0, 2))).split(lengths)
+    swapped = model.forward(ids, ForwardBatch(lengths, max(lengths), model.cache(64, 2), (0, 2))).split(lengths)
     assert families.difference(swapped[0], found.logits[0]) <= SAME
 
 
@@ -89,7 +90,7 @@ def folders(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 @pytest.fixture(scope="module")
 def decoder(tiny: Path, folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     """A compressed base in the native kernels' layout, with both."""
-    store = ops.store("int8g32")
+    store = dispatch.store("int8g32")
     if store is None:
         pytest.skip("the native kernels are off or do not load")
     packed = tmp_path_factory.mktemp("packed") / "packed"
@@ -100,30 +101,8 @@ def decoder(tiny: Path, folders: tuple[Path, Path], tmp_path_factory: pytest.Tem
     return made
 
 
-def engine(decoder: Decoder, **limits: int) -> Engine:
-    bounds = Limits(**{"max_step_tokens": 48, **limits})
-    return Engine(decoder, None, blocks=40, context=CONTEXT, limits=bounds, adapters=NAMES)
-
-
-def run(made: Engine, asks: list[Submit | Embed]) -> list[Event]:
-    for ask in asks:
-        made.submit(ask) if isinstance(ask, Submit) else made.embed(ask)
-    events: list[Event] = []
-    while not made.idle:
-        events += made.step()
-    return events
-
-
-def answers(events: list[Event]) -> dict[str, list[object]]:
-    found: dict[str, list[object]] = {}
-    for event in events:
-        if isinstance(event, Delta):
-            found.setdefault(event.id, []).extend((event.token_ids, event.logprobs))
-        elif isinstance(event, Embedding):
-            found[event.id] = [event.vector]
-        elif isinstance(event, Failed):
-            found[event.id] = [event.code]
-    return found
+def adapted(decoder: Decoder, limits: SchedulerConfig | None = None) -> Engine:
+    return make_engine(decoder, limits=limits, adapters=NAMES)
 
 
 def asks() -> list[Submit | Embed]:
@@ -138,30 +117,30 @@ def asks() -> list[Submit | Embed]:
 
 
 def test_company_of_other_adapters_changes_no_bit(decoder: Decoder) -> None:
-    alone: dict[str, list[object]] = {}
-    one = engine(decoder, max_step_tokens=200)
+    alone: Answers = {}
+    one = adapted(decoder, SchedulerConfig(max_step_tokens=200))
     for ask in asks():
         alone |= answers(run(one, [ask]))
         one.cache.flush()
-    assert alone["e0"] != alone["e1"] != alone["e2"]
-    assert answers(run(engine(decoder), asks())) == alone
-    assert answers(run(engine(decoder, max_step_tokens=7, max_running=3), asks()[::-1])) == alone
+    assert alone["e0", 0] != alone["e1", 0] != alone["e2", 0]
+    assert answers(run(adapted(decoder), asks())) == alone
+    assert answers(run(adapted(decoder, SchedulerConfig(max_step_tokens=7, max_running=3)), asks()[::-1])) == alone
 
 
 def test_no_adapter_takes_what_another_has_cached(decoder: Decoder) -> None:
-    made = engine(decoder)
+    made = adapted(decoder)
     prompt, params = tuple(token_ids(1, 100)[0]), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     reused = []
-    for i, (adapter, salt) in enumerate(
+    for i, (adapter, cache_salt) in enumerate(
         [("", b""), ("tone", b""), ("style", b""), ("tone", b""), ("", b""), ("", b"\1\0\0\0"), ("tone", b"key")]
     ):
-        ends = run(made, [Submit(str(i), prompt, params, salt=salt, adapter=adapter)])
+        ends = run(made, [Submit(str(i), prompt, params, cache_salt=cache_salt, adapter=adapter)])
         reused += [e.report.reused_tokens for e in ends if isinstance(e, Finished) and e.report is not None]
     assert [n > 0 for n in reused] == [False, False, False, True, True, False, False]
 
 
 def test_only_steps_without_adapters_are_replayed(decoder: Decoder) -> None:
-    made = engine(decoder)
+    made = adapted(decoder)
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     run(made, [Submit("a", (1, 2, 3), params, adapter="tone")])
     assert not made.runner._batches
@@ -170,13 +149,13 @@ def test_only_steps_without_adapters_are_replayed(decoder: Decoder) -> None:
 
 
 def test_an_adapter_that_is_not_there_is_refused(decoder: Decoder) -> None:
-    (failed,) = run(engine(decoder), [Submit("a", (1, 2), SamplingParams(), adapter="other")])
+    (failed,) = run(adapted(decoder), [Submit("a", (1, 2), SamplingParams(), adapter="other")])
     assert isinstance(failed, Failed)
     assert (failed.code, failed.message) == ("invalid", "the engine has no adapter 'other'")
 
 
 def test_their_memory_is_counted(tiny: Path, folders: tuple[Path, Path]) -> None:
-    model = hf.load(tiny, torch.float32, store=ops.store())
+    model = hf.load(tiny, torch.float32, store=dispatch.store())
     rows, weights = 512, 0
     counted = lora.memory(folders, model.config, rows)
     for number, folder in enumerate(folders, 1):

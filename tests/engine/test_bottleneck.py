@@ -15,18 +15,18 @@ from attar.engine import bottleneck, startup
 from attar.engine.bottleneck import Bounds, KernelMeter, StreamMeter
 from attar.engine.engine import Engine
 from attar.formats.scheme import Scheme
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.native import extension, limits
 from attar.model.decoder import Decoder
 from attar.plan.costs import Matrix, Storage
 from attar.plan.roofline import Rates, Roofline
 from attar.protocol.messages import Embed, Embedding, Event, Failed, Finished, Report, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 from attar.scheduling.step_plan import StepPlan
+from tests.engine.conftest import ask, make_engine
 
-CONTEXT = 128
 GREEDY = SamplingParams(max_tokens=6, temperature=0, seed=0)
 SLOW = 1e-30  # of a rate: whatever it bounds takes longest
 
@@ -68,14 +68,14 @@ def roofline(decoder: Decoder, reads: bool) -> Roofline:
     return Roofline(decoder.config, Storage(dtype="float32"), "float32", rates)
 
 
-def engine(decoder: Decoder, judge: Bounds | None, step: int = 48) -> Engine:
-    limits = Limits(max_step_tokens=step, max_running=8)
-    return Engine(decoder, None, blocks=20, context=CONTEXT, limits=limits, clock=Clock(), bounds=judge)
+def judged(decoder: Decoder, judge: Bounds | None, step: int = 48) -> Engine:
+    return make_engine(
+        decoder, limits=SchedulerConfig(max_step_tokens=step, max_running=8), clock=Clock(), bounds=judge
+    )
 
 
 def steps(made: Engine, *asks: Submit | Embed) -> Iterator[list[Event]]:
-    for ask in asks:
-        made.submit(ask) if isinstance(ask, Submit) else made.embed(ask)
+    ask(made, asks)
     while not made.idle:
         yield made.step()
 
@@ -91,14 +91,14 @@ def reports(made: Engine, *asks: Submit | Embed) -> dict[str, Report]:
     [(0.0, True, "overhead"), (0.0, False, "overhead"), (1e9, True, "bandwidth"), (1e9, False, "compute")],
 )
 def test_each_limit(decoder: Decoder, busy: float, reads: bool, limit: str) -> None:
-    made = engine(decoder, Bounds(roofline(decoder, reads), Told(busy)))
+    made = judged(decoder, Bounds(roofline(decoder, reads), Told(busy)))
     assert reports(made, Submit("a", (1, 2, 3), GREEDY))["a"].limited_by == {limit: 6}
 
 
 def test_overhead_begins_at_half_of_a_step(decoder: Decoder) -> None:
     """The clock is looked at twice from a step's beginning to its count: two seconds."""
     for busy, limit in ((0.9, "overhead"), (1.1, "bandwidth")):
-        made = engine(decoder, Bounds(roofline(decoder, True), Told(busy)))
+        made = judged(decoder, Bounds(roofline(decoder, True), Told(busy)))
         found = reports(made, Submit("a", (1, 2, 3), GREEDY))["a"].limited_by
         assert found == {limit: 6}
         assert made.step_seconds == 2.0 * made.steps
@@ -107,32 +107,32 @@ def test_overhead_begins_at_half_of_a_step(decoder: Decoder) -> None:
 def test_what_the_roofline_would_allow_is_told_as_a_part_of_what_was_taken(decoder: Decoder) -> None:
     """Of a step that waits for its cores, next to nothing, whatever it is said to be limited by."""
     roof = roofline(decoder, True)
-    made = engine(decoder, Bounds(roof, Told(1e9)))
+    made = judged(decoder, Bounds(roof, Told(1e9)))
     plans: list[StepPlan] = []
     plan = made.scheduler.plan
     made.scheduler.plan = lambda now: plans.append(plan(now)) or plans[-1]  # type: ignore[method-assign, func-returns-value]
     found = reports(made, Submit("a", (1, 2, 3), GREEDY))["a"].roof_fraction
     least = sum(max(roof.least(chunk[1:] for chunk in each.chunks)) for each in plans if each.chunks)
     assert found == pytest.approx(least / made.step_seconds)
-    assert reports(engine(decoder, Bounds(None, Told(0.0))), Submit("a", (1,), GREEDY))["a"].roof_fraction is None
+    assert reports(judged(decoder, Bounds(None, Told(0.0))), Submit("a", (1,), GREEDY))["a"].roof_fraction is None
 
 
 def test_a_request_of_one_step_hears_of_it(decoder: Decoder) -> None:
-    made = engine(decoder, Bounds(roofline(decoder, True), Told(1e9)))
+    made = judged(decoder, Bounds(roofline(decoder, True), Told(1e9)))
     one = SamplingParams(max_tokens=1, temperature=0, seed=0)
     found = reports(made, Submit("a", (1, 2), one), Embed("b", (1, 2, 3)))
     assert found["a"].limited_by == found["b"].limited_by == {"bandwidth": 1}
 
 
 def test_several_choices_share_a_step_that_counts_once(decoder: Decoder) -> None:
-    made = engine(decoder, Bounds(roofline(decoder, True), Told(1e9)))
+    made = judged(decoder, Bounds(roofline(decoder, True), Told(1e9)))
     found = reports(made, Submit("a", (1, 2, 3), GREEDY, n=3), Submit("b", (4, 5), GREEDY))
     assert sum(found["a"].limited_by.values()) <= made.steps < 3 * 6
     assert found["b"].limited_by == {"bandwidth": 6}
 
 
 def test_those_that_end_early_hear_of_the_steps_that_they_had(decoder: Decoder) -> None:
-    made = engine(decoder, Bounds(roofline(decoder, True), Told(1e9)))
+    made = judged(decoder, Bounds(roofline(decoder, True), Told(1e9)))
     ran = steps(made, Submit("a", (1, 2, 3), GREEDY), Submit("b", (4, 5), GREEDY))
     for _ in range(3):
         next(ran)
@@ -145,7 +145,7 @@ def test_those_that_end_early_hear_of_the_steps_that_they_had(decoder: Decoder) 
 def test_steps_of_a_device_that_is_not_waited_for_are_judged_together(decoder: Decoder) -> None:
     """Two pieces of a prompt come back at once, and the third waits for all: by itself it would be overhead."""
     late = Told(2.5, late=True)
-    made = engine(decoder, Bounds(roofline(decoder, True), late), step=8)
+    made = judged(decoder, Bounds(roofline(decoder, True), late), step=8)
     one = SamplingParams(max_tokens=1, temperature=0, seed=0)
     ran = steps(made, Submit("a", tuple(range(1, 25)), one))
     next(ran)
@@ -170,7 +170,7 @@ def test_steps_that_nobody_waits_for_are_not_gathered_without_end(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bottleneck, "OPEN", 3)
-    made = engine(decoder, Bounds(roofline(decoder, True), Told(1e9, late=True)), step=8)
+    made = judged(decoder, Bounds(roofline(decoder, True), Told(1e9, late=True)), step=8)
     told = steps(made, Submit("a", tuple(range(1, 65)), SamplingParams(max_tokens=1, temperature=0, seed=0)))
     heard = []
     for _ in range(7):
@@ -181,13 +181,13 @@ def test_steps_that_nobody_waits_for_are_not_gathered_without_end(
 
 
 def test_without_a_roofline_there_are_no_kernels_and_all_is_overhead(decoder: Decoder) -> None:
-    assert reports(engine(decoder, Bounds(None, Told(0.0))), Submit("a", (1,), GREEDY))["a"].limited_by == {
+    assert reports(judged(decoder, Bounds(None, Told(0.0))), Submit("a", (1,), GREEDY))["a"].limited_by == {
         "overhead": 6
     }
 
 
 def test_who_does_not_ask_is_not_told(decoder: Decoder) -> None:
-    assert reports(engine(decoder, None), Submit("a", (1,), GREEDY))["a"].limited_by == {}
+    assert reports(judged(decoder, None), Submit("a", (1,), GREEDY))["a"].limited_by == {}
 
 
 def test_a_served_model_is_judged_by_this_machine(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,10 +224,10 @@ def test_one_stage_of_several_on_cpus_is_not_judged(demo: Path, monkeypatch: pyt
 
 
 def test_time_in_kernels_is_that_of_native_calls(tiny_decoder: Callable[..., Decoder]) -> None:
-    store = ops.store()
+    store = dispatch.store()
     if store is None:
         pytest.skip("the native kernels are off or do not load")
-    made, meter = engine(tiny_decoder(layers=1, store=store), None), KernelMeter()
+    made, meter = judged(tiny_decoder(layers=1, store=store), None), KernelMeter()
     meter.begin()
     assert meter.end()() == 0.0
     meter.begin()

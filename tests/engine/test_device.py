@@ -24,23 +24,22 @@ from attar.engine.main import Loop, listen
 from attar.evaluation import decode_speed
 from attar.execution.cuda_graphs import Recorded
 from attar.execution.model_runner import Runner
-from attar.kernels import ops
+from attar.kernels import dispatch, ops
 from attar.kernels.operands import Adapter, Linear, Routes
-from attar.model.cache import KVCache, Step, pool
+from attar.model.cache import ForwardBatch, KVCache, pool
 from attar.model.decoder import Decoder
 from attar.model.layers import FeedForward, MixtureOfExperts
-from attar.plan import cards
+from attar.plan import gpus
 from attar.plan.costs import matrices
 from attar.plan.fit import size
 from attar.protocol.messages import Cancel, Delta, Event, Failed, PromptLogprobs, Ready, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
 from attar.protocol.settings import Settings
 from attar.sampling import device_sampler
 from attar.sampling.sampler import Sampler, sample
 from attar.scheduling.step_plan import StepPlan
 from tests import pretend
-from tests.engine.test_engine import answers, run
+from tests.engine.conftest import answers, make_engine, run
 from tests.engine.test_main import Client
 from tests.execution.test_cuda_graphs import Again
 from tests.pretend import there
@@ -60,10 +59,6 @@ def moved(decoder: Decoder, device: torch.device) -> Decoder:
     decoder.head.weight = decoder.head.weight.to(device)
     decoder.final_norm.weight = decoder.final_norm.weight.to(device)
     return decoder
-
-
-def engine(decoder: Decoder, most: int = 6, **how: Any) -> Engine:
-    return Engine(decoder, None, blocks=12, context=CONTEXT, limits=Limits(max_running=most, max_step_tokens=48), **how)
 
 
 # What crosses
@@ -86,10 +81,10 @@ def test_an_engine_there_answers_as_one_here(tiny_decoder: Make, graphs: bool) -
     drawn = SamplingParams(max_tokens=4, temperature=0.8, top_p=0.9, seed=3, repetition_penalty=1.2)
     scored = SamplingParams(max_tokens=0, temperature=0, seed=0, prompt_logprobs=1)
     asks = [Submit("a", (1, 2, 3), greedy), Submit("b", (4, 5), drawn, 2), Submit("c", (6, 7, 8, 9), scored)]
-    expected = tokens(run(engine(tiny_decoder(layers=1)), asks))
+    expected = tokens(run(make_engine(tiny_decoder(layers=1)), asks))
     assert expected.keys() == {("a", 0), ("b", 0), ("b", 1), ("c", -1)}
     with there() as device:
-        made = engine(moved(tiny_decoder(layers=1), device), record=Again() if graphs else None)
+        made = make_engine(moved(tiny_decoder(layers=1), device), record=Again() if graphs else None)
         assert made.overlaps
         assert tokens(run(made, asks)) == expected
 
@@ -148,7 +143,7 @@ class Quiet(Again):
 def test_the_host_waits_for_a_decode_step_once(tiny_decoder: Make, waits: str | None) -> None:
     ways = [{"temperature": 0.0, "logprobs": 2}, {"temperature": 0.9, "top_p": 0.8}, {"frequency_penalty": 0.5}]
     with there() as device:
-        made = engine(moved(tiny_decoder(layers=1), device), record=Quiet())
+        made = make_engine(moved(tiny_decoder(layers=1), device), record=Quiet())
         for i, way in enumerate(ways):
             made.submit(Submit(str(i), (i + 1, 2), SamplingParams(max_tokens=9, seed=i, **way)))  # type: ignore[arg-type]
         made.runner.waits = waits
@@ -172,7 +167,7 @@ def test_rows_of_adapters_are_sent_once_for_all_linears(tiny_decoder: Make) -> N
         each = Linear("a", weight.to(device), adapters={1: Adapter(down.to(device), up.to(device))})
         pages, tables = pool(decoder.config, 2, decoder.lossless, str(device)), torch.tensor([[0], [1]])
         view = KVCache.over(pages, tables.int(), [0, 0])
-        step, rows = Step((2, 3), CONTEXT, view, (0, 1)), x.to(device)
+        step, rows = ForwardBatch((2, 3), CONTEXT, view, (0, 1)), x.to(device)
         pretend.waits.clear()
         for _ in range(2):
             out = ops.linear(rows, (each,), routes=step.routes)
@@ -215,7 +210,7 @@ def test_experts_are_waited_for_once_a_layer() -> None:
 
 def test_a_report_of_a_card(tiny_decoder: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it but the kernels; the roof is that of `plan/`, at rates that are made up."""
-    monkeypatch.setattr(ops, "store", lambda *_: ops.TritonStore(pretend.THERE, torch.float32))
+    monkeypatch.setattr(dispatch, "store", lambda *_: dispatch.GpuWeights(pretend.THERE, torch.float32))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7 * 10**6)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setattr(bottleneck, "card_limits", lambda device: (1000.0, {"bf16": 2.0, "int8": 4.0, "fp8": 8.0}))
@@ -246,13 +241,13 @@ def test_an_engine_is_loaded_there(tiny: Path, fullest: int | None, monkeypatch:
         free, held, peak, settle = (lambda self, n=n: n for n in (4 * 10**6, 10**6, 10**6, 0))
 
     def loaded(path: Path, *, device: str, **_: Any) -> SimpleNamespace:
-        team = None if fullest is None else SimpleNamespace(crew=SimpleNamespace(free=fullest))
+        team = None if fullest is None else SimpleNamespace(workers=SimpleNamespace(free=fullest))
         decoder = moved(opening.load(path, torch.float32), torch.device(device))
         return SimpleNamespace(
             decoder=decoder, tokenizer=None, eos_ids=frozenset(), path=path, runner=Runner, team=team
         )
 
-    monkeypatch.setattr(ops, "require", lambda device: None)
+    monkeypatch.setattr(dispatch, "require", lambda device: None)
     monkeypatch.setattr(startup, "CardMemory", lambda device: Memory())
     monkeypatch.setattr(startup, "StreamMeter", lambda device: KernelMeter())
     monkeypatch.setattr(bottleneck, "card_limits", lambda device: (1.0, {"bf16": 1.0, "int8": 1.0, "fp8": 1.0}))
@@ -278,10 +273,10 @@ def test_weights_that_a_card_has_no_room_for_are_not_read(tiny: Path, monkeypatc
         def free(self) -> int:
             return 2**19
 
-    monkeypatch.setattr(ops, "require", lambda device: None)
+    monkeypatch.setattr(dispatch, "require", lambda device: None)
     monkeypatch.setattr(startup, "CardMemory", lambda device: Full())
     monkeypatch.setattr(startup, "load_model", lambda *rest, **options: pytest.fail("the model is loaded"))
-    needed = cards.weight_bytes(*stored(tiny), True).total
+    needed = gpus.weight_bytes(*stored(tiny), True).total
     sentence = rf"the weights need .*, but there are 524 kB \(free on {{}}\): {size(needed - 2**19)} too little"
     with there() as device, pytest.raises(ValueError, match=sentence.format(device)):
         startup.start_engine(Settings(str(tiny), "", str(device)))
@@ -299,8 +294,8 @@ def test_decode_steps_stay_small_once_memory_was_too_little(tiny_decoder: Make) 
 
     params = SamplingParams(max_tokens=3, temperature=0, seed=0)
     asks = [Submit(str(i), (i + 1,), params) for i in range(6)]
-    made = engine(decoder, runner=Small)
-    assert answers(run(made, asks)) == answers(run(engine(decoder), asks))
+    made = make_engine(decoder, runner=Small)
+    assert answers(run(made, asks)) == answers(run(make_engine(decoder), asks))
     assert made.launcher.rows == 2
     assert tried == [6, 3, 2, 1, 2, 1, *[2] * 6]
 
@@ -319,7 +314,7 @@ def test_what_is_asked_within_a_step_is_taken_within_it(tiny_decoder: Make, tmp_
             return found
 
     params = SamplingParams(max_tokens=20, temperature=0, seed=0)
-    made = engine(tiny_decoder(layers=1), overlaps=True, runner=Busy)
+    made = make_engine(tiny_decoder(layers=1), overlaps=True, runner=Busy)
     with listen(tmp_path / "socket") as listener:
         loop = Loop(made, Ready("tiny", CONTEXT, 97, 12, 64, 256, (("weights", 1),)), listener, None)
         client = Client(tmp_path / "socket")

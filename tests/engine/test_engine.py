@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,71 +12,20 @@ import pytest
 import torch
 
 from attar.engine import inflight
-from attar.engine.engine import Engine
 from attar.engine.llm import LLM
 from attar.engine.outputs import Choice, Request
 from attar.kernels import ops
 from attar.kv.schemes import SCHEMES
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Delta, Embed, Embedding, Event, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits, Policy
+from attar.protocol.scheduler_config import Policy, SchedulerConfig
+from tests.engine.conftest import CONTEXT, ROOM, TIGHT, Answers, answers, make_engine, run
 
 Make = Callable[..., Decoder]
 
-CONTEXT = 192
-ROOM = 40  # blocks: enough for every request of a test at once
-TIGHT = 5  # blocks: requests have to give way to each other
 SEEDS = int(os.environ.get("TEST_INVARIANCE_SEEDS", "12"))
-
-
-@pytest.fixture(scope="module")
-def decoder(request: pytest.FixtureRequest) -> Decoder:
-    store = ops.store("int8g32")
-    if store is None:
-        pytest.skip("the native kernels are off or do not load")
-    made: Decoder = request.getfixturevalue("tiny_decoder")(scheme="w4g32", store=store)
-    return made
-
-
-def engine(decoder: Decoder, blocks: int = ROOM, limits: Limits | None = None, kv: str | None = None) -> Engine:
-    return Engine(decoder, None, blocks=blocks, context=CONTEXT, limits=limits or Limits(max_step_tokens=48), kv=kv)
-
-
-def run(made: Engine, asks: Iterable[Submit | Embed] = (), steps: int = 4000) -> list[Event]:
-    for ask in asks:
-        made.submit(ask) if isinstance(ask, Submit) else made.embed(ask)
-    events: list[Event] = []
-    for _ in range(steps):
-        events += made.step()
-        if made.idle:
-            break
-    assert made.idle, "it does not come to an end"
-    made.scheduler.check()
-    made.pool.check()
-    assert made.pool.active == 0
-    return events
-
-
-Answers = dict[tuple[str, int], list[object]]
-
-
-def answers(events: Iterable[Event]) -> Answers:
-    """Tokens and log probabilities of every choice, and how it ended."""
-    found: Answers = defaultdict(list)
-    for event in events:
-        if isinstance(event, Delta):
-            found[event.id, event.choice] += [event.token_ids, event.logprobs]
-        elif isinstance(event, Finished):
-            found[event.id, event.choice].append((event.reason, event.completion_tokens))
-        elif isinstance(event, PromptLogprobs):
-            found[event.id, -1].append(event.logprobs)
-        elif isinstance(event, Embedding):
-            found[event.id, 0].append(event.vector)
-        elif isinstance(event, Failed):
-            found[event.id, 0].append(event.code)
-    return dict(found)
 
 
 def some_requests(seed: int, count: int, vocab: int) -> list[Submit | Embed]:
@@ -101,8 +49,8 @@ def some_requests(seed: int, count: int, vocab: int) -> list[Submit | Embed]:
             logprobs=draw.choice((None, 0, 3)),
             prompt_logprobs=draw.choice((None, None, None, 2)),
         )
-        salt = draw.choice((b"", b"", b"other"))
-        asks.append(Submit(str(i), prompt, params, draw.choice((1, 1, 1, 3)), salt, draw.randrange(3)))
+        cache_salt = draw.choice((b"", b"", b"other"))
+        asks.append(Submit(str(i), prompt, params, draw.choice((1, 1, 1, 3)), cache_salt, draw.randrange(3)))
     return asks
 
 
@@ -129,7 +77,7 @@ def test_nor_in_groups_of_heads_that_are_wide_enough(tiny: Path, seed: int) -> N
 @pytest.mark.parametrize("kv", ["float32", *ROUNDED])
 def test_the_first_step_of_all_may_be_recorded(decoder: Decoder, kv: str) -> None:
     """That of a prompt of one token, before which nothing was computed."""
-    made = engine(decoder, kv=kv)
+    made = make_engine(decoder, kv=kv)
     assert len(answers(run(made, [Submit("a", (5,), SamplingParams(max_tokens=3, seed=0))]))) == 1
 
 
@@ -137,13 +85,15 @@ def company(decoder: Decoder, seed: int, count: int, kv: str | None = None) -> N
     draw = random.Random(-1 - seed)
     asks = some_requests(seed, count, decoder.config.vocab_size)
     alone: Answers = {}
-    one = engine(decoder, kv=kv)
+    one = make_engine(decoder, kv=kv)
     for ask in asks:
         alone |= answers(run(one, [ask]))
         one.cache.flush()
     policy = draw.choice(("continuous", "continuous", "static", "dynamic", "none"))
-    limits = Limits(policy=policy, max_running=draw.choice((2, 4, 8)), max_step_tokens=draw.choice((8, 17, 64)))
-    made = engine(decoder, draw.choice((ROOM, TIGHT)), limits, kv)
+    limits = SchedulerConfig(
+        policy=policy, max_running=draw.choice((2, 4, 8)), max_step_tokens=draw.choice((8, 17, 64))
+    )
+    made = make_engine(decoder, draw.choice((ROOM, TIGHT)), limits, kv=kv)
     events: list[Event] = []
     waiting = list(asks)
     while waiting or not made.idle:
@@ -160,16 +110,16 @@ def company(decoder: Decoder, seed: int, count: int, kv: str | None = None) -> N
 
 def test_a_tight_pool_does_preempt(decoder: Decoder) -> None:
     """Else the test above would not see it."""
-    made = engine(decoder, TIGHT, Limits(max_step_tokens=64, headroom=0.0))
+    made = make_engine(decoder, TIGHT, SchedulerConfig(max_step_tokens=64, headroom=0.0))
     asks = [Submit(str(i), (i + 1,) * 60, SamplingParams(max_tokens=70, temperature=0, seed=0)) for i in range(4)]
     found = answers(run(made, asks))
     assert made.scheduler.preemptions > 0
     for ask in asks:
-        assert found[ask.id, 0] == answers(run(engine(decoder), [ask]))[ask.id, 0]
+        assert found[ask.id, 0] == answers(run(make_engine(decoder), [ask]))[ask.id, 0]
 
 
 def test_what_followers_share_is_not_computed_again(decoder: Decoder) -> None:
-    made = engine(decoder)
+    made = make_engine(decoder)
     prompt = tuple(range(90))
     greedy = SamplingParams(max_tokens=2, temperature=0, seed=0)
     run(made, [Submit("a", prompt, greedy)])
@@ -180,7 +130,7 @@ def test_what_followers_share_is_not_computed_again(decoder: Decoder) -> None:
     (end,) = [e for e in run(made, [Submit("c", (*prompt[:80], 5, 5, 5), greedy)]) if isinstance(e, Finished)]
     assert end.report is not None
     assert (end.report.reused_tokens, end.report.differs_at) == (80, 80)
-    (end,) = [e for e in run(made, [Submit("d", prompt, greedy, salt=b"own")]) if isinstance(e, Finished)]
+    (end,) = [e for e in run(made, [Submit("d", prompt, greedy, cache_salt=b"own")]) if isinstance(e, Finished)]
     assert end.report is not None
     assert end.report.reused_tokens == 0
 
@@ -190,9 +140,9 @@ def test_a_vector_of_the_last_position_reuses_what_its_prompt_shares_and_has_the
     decoder: Decoder, kv: str | None
 ) -> None:
     prompt = tuple(i * 7 % decoder.config.vocab_size for i in range(100))
-    alone = answers(run(engine(decoder, kv=kv), [Embed("a", prompt, "last")]))
+    alone = answers(run(make_engine(decoder, kv=kv), [Embed("a", prompt, "last")]))
     for shared, reused in ((100, 96), (90, 64)):
-        made = engine(decoder, kv=kv)
+        made = make_engine(decoder, kv=kv)
         run(made, [Submit("before", prompt[:shared], SamplingParams(max_tokens=1, temperature=0, seed=0))])
         events = run(made, [Embed("a", prompt, "last")])
         assert answers(events) == alone
@@ -205,7 +155,7 @@ def test_a_vector_of_the_last_position_reuses_what_its_prompt_shares_and_has_the
 def test_a_vector_that_is_none_fails_its_request_alone(
     decoder: Decoder, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, asks = engine(decoder), [Embed("a", (1, 2, 3), "mean"), Embed("b", (4, 5, 6), "mean")]
+    made, asks = make_engine(decoder), [Embed("a", (1, 2, 3), "mean"), Embed("b", (4, 5, 6), "mean")]
     pool = Request.pool
 
     def poisoned(self: Request, before: torch.Tensor | None, hidden: torch.Tensor) -> None:
@@ -215,7 +165,7 @@ def test_a_vector_that_is_none_fails_its_request_alone(
     found = answers(run(made, asks))
     assert found["a", 0] == ["bad_logits"]
     monkeypatch.undo()
-    assert found["b", 0] == answers(run(engine(decoder), asks[1:]))["b", 0]
+    assert found["b", 0] == answers(run(make_engine(decoder), asks[1:]))["b", 0]
     assert made.pool.active == 0
 
 
@@ -226,8 +176,8 @@ def test_prompt_logprobs_and_vectors_are_the_models_own(decoder: Decoder) -> Non
         Embed("mean", prompt, "mean"),
         Embed("last", prompt, "last"),
     ]
-    found = answers(run(engine(decoder), asks))
-    step = Step((len(prompt),), CONTEXT, decoder.cache(CONTEXT))
+    found = answers(run(make_engine(decoder), asks))
+    step = ForwardBatch((len(prompt),), CONTEXT, decoder.cache(CONTEXT))
     stream, delta = decoder.states(torch.tensor(prompt), step)
     logprobs = decoder.logits(stream, delta).double().log_softmax(-1)
     expected = [(token, logprobs[at, token].item()) for at, token in enumerate(prompt[1:])]
@@ -252,13 +202,13 @@ REFUSED = [
 
 @pytest.mark.parametrize("ask, code", REFUSED, ids=lambda value: value if isinstance(value, str) else "")
 def test_refusals_are_events(decoder: Decoder, ask: Submit | Embed, code: str) -> None:
-    (failed,) = run(engine(decoder), [ask])
+    (failed,) = run(make_engine(decoder), [ask])
     assert isinstance(failed, Failed)
     assert failed.code == code
 
 
 def test_a_full_queue_and_a_passed_deadline(decoder: Decoder) -> None:
-    made = engine(decoder, limits=Limits(max_running=1, max_waiting=1, max_step_tokens=8))
+    made = make_engine(decoder, limits=SchedulerConfig(max_running=1, max_waiting=1, max_step_tokens=8))
     greedy = SamplingParams(max_tokens=5, temperature=0, seed=0)
     made.submit(Submit("first", (1,), greedy))
     events = made.step()
@@ -273,7 +223,7 @@ def test_a_full_queue_and_a_passed_deadline(decoder: Decoder) -> None:
 def test_samplers_of_a_request_share_its_prompt_and_none_is_made_for_a_refused_one(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = engine(decoder, limits=Limits(max_running=2, max_waiting=3, max_step_tokens=8))
+    made = make_engine(decoder, limits=SchedulerConfig(max_running=2, max_waiting=3, max_step_tokens=8))
     params = SamplingParams(max_tokens=5, repetition_penalty=1.2, seed=0)
     made.submit(Submit("a", (5, 6, 5, 7), params, n=3))
     choices = list(made.requests.choices.values())
@@ -287,7 +237,7 @@ def test_samplers_of_a_request_share_its_prompt_and_none_is_made_for_a_refused_o
 
 
 def test_requests_of_neighbouring_seeds_share_no_choices(decoder: Decoder) -> None:
-    made = engine(decoder, limits=Limits(max_running=8, max_step_tokens=64))
+    made = make_engine(decoder, limits=SchedulerConfig(max_running=8, max_step_tokens=64))
     for seed in (1, 2, 2**64 - 1):
         made.submit(Submit(str(seed), (5, 6, 7), SamplingParams(max_tokens=5, seed=seed), n=4))
     seeds = [choice.sampler.seed for choice in made.requests.choices.values()]
@@ -298,7 +248,7 @@ def test_requests_of_neighbouring_seeds_share_no_choices(decoder: Decoder) -> No
 
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
 def test_a_cancelled_request_ends_once_and_leaves_nothing(decoder: Decoder, phase: str) -> None:
-    made = engine(decoder, limits=Limits(max_running=2, max_step_tokens=8))
+    made = make_engine(decoder, limits=SchedulerConfig(max_running=2, max_step_tokens=8))
     greedy = SamplingParams(max_tokens=50, temperature=0, seed=0)
     made.submit(Submit("other", (9,) * 20, greedy))
     made.submit(Submit("x", (1,) * 30, greedy, n=2))
@@ -311,7 +261,7 @@ def test_a_cancelled_request_ends_once_and_leaves_nothing(decoder: Decoder, phas
     events += run(made)
     assert [event.code for event in events if isinstance(event, Failed)] == ["cancelled"]
     found = answers(events)
-    assert found["other", 0] == answers(run(engine(decoder), [Submit("other", (9,) * 20, greedy)]))["other", 0]
+    assert found["other", 0] == answers(run(make_engine(decoder), [Submit("other", (9,) * 20, greedy)]))["other", 0]
 
 
 @pytest.mark.parametrize("policy", ["continuous", "static"])
@@ -319,7 +269,7 @@ def test_a_cancelled_request_ends_once_and_leaves_nothing(decoder: Decoder, phas
 def test_who_is_cancelled_between_steps_is_not_kept_until_somebody_else_comes(
     decoder: Decoder, policy: Policy, steps: int
 ) -> None:
-    made = engine(decoder, limits=Limits(policy=policy))
+    made = make_engine(decoder, limits=SchedulerConfig(policy=policy))
     made.submit(Submit("x", (1,) * 30, SamplingParams(max_tokens=50, temperature=0, seed=0), n=2))
     for _ in range(steps):
         made.step()
@@ -335,7 +285,7 @@ def test_who_is_cancelled_between_steps_is_not_kept_until_somebody_else_comes(
 def test_one_requests_mishap_is_its_own(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     greedy = SamplingParams(max_tokens=20, temperature=0, seed=0)
     asks = [Submit(str(i), (i + 1,) * 10, greedy) for i in range(4)]
-    expected = answers(run(engine(decoder), asks))
+    expected = answers(run(make_engine(decoder), asks))
     take = Choice.take
 
     def fails(self: Choice, draw: object) -> Delta:
@@ -344,14 +294,14 @@ def test_one_requests_mishap_is_its_own(decoder: Decoder, monkeypatch: pytest.Mo
         return take(self, draw)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Choice, "take", fails)
-    found = answers(run(engine(decoder), asks))
+    found = answers(run(make_engine(decoder), asks))
     assert found["2", 0][-1] == "internal"
     for id in ("0", "1", "3"):
         assert found[id, 0] == expected[id, 0]
 
 
 def test_a_nan_in_one_row_fails_that_request(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = engine(decoder)
+    made = make_engine(decoder)
     run_step = made.runner.run
 
     def poisoned(plan: object, *more: object) -> torch.Tensor:
@@ -365,7 +315,7 @@ def test_a_nan_in_one_row_fails_that_request(decoder: Decoder, monkeypatch: pyte
     asks = [Submit(str(i), (i + 1,) * 10, SamplingParams(max_tokens=20, temperature=0, seed=0)) for i in range(3)]
     found = answers(run(made, asks))
     assert found["1", 0] == ["bad_logits"]
-    assert found["0", 0] == answers(run(engine(decoder), [asks[0]]))["0", 0]
+    assert found["0", 0] == answers(run(make_engine(decoder), [asks[0]]))["0", 0]
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -378,8 +328,8 @@ def test_a_row_of_a_scored_prompt_that_says_nothing_fails_that_request(
     """Else its answer would have nulls for numbers. Of -inf a whole row, which leaves no token."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0, seed=0, prompt_logprobs=1)
     asks = [Submit(str(i), tuple(range(i, i + 20)), params, n) for i in range(3)]
-    limits = Limits(max_running=4, max_step_tokens=rows)
-    expected = answers(run(engine(decoder, limits=limits), asks))
+    limits = SchedulerConfig(max_running=4, max_step_tokens=rows)
+    expected = answers(run(make_engine(decoder, limits=limits), asks))
     score = Request.score
 
     def poisoned(self: Request, start: int, logits: torch.Tensor) -> PromptLogprobs | None:
@@ -389,7 +339,7 @@ def test_a_row_of_a_scored_prompt_that_says_nothing_fails_that_request(
         return score(self, start, logits)
 
     monkeypatch.setattr(Request, "score", poisoned)
-    events = run(Engine(decoder, None, blocks=ROOM, context=CONTEXT, limits=limits, overlaps=overlaps), asks)
+    events = run(make_engine(decoder, limits=limits, overlaps=overlaps), asks)
     assert [event.code for event in events if isinstance(event, Failed)] == ["bad_logits"]
     assert not [event for event in events if isinstance(event, Delta | PromptLogprobs | Finished) and event.id == "1"]
     found = answers(events)
@@ -407,7 +357,7 @@ def test_the_last_row_of_a_scored_prompt_counts_only_where_it_chooses(
 
     monkeypatch.setattr(Request, "score", poisoned)
     ask = Submit("a", (1, 2, 3, 4), SamplingParams(max_tokens=0, seed=0, prompt_logprobs=0))
-    assert len(answers(run(engine(decoder), [ask]))["a", -1][0]) == 3  # type: ignore[arg-type]
+    assert len(answers(run(make_engine(decoder), [ask]))["a", -1][0]) == 3  # type: ignore[arg-type]
 
 
 def test_tokens_that_cannot_be_are_legal_in_a_scored_prompt(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +370,7 @@ def test_tokens_that_cannot_be_are_legal_in_a_scored_prompt(decoder: Decoder, mo
 
     monkeypatch.setattr(Request, "score", masked)
     ask = Submit("a", (1, 2, 30, 4), SamplingParams(max_tokens=2, temperature=0, seed=0, prompt_logprobs=1))
-    found = answers(run(engine(decoder), [ask]))
+    found = answers(run(make_engine(decoder), [ask]))
     (of_prompt,) = found["a", -1]
     assert [each.logprob == -torch.inf for each in of_prompt] == [True, False, True]  # type: ignore[attr-defined]
     assert found["a", 0][-1] == ("length", 2)
@@ -429,7 +379,7 @@ def test_tokens_that_cannot_be_are_legal_in_a_scored_prompt(decoder: Decoder, mo
 def test_a_step_that_raises_fails_those_in_it_and_no_later_one(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = engine(decoder)
+    made = make_engine(decoder)
     ask = Submit("a", (1, 2, 3), SamplingParams(max_tokens=20, temperature=0, seed=0))
     made.submit(ask)
     made.step()
@@ -437,7 +387,7 @@ def test_a_step_that_raises_fails_those_in_it_and_no_later_one(
         patch.setattr(made.runner, "_replay", lambda *asked: 1 / 0)
         (failed,) = [event for event in made.step() if isinstance(event, Failed)]
     assert failed.code == "internal"
-    assert answers(run(made, [ask])) == answers(run(engine(decoder), [ask]))
+    assert answers(run(made, [ask])) == answers(run(make_engine(decoder), [ask]))
 
 
 @pytest.mark.parametrize("what", ["run", "draw"])
@@ -445,7 +395,7 @@ def test_a_device_that_is_lost_when_a_step_is_run_again_ends_the_engine(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """It is nobody's failure, and nothing can be computed there any more."""
-    made = engine(decoder)
+    made = make_engine(decoder)
     made.submit(Submit("a", (1, 2, 3), SamplingParams(max_tokens=20, temperature=0, seed=0)))
     errors = iter((RuntimeError("planted"), torch.AcceleratorError("the device is gone")))
 
@@ -459,7 +409,7 @@ def test_a_device_that_is_lost_when_a_step_is_run_again_ends_the_engine(
 
 @pytest.mark.parametrize("kv, reused", [("int4", 80), ("klt2", 64)])
 def test_schemes_that_keep_unfinished_blocks_apart_share_whole_ones(decoder: Decoder, kv: str, reused: int) -> None:
-    made, prompt = engine(decoder, kv=kv), tuple(range(1, 81))
+    made, prompt = make_engine(decoder, kv=kv), tuple(range(1, 81))
     params = SamplingParams(max_tokens=1, temperature=0, seed=0)
     run(made, [Submit("a", prompt, params)])
     assert made.cache.reused == 0
@@ -479,17 +429,17 @@ def test_prompts_of_several_blocks_in_one_step_keep_apart(
     params = SamplingParams(max_tokens=3, temperature=0, seed=0, logprobs=3)
     prompts = [tuple(draw.randrange(decoder.config.vocab_size) for _ in range(n)) for n in (180, 30, 170, 130)]
     asks = [Submit(str(i), prompt, params) for i, prompt in enumerate(prompts)]
-    limits, alone = Limits(max_step_tokens=1024), dict[tuple[str, int], list[object]]()
+    limits, alone = SchedulerConfig(max_step_tokens=1024), dict[tuple[str, int], list[object]]()
     for ask in asks:
-        alone |= answers(run(engine(decoder, limits=limits, kv=kv), [ask]))
-    assert answers(run(engine(decoder, limits=limits, kv=kv), asks)) == alone
-    short = Limits(max_step_tokens=48)
-    assert answers(run(engine(decoder, limits=short, kv=kv), asks)) == alone
+        alone |= answers(run(make_engine(decoder, limits=limits, kv=kv), [ask]))
+    assert answers(run(make_engine(decoder, limits=limits, kv=kv), asks)) == alone
+    short = SchedulerConfig(max_step_tokens=48)
+    assert answers(run(make_engine(decoder, limits=short, kv=kv), asks)) == alone
 
 
 def test_equal_short_prompts_start_together_where_only_whole_blocks_are_shared(decoder: Decoder) -> None:
     params = SamplingParams(max_tokens=2, temperature=0, seed=0)
-    made = engine(decoder, kv="klt2")
+    made = make_engine(decoder, kv="klt2")
     for i in range(4):
         made.submit(Submit(str(i), tuple(range(1, 11)), params))
     made.step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,18 +13,17 @@ import pytest
 from attar import faults
 from attar.engine.engine import Engine
 from attar.faults import Fault
-from attar.kernels import ops
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Delta, Embed, Embedding, Event, Failed, Finished, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.text.tokenizer import Tokenizer
-from tests.engine.test_engine import Answers, answers
+from tests.engine.conftest import Answers, answers, make_engine
 from tests.engine.test_main import GREEDY, Client, Running
 
 CONTEXT = 320
 BLOCKS = 9  # so few that requests have to give way to each other
-LIMITS = Limits(max_step_tokens=48, headroom=0.0)
+LIMITS = SchedulerConfig(max_step_tokens=48, headroom=0.0)
 LATE = 10**9  # hits, which never come
 MOMENTS = int(os.environ.get("TEST_FAULT_MOMENTS", "3"))
 """At how many moments of a scene each point raises; `make soak-faults` asks for a hundred."""
@@ -96,21 +95,6 @@ HEALED = [
 IN_COMPANY = ("runner.table", "runner.rows")
 
 
-@pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
-    yield
-    faults.disarm()
-
-
-@pytest.fixture(scope="module")
-def decoder(request: pytest.FixtureRequest) -> Decoder:
-    store = ops.store("int8g32")
-    if store is None:
-        pytest.skip("the native kernels are off or do not load")
-    made: Decoder = request.getfixturevalue("tiny_decoder")(scheme="w4g32", store=store)
-    return made
-
-
 @pytest.fixture(scope="module")
 def tokenizer(demo: Path) -> Tokenizer:
     return Tokenizer.load(demo)
@@ -160,7 +144,7 @@ Alone = dict[str, Answers]
 @pytest.fixture(scope="module")
 def make(decoder: Decoder, tokenizer: Tokenizer) -> Callable[..., Made]:
     settings = {"blocks": BLOCKS, "context": CONTEXT, "limits": LIMITS}
-    return lambda **more: Made(Engine(decoder, tokenizer, **settings | more))
+    return lambda **more: Made(make_engine(decoder, tokenizer=tokenizer, **settings | more))
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +212,7 @@ def test_one_request_fails_and_no_other_notices(
     faults.arm(fault)
     made = make()
     scene(made, victim or VICTIM)
-    faults.disarm()
+    faults.arm()
     assert fault.fired > 0
     (lost,) = failed(made.events)
     if victim is not None:
@@ -261,7 +245,7 @@ def test_nor_does_it_where_the_next_step_is_under_way(make: Callable[..., Made],
     faults.arm(fault)
     made = make(overlaps=True)
     scene(made, victim or VICTIM)
-    faults.disarm()
+    faults.arm()
     assert fault.fired > 0
     (lost,) = failed(made.events)
     assert lost == "victim" or not key
@@ -295,7 +279,7 @@ def test_a_step_that_raises_once_is_run_again(make: Callable[..., Made], alone: 
 
 def test_what_could_not_be_copied_is_never_used(make: Callable[..., Made], alone: Alone) -> None:
     """Not even by a sequence whose turn has not come: the budget of its first step went to another."""
-    limits = Limits(policy="static", max_running=4, max_step_tokens=4)
+    limits = SchedulerConfig(policy="static", max_running=4, max_step_tokens=4)
     made = make(limits=limits)
     made.take(VICTIM)
     made.run()
@@ -304,7 +288,7 @@ def test_what_could_not_be_copied_is_never_used(make: Callable[..., Made], alone
     made.events.clear()
     made.take(CANARIES[0], VICTIM)
     made.run(steps=1)
-    faults.disarm()
+    faults.arm()
     assert fault.fired == 2
     assert failed(made.events) == ["victim"]
     made.run()
@@ -370,7 +354,7 @@ def test_what_cannot_be_encoded_ends_its_request_and_the_engine_forgets_it(
             events += client.until(Failed)  # a late moment comes after the canary's end
         client.send(Submit("last", (1,), GREEDY))
         events += client.until(Finished)
-        faults.disarm()
+        faults.arm()
         assert fault.fired > 0
         assert of(answers(events), "canary") == expected
         said = [event for event in events if getattr(event, "id", "") == "victim"]

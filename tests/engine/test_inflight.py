@@ -11,7 +11,7 @@ import copy
 import itertools
 import random
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,32 +25,24 @@ from attar.checkpoints.sources import opening
 from attar.engine import inflight
 from attar.engine.bottleneck import Bounds
 from attar.engine.engine import Engine
-from attar.execution.model_runner import Coming, Runner, Wanted, waits
+from attar.execution.model_runner import InflightTokens, Runner, Wanted, waits
 from attar.faults import Fault
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 from attar.model.layers import MixtureOfExperts
 from attar.protocol.messages import Delta, Embed, Event, Failed, Finished, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import device_sampler
-from attar.sampling.sampler import BadLogits, Draw, Sampler
-from attar.scheduling.step_plan import Chunk, StepPlan
+from attar.sampling.sampler import BadLogits, SampledToken, Sampler
+from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 from attar.text.tokenizer import Tokenizer
-from tests.engine.test_engine import CONTEXT, ROOM, TIGHT, Answers, answers, run, some_requests
+from tests.engine.conftest import ROOM, TIGHT, Answers, answers, make_engine, run
+from tests.engine.test_engine import some_requests
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, seed=0)
 DRAWN = SamplingParams(max_tokens=12, temperature=50.0, seed=5)  # of random weights, a text that does not repeat itself
 LONG = tuple(i * 13 % 97 for i in range(100))
-
-
-@pytest.fixture(scope="module")
-def decoder(request: pytest.FixtureRequest) -> Decoder:
-    store = ops.store("int8g32")
-    if store is None:
-        pytest.skip("the native kernels are off or do not load")
-    made: Decoder = request.getfixturevalue("tiny_decoder")(scheme="w4g32", store=store)
-    return made
 
 
 class Device:
@@ -89,12 +81,16 @@ class LateLogits(Tensor):
 class LateRunner(Runner):
     device_told: Device
 
-    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: Coming | None = None) -> Tensor:
+    def run(
+        self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, inflight_tokens: InflightTokens | None = None
+    ) -> Tensor:
         self.device_told.seen.append("launch")
         told = {chunk.sequence: as_told(chunk) for chunk in plan.chunks}
-        late = coming
-        if coming is not None:
-            late = Coming(coming.tokens, {told[each]: i for each, i in coming.places.items() if each in told})
+        late = inflight_tokens
+        if inflight_tokens is not None:
+            late = InflightTokens(
+                inflight_tokens.tokens, {told[each]: i for each, i in inflight_tokens.places.items() if each in told}
+            )
         chunks = [chunk._replace(sequence=told[chunk.sequence]) for chunk in plan.chunks]
         out = torch.empty(sum(chunk.samples for chunk in chunks), self.decoder.config.vocab_size)
         step = StepPlan(chunks, list(plan.copies))
@@ -107,7 +103,7 @@ class LateRunner(Runner):
         return found
 
 
-def as_told(chunk: Chunk) -> Any:
+def as_told(chunk: ScheduledTokens) -> Any:
     """The sequence as it is at this moment."""
     made = copy.copy(chunk.sequence)
     made.tokens, made.blocks = array("i", chunk.sequence.tokens), list(chunk.sequence.blocks)
@@ -124,7 +120,7 @@ class LateChosen:
         self._chosen = CHOOSE(self._logits.as_subclass(Tensor), self._samplers)
         self.tokens.copy_(self._chosen.tokens)
 
-    def draws(self, first: int = 0, last: int | None = None) -> list[Draw | BadLogits]:
+    def draws(self, first: int = 0, last: int | None = None) -> list[SampledToken | BadLogits]:
         self._device.seen.append("wait")
         self._wait()
         return self._chosen.draws(first, last)
@@ -150,17 +146,15 @@ def late(decoder: Decoder, device: Device) -> Make:
         device_told = device
 
     def make(blocks: int = ROOM, tokenizer: Tokenizer | None = None, **limits: Any) -> Engine:
-        settings = Limits(**{"max_running": 6, "max_step_tokens": 48, "headroom": 0.0} | limits)
-        return Engine(decoder, tokenizer, blocks=blocks, context=CONTEXT, limits=settings, overlaps=True, runner=Lags)
+        settings = SchedulerConfig(**{"max_running": 6, "max_step_tokens": 48, "headroom": 0.0} | limits)
+        return make_engine(decoder, blocks, settings, tokenizer=tokenizer, overlaps=True, runner=Lags)
 
     return make
 
 
 def in_turn(asked: Engine, blocks: int = ROOM) -> Engine:
     """The same without overlap."""
-    return Engine(
-        asked.decoder, asked.tokenizer, blocks=blocks, context=CONTEXT, limits=asked.scheduler.limits, overlaps=False
-    )
+    return make_engine(asked.decoder, blocks, asked.scheduler.limits, tokenizer=asked.tokenizer, overlaps=False)
 
 
 def known(made: Engine) -> set[tuple[int, ...]]:
@@ -221,15 +215,13 @@ def test_keys_and_values_may_be_rounded(decoder: Decoder, kv: str) -> None:
 
 def test_an_unfinished_block_may_lie_apart(demo: Path) -> None:
     """It changes hands where a step ahead finishes it."""
-    rounded_alike(opening.load(demo, torch.float32, store=ops.store()), "kivi2")
+    rounded_alike(opening.load(demo, torch.float32, store=dispatch.store()), "kivi2")
 
 
 def rounded_alike(decoder: Decoder, kv: str) -> None:
-    limits, found = Limits(max_running=4, max_step_tokens=17), list[Answers]()
+    limits, found = SchedulerConfig(max_running=4, max_step_tokens=17), list[Answers]()
     for overlaps in (False, True):
-        made = Engine(
-            decoder, None, blocks=ROOM, context=CONTEXT, limits=limits, kv=kv, overlaps=overlaps
-        )  # fmt: skip
+        made = make_engine(decoder, limits=limits, kv=kv, overlaps=overlaps)
         found.append(answers(run(made, some_requests(7, 8, decoder.config.vocab_size))))
     assert found[0] == found[1]
 
@@ -383,17 +375,10 @@ def test_choices_of_one_request_and_a_prefix_that_is_there(late: Make) -> None:
 
 def ahead(decoder: Decoder, runner: type[Runner] = Runner) -> Engine:
     """On a device that does at once what it is told, and raises at once."""
-    limits = Limits(max_running=6, max_step_tokens=48)
-    return Engine(decoder, None, blocks=ROOM, context=CONTEXT, limits=limits, overlaps=True, runner=runner)
+    limits = SchedulerConfig(max_running=6, max_step_tokens=48)
+    return make_engine(decoder, limits=limits, overlaps=True, runner=runner)
 
 
-@pytest.fixture
-def disarmed() -> Iterator[None]:
-    yield
-    faults.disarm()
-
-
-@pytest.mark.usefixtures("disarmed")
 @pytest.mark.parametrize("point", ["sampler.draw", "sampler.penalties", "sampler.uniform"])
 def test_a_choice_that_raises_is_made_one_by_one(decoder: Decoder, point: str) -> None:
     """Before the next step is launched, or else to the tokens that this one has begun with."""
@@ -404,7 +389,7 @@ def test_a_choice_that_raises_is_made_one_by_one(decoder: Decoder, point: str) -
     faults.arm(Fault(point, after=4, key="a"))
     assert answers(run(made, asks)) == expected
     assert made.alone == ({} if point == "sampler.draw" else {"mishap": 1})
-    faults.disarm()
+    faults.arm()
     faults.arm(Fault(point, after=4, times=0, key="a"))
     found = answers(run(made, asks))
     assert found["a", 0] == [*expected["a", 0][: 2 * 4], "internal"]
@@ -413,10 +398,12 @@ def test_a_choice_that_raises_is_made_one_by_one(decoder: Decoder, point: str) -
 
 def test_too_little_memory_for_a_step_ahead(decoder: Decoder) -> None:
     class Small(Runner):
-        def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: Coming | None = None) -> Tensor:
-            if plan.tokens > (2 if coming else 48):
+        def run(
+            self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, inflight_tokens: InflightTokens | None = None
+        ) -> Tensor:
+            if plan.tokens > (2 if inflight_tokens else 48):
                 raise torch.OutOfMemoryError("no room")
-            return super().run(plan, wanted, coming)
+            return super().run(plan, wanted, inflight_tokens)
 
     made = ahead(decoder, Small)
     asks = [Submit(str(i), (i + 1,) * (i + 1), GREEDY) for i in range(5)]
@@ -425,7 +412,6 @@ def test_too_little_memory_for_a_step_ahead(decoder: Decoder) -> None:
     assert made.ahead == made.steps - 1
 
 
-@pytest.mark.usefixtures("disarmed")
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_step_that_raises_when_it_is_launched_ahead(decoder: Decoder, times: int) -> None:
     """Once, it is healed; where it does so for one of them alone too, that one fails, with the token of the step
@@ -440,7 +426,6 @@ def test_a_step_that_raises_when_it_is_launched_ahead(decoder: Decoder, times: i
     assert made.alone == ({} if times == 1 else {"mishap": 1})
 
 
-@pytest.mark.usefixtures("disarmed")
 @pytest.mark.parametrize("rows", [None, 5])
 def test_a_vector_adds_up_each_token_once(decoder: Decoder, rows: int | None) -> None:
     """Also where its second piece of 48 is run again since somebody behind it raises, also by few tokens at a time."""
@@ -475,7 +460,7 @@ def test_an_id_may_come_again_while_a_row_of_it_is_on_its_way(late: Make) -> Non
     made.meanwhile = None
     assert [type(event) for event in events] == [Failed]
     made.submit(ask)
-    assert made._flight is not None
+    assert made._inflight is not None
     assert answers(run(made)) == answers(run(in_turn(made), [ask]))
 
 
@@ -536,9 +521,7 @@ def test_each_step_is_judged_by_its_own_time(decoder: Decoder) -> None:
     judge = Bounds(None, _Meter())
     count = judge.count
     judge.count = lambda plan, seconds, own, requests: (busy.append(own()), count(plan, seconds, own, requests))  # type: ignore
-    made = Engine(
-        decoder, None, blocks=ROOM, context=CONTEXT, overlaps=True, bounds=judge, clock=lambda: float(next(now))
-    )
+    made = make_engine(decoder, overlaps=True, bounds=judge, clock=lambda: float(next(now)))
     made.submit(Submit("a", (1, 2, 3), replace(GREEDY, max_tokens=5)))
     began = next(now)
     run(made)

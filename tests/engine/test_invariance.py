@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from attar.engine.engine import Engine
 from attar.engine.llm import LLM
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 from attar.model.families import ARCHITECTURES
 from attar.protocol.messages import Delta, Failed, PromptLogprobs, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
+from tests.engine.conftest import make_engine
 from tests.model.random_model import LLAMA, write
 
 CONTEXT = 160
@@ -47,7 +47,7 @@ Said = dict[str, list[object]]
 
 def said(decoder: Decoder, rows: int, lengths: tuple[int, ...] = LENGTHS) -> Said:
     """What prompts of these lengths get together in one engine, whose steps have so many rows."""
-    engine = Engine(decoder, None, blocks=16, context=CONTEXT, limits=Limits(max_running=4, max_step_tokens=rows))
+    engine = make_engine(decoder, 16, SchedulerConfig(max_running=4, max_step_tokens=rows), context=CONTEXT)
     for length in lengths:
         engine.submit(Submit(f"{length}", tuple((i * 37 + length) % 120 for i in range(length)), ASKED))
     found: Said = {}
@@ -64,7 +64,7 @@ def said(decoder: Decoder, rows: int, lengths: tuple[int, ...] = LENGTHS) -> Sai
 def test_no_bit_depends_on_how_a_prompt_is_cut_nor_on_company(
     architecture: str, activations: str, tmp_path: Path
 ) -> None:
-    if ops.store() is None:
+    if dispatch.store() is None:
         pytest.skip("the native kernels are off or do not load")
     path = write(tmp_path / "model", {**MODELS[architecture], "architectures": [architecture]})
     decoder = LLM(path, activations=activations, verify=False).decoder

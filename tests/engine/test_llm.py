@@ -11,7 +11,7 @@ import pytest
 from attar.engine import llm as module
 from attar.engine.engine import Engine
 from attar.engine.llm import LLM
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.protocol.messages import Event, Finished
 from attar.protocol.request import Completion, SamplingParams
 
@@ -22,7 +22,7 @@ PROMPTS = ("Once upon a time", "The sun", "It was a dark and")
 
 @pytest.fixture(scope="module")
 def llm(demo: Path) -> LLM:
-    if ops.store() is None:
+    if dispatch.store() is None:
         pytest.skip("the native kernels are off or do not load: texts depend on company")
     return LLM(demo)
 

@@ -16,12 +16,10 @@ import msgspec
 import pytest
 
 from attar.engine import main
-from attar.engine.engine import Engine
 from attar.engine.main import Loop, grown, listen
 from attar.model.decoder import Decoder
 from attar.protocol.messages import (
     MAX_FRAME,
-    Ask,
     Beat,
     Cancel,
     Command,
@@ -30,15 +28,17 @@ from attar.protocol.messages import (
     Event,
     Failed,
     Finished,
+    QueryStatus,
     Ready,
+    RequestStatus,
     Stats,
     Submit,
-    Told,
     encode,
 )
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
+from tests.engine.conftest import make_engine
 
 SECONDS = 20.0  # that anything here may take
 END_AT_ONCE = main._end_at_once  # which is not to end the tests
@@ -50,7 +50,7 @@ class Running:
 
     def __init__(self, path: Path, decoder: Decoder) -> None:
         self.path = path
-        self.engine = Engine(decoder, None, blocks=8, context=128, limits=Limits(max_step_tokens=32))
+        self.engine = make_engine(decoder, 8, SchedulerConfig(max_step_tokens=32), context=128)
         self.ready = Ready("tiny", 128, decoder.config.vocab_size, 8, 64, 256, (("weights", 1),))
         self.listener = listen(path)
         self.parent, self.pipe = os.pipe()
@@ -149,14 +149,16 @@ def steps(running: Running, monkeypatch: pytest.MonkeyPatch) -> threading.Semaph
 def test_how_far_requests_are(running: Running, steps: threading.Semaphore) -> None:
     client = Client(running.path)
     client.send(
-        Ask(("a",)), Submit("a", (1, 2, 3), SamplingParams(max_tokens=100, temperature=0, seed=0)), Ask(("b", "a"))
+        QueryStatus(("a",)),
+        Submit("a", (1, 2, 3), SamplingParams(max_tokens=100, temperature=0, seed=0)),
+        QueryStatus(("b", "a")),
     )
-    [told] = [event for event in client.until(Told) if isinstance(event, Told)]
+    [told] = [event for event in client.until(RequestStatus) if isinstance(event, RequestStatus)]
     assert (told.id, told.report.prompt_tokens, told.report.reuse_ended) == ("a", 3, "")
     client.until(Delta)
-    client.send(Ask(("a",)))
+    client.send(QueryStatus(("a",)))
     steps.release(1000)
-    [told] = [event for event in client.until(Told) if isinstance(event, Told)]
+    [told] = [event for event in client.until(RequestStatus) if isinstance(event, RequestStatus)]
     assert told.report.prefill > 0
     [end] = [event for event in client.until(Finished) if isinstance(event, Finished)]
     assert end.report is not None

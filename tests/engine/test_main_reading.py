@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from attar.engine import main
-from attar.engine.engine import Engine
 from attar.engine.main import Loop, listen
 from attar.model.decoder import Decoder
-from attar.protocol.messages import Ask, Cancel, Delta, Event, Failed, Finished, Ready, Submit, encode
+from attar.protocol.messages import Cancel, Delta, Event, Failed, Finished, QueryStatus, Ready, Submit, encode
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
+from tests.engine.conftest import make_engine
 from tests.engine.test_main import SECONDS, Client, Running, held
 
 LONG = Submit("held", (1,), SamplingParams(max_tokens=100, temperature=0, seed=0))
@@ -60,7 +60,7 @@ def test_the_rest_of_a_frame_that_does_not_come_holds_up_nothing(
 ) -> None:
     monkeypatch.setattr(main, "REST_SECONDS", 100 * SECONDS)
     client = Client(running.path)
-    client.socket.sendall(encode([LONG]) + encode([Ask(("x" * 999,))])[:500])
+    client.socket.sendall(encode([LONG]) + encode([QueryStatus(("x" * 999,))])[:500])
     client.until(Finished)
 
 
@@ -72,9 +72,9 @@ def test_a_server_that_never_pauses_does_not_keep_the_engine_from_its_steps(
     class Endless:
         def recv(self, size: int) -> bytes:
             assert time.monotonic() < end, "it is read for ever"
-            return encode([Ask(("nobody",))])
+            return encode([QueryStatus(("nobody",))])
 
-    engine = Engine(tiny_decoder(layers=1), None, blocks=8, context=128, limits=Limits())
+    engine = make_engine(tiny_decoder(layers=1), 8, SchedulerConfig(), context=128)
     with listen(tmp_path / "socket") as listener:
         loop = Loop(engine, Ready("tiny", 128, 97, 8, 64, 256, ()), listener, None)
         loop._server = Endless()  # type: ignore[assignment]

@@ -9,21 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from attar.engine.memory_profile import Footprint, Trial, measure
+from attar.engine.memory_profile import MemoryProfile, ProfileRun, measure
 from attar.engine.startup import on_card
-from attar.kernels import ops
 from attar.kernels.operands import Adapter
 from attar.model.decoder import Decoder
 from attar.plan.costs import BLOCK
 from attar.plan.fit import ROOM, Fit
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 from tests.execution.test_cuda_graphs import Again
 
 GB = 10**9
 BLOCK_BYTES = 2**20
 SETTINGS = Settings("model", "socket", device="cuda")
-MEASURED = Footprint(available=10 * GB, weights=5 * GB, step=GB, graphs=GB // 4, driver=GB // 2)
+MEASURED = MemoryProfile(available=10 * GB, weights=5 * GB, step=GB, graphs=GB // 4, driver=GB // 2)
 
 
 class Card:
@@ -61,23 +60,14 @@ class Card:
 def test_each_part_is_what_it_added() -> None:
     card = Card()
     found = measure(card, 10_000, card)  # type: ignore[arg-type]
-    assert found == Footprint(available=10_000, weights=1040, step=300, graphs=75, driver=213)
-
-
-@pytest.fixture(scope="module")
-def decoder(request: pytest.FixtureRequest) -> Decoder:
-    store = ops.store("int8g32")
-    if store is None:
-        pytest.skip("the native kernels are off or do not load")
-    made: Decoder = request.getfixturevalue("tiny_decoder")(scheme="w4g32", store=store)
-    return made
+    assert found == MemoryProfile(available=10_000, weights=1040, step=300, graphs=75, driver=213)
 
 
 @pytest.mark.parametrize(("context", "tokens"), [(1024, 96), (40, 45)])
 def test_the_trial_is_the_largest_step(decoder: Decoder, context: int, tokens: int) -> None:
     """As many rows as a step may have, or a context, and logits for as many sequences as may run."""
     record = Again()
-    made = Trial(decoder, decoder.lossless, Limits(max_running=6, max_step_tokens=96), context, record)
+    made = ProfileRun(decoder, decoder.lossless, SchedulerConfig(max_running=6, max_step_tokens=96), context, record)
     (plan,) = made._plans
     assert plan.tokens == tokens
     assert len(plan.chunks) == 6
@@ -108,17 +98,17 @@ def test_the_trial_runs_with_each_adapter(decoder: Decoder, running: int, rows: 
     outputs, inputs = linear.shape
     made = [Noting(torch.zeros(2, inputs), torch.zeros(outputs, 2)) for _ in range(2)]
     linear.adapters.update(enumerate(made, 1))
-    limits, record = Limits(max_running=running, max_step_tokens=96), Again()
+    limits, record = SchedulerConfig(max_running=running, max_step_tokens=96), Again()
     try:
-        Trial(decoder, decoder.lossless, limits, 1024, record, adapters=2).step()
+        ProfileRun(decoder, decoder.lossless, limits, 1024, record, adapters=2).step()
     finally:
         linear.adapters.clear()
     assert [each.rows for each in made] == [[rows], [rows]]
 
 
-def divided(limits: Limits | None = None, measured: Footprint = MEASURED, **changed: object) -> Fit:
+def divided(limits: SchedulerConfig | None = None, measured: MemoryProfile = MEASURED, **changed: object) -> Fit:
     settings = msgspec.structs.replace(SETTINGS, **changed)
-    return on_card(settings, measured, BLOCK_BYTES, settings.context or 131072, limits or Limits())
+    return on_card(settings, measured, BLOCK_BYTES, settings.context or 131072, limits or SchedulerConfig())
 
 
 def test_the_cache_gets_what_is_left() -> None:
@@ -141,9 +131,9 @@ def test_without_a_context_requests_may_be_as_long_as_the_cache() -> None:
 
 def test_the_cache_has_room_for_prompts_besides_all_requests_together_and_no_more() -> None:
     """As much as `attar plan` gives it, which knows no card's measurements."""
-    made = divided(Limits(max_running=2, max_step_tokens=64), context=1024)
+    made = divided(SchedulerConfig(max_running=2, max_step_tokens=64), context=1024)
     assert made.tokens == ROOM * (2 * 1024 + BLOCK), "and the block that the second has to leave free"
-    bare = divided(Limits(max_running=2, max_step_tokens=64, headroom=0.0), context=1024)
+    bare = divided(SchedulerConfig(max_running=2, max_step_tokens=64, headroom=0.0), context=1024)
     assert bare.tokens == ROOM * 2 * 1024
     assert bare.requests == ROOM * 2
     assert divided(context=4096, max_cached_tokens=8 * 4096).requests == 7

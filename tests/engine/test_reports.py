@@ -10,7 +10,8 @@ from attar.engine.engine import Engine
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Embed, Embedding, Failed, Finished, Report, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
+from tests.engine.conftest import ask, make_engine
 
 PROMPT = tuple(range(1, 71))
 GREEDY = SamplingParams(max_tokens=4, temperature=0, seed=0)
@@ -31,16 +32,14 @@ def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
 
 @pytest.fixture
 def engine(decoder: Decoder) -> Engine:
-    limits = Limits(max_running=2, max_step_tokens=32)
-    return Engine(decoder, None, blocks=16, context=128, limits=limits, clock=Clock())
+    return make_engine(decoder, limits=SchedulerConfig(max_running=2, max_step_tokens=32), clock=Clock())
 
 
 def run(engine: Engine, *asks: Submit | Embed, steps: int = 100) -> dict[str, Report | None]:
     """The reports of those that end within so many steps, each of a second."""
     clock = engine.clock
     assert isinstance(clock, Clock)
-    for ask in asks:
-        engine.submit(ask) if isinstance(ask, Submit) else engine.embed(ask)
+    ask(engine, asks)
     found: dict[str, Report | None] = {}
     while steps and not engine.idle:
         steps -= 1
@@ -64,9 +63,12 @@ def test_a_vector_s_prompt_was_computed_as_far_as_the_vector_needs_it(
 
 
 def test_what_a_key_embeds_only_that_key_finds(engine: Engine) -> None:
-    run(engine, Embed("a", PROMPT, salt=b"one"))
-    found = run(engine, *(Submit(str(salt), PROMPT, GREEDY, salt=salt) for salt in (b"", b"one", b"two")))
-    reused = {salt: report.reused_tokens for salt, report in found.items() if report is not None}
+    run(engine, Embed("a", PROMPT, cache_salt=b"one"))
+    found = run(
+        engine,
+        *(Submit(str(cache_salt), PROMPT, GREEDY, cache_salt=cache_salt) for cache_salt in (b"", b"one", b"two")),
+    )
+    reused = {cache_salt: report.reused_tokens for cache_salt, report in found.items() if report is not None}
     assert reused == {"b''": 0, "b'one'": 69, "b'two'": 0}
 
 

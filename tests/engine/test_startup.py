@@ -18,14 +18,14 @@ from attar.checkpoints.sources import opening
 from attar.cli.main import app
 from attar.engine.startup import fit, kv_name, start_engine, without_kernels
 from attar.formats.scheme import Scheme
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.model.shapes import shape
 from attar.plan.costs import BLOCK, Storage
 from attar.plan.fit import ROOM, Fit, blocks_for
-from attar.protocol.scheduler_config import PRESETS, Limits
+from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
 from attar.protocol.settings import Settings
 from attar.scheduling.block_pool import BlockPool
-from attar.scheduling.prefix_cache import RadixCache
+from attar.scheduling.prefix_cache import PrefixCache
 from attar.scheduling.scheduler import Scheduler
 from attar.scheduling.sequence import Sequence
 from tests.model.random_model import LLAMA, write
@@ -36,8 +36,8 @@ GB = 10**9
 SETTINGS = Settings("model", "socket", memory=8 * GB)
 
 
-def found(limits: Limits | None = None, **changed: object) -> Fit:
-    return fit(msgspec.structs.replace(SETTINGS, **changed), CONFIG, STORAGE, limits or Limits(), 2)
+def found(limits: SchedulerConfig | None = None, **changed: object) -> Fit:
+    return fit(msgspec.structs.replace(SETTINGS, **changed), CONFIG, STORAGE, limits or SchedulerConfig(), 2)
 
 
 def test_without_a_context_requests_may_be_as_long_as_the_cache() -> None:
@@ -54,18 +54,18 @@ def test_a_context_that_fits_several_times_is_kept() -> None:
 
 
 def test_the_cache_is_a_few_times_what_all_requests_take_together() -> None:
-    made = found(Limits(max_running=2, max_step_tokens=64), context=1024)
+    made = found(SchedulerConfig(max_running=2, max_step_tokens=64), context=1024)
     assert made.tokens == ROOM * (2 * 1024 + BLOCK), "and the block that the second has to leave free"
     assert made.requests == ROOM * 2
     assert made.unused > GB
 
 
-def admitted(made: Fit, limits: Limits, prompt: int) -> tuple[int, int]:
+def admitted(made: Fit, limits: SchedulerConfig, prompt: int) -> tuple[int, int]:
     """Of many requests of the full context, with so many tokens of a prompt that no other has: how many the scheduler
     lets run at once in that cache, and how many of their tokens there is room for."""
     pool = BlockPool(made.blocks, made.block)
     one_step = replace(limits, max_step_tokens=200 * 512, max_waiting=made.requests + 3)
-    scheduler = Scheduler(pool, RadixCache(pool), one_step)
+    scheduler = Scheduler(pool, PrefixCache(pool), one_step)
     for i in range(made.requests + 3):
         ids = range(i * prompt, (i + 1) * prompt)
         scheduler.add([Sequence(id=str(i), prompt_ids=ids, max_tokens=made.context - prompt)], 0.0)
@@ -78,15 +78,17 @@ def admitted(made: Fit, limits: Limits, prompt: int) -> tuple[int, int]:
 @pytest.mark.parametrize("tokens", [512, 1000, 16384, 16448, 17000, 40000])
 def test_as_many_full_requests_as_are_told_run_at_once_and_no_more(tokens: int, headroom: float, prompt: int) -> None:
     """472 tokens and an answer of 40: 31 ran in 256 blocks, of which 32 had been told."""
-    limits = Limits(max_running=200, headroom=headroom)
+    limits = SchedulerConfig(max_running=200, headroom=headroom)
     made = found(limits, context=512, max_cached_tokens=tokens)
     assert admitted(made, limits, prompt) == (made.requests, made.requests * prompt)
     if (tokens, headroom) == (16384, 0.02):
         assert made.requests == 31
 
 
-@pytest.mark.parametrize("limits", [Limits(), *PRESETS.values(), Limits(policy="static"), Limits(policy="none")])
-def test_in_much_memory_all_that_may_run_together_do(limits: Limits) -> None:
+@pytest.mark.parametrize(
+    "limits", [SchedulerConfig(), *PRESETS.values(), SchedulerConfig(policy="static"), SchedulerConfig(policy="none")]
+)
+def test_in_much_memory_all_that_may_run_together_do(limits: SchedulerConfig) -> None:
     made = found(limits, context=512, memory=60 * GB)
     assert made.unused > GB
     assert made.blocks == ROOM * blocks_for(limits.together, made.blocks_each, limits.headroom)
@@ -167,7 +169,7 @@ def test_what_has_no_kernel_is_named_and_what_that_means(
     sentences: list[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    if ops.store() is None:
+    if dispatch.store() is None:
         pytest.skip("the native kernels are off or do not load")
     path = write(tmp_path / "model", LLAMA, scheme)
     shutil.copy(demo / "tokenizer.json", path)
@@ -180,7 +182,7 @@ def test_what_has_no_kernel_is_named_and_what_that_means(
 
 def test_the_reference_is_named_where_it_is_forced(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = opening.load(tiny, torch.float32)
-    monkeypatch.setattr(ops, "candidates", lambda *asked: [("native", "does not load"), ("ref", None)])
+    monkeypatch.setattr(dispatch, "candidates", lambda *asked: [("native", "does not load"), ("ref", None)])
     (sentence,) = without_kernels(decoder)
     assert sentence.startswith("no linear has a CPU kernel in float32 (does not load): all run by the reference")
 

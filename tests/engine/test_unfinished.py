@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from attar.execution.model_runner import Unfinished
 from attar.scheduling.sequence import Sequence, Status
-from attar.scheduling.step_plan import Chunk
+from attar.scheduling.step_plan import ScheduledTokens
 
 SIZE, RUNNING = 16, 3
 
@@ -28,7 +28,7 @@ def test_lives_of_unfinished_blocks(data: st.DataObject) -> None:
             made.status, made.computed = Status.PREFILL, SIZE * data.draw(st.integers(0, 2))
             running.append(made)
         chosen = [s for s in running if data.draw(st.integers(0, 3))]
-        chunks = [Chunk(s, s.computed, data.draw(st.integers(1, 50)), True) for s in chosen]
+        chunks = [ScheduledTokens(s, s.computed, data.draw(st.integers(1, 50)), True) for s in chosen]
         for _ in range(data.draw(st.integers(1, 2))):  # a step that raised is run again
             tails = unfinished.tails(chunks, SIZE)
             blocks = [range(start // SIZE, (start + rows - 1) // SIZE + 1) for _, start, rows, _ in chunks]

@@ -12,9 +12,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.scheduling.block_pool import BlockPool
-from attar.scheduling.prefix_cache import RadixCache
+from attar.scheduling.prefix_cache import PrefixCache
 from attar.scheduling.scheduler import Scheduler
 from attar.scheduling.sequence import Sequence
 from attar.scheduling.step_plan import Outcome
@@ -74,8 +74,8 @@ def paged(requests: list[tuple[int, int, int]]) -> Wastes:
     """The same by the engine's own pool and scheduler: what a request holds beyond its tokens is in its last block,
     and no free block is lost, since any will do."""
     pool = BlockPool(SLOTS // BLOCK, BLOCK)
-    limits = Limits(max_running=256, max_step_tokens=SLOTS, max_waiting=len(requests), max_preemptions=STEPS)
-    scheduler, wastes = Scheduler(pool, RadixCache(pool), limits), Wastes()
+    limits = SchedulerConfig(max_running=256, max_step_tokens=SLOTS, max_waiting=len(requests), max_preemptions=STEPS)
+    scheduler, wastes = Scheduler(pool, PrefixCache(pool), limits), Wastes()
     lasts = {}
     for i, (length, last, most) in enumerate(requests):
         sequence = Sequence(id=f"{i}", prompt_ids=[i] * length, max_tokens=most - length)

@@ -8,7 +8,7 @@ import pytest
 
 from attar.evaluation import decode_speed
 from attar.formats.packed import PackedTensor
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.model.shapes import shape
 
 KEYS = {
@@ -18,7 +18,7 @@ KEYS = {
 
 LOAD = decode_speed.Load(prompt=16, gen=4, batch=2)
 
-pytestmark = pytest.mark.skipif(ops.store() is None, reason="the native kernels are off or do not load")
+pytestmark = pytest.mark.skipif(dispatch.store() is None, reason="the native kernels are off or do not load")
 
 
 @pytest.mark.parametrize("scheme, head", [("w4g128", "int8"), ("w4g128", "int4"), ("w8a8", "bf16"), ("bf16", "bf16")])
@@ -40,7 +40,7 @@ def test_a_report_of_random_weights(scheme: str, head: str) -> None:
 
 def test_bytes_a_token_are_those_of_the_schemes() -> None:
     def bytes_of(scheme: str, head: str) -> int:
-        store = ops.store()
+        store = dispatch.store()
         assert store is not None
         decoder = decode_speed.build("tiny", scheme, head, store)
         linears = [decoder.head, *(each for block in decoder.blocks for each in block.linears())]

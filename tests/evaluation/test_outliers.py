@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from attar.checkpoints.sources import hf
 from attar.evaluation.outliers import Spread, profile
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 
 Make = Callable[..., Decoder]
@@ -95,7 +95,7 @@ def test_what_is_refused(tiny_decoder: Make) -> None:
 def test_planting_changes_no_logits(kinds: str, demo: Path, tmp_path: Path) -> None:
     ids = torch.randint(0, 4096, (48,), generator=torch.Generator().manual_seed(1))
     planted = inject(demo, tmp_path / "injected", kinds=kinds)
-    base, out = (hf.load(folder, torch.float32).forward(ids, Step((48,), 48)) for folder in (demo, planted))
+    base, out = (hf.load(folder, torch.float32).forward(ids, ForwardBatch((48,), 48)) for folder in (demo, planted))
     assert (out - base).abs().max() < SAME_LOGITS * base.abs().max()
     with pytest.raises(ValueError, match="letters of abcd"):
         inject(demo, tmp_path / "other", kinds="e")

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from attar.checkpoints.strict_io import CheckpointError
 from attar.cli.main import app
+from attar.compression.request.request import Target, parse_ladder
 from attar.compression.runs.pipeline import compress
-from attar.compression.search.target import Target, parse_ladder
 from attar.evaluation import page
 from attar.evaluation.outputs import read
 
@@ -143,7 +143,7 @@ def test_models_that_do_not_compare_get_charts_of_their_own(outputs: dict[str, P
 def test_allocation_is_shown_as_measured(tiny: Path, calibration: list[list[int]], tmp_path: Path) -> None:
     ladder = parse_ladder("w2g32,w4g64,w8g64")
     made = compress(
-        tiny, tmp_path / "out", recipe="rtn-w4g64", target=Target(bits=4.0), ladder=ladder, calibration=calibration
+        tiny, tmp_path / "out", recipe="rtn-w4g64", target=Target(bits=4.0, ladder=ladder), calibration=calibration
     ).path
     value = json.loads((made / "receipt.json").read_text())["allocation"]
     text = page.html(page.Contents([read(made)]))

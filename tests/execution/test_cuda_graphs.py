@@ -13,20 +13,23 @@ from attar.engine.engine import Engine
 from attar.execution import cuda_graphs
 from attar.execution.cuda_graphs import Graphs, Inputs, Recorded, sizes
 from attar.execution.recorded_step import Decoding
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.model import cache
-from attar.model.cache import KVCache, Step, sent
+from attar.model.cache import ForwardBatch, KVCache, sent
 from attar.model.decoder import Decoder
 from attar.model.layers import MixtureOfExperts
 from attar.protocol.messages import Delta, Event, Failed, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import device_sampler
 from attar.sampling.sampler import BadLogits, Sampler, sample
-from tests.engine.test_engine import CONTEXT, ROOM, TIGHT, answers, run, some_requests
+from tests.engine.conftest import ROOM, TIGHT, answers, make_engine, run
+from tests.engine.test_engine import some_requests
 from tests.pretend import Late
 
 Make = Callable[..., Decoder]
+
+SMALL = SchedulerConfig(max_running=6, max_step_tokens=48)
 
 
 class Again:
@@ -47,20 +50,9 @@ class Again:
         return Recorded(replay, result)
 
 
-@pytest.fixture(scope="module")
-def decoder(request: pytest.FixtureRequest) -> Decoder:
-    store = ops.store("int8g32")
-    if store is None:
-        pytest.skip("the native kernels are off or do not load")
-    made: Decoder = request.getfixturevalue("tiny_decoder")(scheme="w4g32", store=store)
-    return made
-
-
-def engine(decoder: Decoder, blocks: int = ROOM, record: Again | None = None, overlaps: bool = True) -> Engine:
-    limits = Limits(max_running=6, max_step_tokens=48)
-    return Engine(
-        decoder, None, blocks=blocks, context=CONTEXT, limits=limits, record=record or Again(), overlaps=overlaps
-    )
+def recording(decoder: Decoder, blocks: int = ROOM, record: Again | None = None) -> Engine:
+    """One that launches steps ahead, from graphs."""
+    return make_engine(decoder, blocks, SMALL, record=record or Again(), overlaps=True)
 
 
 @pytest.mark.parametrize(("most", "found"), [(1, (1,)), (2, (1, 2)), (8, (1, 2, 4, 8)), (12, (1, 2, 4, 8, 12))])
@@ -78,15 +70,15 @@ def test_inputs_arrive_as_they_were_put() -> None:
     assert inputs.ids.tolist() == [7, 8, 0]
     assert place.positions.tolist() == [18, 0, 0]
     assert place.lengths.tolist() == [19, 1, 1]
-    assert place.slots.tolist() == [2 * 16 + 2, 16, 9 * 16]
+    assert place.slot_mapping.tolist() == [2 * 16 + 2, 16, 9 * 16]
     assert place.row_starts.tolist() == [0, 1, 2, 3]
-    assert place.tables[:, 0].tolist() == [5, 1, 9]
-    assert place.tables[0, 1] == 2
+    assert place.block_tables[:, 0].tolist() == [5, 1, 9]
+    assert place.block_tables[0, 1] == 2
     inputs.put(0, token=1, at=1, blocks=[4])
     inputs.rest(1)
     inputs.send()
-    assert inputs.place.tables[:, 0].tolist() == [4, 9, 9]
-    assert inputs.place.slots.tolist() == [4 * 16 + 1, 9 * 16, 9 * 16]
+    assert inputs.place.block_tables[:, 0].tolist() == [4, 9, 9]
+    assert inputs.place.slot_mapping.tolist() == [4 * 16 + 1, 9 * 16, 9 * 16]
 
 
 def test_rows_left_over_touch_nobody(decoder: Decoder) -> None:
@@ -136,7 +128,7 @@ def test_pieces_of_a_step_keep_their_inputs(decoder: Decoder, monkeypatch: pytes
     expected = []
     for step in range(steps):
         ids = torch.tensor([7 * row + step for row in range(5)])
-        expected += decoder.forward(ids, Step((1,) * 5, 64, plain)).split(2)
+        expected += decoder.forward(ids, ForwardBatch((1,) * 5, 64, plain)).split(2)
     late = Late()
     monkeypatch.setattr(cuda_graphs, "mark", lambda device: late)
     made = Graphs(decoder, pages, 64, 2, late)
@@ -168,15 +160,15 @@ def test_all_are_recorded_at_once_the_largest_first(decoder: Decoder) -> None:
 def test_an_engine_with_graphs_answers_as_one_without(decoder: Decoder, blocks: int) -> None:
     asks = some_requests(3, 12, decoder.config.vocab_size)
     record = Again()
-    plain = Engine(decoder, None, blocks=blocks, context=CONTEXT, limits=Limits(max_running=6, max_step_tokens=48))
-    found, expected = run(engine(decoder, blocks, record), asks), run(plain, asks)
+    plain = make_engine(decoder, blocks, SMALL)
+    found, expected = run(recording(decoder, blocks, record), asks), run(plain, asks)
     assert answers(found) == answers(expected)
     assert record.replayed
     assert set(record.replayed) <= {1, 2, 4, 6}
 
 
 def test_what_a_step_gave_is_said_while_the_next_one_runs(decoder: Decoder) -> None:
-    made, running = engine(decoder), list[list[Event]]()
+    made, running = recording(decoder), list[list[Event]]()
     made.meanwhile = running.append
     made.submit(Submit("a", (1, 2, 3), SamplingParams(max_tokens=5, temperature=0, seed=0)))
     told = [made.step() for _ in range(5)]
@@ -186,7 +178,7 @@ def test_what_a_step_gave_is_said_while_the_next_one_runs(decoder: Decoder) -> N
 
 
 def test_what_the_last_step_gave_is_said_once_the_next_one_runs_where_that_had_to_wait(decoder: Decoder) -> None:
-    made = engine(decoder)
+    made = recording(decoder)
     made.runner.waits = "a reason"
     said: list[tuple[int, Event]] = []
     made.meanwhile = lambda events: said.extend((made.steps, event) for event in events)
@@ -199,7 +191,7 @@ def test_what_the_last_step_gave_is_said_once_the_next_one_runs_where_that_had_t
 
 
 def test_whoever_is_cancelled_is_told_of_no_more(decoder: Decoder) -> None:
-    made = engine(decoder)
+    made = recording(decoder)
     made.submit(Submit("a", (1, 2, 3), SamplingParams(max_tokens=50, temperature=0, seed=0)))
     events = made.step() + made.step()
     made.cancel("a")
@@ -211,7 +203,7 @@ def test_whoever_is_cancelled_is_told_of_no_more(decoder: Decoder) -> None:
 
 def test_what_is_not_recorded_says_why(tiny_decoder: Make) -> None:
     assert cuda_graphs.against(tiny_decoder()) == "the model is not laid out for the kernels of a GPU"
-    store = ops.TritonStore("cpu", torch.float32)
+    store = dispatch.GpuWeights("cpu", torch.float32)
     laid = tiny_decoder(store=store)
     assert cuda_graphs.against(laid) is None
     experts = MixtureOfExperts(laid.head, (), 1, False)
@@ -226,7 +218,7 @@ def test_steps_of_a_whole_cache_in_a_graph(decoder: Decoder) -> None:
     record, found = Again(), []
     for how in (None, record):
         held = decoder.cache(6, 2)
-        decoder.forward(torch.tensor([4, 5, 6, 7, 8, 9]), Step((3, 3), 6, held))
+        decoder.forward(torch.tensor([4, 5, 6, 7, 8, 9]), ForwardBatch((3, 3), 6, held))
         decoding = Decoding(decoder, held, 6, how)
         found.append([decoding.step([i, i + 1]).clone() for i in range(3)])
         with pytest.raises(ValueError, match="it is full"):
@@ -301,12 +293,12 @@ def test_what_is_sent_together_arrives_apart() -> None:
 
 
 def test_a_step_without_a_cache_lies_where_its_rows_do() -> None:
-    assert Step((3, 2), 3, device="meta").positions.device.type == "meta"
+    assert ForwardBatch((3, 2), 3, device="meta").positions.device.type == "meta"
 
 
 def test_a_cache_tells_the_device_and_keeps_its_table(decoder: Decoder) -> None:
     pages = cache.pool(decoder.config, 4, decoder.lossless, "meta")
     view = KVCache.over(pages, torch.tensor([[2, 1], [3, 0]], dtype=torch.int32), [70, 3])
     place = view.place((1, 2))
-    assert place.tables.device.type == place.slots.device.type == place.row_starts.device.type == "meta"
-    assert view.tables.device.type == "cpu"
+    assert place.block_tables.device.type == place.slot_mapping.device.type == place.row_starts.device.type == "meta"
+    assert view.block_tables.device.type == "cpu"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from attar.execution.recorded_step import Decoding
-from attar.kernels import ops
-from attar.model.cache import Step
+from attar.kernels import dispatch
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 
 Make = Callable[..., Decoder]
@@ -21,7 +21,7 @@ STEPS = 20
 
 @pytest.fixture(params=["int8", "int8g32", "exact"])
 def native(request: pytest.FixtureRequest, tiny_decoder: Make) -> Decoder:
-    store = ops.store(request.param)
+    store = dispatch.store(request.param)
     if store is None:
         pytest.skip("the native kernels are off or do not load")
     return tiny_decoder(scheme="w4g32", store=store)
@@ -30,7 +30,9 @@ def native(request: pytest.FixtureRequest, tiny_decoder: Make) -> Decoder:
 def prefilled(decoder: Decoder, prompts: tuple[list[int], ...], horizon: int) -> Decoding:
     cache = decoder.cache(horizon, len(prompts))
     lengths = tuple(map(len, prompts))
-    decoder.forward(torch.tensor([token for prompt in prompts for token in prompt]), Step(lengths, horizon, cache))
+    decoder.forward(
+        torch.tensor([token for prompt in prompts for token in prompt]), ForwardBatch(lengths, horizon, cache)
+    )
     return Decoding(decoder, cache, horizon)
 
 
@@ -50,7 +52,7 @@ def test_recorded_steps_equal_the_whole_sequence_in_one_piece(native: Decoder) -
     assert native.against_recording() is None
     for prompt in PROMPTS:
         ids = torch.tensor(prompt + tokens_of(prompt, STEPS))
-        whole = native.forward(ids, Step((len(ids),), 40, native.cache(40)))[len(prompt) :]
+        whole = native.forward(ids, ForwardBatch((len(ids),), 40, native.cache(40)))[len(prompt) :]
         assert torch.equal(torch.cat(run(native, (prompt,))), whole)
 
 
@@ -78,7 +80,7 @@ def test_a_model_that_is_not_native_runs_every_step_in_full(tiny_decoder: Make) 
     assert decoder.against_recording() == "the model is not laid out for the native kernels"
     prompt = PROMPTS[1]
     ids = torch.tensor(prompt + tokens_of(prompt, STEPS))
-    whole = decoder.forward(ids, Step((len(ids),), 40, decoder.cache(40)))[len(prompt) :]
+    whole = decoder.forward(ids, ForwardBatch((len(ids),), 40, decoder.cache(40)))[len(prompt) :]
     torch.testing.assert_close(torch.cat(run(decoder, (prompt,))), whole, rtol=1e-4, atol=1e-4)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save
 
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import FLOAT8, ITEM_BITS, ROUNDS, Grid, Kind, Scheme
-from attar.formats.weight_formats import FORMS
+from attar.formats.weight_formats import WEIGHT_FORMATS
 
 SHAPES = [(1, 1), (3, 5), (7, 33), (8, 64), (33, 96), (64, 256)]
 NAMES = [
@@ -27,7 +27,7 @@ def test_names_are_read_back(name: str) -> None:
     assert Scheme.parse(name).name == name
 
 
-FORM_NAMES = [*FORMS, *(f"{name}-weight" for name in ROUNDS), "sparse24-w4g64", "sparse24-w8-asym"]
+FORM_NAMES = [*WEIGHT_FORMATS, *(f"{name}-weight" for name in ROUNDS), "sparse24-w4g64", "sparse24-w8-asym"]
 
 
 @pytest.mark.parametrize("name", FORM_NAMES)
@@ -50,11 +50,11 @@ def test_names_and_ledger_of_forms(name: str, tmp_path: Path) -> None:
 def test_forms_go_with_their_own_activations() -> None:
     token = Grid(granularity="token")
     with pytest.raises(ValueError, match="nf4 weights do not go with w8 activations"):
-        Scheme(FORMS["nf4"], token, layout="plain")
+        Scheme(WEIGHT_FORMATS["nf4"], token, layout="plain")
     with pytest.raises(ValueError, match="w8 weights do not go with nvfp4 activations"):
         Scheme(Grid(), ROUNDS["nvfp4"])
     with pytest.raises(ValueError, match="static activation scales are per tensor"):
-        Scheme(FORMS["mxfp4"], ROUNDS["mxfp4"], static=True, layout="plain")
+        Scheme(WEIGHT_FORMATS["mxfp4"], ROUNDS["mxfp4"], static=True, layout="plain")
     assert Scheme.parse("nvfp4").static
     for name in ("nf4-weight", "q4_k-weight", "lut4-s46-f64", "mxfp4-static"):
         with pytest.raises(ValueError, match="unknown scheme"):

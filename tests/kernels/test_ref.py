@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
-from attar.kernels import ops, ref
+from attar.kernels import dispatch, ops, ref
 from attar.kernels.operands import Linear, Norm
 
 FLOAT32 = 2e-6  # of values around 1, sums of a few hundred terms
@@ -204,7 +204,7 @@ def test_quantize_rows_int8_by_hand() -> None:
 
 
 def test_the_door_knows_its_operations() -> None:
-    assert [name for name, _ in ops.candidates("attention")] == ["native", "ref"]
-    assert ops.candidates("norm")[-1] == ("ref", None)
+    assert [name for name, _ in dispatch.candidates("attention")] == ["native", "ref"]
+    assert dispatch.candidates("norm")[-1] == ("ref", None)
     with pytest.raises(ValueError, match="unknown op 'atention'"):
-        ops.candidates("atention")
+        dispatch.candidates("atention")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attar.kernels import ops, ref_attention
 from attar.kernels.operands import AttentionForm
-from attar.kv.pages import Pages, Placement
+from attar.kv.pages import AttentionMetadata, PagedKV
 from attar.kv.schemes import scheme
 
 FLOAT32 = 2e-6  # of values around 1, sums of a few hundred terms
@@ -131,13 +131,13 @@ print(peak() - before)
 
 @pytest.mark.parametrize("window", ["", ", window=64"])
 def test_attention_never_holds_a_square(window: str) -> None:
-    """Of 8192 x 8192 the distances would be 512 MiB and the scores 256 MiB; what grows with the keys is some 60."""
+    """Of 4096 x 4096 the distances would be 128 MiB and the scores 64 MiB; what grows with the keys is some 50."""
     if not sys.platform.startswith("linux"):
         pytest.skip("the peak of a process's memory is read from /proc")
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY.format(n=8192, window=window)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", MEMORY.format(n=4096, window=window)], capture_output=True, text=True, check=True
     )
-    assert int(done.stdout) << 10 < 160 << 20
+    assert int(done.stdout) << 10 < 80 << 20
 
 
 def test_causality() -> None:
@@ -157,7 +157,7 @@ def test_causality() -> None:
 @pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("size", [8, 33, 64])
 def test_what_is_written_to_pages_is_read_back(kv: str, size: int) -> None:
-    pages = Pages.zeros(5, 32, 3, size, scheme(kv))
+    pages = PagedKV.zeros(5, 32, 3, size, scheme(kv))
     k, v = randn(50, 3, size, seed=1), randn(50, 3, size, seed=2)
     table = torch.tensor([3, 1])
     at = torch.arange(50)
@@ -190,7 +190,7 @@ def test_a_head_that_is_not_finite_shows() -> None:
 @pytest.mark.parametrize("block", [0, 8, 24])
 def test_blocks_are_whole_runs(block: int) -> None:
     with pytest.raises(ValueError, match="a multiple of 16 slots"):
-        Pages.zeros(2, block, 1, 8, scheme("float32"))
+        PagedKV.zeros(2, block, 1, 8, scheme("float32"))
     with pytest.raises(ValueError, match=r"float32, bfloat16, int8, fp8, .*, kivi2, klt2, not 'float16'"):
         scheme("float16")
 
@@ -198,11 +198,11 @@ def test_blocks_are_whole_runs(block: int) -> None:
 def test_pages_with_a_tree_of_guesses() -> None:
     """Three rows after five slots, two of them children of the first: these do not see each other."""
     form = AttentionForm(4, 2, 8, 0.7, window=6)
-    pages = Pages.zeros(1, 16, 2, 8, scheme("float32"))
+    pages = PagedKV.zeros(1, 16, 2, 8, scheme("float32"))
     k, v, q = randn(8, 2, 8, seed=1), randn(8, 2, 8, seed=2), randn(3, 4, 8, seed=3)
     ref_attention.write_pages(k, v, pages, torch.arange(8))
     at = torch.tensor([5, 6, 6], dtype=torch.int32)
-    place = Placement(
+    place = AttentionMetadata(
         torch.tensor([0, 3]), torch.tensor([8]), torch.tensor([[0]]), at, torch.arange(5, 8),
         tree=torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).flatten(),
     )  # fmt: skip
@@ -215,10 +215,10 @@ def test_pages_with_a_tree_of_guesses() -> None:
 
 
 def test_keys_that_are_rotated_when_read_are_taken_for_no_others() -> None:
-    pages = Pages.zeros(1, 16, 2, 8, scheme("float32"))
+    pages = PagedKV.zeros(1, 16, 2, 8, scheme("float32"))
     pages.keys_rotated = False
     at = torch.zeros(1, dtype=torch.int32)
-    place = Placement(torch.tensor([0, 1]).int(), torch.ones(1).int(), torch.zeros(1, 1).int(), at, at.long())
+    place = AttentionMetadata(torch.tensor([0, 1]).int(), torch.ones(1).int(), torch.zeros(1, 1).int(), at, at.long())
     q, k, v = randn(1, 4, 8), randn(1, 2, 8), randn(1, 2, 8)
     with pytest.raises(AssertionError, match="written as they are"):
         ops.write_kv(q, k, v, pages, place)

@@ -13,7 +13,7 @@ from attar.kernels import ref_attention
 from attar.kernels.operands import AttentionForm
 from attar.kv import bit_planes, kivi
 from attar.kv.bit_planes import Basis
-from attar.kv.pages import Bases, Pages, Placement
+from attar.kv.pages import AttentionMetadata, Bases, PagedKV
 from attar.kv.schemes import DISTORTION, LEVELS, scheme
 
 HEADS, SIZE = 2, 32
@@ -171,13 +171,13 @@ def test_keys_with_channels_of_outliers_want_scales_a_channel() -> None:
     assert error(2) < 0.2 * error(3)
 
 
-def paged(pages: Pages, k: Tensor, v: Tensor, q: Tensor, cuts: list[int], form: AttentionForm) -> Tensor:
+def paged(pages: PagedKV, k: Tensor, v: Tensor, q: Tensor, cuts: list[int], form: AttentionForm) -> Tensor:
     """Rows through `write_kv` and `paged_attention` in calls that end at `cuts`, on blocks in any order."""
     table, out, start = torch.tensor([[2, 0, 3, 1]]), [], 0
     for end in cuts:
         at = torch.arange(start, end)
         slots = table[0, at // pages.block] * pages.block + at % pages.block
-        place = Placement(
+        place = AttentionMetadata(
             torch.tensor([0, end - start]), torch.tensor([end]), table, at.int(), slots, tails=torch.tensor([1])
         )
         turned = ref_attention.write_kv(q[start:end], k[start:end], v[start:end], pages, place, None)
@@ -191,10 +191,12 @@ def test_a_token_sees_its_own_block_as_it_is_and_others_rounded(kv: str) -> None
     form, block = AttentionForm(2 * HEADS, HEADS, SIZE, 0.3), 32
     low = Bases(basis([[4, 3, 3, 0]] * HEADS), basis([[3, 3, 3, 1]] * HEADS, seed=5))
     bases = low if kv == "klt2" else None
-    pages = Pages.zeros(4, block, HEADS, SIZE, scheme(kv), tails=2, bases=bases)
+    pages = PagedKV.zeros(4, block, HEADS, SIZE, scheme(kv), tails=2, bases=bases)
     q, k, v = randn(80, 2 * HEADS, SIZE, seed=1), randn(80, HEADS, SIZE, seed=2), randn(80, HEADS, SIZE, seed=3)
     ours = paged(pages, k, v, q, [20, 32, 50, 64, 65, 80], form)
-    again = paged(Pages.zeros(4, block, HEADS, SIZE, scheme(kv), tails=2, bases=bases), k, v, q, [32, 33, 64, 80], form)
+    again = paged(
+        PagedKV.zeros(4, block, HEADS, SIZE, scheme(kv), tails=2, bases=bases), k, v, q, [32, 33, 64, 80], form
+    )
     assert (ours - again).norm() <= ROUNDING * ours.norm()
     table = torch.tensor([2, 0])
     old_k, old_v = ref_attention.read_pages(pages, table, torch.float32)

@@ -10,7 +10,7 @@ from torch import Tensor
 from attar.kernels import ref_attention
 from attar.kernels.operands import AttentionForm
 from attar.kv import kivi
-from attar.kv.pages import Pages, Placement
+from attar.kv.pages import AttentionMetadata, PagedKV
 from attar.kv.schemes import SCHEMES
 
 HEADS, KV_HEADS, SIZE = 4, 2, 64
@@ -49,12 +49,12 @@ def test_its_windows_are_those_of_a_cache_that_is_kept_token_by_token(group: int
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(300, count, SIZE, generator=generator) for count in (HEADS, KV_HEADS, KV_HEADS))
     k[:, :, [3, 17]] *= 8
-    pages = Pages.zeros(10, 32, KV_HEADS, SIZE, SCHEMES["float32"])
+    pages = PagedKV.zeros(10, 32, KV_HEADS, SIZE, SCHEMES["float32"])
     form, table = AttentionForm(HEADS, KV_HEADS, SIZE, 0.2), torch.arange(10)[None]
     ours, start = [], 0
     for end in cuts:
         at = torch.arange(start, end)
-        place = Placement(torch.tensor([0, end - start]), torch.tensor([end]), table, at.int(), at)
+        place = AttentionMetadata(torch.tensor([0, end - start]), torch.tensor([end]), table, at.int(), at)
         turned = ref_attention.write_kv(q[start:end], k[start:end], v[start:end], pages, place, None)
         ours.append(Kivi(group, recent).attend(turned, pages, place, form)[0])
         start = end

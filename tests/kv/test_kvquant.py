@@ -12,7 +12,7 @@ from attar.kernels import ref_attention
 from attar.kernels.operands import AttentionForm
 from attar.kv import kvquant
 from attar.kv.kvquant import Channels
-from attar.kv.pages import Bases, Pages, Placement
+from attar.kv.pages import AttentionMetadata, Bases, PagedKV
 from attar.kv.schemes import scheme
 
 HEADS, SIZE, BLOCK = 2, 32, 32
@@ -58,12 +58,12 @@ def test_what_is_not_finite_shows_in_its_own_head() -> None:
 
 
 def paged(cuts: list[int], order: list[int], q: Tensor, k: Tensor, v: Tensor, bases: Bases) -> Tensor:
-    form, pages = AttentionForm(4, HEADS, SIZE, 0.3), Pages.zeros(3, BLOCK, HEADS, SIZE, scheme("nuq4"), bases=bases)
+    form, pages = AttentionForm(4, HEADS, SIZE, 0.3), PagedKV.zeros(3, BLOCK, HEADS, SIZE, scheme("nuq4"), bases=bases)
     table, out, start = torch.tensor([order]), [], 0
     for end in cuts:
         at = torch.arange(start, end)
         slots = table[0, at // BLOCK] * BLOCK + at % BLOCK
-        place = Placement(torch.tensor([0, end - start]), torch.tensor([end]), table, at.int(), slots)
+        place = AttentionMetadata(torch.tensor([0, end - start]), torch.tensor([end]), table, at.int(), slots)
         turned = ref_attention.write_kv(q[start:end], k[start:end], v[start:end], pages, place, None)
         out.append(ref_attention.paged_attention(turned, pages, place, form)[0])
         start = end

@@ -12,7 +12,7 @@ import torch
 from attar.kv.schemes import SCHEMES
 from attar.metrics import greedy
 from attar.metrics.measure import measure
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 
 Make = Callable[..., Decoder]
@@ -31,7 +31,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def alone(decoder: Decoder, prompt: list[int]) -> list[int]:
     ids = list(prompt)
     for _ in range(greedy.LENGTH):
-        logits = decoder.forward(torch.tensor(ids), Step((len(ids),), len(ids)))
+        logits = decoder.forward(torch.tensor(ids), ForwardBatch((len(ids),), len(ids)))
         ids.append(int(logits[-1].argmax()))
     return ids[len(prompt) :]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from attar.metrics import bootstrap, streaming
 from attar.metrics.perplexity import plan_windows
 from attar.metrics.streaming import decoder_logits, exp, stream
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 
 Make = Callable[..., Decoder]
@@ -22,7 +22,7 @@ IDS = [(7 * i * i + 3) % 97 for i in range(50)]
 
 
 def at_once(decoder: Decoder, inputs: tuple[int, ...]) -> Tensor:
-    return decoder.forward(torch.tensor(inputs), Step((len(inputs),), len(inputs))).double()
+    return decoder.forward(torch.tensor(inputs), ForwardBatch((len(inputs),), len(inputs))).double()
 
 
 @pytest.mark.parametrize("stride", [16, 5])

@@ -11,7 +11,7 @@ from torch import Tensor
 from attar import env
 from attar.kernels.operands import AttentionForm, Linear, Norm
 from attar.kv.schemes import scheme
-from attar.model.cache import KVCache, Step
+from attar.model.cache import ForwardBatch, KVCache
 from attar.model.config import ModelConfig, Rope
 from attar.model.families import read_config
 from attar.model.layers import Attention
@@ -62,12 +62,12 @@ def test_a_layer_through_the_cache_is_the_layer(
     if backend == "ref":
         monkeypatch.setattr(env, "get", lambda: env.Env(kernels="ref"))
     one, inputs = layer(rope, window, norm), [randn(length, 64, seed=length) for length in LENGTHS]
-    whole = one.forward(torch.cat(inputs), Step(LENGTHS, LENGTHS)).split(LENGTHS)
+    whole = one.forward(torch.cat(inputs), ForwardBatch(LENGTHS, LENGTHS)).split(LENGTHS)
     cache = KVCache(config, 150, 2, scheme(kv), block=16)
     outputs: list[list[Tensor]] = [[], []]
     for lengths in [(30, 0), (1, 1), (70, 38), (0, 1), (49, 0)]:
         rows = torch.cat([x[n : n + m] for x, n, m in zip(inputs, cache.filled, lengths, strict=True)])
-        parts = one.forward(rows, Step(lengths, LENGTHS, cache)).split(lengths)
+        parts = one.forward(rows, ForwardBatch(lengths, LENGTHS, cache)).split(lengths)
         cache.advance(lengths)
         for collected, part in zip(outputs, parts, strict=True):
             collected.append(part)
@@ -79,13 +79,15 @@ def test_a_layer_through_the_cache_is_the_layer(
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=6), st.sampled_from([16, 48]))
 def test_rows_go_to_slots_of_their_own(config: ModelConfig, calls: list[tuple[int, int]], block: int) -> None:
     cache = KVCache(config, 120, 2, block=block)
-    blocks = [set(row) for row in cache.tables.tolist()]
+    blocks = [set(row) for row in cache.block_tables.tolist()]
     assert not blocks[0] & blocks[1]
     seen: list[list[int]] = [[], []]
     for lengths in calls:
         place = cache.place(lengths)
         assert place.row_starts.tolist() == [0, lengths[0], sum(lengths)]
-        for s, (slots, at) in enumerate(zip(place.slots.split(lengths), place.positions.split(lengths), strict=True)):
+        for s, (slots, at) in enumerate(
+            zip(place.slot_mapping.split(lengths), place.positions.split(lengths), strict=True)
+        ):
             assert at.tolist() == list(range(cache.filled[s], cache.filled[s] + lengths[s]))
             assert {slot // block for slot in slots.tolist()} <= blocks[s]
             seen[s] += slots.tolist()
@@ -109,7 +111,7 @@ def test_what_a_cache_cannot_be(config: ModelConfig) -> None:
     with pytest.raises(ValueError, match="multiple of 16"):
         KVCache(config, 64, block=20)
     with pytest.raises(ValueError, match="holds 64 positions: 3 too few"):
-        Step((67,), 100, KVCache(config, 64))
+        ForwardBatch((67,), 100, KVCache(config, 64))
 
 
 @pytest.mark.parametrize("rope", [Rope(10000.0, 12), DYNAMIC], ids=["fixed", "grows"])

@@ -20,10 +20,10 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from attar.kernels import ops
+from attar.kernels import dispatch
+from attar.kernels.dispatch import BackendWeights
 from attar.kernels.operands import Linear
-from attar.kernels.ops import Store
-from attar.model.cache import KVCache, Step
+from attar.model.cache import ForwardBatch, KVCache
 from attar.model.config import ModelConfig, Names, Rope
 from attar.model.decoder import Decoder, build
 from attar.model.families import ARCHITECTURES, read_config
@@ -147,7 +147,10 @@ class Oracle:
     logits: tuple[Tensor, Tensor]
 
     def decoder(
-        self, config: ModelConfig | None = None, tensors: dict[str, Tensor] | None = None, store: Store | None = None
+        self,
+        config: ModelConfig | None = None,
+        tensors: dict[str, Tensor] | None = None,
+        store: BackendWeights | None = None,
     ) -> Decoder:
         config = config or self.config
         return build(config, Stored(config.names, self.tensors if tensors is None else tensors), store=store)
@@ -212,7 +215,9 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 def in_pieces(decoder: Decoder, ids: Tensor, lengths: list[int]) -> Tensor:
     """Logits of `ids`, run through a cache in pieces of the given lengths."""
     cache = decoder.cache(len(ids))
-    return torch.cat([decoder.forward(piece, Step((len(piece),), len(ids), cache)) for piece in ids.split(lengths)])
+    return torch.cat(
+        [decoder.forward(piece, ForwardBatch((len(piece),), len(ids), cache)) for piece in ids.split(lengths)]
+    )
 
 
 def test_every_architecture_has_a_case() -> None:
@@ -226,7 +231,7 @@ def test_logits_equal_transformers(case: str) -> None:
     decoder = o.decoder()
     for ids, theirs in zip(o.ids, o.logits, strict=True):
         assert theirs.std() >= 1
-        assert difference(decoder.forward(ids, Step((len(ids),), len(ids))), theirs) <= EQUAL
+        assert difference(decoder.forward(ids, ForwardBatch((len(ids),), len(ids))), theirs) <= EQUAL
     long, theirs = o.ids[0], o.logits[0]
     assert difference(in_pieces(decoder, long, [1] * LONG), theirs) <= EQUAL, "token by token"
     assert difference(in_pieces(decoder, long, [5, 1, 17, LONG - 23]), theirs) <= EQUAL, "in chunks"
@@ -235,7 +240,7 @@ def test_logits_equal_transformers(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_native_kernels_give_the_same_logits_in_the_same_bits(case: str) -> None:
     o = oracle(case)
-    store = ops.store()
+    store = dispatch.store()
     if store is None:
         pytest.skip("the native kernels are off or do not load")
     decoder = o.decoder(store=store)
@@ -251,14 +256,14 @@ def test_native_kernels_give_the_same_logits_in_the_same_bits(case: str) -> None
 def test_a_batch_equals_its_sequences_alone(case: str) -> None:
     o = oracle(case)
     decoder, theirs = o.decoder(), torch.cat(o.logits)
-    together = decoder.forward(torch.cat(o.ids), Step((LONG, SHORT), (LONG, SHORT)))
+    together = decoder.forward(torch.cat(o.ids), ForwardBatch((LONG, SHORT), (LONG, SHORT)))
     assert difference(together, theirs) <= EQUAL
 
     cache = decoder.cache(LONG, batch=2)
     rows: tuple[list[Tensor], list[Tensor]] = ([], [])
     for lengths in [(30, 10), (1, 1), (0, SHORT - 11), (LONG - 31, 0)]:
         ids = torch.cat([o.ids[s][cache.filled[s] : cache.filled[s] + n] for s, n in enumerate(lengths)])
-        out = decoder.forward(ids, Step(lengths, (LONG, SHORT), cache)).split(lengths)
+        out = decoder.forward(ids, ForwardBatch(lengths, (LONG, SHORT), cache)).split(lengths)
         rows[0].append(out[0])
         rows[1].append(out[1])
     assert cache.filled == [LONG, SHORT]
@@ -350,7 +355,7 @@ def test_switching_a_feature_off_is_noticed(case: str, feature: str, off: Callab
     o = oracle(case)
     config = off(o.config)
     assert config != o.config
-    ours = o.decoder(config).forward(o.ids[0], Step((LONG,), LONG))
+    ours = o.decoder(config).forward(o.ids[0], ForwardBatch((LONG,), LONG))
     assert difference(ours, o.logits[0]) > NOTICED
 
 
@@ -375,14 +380,14 @@ def test_a_bias_that_is_missing_is_an_error_and_one_that_is_dropped_is_noticed(
     assert len(left) < len(o.tensors)
     with pytest.raises(ValueError, match=ending.replace(".", r"\.")):
         o.decoder(tensors=left)
-    ours = o.decoder(replace(o.config, **{flag: False}), left).forward(o.ids[0], Step((LONG,), LONG))
+    ours = o.decoder(replace(o.config, **{flag: False}), left).forward(o.ids[0], ForwardBatch((LONG,), LONG))
     assert difference(ours, o.logits[0]) > NOTICED
 
 
 def test_the_two_shapes_of_gelu_are_told_apart() -> None:
     """They differ by less than 5e-4 at any input: more than the tolerance of equality, less than that of features."""
     o = oracle("gpt2")
-    ours = o.decoder(replace(o.config, activation="gelu")).forward(o.ids[0], Step((LONG,), LONG))
+    ours = o.decoder(replace(o.config, activation="gelu")).forward(o.ids[0], ForwardBatch((LONG,), LONG))
     assert difference(ours, o.logits[0]) > EQUAL
 
 
@@ -392,19 +397,19 @@ def test_tied_models_are_read_from_either_name() -> None:
     rest = {name: tensor for name, tensor in o.tensors.items() if tensor is not table}
     for stored in ({"model.embed_tokens.weight": table}, {"lm_head.weight": table}):
         decoder = o.decoder(tensors={**rest, **stored})
-        assert difference(decoder.forward(o.ids[1], Step((SHORT,), SHORT)), o.logits[1]) <= EQUAL
+        assert difference(decoder.forward(o.ids[1], ForwardBatch((SHORT,), SHORT)), o.logits[1]) <= EQUAL
         assert decoder.head.weight is decoder.embedding.table
     both = o.decoder(tensors={**rest, "model.embed_tokens.weight": table, "lm_head.weight": table.clone()})
     assert both.head.weight is both.embedding.table
     apart = o.decoder(tensors={**rest, "model.embed_tokens.weight": table, "lm_head.weight": -table})
-    assert difference(apart.forward(o.ids[1], Step((SHORT,), SHORT)), -o.logits[1]) <= EQUAL
+    assert difference(apart.forward(o.ids[1], ForwardBatch((SHORT,), SHORT)), -o.logits[1]) <= EQUAL
 
 
 @pytest.mark.parametrize("case, ours, theirs", [("gpt2", "transformer.", ""), ("opt", "model.", "")])
 def test_checkpoints_of_base_models_are_read(case: str, ours: str, theirs: str) -> None:
     o = oracle(case)
     decoder = o.decoder(tensors={theirs + name.removeprefix(ours): t for name, t in o.tensors.items()})
-    assert difference(decoder.forward(o.ids[1], Step((SHORT,), SHORT)), o.logits[1]) <= EQUAL
+    assert difference(decoder.forward(o.ids[1], ForwardBatch((SHORT,), SHORT)), o.logits[1]) <= EQUAL
 
 
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
@@ -412,7 +417,7 @@ def test_other_spellings_of_a_model_with_vision(prefix: str) -> None:
     o = oracle("gemma3-vision")
     renamed = {name.replace("language_model.model.", prefix): t for name, t in o.tensors.items()}
     decoder = o.decoder(tensors=renamed)
-    assert difference(decoder.forward(o.ids[1], Step((SHORT,), SHORT)), o.logits[1]) <= EQUAL
+    assert difference(decoder.forward(o.ids[1], ForwardBatch((SHORT,), SHORT)), o.logits[1]) <= EQUAL
 
 
 @pytest.mark.parametrize(
@@ -444,7 +449,7 @@ def test_chosen_rows_and_watched_blocks() -> None:
     decoder = o.decoder()
     seen: list[Tensor] = []
     rows = torch.tensor([LONG - 1, 3])
-    some = decoder.forward(o.ids[0], Step((LONG,), LONG), rows, lambda i, hidden: seen.append(hidden))
+    some = decoder.forward(o.ids[0], ForwardBatch((LONG,), LONG), rows, lambda i, hidden: seen.append(hidden))
     assert difference(some, o.logits[0][rows]) <= EQUAL
     assert len(seen) == o.config.layers
     assert difference(decoder.logits(seen[-1]), o.logits[0]) <= EQUAL
@@ -452,7 +457,7 @@ def test_chosen_rows_and_watched_blocks() -> None:
     hidden = decoder.embedding.forward(o.ids[0], torch.arange(LONG))
     with torch.inference_mode():
         for block, expected in zip(decoder.blocks, seen, strict=True):
-            hidden = block.run(hidden, Step((LONG,), LONG))
+            hidden = block.run(hidden, ForwardBatch((LONG,), LONG))
             assert difference(hidden, expected) <= EQUAL
 
 
@@ -460,15 +465,15 @@ def test_chosen_rows_and_watched_blocks() -> None:
 def test_the_tap_sees_every_linear_that_runs(case: str) -> None:
     o = oracle(case)
     decoder = o.decoder()
-    block, step = decoder.blocks[0], Step((LONG,), LONG)
+    block, step = decoder.blocks[0], ForwardBatch((LONG,), LONG)
     taken: dict[str, int] = {}
 
-    def tap(linear: Linear, rows: Tensor) -> None:
+    def hook(linear: Linear, rows: Tensor) -> None:
         assert rows.shape[1] == linear.shape[1]
         taken[linear.name] = taken.get(linear.name, 0) + len(rows)
 
     with torch.inference_mode():
-        block.run(decoder.embedding.forward(o.ids[0], step.positions), step, tap)
+        block.run(decoder.embedding.forward(o.ids[0], step.positions), step, hook)
     assert set(taken) == {linear.name for linear in block.linears()}
     if o.config.experts is None:
         assert set(taken.values()) == {LONG}
@@ -488,9 +493,9 @@ def test_a_cache_can_be_cut_back() -> None:
     o = oracle("mistral")
     decoder, ids = o.decoder(), o.ids[0]
     cache = decoder.cache(LONG)
-    decoder.forward(torch.cat([ids[:20], ids[:5]]), Step((25,), LONG, cache))
+    decoder.forward(torch.cat([ids[:20], ids[:5]]), ForwardBatch((25,), LONG, cache))
     cache.truncate(0, 20)
-    out = decoder.forward(ids[20:], Step((LONG - 20,), LONG, cache))
+    out = decoder.forward(ids[20:], ForwardBatch((LONG - 20,), LONG, cache))
     assert difference(out, o.logits[0][20:]) <= EQUAL
 
 
@@ -498,6 +503,6 @@ def test_what_does_not_fit_is_refused() -> None:
     o = oracle("gpt2")
     decoder = o.decoder()
     with pytest.raises(ValueError, match="2 too few"):
-        Step((8,), 8, KVCache(o.config, 6))
+        ForwardBatch((8,), 8, KVCache(o.config, 6))
     with pytest.raises(ValueError, match="48 learned positions"):
-        decoder.forward(o.ids[0], Step((LONG,), 49))
+        decoder.forward(o.ids[0], ForwardBatch((LONG,), 49))

@@ -13,7 +13,7 @@ from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
 from attar.kv.schemes import scheme
 from attar.model import kv_basis
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 
 Make = Callable[..., Decoder]
@@ -58,8 +58,8 @@ def test_channels_of_kvquant(decoder: Decoder) -> None:
             assert (one.levels.diff() > 0).all()
             assert (one.spread == 1).all() == scaled
     ids = torch.arange(40) % config.vocab_size
-    plain = decoder.forward(ids, Step((40,), 40), None)
-    ours = decoder.forward(ids, Step((40,), 40, decoder.cache(40, 1, wanted, found)), None)
+    plain = decoder.forward(ids, ForwardBatch((40,), 40), None)
+    ours = decoder.forward(ids, ForwardBatch((40,), 40, decoder.cache(40, 1, wanted, found)), None)
     assert 0 < (ours - plain).norm() <= CLOSE * plain.norm()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from attar.checkpoints.adapters import lora
 from attar.checkpoints.sources import opening
 from attar.model import parallel
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 from tests.engine.test_adapters import save
 from tests.model.random_model import HEADS, LLAMA, SIZES, together, write
@@ -49,9 +49,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def logits(decoder: Decoder) -> Tensor:
     """A prompt, then a step by the cache; and the prompt without one."""
     ids, cache = IDS % decoder.config.vocab_size, decoder.cache(32)
-    first = decoder.forward(ids[:-1], Step((20,), 32, cache))
-    then = decoder.forward(ids[-1:], Step((1,), 32, cache))
-    return torch.cat([first, then, decoder.forward(ids, Step((21,), 32), torch.tensor([3, 20]))])
+    first = decoder.forward(ids[:-1], ForwardBatch((20,), 32, cache))
+    then = decoder.forward(ids[-1:], ForwardBatch((1,), 32, cache))
+    return torch.cat([first, then, decoder.forward(ids, ForwardBatch((21,), 32), torch.tensor([3, 20]))])
 
 
 def difference(path: Path, tp: int, pp: int) -> float:
@@ -107,13 +107,13 @@ def test_adapters_are_cut_as_their_linears(family: str, scheme: str | None, tp: 
     @torch.inference_mode()
     def adapted(decoder: Decoder) -> tuple[Tensor, Tensor, Tensor]:
         ids = IDS % decoder.config.vocab_size
-        plain = decoder.forward(ids, Step((12, 9), 32))
+        plain = decoder.forward(ids, ForwardBatch((12, 9), 32))
         lora.install(decoder, 2, folder)
         cache = decoder.cache(32, 2)
-        some = [decoder.forward(ids[:19], Step((11, 8), 32, cache, (2, 0)))]
-        some.append(decoder.forward(ids[:2], Step((1, 1), 32, cache, (2, 0))))
+        some = [decoder.forward(ids[:19], ForwardBatch((11, 8), 32, cache, (2, 0)))]
+        some.append(decoder.forward(ids[:2], ForwardBatch((1, 1), 32, cache, (2, 0))))
         lora.attach(decoder, folder)
-        return plain, torch.cat(some), decoder.forward(ids, Step((12, 9), 32))
+        return plain, torch.cat(some), decoder.forward(ids, ForwardBatch((12, 9), 32))
 
     alone, (first, *_) = adapted(one), together(path, tp, pp, adapted)
     assert (alone[2] - alone[0]).abs().max() > MOVES * alone[0].abs().max()
@@ -128,8 +128,8 @@ def test_stages_work_on_pieces_of_a_step(pieces: int, tmp_path: Path, monkeypatc
     @torch.inference_mode()
     def several(decoder: Decoder) -> Tensor:
         cache = decoder.cache(32, 3)
-        decoder.forward(IDS[:5], Step((0, 5, 0), 32, cache))
-        return decoder.forward(IDS, Step((9, 4, 8), 32, cache))
+        decoder.forward(IDS[:5], ForwardBatch((0, 5, 0), 32, cache))
+        return decoder.forward(IDS, ForwardBatch((9, 4, 8), 32, cache))
 
     monkeypatch.setattr(parallel, "PIECE", len(IDS) // pieces)
     path = write(tmp_path / "model", LLAMA)
@@ -143,7 +143,7 @@ def test_every_block_of_the_first_stage_and_the_last_of_all_can_be_watched(tmp_p
     @torch.inference_mode()
     def watched(decoder: Decoder) -> dict[int, Tensor]:
         seen: dict[int, Tensor] = {}
-        decoder.forward(IDS, Step((21,), 32), None, seen.__setitem__)
+        decoder.forward(IDS, ForwardBatch((21,), 32), None, seen.__setitem__)
         return seen
 
     one, (first, second) = watched(opening.load(path, torch.float32)), together(path, 1, 2, watched)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.native import linear as native
 from attar.kernels.operands import Linear
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
-from attar.kv.pages import Bases, Pages
+from attar.kv.pages import Bases, PagedKV
 from attar.kv.schemes import scheme
 from attar.model import cache, decoder
 from attar.model.config import ModelConfig, Rope
@@ -58,7 +58,7 @@ SCHEMES = [
 ]
 
 
-needs_kernels = pytest.mark.skipif(ops.store() is None, reason="the native kernels are off or do not load")
+needs_kernels = pytest.mark.skipif(dispatch.store() is None, reason="the native kernels are off or do not load")
 
 
 def llama(layers: int, kv_heads: int, head_dim: int = 128, heads: int = 64) -> ModelConfig:
@@ -128,10 +128,10 @@ def test_a_weight_holds_what_the_kernels_read(name: str, size: tuple[int, int]) 
     weight = torch.randn(size, generator=torch.Generator().manual_seed(0))
     packed = weight.bfloat16() if scheme is None else codec("int").quantize(weight, scheme)
     linear = Linear("a", packed, activation_scale=torch.ones(1))
-    store = ops.store()
+    store = dispatch.store()
     assert store is not None
     store.take(linear)
-    assert isinstance(linear.weight, native.KernelWeight)
+    assert isinstance(linear.weight, native.PackedWeight)
     dtype = "bfloat16"
     assert costs.read_bytes(*size, scheme, dtype) == linear.weight.read_bytes
     assert costs.memory_bytes(*size, scheme, dtype) == linear.weight.read_bytes
@@ -160,7 +160,7 @@ def test_a_block_holds_what_pages_hold(kv: str, head_dim: int, kv_heads: int, bl
         with pytest.raises(ValueError, match="a multiple of 16 columns"):
             costs.page_bytes(config, kv, block)
         return
-    pages = Pages.zeros(5, block, kv_heads, head_dim, scheme(kv))
+    pages = PagedKV.zeros(5, block, kv_heads, head_dim, scheme(kv))
     assert costs.page_bytes(config, kv, block) * 5 == pages.nbytes
     assert costs.block_bytes(config, kv, block) * 5 == 3 * pages.nbytes
     assert costs.kv_bytes(config, kv) * block == costs.block_bytes(config, kv, block)
@@ -169,7 +169,7 @@ def test_a_block_holds_what_pages_hold(kv: str, head_dim: int, kv_heads: int, bl
 def test_what_schemes_want_beside_blocks_is_what_pages_hold() -> None:
     config = llama(3, 2, 64, heads=2)
     assert costs.beside_bytes(config, "int4", 5) == costs.beside_bytes(config, "int8", 5) == 0
-    pages = Pages.zeros(1, 64, 2, 64, scheme("kivi2"), tails=15)
+    pages = PagedKV.zeros(1, 64, 2, 64, scheme("kivi2"), tails=15)
     assert pages.recent is not None
     assert costs.beside_bytes(config, "kivi2", 5) == 3 * (pages.recent.keys.nbytes + pages.recent.values.nbytes)
     rows, matrices = torch.zeros(2, 64), (torch.zeros(2, 64, 64) for _ in range(4))
@@ -185,7 +185,7 @@ def test_what_schemes_want_beside_blocks_is_what_pages_hold() -> None:
     of = Channels(torch.zeros(2, 64), torch.ones(2, 64), torch.zeros(16), True)
     bases = costs.beside_bytes(config, "nuq4", 5) - costs.calibration_bytes(config, "nuq4")
     assert bases == 3 * 2 * sum(each.nbytes for each in (of.mean, of.spread, of.levels))
-    assert costs.page_bytes(config, "nuq4") == Pages.zeros(1, 64, 2, 64, scheme("nuq4"), bases=Bases(of, of)).nbytes
+    assert costs.page_bytes(config, "nuq4") == PagedKV.zeros(1, 64, 2, 64, scheme("nuq4"), bases=Bases(of, of)).nbytes
 
 
 def test_the_block_is_the_cache_s_own() -> None:

@@ -10,7 +10,7 @@ import torch
 from attar.checkpoints.sources import shards
 from attar.checkpoints.sources.stored import stored
 from attar.formats.scheme import Scheme
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.operands import Prepared
 from attar.model.parallel import Groups
 from attar.model.shapes import shape
@@ -25,7 +25,7 @@ STORAGE = Storage(Scheme.parse("w4g128").with_scale_dtype("bfloat16"))
 
 @pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2), (2, 2)])
 def test_weights_are_those_that_are_loaded(tp: int, pp: int, demo: Path) -> None:
-    share, store = Share(0, tp, pp), ops.store()
+    share, store = Share(0, tp, pp), dispatch.store()
     assert store is not None
     made = shards.load(demo, share, Groups(), torch.float32, None, store)
     linears = [linear.weight for block in made.blocks for linear in block.linears()]

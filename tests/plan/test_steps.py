@@ -13,19 +13,19 @@ import pytest
 import torch
 
 from attar.formats.scheme import Scheme
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.native import extension, workspace
-from attar.model.cache import KVCache, Step
+from attar.model.cache import ForwardBatch, KVCache
 from attar.model.decoder import Decoder
 from attar.plan import steps
 from attar.plan.costs import Storage
 from attar.plan.steps import StepLimits
-from attar.protocol.scheduler_config import PRESETS, Limits
+from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
 
 ROWS, SEQUENCES = 60, 3
 SLACK = 1.35  # of the bound over what is counted: it holds for every family and every scheme
 
-pytestmark = pytest.mark.skipif(ops.store() is None, reason="the native kernels are off or do not load")
+pytestmark = pytest.mark.skipif(dispatch.store() is None, reason="the native kernels are off or do not load")
 
 
 class Counting(workspace.Workspace):
@@ -67,9 +67,9 @@ def storage_of(decoder: Decoder, scheme: str | None) -> Storage:
 def test_no_step_holds_more_than_the_bound(
     tiny_decoder: Callable[..., Decoder], counting: Counting, scheme: str | None
 ) -> None:
-    decoder = tiny_decoder(scheme=scheme, store=ops.store())
+    decoder = tiny_decoder(scheme=scheme, store=dispatch.store())
     counting.alive = counting.most = 0
-    step = Step((ROWS // SEQUENCES,) * SEQUENCES, ROWS, KVCache(decoder.config, ROWS, SEQUENCES))
+    step = ForwardBatch((ROWS // SEQUENCES,) * SEQUENCES, ROWS, KVCache(decoder.config, ROWS, SEQUENCES))
     ends = torch.arange(ROWS // SEQUENCES - 1, ROWS, ROWS // SEQUENCES)
     decoder.forward(torch.zeros(ROWS, dtype=torch.int64), step, ends)
     bound = steps.largest_step(decoder.config, storage_of(decoder, scheme), StepLimits(ROWS, SEQUENCES), ROWS)
@@ -80,10 +80,10 @@ def test_no_step_holds_more_than_the_bound(
 def test_a_vocabulary_wider_than_the_layers_is_the_largest(
     tiny_decoder: Callable[..., Decoder], counting: Counting
 ) -> None:
-    decoder = tiny_decoder(vocab=5000, layers=1, store=ops.store())
+    decoder = tiny_decoder(vocab=5000, layers=1, store=dispatch.store())
     counting.alive = counting.most = 0
     logits = decoder.forward(
-        torch.zeros(8, dtype=torch.int64), Step((1,) * 8, 8, KVCache(decoder.config, 8, 8)), torch.arange(8)
+        torch.zeros(8, dtype=torch.int64), ForwardBatch((1,) * 8, 8, KVCache(decoder.config, 8, 8)), torch.arange(8)
     )
     bound = steps.largest_step(decoder.config, Storage(dtype="float32"), StepLimits(8, 8), 8)
     assert counting.most <= bound.results <= SLACK * counting.most
@@ -91,8 +91,8 @@ def test_a_vocabulary_wider_than_the_layers_is_the_largest(
 
 
 def test_a_recorded_step_keeps_every_result(tiny_decoder: Callable[..., Decoder], counting: Counting) -> None:
-    decoder = tiny_decoder(store=ops.store())
-    step = Step((1,) * 5, 8, KVCache(decoder.config, 8, 5))
+    decoder = tiny_decoder(store=dispatch.store())
+    step = ForwardBatch((1,) * 5, 8, KVCache(decoder.config, 8, 5))
     for rope in dict.fromkeys(decoder.config.ropes):
         assert rope is not None
         step.rotation(rope)
@@ -181,7 +181,7 @@ def test_impossible_limits(sentence: str) -> None:
 
 
 def test_steps_are_planned_for_as_many_as_run_together() -> None:
-    assert StepLimits.of(Limits(), 3) == StepLimits(rows=512, sequences=32, threads=3)
-    assert StepLimits.of(Limits(policy="none"), 1).sequences == 1
+    assert StepLimits.of(SchedulerConfig(), 3) == StepLimits(rows=512, sequences=32, threads=3)
+    assert StepLimits.of(SchedulerConfig(policy="none"), 1).sequences == 1
     throughput = StepLimits.of(PRESETS["throughput"], 2)
     assert (throughput.rows, throughput.sequences, throughput.headroom) == (2048, 128, 0.01)

@@ -11,12 +11,12 @@ from attar.engine.engine import Engine
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import PRESETS, Limits, Policy
+from attar.protocol.scheduler_config import PRESETS, Policy, SchedulerConfig
 from attar.protocol.settings import Settings
 
 
 def test_what_a_preset_comes_to_is_told_with_what_it_changes() -> None:
-    told = Limits().told(None)
+    told = SchedulerConfig().told(None)
     assert told.startswith("scheduler: policy continuous, max-running 32, max-step-tokens 512, ")
     assert "default" not in told
     changed = replace(PRESETS["latency"], max_waiting=9).told("latency")
@@ -31,13 +31,13 @@ def test_what_a_preset_comes_to_is_told_with_what_it_changes() -> None:
 @pytest.mark.parametrize("delay", [float("inf"), float("nan"), -1.0])
 def test_a_delay_that_is_no_time_is_refused(delay: float) -> None:
     with pytest.raises(ValueError, match=r"number of seconds|not negative"):
-        Limits(policy="dynamic", max_delay=delay)
+        SchedulerConfig(policy="dynamic", max_delay=delay)
 
 
 def test_the_delay_is_told_of_the_policy_that_heeds_it() -> None:
-    assert "max-delay" not in Limits(policy="static").told(None)
-    assert "max-delay 0.1, " in Limits(policy="dynamic").told(None)
-    assert "max-delay 2.0 (default 0.1), " in Limits(policy="dynamic", max_delay=2.0).told(None)
+    assert "max-delay" not in SchedulerConfig(policy="static").told(None)
+    assert "max-delay 0.1, " in SchedulerConfig(policy="dynamic").told(None)
+    assert "max-delay 2.0 (default 0.1), " in SchedulerConfig(policy="dynamic", max_delay=2.0).told(None)
 
 
 @pytest.mark.parametrize("policy, delay, after", [("static", None, 0.0), ("dynamic", None, 0.1), ("dynamic", 0.5, 0.5)])

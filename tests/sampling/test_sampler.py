@@ -21,7 +21,7 @@ from attar.sampling import sampler as module
 from attar.sampling.sampler import (
     SORTED,
     BadLogits,
-    Draw,
+    SampledToken,
     Sampler,
     distinct,
     logprobs_of,
@@ -40,9 +40,9 @@ TOKEN = st.integers(0, 19)
 INF = float("inf")
 
 
-def draw(logits: torch.Tensor, samplers: list[Sampler]) -> list[Draw]:
+def draw(logits: torch.Tensor, samplers: list[Sampler]) -> list[SampledToken]:
     drawn = sample(logits, samplers)
-    assert all(isinstance(one, Draw) for one in drawn)
+    assert all(isinstance(one, SampledToken) for one in drawn)
     return drawn  # type: ignore[return-value]
 
 
@@ -296,7 +296,7 @@ def test_a_row_is_bitwise_what_it_is_alone() -> None:
 
     torch.set_num_threads(1)
     alone = [sample(logits[i : i + 1], [state])[0] for i, state in enumerate(states())]
-    assert all(isinstance(one, Draw) for one in alone)
+    assert all(isinstance(one, SampledToken) for one in alone)
     torch.set_num_threads(2)
     assert sample(logits, states()) == alone
     order = torch.randperm(len(MIXED), generator=generator).tolist()
@@ -335,7 +335,7 @@ class OneRow:
         x = torch.where(self.seen, torch.where(x > 0, x / r, x * r), x)
         return x - params.presence_penalty * (self.counts > 0) - params.frequency_penalty * self.counts
 
-    def draw(self, row: torch.Tensor) -> Draw | None:
+    def draw(self, row: torch.Tensor) -> SampledToken | None:
         params, x = self.params, self.penalized(row)
         if not math.isfinite(x.max()):
             return None
@@ -343,7 +343,7 @@ class OneRow:
         if params.temperature:
             weights = self.filtered((x - x.max()) / params.temperature).exp().cumsum(-1)
             token = int((weights > uniform(params.seed or 0, len(self.output)) * weights[-1]).nonzero()[0])
-        return Draw(token, None if params.logprobs is None else self.logprobs(row, token, params.logprobs))
+        return SampledToken(token, None if params.logprobs is None else self.logprobs(row, token, params.logprobs))
 
     def filtered(self, scaled: torch.Tensor) -> torch.Tensor:
         k, p = self.params.top_k or len(scaled), self.params.top_p
@@ -467,7 +467,7 @@ def test_a_mask_that_allows_nothing_fails_its_row_alone() -> None:
     greedy = SamplingParams(temperature=0, seed=0)
     found = sample(torch.randn(2, 3), [Sampler(greedy, [], 3, mask=mask), Sampler(greedy, [], 3)])
     assert isinstance(found[0], BadLogits)
-    assert isinstance(found[1], Draw)
+    assert isinstance(found[1], SampledToken)
 
 
 @pytest.mark.parametrize("bad", [[float("nan"), 1.0, 2.0], [-INF, -INF, -INF], [INF, 1.0, 2.0]], ids=repr)

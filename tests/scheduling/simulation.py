@@ -54,7 +54,7 @@ import attar.scheduling.prefix_cache
 import attar.scheduling.scheduler
 from attar import faults
 from attar.protocol.messages import REUSE_ENDS
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import StepPlan
 
@@ -69,8 +69,8 @@ def digest(before: int, token: int) -> int:
     return hash((before, token))
 
 
-def begin(salt: bytes) -> int:
-    return hash(tuple(salt))
+def begin(cache_salt: bytes) -> int:
+    return hash(tuple(cache_salt))
 
 
 def choose(state: int, seed: int) -> int:
@@ -94,7 +94,7 @@ class Asked:
     endings: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        state = begin(self.sequence.salt)
+        state = begin(self.sequence.cache_salt)
         for token in self.tokens:
             state = digest(state, token)
             self.digests.append(state)
@@ -132,7 +132,7 @@ class Simulation:
         self.module = scheduler
         size = rng.choice([1, 2, 3, 4, 4, 8])
         running = rng.choice([1, 3, 6, 8, 8])
-        self.limits = Limits(
+        self.limits = SchedulerConfig(
             policy=rng.choice(["none", "static", "dynamic", *["continuous"] * 7]),
             max_running=running,
             max_step_tokens=running + rng.choice([0, 1, 3, 10, 30]),
@@ -179,13 +179,13 @@ class Simulation:
             prompt = other[: rng.randint(1, min(len(other), most // 2))]
         prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(rng.randint(0 if prompt else 1, 8))]
         deadline = self.now + rng.uniform(0, 8) if rng.random() < 0.15 else None
-        salt, priority = rng.choice([b"", b"", b"", b"a", b"b"]), rng.choice([0, 0, 0, 1, -1])
+        cache_salt, priority = rng.choice([b"", b"", b"", b"a", b"b"]), rng.choice([0, 0, 0, 1, -1])
         bypass, longest = rng.random() < 0.1, rng.choice([0, 1, 6, 15, 25, 40])
         choices = []
         for i in range(rng.choice([1, 1, 1, 2, 3])):
             sequence = Sequence(
                 id=f"{self.requests}.{i}", prompt_ids=prompt, max_tokens=longest, priority=priority,
-                deadline=deadline, salt=salt, bypass=bypass and i == 0,
+                deadline=deadline, cache_salt=cache_salt, bypass=bypass and i == 0,
             )  # fmt: skip
             choices.append(Asked(sequence, rng.getrandbits(32), list(prompt)))
         self.requests += 1
@@ -404,8 +404,8 @@ class Simulation:
         assert pool.free + pool.active + pool.cached == pool.total
 
     def tags(self) -> None:
-        for salt, before, node in self.cache.nodes():
-            state = begin(salt)
+        for cache_salt, before, node in self.cache.nodes():
+            state = begin(cache_salt)
             for token in before:
                 state = digest(state, token)
             for at, token in enumerate(node.tokens):

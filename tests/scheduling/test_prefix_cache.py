@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import attar.scheduling.prefix_cache
 from attar.scheduling.block_pool import BlockPool
-from attar.scheduling.prefix_cache import Match, RadixCache
+from attar.scheduling.prefix_cache import Match, PrefixCache
 
 
 class Same(bytes):
@@ -46,41 +46,41 @@ class Tree(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(12, 3)
-        self.cache = RadixCache(self.pool)
+        self.cache = PrefixCache(self.pool)
         self.known: list[tuple[bytes, list[int]]] = []
         self.ever: list[tuple[bytes, list[int]]] = []
         self.written: dict[int, tuple[bytes, list[int]]] = {}
         self.tables: list[list[int]] = []
 
-    def longest(self, salt: bytes, tokens: list[int]) -> int:
-        return max((common(tokens, other) for own, other in self.known if own == salt), default=0)
+    def longest(self, cache_salt: bytes, tokens: list[int]) -> int:
+        return max((common(tokens, other) for own, other in self.known if own == cache_salt), default=0)
 
-    def usable(self, salt: bytes, tokens: list[int], match: Match) -> None:
+    def usable(self, cache_salt: bytes, tokens: list[int], match: Match) -> None:
         """Each block that was matched was written with these very tokens, up to where it is used."""
         size = self.pool.size
         used = [*match.blocks, *([] if match.source is None else [match.source])]
         for i, block in enumerate(used):
             end = min((i + 1) * size, match.length)
             own, text = self.written[block]
-            assert own == salt
+            assert own == cache_salt
             assert text[:end] == tokens[:end]
 
-    @rule(salt=SALTS, tokens=TOKENS)
-    def match(self, salt: bytes, tokens: list[int]) -> None:
-        match = self.cache.match(salt, ids(tokens))
-        assert match.length == self.longest(salt, tokens)
+    @rule(cache_salt=SALTS, tokens=TOKENS)
+    def match(self, cache_salt: bytes, tokens: list[int]) -> None:
+        match = self.cache.match(cache_salt, ids(tokens))
+        assert match.length == self.longest(cache_salt, tokens)
         assert len(match.blocks) == match.length // self.pool.size
         assert (match.source is not None) == (match.length % self.pool.size > 0)
         assert match.differs_at == (match.length if match.length < len(tokens) else None)
         assert match.ended in (["complete"] if match.length == len(tokens) else ["differs", "evicted"])
         if match.ended == "evicted":
-            assert any(own == salt and common(tokens, text) > match.length for own, text in self.ever)
-        self.usable(salt, tokens, match)
+            assert any(own == cache_salt and common(tokens, text) > match.length for own, text in self.ever)
+        self.usable(cache_salt, tokens, match)
 
-    @rule(salt=SALTS, tokens=TOKENS, keep=st.booleans())
-    def run(self, salt: bytes, tokens: list[int], keep: bool) -> None:
+    @rule(cache_salt=SALTS, tokens=TOKENS, keep=st.booleans())
+    def run(self, cache_salt: bytes, tokens: list[int], keep: bool) -> None:
         """A sequence takes what it finds, computes the rest, is inserted, and ends at once or stays."""
-        match = self.cache.match(salt, ids(tokens))
+        match = self.cache.match(cache_salt, ids(tokens))
         self.pool.hold(match.blocks)
         needed = self.pool.needed(len(tokens)) - len(match.blocks)
         if needed > self.pool.available:
@@ -88,13 +88,13 @@ class Tree(RuleBasedStateMachine):
             return
         self.make_room(needed)
         table = match.blocks + self.pool.allocate(needed)
-        self.written.update((block, (salt, tokens)) for block in table[len(match.blocks) :])
-        self.cache.insert(salt, ids(tokens), table)
+        self.written.update((block, (cache_salt, tokens)) for block in table[len(match.blocks) :])
+        self.cache.insert(cache_salt, ids(tokens), table)
         assert len(table) == len(set(table)) == self.pool.needed(len(tokens))
-        self.usable(salt, tokens, Match(len(tokens), table, None, "", None))
-        self.known.append((salt, tokens))
-        self.ever.append((salt, tokens))
-        assert self.cache.match(salt, ids(tokens)).length == len(tokens)
+        self.usable(cache_salt, tokens, Match(len(tokens), table, None, "", None))
+        self.known.append((cache_salt, tokens))
+        self.ever.append((cache_salt, tokens))
+        assert self.cache.match(cache_salt, ids(tokens)).length == len(tokens)
         if keep:
             self.tables.append(table)
         else:
@@ -117,8 +117,8 @@ class Tree(RuleBasedStateMachine):
         assert self.pool.free == before + n
         assert all(self.pool.kept(block) for block in in_use), "a block in use was evicted"
         if n:
-            left = [(salt, [*path, *node.tokens]) for salt, path, node in self.cache.nodes()]
-            assert all(self.longest(salt, text) == len(text) for salt, text in left)
+            left = [(cache_salt, [*path, *node.tokens]) for cache_salt, path, node in self.cache.nodes()]
+            assert all(self.longest(cache_salt, text) == len(text) for cache_salt, text in left)
             self.known = left
 
     @rule()
@@ -137,7 +137,7 @@ TestTree.settings = settings(max_examples=150, stateful_step_count=40, deadline=
 
 
 def test_two_keys_whose_hashes_collide_share_nothing() -> None:
-    cache = RadixCache(BlockPool(8, 4))
+    cache = PrefixCache(BlockPool(8, 4))
     first, second = Same(b"a key"), Same(b"another")
     assert hash(first) == hash(second)
     put(cache, range(8), first)
@@ -159,7 +159,7 @@ class Tokens(array):  # type: ignore[type-arg]
 
 
 def test_prompts_whose_hashes_collide_are_told_apart() -> None:
-    cache = RadixCache(BlockPool(8, 4))
+    cache = PrefixCache(BlockPool(8, 4))
     prompts = [Tokens("i", [1, 2, 3, 4, 5, 6, 7, last]) for last in range(3)]
     held = []
     for prompt in prompts:
@@ -176,11 +176,11 @@ def test_prompts_whose_hashes_collide_are_told_apart() -> None:
     cache.check()
 
 
-def put(cache: RadixCache, tokens: Iterable[int], salt: bytes = b"") -> list[int]:
+def put(cache: PrefixCache, tokens: Iterable[int], cache_salt: bytes = b"") -> list[int]:
     """Insert tokens as a sequence that ends at once; its blocks."""
     tokens = ids(tokens)
     blocks = cache.pool.allocate(cache.pool.needed(len(tokens)))
-    cache.insert(salt, tokens, blocks)
+    cache.insert(cache_salt, tokens, blocks)
     cache.pool.drop(blocks)
     return blocks
 
@@ -224,7 +224,7 @@ class ByAge:
 def test_eviction_takes_what_a_list_of_all_blocks_by_age_would() -> None:
     """A trace of prompts over a small pool: every hit has the length, and the tree the contents, of brute force."""
     size, numbers = 4, random.Random(0)
-    cache, model = RadixCache(BlockPool(24, size)), ByAge(size)
+    cache, model = PrefixCache(BlockPool(24, size)), ByAge(size)
     hits = 0
     for _ in range(1000):
         tokens = tuple(int(numbers.paretovariate(2.5)) for _ in range(numbers.randint(1, 40)))
@@ -248,7 +248,7 @@ def test_eviction_takes_what_a_list_of_all_blocks_by_age_would() -> None:
 
 
 def test_a_followed_partial_block_is_copied_from_the_one_that_agrees_longest() -> None:
-    cache = RadixCache(BlockPool(8, 4))
+    cache = PrefixCache(BlockPool(8, 4))
     put(cache, [1, 2, 3, 4, 5, 6])
     (_, near) = put(cache, [1, 2, 3, 4, 5, 7, 7, 7])[:2]
     match = cache.match(b"", ids([1, 2, 3, 4, 5, 7, 7, 9, 9]))
@@ -256,24 +256,24 @@ def test_a_followed_partial_block_is_copied_from_the_one_that_agrees_longest() -
 
 
 def test_salts_do_not_meet() -> None:
-    cache = RadixCache(BlockPool(8, 4))
+    cache = PrefixCache(BlockPool(8, 4))
     put(cache, range(8), b"a")
     assert cache.match(b"b", ids(range(8))).length == 0
     assert cache.match(b"a", ids(range(8))).length == 8
 
 
 def test_matches_of_grouped_caches_are_rounded_down() -> None:
-    cache = RadixCache(BlockPool(8, 4), round_to=2)
+    cache = PrefixCache(BlockPool(8, 4), round_to=2)
     put(cache, range(7))
     assert cache.match(b"", ids(range(7)))[::3] == (6, "rounded")
     match = cache.match(b"", ids([0, 1, 2, 3, 4, 9]))
     assert (match.length, match.source, match.ended, match.differs_at) == (4, None, "rounded", 5)
     with pytest.raises(ValueError, match="groups of 3"):
-        RadixCache(BlockPool(8, 4), round_to=3)
+        PrefixCache(BlockPool(8, 4), round_to=3)
 
 
 def test_why_a_match_ended() -> None:
-    cache = RadixCache(BlockPool(8, 4))
+    cache = PrefixCache(BlockPool(8, 4))
     put(cache, range(16))
     assert cache.match(b"", ids(range(16))).ended == "complete"
     assert cache.match(b"", ids([0, 1, 9]))[3:] == ("differs", 2)
@@ -287,7 +287,7 @@ def test_why_a_match_ended() -> None:
 
 def test_part_of_a_block_is_told_to_be_evicted_where_it_was() -> None:
     """Its first tokens were to be had, and prompts end inside a block, or leave it there."""
-    cache = RadixCache(BlockPool(8, 4))
+    cache = PrefixCache(BlockPool(8, 4))
     put(cache, range(3))
     assert cache.match(b"", ids(range(2))).ended == "complete"
     cache.flush()
@@ -301,7 +301,7 @@ def test_part_of_a_block_is_told_to_be_evicted_where_it_was() -> None:
 
 
 def test_the_end_of_a_prompt_is_told_to_be_evicted_where_it_was() -> None:
-    cache = RadixCache(BlockPool(8, 4))
+    cache = PrefixCache(BlockPool(8, 4))
     put(cache, range(7))
     cache.evict(1)
     assert cache.match(b"", ids(range(6)))[3:] == ("evicted", 4)
@@ -311,13 +311,13 @@ def test_the_end_of_a_prompt_is_told_to_be_evicted_where_it_was() -> None:
 
 def test_what_is_remembered_of_an_end_is_not_told_of_another() -> None:
     """Where an edge is split its upper part is another node, and where it is shortened, too."""
-    cache = RadixCache(BlockPool(8, 4))
+    cache = PrefixCache(BlockPool(8, 4))
     put(cache, range(12))
     cache.evict(1)
     put(cache, [*range(4), 50, 51, 52, 53])
     assert cache.match(b"", ids(range(12)))[3:] == ("evicted", 8)
     assert cache.match(b"", ids([*range(4), *range(8, 12)]))[3:] == ("differs", 4)
-    cache = RadixCache(BlockPool(8, 4))
+    cache = PrefixCache(BlockPool(8, 4))
     put(cache, range(12))
     cache.evict(1)
     cache.evict(1)
@@ -327,7 +327,7 @@ def test_what_is_remembered_of_an_end_is_not_told_of_another() -> None:
 
 def test_what_was_evicted_is_remembered_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attar.scheduling.prefix_cache, "REMEMBERED", 2)
-    cache = RadixCache(BlockPool(8, 4))
+    cache = PrefixCache(BlockPool(8, 4))
     for first in (0, 10, 20):
         put(cache, range(first, first + 4))
     cache.flush()
@@ -348,7 +348,7 @@ def test_what_was_evicted_is_remembered_only_so_long(monkeypatch: pytest.MonkeyP
 
 
 def test_counters_tell_what_was_really_reused() -> None:
-    cache = RadixCache(BlockPool(8, 4))
+    cache = PrefixCache(BlockPool(8, 4))
     put(cache, range(8))
     cache.match(b"", ids(range(8)))  # looked up, and nothing came of it
     cache.count(10, cache.match(b"", ids([0, 1, 2, 3, 4, 9])))
@@ -357,7 +357,7 @@ def test_counters_tell_what_was_really_reused() -> None:
 
 def test_long_prompts_are_compared_and_not_walked() -> None:
     """A hundred thousand tokens, twice, that differ near the end: thousands of comparisons would show as a hang."""
-    cache = RadixCache(BlockPool(4096, 64))
+    cache = PrefixCache(BlockPool(4096, 64))
     long = list(range(100_000))
     put(cache, long)
     long[99_990] = 7

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from attar.protocol.scheduler_config import PRESETS, Limits
+from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
 from attar.scheduling.block_pool import BlockPool
-from attar.scheduling.prefix_cache import RadixCache
+from attar.scheduling.prefix_cache import PrefixCache
 from attar.scheduling.scheduler import MANY_ENDED, Refused, Scheduler
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Copy, Outcome, StepPlan
@@ -21,8 +21,8 @@ class Engine:
 
     def __init__(self, blocks: int = 64, **limits: object) -> None:
         self.pool = BlockPool(blocks, SIZE)
-        self.cache = RadixCache(self.pool)
-        self.scheduler = Scheduler(self.pool, self.cache, Limits(**{"headroom": 0.0, **limits}))  # type: ignore[arg-type]
+        self.cache = PrefixCache(self.pool)
+        self.scheduler = Scheduler(self.pool, self.cache, SchedulerConfig(**{"headroom": 0.0, **limits}))  # type: ignore[arg-type]
         self.now = 0.0
 
     def add(self, id: str, prompt: Iterable[int], max_tokens: int = 4, n: int = 1, **more: object) -> list[Sequence]:
@@ -281,7 +281,7 @@ def test_less_than_a_block_is_not_waited_for() -> None:
     engine = Engine()
     engine.add("a", range(9))
     engine.add("b", [0, 1, 2, 60, 61])
-    engine.add("c", range(9), salt=b"other")
+    engine.add("c", range(9), cache_salt=b"other")
     assert engine.step() == [("a", 9), ("b", 5), ("c", 9)]
 
 
@@ -539,7 +539,7 @@ def test_time_is_accounted_for() -> None:
 )  # fmt: skip
 def test_limits_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError):
-        Limits(**wrong)  # type: ignore[arg-type]
+        SchedulerConfig(**wrong)  # type: ignore[arg-type]
 
 
 def test_presets_trade_gaps_for_throughput() -> None:
@@ -560,9 +560,9 @@ def test_a_step_ahead_goes_on_behind_tokens_that_are_to_come() -> None:
     second = engine.ahead()
     assert [(chunk.sequence.id, *chunk[1:]) for chunk in first.chunks] == [("a", 0, 6, True), ("b", 0, 2, False)]
     assert [(chunk.sequence.id, *chunk[1:]) for chunk in second.chunks] == [("a", 6, 1, True), ("b", 2, 7, False)]
-    assert (a.computed, a.planned, len(a.tokens), a.coming) == (0, 7, 6, 2)
+    assert (a.computed, a.planned, len(a.tokens), a.inflight_tokens) == (0, 7, 6, 2)
     engine.commit(first)
-    assert (a.computed, a.planned, len(a.tokens), a.coming) == (6, 7, 7, 1)
+    assert (a.computed, a.planned, len(a.tokens), a.inflight_tokens) == (6, 7, 7, 1)
     third = engine.ahead()
     assert [(chunk.sequence.id, *chunk[1:]) for chunk in third.chunks] == [("a", 7, 1, True), ("b", 9, 5, True)]
     engine.commit(second)

@@ -21,7 +21,6 @@ from pathlib import Path
 import msgspec
 
 from attar.protocol.messages import (
-    Ask,
     Beat,
     Cancel,
     Command,
@@ -33,11 +32,12 @@ from attar.protocol.messages import (
     Failed,
     Finished,
     PromptLogprobs,
+    QueryStatus,
     Ready,
     Report,
+    RequestStatus,
     Stats,
     Submit,
-    Told,
     encode,
 )
 from attar.protocol.request import TokenLogprob
@@ -181,10 +181,10 @@ class FakeEngine:
                 self.choices = [each for each in self.choices if each.request is not asked]
                 self._out.append(Failed(command.id, "cancelled", "as told", self._report(asked)))
                 self.cancelled += 1
-        elif isinstance(command, Ask):
+        elif isinstance(command, QueryStatus):
             running = {each.request.id: each.request for each in self.choices if each.request is not None}
             known = [running[id] for id in command.ids if id in running and self.tells]
-            self._out += [Told(request.id, self._report(request)) for request in known]
+            self._out += [RequestStatus(request.id, self._report(request)) for request in known]
         elif isinstance(command, Drain):
             self._drained = True
 
@@ -249,8 +249,8 @@ class FakeEngine:
             choice.request = None
 
     def _report(self, request: Submit) -> Report:
-        known = (request.salt, request.prompt) in self.seen
-        self.seen.add((request.salt, request.prompt))
+        known = (request.cache_salt, request.prompt) in self.seen
+        self.seen.add((request.cache_salt, request.prompt))
         length = len(request.prompt)
         reused = length - 1 if known else 0
         return Report(

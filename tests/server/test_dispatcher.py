@@ -14,7 +14,7 @@ from attar.protocol.request import SamplingParams
 from attar.server.admission.rate_limits import Caller
 from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client.client import EngineClient
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
 from attar.server.request_context import LATE_ANSWER, PROMPT_ANSWER, RequestContext
@@ -49,7 +49,7 @@ def test_a_deadline_counts_from_when_the_request_came() -> None:
             assert left is not None
             assert 100 < left <= 200
             made.close()
-            with pytest.raises(Refusal, match="deadline"):
+            with pytest.raises(APIError, match="deadline"):
                 submit(Caller("late", time.monotonic() - 600.0, b""))
             assert "late" not in engine.open
 
@@ -68,7 +68,7 @@ def test_what_is_sent_to_the_engine_is_what_was_asked(start: Callable[..., Runni
     submits = [command for command in sent if isinstance(command, Submit)]
     assert [command.priority for command in submits] == [7, 0] * 2  # -100 would go before the other key's
     assert [command.params.seed for command in submits] == [2**64 - 1, 2**63] * 2
-    salts = [command.salt for command in sent]
+    salts = [command.cache_salt for command in sent]
     assert salts == [salts[0]] * 4 + [salts[4]] * 4
     assert salts[0] != salts[4]
     assert b"" not in salts

@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -84,12 +84,6 @@ def faulty(start: Callable[..., Running]) -> Running:
     return start()
 
 
-@pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
-    yield
-    faults.disarm()
-
-
 def begun(server: Running) -> socket.socket:
     """A canary's stream, with its first event read."""
     sock = connect(server)
@@ -143,7 +137,7 @@ def test_one_request_fails_and_its_neighbours_read_on(
             patch.setattr(secrets, "token_hex", lambda size: next(names))
             faults.arm(fault)
             reply = faulty.post(case.path, body)
-            faults.disarm()
+            faults.arm()
         return reply
 
     dry = Fault(point, after=LATE, key=key)

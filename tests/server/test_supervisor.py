@@ -190,7 +190,7 @@ def test_a_killed_server_leaves_nothing_behind(tmp_path: Path, monkeypatch: pyte
         (("--context", "100000"), "past the 512 positions"),
         (("--host", "0.0.0.0"), "API key"),
         (("no-such-model/",), "no-such-model"),
-        (("--max-step-tokens", "1", "--max-running", "2"), "a step of 1 tokens"),
+        (("--scheduler", "max-step-tokens=1", "--max-running", "2"), "a step of 1 tokens"),
     ],
 )
 def test_what_cannot_be_served_is_said_in_a_sentence(options: tuple[str, ...], sentence: str) -> None:

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
+from attar.protocol.framing import frame
 from attar.text import template as module
 from attar.text.template import MAX_TEMPLATE, TemplateError, render_chat
 from tests.text.hostile_templates import BIG, SLOW, WALKS
@@ -215,7 +216,7 @@ def test_processor_time_is_limited_without_the_parents_deadline() -> None:
     child = module._start()
     body = json.dumps({"template": SLOW[0], "variables": {}, "date": "2024-07-26"}).encode()
     assert child.stdin is not None
-    child.stdin.write(len(body).to_bytes(4, "big") + body)
+    child.stdin.write(frame(body))
     child.stdin.flush()
     assert child.wait(timeout=60) == -signal.SIGXCPU
     child.communicate()

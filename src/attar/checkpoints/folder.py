@@ -15,7 +15,7 @@ import json
 import os
 import reprlib
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from attar.checkpoints.safetensors import TensorFile
 from attar.checkpoints.strict_io import CONVERT, PICKLES, CheckpointError, near, parse_json
 from attar.formats.scheme import Part
+from attar.progress import StageProgress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -183,7 +184,7 @@ class Folder:
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(self.path / name, out / name)
 
-    def source_hashes(self, progress: Callable[[int, int], None] | None = None) -> dict[str, str]:
+    def source_hashes(self, progress: StageProgress | None = None) -> dict[str, str]:
         """Return the SHA-256 in hex of config.json, the index and each weight file, by name.
 
         `progress(done, total)` is called in bytes as the weight files are read, which takes about a second a gigabyte.

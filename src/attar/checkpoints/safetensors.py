@@ -41,6 +41,7 @@ from attar.checkpoints.strict_io import (
     PICKLES,
     CheckpointError,
     check_name,
+    kind_of,
     near,
     open_regular,
     parse_json,
@@ -242,24 +243,6 @@ def _form(dtype: bytes, shape: bytes, name: str, where: str | Path) -> tuple[Par
     return Part(kind, sizes), item * count
 
 
-_FOREIGN: tuple[tuple[bytes, str], ...] = (
-    (b"version https://git-lfs", "is a Git LFS pointer, not the file itself; fetch it with: git lfs pull"),
-    (b"PK\x03\x04", f"is a zip archive, as torch.save writes, not safetensors. {CONVERT}"),
-    *((bytes((0x80, protocol)), f"is a Python pickle, not safetensors. {CONVERT}") for protocol in (2, 3, 4, 5)),
-    (b"\x7fELF", "is an ELF program, not safetensors; get the file from its source again"),
-    (b"GGUF", "is a GGUF file, not safetensors; give the folder with the safetensors files of the model"),
-    (b"\x93NUMPY", "is a NumPy array, not safetensors"),
-    (b"\x89HDF", "is an HDF5 file, not safetensors"),
-    (b"{", "is JSON text, not safetensors (an index, or a server's error message saved as a file?)"),
-)
-
-
-def _foreign(prefix: bytes) -> str | None:
-    if prefix.lstrip()[:5].lower() in (b"<!doc", b"<html", b"<?xml"):
-        return "is a web page, not safetensors (a login or error page saved as a file?); download it again"
-    return next((sentence for magic, sentence in _FOREIGN if prefix.startswith(magic)), None)
-
-
 def byte_view(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor of any dtype, writable, without a copy. The tensor must outlive the
     view."""
@@ -294,8 +277,8 @@ class TensorFile:
         self._fill(memoryview(prefix), 0)
         length = int.from_bytes(prefix[:8], "little")
         if self.size < 8 or length > min(MAX_HEADER, self.size - 8) or prefix[8:9] != b"{":
-            if foreign := _foreign(bytes(prefix)):
-                raise CheckpointError(f"{self.path} {foreign}")
+            if prefix[8:9] != b"{" and (kind := kind_of(bytes(prefix))):
+                raise CheckpointError(f"{self.path}: not safetensors: it is {kind}")
             if self.size < 8:
                 raise CheckpointError(f"{self.path}: truncated: {self.size} bytes; download or copy it again")
             if length > MAX_HEADER:

@@ -7,16 +7,15 @@ depend on the file's format.
 from __future__ import annotations
 
 import difflib
-import json
-import math
 import os
 import reprlib
 import stat
-from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from attar import strict_json
 
 MAX_WIDE = 8_000_000  # bytes of JSON that is not plain ASCII: each may take eight in memory
 MAX_NAME = 1024  # bytes of a tensor's name
@@ -30,6 +29,20 @@ CONVERT = (
     'M.from_pretrained(s).save_pretrained(d); T.from_pretrained(s).save_pretrained(d)"'
 )
 
+_KINDS: tuple[tuple[bytes, str], ...] = (
+    (b"version https://git-lfs", "a Git LFS pointer, not the file itself; fetch it with: git lfs pull"),
+    (b"PK\x03\x04", f"a zip archive, as torch.save writes. {CONVERT}"),
+    *((bytes((0x80, protocol)), f"a Python pickle. {CONVERT}") for protocol in (2, 3, 4, 5)),
+    (b"\x7fELF", "an ELF program; get the file from its source again"),
+    (b"GGUF", "a GGUF file; give the folder with the safetensors files of the model"),
+    (b"GGML", "in a format of 2023 that GGUF has replaced; convert the model again"),
+    (b"ggjt", "in a format of 2023 that GGUF has replaced; convert the model again"),
+    (b"FUGG", "a GGUF file with its bytes in reverse order; convert it with gguf-convert-endian, of the gguf package"),
+    (b"\x93NUMPY", "a NumPy array"),
+    (b"\x89HDF", "an HDF5 file"),
+    (b"{", "JSON text (an index, or a server's error message saved as a file?)"),
+)
+
 
 class CheckpointError(ValueError):
     """An error for a checkpoint that cannot be used as it is; the message names the file and the remedy."""
@@ -40,40 +53,16 @@ class VerificationError(CheckpointError):
 
 
 def parse_json(text: bytes | bytearray, where: str | Path) -> Any:
-    """Decode JSON strictly: UTF-8, no byte-order mark, no repeated key, finite numbers, no trailing text; plain ASCII
-    above `MAX_WIDE` bytes.
+    """Decode JSON strictly (`strict_json.parse`), and of more than `MAX_WIDE` bytes plain ASCII alone.
 
     Raises CheckpointError beginning with `where`.
     """
     if len(text) > MAX_WIDE and not (text.isascii() and b"\\u" not in text):
         raise CheckpointError(f"{where}: of more than {MAX_WIDE} bytes attar reads plain ASCII alone, without \\u")
     try:
-        return json.loads(
-            text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_not_finite, parse_float=_finite
-        )
-    except RecursionError:
-        raise CheckpointError(f"{where}: the JSON is nested too deeply") from None
-    except ValueError as error:  # includes bad UTF-8, bad syntax, and integers of thousands of digits
+        return strict_json.parse(text)
+    except strict_json.JSONError as error:
         raise CheckpointError(f"{where}: not valid JSON: {error}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"key {reprlib.repr(twice)} is given twice")
-    return result
-
-
-def _not_finite(word: str) -> float:
-    raise ValueError(f"{word} is not a JSON number")
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise ValueError(f"{reprlib.repr(digits)} is out of range")
-    return value
 
 
 def check_name(name: str) -> str | None:
@@ -88,6 +77,15 @@ def check_name(name: str) -> str | None:
     if name[0] == "/" or (".." in name and ".." in name.split("/")):
         return f"a name that looks like a path out of the folder: {reprlib.repr(name)}"
     return None
+
+
+def kind_of(start: bytes) -> str | None:
+    """Say what a file is that begins so, where that is known, and what to do instead."""
+    if start.lstrip()[:5].lower() in (b"<!doc", b"<html", b"<?xml"):
+        return "a web page (a login or error page saved as a file?); download it again"
+    if start[8:9] == b"{":
+        return "a safetensors file; give the folder that holds it"
+    return next((what for begin, what in _KINDS if start.startswith(begin)), None)
 
 
 def near(name: str, known: Iterable[str]) -> str:

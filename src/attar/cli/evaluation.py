@@ -1,135 +1,146 @@
-"""Commands that say what a compressed model is worth: `eval`, `verify`, `report`."""
+"""Commands that measure a compressed model: `eval`, `verify`, `report`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attar.cli.options import Adapter, ComputeDtype, Device, Json, Kv, Model, Pp, Quiet, Tp
+from attar.cli import options
+from attar.cli.commands import configured, flag, option
 from attar.cli.terminal import CHECK_FAILED, Progress, emit, errors, fail, progress, require, tell_doubt, tell_shared
 
 if TYPE_CHECKING:
+    from attar.evaluation.tasks import TaskReport
+    from attar.metrics.measure import Report
     from attar.model.decoder import Decoder
     from attar.text.tokenizer import Tokenizer
 
 
-def evaluate(
-    model: Model,
-    against: Annotated[str | None, typer.Option(help="The original: also measure the divergence from it.")] = None,
-    text: Annotated[Path | None, typer.Option(help="Held-out text (.txt, .jsonl).")] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(metavar="NAME=FILE", help="Instead of a text, lambada=FILE.jsonl: the last word of each text."),
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Of a task, the first so many items.")] = None,
-    context: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a window; default: the model's, 2048 at most.")
-    ] = None,
-    stride: Annotated[int | None, typer.Option(min=1, help="Tokens between windows; default: the context.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=2, help="Use at most this many tokens of the text.")] = None,
-    greedy: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Continue N prompts of the text greedily: how long do both agree?")
-    ] = 0,
-    device: Device = "cpu",
-    dtype: ComputeDtype = None,
-    kv: Kv = None,
-    adapter: Adapter = None,
-    tp: Tp = 1,
-    pp: Pp = 1,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Measure a model on a text or task, against its original.
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(options.OutputConfig):
+    """Options of `eval`."""
 
-    Perplexity; with --against also KL divergence, top-1 agreement and the expected acceptance rate; all with 95 %
-    intervals. The protocol is that of `compress --eval`, so the figures compare. With --greedy, of 64 tokens of each
-    continuation how many both models write the same. With --kv, what keeping keys and values so costs at the context,
-    4096 tokens by default where the model has them: against the same model, unless --against names another. An
-    --adapter is MODEL's alone. Of a task, perplexity of the target and accuracy, as lm-eval has them.
+    model: options.Model
+    text: Annotated[Path | None, option("Data", "FILE", "Held-out text (.txt, .jsonl).")] = None
+    task: Annotated[str | None, option(
+        "Data", "NAME=FILE", "Task instead of a text: lambada=FILE.jsonl predicts the last word of each text.",
+    )] = None  # fmt: skip
+    limit: Annotated[int | None, option("Data", "N", "Items of the task to use at most.", min=1)] = None
+    context: Annotated[
+        int | None, option("Data", "N", "Tokens of a window.", min=2, default="the model's context, at most 2048")
+    ] = None
+    stride: Annotated[int | None, option("Data", "N", "Tokens between windows.", min=1, default="the context")] = None
+    max_tokens: Annotated[int | None, option("Data", "N", "Tokens of the text to use at most.", min=2)] = None
+    against: Annotated[
+        str | None, option("Comparison", "MODEL", "The original: also measure KL divergence, top-1 agreement and EAR.")
+    ] = None
+    greedy: Annotated[int, option(
+        "Comparison", "N", "Continue N prompts of the text greedily and count the tokens that agree.", min=0,
+    )] = 0  # fmt: skip
+    kv: options.Kv = None
+    adapter: Annotated[Path | None, option("Model", "DIR", "LoRA adapter of MODEL alone (PEFT folder).")] = None
+    device: options.Device = "cpu"
+    dtype: options.ComputeDtype = None
+    tp: options.Tp = 1
+    pp: options.Pp = 1
+
+
+@configured(EvalConfig)
+def evaluate(config: EvalConfig) -> None:
+    """Measure a model on a text or a task.
+
+    A text gives perplexity. --against adds KL divergence, top-1 agreement and the expected acceptance rate (EAR). All
+    figures have 95 % intervals, and are measured as by `compress --eval`. --greedy continues each prompt by 64 tokens.
+    --kv measures the cost of a KV cache format, against the same model unless --against names another; windows then
+    have up to 4096 tokens. A task gives perplexity of the target and accuracy, as lm-eval defines them.
+
+    Examples:
+      attar eval ./out --against ./model --text heldout.txt
+      attar eval ./out --kv int4 --text heldout.txt
+      attar eval ./out --task lambada=lambada.jsonl --limit 500
     """
-    with errors(as_json), progress(quiet) as bar:
-        require(device)
-        if adapter is not None:
+    with errors(config.as_json), progress(config.quiet) as bar:
+        require(config.device)
+        if config.adapter is not None:
             from attar.checkpoints.sources import hub
 
-            tell_doubt(adapter, hub.resolve(model))
-        if task is not None:
-            from attar.evaluation.tasks import evaluate_task, parse_task
-
-            if greedy or any(given is not None for given in (text, against, stride, max_tokens, kv)):
-                raise ValueError("--text, --against, --stride, --max-tokens, --greedy and --kv are not for a --task")
-            name, path = parse_task(task)
-            subject, tokenizer, beside = _subject(model, adapter, tp, pp, device, dtype, bar)
-            found = evaluate_task(
-                subject,
-                name,
-                path,
-                tokenizer=tokenizer,
-                context=context,
-                limit=limit,
-                device=device,
-                dtype=dtype,
-                adapter=beside,
-                progress=bar,
-            )
-            bar.close()
-            print(found.table())
-            emit(as_json, found.to_dict())
-            return
-        from attar.evaluation.report import evaluate as run
-
-        if text is None:
-            raise ValueError("give the text to measure on: --text heldout.txt, or a --task")
-        if limit is not None:
-            raise ValueError("--limit is of a --task; of a text, --max-tokens")
-        subject, tokenizer, beside = _subject(model, adapter, tp, pp, device, dtype, bar)
-        report = run(
-            subject, against=against, text=text, tokenizer=tokenizer, context=context, stride=stride,
-            max_tokens=max_tokens, device=device, dtype=dtype, kv=kv, adapter=beside, prompts=greedy,
-            progress=bar,
-        )  # fmt: skip
+            tell_doubt(config.adapter, hub.resolve(config.model))
+        report = _on_text(config, bar) if config.task is None else _on_task(config, config.task, bar)
         bar.close()
         print(report.table())
-        emit(as_json, report.to_dict())
+        emit(config.as_json, report.to_dict())
 
 
-def _subject(
-    model: str, adapter: Path | None, tp: int, pp: int, device: str, dtype: str | None, bar: Progress
-) -> tuple[str | Decoder, Tokenizer | None, Path | None]:
-    """What is measured, by its name, and the adapter beside it; or, in several processes, the model itself, which has
-    that already, and its tokenizer."""
-    if tp * pp == 1:
-        return model, None, adapter
+def _on_text(config: EvalConfig, bar: Progress) -> Report:
+    """Measure on a text. Raises ValueError where there is none, or for options of a task."""
+    from attar.evaluation.report import evaluate as run
+
+    if config.text is None:
+        raise ValueError("give the text to measure on: --text heldout.txt, or a --task")
+    if config.limit is not None:
+        raise ValueError("--limit is of a --task; of a text, --max-tokens")
+    subject, tokenizer, beside = _subject(config, bar)
+    return run(
+        subject, against=config.against, text=config.text, tokenizer=tokenizer, context=config.context,
+        stride=config.stride, max_tokens=config.max_tokens, device=config.device, dtype=config.dtype, kv=config.kv,
+        adapter=beside, prompts=config.greedy, progress=bar,
+    )  # fmt: skip
+
+
+def _on_task(config: EvalConfig, task: str, bar: Progress) -> TaskReport:
+    """Measure on a task. Raises ValueError for options of a text."""
+    from attar.evaluation.tasks import evaluate_task, parse_task
+
+    others = (config.text, config.against, config.stride, config.max_tokens, config.kv)
+    if config.greedy or any(given is not None for given in others):
+        raise ValueError("--text, --against, --stride, --max-tokens, --greedy and --kv are not for a --task")
+    name, path = parse_task(task)
+    subject, tokenizer, beside = _subject(config, bar)
+    return evaluate_task(
+        subject, name, path, tokenizer=tokenizer, context=config.context, limit=config.limit, device=config.device,
+        dtype=config.dtype, adapter=beside, progress=bar,
+    )  # fmt: skip
+
+
+def _subject(config: EvalConfig, bar: Progress) -> tuple[str | Decoder, Tokenizer | None, Path | None]:
+    """Return what to measure, and its adapter; for several processes, load the model with both, and its tokenizer."""
+    if config.tp * config.pp == 1:
+        return config.model, None, config.adapter
     from attar.checkpoints import vocabulary
     from attar.checkpoints.adapters import lora
     from attar.checkpoints.sources import hf, hub
-    from attar.execution.parallel.executor import Team
+    from attar.execution.parallel.executor import ParallelExecutor
 
-    tell_shared(device, tp, pp)
-    path, computed = hub.resolve(model), hf.compute_dtype(dtype, device)
-    team = Team(
-        path, tp, pp, device=device, dtype=computed, native=device != "cpu",
+    tell_shared(config.device, config.tp, config.pp)
+    path, computed = hub.resolve(config.model), hf.compute_dtype(config.dtype, config.device)
+    team = ParallelExecutor(
+        path, config.tp, config.pp, device=config.device, dtype=computed, native=config.device != "cpu",
         progress=lambda done, total: bar("loading", done, total),
     )  # fmt: skip
-    if adapter is not None:
-        lora.attach(team.decoder, adapter)
+    if config.adapter is not None:
+        lora.attach(team.decoder, config.adapter)
     return team.decoder, vocabulary.tokenizer(path), None
 
 
 def verify(
-    model: Model,
-    no_hashes: Annotated[bool, typer.Option("--no-hashes", help="Replay the probes only.")] = False,
-    device: Device = "cpu",
-    dtype: ComputeDtype = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    model: options.Model,
+    no_hashes: Annotated[bool, flag("Model", "Replay the probes only.", "--no-hashes")] = False,
+    device: options.Device = "cpu",
+    dtype: options.ComputeDtype = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Check a compressed folder or GGUF file against its receipt.
 
-    Every hash, then every probe on this machine's kernels; where one differs, the first file or layer that does is
-    named, and the exit status is 1.
+    The command checks every hash, then replays every probe on this machine's kernels. It names the first file or layer
+    that differs; the exit status is then 1.
+
+    Examples:
+      attar verify ./out
+      attar verify out.gguf --no-hashes
     """
     with errors(as_json), progress(quiet) as bar:
         from attar.checkpoints.receipts.verify import verify as run
@@ -143,43 +154,50 @@ def verify(
             fail(verdict.sentence, CHECK_FAILED)
 
 
-def report(
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig(options.OutputConfig):
+    """Options of `report`."""
+
     outputs: Annotated[
-        list[str], typer.Argument(metavar="OUT...", help="Compressed folders, or GGUF files, with their receipts.")
-    ],
-    page: Annotated[Path, typer.Option("--page", "-o", help="The HTML file to write.")] = Path("report.html"),
-    png: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Also write the charts as PNGs; needs matplotlib.")
-    ] = None,
-    bench: Annotated[
-        bool, typer.Option("--bench", help="Measure the speed of each output here, one after another.")
-    ] = False,
-    speed: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="OUT=FILE", help="Speed of an output, as `attar bench OUT --json` printed it. Repeatable."
-        ),
-    ] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(metavar="TEXT", help="Find outlier channels: run the outputs, and --source, over this text."),
-    ] = None,
+        list[str], typer.Argument(metavar="OUT", help="Compressed folders or GGUF files, with their receipts.")
+    ]
     source: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The original, to compare the outputs' channels with.")
-    ] = None,
-    profile_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the --profile text at most.")] = 4096,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
+        str | None, option("Comparison", "MODEL", "The original, to compare the channels of the outputs with.")
+    ] = None
+    profile: Annotated[Path | None, option(
+        "Comparison", "FILE", "Find outlier channels: run the outputs, and --source, over this text.",
+    )] = None  # fmt: skip
+    profile_tokens: Annotated[int, option("Comparison", "N", "Tokens of --profile to use at most.", min=2)] = 4096
+    bench: Annotated[bool, flag("Comparison", "Measure the speed of each output here, one by one.", "--bench")] = False
+    speed: Annotated[
+        list[str] | None, option("Comparison", "OUT=FILE", "Speed of an output: the JSON of `attar bench OUT --json`.")
+    ] = None
+    page: Annotated[Path, option("Output", "FILE", "The HTML file to write.", "--page", "-o")] = Path("report.html")
+    png: Annotated[Path | None, option("Output", "DIR", "Also write the charts as PNG files (needs matplotlib).")] = (
+        None
+    )
+
+
+@configured(ReportConfig)
+def report(config: ReportConfig) -> None:
     """Write an HTML page about what compression cost.
 
-    KL against size and speed, the error of each linear, outlier channels, recipes, hashes. One file; it loads nothing.
+    It shows KL against size and speed, the error of each linear layer, outlier channels, recipes and hashes. The page
+    is one file, and loads nothing else.
+
+    Examples:
+      attar report ./out out.gguf -o report.html
+      attar report ./out --profile heldout.txt --source ./model
     """
-    with errors(as_json), progress(quiet) as bar:
+    with errors(config.as_json), progress(config.quiet) as bar:
         from attar.evaluation.summary import Options, write
 
-        options = Options(page, png, bench, tuple(speed or ()), profile, source, profile_tokens)
-        written = write(outputs, options, bar)
+        options = Options(
+            config.page, config.png, config.bench, tuple(config.speed or ()), config.profile, config.source,
+            config.profile_tokens,
+        )  # fmt: skip
+        written = write(config.outputs, options, bar)
         bar.close()
-        print(f"{page}: {len(outputs)} output{'s' * (len(outputs) != 1)}, {page.stat().st_size:,} bytes")
-        emit(as_json, written)
+        count = len(config.outputs)
+        print(f"{config.page}: {count} output{'s' * (count != 1)}, {config.page.stat().st_size:,} bytes")
+        emit(config.as_json, written)

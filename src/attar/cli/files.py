@@ -1,25 +1,21 @@
-"""Commands about files, and those of other programs: `inspect`, `convert`, `imatrix`."""
+"""Commands about files, attar's own and other programs': `inspect`, `convert`, `imatrix`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from attar.cli.options import Folder, Json, Model, Quiet
-from attar.cli.terminal import (
-    emit,
-    errors,
-    parse_bytes,
-    progress,
-    tell,
-)
+from attar.cli import options
+from attar.cli.commands import configured, option
+from attar.cli.terminal import emit, errors, progress, tell
 
 
 class Format(StrEnum):
-    """What `convert` writes."""
+    """A format that `convert` writes."""
 
     gguf = "gguf"
     compressed_tensors = "compressed-tensors"
@@ -27,10 +23,14 @@ class Format(StrEnum):
     gptq = "gptq"
 
 
-def inspect(model: Model, as_json: Json = False) -> None:
+def inspect(model: options.Model, as_json: options.Json = False) -> None:
     """Show what a checkpoint is, from its headers.
 
     Architecture, schemes, bits per weight, size to the byte, and every tensor. No weight is read.
+
+    Examples:
+      attar inspect ./out
+      attar inspect model.gguf --json
     """
     with errors(as_json):
         from attar.checkpoints.inspect import inspect as run
@@ -44,17 +44,23 @@ def inspect(model: Model, as_json: Json = False) -> None:
 
 
 def convert(
-    source: Model,
+    source: options.Model,
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="The folder to write, or OUT.gguf.")],
-    to: Annotated[Format, typer.Option(help="The format to write.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output where it exists.")] = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    to: Annotated[
+        Format, option("Output", "FORMAT", "Format to write: gguf, compressed-tensors, awq or gptq.", "--to")
+    ],
+    overwrite: options.Overwrite = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Write a model in another format, bit for bit.
 
-    Integers and scales are re-packed and nothing is rounded; the output is read back and compared with the source, bit
-    for bit. What the format cannot hold exactly is an error that names the tensor and says why.
+    Integers and scales are re-packed, and nothing is rounded. The output is read back and compared with the source. An
+    error names the tensor that the format cannot hold exactly, and the reason.
+
+    Examples:
+      attar convert ./out out.gguf --to gguf
+      attar convert ./out ./awq --to awq
     """
     with errors(as_json), progress(quiet) as bar:
         from attar.checkpoints.convert.proof import proof
@@ -70,36 +76,41 @@ def convert(
         emit(as_json, done.to_dict())
 
 
-def imatrix(
-    model: Folder,
-    output: Annotated[
-        Path,
-        typer.Argument(metavar="OUT", help="The file to write, in GGUF as llama.cpp does; its older form if OUT.dat."),
-    ],
-    calib: Annotated[
-        str, typer.Option(help="Calibration text (.txt, .jsonl), or `self`: sampled from the model.")
-    ] = "self",
-    samples: Annotated[int, typer.Option(min=1, help="Calibration sequences.")] = 128,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of each calibration sequence.")] = 512,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of everything drawn at random.")] = 0,
-    calib_memory: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="Calibration activations held in memory at most; more is read from disk."),
-    ] = "2GiB",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file where it exists.")] = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Measure how much each column of each matrix counts.
+@dataclass(frozen=True, kw_only=True)
+class ImatrixConfig(options.OutputConfig):
+    """Options of `imatrix`."""
 
-    The mean squares of the inputs of the original model's linears, for `attar compress --imatrix` and for llama.cpp.
+    model: options.Folder
+    output: Annotated[Path, typer.Argument(
+        metavar="OUT", help="The file to write: GGUF, or llama.cpp's older format if it ends in .dat.",
+    )]  # fmt: skip
+    calib: Annotated[str, option("Calibration", "FILE", options.CALIBRATION_TEXT)] = "self"
+    samples: options.Samples = 128
+    length: options.Length = 512
+    seed: options.Seed = 0
+    calib_memory: options.CalibrationMemory = options.CALIBRATION_MEMORY
+    overwrite: options.Overwrite = False
+
+
+@configured(ImatrixConfig)
+def imatrix(config: ImatrixConfig) -> None:
+    """Compute an importance matrix from calibration text.
+
+    It holds the mean squares of the inputs of the original model's linear layers. `attar compress --imatrix` and
+    llama.cpp read it.
+
+    Examples:
+      attar imatrix ./model model.imatrix.gguf --calib text.txt
+      attar imatrix demo demo.dat --samples 64
     """
-    with errors(as_json), progress(quiet) as bar:
+    with errors(config.as_json), progress(config.quiet) as bar:
         from attar.compression.calibration.importance import make
+        from attar.compression.calibration.texts import Amount
 
         made = make(
-            model, output, calibration=calib, samples=samples, length=length, seed=seed,
-            calib_memory=parse_bytes(calib_memory), overwrite=overwrite, progress=bar,
+            config.model, config.output, calibration=config.calib,
+            amount=Amount(config.samples, config.length, config.seed), calib_memory=config.calib_memory,
+            overwrite=config.overwrite, progress=bar,
         )  # fmt: skip
         bar.close()
         matrix, ratio = made.widest
@@ -107,4 +118,4 @@ def imatrix(
         print(f"the columns of {matrix} differ most: its largest importance is {ratio:.0f} times the mean")
         for sentence in made.warnings:
             tell(sentence)
-        emit(as_json, made.to_dict())
+        emit(config.as_json, made.to_dict())

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from attar.cli.options import (
-    MODEL,
-    Activations,
-    Adapter,
-    ComputeDtype,
-    Device,
-    Json,
-    Kv,
-    Model,
-    NoVerify,
-    Pp,
-    Quiet,
-    Rounding,
-    Tp,
-)
+from attar.cli import options
+from attar.cli.commands import configured, flag, option
 from attar.cli.terminal import (
     NO_RECEIPT,
     Progress,
@@ -40,27 +26,30 @@ from attar.cli.terminal import (
 
 if TYPE_CHECKING:
     from attar.engine.llm import LLM
-    from attar.protocol.request import Completion
+    from attar.protocol.request import Completion, SamplingParams
 
 
-def _load(model: str, bar: Progress, adapter: Path | None, *, device: str, tp: int, pp: int, **how: Any) -> LLM:
-    """The model, with what there is to say of it on stderr; `how` goes on to `LLM`."""
+def _load(config: options.RunConfig, bar: Progress) -> LLM:
+    """Load the model, and print on stderr what a user should know of it."""
     from attar.engine.llm import LLM
     from attar.engine.loader import Parallel
 
-    tell_shared(device, tp, pp)
-    llm = LLM(model, device=device, progress=bar, parallel=Parallel(tp, pp), **how)
-    if adapter is not None:
-        llm.attach(adapter)
+    tell_shared(config.device, config.tp, config.pp)
+    llm = LLM(
+        config.model, device=config.device, dtype=config.dtype, activations=config.activations.value,
+        parallel=Parallel(config.tp, config.pp), verify=not config.no_verify, progress=bar,
+    )  # fmt: skip
+    if config.adapter is not None:
+        llm.attach(config.adapter)
     bar.close()
     if llm.model.receipt is None:
         tell(NO_RECEIPT)
-    tell_doubt(adapter, llm.model.path)
+    tell_doubt(config.adapter, llm.model.path)
     return llm
 
 
 def _cut_short(llm: LLM, done: Completion, max_tokens: int) -> list[str]:
-    """What is to be said of a text that the context ended before `max_tokens`; said on stderr, too."""
+    """Return warnings, printed to stderr too, about a text that the context ended before `max_tokens`."""
     if done.finish_reason != "length" or len(done.token_ids) >= max_tokens:
         return []
     said = f"the context of {llm.context} tokens is full: {len(done.token_ids)} of {max_tokens} tokens were generated"
@@ -68,177 +57,159 @@ def _cut_short(llm: LLM, done: Completion, max_tokens: int) -> list[str]:
     return [said]
 
 
-def generate(
-    model: Model,
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(options.RunConfig):
+    """Options of `generate`."""
+
     prompt: Annotated[
-        str | None, typer.Option(help="The text to continue; default: stdin, less its last line break.")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw among the k likeliest; 0: all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Draw among the likeliest that hold this much probability; in (0, 1].")
-    ] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="Drop tokens below this fraction of the likeliest one's probability; in [0, 1].")
-    ] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before become less likely.")] = 1.0,
-    presence_penalty: Annotated[
-        float, typer.Option(help="Subtracted from the logit of each token generated before.")
-    ] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="The same, once for each time it was generated.")] = 0.0,
-    stop: Annotated[list[str] | None, typer.Option(help="End at this text, which is not printed. Repeatable.")] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on past the tokens that end a text, to --max-tokens.")
-    ] = False,
-    seed: Annotated[int | None, typer.Option(min=0, help="Makes a drawn text repeatable.")] = None,
+        str | None, option("Prompt", "TEXT", "Text to continue.", default="stdin, without its last line break")
+    ] = None
+    max_tokens: options.MaxTokens = 128
+    stop: Annotated[list[str] | None, option("Prompt", "TEXT", "End at this text, which is not printed.")] = None
+    ignore_eos: Annotated[bool, flag("Prompt", "Continue past EOS, up to --max-tokens.", "--ignore-eos")] = False
     logprobs: Annotated[
-        int | None, typer.Option(min=0, help="Also report the log-probabilities of the k likeliest.")
-    ] = None,
-    device: Device = "cpu",
-    dtype: ComputeDtype = None,
-    activations: Activations = Rounding.int8g128,
-    adapter: Adapter = None,
-    tp: Tp = 1,
-    pp: Pp = 1,
-    no_verify: NoVerify = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
+        int | None, option("Prompt", "K", "Report the log probabilities of the K most probable tokens.", min=0)
+    ] = None
+    temperature: options.Temperature = 1.0
+    top_k: Annotated[int, option("Sampling", "K", "Sample among the K most probable tokens; 0: all.", min=0)] = 0
+    top_p: options.TopP = 1.0
+    min_p: Annotated[
+        float, option("Sampling", "P", "Drop tokens below this fraction of the largest probability; in [0, 1].")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, option("Sampling", "X", "Above 1: make tokens of the prompt and the text less probable.")
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, option("Sampling", "X", "Subtract this from the logit of each token generated before.")
+    ] = 0.0
+    frequency_penalty: Annotated[float, option("Sampling", "X", "The same, once for each occurrence.")] = 0.0
+    seed: options.SamplingSeed = None
+
+    def sampling(self) -> SamplingParams:
+        """Make the settings of sampling. Raises ValueError for values that make no sense."""
+        from attar.protocol.request import SamplingParams
+
+        return SamplingParams(
+            max_tokens=self.max_tokens, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p,
+            min_p=self.min_p, repetition_penalty=self.repetition_penalty, presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty, stop=tuple(self.stop or ()), ignore_eos=self.ignore_eos,
+            seed=self.seed, logprobs=self.logprobs,
+        )  # fmt: skip
+
+
+@configured(GenerateConfig)
+def generate(config: GenerateConfig) -> None:
     """Continue a prompt.
 
-    The text streams to stdout as it is made. Options are as given here: of the model's generation_config.json only the
-    tokens that end a text are taken, never a temperature or filter.
+    The text streams to stdout. The model's generation_config.json sets the end tokens only, never a temperature or
+    filter.
+
+    Examples:
+      attar generate ./out --prompt "Once upon a time" --temperature 0
+      attar generate ./out --top-p 0.9 --seed 1 < prompt.txt
     """
-    with errors(as_json), progress(quiet) as bar:
+    with errors(config.as_json), progress(config.quiet) as bar:
+        params = config.sampling()
+        require(config.device)
+        prompt = read_stdin() if config.prompt is None else config.prompt
+        llm = _load(config, bar)
+        done = print_pieces(llm.stream(prompt, params))
+        emit(config.as_json, done.to_dict() | {"warnings": _cut_short(llm, done, config.max_tokens)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(options.RunConfig):
+    """Options of `chat`."""
+
+    system: Annotated[str | None, option("Prompt", "TEXT", "System message.")] = None
+    max_tokens: options.MaxTokens = 512
+    temperature: options.Temperature = 0.7
+    top_p: options.TopP = 1.0
+    seed: options.SamplingSeed = None
+
+
+@configured(ChatConfig)
+def chat(config: ChatConfig) -> None:
+    """Talk to a model through its own chat template.
+
+    One line is one turn; an empty line or Ctrl-D ends the chat. Piped stdin has one turn a line.
+
+    Examples:
+      attar chat ./out
+      attar chat ./out --system "Answer in one sentence." --temperature 0
+    """
+    with errors(config.as_json), progress(config.quiet) as bar:
         from attar.protocol.request import SamplingParams
 
         params = SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty, stop=tuple(stop or ()), ignore_eos=ignore_eos, seed=seed,
-            logprobs=logprobs,
-        )  # fmt: skip
-        require(device)
-        if prompt is None:
-            prompt = read_stdin()
-        llm = _load(
-            model,
-            bar,
-            adapter,
-            device=device,
-            dtype=dtype,
-            activations=activations.value,
-            verify=not no_verify,
-            tp=tp,
-            pp=pp,
+            max_tokens=config.max_tokens, temperature=config.temperature, top_p=config.top_p, seed=config.seed
         )
-        done = print_pieces(llm.stream(prompt, params))
-        emit(as_json, done.to_dict() | {"warnings": _cut_short(llm, done, max_tokens)})
-
-
-def chat(
-    model: Model,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one answer at most.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.7,
-    top_p: Annotated[
-        float, typer.Option(help="Draw among the likeliest that hold this much probability; in (0, 1].")
-    ] = 1.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Makes a drawn answer repeatable.")] = None,
-    device: Device = "cpu",
-    dtype: ComputeDtype = None,
-    activations: Activations = Rounding.int8g128,
-    adapter: Adapter = None,
-    tp: Tp = 1,
-    pp: Pp = 1,
-    no_verify: NoVerify = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Talk to a model through its own chat template.
-
-    One line is one turn; an empty line or Ctrl-D ends. With stdin piped, each of its lines is a turn.
-    """
-    with errors(as_json), progress(quiet) as bar:
-        from attar.protocol.request import SamplingParams
-
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        llm = _load(
-            model,
-            bar,
-            adapter,
-            device=device,
-            dtype=dtype,
-            activations=activations.value,
-            verify=not no_verify,
-            tp=tp,
-            pp=pp,
-        )
+        llm = _load(config, bar)
         llm.tokenizer.chat_template()  # a model that cannot chat says so before the first turn
-        if sys.stdin.isatty():
-            with suppress(ImportError):
-                import readline  # noqa: F401 - arrow keys and history in input()
-        messages = [{"role": "system", "content": system}] if system else []
+        messages = [{"role": "system", "content": config.system}] if config.system else []
         warnings = []
-        while True:
-            try:
-                said = input("you> " if sys.stdin.isatty() else "")
-            except EOFError:
-                said = ""
-            if not said.strip():
-                break
+        for said in _turns():
             messages.append({"role": "user", "content": said})
             answer = print_pieces(llm.stream_chat(messages, params))
             messages.append({"role": "assistant", "content": answer.text})
-            warnings += _cut_short(llm, answer, max_tokens)
-        emit(as_json, {"messages": messages, "warnings": warnings})
+            warnings += _cut_short(llm, answer, config.max_tokens)
+        emit(config.as_json, {"messages": messages, "warnings": warnings})
 
 
-def bench(
-    source: Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL)] = None,
+def _turns() -> Iterator[str]:
+    """Read the user's turns, up to an empty one or the end of stdin."""
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401 - arrow keys and history in input()
+    with suppress(EOFError):
+        while (said := input("you> " if sys.stdin.isatty() else "")).strip():
+            yield said
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """Options of `bench`."""
+
+    model: options.OptionalModel = None
     shape: Annotated[
-        str | None, typer.Option(help="Instead of a model, random weights in the shape of one, such as llama-3.2-1b.")
-    ] = None,
-    scheme: Annotated[str, typer.Option(help="Of a shape: w4g128, w8a8, ... or bf16.")] = "w4g128",
-    head: Annotated[str, typer.Option(help="Of a shape: its output matrix in bf16, int8 or int4.")] = "int8",
-    prompt: Annotated[int, typer.Option(min=16, help="Tokens of each prompt.")] = 512,
-    gen: Annotated[int, typer.Option(min=2, help="Decode steps.")] = 128,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 1,
-    device: Device = "cpu",
-    activations: Activations = Rounding.int8g128,
-    kv: Kv = None,
-    tp: Tp = 1,
-    pp: Pp = 1,
-    as_json: Json = False,
-) -> None:
-    """Measure speed, beside what this machine can do."""
-    with errors(as_json):
+        str | None, option("Model", "NAME", "Instead of MODEL: random weights of this shape, such as llama-3.2-1b.")
+    ] = None
+    scheme: Annotated[str, option("Model", "SCHEME", "Weights of the --shape: w4g128, w8a8, ... or bf16.")] = "w4g128"
+    head: Annotated[str, option("Model", "SCHEME", "LM head of the --shape: bf16, int8 or int4.")] = "int8"
+    prompt: Annotated[int, option("Workload", "N", "Tokens of each prompt.", min=16)] = 512
+    gen: Annotated[int, option("Workload", "N", "Decode steps.", min=2)] = 128
+    batch: Annotated[int, option("Workload", "N", "Sequences that decode together.", min=1)] = 1
+    device: options.Device = "cpu"
+    activations: options.Activations = options.Precision.int8g128
+    kv: options.Kv = None
+    tp: options.Tp = 1
+    pp: options.Pp = 1
+    as_json: options.Json = False
+
+
+@configured(BenchConfig)
+def bench(config: BenchConfig) -> None:
+    """Measure decode and prefill speed on this machine.
+
+    The report compares them with the memory bandwidth and the arithmetic peak, measured in the same run.
+
+    Examples:
+      attar bench ./out --batch 16
+      attar bench --shape llama-3.2-1b --scheme w4g128 --head int8
+    """
+    with errors(config.as_json):
         from attar.checkpoints.sources import hub
-        from attar.checkpoints.sources.stored import stored
         from attar.evaluation import decode_speed
 
-        if (source is None) == (shape is None):
+        if (config.model is None) == (config.shape is None):
             raise ValueError("name a model or a --shape, one of the two")
-        require(device)
-        load = decode_speed.Load(prompt, gen, batch)
-        if tp * pp > 1:
-            if source is None:
-                raise ValueError("--tp and --pp are of a model: a --shape is measured in one process")
-            tell_shared(device, tp, pp)
-            report = decode_speed.run_shared(hub.resolve(source), tp, pp, load, activations.value, kv, device)
-        elif shape is not None:
-            name = shape
-            report = decode_speed.run(
-                lambda store: decode_speed.build(name, scheme, head, store), load, activations.value, kv, device,
-                decode_speed.part(name, scheme, head),
-            )  # fmt: skip
-            report |= {"shape": shape, "scheme": scheme, "head": "bf16" if scheme == "bf16" else head}
+        require(config.device)
+        setup = decode_speed.Setup(config.device, config.activations.value, config.kv, config.tp, config.pp)
+        load = decode_speed.Load(config.prompt, config.gen, config.batch)
+        if config.shape is None:
+            tell_shared(config.device, config.tp, config.pp)
+            report = decode_speed.measure_model(hub.resolve(str(config.model)), load, setup)
         else:
-            path = hub.resolve(str(source))
-            part = stored(path)
-            report = decode_speed.run(
-                lambda store: decode_speed.load(path, store), load, activations.value, kv, device, part
-            )
+            report = decode_speed.measure_shape(config.shape, config.scheme, config.head, load, setup)
         print(decode_speed.to_text(report))
-        emit(as_json, report)
+        emit(config.as_json, report)

@@ -5,20 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from attar.cli.options import Json, Quiet
-from attar.cli.terminal import (
-    emit,
-    errors,
-    progress,
-)
+from attar.cli.commands import option
+from attar.cli.options import Json, Overwrite, Quiet
+from attar.cli.terminal import emit, errors, progress
 
 
 def doctor(as_json: Json = False) -> None:
     """Show versions, instruction sets, threads and kernels.
 
-    For each operation, which kernel would run here, and what speaks against the others.
+    For each operation it names the kernel that runs here, and the reason against each other one.
+
+    Examples:
+      attar doctor
+      attar doctor --json
     """
     with errors(as_json):
         from attar.doctor import examine, to_text
@@ -30,15 +29,19 @@ def doctor(as_json: Json = False) -> None:
 
 def demo(
     folder: Annotated[
-        Path | None, typer.Option(help="Keep the compressed models here; default: a temporary folder.")
+        Path | None, option("Output", "DIR", "Keep the compressed models here.", default="a temporary folder")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace models that are there already.")] = False,
+    overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Compress the embedded model with each method.
 
-    Prints what that cost, and a text generated before and after. Needs neither data nor network.
+    The command prints the cost, and a text generated before and after. It needs neither data nor network.
+
+    Examples:
+      attar demo
+      attar demo --folder ./demos
     """
     with errors(as_json), progress(quiet) as bar:
         from attar.demo import demonstrate

@@ -1,7 +1,7 @@
 """The command line: one table of subcommands, each importing only what it runs.
 
-What all of them share (exit statuses, JSON, errors in one sentence, progress) is `terminal.py`'s. Help is plain text:
-boxes drawn around it break in narrow terminals and logs.
+`commands.py` declares commands and writes help. `terminal.py` has what all commands share at run time: exit statuses,
+JSON, errors in one sentence, progress.
 """
 
 from __future__ import annotations
@@ -13,14 +13,20 @@ from typing import Annotated, Any
 
 import typer
 
-from attar.cli import compression, evaluation, files, generation, machine, planning, serving, tritonserver
-from attar.cli.terminal import Commands
+from attar.cli import compression, evaluation, files, generation, load_testing, machine, planning, serving, tritonserver
+from attar.cli.commands import Command, Commands
 from attar.version import __version__
 
 app = typer.Typer(
     name="attar",
     cls=Commands,
-    help="Make a language model small, prove what that cost, and generate from it.",
+    help="""Compress language models, measure the quality loss, and serve the result.
+
+    Examples:
+      attar compress demo ./small --recipe gptq-w4g128 --calib self
+      attar generate ./small --prompt "Once upon a time"
+      attar serve ./small
+    """,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -35,7 +41,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "generate": generation.generate,
     "chat": generation.chat,
     "serve": serving.serve,
-    "bench-serve": serving.bench_serve,
+    "bench-serve": load_testing.bench_serve,
     "bench": generation.bench,
     "plan": planning.plan,
     "inspect": files.inspect,
@@ -48,8 +54,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "demo": machine.demo,
 }
 for name, command in COMMANDS.items():
-    app.command(name)(command)
-app.add_typer(tritonserver.app, name="triton")
+    app.command(name, cls=Command)(command)
+app.add_typer(tritonserver.app, name="tritonserver")
 
 
 def version(show: bool) -> None:
@@ -62,6 +68,6 @@ def version(show: bool) -> None:
 def main(
     _: Annotated[bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    # Models write any character, and not every terminal can show it: better a `?` than no text.
+    # Models write any character, and some terminals cannot show it: a `?` is better than no text.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")

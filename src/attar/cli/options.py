@@ -1,42 +1,37 @@
-"""Arguments and options that several commands take, in the same words."""
+"""Arguments and options that several commands take, each written once."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from attar.cli.commands import flag, option
+from attar.cli.terminal import parse_bytes
+
 FOLDER = "A local folder, a Hub id such as org/name[@revision], or `demo`, the embedded model."
 MODEL = FOLDER.replace("folder,", "folder, a GGUF file,")
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
-Folder = Annotated[str, typer.Argument(metavar="MODEL", help=FOLDER)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+
+
+def parse_size(text: str) -> int:
+    """Parse a size as `parse_bytes` does. Raises ValueError also for 0, which does not stand for the default."""
+    if not (size := parse_bytes(text)):
+        raise ValueError(f"{text!r} is nothing: leave the option out for its default")
+    return size
 
 
 class Dtype(StrEnum):
-    """What the products are computed in."""
+    """A number format that products are computed in."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
 
 
-ComputeDtype = Annotated[
-    Dtype | None,
-    typer.Option(
-        "--dtype",
-        help="What to compute in. On a CPU float32 by its kernels, the default, or bfloat16 by torch; on a GPU either, "
-        "by default bfloat16.",
-    ),
-]
-DEVICE = "Where to compute: cpu, or cuda, an NVIDIA GPU; cuda:1 is the second."
-Device = Annotated[str, typer.Option("--device", help=DEVICE)]
-
-
-class Rounding(StrEnum):
-    """How rows meet packed weights whose scheme leaves them alone."""
+class Precision(StrEnum):
+    """A precision of activations for weight-only schemes."""
 
     int8 = "int8"
     int8g128 = "int8g128"
@@ -44,27 +39,84 @@ class Rounding(StrEnum):
     exact = "exact"
 
 
-Activations = Annotated[
-    Rounding,
-    typer.Option(
-        "--activations",
-        help="How rows meet packed weights: rounded to int8 with one scale a row or 128 or 32 columns, or exact.",
-    ),
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
+OptionalModel = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)]
+Folder = Annotated[str, typer.Argument(metavar="MODEL", help=FOLDER)]
+
+Json = Annotated[bool, flag("Output", "Print one JSON object as the last line of stdout.", "--json")]
+Quiet = Annotated[bool, flag("Output", "Show no progress on stderr.", "--quiet", "-q")]
+Overwrite = Annotated[bool, flag("Output", "Replace the output if it exists.", "--overwrite")]
+Restart = Annotated[bool, flag("Output", "Discard an interrupted run instead of resuming it.", "--restart")]
+
+DEVICE = "cpu, or cuda for an NVIDIA GPU; cuda:1 is the second one."
+Device = Annotated[str, option("Device", "DEVICE", DEVICE, "--device")]
+ComputeDtype = Annotated[Dtype | None, option(
+    "Device", "DTYPE", "Compute in float32 or bfloat16.", "--dtype", default="float32 on a CPU, bfloat16 on a GPU",
+)]  # fmt: skip
+Activations = Annotated[Precision, option(
+    "Device", "MODE", "Activation precision for weight-only schemes: exact, int8 (one scale a row), int8g128 or "
+    "int8g32 (one scale for 128 or 32 columns).", "--activations",
+)]  # fmt: skip
+Tp = Annotated[int, option("Device", "N", "Tensor-parallel size; on a CPU, processes.", "--tp", min=1)]
+Pp = Annotated[int, option("Device", "N", "Pipeline-parallel size; on a CPU, processes.", "--pp", min=1)]
+Threads = Annotated[int | None, option("Device", "N", "CPU threads.", "--threads", min=1, default="one a core")]
+
+Kv = Annotated[str | None, option(
+    "Cache", "FORMAT", "KV cache format: float32, bfloat16, int8, fp8, klt4, int4, klt2, kivi2, nuq4 or nuq3.", "--kv",
+    default="as computed",
+)]  # fmt: skip
+Memory = Annotated[int | None, option(
+    "Cache", "SIZE", "Memory to use, such as 16GB.", "--memory", parser=parse_size, default="90 % of free",
+)]  # fmt: skip
+MaxTokensInCache = Annotated[int | None, option(
+    "Cache", "N", "KV cache size in tokens; with --kv-fraction, its upper limit.", "--max-tokens-in-cache", min=1,
+    default="what memory leaves, at most 4 times what concurrent sequences can use",
+)]  # fmt: skip
+KvFraction = Annotated[float | None, option(
+    "Cache", "FRACTION", "Fraction of the memory left after loading the model to use for the KV cache, such as 0.9.",
+    "--kv-fraction", min=0, max=1,
+)]  # fmt: skip
+
+Adapter = Annotated[Path | None, option("Model", "DIR", "Compute with this LoRA adapter (PEFT folder).", "--adapter")]
+NoVerify = Annotated[bool, flag("Model", "Skip the receipt's probe when the model loads.", "--no-verify")]
+
+CALIBRATION_TEXT = "Calibration text (.txt, .jsonl), or `self`: sampled from the model."
+Samples = Annotated[int, option("Calibration", "N", "Calibration sequences.", "--samples", min=1)]
+Length = Annotated[int, option("Calibration", "N", "Tokens of each calibration sequence.", "--length", min=2)]
+Seed = Annotated[int, option("Calibration", "N", "Seed of all random numbers.", "--seed", min=0)]
+CalibrationMemory = Annotated[int, option(
+    "Calibration", "SIZE", "Memory for calibration activations; the rest stays on disk.", "--calib-memory",
+    parser=parse_bytes, default="2GiB",
+)]  # fmt: skip
+CALIBRATION_MEMORY = 2 << 30
+
+MaxTokens = Annotated[int, option("Prompt", "N", "Tokens to generate at most.", "--max-tokens", min=1)]
+Temperature = Annotated[
+    float, option("Sampling", "T", "Temperature; 0: take the most probable token.", "--temperature", min=0)
 ]
-Kv = Annotated[
-    str | None,
-    typer.Option(
-        "--kv",
-        help="How keys and values are kept: float32, bfloat16, int8, fp8, klt4, int4, klt2, kivi2, nuq4 or nuq3; "
-        "default: as they are.",
-    ),
-]
-Adapter = Annotated[
-    Path | None,
-    typer.Option(metavar="FOLDER", help="Compute with this LoRA adapter, as PEFT stores it, beside the weights."),
-]
-Tp = Annotated[int, typer.Option("--tp", min=1, help="GPUs that compute each layer together; on a CPU, processes.")]
-Pp = Annotated[
-    int, typer.Option("--pp", min=1, help="GPUs, or with --tp groups of them, that have some of the layers each.")
-]
-NoVerify = Annotated[bool, typer.Option("--no-verify", help="Skip the probe that is replayed when the model loads.")]
+TopP = Annotated[float, option(
+    "Sampling", "P", "Nucleus sampling: smallest set of tokens with cumulative probability P.", "--top-p",
+)]  # fmt: skip
+SamplingSeed = Annotated[int | None, option("Sampling", "N", "Seed that makes sampling repeatable.", "--seed", min=0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """Options of commands that report progress and a result."""
+
+    as_json: Json = False
+    quiet: Quiet = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(OutputConfig):
+    """Options of commands that load a model and run it in this process."""
+
+    model: Model
+    device: Device = "cpu"
+    dtype: ComputeDtype = None
+    activations: Activations = Precision.int8g128
+    adapter: Adapter = None
+    tp: Tp = 1
+    pp: Pp = 1
+    no_verify: NoVerify = False

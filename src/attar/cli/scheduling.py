@@ -1,84 +1,114 @@
-"""Options of memory and of the scheduler, which `serve` takes, and whatever answers for what it would do."""
+"""Scheduler options, shared by `serve`, `plan` and `tritonserver export`.
+
+Most users set a preset and the number of sequences; the other settings are keys of `--scheduler KEY=VALUE`.
+"""
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
 
-from attar.cli.terminal import parse_bytes
+from attar.cli.commands import option
+from attar.cli.options import KvFraction, MaxTokensInCache
 
 
-def parse_size(text: str) -> int:
-    """As `parse_bytes`, of what there is at least some of. Raises ValueError: 0 does not stand for the default."""
-    if not (size := parse_bytes(text)):
-        raise ValueError(f"{text!r} is nothing: leave the option out for its default")
-    return size
+@dataclass(frozen=True)
+class Key:
+    """One setting of `--scheduler`: how its value is read, what kind of value it takes, and what it does."""
+
+    parse: Callable[[str], Any]
+    kind: str
+    meaning: str
 
 
-Memory = Annotated[
-    int | None,
-    typer.Option(parser=parse_size, metavar="SIZE", help="Memory to use, such as 16GB; default: 90 % of what is free."),
-]
-
-
-class Preset(StrEnum):
-    """Scheduler settings for a purpose."""
-
-    latency = "latency"
-    throughput = "throughput"
-    long_context = "long-context"
-
-
-class Policy(StrEnum):
-    """How requests share steps."""
-
-    continuous = "continuous"
-    dynamic = "dynamic"
-    static = "static"
-    none = "none"
-
-
-MaxTokensInCache = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Size of the KV cache in tokens; default: what the memory leaves, up to four times what the sequences "
-        "that run together can use.",
+KEYS = {
+    "policy": Key(
+        str,
+        "name",
+        "When new sequences join: at every step (continuous), once the running batch ends (static), the same after "
+        "max-delay or max-running waiting sequences (dynamic), or one at a time (none).",
     ),
-]
-KvFraction = Annotated[
-    float | None,
-    typer.Option(
-        min=0,
-        max=1,
-        help="How much of what the model leaves of the memory keys and values get, such as 0.9; "
-        "--max-tokens-in-cache is then the most that the cache holds, and not its size.",
+    "max-step-tokens": Key(int, "number", "Tokens of a step. Small: even gaps between tokens. Large: cheaper prompts."),
+    "max-waiting": Key(
+        int,
+        "number",
+        "Waiting sequences; excess requests get 429. With several API keys, half of the queue is reserved in equal "
+        "parts, and with m waiting keys each may hold at most 1/m.",
     ),
-]
-PresetOption = Annotated[Preset | None, typer.Option("--preset", help="Scheduler settings for a purpose.")]
-PolicyOption = Annotated[Policy | None, typer.Option("--policy", help="How requests share steps; default: continuous.")]
-MaxRunning = Annotated[int | None, typer.Option(min=1, help="Sequences that run together.")]
-MaxStepTokens = Annotated[int | None, typer.Option(min=1, help="Tokens in one step.")]
-MaxWaiting = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Sequences that may wait; more get 429. With several API keys half of the places are kept in equal parts "
-        "for each of them, and of m keys that wait none gets more than 1/m; more of it get 429.",
+    "max-delay": Key(float, "number of seconds", "How long the policy dynamic waits for a batch to fill."),
+    "max-preemptions": Key(
+        int,
+        "number",
+        "Preemptions of a sequence; 0: reserve a sequence's full KV cache before starting it.",
     ),
-]
-MaxDelay = Annotated[
-    float | None,
-    typer.Option(min=0, help="Seconds that policy dynamic waits for more to start together with; default: 0.1."),
-]
-MaxPreemptions = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Times that a sequence may be put back to make room for others; default: 4. With 0 none starts before the "
-        "cache has room for all that it may come to.",
-    ),
-]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads of a CPU; default: one a core.")]
+}
+
+
+def show_keys(given: list[str] | None) -> list[str] | None:
+    """Print the keys of `--scheduler` with defaults and meanings where `help` is given, and exit."""
+    if "help" in (given or ()):
+        import textwrap
+
+        from attar.protocol.scheduler_config import SchedulerConfig
+
+        for name, key in KEYS.items():
+            default = getattr(SchedulerConfig(), name.replace("-", "_"))
+            print(textwrap.fill(f"{name:<16} {key.meaning}  [default: {default}]", 78, subsequent_indent=" " * 17))
+        raise typer.Exit
+    return given
+
+
+def parse_scheduler(given: Sequence[str]) -> dict[str, Any]:
+    """Parse KEY=VALUE pairs into fields of the engine's settings. Raises ValueError naming the keys."""
+    from attar.model.fields import nearest
+
+    found: dict[str, Any] = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals or name not in KEYS:
+            known = ", ".join(KEYS)
+            raise ValueError(f"--scheduler {pair!r} is not KEY=VALUE with one of {known}{nearest(name, KEYS)}")
+        try:
+            parsed = KEYS[name].parse(value)
+        except ValueError:
+            raise ValueError(f"--scheduler {name}: {value!r} is not a {KEYS[name].kind}") from None
+        if found.setdefault(name.replace("-", "_"), parsed) != parsed:
+            raise ValueError(f"--scheduler {name} is given twice, with different values")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOptions:
+    """The options of the scheduler and of the size of its cache."""
+
+    preset: Annotated[
+        str | None, option("Scheduler", "NAME", "Settings for a purpose: latency, throughput or long-context.")
+    ] = None
+    max_running: Annotated[
+        int | None, option("Scheduler", "N", "Sequences that run together.", min=1, default="32 without a preset")
+    ] = None
+    scheduler: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Another setting of the scheduler; `--scheduler help` lists them.",
+            rich_help_panel="Scheduler",
+            callback=show_keys,
+            is_eager=True,
+        ),
+    ] = None
+    max_tokens_in_cache: MaxTokensInCache = None
+    kv_fraction: KvFraction = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the options as fields of the engine's settings."""
+        return {
+            "preset": self.preset,
+            "max_running": self.max_running,
+            **parse_scheduler(self.scheduler or ()),
+            "max_cached_tokens": self.max_tokens_in_cache,
+            "kv_fraction": self.kv_fraction,
+        }

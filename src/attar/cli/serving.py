@@ -1,382 +1,199 @@
-"""The commands about serving: `serve` and `bench-serve`."""
+"""The command `serve`: its options, and settings from a Triton configuration."""
 
 from __future__ import annotations
 
-import errno
-import json
 import os
-import re
-import socket
 import sys
 import threading
-from enum import StrEnum
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attar import logs
-from attar.cli.options import DEVICE, MODEL, Activations, Json, Kv, NoVerify, Pp, Quiet, Rounding, Tp
-from attar.cli.scheduling import (
-    KvFraction,
-    MaxDelay,
-    MaxPreemptions,
-    MaxRunning,
-    MaxStepTokens,
-    MaxTokensInCache,
-    MaxWaiting,
-    Memory,
-    PolicyOption,
-    PresetOption,
-    Threads,
-)
-from attar.cli.terminal import CHECK_FAILED, emit, errors, fail, progress, require_apart, tell, tell_shared
+from attar.cli import options
+from attar.cli.commands import configured, option
+from attar.cli.scheduling import SchedulerOptions
+from attar.cli.terminal import emit, errors, require_apart, tell, tell_shared
 
-BESIDES = 64  # HTTP requests open besides those that run or wait: read, refused, or about something else
+if TYPE_CHECKING:
+    from attar.protocol.scheduler_config import SchedulerConfig
+    from attar.protocol.settings import Settings
+    from attar.server.http.security import Keys
+    from attar.server.options import ServerOptions
+    from attar.text.tokenizer import Tokenizer
+
+BESIDES = 64  # HTTP requests open besides those that run or wait: being read or refused, or other routes
 ENGINE = (sys.executable, "-m", "attar.engine.main")  # the command line of its process
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+")
-NO_PAGES = ("*", "null", "file://")
-DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
 
 
-class Arrivals(StrEnum):
-    """When requests are sent in an open loop."""
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(SchedulerOptions):
+    """Options of `serve`."""
 
-    poisson = "poisson"
-    trace = "trace"
+    model: options.Model = "demo"
+    name: Annotated[str | None, option(
+        "Model", "NAME", "Name that requests give the model.", default="the folder's or file's, or the Hub id",
+    )] = None  # fmt: skip
+    context: Annotated[int | None, option(
+        "Model", "N", "Tokens of the longest request.", min=1, default="the model's, or what fits",
+    )] = None  # fmt: skip
+    adapter: Annotated[list[str] | None, option(
+        "Model", "NAME=DIR", "LoRA adapter (PEFT folder) for requests whose `model` is NAME.",
+    )] = None  # fmt: skip
+    triton_config: Annotated[Path | None, option(
+        "Model", "FILE", "config.pbtxt of a TensorRT-LLM model: take what is not given here from it. `attar "
+        "tritonserver import` shows what that is.",
+    )] = None  # fmt: skip
+    no_verify: options.NoVerify = False
+    device: Annotated[str | None, option("Device", "DEVICE", options.DEVICE, "--device", default="cpu")] = None
+    threads: options.Threads = None
+    activations: options.Activations = options.Precision.int8g128
+    tp: options.Tp = 1
+    pp: options.Pp = 1
+    memory: options.Memory = None
+    kv: options.Kv = None
+    host: Annotated[str, option("HTTP", "HOST", "Address; others than loopback need an API key.")] = "127.0.0.1"
+    port: Annotated[int, option("HTTP", "N", "Port; 0 takes a free one.", min=0, max=65535)] = 8000
+    deadline: Annotated[float, option("HTTP", "SECONDS", "Time limit of one request.", min=0.1)] = 600.0
+    drain_seconds: Annotated[
+        float, option("HTTP", "SECONDS", "Time for open requests when the server stops.", min=0)
+    ] = 30.0
+    api_key_file: Annotated[Path | None, option(
+        "Security", "FILE", "API keys of at least 32 characters, one a line, in a file of mode 600; or set "
+        "ATTAR_API_KEY.",
+    )] = None  # fmt: skip
+    origin: Annotated[list[str] | None, option(
+        "Security", "URL", "Origin of a web page that may call (CORS), such as https://chat.example.",
+    )] = None  # fmt: skip
+    allowed_host: Annotated[list[str] | None, option(
+        "Security", "NAME", "Host name that clients may use, behind a proxy that passes the Host header on. "
+        "Loopback's names are always allowed.", default="on loopback only those, elsewhere any",
+    )] = None  # fmt: skip
+    max_requests: Annotated[int | None, option(
+        "Limits", "N", "Open HTTP requests; excess requests get 429, as do bodies of over 1 GiB together.", min=1,
+        default=f"sequences that run and wait, and {BESIDES} more",
+    )] = None  # fmt: skip
+    max_requests_per_key: Annotated[int | None, option(
+        "Limits", "N", "Open requests of one API key; excess requests get 429.", min=1,
+        default="half of --max-requests with several keys, no limit with one",
+    )] = None  # fmt: skip
+    tokens_per_minute: Annotated[int | None, option(
+        "Limits", "N", "Tokens of one API key in a minute, prompts and outputs; excess requests get 429. A request "
+        "reserves what it asks for until it ends.", min=1,
+    )] = None  # fmt: skip
+    as_json: options.Json = False
+
+    def engine(self, path: Path, name: str, theirs: dict[str, Any]) -> Settings:
+        """Make the engine's settings; `theirs`, from a Triton configuration, replace what is not given.
+
+        Raises ValueError for invalid settings, before anything starts.
+        """
+        from msgspec.structs import replace
+
+        from attar.kv.schemes import scheme
+        from attar.plan.fit import check_fraction
+        from attar.protocol.settings import Settings
+        from attar.server.model_names import parse_adapters
+
+        given = {key: value for key, value in self.settings().items() if value is not None}
+        if given.get("policy", "dynamic") != "dynamic":  # the only policy with a delay
+            theirs = {key: value for key, value in theirs.items() if key != "max_delay"}
+        settings = replace(
+            Settings(
+                str(path), "", activations=self.activations.value, kv=None if self.kv is None else scheme(self.kv).name,
+                context=self.context, memory=self.memory, threads=self.threads, verify=not self.no_verify, tp=self.tp,
+                pp=self.pp, adapters=parse_adapters(self.adapter or (), name), name=name,
+            ),
+            **theirs | given,
+        )  # fmt: skip
+        limits = settings.limits()
+        check_fraction(settings.kv_fraction)
+        if settings.max_delay is not None and limits.policy != "dynamic":
+            raise ValueError(f"max-delay is of the policy dynamic; with {limits.policy} nothing waits for a batch")
+        return settings
+
+    def http(self, keys: Keys, origins: frozenset[str], limits: SchedulerConfig) -> ServerOptions:
+        """Make the settings of HTTP. Raises ValueError for a public address without a key."""
+        from attar.server.admission.rate_limits import KeyLimits
+        from attar.server.options import ServerOptions
+
+        most = limits.together + limits.max_waiting + BESIDES
+        return ServerOptions(
+            self.host, self.port, keys, frozenset(self.allowed_host or ()), origins,
+            most if self.max_requests is None else self.max_requests,
+            KeyLimits(self.max_requests_per_key, self.tokens_per_minute), self.deadline, self.drain_seconds,
+        )  # fmt: skip
 
 
-def serve(
-    model: Annotated[str, typer.Argument(metavar="[MODEL]", help=MODEL)] = "demo",
-    host: Annotated[str, typer.Option(help="Address; other than loopback needs an API key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    name: Annotated[
-        str | None,
-        typer.Option(help="What requests call the model; default: the folder's or file's own name, or the Hub id."),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(help="Keys, one a line, of 32 characters or more, in a file of mode 600; or set ATTAR_API_KEY."),
-    ] = None,
-    memory: Memory = None,
-    max_tokens_in_cache: MaxTokensInCache = None,
-    kv_fraction: KvFraction = None,
-    context: Annotated[
-        int | None, typer.Option(min=1, help="Longest request in tokens; default: the model's, or what fits.")
-    ] = None,
-    kv: Kv = None,
-    preset: PresetOption = None,
-    policy: PolicyOption = None,
-    max_running: MaxRunning = None,
-    max_step_tokens: MaxStepTokens = None,
-    max_waiting: MaxWaiting = None,
-    max_delay: MaxDelay = None,
-    max_preemptions: MaxPreemptions = None,
-    triton_config: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="CONFIG.PBTXT",
-            help="Take what is not said here from a Triton Inference Server's configuration of a TensorRT-LLM model; "
-            "`attar triton import` shows what that is.",
-        ),
-    ] = None,
-    max_requests: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="HTTP requests open at a time; more get 429, as do bodies of over 1 GiB together. Default: as many as "
-            f"run and wait in the engine (--max-running, --max-waiting), and {BESIDES} more.",
-        ),
-    ] = None,
-    max_requests_per_key: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Requests that one API key may have open; more get 429. Default: with several keys half of "
-            "--max-requests, so that one cannot take them all; with one key no limit.",
-        ),
-    ] = None,
-    tokens_per_minute: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Tokens that one API key may use in a minute, prompts and answers; more get 429. What a request asks "
-            "for is set aside until it ends.",
-        ),
-    ] = None,
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds that one request may take.")] = 600.0,
-    drain_seconds: Annotated[float, typer.Option(min=0, help="Seconds for open requests at the end.")] = 30.0,
-    origin: Annotated[
-        list[str] | None,
-        typer.Option(help="A web page's origin that may call, such as https://chat.example; can be repeated."),
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="A name that clients may call this server by, behind a proxy that passes the Host header on; can be "
-            "repeated. Loopback's own are always among them. Default: on loopback only those, elsewhere any.",
-        ),
-    ] = None,
-    device: Annotated[str | None, typer.Option("--device", show_default="cpu", help=DEVICE)] = None,
-    threads: Threads = None,
-    activations: Activations = Rounding.int8g128,
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=FOLDER",
-            help="A LoRA adapter, as PEFT stores it, for requests whose `model` is NAME. Repeatable.",
-        ),
-    ] = None,
-    tp: Tp = 1,
-    pp: Pp = 1,
-    no_verify: NoVerify = False,
-    as_json: Json = False,
-) -> None:
-    """Serve a model over HTTP, to OpenAI's and Anthropic's clients.
+@configured(ServeConfig)
+def serve(config: ServeConfig) -> None:
+    """Serve a model by OpenAI's and Anthropic's HTTP APIs.
 
-    Where the memory goes is computed and shown before anything is loaded. Ctrl-C or SIGTERM lets open requests finish.
+    The server prints its memory plan before it loads anything. Ctrl-C or SIGTERM lets open requests finish.
+
+    Examples:
+      attar serve ./out
+      attar serve ./out --preset throughput --kv int8 --memory 12GB
+      attar serve ./out --scheduler policy=static --scheduler max-waiting=64
+      attar serve ./out --host 0.0.0.0 --api-key-file keys.txt
     """
-    with errors(as_json):
-        from msgspec.structs import replace as replaced
+    with errors(config.as_json):
+        from msgspec.structs import replace
 
         from attar.checkpoints import vocabulary
         from attar.checkpoints.fingerprints import fingerprints
         from attar.checkpoints.sources import hub
-        from attar.kv.schemes import scheme
-        from attar.plan.fit import check_fraction
-        from attar.protocol.settings import Settings
         from attar.server import supervisor
-        from attar.server.admission.rate_limits import KeyLimits
-        from attar.server.http.security import Keys, find_keys
-        from attar.server.model_names import check_name, name_of, parse_adapters
-        from attar.server.options import ServerOptions
-        from attar.text import template
+        from attar.server.http.security import Keys, check_host, find_keys, parse_origin
+        from attar.server.http.sockets import explained
+        from attar.server.model_names import check_name, name_of
 
-        _check_host(host)
-        origins = frozenset(map(_origin, origin or ()))
-        called = name_of(model) if name is None else check_name(name)
+        check_host(config.host)
+        origins = frozenset(map(parse_origin, config.origin or ()))
+        name = name_of(config.model) if config.name is None else check_name(config.name)
         logs.begin()
-        keys = Keys.of(find_keys(api_key_file, os.environ))  # first: it takes the key from what children inherit
-        theirs = {} if triton_config is None else _of_triton(triton_config)
-        if device is None:
-            device = str(theirs.get("device", "cpu"))
-        require_apart(device)
-        path = hub.resolve(model)
-        settings = Settings(
-            model=str(path),
-            socket="",
-            device=device,
-            activations=activations.value,
-            kv=None if kv is None else scheme(kv).name,
-            context=context,
-            memory=memory,
-            max_cached_tokens=max_tokens_in_cache,
-            kv_fraction=kv_fraction,
-            preset=None if preset is None else preset.value,
-            policy=None if policy is None else policy.value,
-            max_running=max_running,
-            max_step_tokens=max_step_tokens,
-            max_waiting=max_waiting,
-            max_delay=max_delay,
-            max_preemptions=max_preemptions,
-            threads=threads,
-            verify=not no_verify,
-            tp=tp,
-            pp=pp,
-            adapters=parse_adapters(adapter or (), called),
-            name=called,
-        )
-        if policy is not None and policy.value != "dynamic":  # of which alone the delay is
-            theirs.pop("max_delay", None)
-        settings = replaced(
-            settings, **{name: value for name, value in theirs.items() if getattr(settings, name) is None}
-        )
-        chosen = settings.limits()  # refuses what cannot be before anything starts
-        check_fraction(settings.kv_fraction)
-        if settings.max_delay is not None and chosen.policy != "dynamic":
-            raise ValueError(f"--max-delay is of --policy dynamic; with {chosen.policy} nothing waits for company")
-        tell_shared(device, tp, pp)
-        options = ServerOptions(
-            host=host,
-            port=port,
-            keys=keys,
-            hosts=frozenset(allowed_host or ()),
-            origins=origins,
-            max_requests=chosen.together + chosen.max_waiting + BESIDES if max_requests is None else max_requests,
-            limits=KeyLimits(max_requests_per_key, tokens_per_minute),
-            deadline=deadline,
-            drain_seconds=drain_seconds,
-        )
-        settings = replaced(
-            settings, files=fingerprints(settings.folders)
-        )  # first: what is replaced from now on is noticed
+        keys = Keys.of(find_keys(config.api_key_file, os.environ))  # first: it takes the key from what children inherit
+        theirs = _of_triton(config.triton_config) | ({} if config.device is None else {"device": config.device})
+        require_apart(theirs["device"])
+        path = hub.resolve(config.model)
+        settings = config.engine(path, name, theirs)
+        tell_shared(settings.device, config.tp, config.pp)
+        options = config.http(keys, origins, settings.limits())
+        settings = replace(settings, files=fingerprints(settings.folders))  # first: later changes are noticed
         tokenizer = vocabulary.tokenizer(path)
-
-        def started(url: str) -> None:
-            if tokenizer.chat_templates:  # so that the first conversation need not wait for it
-                threading.Thread(target=template.warm, name="template-start", daemon=True).start()
-            tell(f"listening at {url} (the model is loading)")
-            emit(as_json, {"url": url, "pid": os.getpid()})
-
         try:
-            status = supervisor.run(settings, tokenizer, options, ENGINE, started)
+            status = supervisor.run(settings, tokenizer, options, ENGINE, _started(tokenizer, config.as_json))
         except OSError as error:
-            raise _named(error, host, port) from None
+            raise explained(error, config.host, config.port) from None
         if status:
             raise typer.Exit(status)
 
 
-def bench_serve(
-    url: Annotated[str, typer.Option(help="A server that speaks OpenAI's API.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="Its name there; default: the first that the server lists.")] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="A file with the key that is sent as a bearer token; or set ATTAR_API_KEY.")
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions.")] = False,
-    text: Annotated[bool, typer.Option("--text", help="Send prompts as words, not as token ids.")] = False,
-    tokenizer: Annotated[Path | None, typer.Option(help="Folder of the tokenizer that turns ids into text.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Requests of a trace file: ShareGPT ids, Mooncake blocks or Azure lengths.")
-    ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of each run, at most.")] = 100,
-    divisor: Annotated[int, typer.Option(min=1, help="Divide the lengths of a trace.")] = 1,
-    longest: Annotated[int | None, typer.Option(min=2, help="Leave out requests of more tokens in all.")] = None,
-    vocabulary: Annotated[int | None, typer.Option(min=1, help="Keep token ids below this.")] = None,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a made-up prompt.")] = 256,
-    gen: Annotated[int, typer.Option(min=1, help="Tokens of its answer.")] = 64,
-    spread: Annotated[float, typer.Option(min=0, help="Lengths vary by this fraction either way.")] = 0.0,
-    prefixes: Annotated[int, typer.Option(min=0, help="Number of beginnings that made-up prompts share.")] = 0,
-    prefix_tokens: Annotated[int, typer.Option(min=0, help="Tokens of each beginning.")] = 0,
-    rates: Annotated[
-        str | None, typer.Option("--rates", "--rate", help="Open loop: requests a second, one run each: 1,2,4.")
-    ] = None,
-    clients: Annotated[
-        str | None,
-        typer.Option(
-            help="Closed loop: numbers of clients, one run each; default, with neither rates nor a trace: 1,4,16."
-        ),
-    ] = None,
-    arrivals: Annotated[
-        Arrivals, typer.Option(help="Of an open loop: random, or a trace's times stretched to the rate.")
-    ] = Arrivals.poisson,
-    slo: Annotated[str | None, typer.Option(help="Limits in seconds for goodput: ttft=1.0,tpot=0.05.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of lengths, tokens and arrival times.")] = 0,
-    seconds: Annotated[float | None, typer.Option(min=0.1, help="Send nothing after so long.")] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that one answer may take.")] = 600.0,
-    temperature: Annotated[float, typer.Option(min=0, help="Of every request.")] = 0.0,
-    no_ignore_eos: Annotated[
-        bool, typer.Option("--no-ignore-eos", help="Let answers end early; for servers that do not know ignore_eos.")
-    ] = False,
-    extra: Annotated[str | None, typer.Option(help="A JSON object that goes into every request.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw latency against load: a .html or .png file.")] = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Load a server and measure latency, throughput and goodput.
+def _started(tokenizer: Tokenizer, as_json: bool) -> Callable[[str], None]:
+    """Make the function called once the server listens: it prints the address, and starts the chat template process."""
+    from attar.text import template
 
-    Where the server tells its longest context, longer requests are refused before anything is sent. Requests that fail
-    are counted and quoted in the report; the exit status is 1 where none succeeded, and 0 otherwise.
-    """
-    with errors(as_json), progress(quiet) as bar:
-        from attar.load import measures, sweep
-        from attar.load import plot as drawing
-        from attar.load.traces import Synthetic
-        from attar.text.tokenizer import Tokenizer
+    def started(url: str) -> None:
+        if tokenizer.chat_templates:  # so that the first conversation does not wait for it
+            threading.Thread(target=template.warm, name="template-start", daemon=True).start()
+        tell(f"listening at {url} (the model is loading)")
+        emit(as_json, {"url": url, "pid": os.getpid()})
 
-        if plot is not None:
-            drawing.check(plot)
-        more = {} if extra is None else _object(extra)
-        if rates is None and clients is None and trace is None:
-            clients = "1,4,16"
-        options = sweep.Options(
-            url, _key(api_key_file), model, chat, text,
-            decode=None if tokenizer is None else Tokenizer.load(tokenizer).decode,
-            trace=trace, synthetic=Synthetic(prompt, gen, spread, prefixes, prefix_tokens), requests=requests,
-            divisor=divisor, longest=longest, vocabulary=vocabulary, rates=sweep.numbers("--rates", rates),
-            clients=sweep.counts("--clients", clients), arrivals=arrivals.value,
-            seed=seed, slo={} if slo is None else measures.parse_slo(slo), temperature=temperature,
-            ignore_eos=not no_ignore_eos, timeout=timeout, seconds=seconds, extra=more,
-        )  # fmt: skip
-        report = sweep.bench_serve(options, bar)
-        bar.close()
-        table = sweep.to_text(report)
-        print(table)
-        if plot is not None:
-            drawing.save(plot, report["runs"], f"{report['model']}: latency against load", table)
-            tell(f"drawn into {plot}")
-        emit(as_json, report)
-        if (sentence := sweep.failure(report)) is not None:
-            fail(sentence, CHECK_FAILED)
+    return started
 
 
-def _object(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f'--extra is a JSON object such as {{"top_k": 1}}: {error}') from None
-    if not isinstance(found, dict):
-        raise ValueError('--extra is a JSON object such as {"top_k": 1}')
-    return found
-
-
-def _origin(text: str) -> str:
-    """As browsers say it: in small letters, without a path, not even `/`, and without a port that goes without saying.
-    Raises ValueError for what no page's origin can be. What stands for more than one is the door's affair."""
-    if text in NO_PAGES:
-        return text
-    origin = text.lower().removesuffix("/")
-    scheme, _, rest = origin.partition("://")
-    if not ORIGIN.fullmatch(origin) or set(rest) & set("/?#@"):
-        raise ValueError(
-            f"--origin {text!r} is no page's: write scheme, host and port, such as https://chat.example:8443"
-        )
-    return origin.removesuffix(DEFAULT_PORTS.get(scheme, ""))
-
-
-def _check_host(host: str) -> None:
-    """Raises ValueError for what cannot be a name: a socket would not take it, with an error of another kind; and for
-    an empty one, which to it is every address there is."""
-    try:
-        sound = bool(host.encode("idna"))
-    except UnicodeError:
-        sound = False
-    if not sound:
-        raise ValueError(f"--host {host!r} is neither an address nor a name") from None
-
-
-def _named(error: OSError, host: str, port: int) -> Exception:
-    """The error with the address, where that is what cannot be had."""
-    if error.filename is not None:
-        return error
-    at = f"cannot listen at {host}, port {port}: {str(error.strerror).lower()}"
-    if error.errno in (errno.EADDRINUSE, errno.EACCES):
-        return ValueError(f"{at}; --port takes another, and 0 a free one")
-    if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-        return ValueError(f"{at}; --host is an address or a name of this machine, such as 127.0.0.1 or ::1")
-    return error
-
-
-def _of_triton(file: Path) -> dict[str, Any]:
-    """Settings of a Triton configuration; what is lost of it is said, and what is as it is anyhow."""
+def _of_triton(file: Path | None) -> dict[str, Any]:
+    """Read settings of a Triton configuration, the device included; report what is lost, and what holds anyhow."""
     from attar.integrations.triton_server import config as triton_config
 
+    if file is None:
+        return {"device": "cpu"}
     imported = triton_config.load(file)
     for note in imported.notes:
         tell(f"{file}: note: {note}")
     for warning in imported.warnings:
         tell(f"{file}: warning: {warning}")
-    return imported.settings()
-
-
-def _key(file: Path | None) -> str | None:
-    """What a client sends: the key of a file or else of the environment, never of the command line, where every user of
-    the machine could read it. Raises ValueError where the file holds none, or several."""
-    from attar.server.http.security import KEY_VARIABLE
-
-    if file is None:
-        return os.environ.get(KEY_VARIABLE) or None
-    keys = file.read_text(encoding="utf-8").split()
-    if len(keys) != 1:
-        raise ValueError(f"{file} holds {len(keys)} keys: a client sends one")
-    return keys[0]
+    return {"device": "cpu", **imported.settings()}

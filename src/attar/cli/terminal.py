@@ -1,9 +1,9 @@
-"""What every command owes whoever reads it: a person at a terminal, a pipe, or a script.
+"""Output that all commands share, for a person at a terminal, a pipe, or a script.
 
-Results go to stdout, everything else to stderr. With `--json` the last line of stdout is one JSON object: after a
-mistake, {"error": sentence}. Exit status 0 is success, 1 a check that failed, 2 bad usage or input, 130 Ctrl-C, 141 a
-reader of stdout that has left (as other tools under `| head`). What a user can mend is one sentence; whatever else goes
-wrong is a bug, and keeps its traceback.
+Results go to stdout, everything else to stderr. With `--json` the last line of stdout is one JSON object: after an
+error, {"error": sentence}. Exit status 0 is success, 1 a check that failed, 2 bad usage or input, 130 Ctrl-C, 141 a
+closed stdout (as other tools under `| head`). An error that a user can mend is one sentence; any other error is a bug,
+and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -19,52 +19,33 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import typer
-from typer.core import TyperGroup
 
 CHECK_FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
-LEAST = 10**6  # bytes that a number without a unit can mean
-RECIPES = "recipes"  # the stage that others are part of
+LEAST = 10**6  # the least bytes that a number without a unit may mean
+RECIPES = "recipes"  # the stage that contains others
 RESUMED = ("blocks", RECIPES)
 NO_RECEIPT = "no receipt: nothing says what this checkpoint should compute, so no probe is replayed"
 
 ASK = """
 import sys
-from attar.kernels import ops
+from attar.kernels import dispatch
 try:
-    ops.require(sys.argv[1])
+    dispatch.require(sys.argv[1])
 except ValueError as error:
     print(error)
 """
 
 Result = TypeVar("Result")
 
-USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # UsageError, of whichever click this typer is built on
-
-
-class Commands(TyperGroup):
-    """The table of subcommands; a command line with --json that cannot be understood leaves a JSON object as well."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta["json"] = "--json" in args
-        return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except USAGE_ERROR as error:
-            error.message = error.message.replace("Value error, ", "")  # of the library that typer converts with
-            emit(ctx.meta["json"], {"error": error.format_message()})
-            raise
-
 
 def emit(as_json: bool, value: dict[str, Any]) -> None:
-    """The JSON object, in ASCII, so that neither the locale nor an exotic line separator can break it."""
+    """Print the JSON object, in ASCII, so that neither the locale nor an exotic line separator can break it."""
     if as_json:
         print(json.dumps(value, allow_nan=False), flush=True)
 
 
 def print_pieces(stream: Generator[str, None, Result]) -> Result:
-    """Print a text as it is made, and a line break behind it; returns what the generator does."""
+    """Print a text as it is generated, and a line break behind it; returns the generator's return value."""
     try:
         while True:
             print(next(stream), end="", flush=True)
@@ -76,7 +57,7 @@ def print_pieces(stream: Generator[str, None, Result]) -> Result:
 
 
 def read_stdin() -> str:
-    """A prompt from stdin, less one line break at its end, which shells add."""
+    """Read a prompt from stdin, less one line break at its end, which shells add."""
     if sys.stdin.isatty():
         tell("reading the prompt from stdin; Ctrl-D ends it")
     try:
@@ -87,8 +68,8 @@ def read_stdin() -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """A size such as 512MiB, 5GB or 1e9 in bytes. Raises ValueError naming the units, also for a number so small that a
-    unit was forgotten."""
+    """Parse a size such as 512MiB, 5GB or 1e9 to bytes. Raises ValueError naming the units, also for a number so small
+    that a unit was forgotten."""
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
     number = text.rstrip("BbKkMmGgIi ")
     unit = text[len(number) :].strip().upper()
@@ -105,7 +86,7 @@ def parse_bytes(text: str) -> int:
 
 @contextmanager
 def errors(as_json: bool, after_interrupt: str | None = None) -> Iterator[None]:
-    """Turn what a user can mend into one sentence on stderr, {"error": sentence} if JSON is wanted, and an exit status.
+    """Turn errors that a user can mend into a sentence on stderr, {"error": sentence} with --json, and an exit status.
 
     `after_interrupt` says what a user can do after Ctrl-C, where there is something.
     """
@@ -120,7 +101,7 @@ def errors(as_json: bool, after_interrupt: str | None = None) -> Iterator[None]:
     except KeyboardInterrupt:
         end("interrupted" + (f": {after_interrupt}" if after_interrupt else ""), INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # buffered output is discarded
         raise typer.Exit(PIPE_CLOSED) from None
     except (ValueError, OSError) as error:
         from attar.checkpoints.strict_io import VerificationError
@@ -144,33 +125,33 @@ def tell(sentence: str) -> None:
 
 
 def require(device: str) -> None:
-    """Raises ValueError where nothing can be computed on `device`: asked before anything is read, fetched or started.
-    torch is imported only to ask for a GPU."""
+    """Raise ValueError where `device` cannot compute, before anything is read, fetched or started. torch is imported
+    only to ask for a GPU."""
     if device != "cpu":
-        from attar.kernels import ops
+        from attar.kernels import dispatch
 
-        ops.require(device)
+        dispatch.require(device)
 
 
 def require_apart(device: str) -> None:
-    """The same, asked by another process: whoever knows torch and has opened a GPU keeps memory of both, and a server
-    lives long. That takes as long as torch is loaded."""
+    """Check `device` as `require` does, in another process: torch and an opened GPU would hold memory in this one, and
+    a server lives long. It takes as long as torch takes to load."""
     if device != "cpu":
         asked = subprocess.run([sys.executable, "-c", ASK, device], stdout=subprocess.PIPE, text=True, check=False)
-        if asked.returncode:  # it has said why itself, on stderr, unless a signal ended it
+        if asked.returncode:  # it has printed why on stderr, unless a signal ended it
             raise ValueError(f"cannot compute on {device}: the process that was to try ended with {asked.returncode}")
         if asked.stdout:
             raise ValueError(f"{asked.stdout.strip()}; --device cpu needs none, whatever --triton-config says")
 
 
 def tell_shared(device: str, tp: int, pp: int) -> None:
-    """Say what several processes on a CPU are good for."""
+    """Print what several processes on a CPU are good for."""
     if device == "cpu" and tp * pp > 1:
         tell(f"{tp * pp} processes share this machine's cores: that is for checks, and no faster than one")
 
 
 def tell_doubt(adapter: Path | None, base: Path) -> None:
-    """Say it where an adapter may not fit its base."""
+    """Warn where an adapter may not fit its base."""
     from attar.checkpoints.adapters import lora
 
     if adapter is not None and (sentence := lora.doubt(adapter, base)) is not None:
@@ -178,7 +159,7 @@ def tell_doubt(adapter: Path | None, base: Path) -> None:
 
 
 def fail(sentence: str, status: int) -> NoReturn:
-    sys.stdout.flush()  # in the order in which they were said
+    sys.stdout.flush()  # keeps the order of both outputs
     tell(sentence)
     raise typer.Exit(status)
 
@@ -193,9 +174,9 @@ class Progress:
         self._bars: Any = None
         self._tasks: dict[str, Any] = {}
         self._stage = ""
-        self._start = (0.0, 0)  # of the stage: time, and what was done by then
+        self._start = (0.0, 0)  # of the stage: time, and the amount done by then
         self._seen: set[str] = set()
-        self._recipe = ""  # which of several is tried
+        self._recipe = ""  # the one being tried, of several
         self._told = time.monotonic()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
@@ -220,14 +201,14 @@ class Progress:
                 progress.TextColumn("{task.description:<14}"), progress.BarColumn(), progress.TaskProgressColumn(),
                 progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn(),
                 console=Console(stderr=True), transient=True, redirect_stdout=False,
-                speed_estimate_period=1e9,  # a block may take minutes: the speed is that of the whole stage
+                speed_estimate_period=1e9,  # a block may take minutes: average over the whole stage
             )  # fmt: skip
             self._bars.start()
         if stage not in self._tasks:
             self._tasks[stage] = self._bars.add_task(stage, total=total)
         task = self._tasks[stage]
         if done < self._bars.tasks[task].completed:
-            self._bars.reset(task, total=total)  # the stage begins again, for another model
+            self._bars.reset(task, total=total)  # the stage restarts, for another model
         self._bars.update(task, completed=done, total=total)
 
     def _log(self, stage: str, done: int, total: int) -> None:

@@ -1,46 +1,50 @@
-"""`attar triton`: settings of an NVIDIA Triton Inference Server, for those who come from one or go to one.
+"""`attar tritonserver`: settings of an NVIDIA Triton Inference Server, to and from those of `serve`.
 
-`serve --triton-config` takes the same file and needs none of these: they show what it becomes, and the way back.
+`serve --triton-config` takes the same file and needs none of these commands. They show its equivalent, and convert
+back. The language of the GPU kernels has the same name by chance.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from attar.cli.commands import Command, Commands, configured
 from attar.cli.options import Device, Json, Pp, Tp
-from attar.cli.scheduling import (
-    KvFraction,
-    MaxDelay,
-    MaxPreemptions,
-    MaxRunning,
-    MaxStepTokens,
-    MaxTokensInCache,
-    MaxWaiting,
-    PolicyOption,
-    PresetOption,
-)
+from attar.cli.scheduling import SchedulerOptions
 from attar.cli.terminal import emit, errors, tell
 
 app = typer.Typer(
-    help="Settings of Triton Inference Server, from and to `serve`.\n\nWith --json each prints an object as well.",
+    cls=Commands,
+    help="""Convert settings of Triton Inference Server.
+
+    They become options of `attar serve`, and the other way round. With --json each command prints an object as well.
+
+    Examples:
+      attar tritonserver import config.pbtxt
+      attar serve ./out --triton-config config.pbtxt
+    """,
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-@app.command("import")
+@app.command("import", cls=Command)
 def import_(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.PBTXT", help="Of a model of TensorRT-LLM's backend.")],
+    config: Annotated[Path, typer.Argument(metavar="FILE", help="config.pbtxt of a model of TensorRT-LLM's backend.")],
     as_json: Json = False,
 ) -> None:
     """Show what a configuration asks of `serve`.
 
-    The command line that serves alike, what attar does anyhow, and what is lost.
+    The command prints the equivalent `attar serve` command line. It lists what attar does anyhow, and what is lost.
+
+    Examples:
+      attar tritonserver import config.pbtxt
     """
     with errors(as_json):
         from attar.integrations.triton_server import config as triton_config
@@ -54,63 +58,57 @@ def import_(
         emit(as_json, found.to_dict())
 
 
-@app.command()
-def export(
-    template: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[TEMPLATE.PBTXT]",
-            help="TensorRT-LLM's own, whose `${...}` are filled in as far as they are known; default: these settings "
-            "alone.",
-        ),
-    ] = None,
-    preset: PresetOption = None,
-    policy: PolicyOption = None,
-    max_running: MaxRunning = None,
-    max_step_tokens: MaxStepTokens = None,
-    max_waiting: MaxWaiting = None,
-    max_delay: MaxDelay = None,
-    max_preemptions: MaxPreemptions = None,
-    max_tokens_in_cache: MaxTokensInCache = None,
-    kv_fraction: KvFraction = None,
-    device: Device = "cuda",
-    tp: Tp = 1,
-    pp: Pp = 1,
-    as_json: Json = False,
-) -> None:
-    """Print options of `serve` as a configuration."""
-    with errors(as_json):
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig(SchedulerOptions):
+    """Options of `tritonserver export`."""
+
+    template: Annotated[Path | None, typer.Argument(
+        metavar="FILE", help="Template of TensorRT-LLM: known values replace its `${...}`.",
+        show_default="these settings alone",
+    )] = None  # fmt: skip
+    device: Device = "cuda"
+    tp: Tp = 1
+    pp: Pp = 1
+    as_json: Json = False
+
+
+@app.command(cls=Command)
+@configured(ExportConfig)
+def export(config: ExportConfig) -> None:
+    """Print options of `serve` as a configuration.
+
+    Examples:
+      attar tritonserver export --max-running 64 > config.pbtxt
+      attar tritonserver export template.pbtxt --preset throughput
+    """
+    with errors(config.as_json):
+        from msgspec.structs import replace
+
         from attar.integrations.triton_server import pbtxt
         from attar.integrations.triton_server import template as triton_template
         from attar.protocol.settings import Settings
 
-        settings = Settings(
-            model="",
-            socket="",
-            preset=None if preset is None else preset.value,
-            policy=None if policy is None else policy.value,
-            max_running=max_running,
-            max_step_tokens=max_step_tokens,
-            max_waiting=max_waiting,
-            max_delay=max_delay,
-            max_preemptions=max_preemptions,
-        )
         values = triton_template.values(
-            settings.limits(), tokens=max_tokens_in_cache, fraction=kv_fraction, device=device, shared=tp * pp
-        )
-        filled = triton_template.export(values, None if template is None else pbtxt.load(template))
-        _show(filled, as_json)
+            replace(Settings("", ""), **config.settings()).limits(), tokens=config.max_tokens_in_cache,
+            fraction=config.kv_fraction, device=config.device, shared=config.tp * config.pp,
+        )  # fmt: skip
+        template = None if config.template is None else pbtxt.load(config.template)
+        _show(triton_template.export(values, template), config.as_json)
 
 
-@app.command()
+@app.command(cls=Command)
 def fill(
-    template: Annotated[Path, typer.Argument(metavar="TEMPLATE.PBTXT", help="A file with `${name}` for values.")],
+    template: Annotated[Path, typer.Argument(metavar="FILE", help="Template with `${name}` for values.")],
     values: Annotated[
-        str, typer.Argument(metavar="NAME:VALUE,...", help="What stands there. A comma in a value is written \\,")
+        str, typer.Argument(metavar="NAME:VALUE", help="Values, with commas between; `\\,` is a comma in a value.")
     ],
     as_json: Json = False,
 ) -> None:
-    """Fill in a template, as TensorRT-LLM's fill_template.py does."""
+    r"""Fill in a template, as TensorRT-LLM's fill_template.py does.
+
+    Examples:
+      attar tritonserver fill template.pbtxt 'engine_dir:/x,gpu_device_ids:0\,1'
+    """
     with errors(as_json):
         from attar.integrations.triton_server import pbtxt
         from attar.integrations.triton_server import template as triton_template
@@ -119,7 +117,7 @@ def fill(
 
 
 def _show(text: str, as_json: bool) -> None:
-    """Print a configuration, and say what is still to be filled in."""
+    """Print a configuration, and what is still to be filled in."""
     from attar.integrations.triton_server import template as triton_template
 
     sys.stdout.write(text)

@@ -17,7 +17,7 @@ from torch import Tensor
 from attar.compression.solvers.rounding import awq
 from attar.kernels import ops
 from attar.kernels.operands import Linear, Norm
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.layers import Block, MixtureOfExperts
 
 
@@ -27,7 +27,7 @@ class Fold:
 
     before: Norm | Linear
     linears: tuple[Linear, ...]
-    run: Callable[[Tensor, Step], Tensor]
+    run: Callable[[Tensor, ForwardBatch], Tensor]
     mixes: bool = False  # whether a row of `run` depends on the others of its sequence
 
 

@@ -13,7 +13,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from attar.kernels import ops
+from attar.kernels import dispatch
 
 LARGE = 3 << 20  # above the float32 slices that codecs work in
 USUAL = 32 << 20  # where glibc's own threshold ends up in any process that frees tensors
@@ -42,6 +42,6 @@ def _large(size: int) -> None:
 
 def give_back() -> None:
     """Return free pages of the heap, and what kernels keep for results, to the system. Takes milliseconds."""
-    ops.release()
+    dispatch.release()
     if _malloc_trim is not None:
         _malloc_trim(0)

@@ -1,24 +1,24 @@
-"""What limited a step: overhead, or else bandwidth or compute.
+"""Bottleneck of a step: overhead, or else bandwidth or compute.
 
-Overhead is measured: less than half of the step's time was the model's on the device. On a CPU that is time inside
-native calls, which the extension counts; what the reference computes is none of it. On a GPU it lies between two events
-on the stream, before the model's first kernel and behind its last. A replayed graph keeps the device busy in between;
-where kernels are launched one by one, gaps between them count as busy.
+Overhead is measured: the model took less than half of the step's time on the device. On a CPU that is time inside
+native calls, which the extension counts; the reference's computation is no part of it. On a GPU it lies between two
+events on the stream, before the model's first kernel and behind its last. A replayed graph keeps the device busy in
+between; where kernels are launched one by one, gaps between them count as busy.
 
-Bandwidth or compute is estimated: whichever of the two needs longer by the roofline of this model on this machine
-(`plan/roofline.py`), at rates that are measured before the model is loaded. So "compute" says that, were kernels at
-their best, arithmetic would take longer than reading, and not that they were.
+Bandwidth or compute is estimated: whichever takes longer by the roofline of this model on this machine
+(`plan/roofline.py`), at rates that are measured before the model is loaded. So "compute" means that with ideal kernels
+arithmetic would take longer than reading, and not that the kernels are ideal.
 
-A step that was launched before the one before was over takes the time between their ends. A GPU is not waited for: a
-step that chooses no token comes back while the device still works, and the time that it takes falls on the clock of a
-later one. Such steps are judged together with the first after them that waits, at the
-latest with the `OPEN`th of them, which is waited for; a request that is given up before that hears nothing of them.
+A step launched before the one before was over takes the time between their ends. A GPU is not waited for: a step that
+samples no token returns while the device still works, and its time falls on the clock of a later one. Such steps are
+judged together with the first step after them that waits, at the latest with the `OPEN`th of them, which is waited for;
+a request that is cancelled before that gets no verdict of them.
 
-The roofline also says in how many seconds a step could have been done; that over what it took is told, for a limit that
-is far away limits nothing: kernels that wait for a core somebody else has are neither.
+The roofline also gives the least seconds of a step. Their ratio to the measured ones is reported, for a limit that is
+far away limits nothing: kernels that wait for a core in use elsewhere have neither limit.
 
-Nothing is judged where it could only be wrong: of a model in stages on CPUs, of which this process computes one and
-waits for the others, which looks like overhead; and on a card whose rates could not be measured.
+Nothing is judged where the verdict could only be wrong: for a model in stages on CPUs, where this process computes one
+stage and waits for the others, which looks like overhead; and on a GPU whose rates could not be measured.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from attar.engine.outputs import Request
 from attar.formats.scheme import multiplied_in
 from attar.kernels.native import extension, limits
 from attar.kernels.triton.weights import knows_float8
-from attar.plan import cards
+from attar.plan import gpus
 from attar.plan.costs import against
 from attar.plan.roofline import Rates, Roofline
 from attar.scheduling.step_plan import StepPlan
 
-COPIED, SQUARE = 1 << 30, 8192  # bytes of a copy, and rows of a product, by which a card's rates are measured
-OPEN = 64  # steps that wait for a verdict at most: a prompt of a million tokens is thousands
-LANES = 4  # numbers of int8 that a processor multiplies in the time of one float, by four-byte dot products
+COPIED, SQUARE = 1 << 30, 8192  # bytes of a copy, and rows of a product, that measure a GPU's rates
+OPEN = 64  # at most, steps that wait for a verdict: a prompt of a million tokens is thousands
+LANES = 4  # int8 numbers multiplied in the time of one float, by four-byte dot products
 
 
 class Meter(Protocol):
-    """Tells how long the device was at the model, from `begin` to `end`. What `end` returns gives seconds; of a `late`
-    meter it may have to wait for the device."""
+    """Measures the model's time on the device, from `begin` to `end`. `end` returns a function that gives seconds; a
+    `late` meter's may wait for the device."""
 
     late: bool
 
@@ -54,7 +54,7 @@ class Meter(Protocol):
 
 
 class KernelMeter:
-    """Of a CPU."""
+    """Meter of a CPU: time inside native kernels."""
 
     late = False
 
@@ -67,7 +67,7 @@ class KernelMeter:
 
 
 class StreamMeter:
-    """Of a CUDA device."""
+    """Meter of a CUDA device: time between two events on its stream."""
 
     late = True
 
@@ -94,29 +94,29 @@ class StreamMeter:
 
 class _Step(NamedTuple):
     requests: Collection[Request]
-    otherwise: str  # what limited it, if not overhead
-    least: float  # seconds that it could have been done in; 0 where nobody knows
+    otherwise: str  # the bottleneck, if not overhead
+    least: float  # least seconds by the roofline; 0 where unknown
     seconds: float
     busy: Callable[[], float]
 
 
 class Bounds:
-    """Judges an engine's steps, by the roofline of its model; None where there are no kernels to reach any."""
+    """Judges an engine's steps, by the roofline of its model; None where there are no kernels."""
 
     def __init__(self, roof: Roofline | None, meter: Meter) -> None:
         self.roof, self.meter = roof, meter
         self._open: list[_Step] = []
 
     def begin(self) -> None:
-        """The model's part of a step begins."""
+        """Begin the model's part of a step."""
         self.meter.begin()
 
     def end(self) -> Callable[[], float]:
-        """It has been run, or is on its way; gives the seconds that the device is at it."""
+        """End it, run or launched; returns a function that gives the device's seconds."""
         return self.meter.end()
 
     def count(self, plan: StepPlan, seconds: float, busy: Callable[[], float], requests: Collection[Request]) -> None:
-        """The step is over, of which `end` gave `busy`: say so to each of its `requests`."""
+        """Judge a step that took `seconds`, of which `end` gave `busy`, and add the verdict to its `requests`."""
         otherwise, least = "overhead", 0.0
         if self.roof is not None:
             reading, computing = self.roof.least(chunk[1:] for chunk in plan.chunks)
@@ -135,12 +135,12 @@ class Bounds:
 
 
 def cpu_rates(weights: int, activations: str) -> Rates | None:
-    """Of this machine, at the present number of threads; None without kernels. Reading is measured on as many bytes as
-    a model's `weights`, up to `limits.READ`: one that fits a cache is read from there. The best of some runs counts:
-    who else was busy for that moment is no limit of the machine.
+    """Measure this machine at the present number of threads; None without kernels. Reading is measured on as many bytes
+    as a model's `weights`, up to `limits.READ`: a model that fits a cache is read from there. The best of some runs
+    counts: other load at that moment is no limit of the machine.
 
-    Integer products are taken to be as fast as by tiles, where there are, or four-byte dot products; others, and those
-    whose rows stay `exact`, by the ratio of lanes, a quarter of the dot products' rate.
+    Integer products count at the rate of tiles, where there are any, or of four-byte dot products. Others, and those
+    whose rows stay `exact`, count at a quarter of the dot products' rate, the ratio of lanes.
     """
     if not extension.loaded():
         return None
@@ -151,19 +151,19 @@ def cpu_rates(weights: int, activations: str) -> Rates | None:
 
 
 def card_rates(device: torch.device) -> Rates:
-    """Of a card, whose kernels read weights as `cards.size` says."""
+    """Measure a GPU, whose kernels read weights as `cards.size` describes."""
     (bandwidth, gops), float8 = card_limits(device), knows_float8(device)
     return Rates(
         1e9 * bandwidth,
         lambda scheme: 1e9 * gops[multiplied_in(scheme)],
-        lambda each, scheme: cards.size(each, scheme, float8),
+        lambda each, scheme: gpus.size(each, scheme, float8),
     )
 
 
 def card_limits(device: torch.device) -> tuple[float, dict[str, float]]:
-    """What a card does at best: GB/s read and written by a copy, and billions of operations a second of torch's own
-    products of bf16, int8 and fp8, of the last as of bf16 where the card knows none. The copy takes no more than half
-    of what is free, the products less than a gigabyte: torch.OutOfMemoryError where there is not that."""
+    """Measure a GPU's best rates: GB/s read and written by a copy, and 1e9 operations/s of torch's products in bf16,
+    int8 and fp8 (as bf16 where the GPU has no fp8). The copy takes at most half of the free memory, the products less
+    than a gigabyte: raises torch.OutOfMemoryError where that is missing."""
     work = 2 * SQUARE**3 / 1e9
     with torch.cuda.device(device):
         size = min(COPIED, torch.cuda.mem_get_info(device)[0] // 4)
@@ -186,13 +186,13 @@ def card_limits(device: torch.device) -> tuple[float, dict[str, float]]:
 
 
 def _copying(size: int, device: torch.device) -> float:
-    """Seconds that a copy of so many bytes takes. They are given back: the products need the room."""
+    """Return the seconds of a copy of `size` bytes. They are freed: the products need the room."""
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
     return _seconds(lambda: target.copy_(source))
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Of a call on the current card: the best of some runs of several."""
+    """Return the seconds of a call on the current GPU: the best of some runs of several calls."""
     call()
     best = []
     for _ in range(5):

@@ -1,29 +1,28 @@
 """The engine: requests in, events out, one step at a time, in one thread.
 
-A step is plan, launch, commit. The scheduler plans on integers, the launcher runs the model and has tokens chosen
-(`flight.py`), and here each sequence that got one takes it and turns it into text.
+A step is plan, launch, commit. The scheduler plans on integers, and the launcher runs the model and samples tokens
+(`inflight.py`). Then each sequence that got a token takes it and turns it into text.
 
-What raises while it works for one request fails that request and no other.
+An exception during work for one request fails that request and no other.
 
-On a GPU the host works while the device does (`overlaps`). A step is on its way when it is launched, and its tokens are
-when they are asked for; both stand in line on the device. So while it computes a step, the next one is planned and
-launched behind it, with tokens that nobody on the host knows yet: they go from one step to the next on the device. Then
-`meanwhile` sends what there is to say and reads what was asked for, and only then the host waits, for tokens that it
-takes, commits and turns into text while the next step runs. Samplers are told of a token before the next one is
-chosen, so whatever a choice depends on, penalties, masks, seeds, is what it would be otherwise, and so are the tokens.
-What ends a text is seen a step late, but for its length: the row that the next step has for it is computed for nothing,
-and what is asked for meanwhile waits for one step more.
+On a GPU the host works while the device does (`overlaps`). Steps and samplings are queued on the device and waited for
+only later. So while the device computes a step, the next one is planned and launched behind it, with tokens that the
+host does not know yet: they go from one step to the next on the device. Then `meanwhile` sends events and reads
+commands, and only then the host waits for tokens, which it commits and turns into text while the next step runs.
+Samplers learn of a token before the next one is sampled, so penalties, masks, seeds and all else that sampling depends
+on are what they would be otherwise, and so are the tokens. The end of a text is seen a step late, unless its length
+decides: its row of the next step is computed for nothing, and a request that arrives meanwhile waits one step longer.
 
-There is no step ahead, and the next one is planned when the tokens of this one are known, where its plan would have
-somebody give way, where something has raised, so that what the device knows is not what the requests get, and where the
-host would wait within the next step while tokens of this one are there to be told: for models of which it always does
-(`Runner.waits`), and for embeddings and log probabilities of prompts, whose numbers it reads in the launch. `ahead`
-counts steps ahead, and `alone`, by reason, the times that there was none. Text is left for when the next step runs then
-(`_tell`), unless it could end its sequence, by a stop string.
+There is no step ahead, and the next one is planned when the tokens of this one are known, in three cases: its plan
+would preempt a sequence; something has raised, so that the device's tokens are not the requests' tokens; the host would
+wait within the next step while tokens of this one are ready to be sent. The last holds for models that always wait
+(`Runner.waits`), and for embeddings and log probabilities of prompts, whose numbers the launch reads. `ahead` counts
+steps ahead, and `alone`, by reason, the times that there was none. Without a step ahead, text is left for when the next
+step runs (`RequestTable.tell_late`), unless a stop string could end its sequence.
 
 A request becomes one sequence a choice. Each has a sampler of its own, seeded by the request's seed and the choice's
-number, and draws by (seed, index of the token), so that neither batching nor preemption nor what the prefix cache had
-can change a text.
+number. It samples by (seed, index of the token), so that batching, preemption and the contents of the prefix cache
+cannot change a text.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from attar.engine.bottleneck import Bounds
-from attar.engine.inflight import Drawn, Flight, Launcher
+from attar.engine.inflight import Drawn, InflightStep, Launcher
 from attar.engine.outputs import Choice, Request
 from attar.engine.requests import RequestTable
 from attar.execution import cuda_graphs
 from attar.execution import kv_cache as kv_schemes
-from attar.execution.model_runner import Coming, Runner, horizon
+from attar.execution.model_runner import InflightTokens, Runner, horizon
 from attar.faults import point
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Embed, Event, Stats, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling.sampler import BadLogits, Sampler, distinct, seed_of_choice
 from attar.sampling.stop_strings import StopChecker
 from attar.scheduling.block_pool import BlockPool
-from attar.scheduling.prefix_cache import RadixCache
+from attar.scheduling.prefix_cache import PrefixCache
 from attar.scheduling.scheduler import Refused, Scheduler
 from attar.scheduling.sequence import Sequence as Tokens
 from attar.scheduling.step_plan import Outcome, StepPlan
@@ -59,14 +58,14 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """A model that many requests share. `blocks` blocks of cache; sequences of at most `context` tokens.
+    """A model that many requests share. `blocks` is the size of the KV cache in blocks, `context` the longest sequence.
 
     Without a tokenizer there is no text, and stop strings are refused. `clock` gives seconds that never go back.
     `record` is the runner's. `overlaps` says whether steps are launched before the tokens of the one before are known,
-    and tokens chosen without a look at the logits: by default on a GPU. `meanwhile`, where it is set, is called in
-    every step while the device is busy, with what there is to say, and may hand in requests and cancel others.
-    `adapters` are the names of those that `lora.install` gave the decoder, in the order of their numbers. `bounds` says
-    what limits steps, where somebody wants to know.
+    and tokens sampled without a look at the logits: by default on a GPU. `meanwhile`, where it is set, is called in
+    every step while the device is busy, with the events so far, and may submit requests and cancel others. `adapters`
+    are the names of those that `lora.install` gave the decoder, in the order of their numbers. `bounds` judges what
+    limits steps; it is optional.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Engine:
         *,
         blocks: int,
         context: int,
-        limits: Limits | None = None,
+        limits: SchedulerConfig | None = None,
         eos_ids: frozenset[int] = frozenset(),
         kv: str | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -87,7 +86,7 @@ class Engine:
         runner: Callable[..., Runner] = Runner,
     ) -> None:
         self.decoder, self.tokenizer, self.eos_ids, self.clock = decoder, tokenizer, eos_ids, clock
-        limits, scheme = limits or Limits(), kv_schemes.of(decoder, kv)
+        limits, scheme = limits or SchedulerConfig(), kv_schemes.of(decoder, kv)
         bases = kv_schemes.bases(decoder, scheme)
         self.runner = runner(decoder, blocks, context, scheme, limits.together, bases, record)
         self.overlaps = self.runner.device.type != "cpu" if overlaps is None else overlaps
@@ -97,13 +96,13 @@ class Engine:
         self.ahead = 0
         """Steps that were launched before the one before was waited for."""
         self.alone: Counter[str] = Counter()
-        """Times that an engine which overlaps launched no step ahead, by what was against it, also where there would
-        have been none: `model`, `mishap`, `numbers` (which the host would wait for), `blocks` (too few)."""
+        """Times that an engine that overlaps launched no step ahead, by reason, also where there was none to launch:
+        `model`, `mishap`, `numbers` (which the host would wait for), `blocks` (too few)."""
         if self.overlaps and self.runner.waits is not None:
             logger.warning("no step is launched before the tokens of the last are known: %s", self.runner.waits)
-        self._flight: Flight | None = None  # the next step, where it is on its way
+        self._inflight: InflightStep | None = None  # the next step, where it is in flight
         self.pool = BlockPool(blocks, self.runner.block)
-        self.cache = RadixCache(self.pool, scheme.round_to(self.runner.block))
+        self.cache = PrefixCache(self.pool, scheme.round_to(self.runner.block))
         self.scheduler = Scheduler(self.pool, self.cache, limits)
         self.context = context
         self.adapters = {"": 0, **{name: number for number, name in enumerate(adapters, 1)}}
@@ -113,14 +112,14 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs or waits, every event was taken, and nothing is kept of what has ended."""
-        return not self.requests.choices and not self.requests.events and self._flight is None
+        """True where nothing runs or waits, every event was taken, and every ended request is settled."""
+        return not self.requests.choices and not self.requests.events and self._inflight is None
 
     @property
     def runnable(self) -> bool:
-        """Whether a step would do something now, rather than when `scheduler.wake` says."""
+        """True where a step would do something now, rather than at the time of `scheduler.wake`."""
         continuous = self.scheduler.limits.policy == "continuous"
-        more = self.requests.events or self._flight or self.scheduler.running
+        more = self.requests.events or self._inflight or self.scheduler.running
         # More choices than sequences: one was cancelled between steps, and is not settled.
         ended = len(self.requests.choices) > len(self.scheduler.sequences)
         return bool(more or ended or (continuous and self.scheduler.waiting))
@@ -145,12 +144,17 @@ class Engine:
             self.requests.refuse(ask.id, error)
 
     def embed(self, ask: Embed) -> None:
-        """Take a request for a vector."""
+        """Take a request for an embedding."""
         try:
             request = self._new(ask.id, ask.prompt, SamplingParams(max_tokens=0, temperature=0, seed=0))
             request.pooling = ask.pooling
             whole = Submit(
-                ask.id, ask.prompt, request.params, salt=ask.salt, deadline=ask.deadline, adapter=ask.adapter
+                ask.id,
+                ask.prompt,
+                request.params,
+                cache_salt=ask.cache_salt,
+                deadline=ask.deadline,
+                adapter=ask.adapter,
             )
             sequence = self._sequence(request, 0, 0, whole, bypass=ask.pooling == "mean")
             request.choices.append(self._choice(request, 0, sequence))
@@ -159,15 +163,15 @@ class Engine:
             self.requests.refuse(ask.id, error)
 
     def cancel(self, id: str) -> None:
-        """End a request that nobody waits for; its `Failed` comes with the next events."""
+        """Cancel a request; its `Failed` comes with the next events."""
         self.requests.fail(id, "cancelled")
 
     def told(self, ids: Iterable[str]) -> list[Event]:
-        """The requests of these that have not ended, as they are."""
+        """Return the state of the requests in `ids` that have not ended."""
         return self.requests.told(ids)
 
     def drop(self, id: str) -> None:
-        """End a request of which nothing more is to be said."""
+        """End a request without further events."""
         self.requests.drop(id)
 
     def close(self) -> list[Event]:
@@ -176,29 +180,29 @@ class Engine:
         return self.requests.take()
 
     def step(self) -> list[Event]:
-        """Do one step, if there is one to do; returns everything there is to say.
+        """Do one step, if there is one to do; returns all new events.
 
-        Plan and launch, choose tokens, launch the next step behind them where it need not wait, commit.
+        Plan and launch, sample tokens, launch the next step behind them where it need not wait, commit.
         """
-        flight, self._flight = self._flight or self._planned(), None
-        if flight is not None:
-            self.launcher.choose(flight)
+        inflight, self._inflight = self._inflight or self._planned(), None
+        if inflight is not None:
+            self.launcher.choose(inflight)
             if self.overlaps:
-                self._flight = self._next(flight)
+                self._inflight = self._next(inflight)
             self.requests.tell_late()
             if self.meanwhile is not None:
                 self.meanwhile(self.requests.take())
-            self.scheduler.commit(flight.plan, self._outcomes(flight), self.clock())
-            self._count(flight, self.clock())
+            self.scheduler.commit(inflight.plan, self._outcomes(inflight), self.clock())
+            self._count(inflight, self.clock())
             self.requests.settle()
         return self.requests.take()
 
     def said(self) -> list[Event]:
-        """What there is to say before the next step: of requests that were refused or cancelled since the last."""
+        """Return the events before the next step: of requests that were refused or cancelled since the last."""
         return self.requests.take()
 
     def stats(self, blocks: bool = False) -> Stats:
-        """The state of this moment; with `blocks` also each block's."""
+        """Return the present state; with `blocks` also each block's."""
         running = len(self.scheduler.running)
         return Stats(
             running=running,
@@ -243,12 +247,13 @@ class Engine:
             max_tokens=longest,
             priority=ask.priority,
             deadline=None if ask.deadline is None else self.clock() + ask.deadline,
-            salt=adapter.to_bytes(4, "little") + ask.salt,  # of fixed length: no salt reads as another adapter's
+            cache_salt=adapter.to_bytes(4, "little")
+            + ask.cache_salt,  # fixed length: no salt reads as another adapter's
             bypass=bypass,
             adapter=adapter,
         )
-        if self.runner.grows:  # its keys are turned by angles of its own length
-            made.salt += horizon(made).to_bytes(8, "little")
+        if self.runner.grows:  # rotary angles depend on the sequence's length
+            made.cache_salt += horizon(made).to_bytes(8, "little")
         return made
 
     def _choice(self, request: Request, number: int, sequence: Tokens) -> Choice:
@@ -264,59 +269,59 @@ class Engine:
 
     # ---- a step
 
-    def _planned(self) -> Flight | None:
-        """The next step, launched when the one before is over; None where there is nothing to run."""
+    def _planned(self) -> InflightStep | None:
+        """Launch the next step after the one before is over; None where there is nothing to run."""
         plan = self.scheduler.plan(began := self.clock())
-        flight = self._launched(plan, began) if plan.chunks else None
-        if flight is None:
+        inflight = self._launched(plan, began) if plan.chunks else None
+        if inflight is None:
             self.scheduler.commit(plan, {}, self.clock())
-        self.requests.settle()  # no earlier: who ends takes its blocks out of the rows that are to be launched
-        return flight
+        self.requests.settle()  # no earlier: an ending sequence frees its blocks, which the launch reads
+        return inflight
 
-    def _next(self, flight: Flight) -> Flight | None:
-        """The step behind one whose tokens are not known yet; None where it has to wait for them, or there is none."""
-        if (why := self._alone(flight)) is None:
+    def _next(self, inflight: InflightStep) -> InflightStep | None:
+        """Launch the step behind one whose tokens are not known yet; None where it must wait, or there is none."""
+        if (why := self._alone(inflight)) is None:
             now = self.clock()
             if (plan := self.scheduler.ahead(now)) is not None:
                 self.ahead += bool(plan.chunks)
-                return self._launched(plan, now, flight.coming) if plan.chunks else None
+                return self._launched(plan, now, inflight.inflight_tokens) if plan.chunks else None
             why = "blocks"
         self.alone[why] += 1
         return None
 
-    def _outcomes(self, flight: Flight) -> dict[str, Outcome]:
-        """What a step gave its sequences. Of who has ended meanwhile it says nothing, or nothing that counts."""
-        outcomes = {chunk.sequence.id: Outcome((), True) for chunk in flight.plan.chunks if chunk.samples}
-        for choice, draw in zip(flight.takers, self.launcher.wait_for(flight), strict=True):
+    def _outcomes(self, inflight: InflightStep) -> dict[str, Outcome]:
+        """Return a step's outcomes by sequence; those of sequences that have ended meanwhile are missing or ignored."""
+        outcomes = {chunk.sequence.id: Outcome((), True) for chunk in inflight.plan.chunks if chunk.samples}
+        for choice, draw in zip(inflight.takers, self.launcher.wait_for(inflight), strict=True):
             outcomes[choice.sequence.id] = self._advance(choice, draw)
-        unscorable = [each.id for each, choice in flight.choices.items() if choice.request.unscorable]
+        unscorable = [each.id for each, choice in inflight.choices.items() if choice.request.unscorable]
         outcomes |= {id: Outcome(failure="bad_logits") for id in unscorable}
-        return outcomes | {id: Outcome(failure="internal") for id in flight.failed}
+        return outcomes | {id: Outcome(failure="internal") for id in inflight.failed}
 
-    def _count(self, flight: Flight, now: float) -> None:
-        """Before those that end with it are settled: their reports tell of their last step too."""
+    def _count(self, inflight: InflightStep, now: float) -> None:
+        """Count a step before the requests that end with it are settled: their reports include their last step."""
         self.steps += 1
-        self.step_seconds += now - flight.began
+        self.step_seconds += now - inflight.began
         if self.bounds is not None:
-            requests = {choice.request for choice in flight.choices.values()}
-            self.bounds.count(flight.plan, now - flight.began, flight.busy, requests)
-        if self._flight is not None:
-            self._flight.began = now
+            requests = {choice.request for choice in inflight.choices.values()}
+            self.bounds.count(inflight.plan, now - inflight.began, inflight.busy, requests)
+        if self._inflight is not None:
+            self._inflight.began = now
 
-    def _launched(self, plan: StepPlan, began: float, coming: Coming | None = None) -> Flight:
+    def _launched(self, plan: StepPlan, began: float, inflight_tokens: InflightTokens | None = None) -> InflightStep:
         choices = {chunk.sequence: self.requests.choices[chunk.sequence.id] for chunk in plan.chunks}
-        return self.launcher.launch(plan, choices, began, coming)
+        return self.launcher.launch(plan, choices, began, inflight_tokens)
 
-    def _alone(self, flight: Flight) -> str | None:
-        """Why the step behind this one waits for its tokens; None where nothing is against it."""
+    def _alone(self, inflight: InflightStep) -> str | None:
+        """Return why the step behind this one must wait for its tokens; None where it need not."""
         if self.runner.waits is not None:
             return "model"
-        if not flight.whole:
+        if not inflight.whole:
             return "mishap"
         return "numbers" if self._numbers_wanted() else None
 
     def _numbers_wanted(self) -> bool:
-        """Whether the next step may have a piece of a prompt in it whose numbers the host waits for."""
+        """Return whether the next step may hold a piece of a prompt whose numbers the host waits for."""
         scheduler = self.scheduler
         room = scheduler.limits.together - len(scheduler.running)
         for sequence in (*scheduler.running, *scheduler.waiting[:room]):
@@ -333,7 +338,7 @@ class Engine:
         if isinstance(draw, BadLogits) or choice.request.unscorable:
             return Outcome(failure="bad_logits")
         try:
-            self.requests.accept(choice, draw, later=self.overlaps and self._flight is None)
+            self.requests.accept(choice, draw, later=self.overlaps and self._inflight is None)
         except Exception:
             logger.exception("sequence %s failed", choice.sequence.id)
             return Outcome(failure="internal")

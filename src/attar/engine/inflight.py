@@ -1,13 +1,13 @@
-"""One step on its way: launched, its tokens chosen, and how both go on where something raises or memory is short.
+"""An in-flight step: launch, sampling, and recovery from exceptions and out-of-memory.
 
-What is done for a whole batch, the model's step and the choice of tokens, is done again one by one where it raises: to
-the same bits, since no number depends on company, and whoever raises again has failed.
+The work on a whole batch, the model's step and the sampling, is repeated row by row where it raises: to the same bits,
+since no number depends on the batch. A row that raises again has failed.
 
-Where the device has too little memory for a step, it is run in halves, and later steps in pieces of that size, also
-those that only decode. A request ends by it only where there is too little for a single token.
+Where the device has too little memory for a step, it is run in halves, and later steps in pieces of that size, decode
+steps included. A request fails by it only where there is too little memory for a single token.
 
-Nothing here knows what a token means to its request. A flight keeps its own account of whose its rows are, because who
-has ended is forgotten elsewhere while a row of it may still be on its way.
+Nothing here knows what a token means to its request. A flight keeps its own account of the sequences of its rows,
+because an ended sequence is forgotten elsewhere while a row of it may still be in flight.
 """
 
 from __future__ import annotations
@@ -23,129 +23,135 @@ from torch import Tensor
 
 from attar.engine.bottleneck import Bounds
 from attar.engine.outputs import Choice, Request
-from attar.execution.model_runner import Coming, Runner, Wanted
+from attar.execution.model_runner import InflightTokens, Runner, Wanted
 from attar.model.cache import sent
 from attar.protocol.messages import Event
 from attar.sampling import device_sampler
 from attar.sampling.device_sampler import Chosen
-from attar.sampling.sampler import BadLogits, Draw, Sampler, sample
+from attar.sampling.sampler import BadLogits, SampledToken, Sampler, sample
 from attar.scheduling.sequence import Sequence
-from attar.scheduling.step_plan import Chunk, StepPlan
+from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 
-Drawn = Draw | BadLogits | None
-"""What came of a row: None where its choice raised."""
+Drawn = SampledToken | BadLogits | None
+"""Outcome of a row: None where its sampling raised."""
 
 
 @dataclass(eq=False, slots=True)
-class Flight:
-    """A step that was launched at `began`. `choices` are those of its chunks, in their order."""
+class InflightStep:
+    """A step launched at `began`. `choices` are those of its chunks, in their order."""
 
     plan: StepPlan
     choices: Mapping[Sequence, Choice]
     began: float
     logits: Tensor | None
-    """[S, V] behind the chunks that sample, without those of `failed`: until tokens are chosen of them."""
+    """Logits [S, V] of the chunks that sample, without those of `failed`; None once tokens are sampled from them."""
     failed: set[str]
     """Ids of sequences for which the step raised."""
     busy: Callable[[], float]
-    """How long the device was at it, as a meter tells."""
+    """Seconds of the device at the step, as a meter gives them."""
     takers: list[Choice] = field(default_factory=list)
-    """Whose tokens are chosen: not of who had ended, or wants none."""
+    """Choices whose tokens are sampled: not those that had ended, or want none."""
     chosen: Chosen | None = None
-    """Of `takers`, where the device may not have come to it yet."""
+    """Sampled tokens of `takers`, which the device may not have computed yet."""
     known: list[Drawn] = field(default_factory=list)
-    """The same where it is known already."""
+    """Sampled tokens of `takers` that the host knows already."""
 
     @property
     def whole(self) -> bool:
-        """Whether nothing has raised: then the device has a token for everybody who goes on."""
+        """True where nothing has raised: then the device has a token for every sequence that continues."""
         return not self.failed and (self.chosen is not None or not self.takers)
 
     @property
-    def coming(self) -> Coming | None:
-        """Its tokens, for the step behind it."""
+    def inflight_tokens(self) -> InflightTokens | None:
+        """Tokens of this step, for the step behind it."""
         if self.chosen is None:
             return None
-        return Coming(self.chosen.tokens, {choice.sequence: i for i, choice in enumerate(self.takers)})
+        return InflightTokens(self.chosen.tokens, {choice.sequence: i for i, choice in enumerate(self.takers)})
 
 
 class Launcher:
-    """Launches steps of `runner`, and chooses tokens behind them; on a device that `overlaps`, without a look at the
+    """Launches steps of `runner`, and samples tokens behind them; on a device that `overlaps`, without a look at the
     logits. `say` takes events that a step itself gives rise to."""
 
     def __init__(self, runner: Runner, overlaps: bool, bounds: Bounds | None, say: Callable[[Event], None]) -> None:
         self.runner, self.overlaps, self.bounds, self.say = runner, overlaps, bounds, say
         self.rows: int | None = None
-        """Of a step that the device has had memory for, where one was too large."""
+        """Most tokens of a step for which the device had memory; None while no step was too large."""
 
     def launch(
-        self, plan: StepPlan, choices: Mapping[Sequence, Choice], began: float, coming: Coming | None = None
-    ) -> Flight:
-        """Run the model. On a GPU it is on its way then. `coming` are tokens of the step before, if nobody knows them
-        yet. Raises torch.AcceleratorError where nothing can be computed any more."""
+        self,
+        plan: StepPlan,
+        choices: Mapping[Sequence, Choice],
+        began: float,
+        inflight_tokens: InflightTokens | None = None,
+    ) -> InflightStep:
+        """Run the model, or on a GPU launch it. `inflight_tokens` are tokens of the step before that the host does not
+        know yet. Raises torch.AcceleratorError where the device is beyond use."""
         failed: set[str] = set()
         pooled = _pooled(choices.values())
         if self.bounds is not None:
             self.bounds.begin()
         try:
-            logits = self._whole(plan, choices, coming)
-        except torch.AcceleratorError:  # nothing can be computed there any more: the process ends, and a new one starts
+            logits = self._whole(plan, choices, inflight_tokens)
+        except torch.AcceleratorError:  # the device is beyond use: the process ends, and a new one starts
             raise
         except Exception:
             logger.exception("a step of %d sequences raised: once more, one by one", len(plan.chunks))
             _restore(pooled)
-            logits, failed = self._apart(plan, choices, coming)
+            logits, failed = self._apart(plan, choices, inflight_tokens)
         busy = float if self.bounds is None else self.bounds.end()
-        return Flight(plan, choices, began, logits, failed, busy)
+        return InflightStep(plan, choices, began, logits, failed, busy)
 
-    def choose(self, flight: Flight) -> None:
-        """Choose the tokens of a step, or begin to."""
-        sampling = [chunk.sequence for chunk in flight.plan.chunks if chunk.samples]
-        sampling = [sequence for sequence in sampling if sequence.id not in flight.failed]
+    def choose(self, inflight: InflightStep) -> None:
+        """Sample the tokens of a step, or begin to."""
+        sampling = [chunk.sequence for chunk in inflight.plan.chunks if chunk.samples]
+        sampling = [sequence for sequence in sampling if sequence.id not in inflight.failed]
         rows = [i for i, each in enumerate(sampling) if each.max_tokens > 0 and each.ending is None]
-        flight.takers = [flight.choices[sampling[i]] for i in rows]
+        inflight.takers = [inflight.choices[sampling[i]] for i in rows]
         if not rows:
             return
-        logits, flight.logits = flight.logits, None  # the memory goes, or the next step writes there
+        logits, inflight.logits = inflight.logits, None  # frees the memory, or the next step writes there
         assert logits is not None
         if len(rows) < len(sampling):
             (places,) = sent(logits.device, torch.tensor(rows))
             logits = logits[places]
-        samplers = [choice.sampler for choice in flight.takers]
+        samplers = [choice.sampler for choice in inflight.takers]
         try:
             if self.overlaps:
-                flight.chosen = device_sampler.choose(logits, samplers)
+                inflight.chosen = device_sampler.choose(logits, samplers)
             else:
-                flight.known = list(sample(logits, samplers))
+                inflight.known = list(sample(logits, samplers))
         except torch.AcceleratorError:
             raise
         except Exception:
             choose, own = (device_sampler.sample if self.overlaps else sample), logits
-            flight.known = _each(samplers, lambda row: choose(own[row : row + 1], samplers[row : row + 1]))
+            inflight.known = _each(samplers, lambda row: choose(own[row : row + 1], samplers[row : row + 1]))
 
-    def wait_for(self, flight: Flight) -> list[Drawn]:
-        """What came of each of `flight.takers`. Here the host waits for the device."""
-        if (chosen := flight.chosen) is None:
-            return flight.known
+    def wait_for(self, inflight: InflightStep) -> list[Drawn]:
+        """Return the outcome of each of `inflight.takers`. The host waits for the device here."""
+        if (chosen := inflight.chosen) is None:
+            return inflight.known
         try:
             return list(chosen.draws())
         except torch.AcceleratorError:
             raise
         except Exception:
-            return _each([choice.sampler for choice in flight.takers], lambda row: chosen.draws(row, row + 1))
+            return _each([choice.sampler for choice in inflight.takers], lambda row: chosen.draws(row, row + 1))
 
-    def _whole(self, plan: StepPlan, choices: Mapping[Sequence, Choice], coming: Coming | None) -> Tensor:
-        """As `Runner.run`, in pieces where the device has too little memory for more. Raises torch.OutOfMemoryError
-        where it has too little for a single token."""
+    def _whole(
+        self, plan: StepPlan, choices: Mapping[Sequence, Choice], inflight_tokens: InflightTokens | None
+    ) -> Tensor:
+        """Run `Runner.run`, in pieces where the device has too little memory. Raises torch.OutOfMemoryError where it
+        has too little for a single token."""
         left = [plan] if self.rows is None else plan.pieces(self.rows)
         logits: list[Tensor] = []
         while left:
             piece = left.pop(0)
             pooled = _pooled(choices[chunk.sequence] for chunk in piece.chunks)
             try:
-                found = self.runner.run(piece, self._wanted(piece, choices), coming)
+                found = self.runner.run(piece, self._wanted(piece, choices), inflight_tokens)
             except torch.OutOfMemoryError:
                 self.runner.release()
                 if piece.tokens < 2:
@@ -160,9 +166,9 @@ class Launcher:
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _apart(
-        self, plan: StepPlan, choices: Mapping[Sequence, Choice], coming: Coming | None
+        self, plan: StepPlan, choices: Mapping[Sequence, Choice], inflight_tokens: InflightTokens | None
     ) -> tuple[Tensor, set[str]]:
-        """A step sequence by sequence: logits [S, V] as of `Runner.run` without those that raise, and their ids."""
+        """Run a step sequence by sequence: logits [S, V] as `Runner.run` without those that raise, and their ids."""
         empty = torch.empty((0, self.runner.decoder.config.vocab_size), device=self.runner.device)
         logits, failed = [empty], set()
         self.runner.release()  # recordings may be half made
@@ -170,7 +176,7 @@ class Launcher:
             chunks = [chunk for chunk in plan.chunks if chunk.sequence is sequence]
             copies = [copy for copy in plan.copies if copy.sequence is sequence]
             try:
-                logits.append(self._whole(StepPlan(chunks, copies), choices, coming).clone())
+                logits.append(self._whole(StepPlan(chunks, copies), choices, inflight_tokens).clone())
             except torch.AcceleratorError:
                 raise
             except Exception:
@@ -180,7 +186,7 @@ class Launcher:
         return torch.cat(logits), failed
 
     def _wanted(self, plan: StepPlan, choices: Mapping[Sequence, Choice]) -> dict[str, Wanted]:
-        """What requests of this step want besides the next token."""
+        """Return what requests of this step want besides the next token, by sequence."""
         wanted = {}
         for chunk in plan.chunks:
             request = choices[chunk.sequence].request
@@ -191,14 +197,14 @@ class Launcher:
                 wanted[chunk.sequence.id] = Wanted(logits=partial(self._score, request))
         return wanted
 
-    def _score(self, request: Request, chunk: Chunk, first: int, logits: Tensor) -> None:
+    def _score(self, request: Request, chunk: ScheduledTokens, first: int, logits: Tensor) -> None:
         found = request.score(chunk.start + first, logits.cpu())
         if found is not None:
             self.say(found)
 
 
 def _pooled(choices: Iterable[Choice]) -> list[tuple[Request, Tensor | None]]:
-    """What their embeddings are made of so far: a step that is run again adds to that, not to what it has added."""
+    """Return the embeddings' sums so far: a step that is run again starts from these."""
     return [(choice.request, choice.request.pooled) for choice in choices]
 
 
@@ -207,12 +213,12 @@ def _restore(pooled: List[tuple[Request, Tensor | None]]) -> None:
         request.pooled = before
 
 
-def _pool(request: Request, before: Tensor | None, chunk: Chunk, first: int, hidden: Tensor) -> None:
+def _pool(request: Request, before: Tensor | None, chunk: ScheduledTokens, first: int, hidden: Tensor) -> None:
     request.pool(before, hidden.cpu())
 
 
-def _each(samplers: List[Sampler], choose: Callable[[int], list[Draw | BadLogits]]) -> list[Drawn]:
-    """A draw for every row, after all at once has raised; None where it raises alone."""
+def _each(samplers: List[Sampler], choose: Callable[[int], list[SampledToken | BadLogits]]) -> list[Drawn]:
+    """Sample each row by itself, after all at once has raised; None where a row raises alone."""
     logger.exception("choosing %d tokens raised: once more, one by one", len(samplers))
     draws: list[Drawn] = []
     for row, sampler in enumerate(samplers):

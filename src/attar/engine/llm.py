@@ -1,11 +1,11 @@
-"""`LLM`: a checkpoint that answers. Prompts in, completions out, by an engine in this process.
+"""`LLM`: a checkpoint that generates text. Prompts in, completions out, by an engine in this process.
 
 Prompts of one call run together, up to `TOGETHER` at a time, and so do those of calls that are under way at the same
-time, as streams are while they are read in turn. On CPUs with native kernels each gets the tokens that it would get
+time, such as streams that are read in turn. On CPUs with native kernels each prompt gets the tokens that it would get
 alone.
 
-Whichever call wants to know more runs the next step of everybody (`LLM._step`). What that says of the answers of other
-calls waits in these calls' own queues, until they are read.
+A call that wants more runs the next step of all calls (`LLM._step`). Events for other calls wait in these calls' own
+queues, until they are read.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from torch import Tensor
 from attar.checkpoints.adapters import lora
 from attar.checkpoints.sources import hub
 from attar.engine.engine import Engine
-from attar.engine.loader import Parallel, Progress, load_model
-from attar.execution.parallel.executor import Lost
-from attar.model.cache import BLOCK, Step
+from attar.engine.loader import Parallel, load_model
+from attar.execution.parallel.executor import WorkerLost
+from attar.model.cache import BLOCK, ForwardBatch
+from attar.progress import Progress
 from attar.protocol.messages import Delta, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.request import Completion, FinishReason, SamplingParams, TokenLogprob
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.text.template import render_chat
 from attar.text.tokenizer import Tokenizer
 
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 PREFILL_ROWS = 2048  # rows of one step: bounds the memory of activations
 TOGETHER = 16  # prompts
-ROOM = 2048  # tokens that an engine has room for at least, of one prompt or several: a second stream is to find some
+ROOM = 2048  # least tokens of an engine's cache, for one prompt or several: a second stream is to find some
 
 Said = Delta | PromptLogprobs | Finished | Failed
 Prompt = str | Sequence[int]
@@ -49,7 +50,7 @@ Message = Mapping[str, Any]
 
 @dataclass(eq=False)
 class Answer:
-    """A prompt and what came of it so far."""
+    """A prompt and its output so far."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -63,7 +64,7 @@ class Answer:
         self.params = self.params.seeded()
 
     def take(self, event: Said) -> None:
-        """Raises ValueError where the request has failed."""
+        """Add an event. Raises ValueError where the request has failed."""
         match event:
             case Failed():
                 raise ValueError(event.message)
@@ -86,36 +87,36 @@ class Answer:
 
 @dataclass(eq=False)
 class Call:
-    """Requests that somebody waits for, and what the engine has said of them that nobody has read."""
+    """Requests of one call, and their events that it has not read."""
 
     answers: dict[str, Answer]
     said: deque[Said] = field(default_factory=deque)
     broken: bool = False
-    """What was under way is gone."""
+    """True where the engine was lost with the call's requests."""
 
 
 class LLM:
     """A model ready to generate. `model` is a folder, a GGUF file, a Hub id or `demo`.
 
     On loading, one probe of the checkpoint's receipt is replayed, unless `verify` is false: a checkpoint that does not
-    compute what it did when it was made is refused.
+    reproduce its recorded results is refused.
 
-    `device` is `cpu`, or `cuda`, an NVIDIA GPU, or `cuda:1`, the second. `dtype` is what is computed in: on CPUs
-    float32 by the native kernels, which is what they do where nobody says, others by the reference; on `cuda` bfloat16
-    (by default), float16 or float32. `activations` says how rows meet weights of a scheme that leaves them alone there:
-    rounded to int8 on the fly, with one scale a row (`int8`) or for every 128 or 32 columns (`int8g128`, `int8g32`), or
-    `exact`. On `cuda` they are left alone.
+    `device` is `cpu`, or `cuda`, an NVIDIA GPU, or `cuda:1`, the second. `dtype` is the number format of computation:
+    on CPUs float32 by the native kernels (by default), others by the reference; on `cuda` bfloat16 (by default),
+    float16 or float32. `activations` is the precision of activations for weight-only schemes: rounded to int8 on the
+    fly, with one scale a row (`int8`) or for every 128 or 32 columns (`int8g128`, `int8g32`), or `exact`. On `cuda`
+    they stay exact.
 
-    `parallel` says how many processes share the model (`loader.py`). No probe is replayed then: it would tell of
+    `parallel` says how many processes share the model (`loader.py`). No probe is replayed then: it would report
     rounding that one process does not have. `close` ends the processes, as does this one's end.
 
     Calls may be under way side by side: several streams, read in turn, or a `generate` between two pieces of a stream.
-    They share every step, so the texts of streams that nobody reads grow as well, and wait to be read; a stream that is
-    closed, or forgotten, ends. A call for which the cache is too small gets a larger one when what is under way has
-    come to its end. All that in one thread: an LLM is not for several at a time, and says so where two meet in it.
+    They share every step, so the texts of unread streams grow as well, and wait to be read; a stream that is closed, or
+    garbage-collected, ends. A call for which the cache is too small gets a larger one when all calls under way have
+    ended. All calls must come from one thread at a time; an LLM raises where two meet in it.
 
-    Raises ValueError where the model cannot be loaded or nothing can be computed on the device, VerificationError (a
-    ValueError) where it fails its probe.
+    Raises ValueError where the model cannot be loaded or the device cannot compute, VerificationError (a ValueError)
+    where it fails its probe.
     """
 
     def __init__(
@@ -136,13 +137,13 @@ class LLM:
         self.decoder = self.model.decoder
         self._engine: Engine | None = None
         self._ids = itertools.count()
-        self._calls: dict[str, Call] = {}  # of requests that have not ended, by their ids
-        self._left: list[str] = []  # requests that are to end because nobody waits for them
+        self._calls: dict[str, Call] = {}  # calls of open requests, by request id
+        self._left: list[str] = []  # requests to be ended, whose calls were given up
         self._busy = threading.Lock()
 
     def attach(self, adapter: str | Path) -> None:
-        """Put a low-rank adapter, a folder as PEFT stores it, beside the weights, unmerged. Raises ValueError where it
-        does not fit, and ends the processes that share the model then."""
+        """Attach a low-rank adapter, a folder in PEFT's format, beside the weights, unmerged. Raises ValueError where
+        it does not fit, and ends the processes that share the model then."""
         try:
             lora.attach(self.decoder, Path(adapter))
         except BaseException:
@@ -160,13 +161,13 @@ class LLM:
 
     @property
     def context(self) -> int:
-        """Positions of prompt and output together."""
+        """Tokens that prompt and output may have together."""
         return self.decoder.config.context
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits float32 [N, vocab] of a sequence of N token ids, one row a position."""
         ids = self._checked(token_ids)
-        step = Step((len(ids),), len(ids), self.decoder.cache(len(ids)))
+        step = ForwardBatch((len(ids),), len(ids), self.decoder.cache(len(ids)))
         return self.decoder.forward(torch.tensor(ids, device=self.decoder.device), step).cpu()
 
     def generate(self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | None = None) -> list[Completion]:
@@ -193,7 +194,7 @@ class LLM:
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
     ) -> Generator[str, None, Completion]:
-        """As `chat`, piece by piece."""
+        """Answer like `chat`, and yield the text piece by piece; the generator's return value is the Completion."""
         tokenizer = self.tokenizer
         text = render_chat(
             tokenizer.chat_template(bool(template.get("tools"))), messages,
@@ -216,8 +217,8 @@ class LLM:
         return tuple(ids)
 
     def _run(self, answers: Sequence[Answer]) -> Iterator[Delta]:
-        """Run requests to their ends, and yield what they gain. Raises ValueError for one that fails, RuntimeError
-        where they cannot come to their ends any more."""
+        """Run requests to their ends, and yield their new tokens. Raises ValueError for one that fails, RuntimeError
+        where the engine was lost."""
         if not answers:
             return
         engine = self._engine_for(answers)
@@ -225,7 +226,7 @@ class LLM:
         left = set(call.answers)
         try:
             self._submit(call, engine)
-            del engine  # which may give way to a larger one before all is read
+            del engine  # a larger one may replace it before all is read
             while left:
                 while not call.said:
                     if call.broken:
@@ -237,7 +238,7 @@ class LLM:
                     left.remove(event.id)
                 elif isinstance(event, Delta):
                     yield event
-        finally:  # whoever reads may stop early
+        finally:  # the reader may stop early
             self._let_go(left)
 
     def _submit(self, call: Call, engine: Engine) -> None:
@@ -247,7 +248,7 @@ class LLM:
                 engine.submit(Submit(id, answer.prompt, answer.params))
 
     def _step(self) -> None:
-        """Run a step of everything under way, and put what it says where it is waited for."""
+        """Run a step of all open requests, and queue its events for their calls."""
         with self._alone():
             engine = self._engine
             assert engine is not None
@@ -258,11 +259,11 @@ class LLM:
             try:
                 events = engine.step()
             except BaseException as error:
-                self._engine = None  # nobody knows how far it came
+                self._engine = None  # its state is unknown
                 for call in self._calls.values():
                     call.broken = True
                 self._calls.clear()
-                if isinstance(error, Lost):
+                if isinstance(error, WorkerLost):
                     raise RuntimeError(f"the model is no longer there: {error}") from error
                 raise
             for event in events:
@@ -272,8 +273,8 @@ class LLM:
                         self._calls.pop(event.id, None)
 
     def _let_go(self, ids: Iterable[str]) -> None:
-        """Nobody waits for these requests any more. Python may come to think so, and call this, in the middle of a
-        step: then they end with the next one."""
+        """End requests of a call that was given up. Python's collector may call this in the middle of a step: then they
+        end with the next one."""
         for id in ids:
             self._calls.pop(id, None)
             self._left.append(id)
@@ -283,7 +284,7 @@ class LLM:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Where the engine is changed. Raises RuntimeError where somebody is there already."""
+        """Guard changes of the engine. Raises RuntimeError where another call is changing it."""
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("an LLM answers in one thread at a time: have a lock around its calls, or a server")
         try:
@@ -292,8 +293,8 @@ class LLM:
             self._busy.release()
 
     def _engine_for(self, answers: Sequence[Answer]) -> Engine:
-        """The engine of the last call, if it has room; it remembers beginnings of prompts. A larger one comes when all
-        that is under way in the old one has ended, and waits to be read."""
+        """Return the engine of the last call, with its prefix cache, if it has room. A larger one replaces it when all
+        requests in the old one have ended, even if their events are not read yet."""
         lengths = [min(len(answer.prompt) + answer.params.max_tokens, self.context) for answer in answers]
         longest = max(lengths)
         blocks = max(min(len(lengths), TOGETHER) * -(-longest // BLOCK), ROOM // BLOCK)
@@ -301,12 +302,14 @@ class LLM:
         if old is None or old.context < longest or old.pool.total < blocks:
             while self._calls:
                 self._step()
-            self._engine = None  # the old one's memory goes first
+            self._engine = None  # free the old one's memory first
             context = min(self.context, max(ROOM, 1 << (longest - 1).bit_length()))
             if old is not None:
                 context, blocks = max(context, old.context), max(blocks, old.pool.total)
                 del old
-            limits = Limits(max_running=TOGETHER, max_step_tokens=PREFILL_ROWS, max_waiting=sys.maxsize, headroom=0.0)
+            limits = SchedulerConfig(
+                max_running=TOGETHER, max_step_tokens=PREFILL_ROWS, max_waiting=sys.maxsize, headroom=0.0
+            )
             tokenizer = self.tokenizer if self.model.has_tokenizer else None
             self._engine = Engine(
                 self.decoder, tokenizer, blocks=blocks, context=context, limits=limits, eos_ids=self.model.eos_ids,
@@ -316,7 +319,7 @@ class LLM:
         return self._engine
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
-        """Token ids as a list, each in the vocabulary; of an empty prompt, the model's BOS."""
+        """Return token ids as a list, each in the vocabulary; for an empty prompt, the model's BOS."""
         ids = [int(i) for i in token_ids] or list(self.decoder.config.bos_ids[:1])
         if not ids:
             raise ValueError("the prompt is empty and the model has no BOS token to begin from")

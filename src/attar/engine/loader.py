@@ -1,4 +1,4 @@
-"""Models loaded for generation: weights and whatever computes with them, below the engines that run on them."""
+"""Loading of models for generation: weights and the runners that compute with them, below the engines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from attar.checkpoints.receipts.receipt import Receipt
 from attar.checkpoints.sources import hf, opening
 from attar.checkpoints.strict_io import VerificationError
 from attar.execution.model_runner import Runner
-from attar.execution.parallel.executor import Team
-from attar.kernels import ops
+from attar.execution.parallel.executor import ParallelExecutor
+from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 from attar.model.split import Share
 from attar.text.tokenizer import Tokenizer
@@ -29,8 +29,8 @@ Progress = Callable[[str, int, int], None]
 class Parallel:
     """Processes that share a model: `tp` compute each layer together, `pp` stages have some of the layers each.
 
-    On `cuda` each has a GPU of its own; on CPUs they share the cores, to check that it works. `threads` are those of
-    all of them together, by default as many as there are cores.
+    On `cuda` each has a GPU of its own; on CPUs they share the cores, to test parallelism. `threads` is the total of
+    all processes, by default the number of cores.
     """
 
     tp: int = 1
@@ -40,17 +40,17 @@ class Parallel:
 
 @dataclass
 class LoadedModel:
-    """A checkpoint whose weights are there. `team` has the processes that share it, where there are several; `receipt`
-    is what the folder has of one."""
+    """A checkpoint with loaded weights. `team` has the processes that share it, where there are several; `receipt` is
+    the folder's, or None."""
 
     path: Path
     decoder: Decoder
-    team: Team | None
+    team: ParallelExecutor | None
     receipt: Receipt | None
 
     @property
     def runner(self) -> Callable[..., Runner]:
-        """What runs the steps of an engine on this model."""
+        """The class or function that makes the runner of an engine on this model."""
         return Runner if self.team is None else self.team.runner
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class LoadedModel:
 
     @cached_property
     def has_tokenizer(self) -> bool:
-        """Whether the checkpoint has a tokenizer."""
+        """True where the checkpoint has a tokenizer."""
         return vocabulary.has_tokenizer(self.path)
 
     @cached_property
@@ -87,25 +87,25 @@ def load_model(
     verify: bool = True,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Load a checkpoint's weights. What the arguments mean is `LLM`'s to say.
+    """Load a checkpoint's weights. `LLM` documents the arguments.
 
-    Raises ValueError where it cannot be loaded or nothing can be computed on the device, VerificationError (a
-    ValueError) where it fails its probe.
+    Raises ValueError where it cannot be loaded or the device cannot compute, VerificationError (a ValueError) where it
+    fails its probe.
     """
-    ops.require(device)
+    dispatch.require(device)
     computed = hf.compute_dtype(dtype, device)
     parallel = parallel or Parallel()
     loading = partial(progress or (lambda stage, done, total: None), "loading")
-    team: Team | None = None
+    team: ParallelExecutor | None = None
     decoder: Decoder
     if Share(0, parallel.tp, parallel.pp).count > 1:
-        team = Team(
+        team = ParallelExecutor(
             path, parallel.tp, parallel.pp, device=device, dtype=computed, activations=activations,
             threads=parallel.threads, progress=loading,
         )  # fmt: skip
         decoder = team.decoder
     else:
-        store = None if computed is None else ops.store(activations, device, computed)
+        store = None if computed is None else dispatch.store(activations, device, computed)
         decoder = opening.load(path, computed, loading, store)
     found = receipt.read_receipt(path)
     if verify and found is not None:
@@ -114,7 +114,7 @@ def load_model(
 
 
 def _verify(path: Path, decoder: Decoder, shared: bool) -> None:
-    """Replay one probe of the receipt. Raises VerificationError where something else comes out."""
+    """Replay one probe of the receipt. Raises VerificationError where the result differs."""
     if shared:
         logger.warning("the receipt's probe is not replayed in several processes: `attar verify` does so in one")
         return

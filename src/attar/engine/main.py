@@ -1,14 +1,14 @@
 """The engine's process: one model, one Unix socket, one loop of steps.
 
-The server starts it with its settings on standard input, and keeps that pipe open: when the pipe ends, whoever wanted
-the engine is gone, whatever it died of, and the engine ends too. Commands are read between steps, and on a GPU also
-within one, while the device works; who is refused then is told at once, not after the step that follows. With nothing
-to do it sleeps in the kernel. A server that does not take its events is given up when `MAX_UNSENT` bytes wait for it.
+The server starts it with its settings on standard input, and keeps that pipe open: when the pipe ends, the server has
+died, of any cause, and the engine ends too. Commands are read between steps, and on a GPU also within one, while the
+device works; refusals are sent at once, not after the step that follows. With nothing to do the process sleeps in the
+kernel. A server that does not take its events is disconnected when `MAX_UNSENT` bytes wait for it.
 
-A step may be long: a prompt of thousands of tokens, a large model. That the process runs is therefore said by a second
-thread, the heart, twice a second. Kernels and torch let it run (they release Python's lock), and it says for how long
-the loop has been away, so that the server can tell a long step from a stopped process and from a step that never ends.
-Where such a step is under way when the server goes, it is the heart that ends the process.
+A step may be long: a prompt of thousands of tokens, a large model. So a second thread, the heartbeat, reports twice a
+second that the process runs. Kernels and torch let it run (they release Python's lock). It reports how long the present
+step has lasted, so that the server can tell a long step from a stopped process and from a step that never ends. Where
+such a step is under way when the server goes, the heartbeat ends the process.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ from attar.checkpoints.fingerprints import ChangedError
 from attar.engine import startup
 from attar.engine.engine import Engine
 from attar.engine.outbox import Outbox, framed
-from attar.execution.parallel.executor import TeamRunner
+from attar.execution.parallel.executor import ParallelRunner
+from attar.protocol import framing
 from attar.protocol.messages import (
     BEAT_SECONDS,
     MAX_FRAME,
-    Ask,
     Beat,
     Cancel,
     Command,
     Drain,
     Embed,
     Event,
+    QueryStatus,
     Ready,
     Stats,
     Submit,
@@ -55,15 +56,15 @@ from attar.protocol.settings import CHANGED, HOPELESS, Settings
 
 MAX_UNSENT = 64 << 20
 STATS_SECONDS = 0.1
-READ_SECONDS = 0.05  # that reading may take between two steps, where these are no longer
-REST_SECONDS = 0.01  # that the rest of a frame is waited for: it comes when the server has seen that there is room
-ORPHAN_SECONDS = 10.0  # that the loop has to see for itself that nobody wants its step any more
+READ_SECONDS = 0.05  # for reading between two steps, or the last step's time if longer
+REST_SECONDS = 0.01  # of waiting for the rest of a frame: it comes when the server has seen that there is room
+ORPHAN_SECONDS = 10.0  # for the loop to see by itself that the server is gone
 
 logger = logging.getLogger(__name__)
 
 
 class Loop:
-    """Steps of `engine`, and the one server that is connected at a time."""
+    """The loop over steps of `engine`, for one connected server at a time."""
 
     def __init__(self, engine: Engine, ready: Ready, listener: socket.socket, parent: int | None) -> None:
         self.engine, self.ready, self.listener, self.parent = engine, ready, listener, parent
@@ -80,21 +81,21 @@ class Loop:
         self._told = 0.0
         self._said_idle = True
         self._left: float | None = None
-        """When the step began; None between steps."""
+        """Time at which the step began; None between steps."""
         self._step_seconds = 0.0
-        """What the last one took."""
+        """Duration of the last step."""
         self._stopped = threading.Event()
         self._socket = _place(listener)
         if engine.overlaps:
             engine.meanwhile = self._attend
 
     def run(self) -> None:
-        """Until the parent has gone, or everything has ended after a Drain."""
+        """Loop until the parent has gone, or everything has ended after a Drain."""
         heart = threading.Thread(target=self._beat, name="heart", daemon=True)
         heart.start()
         try:
             while not self.ended:
-                # As long as a step at most: whoever floods this process has half its time.
+                # As long as a step at most: a flood of commands gets half of the time.
                 self._listen(0 if self._busy() else self._patience(), max(READ_SECONDS, self._step_seconds))
                 if self._busy():
                     self._left = began = time.monotonic()
@@ -119,24 +120,24 @@ class Loop:
             busy = grown(busy if left == last else 0.0, left, time.monotonic())
             last = left
             if outbox is not None:
-                with contextlib.suppress(OSError):  # the loop finds out for itself
+                with contextlib.suppress(OSError):  # the loop sees it by itself
                     outbox.beat(encode([Beat(busy)]))
 
     def _orphaned(self) -> bool:
-        """Whether nobody can write to the pipe that the parent keeps open; nothing of it is read."""
+        """Return whether no process can write to the pipe that the parent keeps open; nothing of it is read."""
         if self.parent is None:
             return False
         poll = select.poll()
-        poll.register(self.parent, 0)  # hanging up is told unasked
+        poll.register(self.parent, 0)  # POLLHUP is always reported
         return bool(poll.poll(0))
 
     def _attend(self, events: list[Event]) -> None:
-        """While the device works at a step: say what there is to say, and take what was asked for meanwhile."""
+        """Send events and read commands while the device works at a step."""
         self._say(events)
         self._listen(0)
 
     def _busy(self) -> bool:
-        """Whether a step can do anything now."""
+        """Return whether a step can do anything now."""
         return bool(not self.engine.idle and (self.engine.runnable or self._patience() == 0))
 
     def _patience(self) -> float | None:
@@ -144,8 +145,7 @@ class Loop:
         return None if wake is None else max(0.0, wake - self.engine.clock())
 
     def _listen(self, patience: float | None, seconds: float = 0.0) -> None:
-        """Wait for whoever says something, and hear it; the server for about so many seconds, if it goes on for so
-        long."""
+        """Wait for a connection or data, and handle it; read from the server for at most about `seconds`."""
         for key, ready in self._selector.select(patience):
             if key.fileobj is self.listener:
                 self._accept()
@@ -166,8 +166,8 @@ class Loop:
         self._write()
 
     def _read(self, seconds: float) -> None:
-        """Obey what the server says. The socket holds some 200 KB, of which one long prompt is several, and what stands
-        last may make the next step needless: so it is read until no more comes, for `seconds` at most."""
+        """Read and execute the server's commands. The socket holds some 200 KB, several times a long prompt, and the
+        last command may make the next step needless. So it is read until no more comes, for `seconds` at most."""
         assert self._server is not None
         limit, told = time.monotonic() + seconds, []
         while True:
@@ -191,27 +191,21 @@ class Loop:
             self._say(events)
 
     def _heard(self) -> list[Event] | None:
-        """Obey what has arrived whole; returns what was asked for, None where the server was hung up on."""
+        """Execute the complete frames; returns the reports asked for, None where the server was disconnected."""
         told: list[Event] = []
-        while len(self._in) >= 4:
-            size = int.from_bytes(self._in[:4], "little")
-            if size > MAX_FRAME:
-                self._hang_up("a frame is too long")
-                return None
-            if len(self._in) < 4 + size:
-                break
-            frame = bytes(self._in[4 : 4 + size])
-            del self._in[: 4 + size]
+        while True:
             try:
-                commands = self._decoder.decode(frame)
-            except (msgspec.MsgspecError, ValueError):
-                self._hang_up("a frame is not of commands")
+                if (body := framing.take(self._in, MAX_FRAME)) is None:
+                    return told
+                commands = self._decoder.decode(body)
+            except (msgspec.MsgspecError, ValueError) as error:
+                what = "too long" if isinstance(error, framing.FrameTooLong) else "not of commands"
+                self._hang_up(f"a frame is {what}")
                 return None
             told += self._obey(commands)
-        return told
 
     def _obey(self, commands: Sequence[Command]) -> list[Event]:
-        """Returns what was asked for."""
+        """Execute commands; returns the reports asked for."""
         told: list[Event] = []
         for command in commands:
             match command:
@@ -223,7 +217,7 @@ class Loop:
                     self.engine.cancel(command.id)
                 case Drain():
                     self.draining = True
-                case Ask():
+                case QueryStatus():
                     told += self.engine.told(command.ids)
         return told
 
@@ -231,7 +225,7 @@ class Loop:
         now, idle = time.monotonic(), self.engine.idle
         if self._outbox is None:
             return
-        if idle or now >= self._told + STATS_SECONDS or idle != self._said_idle:  # the last word before a pause is true
+        if idle or now >= self._told + STATS_SECONDS or idle != self._said_idle:  # always before a pause
             self._told, self._said_idle = now, idle
             stats: Stats = self.engine.stats(blocks=True)
             events = [*events, stats]
@@ -265,26 +259,26 @@ class Loop:
         self._server = self._outbox = None
         self._in.clear()
         self.engine.close()
-        # Temporary folders are cleaned, also of what is needed.
+        # Temporary folders are cleaned, also of needed files.
         if not (self.draining or self.ended or _place(self.listener) == self._socket):
             _end_at_once("the engine's socket was removed: no server can connect any more")
 
 
 def _readable(server: socket.socket, seconds: float) -> bool:
-    """Whether there is something to read, the end too, now or in so many seconds."""
+    """Return whether there is something to read, or the end, within `seconds`."""
     poll = select.poll()
     poll.register(server, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
 
 
 def grown(busy: float, left: float | None, now: float) -> float:
-    """For how long a step that began at `left` has run, after `busy` at the last beat: time for which this process was
-    stopped is none of it."""
+    """Return the seconds that a step begun at `left` has run, after `busy` at the last beat, without the time for which
+    this process was stopped."""
     return 0.0 if left is None else min(now - left, busy + 2 * BEAT_SECONDS)
 
 
 def listen(path: Path) -> socket.socket:
-    """A Unix socket that only this user can reach. Raises OSError where `path` is taken."""
+    """Open a Unix socket that only this user can reach. Raises OSError where `path` is taken."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
     try:
@@ -296,17 +290,17 @@ def listen(path: Path) -> socket.socket:
 
 
 def _end_at_once(why: str) -> NoReturn:
-    """The model is not whole any more, or out of reach, and the loop may wait for what is gone: whoever watches this
-    process starts another."""
+    """Exit at once: the model is lost, in part or whole, and the loop may wait for it for ever. The process's
+    supervisor starts another."""
     logger.error("%s", why)
     logging.shutdown()
     os._exit(1)
 
 
 def main() -> int:
-    """Read settings from standard input, load, and run. Exit statuses other than 0 are those of `settings`."""
+    """Read settings from standard input, load, and run. Exit statuses other than 0 are in `protocol/settings.py`."""
     logs.begin("engine: %(message)s")
-    for each in (signal.SIGINT, signal.SIGTERM):  # they reach whole groups of processes; the server says when to end
+    for each in (signal.SIGINT, signal.SIGTERM):  # sent to whole process groups; the server says when to end
         signal.signal(each, signal.SIG_IGN)
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     try:
@@ -315,16 +309,16 @@ def main() -> int:
     except (ValueError, OSError) as error:
         logs.say(f"error: {error}")
         return CHANGED if isinstance(error, ChangedError) else HOPELESS
-    if isinstance(engine.runner, TeamRunner):
-        crew = engine.runner.crew
+    if isinstance(engine.runner, ParallelRunner):
+        workers = engine.runner.workers
 
         def lost(why: str) -> None:
-            machine.remove_folder(crew.folder)
+            machine.remove_folder(workers.folder)
             _end_at_once(why)
 
-        crew.on_lost = lost
-        if crew.lost:  # before anybody listened
-            lost(crew.lost)
+        workers.on_lost = lost
+        if workers.lost:  # before the watcher was set
+            lost(workers.lost)
     gc.freeze()  # torch and the model stay: no collection between two steps need walk through them
     path = Path(settings.socket)
     try:
@@ -340,7 +334,7 @@ def main() -> int:
 
 
 def _place(listener: socket.socket) -> tuple[int, int] | None:
-    """Of its file, by which no other of the same name is taken for it; None where there is none."""
+    """Return device and inode of the socket's file, which tell it from a later one; None where there is none."""
     try:
         status = os.lstat(listener.getsockname())
     except OSError:

@@ -1,14 +1,15 @@
-"""What a model takes of a card's memory: measured before the rest becomes keys and values.
+"""Memory profile of a model on a GPU: measured before the rest becomes the KV cache.
 
-On a CPU all of it is computed from shapes (`plan/`). On a GPU that would be a guess: an allocator that keeps what it
-was given, libraries with workspaces, weights that are laid side by side when they are first used, graphs with a pool of
-their own. So the largest step that the limits allow is run on a cache of one block (`Trial`), tokens are chosen from
-its logits, the largest graph is recorded, and each time the allocator is asked what it holds. The first step also
-compiles the kernels, which would otherwise fall to the first request. With adapters a step takes more, so it is run
-once more with each of them: their products come one after another, so a step of several takes no more than the worst.
+On a CPU all of it is computed from shapes (`plan/`). On a GPU that would be a guess: an allocator that keeps freed
+memory, libraries with workspaces, weights that are rearranged at their first use, graphs with a pool of their own. So
+the largest step that the limits allow is run on a cache of one block (`ProfileRun`), and tokens are sampled from its
+logits. The largest graph is recorded. The allocator is asked each time what it holds. The first step also compiles the
+kernels, which would otherwise delay the first request. With adapters a step takes more, so it is run once more with
+each of
+them: their products run one after another, so a step of several takes no more than the worst.
 
-Counted is what torch's allocator has reserved, not what tensors have of it: what lies between them is gone too. What
-torch does not know of, the driver's own memory and the code of kernels, is the rest of what the card lost.
+The figure that counts is what torch's allocator has reserved, not the tensors' part of it: gaps between tensors are
+used up too. Memory unknown to torch, the driver's own and the kernels' code, is the rest of what the GPU has lost.
 """
 
 from __future__ import annotations
@@ -25,35 +26,35 @@ from attar.execution.model_runner import Runner
 from attar.kv.schemes import KvScheme
 from attar.model.decoder import Decoder
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import device_sampler
 from attar.sampling.sampler import Sampler
 from attar.scheduling.sequence import Sequence as Tokens
-from attar.scheduling.step_plan import Chunk, StepPlan
+from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
 
 class Memory(Protocol):
     """A device's memory, in bytes."""
 
     def free(self) -> int:
-        """What is left for anybody."""
+        """Return the bytes free to any process."""
         ...
 
     def held(self) -> int:
-        """What this process has reserved for tensors."""
+        """Return the bytes that this process has reserved for tensors."""
         ...
 
     def peak(self) -> int:
-        """The most that it had since `settle`."""
+        """Return the most bytes reserved since `settle`."""
         ...
 
     def settle(self) -> None:
-        """Wait for the device, give back what is idle, and count the peak anew."""
+        """Wait for the device, release unused memory, and restart the peak."""
         ...
 
 
-class CardMemory:
-    """That of a CUDA device, as torch's allocator and the driver tell it."""
+class GpuMemory:
+    """Memory of a CUDA device, as reported by torch's allocator and the driver."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -75,25 +76,25 @@ class CardMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Footprint:
-    """Bytes, of a card that had `available` before this process took any."""
+class MemoryProfile:
+    """Bytes used of a GPU that had `available` before this process took any."""
 
     available: int
-    weights: int  # as they lie when they have been used
-    step: int  # what the largest step takes besides, at its peak
+    weights: int  # in the layout after their first use
+    step: int  # the largest step besides, at its peak
     graphs: int  # memory of recorded decode steps
-    driver: int  # what the allocator does not know of
+    driver: int  # unknown to the allocator
 
 
-class Trial:
-    """The largest step that `limits` allow, with the choice of tokens, over a cache of one block; also with each of the
-    decoder's `adapters`, which are numbered from 1."""
+class ProfileRun:
+    """The largest step that `limits` allow, with sampling, over a cache of one block; also with each of the decoder's
+    `adapters`, which are numbered from 1."""
 
     def __init__(
         self,
         decoder: Decoder,
         scheme: KvScheme,
-        limits: Limits,
+        limits: SchedulerConfig,
         context: int,
         record: graphs.Record | None = None,
         runner: Callable[..., Runner] = Runner,
@@ -102,13 +103,13 @@ class Trial:
         self.most, vocab = limits.together, decoder.config.vocab_size
         self.runner = runner(decoder, 1, context, scheme, self.most, None, record)
         self.pages = sum(pages.nbytes for pages in self.runner.pages)
-        """Bytes of the cache."""
+        """Bytes of the KV cache."""
         rows = [max(1, min(context, limits.max_step_tokens - self.most + 1)), *[1] * (self.most - 1)]
         self._plans = [_plan(rows, self.runner.block, adapter) for adapter in range(adapters + 1)]
         params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, seed=0)
         self._samplers = [Sampler(params, (0,), vocab) for _ in rows]
         self.others = 0
-        """Bytes that graphs smaller than the largest will have of their own: logits, and their tables twice."""
+        """Bytes of their own of the graphs smaller than the largest: logits, and block tables twice."""
         if self.runner.graphs is not None:
             width = -(-context // self.runner.block)
             self.others = sum(4 * rows * (vocab + 2 * width) for rows in self.runner.graphs.sizes[:-1])
@@ -119,27 +120,29 @@ class Trial:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """The largest graph, where there are any."""
+        """Record the largest graph, where graphs are used."""
         if self.runner.graphs is not None:
             self.runner.graphs.of(self.most)
 
 
 def _plan(rows: Sequence[int], block: int, adapter: int) -> StepPlan:
-    """A step of so many rows of each sequence. All take the adapter but the last, if it is not alone: the rows of an
-    adapter are gathered where there are others, which takes more than all of them as they lie."""
+    """Plan a step with `rows[i]` rows of sequence i. All use the adapter but the last, if it is not alone: an adapter's
+    rows are gathered where there are others, which takes more memory than all rows in place."""
     takes = [adapter] * max(1, len(rows) - 1) + [0] * (len(rows) > 1)
-    return StepPlan([Chunk(_sequence(n, block, number), 0, n, True) for n, number in zip(rows, takes, strict=True)])
+    return StepPlan(
+        [ScheduledTokens(_sequence(n, block, number), 0, n, True) for n, number in zip(rows, takes, strict=True)]
+    )
 
 
 def _sequence(tokens: int, block: int, adapter: int) -> Tokens:
-    """Whose blocks are all the same one: what it reads there means nothing."""
+    """Make a sequence whose blocks are all block 0: the values that it reads are meaningless."""
     made = Tokens(id="trial", prompt_ids=[0] * tokens, max_tokens=1, adapter=adapter)
     made.blocks = [0] * -(-tokens // block)
     return made
 
 
-def measure(memory: Memory, available: int, trial: Trial) -> Footprint:
-    """Run the trial and look. Raises torch.OutOfMemoryError where not even that fits."""
+def measure(memory: Memory, available: int, trial: ProfileRun) -> MemoryProfile:
+    """Run the trial and measure. Raises torch.OutOfMemoryError where not even that fits."""
     trial.step()
     memory.settle()
     before = memory.held()
@@ -150,7 +153,7 @@ def measure(memory: Memory, available: int, trial: Trial) -> Footprint:
     trial.record()
     memory.settle()
     recorded = memory.held()
-    return Footprint(
+    return MemoryProfile(
         available=available,
         weights=before - trial.pages,
         step=peak - before,

@@ -1,4 +1,4 @@
-"""Outbox of the engine's process: what is said to the server, as frames."""
+"""Outbox of the engine's process: events to the server, as frames."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Sequence
 
 from attar.engine.requests import SENTENCES
 from attar.faults import point
-from attar.protocol.messages import Beat, Event, Failed, Ready, Stats, Told, encode
+from attar.protocol.messages import Beat, Event, Failed, Ready, RequestStatus, Stats, encode
 
 logger = logging.getLogger(__name__)
 
 
 class Outbox:
-    """What goes to one server: whole frames, in order, whichever thread says them.
+    """Output queue to one server: whole frames, in order, from either thread.
 
-    The socket does not block: what it does not take waits here. So the lock is held for moments only, and neither
-    thread can hold up the other, however slowly the server reads. The first frame is there from the start: no beat
-    comes before it.
+    The socket does not block: bytes that it does not take wait here. So the lock is held for moments only, and neither
+    thread can hold up the other, however slowly the server reads. The first frame is queued from the start: no beat
+    precedes it.
     """
 
     def __init__(self, server: socket.socket, first: bytes) -> None:
@@ -33,20 +33,20 @@ class Outbox:
         return len(self._waiting)
 
     def put(self, frames: bytes = b"") -> None:
-        """Send what waits, then `frames`, as far as the socket takes them. Raises OSError when the server has gone."""
+        """Send waiting bytes, then `frames`, as far as the socket takes them. Raises OSError for a closed one."""
         with self._lock:
             self._waiting += frames
             self._send()
 
     def beat(self, frame: bytes) -> None:
-        """The same with a frame that is left out where others wait: a server that does not read need not be told."""
+        """Send a beat as `put` does, unless bytes wait: a server that does not read needs no beats."""
         with self._lock:
             if not self._waiting:
                 self._waiting += frame
             self._send()
 
     def close(self) -> None:
-        """Close the socket; what waits is lost."""
+        """Close the socket; waiting bytes are lost."""
         with self._lock:
             self._server.close()
 
@@ -57,18 +57,18 @@ class Outbox:
 
 
 def framed(events: Sequence[Event], lost: set[str]) -> bytes:
-    """One frame, or, where that cannot be made, one an event. An event that no frame holds becomes its request's
-    failure: the id joins `lost`, and nothing more is said of it."""
+    """Encode one frame, or, where that is impossible, one an event. An event too large for a frame becomes its
+    request's failure: the id joins `lost`, and nothing more is sent about it."""
     try:
         for event in events:
-            if not isinstance(event, Ready | Stats | Beat | Told):
+            if not isinstance(event, Ready | Stats | Beat | RequestStatus):
                 point("events.encode", event.id)
         return encode(events)
     except Exception as error:
         if len(events) > 1:
             return b"".join(framed([event], lost) for event in events if getattr(event, "id", "") not in lost)
         (event,) = events
-        assert not isinstance(event, Ready | Stats | Beat | Told), "these are short"
+        assert not isinstance(event, Ready | Stats | Beat | RequestStatus), "these are short"
         lost.add(event.id)
         if isinstance(error, ValueError):
             return encode([Failed(event.id, "too_long", "the answer is too long to be sent")])

@@ -1,6 +1,6 @@
-"""A request as the engine keeps it: its choices, and how each turns tokens into text and events.
+"""A request in the engine: its choices, and how each turns tokens into text and events.
 
-Nothing here knows of other requests. What raises here is one request's own, and the engine ends that one.
+Nothing here knows of other requests. An exception here concerns one request, and the engine ends that one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from attar.faults import point
 from attar.protocol.messages import Delta, Embedding, Finished, PromptLogprobs, Report
 from attar.protocol.request import FinishReason, SamplingParams, TokenLogprob
-from attar.sampling.sampler import BAD, BadLogits, Draw, Sampler, logprobs_of
+from attar.sampling.sampler import BAD, BadLogits, SampledToken, Sampler, logprobs_of
 from attar.sampling.stop_strings import StopChecker
 from attar.scheduling.sequence import Sequence, Status
 from attar.text.tokenizer import Detokenizer
@@ -31,16 +31,16 @@ class Choice:
     stops: StopChecker
     reason: FinishReason | None = None
 
-    def take(self, draw: Draw) -> bool:
-        """Add the token; whether it may be told of later, since nothing in its text could make it the last."""
+    def take(self, draw: SampledToken) -> bool:
+        """Add the token; return whether its event may wait, since nothing in its text could make it the last."""
         self.sampler.commit(draw.token_id)
         if draw.token_id in self.request.ending:
             self.reason = "stop"
         last = self.sampler.index == self.sequence.max_tokens
         return self.reason is None and not last and not self.sampler.params.stop
 
-    def tell(self, draw: Draw) -> Delta:
-        """The token that was taken last, as text; `reason` is set where it is the last of all."""
+    def tell(self, draw: SampledToken) -> Delta:
+        """Return the last token as an event with text; `reason` is set where it is the last of all."""
         token, text = draw.token_id, ""
         if self.reason is None and self.detokenizer is not None:
             point("detokenizer.push", self.sequence.id)
@@ -57,8 +57,8 @@ class Choice:
         return Delta(self.request.id, self.number, (token,), text, logprobs)
 
     def end(self, now: float) -> Finished | Embedding:
-        """What is said of its end; with a report, if the request's other choices have ended. Raises BadLogits where a
-        vector holds a NaN or an infinity."""
+        """Return the event of the end, with a report if the request's other choices have ended. Raises BadLogits where
+        a vector holds a NaN or an infinity."""
         request, report = self.request, None
         if request.open == 1:
             point("engine.report", request.id)
@@ -79,7 +79,7 @@ class Choice:
         return self.stops.push(text)
 
     def _rest(self, detokenizer: Detokenizer) -> str:
-        """What was held back, at the end."""
+        """Return the text that was held back, at the end."""
         point("detokenizer.flush", self.sequence.id)
         text = self._shown(detokenizer.flush())
         return text if self.stops.done else text + self.stops.flush()
@@ -87,7 +87,7 @@ class Choice:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """What was asked for, and how far it is."""
+    """A request and its progress."""
 
     id: str
     prompt: tuple[int, ...]
@@ -97,25 +97,25 @@ class Request:
     open: int = 0
     """Choices that have not ended."""
     seen: Tensor | None = None
-    """The prompt's tokens as `sampler.distinct` has them, where a penalty looks at them."""
+    """The prompt's tokens as `sampler.distinct` returns them, where a penalty needs them."""
     of_prompt: dict[int, TokenLogprob] | None = None
-    """Log probabilities of the prompt's tokens by position, until they are sent; None where nobody wants them."""
+    """Log probabilities of the prompt's tokens by position, until they are sent; None where not requested."""
     unscorable: bool = False
-    """The model says nothing of one of them: the request is to fail, as where it says nothing of the next token."""
+    """True where a prompt token has no valid log probability: the request fails, as with invalid logits."""
     pooling: str = ""
-    """Of an embedding: mean or last."""
+    """Pooling of an embedding: mean or last; empty for other requests."""
     pooled: Tensor | None = None
-    """float64 [D]: the last hidden state, or the sum of all so far."""
+    """Pooled state, float64 [D]: the last hidden state, or the sum of all so far."""
     limited_by: Counter[str] = field(default_factory=Counter)
-    """Steps that it had a part in, by what limited them."""
+    """Count of the request's steps, by bottleneck."""
     least: float = 0.0
     stepped: float = 0.0
-    """Seconds that those steps could have been done in, and that they took."""
+    """Seconds of those steps: `least` by the roofline, `stepped` as measured."""
 
     def pool(self, before: Tensor | None, hidden: Tensor) -> None:
         """Take the hidden states [N, D] of the next piece of the prompt, where `pooled` was `before`.
 
-        Once more with the same arguments changes nothing: a step may have to be run again.
+        A repeated call with the same arguments changes nothing: a step may have to be run again.
         """
         point("engine.pool", self.id)
         if self.pooling == "last":
@@ -124,12 +124,12 @@ class Request:
             rows = hidden.double()
             if before is not None:
                 rows[0] += before
-            self.pooled = rows.cumsum(0)[-1]  # row by row, however the prompt is cut
+            self.pooled = rows.cumsum(0)[-1]  # row by row: chunking must not change the sum
 
     def score(self, start: int, logits: Tensor) -> PromptLogprobs | None:
-        """Take the logits [N, V] behind the prompt's tokens from `start` on; gives what is said once all are known.
+        """Take the logits [N, V] behind the prompt's tokens from `start` on; return the event once all are known.
 
-        Where the largest of a row is a NaN or an infinity there is nothing to say (`unscorable`). Others may be -inf.
+        Where the largest of a row is a NaN or an infinity the prompt is `unscorable`. Others may be -inf.
         """
         if self.of_prompt is None:
             return None
@@ -148,7 +148,7 @@ class Request:
         return PromptLogprobs(self.id, tuple(known[at] for at in sorted(known)))
 
     def report(self, now: float) -> Report:
-        """Where its time went until `now`, and what of its prompt was reused."""
+        """Report the request's time until `now`, and the reused part of its prompt."""
         leader = self.choices[0].sequence
 
         def longest(status: Status) -> float:

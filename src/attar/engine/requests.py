@@ -1,4 +1,4 @@
-"""Every request of an engine until it has ended, and the events that nobody has taken yet."""
+"""Every request of an engine until it has ended, and the events that were not taken yet."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Iterable
 
 from attar.engine.outputs import Choice, Request
-from attar.protocol.messages import Event, Failed, Told
-from attar.sampling.sampler import BAD, BadLogits, Draw
+from attar.protocol.messages import Event, Failed, RequestStatus
+from attar.sampling.sampler import BAD, BadLogits, SampledToken
 from attar.scheduling.scheduler import Refused, Scheduler
 from attar.scheduling.sequence import Sequence
 
@@ -25,15 +25,17 @@ SENTENCES = {
 class RequestTable:
     """Requests by id, their choices by sequence id, and the events they give rise to.
 
-    A request is here from `add` until its last event is said. A choice stays until the scheduler has let go of its
-    sequence, which may be a step later.
+    A request stays from `add` until its last event. A choice stays until the scheduler has released its sequence, which
+    may be a step later.
     """
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
         self.requests: dict[str, Request] = {}
         self.choices: dict[str, Choice] = {}
         self.events: list[Event] = []
-        self._late: list[tuple[Choice, Draw]] = []  # of the last step, to be told of while the next one runs
+        self._late: list[
+            tuple[Choice, SampledToken]
+        ] = []  # of the last step: their text is made while the next one runs
         self._scheduler, self._clock = scheduler, clock
 
     def add(self, request: Request) -> None:
@@ -44,7 +46,7 @@ class RequestTable:
         self.choices |= {choice.sequence.id: choice for choice in request.choices}
 
     def refuse(self, id: str, error: Exception) -> None:
-        """Say why a request was not taken."""
+        """Add the event that a request was refused."""
         if isinstance(error, ValueError):
             code = error.code if isinstance(error, Refused) else "invalid"
             self.events.append(Failed(id, code, str(error)))
@@ -52,16 +54,16 @@ class RequestTable:
             logger.error("request %s failed before it began", id, exc_info=error)
             self.events.append(Failed(id, "internal", SENTENCES["internal"]))
 
-    def accept(self, choice: Choice, draw: Draw, later: bool) -> None:
-        """Give a choice its next token. Its text is left for when the next step runs where `later` allows it and the
-        text could not end its sequence."""
+    def accept(self, choice: Choice, draw: SampledToken, later: bool) -> None:
+        """Give a choice its next token. Its text waits until the next step runs, where `later` allows it and the text
+        could not end its sequence."""
         if choice.take(draw) and later:
             self._late.append((choice, draw))
         else:
             self.events.append(choice.tell(draw))
 
     def tell_late(self) -> None:
-        """Say what the last step gave, as far as it was left for later."""
+        """Add the events of tokens that the last step left for later."""
         late, self._late = self._late, []
         for choice, draw in late:
             if choice.request.id in self.requests:
@@ -72,7 +74,7 @@ class RequestTable:
                     self.fail(choice.request.id, "internal")
 
     def settle(self) -> None:
-        """Say what the scheduler has ended."""
+        """Add the events of sequences that the scheduler has ended."""
         ended = self._scheduler.collect()
         if ended:
             self.tell_late()
@@ -99,7 +101,7 @@ class RequestTable:
                 del self.requests[request.id]
 
     def fail(self, id: str, code: str) -> None:
-        """End a request without an answer, all choices of it."""
+        """End a request and all its choices with a failure."""
         if (request := self.requests.get(id)) is not None:
             self.events.append(Failed(id, code, SENTENCES[code], request.report(self._clock())))
             self.drop(id)
@@ -111,7 +113,7 @@ class RequestTable:
             self.fail(id, code)
 
     def drop(self, id: str) -> None:
-        """End a request of which nothing more is to be said."""
+        """End a request without further events."""
         if (request := self.requests.pop(id, None)) is not None:
             for choice in request.choices:
                 self._scheduler.cancel(choice.sequence.id, self._clock())
@@ -119,7 +121,7 @@ class RequestTable:
     def told(self, ids: Iterable[str]) -> list[Event]:
         """Return the state of those of these requests that have not ended."""
         now = self._clock()
-        return [Told(id, self.requests[id].report(now)) for id in ids if id in self.requests]
+        return [RequestStatus(id, self.requests[id].report(now)) for id in ids if id in self.requests]
 
     def take(self) -> list[Event]:
         """Return the events since the last call, and forget them."""

@@ -1,13 +1,13 @@
-"""From settings to an engine: what fits is computed from the checkpoint's headers, before any weight is read.
+"""Start of an engine from settings: what fits is computed from the checkpoint's headers, before any weight is read.
 
-The same arithmetic answers `attar plan`. Without a size given, the cache gets what memory leaves, up to what the
-largest allowed number of requests need to run at once; where that is less than one request of the model's whole
-context, the context becomes what does fit, and the start-up table says so.
+`attar plan` uses the same arithmetic. Without a given size, the KV cache gets the remaining memory, up to what the
+largest allowed number of requests need to run at once. Where that is less than one request of the model's whole
+context, the context becomes what does fit, and the start-up table reports it.
 
-On a GPU, where the weights alone have no room, that is said before any is read. Of the rest nothing but the cache is
-computed: the model is loaded, its largest step and its largest graph are measured (`footprint.py`), and the cache gets
-what remains. Decode steps are recorded before the first request comes. Of several GPUs the first is measured, whose
-process holds the most, and the least that is free on any counts.
+On a GPU, weights that do not fit are reported before any is read. Of the rest only the cache is computed: the model is
+loaded, its largest step and its largest graph are measured (`memory_profile.py`), and the cache gets what remains.
+Decode steps are recorded before the first request comes. Of several GPUs the first is measured, whose process holds the
+most, and the least free memory of any counts.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from attar.engine import bottleneck
 from attar.engine.bottleneck import Bounds, KernelMeter, StreamMeter
 from attar.engine.engine import Engine
 from attar.engine.loader import LoadedModel, Parallel, load_model
-from attar.engine.memory_profile import CardMemory, Footprint, Trial, measure
+from attar.engine.memory_profile import GpuMemory, MemoryProfile, ProfileRun, measure
 from attar.execution import kv_cache as kv_schemes
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.triton.weights import knows_float8
 from attar.kv import schemes
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.split import Share
-from attar.plan import cards, report
 from attar.plan import fit as planning
+from attar.plan import gpus, report
 from attar.plan.costs import BLOCK, Storage
 from attar.plan.fit import Fit
 from attar.plan.roofline import Rates, Roofline
 from attar.plan.steps import StepLimits
 from attar.protocol.messages import Ready
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     if share.count > 1:
         logs.say(f"the first of {share.count} processes, which holds the most:")
     _tell(settings, limits, found, kv_name(settings))
-    each = max(1, threads // share.count)  # a number that was asked for counts, whatever the machine
+    each = max(1, threads // share.count)  # an explicit number holds on any machine
     torch.set_num_threads(each)
     rates = bottleneck.cpu_rates(found.weights, settings.activations)
     model = load_model(
@@ -77,7 +77,7 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     for sentence in without_kernels(model.decoder):
         logger.warning("%s", sentence)
     torch.set_num_threads(each)  # which loading may have changed
-    # The time of one stage of several says nothing of the step (`bounds.py`).
+    # The time of one stage of several does not judge the step (`bottleneck.py`).
     roof = _roof(settings, config, storage, kv_name(settings), rates)
     judge = Bounds(roof, KernelMeter()) if settings.pp == 1 else None
     made = _over(model, found, limits, kv_name(settings), names, judge)
@@ -85,10 +85,10 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
 
 
 def without_kernels(decoder: Decoder) -> list[str]:
-    """What of a model on CPUs the reference computes, in sentences that say why; none where all of it has kernels."""
+    """Return sentences on the parts of a CPU model that the reference computes, and why; none where it has no part."""
     if decoder.store is None:
         dtype = str(decoder.dtype).removeprefix("torch.")
-        why = next(reason for _, reason in ops.candidates("linear", "cpu", decoder.dtype))
+        why = next(reason for _, reason in dispatch.candidates("linear", "cpu", decoder.dtype))
         return [f"no linear has a CPU kernel in {dtype} ({why}): all run {BY_REFERENCE}"]
     found: dict[str, list[str]] = {}
     for name, reason in decoder.store.refused.items():
@@ -100,9 +100,14 @@ def without_kernels(decoder: Decoder) -> list[str]:
 
 
 def _over(
-    model: LoadedModel, found: Fit, limits: Limits, kv_scheme: str, adapters: tuple[str, ...], judge: Bounds | None
+    model: LoadedModel,
+    found: Fit,
+    limits: SchedulerConfig,
+    kv_scheme: str,
+    adapters: tuple[str, ...],
+    judge: Bounds | None,
 ) -> Engine:
-    """An engine over a loaded model."""
+    """Make an engine over a loaded model."""
     return Engine(
         model.decoder,
         model.tokenizer,
@@ -117,8 +122,8 @@ def _over(
     )
 
 
-def _tell(settings: Settings, limits: Limits, found: Fit, kv_scheme: str) -> None:
-    """What was decided: by preset and options, and with the memory."""
+def _tell(settings: Settings, limits: SchedulerConfig, found: Fit, kv_scheme: str) -> None:
+    """Print the scheduler's settings, by preset and options, and the use of memory."""
     logs.say(limits.told(settings.preset))
     logs.say(report.startup(found, kv_scheme))
 
@@ -135,18 +140,18 @@ def _install(model: LoadedModel, settings: Settings) -> tuple[str, ...]:
 def _roof(
     settings: Settings, config: ModelConfig, storage: Storage, kv_scheme: str, rates: Rates | None
 ) -> Roofline | None:
-    """Of the part that each of several processes computes; stages run one after another."""
+    """Make the roofline of each process's part; stages run one after another."""
     part = planning.shared(config, storage, Share(0, settings.tp))[1]
     return None if rates is None else Roofline(part, storage, kv_scheme, rates)
 
 
 def _on_card(
-    settings: Settings, path: Path, config: ModelConfig, storage: Storage, limits: Limits, threads: int
+    settings: Settings, path: Path, config: ModelConfig, storage: Storage, limits: SchedulerConfig, threads: int
 ) -> tuple[Engine, Ready]:
     """Start an engine on a GPU."""
-    ops.require(settings.device)
+    dispatch.require(settings.device)
     torch.set_num_threads(threads)
-    memory = CardMemory(torch.device(settings.device))
+    memory = GpuMemory(torch.device(settings.device))
     available, most = memory.free(), planning.longest(config, settings.context)
     room_for_weights(settings, config, storage, available, knows_float8(memory.device))
     try:
@@ -157,13 +162,13 @@ def _on_card(
             parallel=Parallel(settings.tp, settings.pp, threads),
         )  # fmt: skip
         names, scheme = _install(model, settings), kv_schemes.of(model.decoder, kv_name(settings))
-        trial = Trial(model.decoder, scheme, limits, most, runner=model.runner, adapters=len(names))
+        trial = ProfileRun(model.decoder, scheme, limits, most, runner=model.runner, adapters=len(names))
         each = trial.pages // trial.runner.pages[0].blocks
         measured = measure(memory, available, trial)
         del trial
-        # The first holds the most, and has not always the most.
-        if model.team is not None and model.team.crew.free is not None:
-            measured = replace(measured, available=min(available, model.team.crew.free))
+        # The first holds the most, and may not have the most memory.
+        if model.team is not None and model.team.workers.free is not None:
+            measured = replace(measured, available=min(available, model.team.workers.free))
         memory.settle()
         found = on_card(settings, measured, each, most, limits)
         _tell(settings, limits, found, scheme.name)
@@ -179,9 +184,9 @@ def _on_card(
 
 
 def room_for_weights(settings: Settings, config: ModelConfig, storage: Storage, available: int, float8: bool) -> None:
-    """Raises ValueError, saying by how much, where a card has too little memory for its part of the weights alone."""
+    """Raise ValueError, with the shortage, where a GPU has too little memory for its part of the weights alone."""
     held = planning.shared(config, storage, Share(0, settings.tp, settings.pp))[1]
-    weights = cards.weight_bytes(held, storage, float8).total
+    weights = gpus.weight_bytes(held, storage, float8).total
     memory, source = settings.memory, "--memory"
     if memory is None:
         memory, source = available, f"free on {settings.device}"
@@ -193,18 +198,20 @@ def room_for_weights(settings: Settings, config: ModelConfig, storage: Storage, 
 
 
 def _measured(device: torch.device) -> Rates | None:
-    """The rates of a card; None where they cannot be measured, because little memory is free, say: a model may be
-    served all the same."""
+    """Measure the rates of a GPU; None where that fails, for lack of memory, say: a model may be served all the
+    same."""
     try:
         return bottleneck.card_rates(device)
-    except torch.AcceleratorError:  # nothing can be computed there any more
+    except torch.AcceleratorError:  # the device is beyond use
         raise
     except RuntimeError as error:
         logger.warning("the rates of %s could not be measured, so nothing says what limits steps: %s", device, error)
         return None
 
 
-def _ready(settings: Settings, config: ModelConfig, found: Fit, limits: Limits, adapters: tuple[str, ...]) -> Ready:
+def _ready(
+    settings: Settings, config: ModelConfig, found: Fit, limits: SchedulerConfig, adapters: tuple[str, ...]
+) -> Ready:
     require_unchanged(settings.files, settings.folders)  # nor while it was read
     return Ready(
         settings.served_as, found.context, config.vocab_size, found.blocks, found.block, limits.max_waiting,
@@ -212,15 +219,15 @@ def _ready(settings: Settings, config: ModelConfig, found: Fit, limits: Limits, 
     )  # fmt: skip
 
 
-def on_card(settings: Settings, measured: Footprint, block_bytes: int, most: int, limits: Limits) -> Fit:
-    """Where a card's memory will go, after what was measured, for requests of up to `most` tokens. Raises ValueError,
-    saying by how much, where it is too little."""
+def on_card(settings: Settings, measured: MemoryProfile, block_bytes: int, most: int, limits: SchedulerConfig) -> Fit:
+    """Divide a GPU's memory, after measurement, for requests of up to `most` tokens. Raises ValueError, with the
+    shortage, where it is too little."""
     fraction = settings.kv_fraction
     memory, source = settings.memory, "--memory"
     if memory is None:
         memory = int(measured.available * (machine.SHARE if fraction is None else 1.0))
         source = f"free on {settings.device}"
-    taken = measured.weights + measured.step + measured.graphs + measured.driver + block_bytes  # and nobody's block
+    taken = measured.weights + measured.step + measured.graphs + measured.driver + block_bytes  # and the spare block
     blocks = planning.cache_blocks(memory - taken, block_bytes, BLOCK, settings.max_cached_tokens, fraction)
     if settings.max_cached_tokens is None:
         blocks = min(blocks, planning.useful(limits.together, -(-most // BLOCK), limits.headroom))
@@ -238,9 +245,9 @@ def on_card(settings: Settings, measured: Footprint, block_bytes: int, most: int
 
 
 def fit(
-    settings: Settings, config: ModelConfig, storage: Storage, limits: Limits, threads: int, adapters: int = 0
+    settings: Settings, config: ModelConfig, storage: Storage, limits: SchedulerConfig, threads: int, adapters: int = 0
 ) -> Fit:
-    """Where the memory will go. Raises ValueError, saying by how much, where the model does not fit."""
+    """Divide the memory. Raises ValueError, with the shortage, where the model does not fit."""
     here = machine.examine()
     share = Share(0, settings.tp, settings.pp)
     memory, source = settings.memory, "--memory"
@@ -259,5 +266,5 @@ def fit(
 
 
 def kv_name(settings: Settings) -> str:
-    """How keys and values are kept: by default as they are. Raises ValueError for an unknown name."""
+    """Return the KV cache's scheme: by default that of computation. Raises ValueError for an unknown name."""
     return schemes.scheme(settings.kv or ("bfloat16" if settings.computes_in == "bfloat16" else "float32")).name

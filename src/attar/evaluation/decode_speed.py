@@ -42,19 +42,20 @@ from attar.checkpoints.sources.stored import stored
 from attar.engine import bottleneck
 from attar.engine.llm import PREFILL_ROWS
 from attar.execution import kv_cache as engine_kv
-from attar.execution.parallel.executor import Team
+from attar.execution.parallel.executor import ParallelExecutor
 from attar.execution.recorded_step import Decoding
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import HEADS, Scheme
 from attar.formats.weight_formats import Sparse24
-from attar.kernels import ops
+from attar.kernels import dispatch, ops
+from attar.kernels.dispatch import BackendWeights
 from attar.kernels.native import extension, limits
 from attar.kernels.operands import Linear, Prepared
-from attar.kernels.ops import Store, TritonStore
+from attar.kernels.triton.store import GpuWeights
 from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
 from attar.model import decoder as model
-from attar.model.cache import BLOCK, Step
+from attar.model.cache import BLOCK, ForwardBatch
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.shapes import shape
@@ -79,6 +80,17 @@ class Load:
     prompt: int = 512
     gen: int = 128
     batch: int = 1
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A device and the way to compute on it. kv: a scheme of the KV cache, None as computed. tp, pp: processes."""
+
+    device: str = "cpu"
+    activations: str = "int8g128"
+    kv: str | None = None
+    tp: int = 1
+    pp: int = 1
 
 
 class RandomWeights:
@@ -178,9 +190,9 @@ def quantized(size: tuple[int, int], scheme: Scheme, numbers: torch.Generator) -
     return PackedTensor(scheme, size, {name: repeated(part) for name, part in packed.parts.items()})
 
 
-def build(name: str, scheme: str, head: str, store: Store) -> Decoder:
+def build(name: str, scheme: str, head: str, store: BackendWeights) -> Decoder:
     """Return a model of a known shape with random weights. A tied embedding is the LM head, in the head's scheme."""
-    config, device = shape(name), store.device if isinstance(store, TritonStore) else "cpu"
+    config, device = shape(name), store.device if isinstance(store, GpuWeights) else "cpu"
     return model.build(config, RandomWeights(config, scheme, head, device), None, store)
 
 
@@ -190,31 +202,47 @@ def part(name: str, scheme: str, head: str) -> Part:
     return shape(name), Storage.named(scheme, None if packed is None else packed.with_scale_dtype("float16"))
 
 
-def load(path: Path, store: Store) -> Decoder:
-    return opening.load(path, store.dtype if isinstance(store, TritonStore) else torch.float32, None, store)
+def load(path: Path, store: BackendWeights) -> Decoder:
+    return opening.load(path, store.dtype if isinstance(store, GpuWeights) else torch.float32, None, store)
 
 
-def run_shared(
-    path: Path, tp: int, pp: int, load: Load, activations: str, kv: str | None, device: str
-) -> dict[str, Any]:
-    """Measure as `run`, with a model in several processes; bytes and linears are those of the first."""
-    teams: list[Team] = []
+def measure_model(path: Path, options: Load, setup: Setup) -> dict[str, Any]:
+    """Measure a checkpoint as `run` does; of several processes, bytes and linears are the first one's."""
+    config, storage = stored(path)
+    if setup.tp * setup.pp == 1:
+        part = config, storage
+        return run(lambda store: load(path, store), options, setup.activations, setup.kv, setup.device, part)
+    teams: list[ParallelExecutor] = []
 
-    def make(store: Store) -> Decoder:
-        teams.append(Team(path, tp, pp, device=device, dtype=hf.compute_dtype(None, device), activations=activations))
+    def make(store: BackendWeights) -> Decoder:
+        dtype = hf.compute_dtype(None, setup.device)
+        teams.append(
+            ParallelExecutor(path, setup.tp, setup.pp, device=setup.device, dtype=dtype, activations=setup.activations)
+        )
         return teams[0].decoder
 
-    config, storage = stored(path)
-    part = shared(config, storage, Share(0, tp))[1], storage  # stages run one after another
+    part = shared(config, storage, Share(0, setup.tp))[1], storage  # stages run one after another
     try:
-        return run(make, load, activations, kv, device, part) | {"tp": tp, "pp": pp}
+        found = run(make, options, setup.activations, setup.kv, setup.device, part)
+        return found | {"tp": setup.tp, "pp": setup.pp}
     finally:
         for team in teams:
             team.close()
 
 
+def measure_shape(name: str, scheme: str, head: str, options: Load, setup: Setup) -> dict[str, Any]:
+    """Measure random weights of a known shape as `run` does. Raises ValueError for several processes."""
+    if setup.tp * setup.pp > 1:
+        raise ValueError("--tp and --pp are of a model: a --shape is measured in one process")
+    found = run(
+        lambda store: build(name, scheme, head, store), options, setup.activations, setup.kv, setup.device,
+        part(name, scheme, head),
+    )  # fmt: skip
+    return found | {"shape": name, "scheme": scheme, "head": "bf16" if scheme == "bf16" else head}
+
+
 def run(
-    make: Callable[[Store], Decoder],
+    make: Callable[[BackendWeights], Decoder],
     load: Load,
     activations: str = "int8g128",
     kv: str | None = None,
@@ -229,9 +257,9 @@ def run(
     since, floor = time.perf_counter(), _resident()
     computed = hf.compute_dtype(None, device)
     assert computed is not None
-    store = ops.store(activations, device, computed)
+    store = dispatch.store(activations, device, computed)
     if store is None:
-        raise ValueError(f"there is nothing to measure: {ops.candidates('linear')[0][1]}")
+        raise ValueError(f"there is nothing to measure: {dispatch.candidates('linear')[0][1]}")
     decoder = make(store)
     loaded = time.perf_counter() - since
     numbers = torch.Generator().manual_seed(SEED)
@@ -252,7 +280,7 @@ def run(
         "step_ms": 1e3 * decode,
         "bytes_per_token": per_token,
     }
-    if isinstance(store, TritonStore):
+    if isinstance(store, GpuWeights):
         peak, rates = torch.cuda.max_memory_reserved(decoder.device), bottleneck.card_rates(decoder.device)
         rate, gops = rates.bandwidth / 1e9, rates.operations(None) / 1e9
         if part is not None:
@@ -314,7 +342,7 @@ def _generate(
             piece = prompts[s, at : at + PREFILL_ROWS].to(decoder.device)
             lengths = tuple(len(piece) if s == other else 0 for other in range(batch))
             end = torch.tensor([len(piece) - 1], device=decoder.device)
-            last = decoder.forward(piece, Step(lengths, horizon, cache), end)
+            last = decoder.forward(piece, ForwardBatch(lengths, horizon, cache), end)
             if at + len(piece) == length:
                 logits.append(last)
     tokens = ops.argmax(torch.cat(logits)).tolist()

@@ -15,7 +15,7 @@ Legend: N rows, I channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +25,9 @@ from attar.compression.groups import input_groups
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
 from attar.kernels.operands import Linear
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
+from attar.progress import StageProgress
 
 FACTOR = 10.0  # times the median channel's maximum
 TOP = 5  # channels that a table names
@@ -100,7 +101,7 @@ class Spread:
 
 @torch.inference_mode()
 def profile(
-    decoder: Decoder, sequences: Sequence[Sequence[int]], progress: Callable[[int, int], None] | None = None
+    decoder: Decoder, sequences: Sequence[Sequence[int]], progress: StageProgress | None = None
 ) -> list[Profile]:
     """Profile every place of a decoder that computes by the reference, over token sequences, in order of execution.
 
@@ -108,20 +109,20 @@ def profile(
     """
     if not any(sequences):
         raise ValueError("there is nothing to profile on: the text is empty")
-    batches = [(torch.tensor(list(s)), Step((len(s),), len(s))) for s in sequences if s]
+    batches = [(torch.tensor(list(s)), ForwardBatch((len(s),), len(s))) for s in sequences if s]
     hidden = [(decoder.embedding.forward(ids, step.positions), None) for ids, step in batches]
     found = []
     for layer, block in enumerate(decoder.blocks):
         groups = list(input_groups(block))
         seen = {group[0].name: Spread(group[0].shape[1]) for group in groups}
 
-        def tap(linear: Linear, x: Tensor, seen: dict[str, Spread] = seen) -> None:
+        def hook(linear: Linear, x: Tensor, seen: dict[str, Spread] = seen) -> None:
             if linear.name in seen:
                 seen[linear.name].add(x)
 
         streams: list[tuple[Tensor, Tensor | None]] = []
         for (stream, delta), (_, step) in zip(hidden, batches, strict=True):
-            streams.append(block.forward(stream, delta, step, tap))
+            streams.append(block.forward(stream, delta, step, hook))
         hidden = streams  # type: ignore[assignment]
         for group in groups:
             inputs = seen[group[0].name]

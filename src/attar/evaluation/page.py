@@ -20,9 +20,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from attar.evaluation import charts
-from attar.evaluation import pictures as pngs
-from attar.evaluation.charts import SOFT, Chart, Series
+from attar.charts import png
+from attar.charts.chart import SOFT, Chart, Series
+from attar.charts.svg import STYLE, THEMES, key, svg
 from attar.evaluation.outliers import FACTOR, Profile
 from attar.evaluation.outputs import LEAST, Compressed, Figure
 from attar.evaluation.page_charts import (
@@ -58,14 +58,15 @@ def html(contents: Contents) -> str:
     return environment.from_string(text).render(
         title=TITLE,
         lead=f"{_count(len(outputs), 'compressed model')} of {' and '.join(architectures)}, from their receipts.",
-        colours=charts.COLOURS,
+        themes=Markup(THEMES),
+        chart_style=Markup(STYLE),
         warnings=_warnings(outputs),
         summary=_summary(outputs),
         trade_offs=[_shown_trade_off(chosen, pieces) for chosen, pieces in trade_offs(outputs)],
         gains=[_gains(each) for each in outputs if each.selection is not None or each.tuning is not None],
         allocations=[_allocation(each) for each in outputs if each.allocation is not None],
         layers=[_layers(each, each is _unfolded(outputs)) for each in outputs],
-        layers_key=Markup(charts.key(error_series([], " or ".join(plain(outputs))))),
+        layers_key=Markup(key(error_series([], " or ".join(plain(outputs))))),
         plain=" or ".join(plain(outputs)),
         outliers=_outliers(contents) if contents.profiles else None,
         sources=[_source(each) for each in outputs],
@@ -91,12 +92,12 @@ def pictures(contents: Contents) -> dict[str, list[Chart]]:
 
 def save_pictures(contents: Contents, folder: Path) -> list[Path]:
     """Write the PNGs and return their paths. Raises ValueError where matplotlib is not installed."""
-    pngs.check()
+    png.check("leave out --png")
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, pieces in pictures(contents).items():
         paths.append(folder / f"{name}.png")
-        pngs.png(pieces, paths[-1])
+        png.save(pieces, paths[-1])
     return paths
 
 
@@ -178,7 +179,7 @@ def _shown_trade_off(outputs: Sequence[Compressed], pieces: Sequence[Chart]) -> 
         "title": "What it cost, and what it saved",
         "lead": f"Mean KL divergence from the original over {evaluation.get('tokens')} tokens{cut}, with 95 % "
         f"intervals: the lower the better. No model on the dashed line is beaten in both by another.{machine}",
-        "key": Markup(charts.key(pieces[0].series)),
+        "key": Markup(key(pieces[0].series)),
         "charts": [_drawn(each) for each in pieces],
     }
 
@@ -188,7 +189,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _drawn(chart: Chart) -> dict[str, Any]:
-    return {"title": chart.title, "drawn": Markup(charts.svg(chart))}
+    return {"title": chart.title, "drawn": Markup(svg(chart))}
 
 
 # --- what each step gained --------------------------------------------------------------------------------------------
@@ -257,7 +258,7 @@ def _allocation(output: Compressed) -> dict[str, Any]:
         rows.append({"kind": kind, "cells": cells})
     pieces = allocation_charts(found)
     without = f" Measured without {' and '.join(found.without)}, which followed." if found.without else ""
-    key = Series("one scheme", [], SOFT, "line"), Series("chosen", [], 0, "dots")
+    named = Series("one scheme", [], SOFT, "line"), Series("chosen", [], 0, "dots")
     return {
         "label": output.label,
         "lead": f"At most {found.target}. Chosen among {', '.join(found.ladder)}, by the KL divergence that each group "
@@ -266,7 +267,7 @@ def _allocation(output: Compressed) -> dict[str, Any]:
         "layers": [f"block {block}" for block in blocks],
         "rows": rows,
         "charts": [_drawn(each) for each in pieces],
-        "key": Markup(charts.key(key)),
+        "key": Markup(key(named)),
     }
 
 
@@ -289,7 +290,7 @@ def _outliers(contents: Contents) -> dict[str, Any]:
         "lead": f"For each input channel of the linears, the largest activation over {tokens} tokens of "
         f"{contents.profiled_on}, and the largest weight that reads it. First, how many times the median channel's the "
         f"largest one is; above {FACTOR:g} the table counts a channel as an outlier. Kurtosis is 3 for a Gaussian.",
-        "key": Markup(charts.key(peaks[0].series)),
+        "key": Markup(key(peaks[0].series)),
         "charts": [_drawn(each) for each in peaks],
         "details": [_drawn(each) for each in channel_charts(profiles)],
         "names": ("model", "block", "linears", "tokens", f"channels over {FACTOR:g} x", "largest / median",

@@ -1,7 +1,7 @@
 """Charts of the report page, as data: what each output cost against what it saved, its errors, and what was chosen.
 
 Whole models share a chart only where their figures compare (`Compressed.measured_on`). Charts of linears have one for
-each kind, block by block, all with the same ends. `charts.py` draws them.
+each kind, block by block, all with the same ends. `charts/` draws them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from attar.evaluation.charts import CHARACTER, SOFT, Axis, Chart, Point, Series
+from attar.charts.chart import CHARACTER, SOFT, Axis, Chart, Point, Series
 from attar.evaluation.outliers import Profile
 from attar.evaluation.outputs import Allocation, Choice, Compressed, front
 from attar.formats.codecs.ggml_mix import MIXES

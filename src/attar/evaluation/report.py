@@ -7,7 +7,7 @@ of a text. Where it adds none, there is none, and the first token of the text is
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +17,10 @@ from attar.checkpoints import vocabulary
 from attar.checkpoints.adapters import lora
 from attar.checkpoints.sources import hf, hub, opening
 from attar.execution import kv_cache as engine_kv
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.metrics.measure import Report, measure
 from attar.model.decoder import Decoder
+from attar.progress import Progress
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
@@ -27,9 +28,6 @@ Model = str | os.PathLike[str] | Decoder
 """A folder, a Hub id, `demo`, or a loaded decoder."""
 
 KV_CONTEXT = 4096
-
-Progress = Callable[[str, int, int], None]
-"""Callback progress(stage, done, total): blocks while loading, tokens while evaluating."""
 
 
 def evaluate(
@@ -67,7 +65,7 @@ def evaluate(
     """
     if (text is None) == (tokens is None):
         raise ValueError("give what to evaluate on: either a text or token ids")
-    ops.require(device)
+    dispatch.require(device)
     computed = hf.compute_dtype(dtype, device)
     if max_tokens is not None and max_tokens < 2:
         raise ValueError(f"max_tokens is {max_tokens}: at least 2 tokens are needed")

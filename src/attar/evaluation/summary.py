@@ -4,7 +4,7 @@ page."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,18 +12,17 @@ from typing import Any
 
 import torch
 
+from attar.charts import png
 from attar.checkpoints import vocabulary
 from attar.checkpoints.sources import hub, opening
 from attar.evaluation import decode_speed as bench
-from attar.evaluation import page, page_charts, pictures
+from attar.evaluation import page, page_charts
 from attar.evaluation.outliers import Profile, profile
 from attar.evaluation.outputs import Compressed, Speed, read, tell_apart
+from attar.progress import Progress
 from attar.text.files import read_text
 
 PROFILE_WINDOW = 512  # tokens of one forward pass of a profile
-
-Progress = Callable[[str, int, int], None]
-"""Callback progress(stage, done, total)."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def write(names: Sequence[str], options: Options, progress: Progress) -> dict[st
     if options.page.exists() and f"<title>{page.TITLE}</title>".encode() not in options.page.read_bytes():
         raise ValueError(f"{options.page} exists and is no report of attar's: choose another file")
     if options.png is not None:
-        pictures.check()
+        png.check("leave out --png")
     if options.source is not None and options.profile is None:
         raise ValueError("--source is the model that a --profile compares with: give the text to profile on")
     known = _speeds(options.speeds, names)

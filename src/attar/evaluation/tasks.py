@@ -30,14 +30,15 @@ import torch
 
 from attar.checkpoints import vocabulary
 from attar.checkpoints.sources import hf, hub
-from attar.evaluation.report import Model, Progress, load
-from attar.kernels import ops
+from attar.evaluation.report import Model, load
+from attar.kernels import dispatch
 from attar.metrics import bootstrap
 from attar.metrics.bootstrap import LEVEL, RESAMPLES, SEED, Interval
 from attar.metrics.perplexity import nll
 from attar.metrics.streaming import exp
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
+from attar.progress import Progress
 from attar.text.files import read_texts
 from attar.text.tokenizer import Tokenizer
 
@@ -156,7 +157,7 @@ def evaluate_task(
     """
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}: known are {', '.join(TASKS)}")
-    ops.require(device)
+    dispatch.require(device)
     computed = hf.compute_dtype(dtype, device)
     items = TASKS[task](path)[:limit]
     told = progress or (lambda stage, done, total: None)
@@ -201,7 +202,7 @@ def score(decoder: Decoder, batch: Sequence[Encoded]) -> list[Score]:
         end += length
         rows += range(end - item.targets, end)
     ids = torch.tensor([token for each in inputs for token in each], device=decoder.device)
-    step = Step(lengths, lengths, device=decoder.device)
+    step = ForwardBatch(lengths, lengths, device=decoder.device)
     logits = decoder.forward(ids, step, torch.tensor(rows, device=decoder.device)).cpu()  # [R, V]
     if not logits.isfinite().all():
         raise ValueError("the logits of the model hold a NaN or an infinity: its weights are damaged")

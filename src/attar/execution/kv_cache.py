@@ -1,9 +1,9 @@
-"""How an engine, a bench or an evaluation keeps keys and values: a scheme by its name, calibrated where it is to be.
+"""KV cache schemes of an engine, a bench or an evaluation: found by name, and calibrated where needed.
 
-Calibration wants text that the model finds likely, and nothing is at hand where a model is served. So the model writes
-it: texts that begin with a token drawn at random. A quarter is random throughout, because a model may repeat itself,
-and a direction that calibration has never seen would be rounded to nothing. The seed makes the bases, and with them
-every answer, the same each time.
+Calibration needs text that the model finds likely, and serving has none at hand. So the model writes it: texts that
+begin with a token drawn at random. A quarter is random throughout, because a model may repeat itself, and a direction
+that calibration has never seen would be rounded to nothing. The seed makes the bases, and with them every output, the
+same each time.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ SEED = 11
 
 
 def bases(decoder: Decoder, scheme: KvScheme) -> list[Bases] | None:
-    """What caches of this model and scheme want: None where they are not calibrated."""
+    """Return the bases for caches of this model and scheme; None where the scheme is not calibrated."""
     return kv_basis.calibrate(decoder, sample(decoder), scheme) if scheme.calibrated else None
 
 
 def of(decoder: Decoder, name: str | None) -> KvScheme:
-    """The scheme of a name, by default what loses nothing. Raises ValueError where the model's heads do not fit it."""
+    """Return the scheme of a name, by default the lossless one.
+
+    Raises ValueError for an unknown name, where the model's heads do not fit the scheme, and where several processes
+    would have to calibrate it.
+    """
     scheme = decoder.lossless if name is None else schemes.scheme(name)
     if scheme.calibrated and isinstance(decoder, SplitDecoder):
         raise ValueError(
@@ -41,15 +45,17 @@ def of(decoder: Decoder, name: str | None) -> KvScheme:
 
 @torch.inference_mode()
 def sample(decoder: Decoder, written: int = WRITTEN, random: int = RANDOM, seed: int = SEED) -> Tensor:
-    """Token ids [written + random, L], of `LENGTH` tokens or as many as the model's context allows. They are written
-    with keys and values in int8: a quarter of the memory, and as likely a text."""
+    """Return token ids [written + random, L], of `LENGTH` tokens or as many as the model's context allows.
+
+    They are written with an int8 KV cache: a quarter of the memory, and equally likely text.
+    """
     length, vocabulary = min(LENGTH, decoder.config.context), decoder.config.vocab_size
     numbers = torch.Generator().manual_seed(seed)
     noise = torch.randint(0, vocabulary, (random, length), generator=numbers)
     ids = torch.empty((written + random, length), dtype=torch.int64)
     ids[:written, 0], ids[written:] = torch.randint(0, vocabulary, (written,), generator=numbers), noise
     decoding = Decoding(decoder, decoder.cache(length, written, schemes.SCHEMES["int8"]), length)
-    # Into a tensor that is there: one kept from each step would lie between the steps' logits in the heap, and each of
+    # Into an existing tensor: one kept from each step would lie between the steps' logits in the heap, and each of
     # those would need new memory.
     for at in range(1, length):
         chances = decoding.step(ids[:written, at - 1].tolist()).float().softmax(-1)

@@ -1,16 +1,16 @@
-"""Runs what the scheduler planned: integers in, logits out.
+"""Runs the scheduler's plans: integers in, logits out.
 
 The pages of all blocks lie here, and a sequence is its row of block numbers. A step in which every sequence adds one
-token is replayed from a recording (`decoding.py`), one for each number of sequences; the last few are kept. Any other
-step is run in full, to the same numbers: with a piece of a prompt in it, where Python is a small part, or with a
-sequence that takes an adapter, whose rows are others in every step.
+token is replayed from a recording (`recorded_step.py`), one for each number of sequences; the last few are kept. Any
+other step is run in full, to the same numbers: one with a piece of a prompt, where Python is a small part, or with a
+sequence that takes an adapter, whose rows differ in every step.
 
-On a GPU recordings are CUDA graphs (`graphs.py`), for a few numbers of rows, with room in each for fewer. Logits stay
-on the device, where tokens are chosen, and a step comes back before the device has done it. So the next may be run
-before anybody knows those tokens: it takes them from where they are (`Coming`).
+On a GPU recordings are CUDA graphs (`cuda_graphs.py`), for a few numbers of rows, each of which also serves fewer.
+Logits stay on the device, where tokens are chosen, and a step returns before the device has done it. So the next may be
+run before the host knows those tokens: it reads them on the device (`InflightTokens`).
 
-On CPUs a row's numbers do not depend on the other rows of a step, nor on how a prompt was cut into steps, so neither do
-a sequence's tokens.
+On CPUs a row's numbers do not depend on the other rows of a step, nor on the chunking of a prompt, so neither do a
+sequence's tokens.
 """
 
 from __future__ import annotations
@@ -28,73 +28,77 @@ from torch import Tensor
 from attar.execution import cuda_graphs
 from attar.execution.recorded_step import Decoding
 from attar.faults import InjectedFault, point
-from attar.kernels import ops
-from attar.kv.pages import Bases, Pages
+from attar.kernels import dispatch, ops
+from attar.kv.pages import Bases, PagedKV
 from attar.kv.schemes import KvScheme
 from attar.model import cache
-from attar.model.cache import KVCache, Step, Tails, sent
+from attar.model.cache import ForwardBatch, KVCache, Tails, sent
 from attar.model.decoder import Decoder
 from attar.scheduling.sequence import Sequence, Status
-from attar.scheduling.step_plan import Chunk, Copy, StepPlan
+from attar.scheduling.step_plan import Copy, ScheduledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 
 RECORDINGS = 4  # numbers of sequences whose decode step is kept ready
 
-LOGIT_ROWS = 32  # of one chunk whose logits are made at once, where all are wanted
+LOGIT_ROWS = 32  # rows of one chunk whose logits are made at once, where all are wanted
 
-Watch = Callable[[Chunk, int, Tensor], None]
-"""watch(chunk, first, numbers): numbers of the chunk's rows from `first` on, in order, all of them in some calls. They
-are on the model's device, which may still be working on them: whoever reads them waits."""
+Watch = Callable[[ScheduledTokens, int, Tensor], None]
+"""A callback watch(chunk, first, numbers), called with the numbers of the chunk's rows from `first` on, in order.
+
+Some calls cover all rows. The numbers are on the model's device, which may still be working on them: reading them
+waits.
+"""
 
 
 @dataclass(slots=True)
 class Wanted:
-    """What somebody wants of a chunk besides the logits after it: of all its rows, the logits, or the hidden states
-    that the output matrix would take."""
+    """Additional results of a chunk: the logits of all its rows, or the hidden states that the LM head reads."""
 
     logits: Watch | None = None
     hidden: Watch | None = None
 
 
-class Coming(NamedTuple):
-    """Tokens that the step before chooses, which the device may not have come to yet: int64 [n], on the device, and
-    where each sequence's is."""
+class InflightTokens(NamedTuple):
+    """Tokens sampled by the step before, which the device may not have computed yet.
+
+    They are int64 [n], on the device, with the index of each sequence's.
+    """
 
     tokens: Tensor
     places: Mapping[Sequence, int]
 
 
 class _Rows(NamedTuple):
-    """The token ids of a step's rows. Only the device knows those of the rows `late`: they are at these `places`."""
+    """The token ids of a step's rows. Only the device knows those of the rows `late`, which are at these `places`."""
 
     ids: list[int]
     late: list[int]
     places: list[int]
-    coming: Coming | None
+    inflight_tokens: InflightTokens | None
 
     @classmethod
-    def of(cls, chunks: List[Chunk], coming: Coming | None) -> _Rows:
-        made = cls([], [], [], coming)
+    def of(cls, chunks: List[ScheduledTokens], inflight_tokens: InflightTokens | None) -> _Rows:
+        made = cls([], [], [], inflight_tokens)
         for sequence, start, rows, _ in chunks:
             made.ids.extend(sequence.tokens[start : start + rows])
             if start + rows > len(sequence.tokens):
-                assert coming is not None, "a token that nobody knows"
+                assert inflight_tokens is not None, "a token that nobody knows"
                 made.late.append(len(made.ids))
-                made.places.append(coming.places[sequence])
+                made.places.append(inflight_tokens.places[sequence])
                 made.ids.append(0)
         return made
 
     def complete(self, ids: Tensor) -> None:
-        """Write those into the ids [N], on the device that they are on."""
-        if self.coming is not None and self.late:
+        """Write the late token ids into the ids [N], on their device."""
+        if self.inflight_tokens is not None and self.late:
             late, places = sent(ids.device, torch.tensor(self.late), torch.tensor(self.places))
-            ids[late] = self.coming.tokens[places]
+            ids[late] = self.inflight_tokens.tokens[places]
 
 
 @dataclass(slots=True)
 class _Batch:
-    """A recorded decode step, and what each row of its block table holds: whose blocks it lists."""
+    """A recorded decode step, and the blocks listed by each row of its block table."""
 
     decoding: Decoding
     cache: KVCache
@@ -102,15 +106,15 @@ class _Batch:
 
 
 def horizon(sequence: Sequence) -> int:
-    """The longest that the sequence can get."""
+    """Return the greatest length that the sequence can reach."""
     return sequence.prompt + sequence.max_tokens
 
 
 class Unfinished:
-    """Which unfinished block holds which of a sequence's, where a scheme keeps those apart: three for each sequence.
+    """The assignment of unfinished blocks to sequences, where a scheme stores those apart: three for each sequence.
 
-    A step that is run again finds the block that it began in as it was: what it runs through after that goes elsewhere.
-    So a sequence has up to two at a time, the one its next token belongs to as far as is committed, and the last of a
+    A step that is run again finds the block that it began in unchanged; the blocks that it runs through after that go
+    elsewhere. So a sequence has up to two at a time: that of its next token as far as is committed, and the last of a
     step. Blocks between those, which a step begins and finishes one after another, take the third, which belongs to the
     sequence's place in the step: those of different sequences are filled side by side.
     """
@@ -121,8 +125,8 @@ class Unfinished:
         self._free = list(range(self.lasting))
         self._held: dict[Sequence, dict[int, int]] = {}
 
-    def tails(self, chunks: List[Chunk], size: int) -> Tails:
-        """Those of a step of `chunks`, in blocks of `size` tokens."""
+    def tails(self, chunks: List[ScheduledTokens], size: int) -> Tails:
+        """Return the unfinished blocks of a step of `chunks`, in blocks of `size` tokens."""
         for sequence in [s for s in self._held if s.status in (Status.PREEMPTED, Status.ENDED)]:
             self._free += self._held.pop(sequence).values()
         for sequence, start, rows, _ in chunks:
@@ -136,11 +140,11 @@ class Unfinished:
 
 
 class Runner:
-    """The model and `blocks` blocks for keys and values, kept as `scheme` says, of sequences of up to `context` tokens.
+    """The model and its KV cache of `blocks` blocks in `scheme`, for sequences of up to `context` tokens.
 
-    At most `sequences` run at a time, for whose unfinished blocks there is room, where the scheme keeps those apart.
-    `bases` are for schemes that are calibrated. `record` says how decode steps are recorded as graphs: by default, on a
-    GPU, as CUDA graphs; there is one block more then, which belongs to nobody.
+    At most `sequences` run at a time; their unfinished blocks have memory, where the scheme stores those apart. `bases`
+    are for calibrated schemes. `record` records decode steps as graphs: by default, on a GPU, as CUDA graphs; there is
+    one block more then, which belongs to no sequence.
     """
 
     def __init__(
@@ -162,33 +166,35 @@ class Runner:
             else:
                 record = cuda_graphs.CudaRecorder(self.device)
         tails, blocks = self._unfinished.count, blocks + (record is not None)
-        self.pages: list[Pages] = cache.pool(
+        self.pages: list[PagedKV] = cache.pool(
             decoder.config, blocks, self.scheme, str(self.device), tails=tails, bases=bases
         )
         self.block = self.pages[0].block
         self.grows = any(rope is not None and rope.grows for rope in decoder.config.ropes)
-        """Whether keys depend on how long their sequence can get: then no other sequence can use them."""
+        """True where keys depend on the greatest length of their sequence: then no other sequence can use them."""
         self._recorded = decoder.against_recording() is None and not self.grows
         self._batches: OrderedDict[int, _Batch] = OrderedDict()
         self.graphs = None if record is None else cuda_graphs.Graphs(decoder, self.pages, context, sequences, record)
         self.waits = waits(decoder)
-        """Why a step is not just on its way when it comes back, but has been waited for; None where it is."""
+        """Reason why a step is complete when it returns; None where it may still be under way."""
 
     @torch.inference_mode()
     def record_all(self) -> None:
-        """Record every graph there will be now, rather than when it is first wanted."""
+        """Record every graph now, rather than on first use."""
         if self.graphs is not None:
             self.graphs.record_all()
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: Coming | None = None) -> Tensor:
-        """Run the step; returns logits [S, V] after each chunk that samples, in order, on the model's device, which may
-        still be working on them. The next step overwrites them.
+    def run(
+        self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, inflight_tokens: InflightTokens | None = None
+    ) -> Tensor:
+        """Run the step; return logits [S, V] after each chunk that samples, in order, on the model's device.
 
-        `wanted` says by sequence id who wants more of a chunk, and may wait for it. Tokens that their sequences do not
-        have yet are `coming`. A step, or parts of it, can be run again until the next one is run or the scheduler
-        commits it, to the same bits: what it writes are slots that it does not read before. After a step that raised,
-        `release` comes first. Raises torch.OutOfMemoryError where the device has too little memory for it.
+        The device may still be working on them, and the next step overwrites them. `wanted` maps sequence ids to
+        additional results of a chunk, whose callbacks may wait. `inflight_tokens` has the tokens that their sequences
+        do not have yet. A step, or parts of it, can be run again until the next one is run or the scheduler commits it,
+        to the same bits: it writes slots that it does not read before. After a step that raised, `release` comes first.
+        Raises torch.OutOfMemoryError where the device has too little memory for it.
         """
         for copy in plan.copies:
             self._copy(copy)
@@ -204,25 +210,25 @@ class Runner:
         if not wanted and plain and (self._recorded or self.graphs is not None):
             for chunk in chunks:
                 point("runner.replay", chunk.sequence.id)
-            rows = _Rows.of(chunks, coming)
+            rows = _Rows.of(chunks, inflight_tokens)
             if self.graphs is None:
                 return self._replay(chunks, rows)
             return _replayed(self.graphs.of(len(chunks)), chunks, rows)
-        return self._run(chunks, wanted or {}, coming)
+        return self._run(chunks, wanted or {}, inflight_tokens)
 
     def _copy(self, copy: Copy) -> None:
-        """Whole blocks: what lies behind the slots is overwritten before it is read."""
+        """Copy whole blocks: the rest behind the slots is overwritten before it is read."""
         point("runner.copy", copy.sequence.id)
         for pages in self.pages:
             for part in pages.parts():
                 part[copy.target] = part[copy.source]
 
-    def _replay(self, chunks: List[Chunk], rows: _Rows) -> Tensor:
+    def _replay(self, chunks: List[ScheduledTokens], rows: _Rows) -> Tensor:
         batch = self._batches.get(len(chunks)) or self._batch(len(chunks))
         self._batches.move_to_end(len(chunks))
         if self.scheme.recent:
             batch.cache.tails = self._unfinished.tails(chunks, self.block)
-        tables = batch.cache.tables.numpy()
+        tables = batch.cache.block_tables.numpy()
         for row, chunk in enumerate(chunks):
             blocks = chunk.sequence.blocks
             if batch.rows[row] != blocks:  # few steps bring a block, and fewer swap one for the prefix tree's
@@ -245,20 +251,22 @@ class Runner:
             self._batches.popitem(last=False)
         return batch
 
-    def _run(self, chunks: List[Chunk], wanted: dict[str, Wanted], coming: Coming | None) -> Tensor:
+    def _run(
+        self, chunks: List[ScheduledTokens], wanted: dict[str, Wanted], inflight_tokens: InflightTokens | None
+    ) -> Tensor:
         width = max(len(chunk.sequence.blocks) for chunk in chunks)
         tables = torch.zeros((len(chunks), width), dtype=torch.int32)
         for row, chunk in enumerate(chunks):
             point("runner.table", chunk.sequence.id)
             tables[row, : len(chunk.sequence.blocks)] = torch.tensor(chunk.sequence.blocks, dtype=torch.int32)
-        told = _Rows.of(chunks, coming)
+        told = _Rows.of(chunks, inflight_tokens)
         (ids,) = sent(self.device, torch.tensor(told.ids))
         told.complete(ids)
         tails = self._unfinished.tails(chunks, self.block) if self.scheme.recent else None
         view = KVCache.over(self.pages, tables, [chunk.start for chunk in chunks], tails)
         horizons = tuple(horizon(chunk.sequence) for chunk in chunks) if self.grows else self.context
         adapters = tuple(chunk.sequence.adapter for chunk in chunks)
-        step = Step(tuple(chunk.rows for chunk in chunks), horizons, view, adapters)
+        step = ForwardBatch(tuple(chunk.rows for chunk in chunks), horizons, view, adapters)
         stream, delta = self.decoder.states(ids, step)
         ends = torch.tensor([chunk.rows for chunk in chunks]).cumsum(0)
         for chunk, end in zip(chunks, ends.tolist(), strict=True):
@@ -285,21 +293,25 @@ class Runner:
         return torch.empty((0, self.decoder.config.vocab_size), device=self.device)
 
     def release(self) -> None:
-        """Give memory of results back; recordings on a CPU go with it. Graphs stay: each step writes all their inputs,
-        so none is ever half made."""
+        """Release the memory of results; recordings on a CPU go with it.
+
+        Graphs stay: each step writes all their inputs, so none is ever half made.
+        """
         self._batches.clear()
-        ops.release()
+        dispatch.release()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def waits(decoder: Decoder) -> str | None:
-    """Why the host waits for the device within a step of this model; None where it does not, or where nobody gains by
-    knowing: the reference on a device, which is there to be compared with, waits in every layer's attention."""
+    """Return why the host waits for the device within a step of this model; None where it does not.
+
+    It is None on CPUs too. The reference on a device waits in every layer's attention, but only comparisons use it.
+    """
     return None if decoder.device.type == "cpu" else decoder.by_token
 
 
-def _replayed(graph: cuda_graphs.Graph, chunks: List[Chunk], rows: _Rows) -> Tensor:
+def _replayed(graph: cuda_graphs.Graph, chunks: List[ScheduledTokens], rows: _Rows) -> Tensor:
     for row, (token, chunk) in enumerate(zip(rows.ids, chunks, strict=True)):
         graph.inputs.put(row, token, chunk.start, chunk.sequence.blocks)
     return graph.run(len(chunks), rows.complete)

@@ -1,9 +1,9 @@
 """Decode steps: one new token for each sequence of a cache, again and again.
 
-A step is a few hundred calls of kernels that do not change from token to token; only numbers in fixed places do: the
-token ids, positions, slots and lengths. Where a model is native the first step is therefore recorded, and the others
-write those numbers and replay it, so that Python between the kernels costs microseconds (the CPU's analogue of a CUDA
-graph; on a GPU it is one). A model that cannot be recorded, such as a mixture of experts, runs every step in full, to
+A step is a few hundred calls of kernels that are the same for every token; only numbers in fixed places change: the
+token ids, positions, slots and lengths. For a native model the first step is therefore recorded, and the others write
+those numbers and replay it. Python between the kernels then costs microseconds. This is the CPU's analogue of a CUDA
+graph; on a GPU it is one. A model that cannot be recorded, such as a mixture of experts, runs every step in full, to
 the same numbers.
 """
 
@@ -16,13 +16,15 @@ from torch import Tensor
 
 from attar.execution import cuda_graphs
 from attar.kernels.native import extension
-from attar.model.cache import KVCache, Step
+from attar.model.cache import ForwardBatch, KVCache
 from attar.model.decoder import Decoder, soft_capped
 
 
 class Decoding:
-    """Steps of all sequences of `cache`, none of which gets longer than `horizon` positions. `record` says how they are
-    recorded as graphs: by default, on a GPU, as CUDA graphs."""
+    """Decode steps of all sequences of `cache`, none of which exceeds `horizon` positions.
+
+    `record` records them as graphs: by default, on a GPU, as CUDA graphs.
+    """
 
     def __init__(
         self, decoder: Decoder, cache: KVCache, horizon: int, record: cuda_graphs.Record | None = None
@@ -39,7 +41,7 @@ class Decoding:
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """Append one token to each sequence; returns the logits behind them, float32 [sequences, vocab].
+        """Append one token to each sequence; return the logits behind them, float32 [sequences, vocab].
 
         The next step overwrites them. Raises ValueError where the cache is full.
         """
@@ -57,8 +59,8 @@ class Decoding:
             self.cache.advance(self.lengths)
         return soft_capped(self.decoder.config, self._out)
 
-    def _next(self) -> Step:
-        return Step(self.lengths, self.horizon, self.cache)
+    def _next(self) -> ForwardBatch:
+        return ForwardBatch(self.lengths, self.horizon, self.cache)
 
     def _replay_graph(self, tokens: Sequence[int], record: cuda_graphs.Record) -> Tensor:
         self._require_room()
@@ -67,7 +69,7 @@ class Decoding:
             for row, (token, at, table) in enumerate(zip(tokens, self.cache.filled, tables, strict=True)):
                 inputs.put(row, token, at, table)
 
-        tables = self.cache.tables[:, : -(-self.horizon // self.cache.block)].tolist()
+        tables = self.cache.block_tables[:, : -(-self.horizon // self.cache.block)].tolist()
         if self._graph is None:
             self._graph = cuda_graphs.Graph(self.decoder, self.cache.layers, len(tokens), self.horizon, 0, record, put)
         put(self._graph.inputs)
@@ -89,11 +91,11 @@ class Decoding:
         self._recording = recording
 
     def _move_on(self) -> None:
-        """Write where the next rows go into the tensors that the recorded calls read."""
+        """Write the places of the next rows into the tensors that the recorded calls read."""
         place, block = self._step.place, self.cache.block
         assert place is not None
         self._require_room()
-        tables, slots = self.cache.tables.numpy(), place.slots.numpy()
+        tables, slots = self.cache.block_tables.numpy(), place.slot_mapping.numpy()
         positions, own, lengths = place.positions.numpy(), self._step.positions.numpy(), place.lengths.numpy()
         for s, at in enumerate(self.cache.filled):
             slots[s] = int(tables[s, at // block]) * block + at % block

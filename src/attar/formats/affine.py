@@ -6,8 +6,8 @@ differs in its last bit moves codes. Three choices follow from that, and each is
 * symmetric scale = max|x| / ((2^b - 1) / 2), so that 4 bits span 7.5 steps to either side. The largest positive value
   is then clipped by half a step, no more than any other rounding, and the grid is 7 % finer than with 2^(b-1) - 1;
 * ranges always hold zero, so that zero is exact and the zero point is itself a code;
-* everything is computed in the dtype at hand: x / scale of bfloat16 is a bfloat16, and is rounded as such. Where weight
-  and scale differ in dtype, in the wider of the two, the scale being rounded to its own first.
+* everything is computed in the input's dtype: x / scale of bfloat16 is a bfloat16, and is rounded as such. Where weight
+  and scale differ in dtype, the wider of the two is used, and the scale is first rounded to its own.
 
 Scales of x [..., I] are [..., G]: G groups of I/G consecutive elements share one; G = 1 for a channel or a token, and
 one scale for the whole tensor is [1]. This one shape rule serves every granularity, down to the single column that
@@ -25,14 +25,15 @@ from attar.formats.scheme import Grid, Scheme
 
 
 def by_scale(x: Tensor, groups: int) -> Tensor:
-    """x [..., I] with the elements that share a scale on a dimension of their own, [..., G, I/G]."""
+    """Return x [..., I] as [..., G, I/G]: the elements that share a scale get a dimension of their own."""
     return x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
 
 
 def min_max(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value of each part of x [..., I] that shares a scale: each [..., G], or [1] for a tensor.
+    """Return the smallest and largest value of each part of x [..., I] that shares a scale.
 
-    Raises ValueError where x holds a NaN or an infinity, and where the group size does not divide I.
+    Each is [..., G], or [1] for a tensor. Raises ValueError where x holds a NaN or an infinity, and where the group
+    size does not divide I.
     """
     if grid.granularity == "tensor":
         low, high = (extreme.reshape(1) for extreme in x.aminmax())
@@ -49,9 +50,9 @@ def min_max(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 def qparams(
     minimum: Tensor, maximum: Tensor, grid: Grid, scale_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point for values between `minimum` and `maximum`, both of one shape and dtype.
+    """Return scale and zero point for values between `minimum` and `maximum`, both of one shape and dtype.
 
-    Returns (scale, zero) of that shape: scale in `scale_dtype` (by default the inputs'), zero int8, or None on a
+    Both results have that shape. The scale is in `scale_dtype` (by default the inputs'); zero is int8, or None on a
     symmetric grid. A scale that comes out as zero becomes its dtype's epsilon. The zero point is computed from the
     scale before it is rounded to `scale_dtype`, as compressed-tensors does.
 
@@ -74,12 +75,12 @@ def qparams(
 
 
 def round_to_grid(x: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid) -> Tensor:
-    """Codes of x [..., I], int8: round-half-even(clamp(x / scale + zero)), scale and zero [..., G] or [1]."""
+    """Return codes of x [..., I], int8: round-half-even(clamp(x / scale + zero)), scale and zero [..., G] or [1]."""
     return _scaled(x, scale, zero, grid).to(torch.int8).flatten(-2)
 
 
 def to_values(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """(codes - zero) * scale for codes [..., I], scale and zero [..., G] or [1]; in the scale's dtype."""
+    """Return (codes - zero) * scale for codes [..., I], scale and zero [..., G] or [1]; in the scale's dtype."""
     values = by_scale(codes, scale.shape[-1]).to(scale.dtype)
     if zero is not None:
         values -= zero.unsqueeze(-1).to(scale.dtype)
@@ -87,7 +88,7 @@ def to_values(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 
 
 def _scaled(x: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid) -> Tensor:
-    """Codes as floats, [..., G, I/G]."""
+    """Return codes as floats, [..., G, I/G]."""
     scaled = by_scale(x, scale.shape[-1]) / scale.unsqueeze(-1)
     if zero is not None:
         scaled += zero.unsqueeze(-1).to(x.dtype)
@@ -95,7 +96,7 @@ def _scaled(x: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid) -> Tensor
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> PackedTensor:
-    """Round a weight [O, I] to nearest: each part's own minimum and maximum span its grid.
+    """Round a weight [O, I] to nearest on grids that span each part's own minimum and maximum.
 
     The arithmetic is done in the wider of the weight's dtype and the scheme's scale dtype; give the scheme the weight's
     dtype (`Scheme.with_scale_dtype`) to get compressed-tensors' bits. Raises ValueError on a NaN or an infinity, on a
@@ -128,7 +129,10 @@ def encode(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, sh
 
 
 def decode(packed: PackedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(codes int8 [O, I], scale, zero int8 or None), the latter [O, G], or [1] for a tensor; undoes `encode`."""
+    """Return (codes int8 [O, I], scale, zero int8 or None); undoes `encode`.
+
+    Scale and zero are [O, G], or [1] for a tensor.
+    """
     codes, grid = packed.parts["codes"], packed.scheme.grid
     if packed.scheme.layout == "packed":
         codes = unpack_words(codes, grid.bits, packed.shape[1])
@@ -138,10 +142,10 @@ def decode(packed: PackedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
 def dequantize(
     packed: PackedTensor, dtype: torch.dtype = torch.float32, rows: slice = ALL, out: Tensor | None = None
 ) -> Tensor:
-    """The weight [O, I] in `dtype`, or some of its rows: (code - zero) * scale.
+    """Return the weight [O, I] in `dtype`, or some of its rows: (code - zero) * scale.
 
-    Computed in the wider of `dtype` and the scale's dtype. In the scale's own dtype the values are those that
-    compressed-tensors gives, bit for bit: integer and product fit float32's 24 bits, so either way rounds once.
+    The arithmetic is done in the wider of `dtype` and the scale's dtype. In the scale's own dtype the values are
+    compressed-tensors', bit for bit: integer and product fit float32's 24 bits, so either way rounds once.
     """
     columns, grid, stored = packed.shape[1], packed.scheme.grid, packed.parts["codes"][rows]
     scale, zero = _rows(packed.parts["scale"], _zero(packed), rows)
@@ -156,12 +160,11 @@ def dequantize(
 
 
 def fake_quantize(x: Tensor, grid: Grid, scale: Tensor | None = None, zero: Tensor | None = None) -> Tensor:
-    """x [..., I] rounded to the grid and back, in x's dtype: what a linear with quantized activations reads.
+    """Round x [..., I] to the grid and back, in x's dtype: the input of a linear layer with quantized activations.
 
-    Without `scale` the range is taken from x itself (dynamic), per token, group or tensor; with a scale [1] (and a
-    zero point, on an asymmetric grid) it is fixed (static). Values are compressed-tensors' for the same arguments.
-
-    Raises ValueError on a NaN or an infinity in x: a static range would otherwise clip an infinity silently.
+    Without `scale` the range is taken from x itself (dynamic), per token, group or tensor; with a scale [1] (and a zero
+    point, on an asymmetric grid) it is fixed (static). Values are compressed-tensors' for the same arguments. Raises
+    ValueError on a NaN or an infinity in x: a static range would otherwise clip an infinity silently.
     """
     low, high = min_max(x, grid)
     if scale is None:
@@ -174,7 +177,7 @@ def fake_quantize(x: Tensor, grid: Grid, scale: Tensor | None = None, zero: Tens
 
 
 def fixed_scale(largest: Tensor, form: Grid) -> Tensor:
-    """The scale [1] of static activations whose largest magnitude is `largest` [1]."""
+    """Return the scale [1] of static activations whose largest magnitude is `largest` [1]."""
     return qparams(-largest, largest, form)[0]
 
 
@@ -186,7 +189,7 @@ def _zero(packed: PackedTensor) -> Tensor | None:
 
 
 def _rows(scale: Tensor, zero: Tensor | None, part: slice) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero of some rows: the same ones where one scale serves the whole tensor."""
+    """Return scale and zero of some rows; a scale of the whole tensor is returned unchanged."""
     if scale.ndim == 1:
         return scale, zero
     return scale[part], None if zero is None else zero[part]

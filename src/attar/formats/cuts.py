@@ -1,14 +1,13 @@
-"""Where a stored weight can be cut into pieces that are weights of its scheme, and what of each part a piece takes.
+"""Cuts of a stored weight into pieces that are weights of its scheme, and the share of each part that a piece takes.
 
-Every part is a picture of the weight [O, I] at some scale: one of its rows stands for so many outputs, one of its
-columns for so many inputs. With 4-bit codes in words a column of `codes` is 8 inputs; with groups of 128 a column of
-`scale` is 128. These numbers (`units`) are all there is to know: a cut is possible where it falls between whole rows
-and columns of every part, and what a piece takes of a part follows. A scale that serves the whole tensor goes along
-with every piece.
+Every part is an image of the weight [O, I] at some scale: one of its rows covers so many outputs, one of its columns so
+many inputs. With 4-bit codes in words a column of `codes` is 8 inputs; with groups of 128 a column of `scale` is 128.
+These numbers (`units`) determine everything. A cut is possible where it falls between whole rows and columns of every
+part. A scale of the whole tensor goes along with every piece.
 
-Three kinds of weights cannot be cut, because what is stored of a row is not found at that row: nf4 (its second-level
+Some weights cannot be cut, because the stored data of a row is not found at that row. They are nf4 (its second-level
 scales cover 256 blocks wherever rows end), lookup tables with outliers (a share of the whole matrix, row by row), and
-whatever is not listed here. They are refused by name. Torch-free.
+all unlisted formats. They are refused by name. Torch-free.
 """
 
 from __future__ import annotations
@@ -18,18 +17,27 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from attar.formats.scheme import Grid, Layout, Scheme
-from attar.formats.weight_formats import Form, Fp4, Fp8Blocks, GgmlBlocks, Int8Rows, Lookup, Progressive, Sparse24
+from attar.formats.weight_formats import (
+    Fp4,
+    Fp8Blocks,
+    GgmlBlocks,
+    Int8Rows,
+    Lookup,
+    Progressive,
+    Sparse24,
+    WeightFormat,
+)
 
 
 class Unit(NamedTuple):
-    """The fewest rows or columns of a weight that are whole ones of a part, and how many of the part they are."""
+    """The fewest rows or columns of a weight that are whole ones of a part, and their number in the part."""
 
     weights: int = 1
     items: int = 1
 
 
 Units = tuple[Unit | None, ...]
-"""Of each dimension of a part; None: it is the same for every piece."""
+"""Units of each dimension of a part; None: all pieces share it."""
 
 Range = tuple[int, int]
 
@@ -37,14 +45,14 @@ ONE = Unit()
 
 
 def units(scheme: Scheme) -> Mapping[str, Units]:
-    """Of every part but `shape`. Raises ValueError for weights that cannot be cut."""
+    """Return the units of every part but `shape`. Raises ValueError for weights that cannot be cut."""
     found = _units(scheme.weight, scheme.layout)
     if found is None:
         raise ValueError(f"{scheme.name} weights cannot be cut: what is stored of a row depends on others")
     return found
 
 
-def _units(form: Form, layout: Layout) -> dict[str, Units] | None:
+def _units(form: WeightFormat, layout: Layout) -> dict[str, Units] | None:
     match form:
         case Grid():
             return _of_grid(form, layout)
@@ -86,33 +94,33 @@ def _of_grid(grid: Grid, layout: Layout) -> dict[str, Units]:
 
 
 def _words(bits: int) -> Unit:
-    """Codes in words of 32 bits, back to back."""
+    """Return the unit of codes in words of 32 bits, back to back."""
     common = math.gcd(bits, 32)
     return Unit(32 // common, bits // common)
 
 
 def _doubled(dimensions: Units) -> Units:
-    """Units of a matrix of half the columns, in columns of the whole."""
+    """Convert units of a matrix of half the columns to columns of the whole."""
     if len(dimensions) < 2 or dimensions[1] is None:
         return dimensions
     return (dimensions[0], Unit(2 * dimensions[1].weights, dimensions[1].items))
 
 
 def grain(scheme: Scheme | None) -> tuple[int, int]:
-    """(outputs, inputs) of whose multiples cuts are possible; None is a dense weight. Raises ValueError as `units`."""
+    """Return (outputs, inputs) whose multiples allow cuts; None is a dense weight. Raises ValueError like `units`."""
     if scheme is None:
         return (1, 1)
     found = units(scheme).values()
     rows = math.lcm(*(unit.weights for unit, *_ in filter(None, found) if unit is not None))
     columns = math.lcm(*(each[1].weights for each in found if len(each) > 1 and each[1] is not None))
     rounding = scheme.activation
-    if isinstance(rounding, Grid) and rounding.group_size is not None:  # what is rounded together stays together
+    if isinstance(rounding, Grid) and rounding.group_size is not None:  # values rounded together stay together
         columns = math.lcm(columns, rounding.group_size)
     return rows, columns
 
 
 def within(piece: Range, unit: Unit | None, size: int) -> Range:
-    """What a piece takes of one dimension of a part, which has `size` rows or columns."""
+    """Return the range of one dimension of a part that a piece takes; the part has `size` rows or columns."""
     if unit is None:
         return (0, size)
     start, stop = (end * unit.items for end in piece)

@@ -1,15 +1,15 @@
 """FP8: one byte an element, E4M3 for precision (largest value 448), E5M2 for range (largest value 57344).
 
-Texts often swap the two. E4M3 here is the `fn` variant of Micikevicius et al. 2022 (arXiv 2209.05433): no infinities,
-one NaN per sign, S.1111.111, which buys the values 256 to 448; the `fnuz` variant of some hardware ends at 240 and is
+The two are often confused. E4M3 here is the `fn` variant of Micikevicius et al. 2022 (arXiv 2209.05433): no infinities,
+one NaN per sign, S.1111.111, which gains the values 256 to 448. The `fnuz` variant of some hardware ends at 240 and is
 not read. E5M2 follows IEEE 754: exponent 11111 is infinity (mantissa 0) or NaN.
 
-`encode` and `decode` are written from that definition alone. They say what the bytes mean, and the tests hold torch's
-conversions to them, code by code; weights and activations then go through torch's, which are the fast ones. The two
-differ past the largest value, where torch gives NaN or infinity: we always clamp first, as compressed-tensors does.
+`encode` and `decode` are written from that definition alone. The tests compare torch's conversions with them, code by
+code; weights and activations go through torch's, which are faster. The two differ past the largest value, where torch
+gives NaN or infinity: attar always clamps first, like compressed-tensors.
 
-Scales follow the integers' rule (`affine.qparams`): half the span of the grid is its largest value, so scale =
-max|x| / 448 or max|x| / 57344. compressed-tensors has no E5M2; ours applies its E4M3 arithmetic.
+Scales follow the integers' rule (`affine.qparams`): half the span of the grid is its largest value, so scale = max|x| /
+448 or max|x| / 57344. compressed-tensors has no E5M2; attar's applies its E4M3 arithmetic.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAN_CODE = {"e4m3": 0x7F, "e5m2": 0x7F}
 
 @cache
 def _table(kind: Float8) -> Tensor:
-    """The value of each of the 256 codes, float32 [256]."""
+    """Return the value of each of the 256 codes, float32 [256]."""
     mantissa_bits, bias, largest = MANTISSA_BITS[kind], BIAS[kind], LARGEST_CODE[kind]
     magnitudes = []
     for code in range(128):
@@ -54,23 +54,23 @@ def _table(kind: Float8) -> Tensor:
 
 
 def decode(codes: Tensor, kind: Float8) -> Tensor:
-    """The values of uint8 codes, float32, of the same shape."""
+    """Return the values of uint8 codes, float32, of the same shape."""
     return _table(kind).to(codes.device)[codes.long()]
 
 
 def encode(x: Tensor, kind: Float8, saturate: bool = True) -> Tensor:
-    """The nearest code to each value of x, float32, ties to the even code; uint8, of the same shape.
+    """Return the nearest code to each value of x, float32, ties to the even code; uint8, of the same shape.
 
-    What rounds to beyond the largest value becomes the largest value, infinities too; without `saturate`, the NaN of
-    E4M3 or the infinity of E5M2. NaN stays NaN. The sign is kept, that of zero too.
+    Values beyond the largest become the largest, infinities too; without `saturate`, the NaN of E4M3 or the infinity of
+    E5M2. NaN stays NaN. The sign is kept, zero's too.
     """
     assert x.dtype == torch.float32, "any narrower float converts to float32 exactly; a wider one would round twice"
     mantissa_bits, bias, largest = MANTISSA_BITS[kind], BIAS[kind], LARGEST_CODE[kind]
     magnitude = x.abs().clamp(max=1e6).nan_to_num(0.0)
     exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=1 - bias)  # subnormals share the smallest exponent
     exponent = exponent.where(magnitude > 0, 1 - bias)
-    # In units of the last place every neighbour is a whole number, so that rounding is exact. A carry out of the
-    # mantissa walks into the exponent field, which is the next binade's first value, as it should be.
+    # In units of the last place every neighbour is a whole number, so rounding is exact. A carry out of the mantissa
+    # moves into the exponent field, which correctly gives the next binade's first value.
     units = torch.ldexp(magnitude, mantissa_bits - exponent).round().to(torch.int32)
     codes = ((exponent + bias) << mantissa_bits) + units - (1 << mantissa_bits)
     codes = codes.clamp(max=largest if saturate else largest + 1)
@@ -97,7 +97,8 @@ def quantize(weight: Tensor, scheme: Scheme) -> PackedTensor:
 def dequantize(
     packed: PackedTensor, dtype: torch.dtype = torch.float32, rows: slice = ALL, out: Tensor | None = None
 ) -> Tensor:
-    """The weight [O, I] in `dtype`, or some of its rows: code * scale, computed in the wider of the two dtypes."""
+    """Return the weight [O, I] in `dtype`, or some of its rows: code * scale, computed in the wider of the two
+    dtypes."""
     codes, scale = packed.parts["codes"][rows], _rows(packed.parts["scale"], rows)
     wide = scale.to(torch.promote_types(dtype, scale.dtype))
     weight = torch.empty(codes.shape, dtype=dtype, device=codes.device) if out is None else out
@@ -107,7 +108,7 @@ def dequantize(
 
 
 def fake_quantize(x: Tensor, grid: Grid, scale: Tensor | None = None) -> Tensor:
-    """x [..., I] rounded to the float8 grid and back, in x's dtype; see `affine.fake_quantize`."""
+    """Round x [..., I] to the float8 grid and back, in x's dtype; see `affine.fake_quantize`."""
     low, high = min_max(x, grid)
     if scale is None:
         scale, _ = qparams(low, high, grid)
@@ -116,12 +117,12 @@ def fake_quantize(x: Tensor, grid: Grid, scale: Tensor | None = None) -> Tensor:
 
 
 def fixed_scale(largest: Tensor, form: Grid) -> Tensor:
-    """The scale [1] of static activations whose largest magnitude is `largest` [1]."""
+    """Return the scale [1] of static activations whose largest magnitude is `largest` [1]."""
     return qparams(-largest, largest, form)[0]
 
 
 def _round(x: Tensor, scale: Tensor, grid: Grid) -> Tensor:
-    """Float8 codes of x [..., I] for scales [..., G] or [1]: [..., G, I/G]."""
+    """Return float8 codes of x [..., I] for scales [..., G] or [1]: [..., G, I/G]."""
     scaled = by_scale(x, scale.shape[-1]) / scale.unsqueeze(-1)
     scaled += 0.0  # a zero of x is stored as code 0, whatever its sign
     return scaled.clamp_(grid.qmin, grid.qmax).to(_dtype(grid))

@@ -1,17 +1,16 @@
-"""Which range to give a grid: observers for activations, seen batch by batch, and a search for weights, held whole.
+"""Ranges of grids: observers for activations, seen batch by batch, and a search for weights, held whole.
 
-An observer is asked for one range over everything it saw, for static per-tensor scales:
-
-* `MinMax` takes what occurred, or with `momentum` a moving average of each batch's extremes;
-* `Percentile` gives up the same share of values at either end;
-* `MSE` shrinks the range until the error of rounding what occurred is least;
-* `KL` is the entropy calibration of TensorRT (Migacz, GTC 2017): the cut-off at which the clipped and coarsened
-  distribution of |x| tells least from the true one.
+An observer answers with one range over everything it saw, for static per-tensor scales:
+* `MinMax` takes the extremes that occurred, or with `momentum` a moving average of each batch's;
+* `Percentile` leaves out the same share of values at either end;
+* `MSE` shrinks the range until the error of rounding the seen values is least;
+* `KL` is the entropy calibration of TensorRT (Migacz, GTC 2017): the cut-off whose clipped and coarsened distribution
+  of |x| has the least divergence from the true one.
 
 The last three need the distribution, kept as a histogram of magnitudes whose upper end is a power of two. When a larger
-value arrives, the end is doubled and pairs of bins merge exactly, so the histogram depends on which values were seen
-and not on how they were split into batches: a resumed calibration ends with the same scales. A reservoir sample, the
-usual alternative, has neither property without carrying its random state along.
+value arrives, the end is doubled and pairs of bins merge exactly, so the histogram depends on the values seen and not
+on their batches: a resumed calibration ends with the same scales. A reservoir sample, the usual alternative, has
+neither property without carrying its random state along.
 
 For weights, `mse_range` searches the same shrink factors with one range per group. GPTQ's scale search uses it.
 """
@@ -31,20 +30,22 @@ FINE_BINS = 1 << 14
 """Histogram bins where bins stand for values: at least 64 a step of an 8-bit grid."""
 KL_BINS = 2048
 AVERAGE = 0.1
-"""Of the way to each batch's own extremes, where they are averaged."""
+"""Share of the way to each batch's own extremes, where they are averaged."""
 SAME_DIVERGENCE = 1e-10
 """Divergences in nats closer than this differ by the rounding of float64 sums."""
 
 STEPS, LOWEST, NORM = 40, 0.2, 2.4
-"""Shrink factors 1, 0.98 .. 0.2 and error norm of the MSE search. The norm above 2 is what GPTQ's authors settled on:
-it spares the large weights, which matter more than their number says."""
+"""Shrink factors 1, 0.98 .. 0.2 and error norm of the MSE search.
+
+The norm above 2 is GPTQ's authors' choice: it spares the large weights, which matter more than their number suggests.
+"""
 
 
 class Observer(Protocol):
-    """Sees tensors, any shape and float dtype, and answers with a range.
+    """An observer of tensors of any shape and float dtype, which answers with a range.
 
-    `observe` raises ValueError on a NaN or an infinity, `range` where nothing was observed. `range` is
-    (minimum, maximum), both float32 [1], as `affine.qparams` takes them.
+    `observe` raises ValueError on a NaN or an infinity, `range` where nothing was observed. `range` returns (minimum,
+    maximum), both float32 [1], the arguments of `affine.qparams`.
     """
 
     def observe(self, x: Tensor) -> None: ...
@@ -77,7 +78,7 @@ class MinMax:
 
 
 def of_activations(name: str, grid: Grid) -> Observer:
-    """The observer that recipes call by this name (`methods.ActivationRange`); `grid` is of integers for mse and kl."""
+    """Return the observer of a recipe's name (`methods.ActivationRange`); `grid` has integers for mse and kl."""
     if name == "average":
         return MinMax(momentum=AVERAGE)
     if name == "percentile":
@@ -88,9 +89,9 @@ def of_activations(name: str, grid: Grid) -> Observer:
 
 
 class Histogram:
-    """How often each magnitude occurred, for either sign, and the exact extremes."""
+    """Counts of each magnitude, for either sign, and the exact extremes."""
 
-    _SMALLEST = -100  # exponent of the upper end to start with: below 2^-100 all is one bin
+    _SMALLEST = -100  # exponent of the first upper end: all magnitudes below 2^-100 share one bin
 
     def __init__(self, bins: int) -> None:
         assert bins & (bins - 1) == 0, "bins merge in pairs"
@@ -105,13 +106,13 @@ class Histogram:
 
     @property
     def centres(self) -> Tensor:
-        """The value each bin stands for, from the most negative up, float32 [2 * bins]."""
+        """Return the value of each bin, from the most negative up, float32 [2 * bins]."""
         upwards = (torch.arange(self.bins) + 0.5) * self.width
         return torch.cat([-upwards.flip(0), upwards])
 
     @property
     def occurrences(self) -> Tensor:
-        """Counts in the order of `centres`."""
+        """Return counts in the order of `centres`."""
         return torch.cat([self.counts[0].flip(0), self.counts[1]])
 
     def observe(self, x: Tensor) -> None:
@@ -139,7 +140,7 @@ class Histogram:
 class Percentile:
     """The range that leaves at most (100 - percentile) % of the values out at either end, to a bin's width.
 
-    Rounded outwards; at 100 it is exactly `MinMax`.
+    It is rounded outwards; at 100 it is exactly `MinMax`.
     """
 
     def __init__(self, percentile: float = 99.99) -> None:
@@ -179,7 +180,7 @@ class MSE:
 
 
 class KL:
-    """Entropy calibration for symmetric grids of `bits`; the range is cut to [-t, t], and to what occurred."""
+    """Entropy calibration for symmetric grids of `bits`; the range is cut to [-t, t], and to the values seen."""
 
     def __init__(self, bits: int = 8) -> None:
         self._levels = 1 << (bits - 1)
@@ -195,14 +196,13 @@ class KL:
 
 
 def kl_threshold(counts: Tensor, levels: int = 128) -> int:
-    """How many of the leading bins to keep, given a histogram of magnitudes `counts` [B], B > levels.
+    """Return how many leading bins to keep, given a histogram of magnitudes `counts` [B], B > levels.
 
     For each i in levels .. B, P is the first i bins with all mass beyond them added to the last; Q is the first i bins
     without that mass, averaged over `levels` runs (bin j in run floor(j * levels / i)), each average spread over the
-    bins of its run that are not empty. Returns the i with the least KL(P || Q), both normalised, the smallest of
-    equals (`SAME_DIVERGENCE`). A cut whose last bin is empty but receives outliers has an infinite divergence.
-
-    Everything about a run follows from prefix sums, so that all cuts are scored at once.
+    nonempty bins of its run. The result is the i with the least KL(P || Q), both normalised, the smallest among equals
+    (`SAME_DIVERGENCE`). A cut whose last bin is empty but receives outliers has an infinite divergence. Prefix sums
+    give every run, so all cuts are scored at once.
     """
     histogram = counts.double()
     cuts = torch.arange(levels, counts.numel() + 1)
@@ -231,12 +231,12 @@ def mse_range(
     lowest: float = LOWEST,
     norm: float = NORM,
 ) -> tuple[Tensor, Tensor]:
-    """The range of each group of `weight` [O, I] whose grid rounds it with the least error: (minimum, maximum).
+    """Return the range of each group of `weight` [O, I] whose grid rounds it with the least error: (minimum, maximum).
 
     Tries (p * min, p * max) for p = 1 down to `lowest` in `steps` steps and keeps the least sum of |error|^norm, the
-    larger p of equals, for every [O, G] (or [1]) on its own. p = 1 is among them, so no group comes out worse than by
-    `min_max`; by its squared error where norm is 2. Errors are those of the codes and scales that `qparams` and
-    `round_to_grid` give, with scales in `scale_dtype`. Raises ValueError as `min_max` and `qparams` do.
+    larger p among equals, for every [O, G] (or [1]) on its own. p = 1 is among them, so no group comes out worse than
+    by `min_max`; by its squared error where norm is 2. Errors are those of the codes and scales of `qparams` and
+    `round_to_grid`, with scales in `scale_dtype`. Raises ValueError like `min_max` and `qparams`.
     """
     low, high = min_max(weight, grid)
     if low.ndim == 1:
@@ -259,7 +259,7 @@ def _shrink(
     lowest: float,
     norm: float,
 ) -> tuple[Tensor, Tensor]:
-    """`mse_range` given the extremes; `mass` counts how often each x [R, C] occurs."""
+    """Return `mse_range` for given extremes; `mass` counts how often each x [R, C] occurs."""
     best_low, best_high = low.clone(), high.clone()
     least = torch.full(low.shape, torch.inf, dtype=torch.float32, device=x.device)
     for step in range(steps + 1):

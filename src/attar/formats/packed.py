@@ -1,7 +1,7 @@
 """A compressed weight is a value: its scheme, its shape, and the named arrays that the scheme declares.
 
-Algorithms choose the value, formats store it, kernels multiply by it. Nothing else about a linear lives here: bias,
-input permutation and activation scales belong to `kernels.operands.Linear`.
+Algorithms choose the value, formats store it, kernels multiply by it. Nothing else about a linear layer lives here:
+bias, input permutation and activation scales belong to `kernels.operands.Linear`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 import attar.vml  # noqa: F401 - before anything is computed with weights
 from attar.formats.scheme import Scheme
-from attar.formats.weight_formats import Form
+from attar.formats.weight_formats import WeightFormat
 
 ALL = slice(None)
 
@@ -46,7 +46,7 @@ class PackedTensor:
 
     @property
     def bytes(self) -> int:
-        """Stored bytes, which are those of the declared parts."""
+        """Stored bytes: the sum over the declared parts."""
         return sum(t.numel() * t.element_size() for t in self.parts.values())
 
     @property
@@ -54,21 +54,24 @@ class PackedTensor:
         return 8 * self.bytes / (self.shape[0] * self.shape[1])
 
     def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice = ALL, out: Tensor | None = None) -> Tensor:
-        """The weight, or some of its rows, as a dense [out, in] tensor of `dtype`: new memory, or `out`."""
+        """Return the weight, or some of its rows, as a dense [out, in] tensor of `dtype`: new memory, or `out`."""
         return codec(self.scheme.weight.kind).dequantize(self, dtype, rows, out)
 
 
 class Codec(Protocol):
-    """What the module of a kind of form offers; `fake_quantize` where activations can have the form, `fixed_scale`
-    where they can have it with a scale [1] that calibration found from their `largest` magnitude [1]."""
+    """The functions of a codec's module.
+
+    `fake_quantize` exists where activations can have the format; `fixed_scale` where they can have it with a scale [1]
+    that calibration found from their `largest` magnitude [1].
+    """
 
     def dequantize(self, packed: PackedTensor, dtype: torch.dtype, rows: slice, out: Tensor | None) -> Tensor: ...
 
     def quantize(self, weight: Tensor, scheme: Scheme) -> PackedTensor: ...
 
-    def fake_quantize(self, x: Tensor, grid: Form, scale: Tensor | None = None) -> Tensor: ...
+    def fake_quantize(self, x: Tensor, grid: WeightFormat, scale: Tensor | None = None) -> Tensor: ...
 
-    def fixed_scale(self, largest: Tensor, form: Form) -> Tensor: ...
+    def fixed_scale(self, largest: Tensor, form: WeightFormat) -> Tensor: ...
 
 
 _CODECS: Mapping[str, str] = {
@@ -84,9 +87,9 @@ _CODECS: Mapping[str, str] = {
     "lookup": "codecs.lookup",
     "sparse24": "codecs.sparse24",
 }
-"""The module of each `Form.kind`."""
+"""Codec module of each `WeightFormat.kind`."""
 
 
 def codec(kind: str) -> Codec:
-    """The codec module of a kind of form; imported here because codecs themselves build `PackedTensor`s."""
+    """Return the codec module of a kind of format, imported here because codecs themselves build `PackedTensor`s."""
     return cast(Codec, importlib.import_module(f"attar.formats.{_CODECS[kind]}"))

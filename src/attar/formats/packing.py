@@ -1,6 +1,6 @@
-"""The orders in which files lay codes of 2 to 8 bits into 32-bit words, and the way back.
+"""Packing codes of 2 to 8 bits into 32-bit words, in the orders that files use, and unpacking them.
 
-Three orders cover what is found in the wild:
+Three orders are in use:
 
 * dense (compressed-tensors' pack-quantized): element i of a row fills bits [i*b, (i+1)*b) of the row's bit string,
   which is cut into little-endian words; an element may straddle two words, and no bit is wasted inside a row;
@@ -8,13 +8,13 @@ Three orders cover what is found in the wild:
   3 words, often described as a special case, are exactly the dense order;
 * AWQ: eight 4-bit outputs a word, nibble i holding output (0, 2, 4, 6, 1, 3, 5, 7)[i].
 
-Files store unsigned values; in memory codes are signed, smaller by 2^(b-1), and zero points are shifted alike, so that
-their difference, the only thing arithmetic sees, is what it was.
+Files store unsigned values; in memory codes are signed, smaller by 2^(b-1), and zero points are shifted alike, so their
+difference, which is all that arithmetic uses, is unchanged.
 
-All work is done on bytes, not words: since words are little-endian, the dense order is also dense over bytes, so b
-bytes hold 8 values (fewer where b and 8 share a factor) and each value is an OR of at most two shifted bytes. uint8
-arithmetic wraps, which is just what the shifts want. Rows go in slices of half a million elements: what is needed
-beside the result stays small and in cache.
+All work is done on bytes, not words: since words are little-endian, the dense order is also dense over bytes. So b
+bytes hold 8 values (fewer where b and 8 share a factor), and each value is an OR of at most two shifted bytes. uint8
+arithmetic wraps, as the shifts need. Rows go in slices of half a million elements, so temporaries stay small and in
+cache.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ assert sys.byteorder == "little", "bit orders here are those of little-endian ma
 
 
 def row_slices(rows: int, columns: int) -> Iterator[slice]:
-    """Slices that cover `rows` in order, each of about half a million elements and at least one row."""
+    """Return slices that cover `rows` in order, each of about half a million elements and at least one row."""
     step = max(1, _SLICE // max(1, columns))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """Signed codes [R, C] (any integer dtype, -2^(bits-1) .. 2^(bits-1)-1) to int32 words [R, ceil(C*bits/32)].
+    """Pack signed codes [R, C] (any integer dtype, -2^(bits-1) .. 2^(bits-1)-1) into int32 words [R, ceil(C*bits/32)].
 
     Bits past a row's last element are zero.
     """
@@ -70,9 +70,9 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_words(words: Tensor, bits: int, columns: int) -> Tensor:
-    """int32 words [R, W] to signed codes, int8 [R, columns]; undoes `pack_words`.
+    """Unpack int32 words [R, W] to signed codes, int8 [R, columns]; undoes `pack_words`.
 
-    Raises ValueError where W words are not what `columns` elements take.
+    Raises ValueError where `columns` elements do not take W words.
     """
     rows, stored = words.shape
     if stored != -(-columns * bits // 32):
@@ -101,27 +101,27 @@ def unpack_words(words: Tensor, bits: int, columns: int) -> Tensor:
 
 
 def _period(bits: int) -> tuple[int, int]:
-    """The shortest run of whole bytes that holds whole elements: (elements, bytes)."""
+    """Return the shortest run of whole bytes that holds whole elements: (elements, bytes)."""
     common = math.gcd(bits, 8)
     return 8 // common, bits // common
 
 
 def unpack_gptq(qweight: Tensor, bits: int) -> Tensor:
-    """GPTQ's qweight, int32 [I*bits/32, O] packed down the input dimension, to signed codes, int8 [O, I].
+    """Unpack GPTQ's qweight, int32 [I*bits/32, O] packed down the input dimension, to signed codes, int8 [O, I].
 
     A GPTQ qzeros, int32 [groups, O*bits/32], is in the dense order along its rows: `unpack_words(qzeros, bits, O)`.
-    Version 1 of the format stores zero points minus one, which is the reader's to add.
+    Version 1 of the format stores zero points minus one; the reader adds it.
     """
     return unpack_words(qweight.t(), bits, qweight.shape[0] * 32 // bits)
 
 
 def unpack_awq(words: Tensor) -> Tensor:
-    """AWQ's qweight [I, O/8] or qzeros [groups, O/8], int32, to signed 4-bit codes, int8 [I or groups, O]."""
+    """Unpack AWQ's qweight [I, O/8] or qzeros [groups, O/8], int32, to signed 4-bit codes, int8 [I or groups, O]."""
     in_nibble_order = unpack_words(words, 4, words.shape[1] * 8).view(*words.shape, 8)
     nibble_of = [AWQ_ORDER.index(column) for column in range(8)]
     return in_nibble_order[..., nibble_of].flatten(1)
 
 
 def pack_awq(codes: Tensor) -> Tensor:
-    """Signed 4-bit codes [R, C], C a multiple of 8, to AWQ's int32 words [R, C/8]; undoes `unpack_awq`."""
+    """Pack signed 4-bit codes [R, C], C a multiple of 8, into AWQ's int32 words [R, C/8]; undoes `unpack_awq`."""
     return pack_words(codes.reshape(codes.shape[0], -1, 8)[..., list(AWQ_ORDER)].flatten(1), 4)

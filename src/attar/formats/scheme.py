@@ -1,16 +1,15 @@
-"""What a compressed number is: a `Grid` of representable values, or another `Form`, and the `Scheme` that stores a
-weight on one.
+"""Schemes of compressed weights: a `Grid` of representable values or another `WeightFormat`, and the `Scheme` that
+stores a weight on one.
 
 Nothing here imports torch: planners compute sizes of models that no machine at hand could hold. `Scheme.parts` is the
-bit ledger: it declares every array that a stored weight consists of, with dtype and shape, so that bits per weight is a
-sum and never an estimate. The codecs fill exactly these parts; the writers store exactly these parts.
+bit ledger. It declares every array of a stored weight, with dtype and shape, so bits per weight is a sum and never an
+estimate. The codecs fill exactly these parts; the writers store exactly these parts.
 
-A `Grid` is uniform, or a float8: `affine.py` and `floats.py` are its codecs, and the kernels and the solvers that move
-weights column by column know no other form. Those of `forms.py` (blocks of GGML, 4-bit floats, lookup tables) are
-opaque to all but their codec. `Scheme.grid` is the way to say which of the two one needs.
+A `Grid` is uniform, or a float8: `affine.py` and `floats.py` are its codecs. The kernels, and the solvers that move
+weights column by column, know no other format. The formats of `weight_formats.py` (blocks of GGML, 4-bit floats, lookup
+tables) are opaque to all but their codec. Code that needs a grid asks for `Scheme.grid`.
 
-Two conventions that texts get wrong (see docs/numerics.md):
-
+Two conventions that are often stated wrongly (see docs/numerics.md):
 * symmetric grids use *signed* codes, -2^(b-1) .. 2^(b-1)-1, with scale = max|w| / ((2^b - 1) / 2);
 * asymmetric grids force zero into the range, so that zero is exactly representable.
 """
@@ -23,9 +22,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
+from attar.formats.weight_formats import ITEM_BITS as ITEM_BITS
 from attar.formats.weight_formats import (
-    FORMS,
-    Form,
+    WEIGHT_FORMATS,
     Fp4,
     Fp8Blocks,
     Lookup,
@@ -33,8 +32,8 @@ from attar.formats.weight_formats import (
     Progressive,
     ScaleDtype,
     Sparse24,
+    WeightFormat,
 )
-from attar.formats.weight_formats import ITEM_BITS as ITEM_BITS
 from attar.formats.weight_formats import Part as Part
 
 Kind = Literal["int", "e4m3", "e5m2"]
@@ -42,17 +41,18 @@ Granularity = Literal["tensor", "channel", "group", "token"]
 Layout = Literal["packed", "plain"]
 
 HEADS: Mapping[str, str | None] = {"bf16": None, "int8": "w8", "int4": "w4g128"}
-"""Short names of what an output matrix is stored in: schemes, or None for the dtype that it has."""
+"""Short names of how an LM head is stored: schemes, or None for its own dtype."""
 
 FLOAT8 = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The values a quantized tensor may take, and how much of the tensor shares one scale.
+    """The values that a quantized tensor may take, and how much of the tensor shares one scale.
 
     `tensor` has one scale; `channel` one per output row of a weight; `token` one per row of activations; `group` one
-    per `group_size` consecutive elements along the input dimension.
+    per `group_size` consecutive elements along the input dimension. Raises ValueError on construction where the fields
+    do not fit each other.
     """
 
     kind: Kind = "int"
@@ -86,13 +86,16 @@ class Grid:
 
     @property
     def qmax(self) -> float:
-        """Largest code (int) or largest finite value (float), before scaling. Asymmetric codes are stored signed too:
-        code and zero point are both shifted by 2^(bits-1), which leaves their difference as it was."""
+        """Largest code (int) or largest finite value (float), before scaling.
+
+        Asymmetric codes are stored signed too: code and zero point are both shifted by 2^(bits-1), which leaves their
+        difference unchanged.
+        """
         return {"int": float(2 ** (self.bits - 1) - 1), "e4m3": 448.0, "e5m2": 57344.0}[self.kind]
 
     @property
     def name(self) -> str:
-        """What it is called in the name of a scheme without quantized activations."""
+        """Name of the grid in schemes without quantized activations."""
         name = f"w{self.bits}" if self.kind == "int" else ("fp8" if self.kind == "e4m3" else "fp8-e5m2")
         name += {"group": f"g{self.group_size}", "tensor": "-tensor"}.get(self.granularity, "")
         return name if self.symmetric else f"{name}-asym"
@@ -107,7 +110,7 @@ class Grid:
     def parts(
         self, shape: tuple[int, int], scale_dtype: ScaleDtype = "float32", layout: Layout = "packed"
     ) -> dict[str, Part]:
-        """Every array that a weight of `shape` (out, in) is stored as. Raises ValueError where groups do not divide."""
+        """Return every array of a stored weight of `shape` (out, in). Raises ValueError where groups do not divide."""
         rows, columns = shape
         groups = self.groups(columns)
         scales = (1,) if self.granularity == "tensor" else (rows, groups)
@@ -125,7 +128,8 @@ class Grid:
         return parts
 
     def groups(self, columns: int) -> int:
-        """Scales per row for a row of `columns` elements. Raises ValueError where the group size does not divide."""
+        """Return the scales per row of `columns` elements. Raises ValueError where the group size does not
+        divide them."""
         if self.group_size is None:
             return 1
         if columns % self.group_size:
@@ -140,28 +144,29 @@ class Grid:
 NVFP4 = Fp4("nvfp4")
 SPARSE = "sparse24-"
 
-ROUNDS: Mapping[str, Form] = {
+ROUNDS: Mapping[str, WeightFormat] = {
     "fp8-block": Grid("e4m3", granularity="group", group_size=Fp8Blocks.size),
     "nvfp4": NVFP4,
     "mxfp4": Fp4("mxfp4"),
     "llm-int8": Outliers(),
-    **{name: Grid(granularity="token") for name, form in FORMS.items() if isinstance(form, Progressive)},
+    **{name: Grid(granularity="token") for name, form in WEIGHT_FORMATS.items() if isinstance(form, Progressive)},
 }
-"""What activations are rounded to beside weights of a form, unless its name ends in -weight."""
+"""Activation format of each weight format, unless the scheme's name ends in -weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How one linear's weight is stored and what its input becomes before the product.
+    """The storage of one linear layer's weight, and the rounding of its input before the product.
 
-    `layout` is of grids: `packed` (codes back to back in int32 words, none wasted, the order of compressed-tensors'
-    pack-quantized) or `plain` (one int8 or float8 an element); other forms have one of their own, and say `plain`.
-    `static` activations use a scale fixed at calibration, which belongs to the linear; dynamic ones are scaled from the
-    values at hand. NVFP4's do both: groups are scaled from the values, under one fixed number.
+    `layout` is for grids: `packed` (codes back to back in int32 words, none wasted, the order of compressed-tensors'
+    pack-quantized) or `plain` (one int8 or float8 an element). Other formats have their own and say `plain`. `static`
+    activations use a scale fixed at calibration, which belongs to the linear layer; dynamic ones are scaled from the
+    current values. NVFP4's do both: groups are scaled from the values, under one fixed number. Raises ValueError on
+    construction where the fields do not fit each other.
     """
 
-    weight: Form
-    activation: Form | None = None
+    weight: WeightFormat
+    activation: WeightFormat | None = None
     static: bool = False
     scale_dtype: ScaleDtype = "float32"
     layout: Layout = "packed"
@@ -187,19 +192,19 @@ class Scheme:
 
     @property
     def grid(self) -> Grid:
-        """The weight's grid. Raises ValueError where its values lie on none, for whoever can do nothing else."""
+        """The weight's grid. Raises ValueError where its values lie on none."""
         if not isinstance(self.weight, Grid):
             raise ValueError(f"{self.name} is no uniform grid, such as w4g128, which is what is needed here")
         return self.weight
 
     def check(self, columns: int) -> None:
-        """Raise ValueError where a linear with so many inputs cannot have this scheme."""
+        """Raise ValueError where a linear layer with `columns` inputs cannot have this scheme."""
         self.weight.check(columns)
         if self.activation is not None:
             self.activation.check(columns)
 
     def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
-        """Every array that a weight of `shape` (out, in) is stored as. Raises ValueError where groups do not divide."""
+        """Return every array of a stored weight of `shape` (out, in). Raises ValueError where groups do not divide."""
         if isinstance(self.weight, Grid):
             return self.weight.parts(shape, self.scale_dtype, self.layout)
         return self.weight.parts(shape, self.scale_dtype)
@@ -217,7 +222,7 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """The short name that `parse` reads back: w4g128, w4g128-asym, w8a8, w8a8-static, fp8, fp8-e5m2, q4_k ..."""
+        """Short name that `parse` reads back: w4g128, w4g128-asym, w8a8, w8a8-static, fp8, fp8-e5m2, q4_k ..."""
         grid, activation = self.weight, self.activation
         if not isinstance(grid, Grid):
             return grid.name + ("-weight" if activation is None and grid.name in ROUNDS else "")
@@ -233,10 +238,10 @@ class Scheme:
     @staticmethod
     def parse(name: str) -> Scheme:
         """Read a scheme's short name. Raises ValueError naming the forms that exist."""
-        if name in FORMS:
-            return Scheme(FORMS[name], ROUNDS.get(name), ROUNDS.get(name) == NVFP4, layout="plain")
+        if name in WEIGHT_FORMATS:
+            return Scheme(WEIGHT_FORMATS[name], ROUNDS.get(name), ROUNDS.get(name) == NVFP4, layout="plain")
         if (form := name.removesuffix("-weight")) in ROUNDS:
-            return Scheme(FORMS[form], layout="plain")
+            return Scheme(WEIGHT_FORMATS[form], layout="plain")
         if (table := Lookup.parse(name)) is not None:
             return Scheme(table, layout="plain")
         if name.startswith(SPARSE):
@@ -253,7 +258,8 @@ class Scheme:
         if match is None:
             raise ValueError(
                 f"unknown scheme {name!r}: a scheme is w<bits> with optional g<group>, a8, -asym "
-                f"(w4g128, w3g64-asym, w8, w8a8, w8a8-static), or fp8, fp8-e5m2, {SPARSE}w4g64, {', '.join(FORMS)}"
+                f"(w4g128, w3g64-asym, w8, w8a8, w8a8-static), or fp8, fp8-e5m2, {SPARSE}w4g64, "
+                f"{', '.join(WEIGHT_FORMATS)}"
             )
         group = int(match["group"]) if match["group"] else None
         granularity: Granularity = "group" if group else "tensor" if match["tensor"] else "channel"
@@ -269,8 +275,10 @@ class Scheme:
 
 
 def multiplied_in(scheme: Scheme | None) -> Literal["bf16", "int8", "fp8"]:
-    """The numbers that meet in a GPU's tensor cores where a weight of this scheme, None being dense, has a kernel: what
-    rate of the card its products are to be held against."""
+    """Return the number format in which a GPU's tensor cores multiply a weight of this scheme; None is a dense weight.
+
+    It selects the GPU's peak rate with which its products are compared, where a kernel exists.
+    """
     rounding = None if scheme is None else scheme.activation
     if rounding is None:
         return "bf16"

@@ -1,12 +1,12 @@
-"""How weights are spelled that no uniform grid holds: a `Form` for each family, as data. Torch-free.
+"""Weight formats beyond uniform grids: a `WeightFormat` for each family, as data. Torch-free.
 
-A form says which codec knows it (`kind`), what `Scheme.parse` calls it (`name`), which rows it can hold (`check`) and
-every array that a weight becomes (`parts`): the bit ledger of `scheme.py`, whose `Grid` is a form too. What those
-arrays mean is the codec's business, one module a kind (`packed.codec`). So code that moves, counts or stores weights
-never asks what they are, and code that does arithmetic on a uniform grid narrows to `Grid` (`Scheme.grid`).
+A format names its codec (`kind`), its spelling in `Scheme.parse` (`name`), the rows it can hold (`check`) and every
+array that a weight becomes (`parts`): the bit ledger of `scheme.py`, whose `Grid` is a format too. The meaning of those
+arrays is the codec's, one module a kind (`packed.codec`). So code that moves, counts or stores weights never asks for
+it, and code that does arithmetic on a uniform grid narrows to `Grid` (`Scheme.grid`).
 
-A form holds constants only: everything about sizes follows from it and the shape, before a weight is read. That is why
-it has no count of outliers found in the data, but a share of the matrix.
+A format holds constants only: sizes follow from it and the shape, before a weight is read. For that reason it has a
+share of the matrix as outliers, not a count found in the data.
 """
 
 from __future__ import annotations
@@ -50,31 +50,34 @@ class Part:
         return math.prod(self.shape) * ITEM_BITS[self.dtype] // 8
 
 
-class Form(Protocol):
-    """What numbers a weight may take, or activations may be rounded to. Hashable, and equal by value."""
+class WeightFormat(Protocol):
+    """The numbers that a weight may take, or activations may be rounded to. Hashable, and equal by value."""
 
     @property
     def kind(self) -> str:
-        """Which codec knows it."""
+        """Key of the format's codec."""
         ...
 
     @property
     def name(self) -> str:
-        """What it is called in the name of a scheme."""
+        """Name of the format in schemes."""
         ...
 
     @property
     def by_row(self) -> bool:
-        """Whether what is stored of a row depends on that row alone, and is found at that row of every part but
-        `shape`: then rows can be quantized, and written, some at a time."""
+        """Return whether the stored data of a row depends on that row alone, and lies at that row of every part but
+        `shape`.
+
+        If so, rows can be quantized and written some at a time.
+        """
         ...
 
     def check(self, columns: int) -> None:
-        """Raise ValueError where a row of so many elements has no place in it."""
+        """Raise ValueError where the format cannot hold a row of `columns` elements."""
         ...
 
     def parts(self, shape: tuple[int, int], scale_dtype: ScaleDtype) -> dict[str, Part]:
-        """Every array that a weight of `shape` (out, in) is stored as. Raises ValueError as `check`."""
+        """Return every array of a stored weight of `shape` (out, in). Raises ValueError like `check`."""
         ...
 
 
@@ -149,8 +152,11 @@ class Fp4:
 
 @dataclass(frozen=True, slots=True)
 class Nf4:
-    """Sixteen quantiles of a normal distribution, times the largest magnitude of 64 weights, which, where it is
-    `double`, is quantized to eight bits in its turn; as bitsandbytes stores it. Codec `nf4`."""
+    """NF4: sixteen quantiles of a normal distribution, times the largest magnitude of 64 weights, as bitsandbytes
+    stores it.
+
+    With `double`, that magnitude is quantized to eight bits in turn. Codec `nf4`.
+    """
 
     kind: ClassVar[str] = "nf4"
     by_row: ClassVar[bool] = False  # a second-level scale covers 256 blocks, wherever rows end
@@ -185,8 +191,11 @@ class Nf4:
 
 @dataclass(frozen=True, slots=True)
 class Progressive:
-    """Four bits in groups upon int8 in rows: a group's codes times a whole number less another are int8, which one
-    float a row turns into weights; QServe's. Codec `progressive`."""
+    """QServe's format: four bits in groups upon int8 in rows.
+
+    A group's codes times a whole number, less another, are int8; one float a row turns these into weights. Codec
+    `progressive`.
+    """
 
     kind: ClassVar[str] = "progressive"
     by_row: ClassVar[bool] = True
@@ -202,7 +211,7 @@ class Progressive:
         self.groups(columns)
 
     def groups(self, columns: int) -> int:
-        """Groups of a row of `columns` elements. Raises ValueError where their size does not divide."""
+        """Return the groups of a row of `columns` elements. Raises ValueError where their size does not divide it."""
         if columns % self.group:
             raise ValueError(f"{self.name} has groups of {self.group}, which do not divide {columns} input columns")
         return columns // self.group
@@ -220,8 +229,10 @@ class Progressive:
 
 @dataclass(frozen=True, slots=True)
 class Int8Rows:
-    """int8 with the largest magnitude of each row, for inputs whose outliers are not rounded; as bitsandbytes stores
-    LLM.int8(). Codec `llm_int8`."""
+    """LLM.int8()'s weights: int8 with the largest magnitude of each row, as bitsandbytes stores them.
+
+    Outliers of the inputs are not rounded. Codec `llm_int8`.
+    """
 
     kind: ClassVar[str] = "llm-int8"
     name: ClassVar[str] = "llm-int8"
@@ -236,8 +247,10 @@ class Int8Rows:
 
 @dataclass(frozen=True, slots=True)
 class Outliers:
-    """Activations as LLM.int8() rounds them: a row's values of at least `threshold` stay, the others are int8 under the
-    row's largest remaining magnitude. Never a weight's. Codec `llm_int8`."""
+    """LLM.int8()'s activations: a row's values of at least `threshold` stay, the others are int8.
+
+    The scale is the row's largest remaining magnitude. No weight has this format. Codec `llm_int8`.
+    """
 
     kind: ClassVar[str] = "llm-int8"
     by_row: ClassVar[bool] = True
@@ -256,14 +269,17 @@ class Outliers:
 
 
 NUMBERS: Mapping[ScaleDtype, str] = {"float16": "", "float32": "-f32", "bfloat16": "-bf16"}
-"""What the name of a `Lookup` ends in, by the dtype of its numbers."""
+"""Ending of a `Lookup`'s name, by the dtype of its numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Codes of `bits` bits into a table of numbers of each row's own, plus `outliers` (a share of the matrix) that are
-    added to it, row by row (CSR): SqueezeLLM's, with its names for 0.05 and 0.45 %, s5 and s45. We write float16
-    `numbers` and those shares; SqueezeLLM's own files have float32 and any count. Codec `lookup`."""
+    """Codes of `bits` bits into a table of each row's own, plus `outliers` (a share of the matrix) that are added to
+    it.
+
+    Outliers are stored row by row (CSR). This is SqueezeLLM's format, with its names for 0.05 and 0.45 %, s5 and s45.
+    attar writes float16 `numbers` and those shares; SqueezeLLM's own files have float32 and any count. Codec `lookup`.
+    """
 
     kind: ClassVar[str] = "lookup"
 
@@ -273,13 +289,13 @@ class Lookup:
 
     @staticmethod
     def of(bits: int, count: int, shape: tuple[int, int], numbers: ScaleDtype) -> Lookup:
-        """The form of a matrix with `count` outliers, which `parse` makes of its name too."""
+        """Return the format of a matrix with `count` outliers, equal to what `parse` makes of its name."""
         share = float(f"{10_000 * count / (shape[0] * shape[1]):.12g}") / 10_000
         return Lookup(bits, share, numbers)
 
     @staticmethod
     def parse(name: str) -> Lookup | None:
-        """The form of that name, None where it is no such form's."""
+        """Return the lookup format of that name, or None."""
         match = re.fullmatch(r"lut([234])(?:-s(\d+(?:\.\d+)?(?:e-\d+)?))?(-f32|-bf16)?", name)
         if match is None:
             return None
@@ -302,7 +318,7 @@ class Lookup:
         pass
 
     def count(self, shape: tuple[int, int]) -> int:
-        """Outliers of a matrix."""
+        """Return the number of outliers in a matrix of `shape`."""
         return round(self.outliers * shape[0] * shape[1])
 
     def parts(self, shape: tuple[int, int], scale_dtype: ScaleDtype) -> dict[str, Part]:
@@ -320,12 +336,14 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Sparse24:
-    """Of every four consecutive weights two, and which: half the numbers and one bit a weight. The numbers have another
-    form in their turn, as rows of half the columns, or the scale's dtype. Codec `sparse24`."""
+    """Two of every four consecutive weights, and which: half the numbers and one bit a weight.
+
+    The numbers have another format in turn, as rows of half the columns, or the scale's dtype. Codec `sparse24`.
+    """
 
     kind: ClassVar[str] = "sparse24"
 
-    values: Form | None = None
+    values: WeightFormat | None = None
 
     @property
     def name(self) -> str:
@@ -351,7 +369,7 @@ class Sparse24:
 
 _GGML = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 
-_ALL: tuple[Form, ...] = (
+_ALL: tuple[WeightFormat, ...] = (
     *(GgmlBlocks(TYPES[name]) for name in _GGML),
     Fp8Blocks(),
     Fp4("nvfp4"),
@@ -364,5 +382,5 @@ _ALL: tuple[Form, ...] = (
     *(Lookup(bits, share) for bits in (4, 3, 2) for share in (0.0, 0.0005, 0.0045)),
 )
 
-FORMS: Mapping[str, Form] = {form.name: form for form in _ALL}
-"""The forms that weights can have, but for grids."""
+WEIGHT_FORMATS: Mapping[str, WeightFormat] = {form.name: form for form in _ALL}
+"""Weight formats other than grids, by name."""

@@ -1,18 +1,18 @@
 """Hadamard matrices, of entries 1 and -1 with orthogonal rows, and products with them in O(n log n).
 
-A row x [n] times H / sqrt(n) has the same length, and whatever stood out in one column is spread over all of them: that
-is why activations are rotated before they are rounded. Orders that are a power of two are Sylvester's, H_2n = [[H, H],
-[H, -H]], and a product is log2(n) rounds of sums and differences. Others are a Kronecker product of a Sylvester matrix
-and the smallest of Paley's that fits (J. Math. and Phys. 12, 1933):
+A row x [n] times H / sqrt(n) keeps its length, and an outlier in one column is spread over all of them: so activations
+are rotated before they are rounded. Orders that are a power of two are Sylvester's, H_2n = [[H, H], [H, -H]], and a
+product is log2(n) rounds of sums and differences. Others are a Kronecker product of a Sylvester matrix and the smallest
+of Paley's that fits (J. Math. and Phys. 12, 1933):
 
 * q + 1 for a prime q = 3 mod 4: 12, 20, 24, 44, 48, 60, 68, 72, 80, 84 ...;
 * 2 (q + 1) for a prime q = 1 mod 4: 12, 28, 36, 60, 76, 84 ...
 
-Every order that is a multiple of four up to 48 is among these, and the widths of published models that are not powers
-of two (768, 896, 1152, 1536, 2304, 2560, 3072, 3584, 4608, 5120, 6656 ...). Not done: Paley's construction over fields
-of a prime power's size, and Williamson's, which would add 52, 92, 100 and some more.
+These include every multiple of four up to 48, and the widths of published models that are not powers of two (768, 896,
+1152, 1536, 2304, 2560, 3072, 3584, 4608, 5120, 6656 ...). Not done: Paley's construction over fields of a prime power's
+size, and Williamson's, which would add 52, 92, 100 and some more.
 
-The first row of each is all ones. Sylvester's are symmetric, Paley's need not be.
+The first row of each matrix is all ones. Sylvester's are symmetric, Paley's need not be.
 
 Sums and differences are taken element by element, so that a row times a Sylvester matrix has the same bits whatever
 other rows are in the call.
@@ -29,17 +29,13 @@ from torch import Tensor
 LARGEST_BASE = 1024  # a product with a base of b columns costs b operations an element
 
 
-def is_power_of_two(size: int) -> bool:
-    return size > 0 and size & (size - 1) == 0
-
-
 def block_of(columns: int) -> int:
-    """The largest power of two that divides `columns`."""
+    """Return the largest power of two that divides `columns`."""
     return columns & -columns
 
 
 def factors(size: int) -> tuple[int, int]:
-    """(b, s) with b s = `size`, s a power of two and b 1 or the order of a matrix of Paley's, as small as there is.
+    """Return (b, s) with b s = `size`, s a power of two and b 1 or the smallest order of a Paley matrix that fits.
 
     Raises ValueError, naming the size, where no such matrix is known here.
     """
@@ -55,15 +51,15 @@ def factors(size: int) -> tuple[int, int]:
 
 
 def matrix(size: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The Hadamard matrix [size, size] of ones and minus ones. Raises ValueError as `factors`."""
+    """Return the Hadamard matrix [size, size] of ones and minus ones. Raises ValueError like `factors`."""
     found: Tensor = torch.eye(size, dtype=dtype)
     return (rotate(found, size) * math.sqrt(size)).round()
 
 
 def rotate(x: Tensor, size: int, transposed: bool = False) -> Tensor:
-    """x [..., m size] times H / sqrt(size), or its transpose, in each of its m blocks of columns.
+    """Multiply x [..., m size] by H / sqrt(size), or its transpose, in each of its m blocks of columns.
 
-    Computed in float32 where x has fewer bits. Raises ValueError as `factors`.
+    The arithmetic is float32 where x has fewer bits. Raises ValueError like `factors`.
     """
     base, power = factors(size)
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
@@ -76,7 +72,7 @@ def rotate(x: Tensor, size: int, transposed: bool = False) -> Tensor:
 
 
 def _sylvester(x: Tensor) -> Tensor:
-    """Rows [N, n], n a power of two, times Sylvester's matrix."""
+    """Multiply rows [N, n], n a power of two, by Sylvester's matrix."""
     rows, size = x.shape
     half = 1
     while half < size:
@@ -91,7 +87,7 @@ def _is_prime(number: int) -> bool:
 
 
 def _paley_prime(order: int) -> int | None:
-    """The prime of which Paley makes a matrix of this order, where there is one."""
+    """Return the prime of Paley's construction for this order, or None where there is none."""
     if order % 4:
         return None
     if _is_prime(order - 1):  # which is 3 mod 4
@@ -102,7 +98,7 @@ def _paley_prime(order: int) -> int | None:
 
 @functools.lru_cache(maxsize=8)
 def _paley(order: int) -> Tensor:
-    """Paley's matrix [order, order], int8, its first row all ones."""
+    """Return Paley's matrix [order, order], int8, its first row all ones."""
     prime = _paley_prime(order)
     assert prime is not None, order
     residues = {i * i % prime for i in range(1, prime)}
@@ -116,7 +112,7 @@ def _paley(order: int) -> Tensor:
     identity = torch.eye(prime + 1, dtype=torch.int8)
     if prime % 4 == 3:  # C is skew
         found = core + identity
-    else:  # C is symmetric: I gives way to [[1, -1], [-1, -1]], each entry of C to itself times [[1, 1], [1, -1]]
+    else:  # C is symmetric: I becomes [[1, -1], [-1, -1]], each entry of C itself times [[1, 1], [1, -1]]
         sums = torch.tensor([[1, 1], [1, -1]], dtype=torch.int8)
         corner = torch.tensor([[1, -1], [-1, -1]], dtype=torch.int8)
         found = torch.kron(core, sums) + torch.kron(identity, corner)

@@ -1,4 +1,4 @@
-"""What the operations of `ops.py` take, described by data: a `Linear`, a `Norm`, the form of an attention.
+"""Operands of the operations of `ops.py`, described by data: a `Linear`, a `Norm`, the form of an attention.
 
 Shapes: N rows (tokens), I input columns, O output columns.
 """
@@ -27,13 +27,13 @@ class Prepared(Protocol):
 
     @property
     def read_bytes(self) -> int:
-        """What one product reads."""
+        """Bytes that one product reads."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A low-rank change of a linear: its product gets (x A^T) B^T added, x the rows as they come."""
+    """A low-rank change of a linear layer, which adds (x A^T) B^T to its product; x are the unrounded rows."""
 
     down: Tensor  # A [r, I], float32
     up: Tensor  # B [O, r], float32, times the adapter's scale
@@ -42,47 +42,49 @@ class Adapter:
         return Adapter(self.down.to(device), self.up.to(device))
 
     def product(self, x: Tensor) -> Tensor:
-        """What rows x [N, I] get added, [N, O], in their dtype."""
+        """Return the change for rows x [N, I], [N, O], in their dtype."""
         return ((x.to(self.down.dtype) @ self.down.T) @ self.up.T).to(x.dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedAdapter:
-    """The same with A and B in the layout of a backend: then what a row gets added does not depend on other rows."""
+    """An adapter with A and B in the layout of a backend. A row's change then does not depend on other rows."""
 
     down: Linear
     up: Linear
 
 
 class Routes:
-    """Which adapter each row of a call takes: `numbers` [N] on the CPU, 0 where it takes none. `send` brings tensors of
-    the CPU to where the rows are, all of them together."""
+    """The adapter of each row of a call: `numbers` [N] on the CPU, 0 for none.
+
+    `send` brings tensors of the CPU to the rows' device, all of them together.
+    """
 
     def __init__(self, numbers: Tensor, send: Callable[..., Sequence[Tensor]] = lambda *parts: parts) -> None:
         self.numbers, self._send = numbers, send
 
     @cached_property
     def groups(self) -> list[tuple[int, Tensor]]:
-        """Each adapter's number with its rows, [n] int64 in order, where the rows are: sent once, for all layers."""
+        """Each adapter's number with its rows, [n] int64 in order, on the rows' device: sent once, for all layers."""
         found = [n for n in self.numbers.unique().tolist() if n]
         rows = self._send(*((self.numbers == n).nonzero()[:, 0] for n in found))
         return list(zip(found, rows, strict=True))
 
     def of(self, rows: Tensor | slice) -> Routes | None:
-        """Those of some of the rows; None where none of them takes an adapter."""
+        """Return the routes of some of the rows; None where none of them takes an adapter."""
         found = self.numbers[rows if isinstance(rows, slice) else rows.cpu()]
         return Routes(found, self._send) if found.any() else None
 
 
 @dataclass(eq=False)
 class Linear:
-    """y = x' W^T + b with W a dense tensor [O, I], or a PackedTensor or a prepared weight of that shape.
+    """A linear layer y = x' W^T + b with W a dense tensor [O, I], or a PackedTensor or a prepared weight of that shape.
 
     x' is x with, in this order: blocks of `hadamard` columns rotated; columns taken in the order of `permutation` (a
     GPTQ checkpoint with desc_act stores its columns sorted by group); divided by `input_scale`; rounded to the scheme's
     activation grid, by the fixed `activation_scale` where the scheme is static.
 
-    `name` is the module's name in the checkpoint, which overrides, taps and receipts refer to.
+    `name` is the module's name in the checkpoint, used by overrides, activation hooks and receipts.
     """
 
     name: str
@@ -94,12 +96,13 @@ class Linear:
     hadamard: int = 0  # a power of two that divides I; 0: x is not rotated
     adapter: Adapter | PreparedAdapter | None = None  # of every row
     adapters: dict[int, Adapter | PreparedAdapter] = field(default_factory=dict, repr=False)
-    """Those of the rows that a call's `Routes` give their number."""
+    """Adapters by number, for the rows that a call's `Routes` give that number."""
     dense: Tensor | None = field(default=None, repr=False)
-    """Filled by the reference backend on first use: the dequantized weight in the dtype it computes in."""
-    keep_dense: bool = True  # whether it may be filled: no where memory is short and calls are few and large
+    """The dequantized weight in the compute dtype, filled by the reference backend on first use."""
+    keep_dense: bool = True  # may be filled: no where memory is short and calls are few and large
     on_gradient: Callable[[Tensor, Tensor], None] | None = field(default=None, repr=False)
-    """Sees, in a backward pass, the rows x' [N, I] that met W and the loss's gradient at their products, [N, O]."""
+    """Called in a backward pass with the rows x' [N, I] that W multiplied and the loss's gradient at their products [N,
+    O]."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -116,12 +119,12 @@ class Norm:
     eps: float = 1e-6
     offset: float = 0.0
     name: str = ""  # the module's name in the checkpoint
-    prepared: bool = False  # whether it is a native model's: weight and bias are then contiguous float32
+    prepared: bool = False  # belongs to a native model: weight and bias are then contiguous float32
 
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """What distinguishes one attention from another. Default: the feature is off."""
+    """The parameters that distinguish one attention from another. Default: the feature is off."""
 
     heads: int
     kv_heads: int
@@ -131,5 +134,6 @@ class AttentionForm:
     soft_cap: float | None = None  # scores become cap * tanh(score / cap)
 
 
-Tap = Callable[[Linear, Tensor], None]
-"""Sees a linear and the rows [N, I] it is about to read: calibration's one window into the model."""
+ActivationHook = Callable[[Linear, Tensor], None]
+"""An activation hook: called with a linear layer and the rows [N, I] that it is about to read. Calibration uses no
+other."""

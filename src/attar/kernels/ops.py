@@ -1,176 +1,74 @@
-"""The one door to every kernel: the operations a decoder is made of. These docstrings are the specification.
+"""Kernel dispatch: the operations of a decoder. These docstrings are the specification.
 
-Each operation exists first in `ref.py`, readable PyTorch and the oracle of every test, then, where it pays, as C++ for
-CPUs (`native/`) and in Triton for NVIDIA's GPUs (`triton/`). The door takes the first backend that gives no reason
-against; `ATTAR_KERNELS=ref` forces the oracle. `candidates` shows the choice with every reason, which is what
-`attar doctor` prints.
+Each operation exists first in `ref.py`, readable PyTorch and the oracle of every test. Where it pays, it also exists as
+C++ for CPUs (`native/`) and in Triton for NVIDIA's GPUs (`triton/`). The dispatcher selects the first backend that
+supports the call; `ATTAR_KERNELS=ref` forces the oracle. `candidates` shows the choice with every reason, which `attar
+doctor` prints.
 
-A model is native or it is not: a backend's products read weights in a layout of their own, so a model is loaded into a
-`store` for them, and its norms, activations and embedding go with it. One that is not, such as one being compressed or
-evaluated, is computed by the reference, in torch's arithmetic, which is transformers'; on CPUs, only a KV cache of
-float32 rows is native for both. A cache is the backend's that its `pages` were made for.
+A model is native or it is not. A backend's products read weights in a layout of their own, so a model is loaded into a
+`store` for them, and its norms, activations and embedding go with it. Any other model, such as one being compressed or
+evaluated, is computed by the reference, in torch's arithmetic, which is transformers'. On CPUs, a KV cache of float32
+rows is native for both. A cache belongs to the backend that its `pages` were made for.
 
 Rows are tokens, of any number of sequences, one after another: no operation knows of padding. The residual is added
 only by the next `norm`, so projections return plain outputs, where an all-reduce, a post-norm or an adapter has its
 place. Legend: N rows, I input and O output columns, H query heads, G key-value heads, D head size, S keys of one
 sequence.
 
-What is promised. Native kernels: a row's result is the same bits whatever rows are beside it, on whatever threads, in
-one piece or in chunks. Triton's: the same call gives the same bits, but how a product or a softmax is shared out among
-programs follows from the rows of a call, and rounding with it. `ref`, which is torch's matrix products, promises the
-values within rounding and nothing more.
+Guarantees. Native kernels: a row's bits depend neither on the other rows, nor on the threads, nor on chunking. Triton
+kernels: equal calls give equal bits, but the rows of a call decide how a product or a softmax is shared out among
+programs, and rounding with it. `ref` uses torch's matrix products and guarantees the values within rounding only.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attar import env
 from attar.formats.packed import PackedTensor
-from attar.kernels import hadamard, ref, ref_attention
+from attar.kernels import dispatch, hadamard, ref, ref_attention
+from attar.kernels.dispatch import BackendWeights, Table
 from attar.kernels.native import attention as native_attention
-from attar.kernels.native import extension, quantize, rows
 from attar.kernels.native import linear as products
+from attar.kernels.native import rows
 from attar.kernels.native.linear import Activations as Activations
 from attar.kernels.native.rows import Table as NativeTable
-from attar.kernels.native.store import Store as NativeStore
+from attar.kernels.native.store import CpuWeights
 from attar.kernels.operands import (
     Activation,
+    ActivationHook,
     Adapter,
     AttentionForm,
     Linear,
     Norm,
     PreparedAdapter,
     Routes,
-    Tap,
 )
 from attar.kernels.triton import backend as gpu
 from attar.kernels.triton import store as gpu_store
 from attar.kernels.triton.pages import NibblePages, PlainPages
-from attar.kernels.triton.store import TritonStore as TritonStore
 from attar.kernels.triton.store import TritonTable
-from attar.kernels.triton.weights import TritonWeight, knows_float8
-from attar.kv.pages import Bases, Pages, Placement, Rotation
-from attar.kv.schemes import KvScheme, Layout
+from attar.kernels.triton.weights import TritonWeight
+from attar.kv.pages import AttentionMetadata, PagedKV, Rotation
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
-Store: TypeAlias = NativeStore | TritonStore
-"""A model's weights in the layout of a backend."""
-Table: TypeAlias = NativeTable | TritonTable
-"""An embedding that a backend reads rows of."""
-
-OPS = (
-    "embed",
-    "norm",
-    "linear",
-    "rope",
-    "attention",
-    "write_kv",
-    "paged_attention",
-    "activate",
-    "quantize_rows_int8",
-    "argmax",
-)
-
-
-def candidates(op: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[tuple[str, str | None]]:
-    """Every backend in order of preference with the reason against it, or None where it would run."""
-    forced = env.get().kernels
-    if op not in OPS:
-        raise ValueError(f"unknown op {op!r}: known are {', '.join(OPS)}")
-    backends = {"triton": gpu.supports, "native": extension.supports}
-    if not gpu.takes(device):
-        del backends["triton"]
-    against = "ATTAR_KERNELS=ref forces the reference" if forced == "ref" else None
-    return [*((name, against or supports(op, device, dtype)) for name, supports in backends.items()), ("ref", None)]
-
-
-def require(device: str) -> None:
-    """Raises ValueError, a sentence for whoever asked for it, where nothing can be computed on `device`."""
-    gpu.require(device)
-
-
-def store(activations: str = "int8g128", device: str = "cpu", dtype: torch.dtype = torch.float32) -> Store | None:
-    """Where the weights of a model that computes in `dtype` go to be multiplied natively on `device`; None where the
-    reference is what runs. `activations` says how rows are rounded on CPUs.
-
-    Raises ValueError, in a sentence for whoever asked for it, where nothing can be computed on the device.
-    """
-    gpu.require(device)
-    name, _ = next(each for each in candidates("linear", gpu.kind_of(device), dtype) if each[1] is None)
-    if name == "triton":
-        return TritonStore(device, dtype)
-    if name == "ref":
-        if gpu.kind_of(device) != "cpu":
-            raise ValueError(f"the reference computes on {device} only what is loaded there: it has no store")
-        return None
-    extension.fit_threads()
-    return NativeStore(activations)
-
-
-def pages(
-    blocks: int,
-    block: int,
-    kv_heads: int,
-    head_dim: int,
-    scheme: KvScheme,
-    device: str = "cpu",
-    tails: int = 0,
-    bases: Bases | None = None,
-) -> Pages:
-    """Room for the keys and values of a layer, as the kernels of the device want it: `blocks` blocks of `block` slots,
-    and what the scheme wants of a layer beside them (`Pages.zeros`).
-
-    Raises ValueError where the slots are no multiple of 16, or the device's kernels keep nothing as `scheme` says.
-    """
-    if not gpu.takes(device) or env.get().kernels == "ref":
-        made = Pages.zeros(blocks, block, kv_heads, head_dim, scheme, device, tails, bases)
-        for (
-            part
-        ) in made.parts():  # a head's blocks lie apart, one to a small page: walking those costs a third of the speed
-            extension.prefer_huge_pages(part)
-        return made
-    if scheme.name == "int4":
-        return NibblePages.rotated(blocks, block, kv_heads, head_dim, scheme, device)
-    if not (scheme.unscaled or scheme.layout in (Layout.INT8, Layout.FP8)):
-        raise ValueError(
-            f"kernels of {device} keep keys and values as float32, bfloat16, int8, fp8 or int4, not {scheme.name}"
-        )
-    dtype = torch.float8_e4m3fn if scheme.layout == Layout.FP8 else getattr(torch, scheme.name)
-    if dtype == torch.float8_e4m3fn and not knows_float8(torch.device(device)):
-        raise ValueError(f"keys and values cannot be kept as fp8 on {device}: this card knows no float8")
-    made = PlainPages.make(blocks, block, kv_heads, head_dim, dtype, device)
-    made.scheme = scheme
-    return made
-
-
-def _triton(module: str) -> ModuleType:
-    """A module of Triton's kernels, imported when one is first wanted."""
-    return importlib.import_module(f"attar.kernels.triton.{module}")
+    pass
 
 
 def argmax(rows: Tensor) -> Tensor:
-    """The index [B] of the largest number of each row [B, V], of equals the first; of a NaN, where there is one.
+    """Return the index [B] of the largest number of each row [B, V]: the first among equals, and a NaN's if there is
+    one.
 
-    On CPUs by numpy: torch takes 2 ms for a vocabulary of 152,000, a hundred times as long as reading it. torch's own
-    on a GPU says nothing of equals.
+    CPUs use numpy: torch takes 2 ms for a vocabulary of 152,000, a hundred times as long as reading it. torch's argmax
+    on a GPU does not define ties.
     """
-    if candidates("argmax", rows.device.type, torch.float32)[0] == ("triton", None):
-        found: Tensor = _triton("sampling").argmax(rows)
+    if dispatch.candidates("argmax", rows.device.type, torch.float32)[0] == ("triton", None):
+        found: Tensor = dispatch.triton("sampling").argmax(rows)
         return found
     return torch.from_numpy(rows.numpy().argmax(-1)) if rows.device.type == "cpu" else rows.argmax(-1)
-
-
-def release() -> None:
-    """Give back what backends keep for results to come: for whoever is short of memory between models."""
-    extension.release()
 
 
 def embed(
@@ -182,17 +80,16 @@ def embed(
     positions: Tensor | None = None,
     offset: int = 0,
 ) -> Tensor:
-    """Rows `ids` [N] of a table [vocab, I] in `dtype`, times `scale`, which is rounded to that dtype, as models that
-    have one were trained; plus rows `positions + offset` of a table of learned positions, where there is one."""
+    """Return rows `ids` [N] of a table [vocab, I] in `dtype`, times `scale`.
+
+    The scale is rounded to that dtype, as models that have one were trained. Rows `positions + offset` of a table of
+    learned positions are added, where there is one. Raises ValueError where tables or positions do not fit.
+    """
     if isinstance(table, TritonTable):
         return gpu_store.embed(table, ids, dtype, scale, position_table, positions, offset)
     if isinstance(table, NativeTable):
         return rows.embed(table, ids, scale, position_table, positions, offset)
     return ref.embed(table, ids, dtype, scale, position_table, positions, offset)
-
-
-def _is_native(op: str, x: Tensor) -> bool:
-    return ("native", None) in candidates(op, x.device.type, x.dtype)
 
 
 def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tensor]:
@@ -202,26 +99,28 @@ def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tens
     applied, unless the weight has an offset (Gemma), which is applied in float32. LayerNorm is torch's.
     """
     if spec.prepared and gpu.takes(stream.device):
-        both: tuple[Tensor, Tensor] = _triton("rows").norm(stream, delta, spec)
+        both: tuple[Tensor, Tensor] = dispatch.triton("rows").norm(stream, delta, spec)
         return both
     if spec.prepared:
         return rows.norm(stream.contiguous(), None if delta is None else delta.contiguous(), spec)
     return ref.norm(stream, delta, spec)
 
 
-def linear(x: Tensor, linears: Sequence[Linear], tap: Tap | None = None, routes: Routes | None = None) -> Tensor:
-    """The products of rows x [N, I] with each of `linears`, side by side: [N, sum of O].
+def linear(
+    x: Tensor, linears: Sequence[Linear], hook: ActivationHook | None = None, routes: Routes | None = None
+) -> Tensor:
+    """Return the products of rows x [N, I] with each of `linears`, side by side: [N, sum of O].
 
-    Weights may be of any schemes, mixed. Where a scheme quantizes activations, x is rounded to that grid first, once
-    for all linears that want the same. A linear's adapter adds its product of x as it comes, to every row, and its
-    numbered ones to the rows that `routes` give them; prepared ones keep what is promised of rows. Where linears want x
-    rotated, all of them the same, taps and adapters see the rotated rows.
+    Weights may be of any schemes, mixed. Where a scheme quantizes activations, x is first rounded to that grid, once
+    for all linear layers with the same grid. An adapter adds its product of the unrounded x to every row, and numbered
+    ones to the rows that `routes` give them; prepared adapters keep the backend's guarantees. Where the linear layers
+    rotate x, all of them in the same way, activation hooks and adapters see the rotated rows.
     """
     if linears[0].hadamard:
         x = hadamard.rotate(x, linears[0].hadamard)
-    if tap is not None:
+    if hook is not None:
         for each in linears:
-            tap(each, x)
+            hook(each, x)
     out = _products(x, linears)
     if any(each.adapter is not None for each in linears):
         _adapt(out, x, linears, slice(None), [each.adapter for each in linears])
@@ -240,7 +139,7 @@ def _adapt(
     where: slice | Tensor,
     adapters: Sequence[Adapter | PreparedAdapter | None],
 ) -> None:
-    """Add to rows `where` of `out` what each linear's adapter makes of x, which are these rows."""
+    """Add to rows `where` of `out` the products of each linear layer's adapter with x, which are these rows."""
     at = 0
     for each, adapter in zip(linears, adapters, strict=True):
         if isinstance(adapter, PreparedAdapter):
@@ -250,10 +149,12 @@ def _adapt(
         at += each.shape[0]
 
 
-def prepare_adapter(adapter: Adapter, into: Store | None, device: torch.device) -> Adapter | PreparedAdapter:
-    """An adapter as a model on `device`, whose weights are in `into`, adds it. On CPUs in the layout of the kernels; a
-    GPU multiplies by it in float32, as the reference does."""
-    if not isinstance(into, NativeStore):
+def prepare_adapter(adapter: Adapter, into: BackendWeights | None, device: torch.device) -> Adapter | PreparedAdapter:
+    """Prepare an adapter for a model on `device` whose weights are in `into`.
+
+    On CPUs it takes the layout of the kernels; a GPU multiplies by it in float32, like the reference.
+    """
+    if not isinstance(into, CpuWeights):
         return adapter.to(device)
     made = PreparedAdapter(Linear("adapter's A", adapter.down), Linear("adapter's B", adapter.up))
     into.take(made.down)
@@ -262,12 +163,12 @@ def prepare_adapter(adapter: Adapter, into: Store | None, device: torch.device) 
 
 
 def _products(x: Tensor, linears: Sequence[Linear]) -> Tensor:
-    prepared = [isinstance(each.weight, products.KernelWeight) for each in linears]
+    prepared = [isinstance(each.weight, products.PackedWeight) for each in linears]
     if all(prepared):
         return products.linear(x, linears)
     on_gpu = [isinstance(each.weight, TritonWeight) for each in linears]
     if all(on_gpu):
-        out: Tensor = _triton("linear").linear(x, linears)
+        out: Tensor = dispatch.triton("linear").linear(x, linears)
         return out
     if any(prepared) or any(on_gpu):  # some schemes have no kernel
         return torch.cat([_products(x, (each,)) for each in linears], 1)
@@ -275,7 +176,7 @@ def _products(x: Tensor, linears: Sequence[Linear]) -> Tensor:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021) of heads x [N, heads, D], half-split pairs (i, i + R/2).
+    """Apply rotary position embedding (Su et al. 2021) to heads x [N, heads, D], half-split pairs (i, i + R/2).
 
     cos and sin are [N, R/2] float32; the first R of D columns turn, the rest pass (partial rotary).
     """
@@ -290,11 +191,12 @@ def attention(
     key_positions: Sequence[Tensor],
     form: AttentionForm,
 ) -> Tensor:
-    """Causal attention of queries [N, H, D] with each sequence's keys and values [S, G, D]: [N, H * D].
+    """Return causal attention of queries [N, H, D] over each sequence's keys and values [S, G, D]: [N, H * D].
 
     A query at position p sees the keys at positions <= p and, with a window w, > p - w. Key positions are data, not
     implied by the slot. Query head h reads key-value head h * G // H. Where all B sequences have the same positions,
-    keys and values may come as one tensor [B, S, G, D] each. For whole sequences at hand; a cache has pages.
+    keys and values may come as one tensor [B, S, G, D] each. It is for whole sequences without a cache; a cache has
+    pages.
     """
     return ref_attention.attention(q, keys, values, query_positions, key_positions, form)
 
@@ -303,28 +205,28 @@ def write_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pages: Pages,
-    place: Placement,
+    pages: PagedKV,
+    place: AttentionMetadata,
     rotation: Rotation | None = None,
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
 ) -> Tensor:
-    """Write keys and values [N, G, D] to the slots of their rows; returns queries [N, H, D] as attention wants them.
+    """Write keys and values [N, G, D] to the slots of their rows, and return queries [N, H, D] ready for attention.
 
-    First `norm` of each head of q and k where norms are given, then `rope` where a rotation is, then the pages' own
-    basis where they have one (`planes.py`). int8 pages are rounded symmetrically per token and head: scale =
-    max|x| / 127, code = round-half-even(x / scale); others as `kv/schemes.py` says. What is not finite makes a scale
-    NaN, for the reader to see. q, k and v may be columns of one matrix. Raises ValueError on slots or angles outside
-    their arrays.
+    First `norm` is applied to each head of q and k where norms are given, then `rope` where a rotation is, then the
+    pages' own basis where they have one (`kv/bit_planes.py`). int8 pages are rounded symmetrically per token and head:
+    scale = max|x| / 127, code = round-half-even(x / scale); others follow `kv/schemes.py`. A value that is not finite
+    makes its scale NaN, which the reader sees. q, k and v may be columns of one matrix. Raises ValueError on slots or
+    angles outside their arrays.
     """
     assert pages.keys_rotated, "keys that are rotated when they are read must be written as they are"
     if isinstance(pages, PlainPages):
         if q_norm is not None and k_norm is not None and q_norm.kind != "rms":
             q, k = norm(q, None, q_norm)[1], norm(k, None, k_norm)[1]
             q_norm = k_norm = None
-        turned: Tensor = _triton("kv_write").write_kv(q, k, v, pages, place, rotation, q_norm, k_norm)
+        turned: Tensor = dispatch.triton("kv_write").write_kv(q, k, v, pages, place, rotation, q_norm, k_norm)
         return turned
-    native = _is_native("write_kv", q)
+    native = dispatch.is_native("write_kv", q)
     if q_norm is not None and k_norm is not None and not (native and q_norm.kind == "rms"):
         q, k = norm(q, None, q_norm)[1], norm(k, None, k_norm)[1]
         q_norm = k_norm = None
@@ -334,29 +236,30 @@ def write_kv(
 
 
 def paged_attention(
-    q: Tensor, pages: Pages, place: Placement, form: AttentionForm, want_mass: bool = False
+    q: Tensor, pages: PagedKV, place: AttentionMetadata, form: AttentionForm, want_mass: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of queries [N, H, D] over the pages of their sequences: ([N, H * D], mass).
+    """Return attention of queries [N, H, D] over the pages of their sequences: ([N, H * D], mass).
 
-    Who sees what is as in `attention`, with positions as `Placement` says; a query that sees nothing gives zeros (of
-    coordinates: the mean of values where the pages' basis has one). The
-    mass, float32 [B, G, slots of a table], is how much of the softmax each slot received, summed over the sequence's
-    rows of this call and over the H / G query heads that read its head; None unless wanted.
+    Visibility is that of `attention`, with positions from `AttentionMetadata`. A query that sees nothing gives zeros
+    (of
+    coordinates: the mean of values where the pages' basis has one). The mass, float32 [B, G, slots of a table], is how
+    much of the softmax each slot received, summed over the sequence's rows of this call and over the H / G query heads
+    that read its head; None unless wanted.
 
-    `native` gives a row the same bits whatever else is in the call, however its prompt was cut into calls, whichever
-    blocks hold its slots, and on any number of threads: scores are merged in splits of fixed slots, in their order.
-    Raises ValueError on lengths or block numbers outside their arrays; Triton's kernels, which would have to wait for
-    the device, do not look at them. They have no mass yet, and raise ValueError where it is wanted.
+    `native` gives a row the same bits for any batch, chunking of its prompt, blocks of its slots and number of threads:
+    scores are merged in splits of fixed slots, in their order. Raises ValueError on lengths or block numbers outside
+    their arrays; Triton's kernels do not check them, because they would have to wait for the device. They have no mass
+    yet, and raise ValueError where it is wanted.
     """
     assert pages.keys_rotated, "no kernel rotates keys as it reads them"
     if isinstance(pages, PlainPages):
         if want_mass:
             raise ValueError("no kernel of this device tells the mass of a softmax yet: what evicts by it runs on CPUs")
-        mixed: Tensor = _triton("attention").paged_attention(q, pages, place, form)
+        mixed: Tensor = dispatch.triton("attention").paged_attention(q, pages, place, form)
         if isinstance(pages, NibblePages):
-            mixed = _triton("nibbles").turn_back(mixed, pages)
+            mixed = dispatch.triton("nibbles").turn_back(mixed, pages)
         return mixed, None
-    if _is_native("paged_attention", q):
+    if dispatch.is_native("paged_attention", q):
         return native_attention.paged_attention(q, pages, place, form, want_mass)
     return ref_attention.paged_attention(q, pages, place, form, want_mass)
 
@@ -367,32 +270,33 @@ def feed_forward_in(
     kind: Activation,
     gated: bool,
     reader: Linear,
-    tap: Tap | None = None,
+    hook: ActivationHook | None = None,
     routes: Routes | None = None,
 ) -> Tensor:
-    """What `reader` multiplies in a feed-forward: `activate` of the products of rows x [N, I] with `up`."""
-    plain = tap is None and routes is None and all(each.adapter is None for each in up)
-    if gated and plain and products.gateable(up) and isinstance(reader.weight, products.KernelWeight):
+    """Return the rows that `reader` multiplies in a feed-forward: `activate` of the products of rows x [N, I] with
+    `up`."""
+    plain = hook is None and routes is None and all(each.adapter is None for each in up)
+    if gated and plain and products.gateable(up) and isinstance(reader.weight, products.PackedWeight):
         return products.gated_linear(x, up, kind)
-    return activate(linear(x, up, tap, routes), kind, gated, reader)
+    return activate(linear(x, up, hook, routes), kind, gated, reader)
 
 
 def activate(x: Tensor, kind: Activation, gated: bool, reader: Linear) -> Tensor:
-    """act(x) [N, I], or, gated, act(a) * b of rows laid out as [a | b]: [N, I / 2], for `reader` to multiply."""
+    """Return act(x) [N, I], or, gated, act(a) * b of rows laid out as [a | b]: [N, I / 2], for `reader` to multiply."""
     if isinstance(reader.weight, TritonWeight):
-        out: Tensor = _triton("rows").activate(x, kind, gated)
+        out: Tensor = dispatch.triton("rows").activate(x, kind, gated)
         return out
-    if isinstance(reader.weight, products.KernelWeight):
+    if isinstance(reader.weight, products.PackedWeight):
         return rows.activate(x.contiguous(), kind, gated)
     return ref.activate(x, kind, gated)
 
 
 def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 per row: x [N, I] float32 or bfloat16 to (codes int8 [N, I], scale float32 [N, 1]).
+    """Round x [N, I], float32 or bfloat16, to symmetric int8 per row: (codes int8 [N, I], scale float32 [N, 1]).
 
     scale = max|x| / 127.5, float32's epsilon where a row is all zero; code = round-half-even(x / scale) in -128 .. 127.
     Raises ValueError naming the first row that holds a NaN or an infinity.
     """
-    if _is_native("quantize_rows_int8", x):
-        return quantize.quantize_rows_int8(x)
+    if dispatch.is_native("quantize_rows_int8", x):
+        return rows.quantize_rows_int8(x)
     return ref.quantize_rows_int8(x)

@@ -1,14 +1,14 @@
 """The reference of every operation in `ops.py`: readable PyTorch, any device, the oracle of every test.
 
 It favours being obviously right. A packed weight is dequantized on first use and kept (`Linear.dense`), so that the
-reference is slow only once; the kernels that multiply by packed weights directly replace it behind the same door. Where
-it may not be kept (`Linear.keep_dense`), and where a dense weight is stored in another dtype than the rows, a few rows
-of the weight at a time take the dtype of the product.
+reference is slow only once; kernels that multiply by packed weights directly replace it through the same dispatch. Some
+weights may not be kept (`Linear.keep_dense`), and some dense ones have another dtype than the rows. A few rows of these
+at a time are converted to the dtype of the product.
 
-It can be differentiated: where torch records gradients of the rows, products, norms, rotations, activations and
-attention do. A weight that learns is `Linear.weight`, or `Linear.dense` of a packed one, that requires its gradient;
-any other is read anew in the backward pass, so that no copy of it is kept. Rounding of rows to an activation grid is
-passed through as if it were not there (the straight-through estimate).
+It is differentiable: where torch records gradients of the rows, products, norms, rotations, activations and attention
+do. A weight that learns is `Linear.weight`, or `Linear.dense` of a packed one, that requires its gradient; any other is
+read again in the backward pass, so that no copy of it is kept. Rounding of rows to an activation grid is skipped by the
+gradient (the straight-through estimate).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attar.formats.packed import PackedTensor, codec
-from attar.formats.weight_formats import Form
+from attar.formats.weight_formats import WeightFormat
 from attar.kernels.operands import Activation, Linear, Norm
 
 WEIGHTS_AT_ONCE = 1 << 21  # enough for a product at full speed
@@ -62,9 +62,9 @@ def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tens
 
 
 def dense(each: Linear, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The weight [O, I] in the dtype of x, whole where it is at hand or kept, else some rows at a time.
+    """Yield the weight [O, I] in the dtype of x: whole where it has that dtype or is kept, else some rows at a time.
 
-    Such rows lie where those before them lay.
+    The rows of each step overwrite those before them.
     """
     weight, dtype = each.weight, x.dtype
     assert isinstance(weight, Tensor | PackedTensor), f"{each.name} is laid out for the kernels"
@@ -85,7 +85,8 @@ def dense(each: Linear, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def rounded_input(x: Tensor, each: Linear) -> Tensor:
-    """The rows [N, I] as the linear's scheme wants them: permuted, divided, rounded to the activation grid."""
+    """Return the rows [N, I] as the linear layer's scheme needs them: permuted, divided, rounded to the activation
+    grid."""
     if each.permutation is not None:
         x = x[:, each.permutation]
     if each.input_scale is not None:
@@ -97,7 +98,7 @@ def rounded_input(x: Tensor, each: Linear) -> Tensor:
     return rounded + (x - x.detach()) if x.requires_grad else rounded  # plus zero, whose gradient is that of x
 
 
-def activation_grid(each: Linear) -> Form | None:
+def activation_grid(each: Linear) -> WeightFormat | None:
     return each.weight.scheme.activation if isinstance(each.weight, PackedTensor) else None
 
 
@@ -120,7 +121,7 @@ def linear(x: Tensor, linears: Sequence[Linear]) -> Tensor:
 
 
 def _multiply(x: Tensor, each: Linear, out: Tensor) -> None:
-    """The products of rows x [N, I], as the linear wants them, into `out` [N, O]."""
+    """Write the products of rounded rows x [N, I] into `out` [N, O]."""
     for rows, weight in dense(each, x):
         if each.bias is None:
             torch.mm(x, weight.T, out=out[:, rows])
@@ -134,7 +135,7 @@ def _learns(each: Linear) -> bool:
 
 
 def _differentiable(x: Tensor, each: Linear) -> Tensor:
-    """The products of rows x [N, I], as the linear wants them, with their gradient recorded."""
+    """Return the products of rounded rows x [N, I], with their gradient recorded."""
     if not _learns(each):
         product: Tensor = _Frozen.apply(x, each)  # type: ignore[no-untyped-call]
         return product

@@ -1,6 +1,6 @@
 """The reference of `ops.rope`, `attention`, `write_kv` and `paged_attention`: readable PyTorch, any device.
 
-Pages are gathered into plain keys and values [S, G, D], and then it is the attention of any textbook.
+Pages are gathered into plain keys and values [S, G, D]; the rest is textbook attention.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attar.kv import bit_planes as coding
 from attar.kv import kivi, kvquant
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
-from attar.kv.pages import Pages, Placement, Rotation
+from attar.kv.pages import AttentionMetadata, PagedKV, Rotation
 from attar.kv.schemes import Layout
 
 QUERY_TILE = 512  # queries that share one mask: memory grows with the keys, not with their square
@@ -50,7 +50,8 @@ def attention(
 
 
 def _attend_tiled(q: Tensor, k: Tensor, v: Tensor, at: Tensor, key_at: Tensor, form: AttentionForm) -> Tensor:
-    """Sequences of the same positions, q [B, T, H, D], k and v [B, S, G, D], to [B, T, H, D], in memory O(T + S)."""
+    """Attend in sequences of equal positions: q [B, T, H, D], k and v [B, S, G, D] to [B, T, H, D], in memory
+    O(T + S)."""
     if form.soft_cap is None and _is_triangle(at, key_at, form.window):
         return _attend(q, k, v, None, form)
     outputs = []
@@ -66,20 +67,20 @@ def _attend_tiled(q: Tensor, k: Tensor, v: Tensor, at: Tensor, key_at: Tensor, f
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
-    """Which keys each query sees: bool [queries, keys]."""
+    """Return which keys each query sees: bool [queries, keys]."""
     distance = query_positions[:, None] - key_positions[None, :]
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def _is_triangle(at: Tensor, key_at: Tensor, window: int | None) -> bool:
-    """Whether each query sees just its own key and those before it, which needs no mask and memory O(N)."""
+    """Return whether each query sees just its own key and those before it, which needs no mask and memory O(N)."""
     if not torch.equal(at, key_at) or not (at.diff() > 0).all():
         return False
     return window is None or len(at) == 0 or int(at[-1] - at[0]) < window
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: AttentionForm) -> Tensor:
-    """As `_attend_tiled`, by a mask [T, S] or, without, the lower triangle."""
+    """Attend like `_attend_tiled`, by a mask [T, S] or, without one, the lower triangle."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if form.soft_cap is None:
         grouped, scale = form.heads != form.kv_heads, form.scale
@@ -93,7 +94,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: Attentio
 
 
 def _weights(q: Tensor, k: Tensor, mask: Tensor, form: AttentionForm) -> Tensor:
-    """The softmax of queries [B, H, T, D] over keys [B, G, S, D] by a mask [T, S]: [B, H, T, S], at least float32."""
+    """Return the softmax of queries [B, H, T, D] over keys [B, G, S, D] by a mask [T, S]: [B, H, T, S], at least
+    float32."""
     wide = torch.promote_types(q.dtype, torch.float32)
     k = k.repeat_interleave(form.heads // form.kv_heads, 1)
     scores = (q.to(wide) @ k.to(wide).transpose(2, 3)) * form.scale
@@ -106,7 +108,7 @@ def _weights(q: Tensor, k: Tensor, mask: Tensor, form: AttentionForm) -> Tensor:
 
 
 def quantize_head(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Heads [..., D] to int8 codes [..., D] and scales [...]. What is not finite makes its scale NaN."""
+    """Quantize heads [..., D] to int8 codes [..., D] and scales [...]. A head that is not finite gets the scale NaN."""
     x = x.float()
     scale = x.abs().amax(-1) / INT8_MOST
     codes = (x / torch.where(scale == 0, 1.0, scale)[..., None]).round()
@@ -115,7 +117,8 @@ def quantize_head(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_head_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same to e4m3, whose bits are returned as uint8."""
+    """Quantize heads [..., D] to e4m3 codes, returned as uint8 bits, and scales [...]; NaN where a head is not
+    finite."""
     x = x.float()
     scale = x.abs().amax(-1) / FP8_MOST
     codes = x / torch.where(scale == 0, 1.0, scale)[..., None]
@@ -124,9 +127,12 @@ def quantize_head_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, torch.where(finite, scale, torch.nan)
 
 
-def write_pages(k: Tensor, v: Tensor, pages: Pages, slots: Tensor, tails: Tensor | None = None) -> None:
-    """Keys and values [N, G, D] to their slots [N]; where pages keep unfinished blocks apart, to those of `tails` [N],
-    and blocks that a row finishes to their place."""
+def write_pages(k: Tensor, v: Tensor, pages: PagedKV, slots: Tensor, tails: Tensor | None = None) -> None:
+    """Write keys and values [N, G, D] to their slots [N].
+
+    Where pages keep unfinished blocks apart, they go to the slots of `tails` [N], and blocks that a row finishes to
+    their place.
+    """
     if pages.bases is not None:
         k, v = pages.bases.keys.turn(k), pages.bases.values.turn(v)
     if pages.recent is not None:
@@ -149,7 +155,7 @@ def write_pages(k: Tensor, v: Tensor, pages: Pages, slots: Tensor, tails: Tensor
     pages.values[block, :, place // together, : pages.head_dim, place % together] = v.to(pages.keys.dtype)
 
 
-def _write_recent(k: Tensor, v: Tensor, pages: Pages, slots: Tensor, tails: Tensor) -> None:
+def _write_recent(k: Tensor, v: Tensor, pages: PagedKV, slots: Tensor, tails: Tensor) -> None:
     assert pages.recent is not None
     place = slots % pages.block
     pages.recent.keys[tails, :, place], pages.recent.values[tails, :, place] = k.bfloat16(), v.bfloat16()
@@ -171,8 +177,8 @@ def _write_recent(k: Tensor, v: Tensor, pages: Pages, slots: Tensor, tails: Tens
     _write_planes(keys.transpose(1, 2).flatten(0, 1), values.transpose(1, 2).flatten(0, 1), pages, every)
 
 
-def _write_planes(k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
-    """Coordinates [N, G, D]. A run's 16 slots share bytes, so it is read, changed and written."""
+def _write_planes(k: Tensor, v: Tensor, pages: PagedKV, slots: Tensor) -> None:
+    """Write coordinates [N, G, D] as bit planes. A run's 16 slots share bytes, so it is read, changed and written."""
     assert pages.bases is not None
     assert pages.key_scales is not None
     assert pages.value_scales is not None
@@ -189,8 +195,8 @@ def _write_planes(k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
         planes[block, :, run] = coding.pack(codes, basis, values)
 
 
-def _write_channels(k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
-    """Coordinates [N, G, D]; those of a block's first slot also as they are."""
+def _write_channels(k: Tensor, v: Tensor, pages: PagedKV, slots: Tensor) -> None:
+    """Write coordinates [N, G, D] as channel codes; those of a block's first slot also unrounded."""
     assert pages.bases is not None
     assert pages.value_scales is not None
     block, place = slots // pages.block, slots % pages.block
@@ -209,9 +215,11 @@ def _write_channels(k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
             pages.value_scales[block, :, place] = coded.scales
 
 
-def read_pages(pages: Pages, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values, each [..., slots, G, D], of the blocks of a table [..., width], all of them finished. Where the
-    pages have bases, coordinates."""
+def read_pages(pages: PagedKV, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return keys and values, each [..., slots, G, D], of the finished blocks of a table [..., width].
+
+    Where the pages have bases, they are coordinates.
+    """
     if pages.scheme.layout in (Layout.BIT_PLANES, Layout.KIVI, Layout.KVQUANT):
         shape = (*blocks.shape[:-1], blocks.shape[-1] * pages.block, pages.kv_heads, pages.head_dim)
         keys, values = (
@@ -236,8 +244,8 @@ def read_pages(pages: Pages, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor
     return keys, values
 
 
-def _read_blocks(pages: Pages, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of blocks [M], float32 [M, G, block, D] each."""
+def _read_blocks(pages: PagedKV, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values of blocks [M], float32 [M, G, block, D] each."""
     if pages.scheme.layout == Layout.KVQUANT:
         return _read_channels(pages, blocks)
     assert pages.key_scales is not None
@@ -259,7 +267,7 @@ def _read_blocks(pages: Pages, blocks: Tensor) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-def _read_channels(pages: Pages, blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _read_channels(pages: PagedKV, blocks: Tensor) -> tuple[Tensor, Tensor]:
     assert pages.bases is not None
     assert pages.value_scales is not None
     found = []
@@ -276,10 +284,12 @@ def _read_channels(pages: Pages, blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read_sequence(
-    pages: Pages, table: Tensor, length: int, tail: int | None, dtype: torch.dtype
+    pages: PagedKV, table: Tensor, length: int, tail: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The first `length` slots of a sequence, keys and values [S, G, D] each; the block of the last one from its tail,
-    where the pages keep unfinished blocks apart."""
+    """Return the first `length` slots of a sequence, keys and values [S, G, D] each.
+
+    The block of the last slot comes from its tail, where the pages keep unfinished blocks apart.
+    """
     if pages.recent is None or tail is None or not length:
         k, v = read_pages(pages, table[: -(-length // pages.block)], dtype)
         return k[:length], v[:length]
@@ -290,17 +300,19 @@ def read_sequence(
     return torch.cat((k, next(last))), torch.cat((v, next(last)))
 
 
-def write_kv(q: Tensor, k: Tensor, v: Tensor, pages: Pages, place: Placement, rotation: Rotation | None) -> Tensor:
+def write_kv(
+    q: Tensor, k: Tensor, v: Tensor, pages: PagedKV, place: AttentionMetadata, rotation: Rotation | None
+) -> Tensor:
     if rotation is not None:
         cos, sin = rotation.cos[rotation.rows.long()], rotation.sin[rotation.rows.long()]
         q, k = rope(q, cos, sin), rope(k, cos, sin)
     tails = None if place.tails is None else place.tails.repeat_interleave(place.row_starts.diff().long())
-    write_pages(k, v, pages, place.slots, tails)
+    write_pages(k, v, pages, place.slot_mapping, tails)
     return q if pages.bases is None else pages.bases.keys.turn_queries(q)
 
 
 def paged_attention(
-    q: Tensor, pages: Pages, place: Placement, form: AttentionForm, want_mass: bool = False
+    q: Tensor, pages: PagedKV, place: AttentionMetadata, form: AttentionForm, want_mass: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     mixed, mass = _paged_attention(q, pages, place, form, want_mass)
     if pages.bases is not None:
@@ -309,17 +321,17 @@ def paged_attention(
 
 
 def _paged_attention(
-    q: Tensor, pages: Pages, place: Placement, form: AttentionForm, want_mass: bool
+    q: Tensor, pages: PagedKV, place: AttentionMetadata, form: AttentionForm, want_mass: bool
 ) -> tuple[Tensor, Tensor | None]:
     starts, lengths = place.row_starts.tolist(), place.lengths.tolist()
     counts = [end - first for first, end in itertools.pairwise(starts)]
     out = torch.zeros_like(q)
-    mass = q.new_zeros((len(counts), form.kv_heads, place.tables.shape[1] * pages.block), dtype=torch.float32)
+    mass = q.new_zeros((len(counts), form.kv_heads, place.block_tables.shape[1] * pages.block), dtype=torch.float32)
     plain = place.key_positions is None and place.tree is None and not want_mass and pages.recent is None
     if plain and len(counts) > 1 and len(set(counts)) == len(set(lengths)) == 1 and counts[0] > 0:
         at = place.positions.view(len(counts), -1)
         if (at == at[0]).all():  # sequences of the same positions are computed as one batch
-            k, v = read_pages(pages, place.tables[:, : -(-lengths[0] // pages.block)], q.dtype)
+            k, v = read_pages(pages, place.block_tables[:, : -(-lengths[0] // pages.block)], q.dtype)
             k, v = k[:, : lengths[0]], v[:, : lengths[0]]
             key_at = torch.arange(lengths[0], device=q.device)
             return _attend_tiled(q.view(len(counts), counts[0], *q.shape[1:]), k, v, at[0], key_at, form).reshape(
@@ -327,7 +339,7 @@ def _paged_attention(
             ), None
     tree_at = 0
     for b, (first, count, length) in enumerate(zip(starts, counts, lengths, strict=False)):
-        table = place.tables[b, : -(-length // pages.block)]
+        table = place.block_tables[b, : -(-length // pages.block)]
         k, v = read_sequence(pages, table, length, None if place.tails is None else int(place.tails[b]), q.dtype)
         at = place.positions[first : first + count]
         if place.key_positions is None:

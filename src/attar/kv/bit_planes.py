@@ -1,26 +1,26 @@
-"""Keys and values in coordinates of their own, a few bits each: the arithmetic of the schemes int4, klt4 and klt2.
+"""KV cache in rotated coordinates of a few bits each: the arithmetic of the schemes int4, klt4 and klt2.
 
-A `Basis` turns a head's numbers x [D] into coordinates y = (x - mean) into, and back: x = y back + mean. Nothing but
-the rounding is lost, for `into` and `back` are each other's inverse. Neither do scores want x itself:
+A `Basis` turns a head's numbers x [D] into coordinates y = (x - mean) into, and back: x = y back + mean. Only the
+rounding loses anything, because `into` and `back` are each other's inverse. Scores do not need x itself:
 
     q . x = (q back^T) . y + q . mean
 
-so queries are turned once and keys never back; and the last term is the same for all keys of a query, which a softmax
-does not see. Values are mixed as coordinates, and the mixture is turned back: its weights add up to one.
+so queries are turned once and keys never back. The last term is the same for all keys of a query, so a softmax is
+invariant to it. Values are mixed as coordinates, and the mixture is turned back: its weights add up to one.
 
 A coordinate is a level times its token's scale. Levels are small integers (`kv/schemes.py`), as many as the coordinate
-has bits; a coordinate of no bits is zero. The scale is the candidate whose rounding leaves the least error, where
-`weights` say what an error counts; candidates are numbers that can be stored, so it is the one that is read. A scale is
-a bfloat16, or where the basis is calibrated a byte, the upper half of a float16 without its sign (five bits of exponent
-and three of fraction): neighbours are 6 to 12 % apart, as candidates are anyway, and what half a byte saves buys more
-as bits of codes.
+has bits; a coordinate of no bits is zero. The scale is the candidate with the least rounding error, weighted by
+`weights`. Candidates are numbers that can be stored, so the tested scale is the one that is read. A scale is a
+bfloat16. In a calibrated basis it is a byte, the upper half of a float16 without its sign (five bits of exponent and
+three of fraction): neighbours are 6 to 12 % apart, like the candidates, and the byte saved is better spent on bits of
+codes.
 
-Codes lie by buckets of 8 coordinates and runs of 16 slots, 128 codes in the order in which an int8 product wants them:
+Codes lie by buckets of 8 coordinates and runs of 16 slots, 128 codes in the order of an int8 product:
 
     keys     number 64 q + 4 slot + j    coordinate 4 q + j of the bucket
     values   number 32 q + 4 c + j       coordinate c and slot 4 q + j
 
-Their bits are cut, from the lowest, into planes of 4, 2 and 1 bits, as those of weights are, so that a shift and a mask
+Their bits are cut, from the lowest, into planes of 4, 2 and 1 bits, like those of weights, so that a shift and a mask
 make a vector of one. A plane of w bits takes 16 w bytes, and byte i has the bits of codes i, i + 16 w, i + 32 w and so
 on, from its lowest.
 
@@ -42,13 +42,13 @@ from attar.kv.schemes import BUCKET, LEVELS, MOST_BITS, RUN, UNIT
 STEPS = (0.75, 0.825, 0.9, 0.975, 1.05, 1.125, 1.2, 1.3)
 """Candidates for a scale in bfloat16, as shares of the root mean square."""
 BYTES = range(-3, 5)
-"""Candidates for a scale of a byte: what is added to that of the root mean square, which is cut to a byte."""
+"""Candidates for a scale of a byte: offsets to the root mean square, which is cut to a byte."""
 DROPPED = 7  # bits of a float16 that a byte's scale lacks
 INFINITE = 0x7C00 >> DROPPED  # byte; those above are NaN
 LAST = 127  # level
-SMALLEST = 1e-30  # scale that numbers are divided by: what it would divide is zero, near enough
+SMALLEST = 1e-30  # smallest divisor of numbers: anything over a smaller scale is zero
 WIDTHS = ((), (1,), (2,), (2, 1), (4,), (4, 1), (4, 2))
-"""Of so many bits, those of each plane."""
+"""Bits of each plane, by the number of bits of a coordinate."""
 
 
 @dataclass(eq=False)
@@ -62,9 +62,9 @@ class Basis:
     into: Tensor  # [G, D, D] float32
     back: Tensor  # [G, D, D]
     mean: Tensor  # [G, D]
-    weights: Tensor  # [G, D]: what a squared error of a coordinate counts
+    weights: Tensor  # [G, D]: weight of a coordinate's squared error
     bits: tuple[tuple[int, ...], ...]
-    queries: Tensor = None  # type: ignore[assignment]  # [G, D, D]: queries times it meet the coordinates of keys
+    queries: Tensor = None  # type: ignore[assignment]  # [G, D, D]: turns queries for keys' coordinates
 
     def __post_init__(self) -> None:
         if self.queries is None:
@@ -74,28 +74,29 @@ class Basis:
         """Bits of each coordinate."""
         held = (self.columns > 0).float()
         self.shares = held / (UNIT * held.sum(1, keepdim=True).sqrt())
-        """[G, D]: the root mean square of coordinates in standard deviations is that of the sum of (share * y)^2."""
+        """Shares [G, D] of coordinates: sqrt(sum of (share * y)^2) is the root mean square of y in standard
+        deviations."""
         self.buckets = torch.tensor(self.bits, dtype=torch.uint8)
 
     def of_keys(self) -> Basis:
-        """The same with `queries` laid out in order, which keys want, and not `back`, which values do."""
+        """Return a basis for keys: `queries` is laid out in order, and not `back`, which values need."""
         if self.queries.is_contiguous():
             return self
         queries = self.queries.contiguous()
         return replace(self, queries=queries, back=queries.transpose(1, 2))
 
     def turn(self, x: Tensor) -> Tensor:
-        """Numbers x [N, G, D] to coordinates."""
+        """Turn numbers x [N, G, D] into coordinates."""
         return torch.einsum("ngd,gde->nge", x.float() - self.mean, self.into)
 
     def turn_queries(self, q: Tensor) -> Tensor:
-        """Queries [N, H, D] to what keys' coordinates are multiplied with."""
+        """Turn queries [N, H, D] for products with keys' coordinates."""
         heads = q.float().unflatten(1, (self.back.shape[0], -1))
         turned: Tensor = torch.einsum("ngrd,gde->ngre", heads, self.queries)
         return turned.flatten(1, 2).to(q.dtype).contiguous()
 
     def turn_back(self, mixed: Tensor) -> Tensor:
-        """Mixtures [N, H, D] of coordinates to mixtures of numbers."""
+        """Turn mixtures [N, H, D] of coordinates into mixtures of numbers."""
         heads = mixed.unflatten(1, (self.back.shape[0], -1))
         turned: Tensor = torch.einsum("ngre,ged->ngrd", heads, self.back.to(mixed.dtype))
         return (turned + self.mean[:, None].to(mixed.dtype)).flatten(1, 2)
@@ -103,8 +104,10 @@ class Basis:
 
 @functools.lru_cache(maxsize=8)
 def rotation(kv_heads: int, head_dim: int, units: int, device: str = "cpu") -> Basis:
-    """The basis that needs no model: Hadamard's, in blocks of the largest power of two that divides the head. It makes
-    of any numbers such as are near enough normal and vary alike, so all coordinates have equal bits."""
+    """Return the uncalibrated basis: Hadamard's, in blocks of the largest power of two that divides the head.
+
+    It makes any numbers nearly normal and equally varied, so all coordinates have equal bits.
+    """
     size = head_dim & -head_dim
     turn = torch.block_diag(*[hadamard(size)] * (head_dim // size)).to(device).expand(kv_heads, -1, -1).contiguous()
     buckets = head_dim // BUCKET
@@ -114,7 +117,7 @@ def rotation(kv_heads: int, head_dim: int, units: int, device: str = "cpu") -> B
 
 
 def hadamard(size: int) -> Tensor:
-    """Sylvester's orthogonal matrix [size, size], size a power of two."""
+    """Return Sylvester's orthogonal matrix [size, size], size a power of two."""
     out = torch.ones((1, 1))
     while len(out) < size:
         out = torch.cat((torch.cat((out, out), 1), torch.cat((out, -out), 1)))
@@ -123,8 +126,11 @@ def hadamard(size: int) -> Tensor:
 
 @functools.lru_cache
 def tables() -> tuple[Tensor, Tensor]:
-    """Of b bits: the level of each code, int8 [b, 64]; and the code of the level nearest to each integer from -127 to
-    127, uint8 [b, 255], of two the lower."""
+    """Return the tables of levels and codes, by the bits b of a coordinate.
+
+    They are the level of each code, int8 [b, 64]; and the code of the level nearest to each integer from -127 to 127,
+    uint8 [b, 255], a tie going to the lower.
+    """
     levels, codes = torch.zeros((MOST_BITS + 1, 1 << MOST_BITS), dtype=torch.int8), torch.zeros((MOST_BITS + 1, 255))
     for b, half in LEVELS.items():
         every = torch.tensor([*(-x for x in reversed(half)), *half])
@@ -134,10 +140,10 @@ def tables() -> tuple[Tensor, Tensor]:
 
 
 def quantize(y: Tensor, basis: Basis, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """Coordinates [N, G, D] to codes uint8 [N, G, D] and scales [N, G] of a dtype, bfloat16 or uint8.
+    """Quantize coordinates [N, G, D] to codes uint8 [N, G, D] and scales [N, G], bfloat16 or uint8.
 
-    What is not finite makes its scale NaN, and so do numbers too large for a scale or for their errors' sum: whoever
-    reads the row sees it, and nobody else does.
+    A head that is not finite gets the scale NaN, and so do numbers too large for a scale or for their errors' sum: only
+    readers of that row see it.
     """
     levels, nearest = (table.to(y.device) for table in tables())
     finite = y.isfinite().all(-1)
@@ -158,36 +164,36 @@ def quantize(y: Tensor, basis: Basis, dtype: torch.dtype = torch.bfloat16) -> tu
 
 
 def _candidates(size: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Scales for numbers of a root mean square [N, G], each of which the dtype holds: float32 [N, G]."""
+    """Yield scales for numbers of a root mean square [N, G], each of which the dtype holds: float32 [N, G]."""
     if dtype == torch.bfloat16:
         yield from ((size * step).bfloat16().float() for step in STEPS)
         return
     half = size.half()
     for more in BYTES:
         scale = widen((_upper_half(half).int() + more).clamp(0, INFINITE).to(torch.uint8))
-        yield torch.where(half.isfinite(), scale, torch.inf)  # what a byte cannot reach has no error to be best by
+        yield torch.where(half.isfinite(), scale, torch.inf)  # a byte cannot reach it: no error can be best
 
 
 def _upper_half(scales: Tensor) -> Tensor:
-    """Numbers in float16, not negative, cut to the bytes that `widen` reads."""
+    """Cut nonnegative numbers in float16 to the bytes that `widen` reads."""
     return (scales.view(torch.int16) >> DROPPED).to(torch.uint8)
 
 
 def widen(scales: Tensor) -> Tensor:
-    """Scales as they are stored to float32."""
+    """Convert stored scales to float32."""
     if scales.dtype == torch.uint8:
         scales = (scales.to(torch.int16) << DROPPED).view(torch.float16)
     return scales.float()
 
 
 def dequantize(codes: Tensor, scales: Tensor, basis: Basis) -> Tensor:
-    """Codes [..., G, D] and scales [..., G], bfloat16 or uint8, to coordinates, float32."""
+    """Convert codes [..., G, D] and scales [..., G], bfloat16 or uint8, to coordinates, float32."""
     levels = tables()[0].to(codes.device)
     return levels[basis.columns, codes.long()].float() * widen(scales)[..., None]
 
 
 def pack(codes: Tensor, basis: Basis, values: bool) -> Tensor:
-    """Codes of whole runs [M, G, 16, D] to planes uint8 [M, G, U, 16]."""
+    """Pack codes of whole runs [M, G, 16, D] into planes uint8 [M, G, U, 16]."""
     heads = []
     for g, bits in enumerate(basis.bits):
         planes = []
@@ -205,7 +211,7 @@ def pack(codes: Tensor, basis: Basis, values: bool) -> Tensor:
 
 
 def unpack(planes: Tensor, basis: Basis, values: bool) -> Tensor:
-    """Planes [M, G, U, 16] to codes uint8 [M, G, 16, D]."""
+    """Unpack planes [M, G, U, 16] to codes uint8 [M, G, 16, D]."""
     out = torch.zeros((*planes.shape[:2], RUN, basis.columns.shape[1]), dtype=torch.int32, device=planes.device)
     for g, bits in enumerate(basis.bits):
         every, at = planes[:, g].flatten(1).int(), 0

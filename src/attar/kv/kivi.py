@@ -1,11 +1,11 @@
-"""KIVI's code (Liu et al. 2024): 2 bits from least to greatest, keys per channel and values per token.
+"""KIVI's code (Liu et al. 2024): 2 bits from minimum to maximum, keys per channel and values per token.
 
-Keys of large models have channels that are large in every token, so that a scale per token would serve those and round
-all others away: each channel of 32 tokens gets its own. Values have no such channels, and a token's are mixed as a
-whole: 32 columns of a token share a scale. Zero and scale are float16, which at 2 bits are a third of the size.
-Groups of 64, as measurements also take, make that a fifth.
+Keys of large models have channels that are large in every token. A scale per token would serve those and round all
+others away, so each channel of 32 tokens gets its own. Values have no such channels, and a token's are mixed as a
+whole: 32 columns of a token share a scale. Zero and scale are float16, which at 2 bits are a third of the size. Groups
+of 64, which measurements also use, make that a fifth.
 
-The code is as published, the windows in 16 bits are not: see `kv/schemes.py`.
+The code is as published, the 16-bit windows are not: see `kv/schemes.py`.
 
 Legend: M blocks, G key-value heads, D head size.
 """
@@ -21,10 +21,10 @@ MOST = 3  # code
 
 
 def quantize(x: Tensor, along: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks [M, G, block, D], in groups of `group` along axis 2 or 3, to (codes, scales, zeros) as pages have them.
+    """Quantize blocks [M, G, block, D], in groups of `group` along axis 2 or 3, to (codes, scales, zeros) of pages.
 
-    Codes are uint8, four neighbours along that axis a byte: [M, G, block / 16, D, 4] or [M, G, block, D / 4]. The
-    others are float16, one for each group on it. What is not finite makes its group's scale NaN.
+    Codes are uint8, four neighbours along that axis a byte: [M, G, block / 16, D, 4] or [M, G, block, D / 4]. Scales
+    and zeros are float16, one for each group on it. A group that is not finite gets the scale NaN.
     """
     groups = x.float().unflatten(along, (-1, group))
     low, high = groups.amin(along + 1, keepdim=True), groups.amax(along + 1, keepdim=True)
@@ -40,7 +40,7 @@ def quantize(x: Tensor, along: int, group: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor, along: int) -> Tensor:
-    """The inverse: float32 [M, G, block, D]."""
+    """Convert codes, scales and zeros of `quantize` to float32 [M, G, block, D]."""
     each = (codes[..., None] >> torch.arange(0, 8, 2, device=codes.device).byte() & MOST).flatten(-2)
     if along == 2:
         each = each.transpose(3, 4).flatten(2, 3)

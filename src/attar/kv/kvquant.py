@@ -1,17 +1,17 @@
-"""KVQuant (Hooper et al. 2024): levels where the numbers lie, outliers and a sink kept apart.
+"""KVQuant (Hooper et al. 2024): calibrated levels, with outliers and an attention sink stored apart.
 
-Keys are rounded channel by channel: each is centred and divided by its spread, both found beforehand, so that keys keep
-no scale. Values have a scale of each token. Either is rounded to the nearest of 2^b levels, one table a layer, found by
-k-means in which a number counts what an error of it would cost (`model/kv_basis.py`).
+Keys are rounded channel by channel: each is centred and divided by its spread, both calibrated, so keys have no stored
+scale. Values have a scale of each token. Both are rounded to the nearest of 2^b levels, one table a layer, found by a
+k-means weighted by the cost of errors (`model/kv_basis.py`).
 
-A few numbers a head would stretch every grid, so of each token and head the greatest coordinates are kept apart, in 16
-bits with their columns, and take no part in the scale: one of 64 or of 128, "1 %" as near as whole ones come. So is the
-first token of each block, as it is. The first of a sequence is among those, on which trained models' attention rests
-whatever it says (a sink); and a block that begins one sequence and another needs no telling.
+A few numbers a head would stretch every grid. So the greatest coordinates of each token and head are stored apart, in
+16 bits with their columns, and do not affect the scale: one of 64 or of 128, the whole numbers nearest to "1 %". The
+first token of each block is stored apart unrounded. It includes the first of a sequence, an attention sink of trained
+models; and blocks that begin one sequence and not another need no distinction.
 
-Here differs from the published: keys are rounded after they are rotated, where channels vary less evenly, because this
-cache holds them so; and what an error costs is the mean square of queries, or of the output matrix's rows, instead of
-squared gradients, for models are loaded to be served without any.
+Two points differ from the publication. Keys are rounded after they are rotated, where channels vary less evenly,
+because this cache holds them so. The cost of an error is the mean square of queries, or of the output projection's
+rows, instead of squared gradients, because models are loaded for serving without any.
 
 Legend: N rows, G key-value heads, D head size, b bits, K outliers of a head.
 """
@@ -28,7 +28,7 @@ PLANE = 8  # codes whose bits of one rank are a byte
 
 @dataclass(eq=False)
 class Channels:
-    """How a layer's keys or values become coordinates, channel by channel, and the levels that those are rounded to."""
+    """The channel-wise coordinates of a layer's keys or values, and the levels that they are rounded to."""
 
     mean: Tensor  # [G, D] float32
     spread: Tensor  # [G, D]
@@ -36,17 +36,17 @@ class Channels:
     scaled: bool  # whether each token has a scale of its own
 
     def turn(self, x: Tensor) -> Tensor:
-        """Numbers x [N, G, D] to coordinates."""
+        """Turn numbers x [N, G, D] into coordinates."""
         return (x.float() - self.mean) / self.spread
 
     def turn_queries(self, q: Tensor) -> Tensor:
-        """Queries [N, H, D] to what keys' coordinates are multiplied with."""
+        """Turn queries [N, H, D] for products with keys' coordinates."""
         heads = q.float().unflatten(1, (self.mean.shape[0], -1)) * self.spread[:, None]
         turned: Tensor = heads.flatten(1, 2)
         return turned.to(q.dtype)
 
     def turn_back(self, mixed: Tensor) -> Tensor:
-        """Mixtures [N, H, D] of coordinates to mixtures of numbers."""
+        """Turn mixtures [N, H, D] of coordinates into mixtures of numbers."""
         heads = mixed.unflatten(1, (self.mean.shape[0], -1))
         turned: Tensor = heads * self.spread[:, None].to(mixed.dtype) + self.mean[:, None].to(mixed.dtype)
         return turned.flatten(1, 2)
@@ -54,7 +54,7 @@ class Channels:
 
 @dataclass(eq=False)
 class Coded:
-    """Coordinates as pages have them."""
+    """Coordinates as stored in pages."""
 
     codes: Tensor  # [N, G, b, D / 8] uint8
     outliers: Tensor  # [N, G, K] bfloat16, the coordinates
@@ -63,18 +63,19 @@ class Coded:
 
 
 def inliers(y: Tensor, outliers: int) -> Tensor:
-    """Which coordinates [..., D] are not among the greatest of their head: bool."""
+    """Return which coordinates [..., D] are not among the greatest of their head: bool."""
     greatest = y.abs().topk(outliers, -1).indices
     return torch.ones_like(y, dtype=torch.bool).scatter_(-1, greatest, False)
 
 
 def sizes(y: Tensor, kept: Tensor) -> Tensor:
-    """Root mean square of the coordinates [..., D] that are `kept`: [...]."""
+    """Return the root mean square of the coordinates [..., D] that are `kept`: [...]."""
     return ((y.square() * kept).sum(-1) / kept.sum(-1)).sqrt()
 
 
 def quantize(y: Tensor, channels: Channels, outliers: int) -> Coded:
-    """Coordinates [N, G, D]. A head that is not finite, or too large for its scale, has a NaN among its outliers."""
+    """Quantize coordinates [N, G, D]. A head that is not finite, or too large for its scale, has a NaN among its
+    outliers."""
     finite = y.isfinite().all(-1)
     y = torch.where(finite[..., None], y, 0.0)
     kept = inliers(y, outliers)
@@ -94,7 +95,7 @@ def quantize(y: Tensor, channels: Channels, outliers: int) -> Coded:
 
 
 def dequantize(coded: Coded, channels: Channels) -> Tensor:
-    """The inverse: coordinates [N, G, D], float32."""
+    """Convert `Coded` back to coordinates [N, G, D], float32."""
     bits = (coded.codes[..., None] >> torch.arange(PLANE, device=coded.codes.device).byte() & 1).flatten(-2)
     codes = (bits.int() << torch.arange(bits.shape[-2], device=bits.device)[:, None]).sum(-2)
     y = channels.levels[codes]

@@ -1,12 +1,12 @@
-"""Keys and values in blocks: how they lie, and which rows of a call belong where.
+"""KV cache blocks: the layout of a block, and the places of a call's rows.
 
-A *slot* is one token's place, number `slot % block` of block `slot // block`; a sequence's slots are listed by its row
-of a block table, so that sequences grow without moving and may share what they have in common.
+A *slot* is one token's place, number `slot % block` of block `slot // block`. A sequence's slots are listed by its row
+of a block table, so sequences grow without moving and may share common blocks.
 
-How a block lies is its scheme's business (`KvScheme.parts` names every array): floats and 8 bits as the arrays below
-say, which `csrc/attention.h` draws; a few bits a coordinate as `planes.py` says; KIVI's and KVQuant's as `kivi.py` and
-`nuq.py`. The reference and the CPU kernels read all of them. Kernels of a GPU have a layout of their own
-(`triton/pages.py`): a cache belongs to the backend that it was made for.
+The scheme defines the layout of a block (`KvScheme.parts` names every array). Floats and 8 bits lie as the arrays
+below, which `csrc/attention.h` draws; a few bits a coordinate as in `bit_planes.py`; KIVI's and KVQuant's as in
+`kivi.py` and `kvquant.py`. The reference and the CPU kernels read all of them. Kernels of a GPU have a layout of their
+own (`kernels/triton/pages.py`): a cache belongs to the backend that it was made for.
 
 Shapes: N rows, one sequence after another; B sequences; H query heads, G key-value heads, D head size. J neighbours
 stand together, as many as a dot product of the type takes at once: 4 for int8, otherwise 1.
@@ -46,7 +46,7 @@ class Bases:
 
     @functools.cached_property
     def addresses(self) -> Tensor:
-        """Where the arrays of two `Basis` lie, int64 [12], in the order of `Bases` in `csrc/attention.h`."""
+        """Addresses of the arrays of two `Basis`, int64 [12], in the order of `Bases` in `csrc/attention.h`."""
         assert isinstance(self.keys, Basis)
         assert isinstance(self.values, Basis)
         sides = ((self.keys, self.keys.queries), (self.values, self.values.back))
@@ -56,18 +56,21 @@ class Bases:
 
 @dataclass(eq=False)
 class Recent:
-    """Unfinished blocks in 16 bits, of the coordinates that finished ones are rounded in: [tails, G, block, D] each.
-    Which tail is whose says `Placement.tails`."""
+    """Unfinished blocks in 16 bits, in the coordinates of finished blocks: [tails, G, block, D] each.
+
+    `AttentionMetadata.tails` gives the tail of each sequence.
+    """
 
     keys: Tensor
     values: Tensor
 
 
 @dataclass(eq=False)
-class Pages:
-    """The blocks of one layer, and beside them what the scheme wants of a layer as a whole.
+class PagedKV:
+    """The blocks of one layer, with the scheme's data of the layer as a whole.
 
-    Keys and values of the float and 8-bit schemes are as here; of others as `KvScheme.parts` and their codec say.
+    Keys and values of the float and 8-bit schemes have the shapes below; other schemes follow `KvScheme.parts` and
+    their codec.
     """
 
     head_dim: int
@@ -83,8 +86,11 @@ class Pages:
     more: dict[str, Tensor] = field(default_factory=dict)
     """Arrays that only this scheme has, by the names of its parts."""
     keys_rotated: bool = field(default=True, init=False)
-    """Whether keys are rotated when they are written. A cache that moves keys to other positions wants them rotated
-    when they are read, which no kernel does yet: `ops` takes no others."""
+    """True where keys are rotated when they are written.
+
+    A cache that moves keys to other positions needs them rotated when they are read, which no kernel does yet: `ops`
+    accepts rotated keys only.
+    """
 
     @classmethod
     def zeros(
@@ -97,11 +103,11 @@ class Pages:
         device: str = "cpu",
         tails: int = 0,
         bases: Bases | None = None,
-    ) -> Pages:
-        """Blocks of `block` slots, and `tails` unfinished ones where the scheme has such.
+    ) -> PagedKV:
+        """Make blocks of `block` slots, all zeros, and `tails` unfinished ones where the scheme has such.
 
-        `bases` are for schemes that are calibrated, which have none by default. Raises ValueError where the scheme does
-        not keep such heads or blocks, or lacks its bases.
+        `bases` are for calibrated schemes, which have none by default. Raises ValueError where the scheme does not
+        support such heads or blocks, or lacks its bases.
         """
         made = {}
         for name, part in scheme.parts(kv_heads, head_dim, block).items():
@@ -120,8 +126,10 @@ class Pages:
 
     @functools.cached_property
     def channels(self) -> Tensor:
-        """Where the arrays of two `Channels` lie and what stands apart in these pages, int64 [12], in the order of
-        `TwoChannels` in `csrc/attention.h`."""
+        """Addresses of the arrays of two `Channels` and of the parts stored apart, int64 [12].
+
+        Their order is that of `TwoChannels` in `csrc/attention.h`.
+        """
         assert self.bases is not None
         arrays = list[Tensor]()
         for side, each in (("key", self.bases.keys), ("value", self.bases.values)):
@@ -131,7 +139,7 @@ class Pages:
         return _addresses(arrays)
 
     def parts(self) -> list[Tensor]:
-        """What there is of each block."""
+        """Return the arrays of blocks."""
         return [part for name in PARTS if (part := getattr(self, name)) is not None] + list(self.more.values())
 
     @property
@@ -152,29 +160,27 @@ class Pages:
 
     @property
     def nbytes(self) -> int:
-        """Of the blocks."""
+        """Bytes of all blocks."""
         return sum(part.nbytes for part in self.parts())
 
 
 @dataclass(eq=False)
-class Placement:
-    """Which rows of a call belong to which sequence, where their keys and values go, and what is there already.
+class AttentionMetadata:
+    """The rows of each sequence in a call, the slots of their keys and values, and the slots filled already.
 
-    Everything is a tensor, read when a kernel runs: a recorded step is replayed by writing new numbers into them.
-
-    The position of a key is its slot's index in the sequence, unless `key_positions` says otherwise, as an evicting
-    cache must: there, a negative number marks an empty slot. With `tree`, each sequence's own rows (its last slots) see
-    of one another only what the mask allows, and their keys are at the rows' positions, which may branch.
-
-    Where the pages keep unfinished blocks apart, a call's rows of a sequence are of one block, and `tails` names the
-    unfinished block that is theirs.
+    Everything is a tensor, read when a kernel runs: a recorded step is replayed by writing new numbers into them. The
+    position of a key is its slot's index in the sequence, unless `key_positions` gives another, as an evicting cache
+    must: there, a negative number marks an empty slot. With `tree`, each sequence's own rows (its last slots) see of
+    one another only what the mask allows, and their keys are at the rows' positions, which may branch. Where the pages
+    keep unfinished blocks apart, a call's rows of a sequence are of one block, and `tails` names the unfinished block
+    that is theirs.
     """
 
     row_starts: Tensor  # [B + 1] int32: the rows of sequence b are row_starts[b] .. row_starts[b + 1]
     lengths: Tensor  # [B] int32: slots filled, once this call's rows are written
-    tables: Tensor  # [B, width] int32: block numbers; those past the length are not looked at
+    block_tables: Tensor  # [B, width] int32: block numbers; those past the length are not looked at
     positions: Tensor  # [N] int32
-    slots: Tensor  # [N] int64: block number * block + place in the block
+    slot_mapping: Tensor  # [N] int64: block number * block + place in the block
     key_positions: Tensor | None = None  # [blocks, block] int32
     tree: Tensor | None = None  # bool [sum of T * T]: each sequence's mask [queries, keys] of its T rows, one by one
     tails: Tensor | None = None  # [B] int64
@@ -190,15 +196,18 @@ class Rotation:
 
 
 def _addresses(tensors: Iterable[Tensor]) -> Tensor:
-    """Where they lie, int64 [N]. Made without an operation of torch, so also while a step is recorded."""
+    """Return the addresses of tensors, int64 [N]. It uses no operation of torch, so it works while a step is
+    recorded."""
     return torch.frombuffer(array.array("q", [each.data_ptr() for each in tensors]), dtype=torch.int64)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """Zeros whose memory, on a CPU, is taken when it is first written: `torch.zeros` would write it all at once, which
-    for a large cache takes as long as loading the model."""
+    """Return zeros whose memory, on a CPU, is committed on the first write.
+
+    `torch.zeros` would write it all at once, which for a large cache takes as long as loading the model.
+    """
     size = math.prod(shape) * dtype.itemsize
     if device != "cpu" or not size:
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the tensor keeps it
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the tensor keeps it alive
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

@@ -1,31 +1,30 @@
-"""What keys and values are kept as: a `KvScheme` by its name, and the ledger of every byte that it takes. Torch-free.
+"""KV cache schemes: a `KvScheme` by its name, and the ledger of every byte that it takes. Torch-free.
 
-    float32, bfloat16   as they are
+    float32, bfloat16   unrounded
     int8                8 bits and a float32 scale per token and head
     fp8                 e4m3 and such a scale; no better than int8 where every token has its own scale
-    int4                rotated by a Hadamard matrix, then 4 bits on a grid for what that makes of them, near enough
-                        normal; a bfloat16 scale per token and head, chosen by the error that it leaves
-    klt4, klt2          the same in another basis, calibrated per layer and head (`model/kv_basis.py`): coordinates in
-                        which errors count alike and which are uncorrelated, with more bits where they vary more; 4.375
-                        and 2.375 bits on average. Numbers of a usual size have a scale near one in it, so that a byte
-                        is enough for a scale (the upper half of a float16 without its sign): heads of 64 take what
-                        llama.cpp's q4_0 and KIVI in groups of 64 take. klt2 keeps the unfinished block of each
-                        sequence in 16 bits
-    kivi2               KIVI's code (Liu et al. 2024): 2 bits from least to greatest, keys per channel in groups of 32
+    int4                rotated by a Hadamard matrix, which makes numbers nearly normal, then 4 bits on a normal grid;
+                        a bfloat16 scale per token and head, chosen by its rounding error
+    klt4, klt2          like int4 in another basis, calibrated per layer and head (`model/kv_basis.py`): coordinates are
+                        uncorrelated, their errors count alike, and those that vary more get more bits; 4.375 and 2.375
+                        bits on average. Numbers of a usual size have a scale near one in it, so a byte is enough for a
+                        scale (the upper half of a float16 without its sign): heads of 64 take as much as llama.cpp's
+                        q4_0 and KIVI in groups of 64. klt2 keeps the unfinished block of each sequence in 16 bits
+    kivi2               KIVI's code (Liu et al. 2024): 2 bits from minimum to maximum, keys per channel in groups of 32
                         tokens, values per token in groups of 32 columns; the unfinished block in 16 bits. As
                         published, besides up to R unrounded keys (R = 128) the last R values always stay in 16 bits:
                         here both sides are rounded at a block's end, which takes less memory and is less precise
     nuq4, nuq3          KVQuant (Hooper et al. 2024): calibrated levels, keys per channel and values per token; of each
                         head the greatest coordinates, one in about a hundred, and of each block its first token, in 16
-                        bits. At equal bits worse than klt: here to compare with
+                        bits. At equal bits it is worse than klt; it serves as a comparison
 
-Schemes of the third kind need no group of tokens, so that a token is written once and for all. Where a block is first
-kept in 16 bits (`recent`), it is rounded when its last token comes. A token therefore always sees the tokens of its own
-block as they are, and those of earlier blocks rounded: however a prompt is cut into calls. That is also why such caches
-share whole blocks only (`round_to`), and why the 16 bits belong to a sequence and not to a block.
+int4, klt4 and klt2 need no group of tokens, so a token is written once and for all. Where a block is first kept in 16
+bits (`recent`), it is rounded when its last token comes. A token therefore always sees the tokens of its own block
+unrounded, and those of earlier blocks rounded, however a prompt is cut into calls. For the same reason such caches
+share whole blocks only (`round_to`), and the 16 bits belong to a sequence and not to a block.
 
-Not done: a window that slides, as that of KIVI's values does, which would make what a token sees depend on numbers that
-a shared prefix no longer has.
+Not done: a sliding window, like that of KIVI's values. A token's input would then depend on numbers that a shared
+prefix no longer has.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ RUN = 16  # slots that stand side by side in the keys, and columns in the values
 BUCKET = 8  # neighbouring coordinates of one number of bits
 MOST_BITS = 6  # of a coordinate
 ONE_IN = 100  # coordinates of a head of nuq is an outlier, and one at least
-WRITTEN, RANDOM, LENGTH = 12, 4, 256  # texts that a scheme is calibrated on, by who makes them, and tokens of each
+WRITTEN, RANDOM, LENGTH = 12, 4, 256  # calibration texts by source, and tokens of each
 
 
 class Layout(StrEnum):
-    """How the numbers of a block lie in memory. `csrc/attention.h` has the same names (`KvLayout`)."""
+    """The layout of a block's numbers in memory. `csrc/attention.h` has the same names (`KvLayout`)."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -57,8 +56,10 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvScheme:
-    """One way to keep keys and values. `bits` are those of a code, on average; a `group` is of KIVI: so many tokens of
-    keys, columns of values."""
+    """A way to store keys and values.
+
+    `bits` are those of a code, on average; `group` is KIVI's: tokens of keys, columns of values.
+    """
 
     name: str
     layout: Layout
@@ -69,28 +70,29 @@ class KvScheme:
 
     @property
     def unscaled(self) -> bool:
-        """Whether numbers are kept as floats, without scales."""
+        """Return whether numbers are stored as floats, without scales."""
         return self.layout in (Layout.FLOAT32, Layout.BFLOAT16)
 
     @property
     def byte_scales(self) -> bool:
-        """Whether a scale is a byte, the upper half of a float16 without its sign, rather than a bfloat16."""
+        """Return whether a scale is a byte, the upper half of a float16 without its sign, rather than a bfloat16."""
         return self.layout == Layout.BIT_PLANES and self.calibrated
 
     def round_to(self, block: int) -> int:
-        """Tokens of which a shared beginning has a whole number."""
+        """Return the tokens of which a shared prefix holds a whole number."""
         return block if self.recent else 1
 
     def units(self, head_dim: int) -> int:
-        """Bits of one coordinate of each bucket of a head, together: what `planes` divides among the buckets."""
+        """Return the bits of one coordinate of each bucket of a head, together: `divide` shares them among the
+        buckets."""
         return round(self.bits * head_dim / BUCKET)
 
     def outliers(self, head_dim: int) -> int:
-        """Coordinates of a head that are kept apart; of nuq."""
+        """Return the coordinates of a head that are stored apart; for nuq."""
         return max(1, round(head_dim / ONE_IN))
 
     def check(self, head_dim: int, block: int) -> None:
-        """Raise ValueError where heads or blocks of such sizes cannot be kept so."""
+        """Raise ValueError where the scheme does not support heads or blocks of such sizes."""
         if block < RUN or block % RUN:
             raise ValueError(f"a block holds a multiple of {RUN} slots, not {block}")
         if self.layout == Layout.BIT_PLANES and head_dim % RUN:
@@ -101,8 +103,10 @@ class KvScheme:
             raise ValueError(f"{self.name} keeps heads of a multiple of {BUCKET} columns, 256 at most, not {head_dim}")
 
     def parts(self, kv_heads: int, head_dim: int, block: int) -> dict[str, Part]:
-        """Every array of one block of one layer; `Pages` has them with a first axis of blocks. Raises ValueError as
-        `check`."""
+        """Return every array of one block of one layer; `Pages` has them with a first axis of blocks.
+
+        Raises ValueError like `check`.
+        """
         self.check(head_dim, block)
         padded, runs = -(-head_dim // RUN) * RUN, block // RUN
         if self.layout == Layout.BIT_PLANES:
@@ -137,23 +141,27 @@ class KvScheme:
         return found
 
     def bytes(self, kv_heads: int, head_dim: int, block: int) -> int:
-        """Of one block of one layer. Raises ValueError as `check`."""
+        """Return the bytes of one block of one layer. Raises ValueError like `check`."""
         return sum(part.bytes for part in self.parts(kv_heads, head_dim, block).values())
 
     def recent_bytes(self, kv_heads: int, head_dim: int, block: int) -> int:
-        """Of one unfinished block of one layer in 16 bits; 0 where there is none."""
+        """Return the bytes of one unfinished block of one layer in 16 bits; 0 where there is none."""
         return 2 * 2 * block * kv_heads * head_dim if self.recent else 0
 
     def basis_bytes(self, kv_heads: int, head_dim: int) -> int:
-        """Of one layer's calibrated bases, two matrices and three rows a head on either side (of nuq, two rows and
-        the levels); others are shared."""
+        """Return the bytes of one layer's calibrated bases; others are shared.
+
+        They are two matrices and three rows a head on either side (for nuq, two rows and the levels).
+        """
         if self.layout == Layout.KVQUANT:
             return 2 * 4 * (kv_heads * 2 * head_dim + (1 << round(self.bits)))
         return 2 * 4 * kv_heads * (2 * head_dim**2 + 3 * head_dim) if self.calibrated else 0
 
     def bits_per_value(self, head_dim: int, block: int, context: int | None = None) -> float:
-        """Bits of a key's or value's number, scales and all; with a `context`, of a sequence of so many tokens, whose
-        unfinished block counts as what it takes."""
+        """Return the bits of a key's or value's number, scales included.
+
+        With a `context`, they are those of a sequence of so many tokens, including its unfinished block.
+        """
         stored = 8 * self.bytes(1, head_dim, block) / (2 * head_dim * block)
         if context is None:
             return stored
@@ -178,17 +186,20 @@ SCHEMES: Mapping[str, KvScheme] = {
 
 
 def scheme(name: str) -> KvScheme:
-    """By its name. Raises ValueError naming those there are."""
+    """Return the scheme of a name. Raises ValueError naming the existing ones."""
     if name not in SCHEMES:
         raise ValueError(f"keys and values are kept as {', '.join(SCHEMES)}, not {name!r}")
     return SCHEMES[name]
 
 
-# Grids of coordinates that are near enough normal: Lloyd's (1982) levels for that distribution, in integers, so that
-# they are multiplied as int8. Of 2^b levels the greater half; the rest are their negatives.
+# Grids of nearly normal coordinates: Lloyd's (1982) levels for that distribution, in integers, so that they are
+# multiplied as int8. `LEVELS` has the greater half of 2^b levels; the rest are their negatives.
 UNIT = 33.92
-"""The integer that stands for one standard deviation, whatever the bits: so coordinates vary alike, and a scale that
-rounds them all to int8 serves them all (`kernels/native/attention.py` reads recent blocks so)."""
+"""The integer of one standard deviation, for any number of bits.
+
+Coordinates then vary alike, and a scale that rounds them all to int8 serves them all (`kernels/native/attention.py`
+reads recent blocks so).
+"""
 LEVELS: Mapping[int, tuple[int, ...]] = {
     1: (27,),
     2: (15, 51),
@@ -201,12 +212,15 @@ LEVELS: Mapping[int, tuple[int, ...]] = {
     ),
 }  # fmt: skip
 DISTORTION = (1.0, 0.36338, 0.11753, 0.03461, 0.00953, 0.00256, 0.00069)
-"""Mean squared error that so many bits leave of a normal variable of variance 1."""
+"""Mean squared error of a normal variable of variance 1, by number of bits."""
 
 
 def divide(variances: Sequence[float], units: int) -> list[int]:
-    """Bits of each bucket's coordinates, `units` together, given the buckets' variances: each bit goes where it takes
-    away most error (reverse water-filling, in whole bits)."""
+    """Return the bits of each bucket's coordinates, `units` together, given the buckets' variances.
+
+    Each bit goes where it removes most error (reverse water-filling, in whole bits). Raises ValueError where the
+    buckets cannot take so many.
+    """
     bits = [0] * len(variances)
     if units > MOST_BITS * len(bits):
         raise ValueError(f"{units} bits are too many for {len(bits)} buckets of {MOST_BITS} at most")

@@ -19,6 +19,7 @@ from typing import Any
 from attar.load.client import Answer, Server, complete, fetch, request
 from attar.load.schedule import Load
 from attar.load.traces import LOW, Ask
+from attar.progress import Progress
 
 HEARTBEAT = 0.05  # seconds between measurements of the loop's delay
 LEAD = 0.1  # seconds from the first sleep to the beginning of a run
@@ -34,8 +35,6 @@ teacher force education
 """
 WORDS = tuple(_COMMON.split())
 """Words of about one token in most vocabularies: they replace ids where a server takes only text."""
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

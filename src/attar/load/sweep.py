@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 from attar.load import drive, measures, schedule, traces
 from attar.load.client import Server, printable
-from attar.load.drive import Progress, Target
+from attar.load.drive import Target
 from attar.load.schedule import Load
 from attar.load.traces import Ask, Synthetic
+from attar.progress import Progress
 
 SHIFT = 101  # offset of the token ids between runs
 PAUSE = 0.5  # seconds between runs

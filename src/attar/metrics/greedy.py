@@ -18,7 +18,7 @@ from torch import Tensor
 from attar.kernels import ops
 from attar.metrics.bootstrap import Floats
 from attar.metrics.streaming import NewCache
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 
 PROMPT = 64
@@ -61,7 +61,9 @@ def _shared(model: Decoder, base: Decoder, started: Tensor, cache: NewCache) -> 
     same, count = torch.ones(batch, dtype=torch.bool), torch.zeros(batch, dtype=torch.int64)
     for _ in range(LENGTH):
         chosen, theirs = (
-            ops.argmax(each.forward(fed.to(each.device), Step(lengths, horizon, kept), rows.to(each.device))).cpu()
+            ops.argmax(
+                each.forward(fed.to(each.device), ForwardBatch(lengths, horizon, kept), rows.to(each.device))
+            ).cpu()
             for each, kept in caches
         )
         same &= chosen == theirs

@@ -18,8 +18,9 @@ import numpy as np
 from attar.metrics import greedy
 from attar.metrics.bootstrap import LEVEL, RESAMPLES, SEED, Interval, mean
 from attar.metrics.perplexity import Window, plan_windows
-from attar.metrics.streaming import Measurement, NewCache, Progress, decoder_logits, stream
+from attar.metrics.streaming import Measurement, NewCache, decoder_logits, stream
 from attar.model.decoder import Decoder
+from attar.progress import StageProgress
 from attar.text.tokenizer import Tokenizer
 
 CONTEXT = 2048
@@ -134,7 +135,7 @@ def measure(
     bytes_of: Tokenizer | None = None,
     cache: NewCache | None = None,
     prompts: int = 0,
-    progress: Progress | None = None,
+    progress: StageProgress | None = None,
 ) -> Report:
     """Measure the perplexity of `model` on token ids, and its divergence from `base`.
 

@@ -24,8 +24,9 @@ from attar.metrics import bootstrap
 from attar.metrics.bootstrap import Floats, Interval, Ints
 from attar.metrics.divergence import Comparison, compare
 from attar.metrics.perplexity import Window, nll
-from attar.model.cache import KVCache, Step
+from attar.model.cache import ForwardBatch, KVCache
 from attar.model.decoder import Decoder
+from attar.progress import StageProgress
 
 LOGITS_AT_ONCE = 1 << 24
 ROWS_AT_ONCE = 512  # of a prompt that runs through a cache
@@ -39,10 +40,6 @@ class NewCache(Protocol):
     """A factory of KV caches: makes room for `batch` texts of `length` tokens."""
 
     def __call__(self, length: int, batch: int = 1, /) -> KVCache: ...
-
-
-Progress = Callable[[int, int], None]
-"""Callback progress(done, total), in tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +114,7 @@ def decoder_logits(decoder: Decoder, cache: NewCache | None = None) -> Logits:
 
         ids, filled = ids.to(decoder.device), None if cache is None else cache(len(ids))
         for piece in ids.split(len(ids) if cache is None else ROWS_AT_ONCE):
-            step = Step((len(piece),), len(ids), filled, device=decoder.device)
+            step = ForwardBatch((len(piece),), len(ids), filled, device=decoder.device)
             decoder.forward(piece, step, torch.tensor([len(piece) - 1], device=decoder.device), watch)
         return kept[0] if len(kept) == 1 else torch.cat(kept)
 
@@ -131,7 +128,7 @@ def decoder_logits(decoder: Decoder, cache: NewCache | None = None) -> Logits:
 
 
 def stream(
-    model: Logits, windows: Sequence[Window], base: Logits | None = None, progress: Progress | None = None
+    model: Logits, windows: Sequence[Window], base: Logits | None = None, progress: StageProgress | None = None
 ) -> Measurement:
     """Run all windows and return the figures of each counted token.
 

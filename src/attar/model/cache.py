@@ -1,8 +1,8 @@
-"""Keys and values of the sequences in flight, and the `Step` that says which rows of a call belong to whom.
+"""The KV cache of the sequences in flight, and the `ForwardBatch` that assigns the rows of a call to sequences.
 
-A cache is pages (`kernels.pages`): blocks of slots that a sequence's row of the block table names. Here each sequence
-has its blocks from the start, side by side; an engine that hands them out as sequences grow brings tables of its own
-(`KVCache.over`), and nothing else changes. Keys are stored rotated (`Pages.keys_rotated`).
+A cache is pages (`kv.pages`): blocks of slots named by a sequence's row of the block table. Here each sequence has its
+blocks from the start, side by side; an engine that allocates them as sequences grow brings tables of its own
+(`KVCache.over`), and nothing else changes. Keys are stored rotated (`PagedKV.keys_rotated`).
 
 Some schemes keep a sequence's unfinished block in 16 bits (`kv/schemes.py`). A call's rows of a sequence then lie in
 one block; `KVCache.pieces` cuts longer ones, and `Decoder.states` runs the pieces.
@@ -17,26 +17,26 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.operands import Routes
-from attar.kv.pages import Bases, Pages, Placement, Rotation
+from attar.kv.pages import AttentionMetadata, Bases, PagedKV, Rotation
 from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model.config import ModelConfig, Rope
 from attar.model.rope import rotation, table
 
 BLOCK = 64  # slots: a head's keys of a block are then 4 KiB or more, which memory delivers at full speed
-ALIGNED = 16  # bytes: where a tensor of several that are copied together begins
+ALIGNED = 16  # bytes: alignment of tensors that are copied together
 
 
 Tails = Callable[[int, int], int]
-"""tails(s, i): the unfinished block that holds the i-th block of sequence s."""
+"""A function tails(s, i) that returns the unfinished block of the i-th block of sequence s."""
 
 
 class KVCache:
-    """Room for `batch` sequences of up to `capacity` positions each, kept as `scheme` says (`kv/schemes.py`).
+    """Memory for `batch` sequences of up to `capacity` positions each, stored in `scheme` (`kv/schemes.py`).
 
-    `bases` are for schemes that are calibrated, one a layer. Raises ValueError where a block is no multiple of 16
-    slots, or the scheme does not keep heads of the model's size.
+    `bases` are for calibrated schemes, one a layer. Raises ValueError where a block is no multiple of 16 slots, or the
+    scheme does not support the model's heads.
     """
 
     def __init__(
@@ -51,17 +51,22 @@ class KVCache:
     ) -> None:
         width = -(-capacity // block)
         self.layers = pool(config, batch * width, scheme, device, block, batch, bases)
-        self.tables = torch.arange(batch * width, dtype=torch.int32).view(batch, width)  # [batch, width], on the host
+        self.block_tables = torch.arange(batch * width, dtype=torch.int32).view(
+            batch, width
+        )  # [batch, width], on the host
         self.capacity = capacity
         self.filled = [0] * batch
         self.tails: Tails = _own
 
     @classmethod
-    def over(cls, layers: list[Pages], tables: Tensor, filled: list[int], tails: Tails | None = None) -> KVCache:
-        """Sequences on blocks that somebody else hands out: their rows of `tables` [B, width] int32, on the host, name
-        these; so do `tails` unfinished blocks, where the scheme keeps those apart."""
+    def over(cls, layers: list[PagedKV], tables: Tensor, filled: list[int], tails: Tails | None = None) -> KVCache:
+        """Return a cache of sequences on blocks that the caller allocates.
+
+        Their rows of `tables` [B, width] int32, on the host, name these blocks; `tails` names unfinished blocks, where
+        the scheme keeps those apart.
+        """
         made = cls.__new__(cls)
-        made.layers, made.tables, made.filled, made.tails = layers, tables, filled, tails or _own
+        made.layers, made.block_tables, made.filled, made.tails = layers, tables, filled, tails or _own
         made.capacity = tables.shape[1] * layers[0].block
         return made
 
@@ -73,13 +78,16 @@ class KVCache:
     def device(self) -> torch.device:
         return self.layers[0].keys.device
 
-    def place(self, lengths: tuple[int, ...]) -> Placement:
-        """Where the next `lengths[s]` rows of each sequence s go, and what they can see. Nobody waits for the device:
-        tables and lengths are known on the host, and go there in one copy."""
+    def place(self, lengths: tuple[int, ...]) -> AttentionMetadata:
+        """Return the placement of the next `lengths[s]` rows of each sequence s, without waiting for the device.
+
+        Tables and lengths are known on the host, and go to the device in one copy.
+        """
         ends = [first + n for first, n in zip(self.filled, lengths, strict=True)]
         pieces = [torch.arange(first, end) for first, end in zip(self.filled, ends, strict=True)]
         slots = [
-            t[at // self.block] * self.block + at % self.block for t, at in zip(self.tables.long(), pieces, strict=True)
+            t[at // self.block] * self.block + at % self.block
+            for t, at in zip(self.block_tables.long(), pieces, strict=True)
         ]
         starts = torch.tensor([0, *lengths]).cumsum(0)
         tails = None
@@ -91,9 +99,9 @@ class KVCache:
             tails = torch.tensor([tail or 0 for tail in own])
         filled = torch.tensor(ends, dtype=torch.int32)
         row_starts, seen, tables, positions, where = sent(
-            self.device, starts.int(), filled, self.tables, torch.cat(pieces).int(), torch.cat(slots)
+            self.device, starts.int(), filled, self.block_tables, torch.cat(pieces).int(), torch.cat(slots)
         )
-        return Placement(row_starts, seen, tables, positions, where, tails=tails)
+        return AttentionMetadata(row_starts, seen, tables, positions, where, tails=tails)
 
     @property
     def scheme(self) -> KvScheme:
@@ -101,11 +109,11 @@ class KVCache:
 
     @property
     def recent(self) -> bool:
-        """Whether unfinished blocks lie apart, so that a call's rows of a sequence are of one block."""
+        """Return whether unfinished blocks lie apart, so that a call's rows of a sequence are of one block."""
         return self.scheme.recent
 
     def pieces(self, lengths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """The next `lengths` rows of each sequence in calls that this cache takes, in order."""
+        """Yield the next `lengths` rows of each sequence in calls that this cache accepts, in order."""
         left, at = list(lengths), list(self.filled)
         while any(left):
             piece = [
@@ -132,7 +140,7 @@ def _own(sequence: int, block: int) -> int:
 
 
 def sent(device: torch.device, *parts: Tensor) -> list[Tensor]:
-    """Tensors of the host on `device`: on a CPU themselves, elsewhere by one copy, which nobody waits for."""
+    """Return tensors of the host on `device`: on a CPU themselves, elsewhere by one copy, without waiting."""
     if device.type == "cpu":
         return list(parts)
     sizes = [-(-part.nbytes // ALIGNED) * ALIGNED for part in parts]
@@ -151,23 +159,22 @@ def pool(
     block: int = BLOCK,
     tails: int = 0,
     bases: Sequence[Bases] | None = None,
-) -> list[Pages]:
-    """`blocks` blocks of `block` slots in every layer, and `tails` unfinished ones where the scheme has such."""
+) -> list[PagedKV]:
+    """Return `blocks` blocks of `block` slots in every layer, and `tails` unfinished ones where the scheme has such."""
     sizes = (blocks, block, config.kv_heads, config.head_dim)
     each = [None] * config.layers if bases is None else bases
-    return [ops.pages(*sizes, scheme, device, tails, of_layer) for of_layer in each]
+    return [dispatch.pages(*sizes, scheme, device, tails, of_layer) for of_layer in each]
 
 
 @dataclass(frozen=True)
-class Step:
+class ForwardBatch:
     """The rows of one call: `lengths[s]` rows of sequence s, one sequence after another, in order of position.
 
-    Without a cache every sequence starts at position 0 and its keys are its own rows; with one, each continues where
-    the cache is filled to, and a sequence that sits this step out has length 0. `horizon` is the longest length that
-    each sequence will reach, or one number that holds for all; it fixes the rotary angles (`rope.py`). `adapters` are
-    the numbers of those that the sequences' rows take, 0 for none. Without a cache `device` says where the rows are.
-
-    Raises ValueError where the cache is too small.
+    Without a cache every sequence starts at position 0 and its keys are its own rows. With one, each continues at the
+    cache's filled length, and a sequence that skips this step has length 0. `horizon` is the greatest length that each
+    sequence will reach, or one number for all; it fixes the rotary angles (`rope.py`). `adapters` are the numbers of
+    the sequences' adapters, 0 for none. Without a cache `device` is the device of the rows. Raises ValueError where the
+    cache is too small.
     """
 
     lengths: tuple[int, ...]
@@ -176,7 +183,7 @@ class Step:
     adapters: tuple[int, ...] = ()
     device: torch.device | str = "cpu"
     positions: Tensor = field(init=False)  # [N] int64
-    place: Placement | None = field(init=False)  # with a cache
+    place: AttentionMetadata | None = field(init=False)  # with a cache
     routes: Routes | None = field(init=False)  # of the rows, where any takes an adapter
     _rotations: dict[Rope, Rotation] = field(init=False, default_factory=dict, repr=False, compare=False)
 
@@ -207,7 +214,7 @@ class Step:
         return self.horizon if isinstance(self.horizon, tuple) else (self.horizon,) * len(self.lengths)
 
     def rotation(self, rope: Rope) -> Rotation:
-        """The angles of this step's rows; layers that share a rope share them."""
+        """Return the angles of this step's rows; layers that share a rope share them."""
         if rope not in self._rotations:
             self._rotations[rope] = self._rotation(rope)
         return self._rotations[rope]
@@ -222,13 +229,14 @@ class Step:
         return Rotation(*table(rope, max(self.horizons), rows.device), rows)
 
     def split(self, rows: Tensor) -> list[Tensor]:
-        """Rows [N, ...] as one tensor per sequence."""
+        """Split rows [N, ...] into one tensor per sequence."""
         return list(rows.split(self.lengths))
 
     def whole(self, k: Tensor, v: Tensor) -> tuple[list[Tensor] | Tensor, list[Tensor] | Tensor]:
-        """Without a cache: each sequence's keys and values of k, v [N, G, D].
+        """Return each sequence's keys and values of k, v [N, G, D], for a step without a cache.
 
-        Where all sequences are of one length, so that they can be computed as one batch, one tensor [B, S, G, D] each.
+        Where all sequences are of one length, so that they can be computed as one batch, they are one tensor [B, S, G,
+        D] each.
         """
         if len(set(self.lengths)) == 1:
             batch = (len(self.lengths), -1)

@@ -1,6 +1,6 @@
-"""What a model is, as data: one `ModelConfig` describes every architecture that the one decoder runs.
+"""A model as data: one `ModelConfig` describes every architecture that the one decoder runs.
 
-Every field's default means "feature off", so a family is the handful of fields it turns on. `families.py` fills this in
+Every field's default means "feature off", so a family is the few fields that it turns on. `families.py` fills this in
 from a checkpoint's config.json. Torch-free: planners compute with it.
 """
 
@@ -16,7 +16,7 @@ RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding: which columns turn, how fast, and how the angles stretch past the trained context."""
+    """Rotary embedding: the columns that turn, their speed, and how the angles stretch past the trained context."""
 
     theta: float
     dims: int  # columns of a head that turn; the rest pass
@@ -34,7 +34,7 @@ class Rope:
 
     @property
     def grows(self) -> bool:
-        """Whether the angles depend on how long the sequence becomes."""
+        """Return whether the angles depend on the greatest length of the sequence."""
         return self.kind in ("dynamic", "longrope")
 
 
@@ -55,7 +55,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Where a family keeps its tensors: module names within a layer, and of the parts around the layers.
+    """Module names of a family's tensors: within a layer, and of the parts around the layers.
 
     A tuple of one for `qkv` or `gate_up` means that the checkpoint stores them fused, in that order of rows.
     """
@@ -81,19 +81,20 @@ class Names:
     expert_down: str = "down_proj"
     shared_expert: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
-    transposed: bool = False  # linears of the layers are stored [in, out] (GPT-2); the head never is
+    transposed: bool = False  # linear layers are stored [in, out] (GPT-2); the head never is
     prefixes: tuple[tuple[str, str], ...] = (("model.", ""),)
     """Other spellings in circulation: names that begin with the first may be stored beginning with the second."""
 
     def spellings(self, name: str) -> Iterator[str]:
-        """`name` and the names under which checkpoints in circulation store the same tensor, likeliest first."""
+        """Yield `name` and the names under which checkpoints in circulation store the same tensor, most common
+        first."""
         yield name
         for ours, theirs in self.prefixes:
             if name.startswith(ours):
                 yield theirs + name.removeprefix(ours)
 
     def is_transposed(self, name: str) -> bool:
-        """Whether the linear of module `name` is stored [in, out]."""
+        """Return whether the linear layer of module `name` is stored [in, out]."""
         return self.transposed and name != self.head
 
 
@@ -126,15 +127,15 @@ class ModelConfig:
     embedding_scale: float = 1.0
     learned_positions: int = 0  # positions that have a learned vector; 0: none have
     position_offset: int = 0  # rows of the position table before position 0 (OPT: 2)
-    qkv_bias: bool = False  # these biases must be stored; one that is stored all the same is used
+    qkv_bias: bool = False  # these biases must be stored; any others that are stored are used too
     output_bias: bool = False
     feed_forward_bias: bool = False
-    tied: bool = False  # the output matrix is the embedding
+    tied: bool = False  # the LM head is the embedding
     experts: Experts | None = None
-    sparse: tuple[bool, ...] = ()  # which layers use experts; empty: all, where there are experts
+    sparse: tuple[bool, ...] = ()  # layers that use experts; empty: all, where there are experts
     bos_ids: tuple[int, ...] = ()
     eos_ids: tuple[int, ...] = ()
-    dtype: str = "float32"  # what the checkpoint says it is stored in
+    dtype: str = "float32"  # dtype of the checkpoint, by its own declaration
     names: Names = field(default_factory=Names)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The one decoder: embedding, blocks, final norm, output matrix. A model family is data (`config.py`), never a class.
+"""The one decoder: embedding, blocks, final norm, LM head. A model family is data (`config.py`), never a class.
 
 `build_*` assemble the parts from a source of named weights; building block by block is what lets compression hold one
 block in memory.
@@ -16,40 +16,42 @@ from torch import Tensor
 
 from attar.formats.packed import PackedTensor
 from attar.kernels import ops
+from attar.kernels.dispatch import BackendWeights, Table
 from attar.kernels.operands import AttentionForm, Linear, Norm, Prepared, Routes
-from attar.kernels.ops import Store, Table, TritonStore
+from attar.kernels.triton.store import GpuWeights
 from attar.kv.pages import Bases
 from attar.kv.schemes import SCHEMES, KvScheme
-from attar.model.cache import KVCache, Step
+from attar.model.cache import ForwardBatch, KVCache
 from attar.model.config import ModelConfig
 from attar.model.layers import Attention, Block, FeedForward, MixtureOfExperts
+from attar.progress import StageProgress
 
 
 class Weights(Protocol):
-    """Named weights of a checkpoint. Dense ones are in the compute dtype, but for matrices, which may be as stored."""
+    """Named weights of a checkpoint. Dense ones are in the compute dtype; matrices may be in their stored dtype."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in."""
+        """Compute dtype."""
         ...
 
     def matrix(self, name: str) -> Tensor:
-        """As `tensor`, of a table or a weight that kernels can read in the dtype it is stored in."""
+        """Return a tensor like `tensor`, but in its stored dtype, for tables and weights whose kernels can read it."""
         ...
 
     def linear(self, name: str) -> Linear:
-        """The linear of module `name`, its weight [O, I] dense or packed, with its bias where one is stored.
+        """Return the linear layer of module `name`: its weight [O, I] dense or packed, and its bias if one is stored.
 
-        Weights for which `Names.is_transposed(name)` holds are stored [I, O] and turned here.
+        Weights for which `Names.is_transposed(name)` holds are stored [I, O] and transposed here.
         """
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """The dense tensor stored under `name`, or under another of its `Names.spellings`."""
+        """Return the dense tensor stored under `name`, or under another of its `Names.spellings`."""
         ...
 
     def has(self, name: str) -> bool:
-        """Whether `tensor(name)` would find one."""
+        """Return whether `tensor(name)` would find one."""
         ...
 
 
@@ -74,8 +76,8 @@ class Decoder:
     blocks: list[Block]
     final_norm: Norm
     head: Linear
-    store: Store | None = None  # where its weights are laid out for the native kernels
-    first: int = 0  # layer of the model that its first block is
+    store: BackendWeights | None = None  # where its weights are laid out for the native kernels
+    first: int = 0  # layer of the model of its first block
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,32 +89,32 @@ class Decoder:
 
     @property
     def last(self) -> int:
-        """The model's last layer, whose output the final norm takes."""
+        """Number of the model's last layer, whose output the final norm reads."""
         return self.config.layers - 1
 
     def cache(
         self, capacity: int, batch: int = 1, scheme: KvScheme | None = None, bases: Sequence[Bases] | None = None
     ) -> KVCache:
-        """Room for keys and values, kept as `scheme` says: by default what loses nothing."""
+        """Return a KV cache in `scheme`, by default the lossless one."""
         return KVCache(self.config, capacity, batch, scheme or self.lossless, str(self.device), bases=bases)
 
     @property
     def lossless(self) -> KvScheme:
-        """How keys and values are kept as they are."""
+        """The scheme that stores keys and values without loss."""
         return SCHEMES["bfloat16" if self.dtype == torch.bfloat16 else "float32"]
 
     @property
     def by_token(self) -> str | None:
-        """Why what a step has to compute is only known within it; None where it is not so."""
+        """Reason why the work of a step is only known within it; None where it is known before."""
         if any(isinstance(block.feed_forward, MixtureOfExperts) for block in self.blocks):
             return "which experts run depends on the token"
         return None
 
     def against_recording(self) -> str | None:
-        """The reason why a step cannot be recorded as native calls and replayed, or None where it can."""
+        """Return why a step cannot be recorded as native calls and replayed, or None where it can."""
         if self.store is None:
             return "the model is not laid out for the native kernels"
-        if isinstance(self.store, TritonStore):
+        if isinstance(self.store, GpuWeights):
             return "steps of a GPU are recorded as CUDA graphs"
         if self.store.refused:
             name, reason = next(iter(self.store.refused.items()))
@@ -129,13 +131,13 @@ class Decoder:
     def forward(
         self,
         ids: Tensor,
-        step: Step,
+        step: ForwardBatch,
         rows: Tensor | None = None,
         watch: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """Logits, float32 [N, vocab], of token ids [N]; of the chosen `rows` only where they are given.
+        """Return logits, float32 [N, vocab], of token ids [N]; only of the chosen `rows` where they are given.
 
-        `watch(i, hidden)` sees the output [N, I] of every block i. Writes to the step's cache and advances it.
+        `watch(i, hidden)` receives the output [N, I] of every block i. Writes to the step's cache and advances it.
         Raises ValueError where a position lies past a learned position table.
         """
         return soft_capped(self.config, self.run(ids, step, rows, watch))
@@ -143,11 +145,11 @@ class Decoder:
     def run(
         self,
         ids: Tensor,
-        step: Step,
+        step: ForwardBatch,
         rows: Tensor | None = None,
         watch: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """As `forward`, but the products of the output matrix as they are, before a soft cap."""
+        """Return the products of the LM head, before a soft cap; arguments as in `forward`."""
         stream, delta = self.states(ids, step, watch)
         routes = step.routes
         if rows is not None:
@@ -156,9 +158,9 @@ class Decoder:
         return self.products(stream, delta, routes)
 
     def states(
-        self, ids: Tensor, step: Step, watch: Callable[[int, Tensor], None] | None = None
+        self, ids: Tensor, step: ForwardBatch, watch: Callable[[int, Tensor], None] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """What the final norm takes: hidden states [N, I], and what is still to be added to them."""
+        """Return the final norm's input: hidden states [N, I], and the pending addition to them."""
         if step.cache is not None and step.cache.recent and len(pieces := list(step.cache.pieces(step.lengths))) > 1:
             return self._states_by_piece(ids, step, pieces, watch)
         table = self.embedding.positions
@@ -174,24 +176,30 @@ class Decoder:
             step.cache.advance(step.lengths)
         return self.leave(stream, delta)
 
-    def enter(self, ids: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
-        """What the first block here takes."""
+    def enter(self, ids: Tensor, step: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """Return the first block's input, (stream, delta) [N, I]."""
         return self.embedding.forward(ids, step.positions), None
 
     def leave(self, stream: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What becomes of what the last block here gives."""
+        """Return the last block's output, passed on to the next stage where there are several."""
         return stream, delta
 
     def _states_by_piece(
-        self, ids: Tensor, step: Step, pieces: list[tuple[int, ...]], watch: Callable[[int, Tensor], None] | None
+        self,
+        ids: Tensor,
+        step: ForwardBatch,
+        pieces: list[tuple[int, ...]],
+        watch: Callable[[int, Tensor], None] | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `states`, in calls that the cache takes. `watch` sees the pieces."""
+        """Compute `states` in calls that the cache accepts. `watch` receives the pieces."""
         first = list(itertools.accumulate(step.lengths, initial=0))[:-1]
         order, streams, deltas = [], [], []
         for lengths in pieces:
             rows = torch.cat([torch.arange(at, at + n) for at, n in zip(first, lengths, strict=True)])
             first = [at + n for at, n in zip(first, lengths, strict=True)]
-            stream, delta = self.states(ids[rows], Step(lengths, step.horizon, step.cache, step.adapters), watch)
+            stream, delta = self.states(
+                ids[rows], ForwardBatch(lengths, step.horizon, step.cache, step.adapters), watch
+            )
             order.append(rows)
             streams.append(stream)
             if delta is not None:
@@ -203,19 +211,19 @@ class Decoder:
         return soft_capped(self.config, self.products(stream, delta, routes))
 
     def products(self, stream: Tensor, delta: Tensor | None = None, routes: Routes | None = None) -> Tensor:
-        """Final norm and output matrix: hidden states [N, I] to float32 [N, vocab]."""
+        """Apply final norm and LM head to hidden states [N, I]; return float32 [N, vocab]."""
         return products(self.final_norm, self.head, stream, delta, routes)
 
 
 def logits(config: ModelConfig, final_norm: Norm, head: Linear, stream: Tensor, delta: Tensor | None = None) -> Tensor:
-    """Final norm, output matrix and soft cap: hidden states [N, I] to float32 [N, vocab]."""
+    """Apply final norm, LM head and soft cap to hidden states [N, I]; return float32 [N, vocab]."""
     return soft_capped(config, products(final_norm, head, stream, delta))
 
 
 def products(
     final_norm: Norm, head: Linear, stream: Tensor, delta: Tensor | None, routes: Routes | None = None
 ) -> Tensor:
-    """Final norm and output matrix: hidden states [N, I] to float32 [N, vocab]."""
+    """Apply final norm and LM head to hidden states [N, I]; return float32 [N, vocab]."""
     _, x = ops.norm(stream, delta, final_norm)
     out = ops.linear(x, (head,), routes=routes)
     return out if out.dtype == torch.float32 else out.float()
@@ -227,7 +235,8 @@ def soft_capped(config: ModelConfig, logits: Tensor) -> Tensor:
 
 
 def build_norm(config: ModelConfig, weights: Weights, name: str, size: int | None = None) -> Norm:
-    """The norm of module `name` over `size` columns, by default the hidden size."""
+    """Build the norm of module `name` over `size` columns, by default the hidden size. Raises ValueError for other
+    shapes."""
     weight = _expect(weights.tensor(f"{name}.weight"), f"{name}.weight", (size or config.hidden,))
     if config.norm == "rms":
         return Norm("rms", weight, None, config.norm_eps, config.norm_offset, name)
@@ -236,7 +245,10 @@ def build_norm(config: ModelConfig, weights: Weights, name: str, size: int | Non
 
 
 def build_linear(weights: Weights, name: str, shape: tuple[int, int], bias: bool) -> Linear:
-    """The linear of module `name`. Raises ValueError where it is not [O, I] = `shape` or lacks a bias it must have."""
+    """Build the linear layer of module `name`.
+
+    Raises ValueError where it is not [O, I] = `shape` or lacks a bias it must have.
+    """
     linear = weights.linear(name)
     if linear.shape != shape:
         raise ValueError(f"{name}.weight is {list(linear.shape)} in the checkpoint: config.json makes it {list(shape)}")
@@ -271,7 +283,7 @@ def _embedding(config: ModelConfig, weights: Weights, table: Tensor | PackedTens
 
 
 def build_head(config: ModelConfig, weights: Weights, embedding: Embedding | None = None) -> Linear:
-    """The output matrix. Of a tied model it is the embedding's own table, unless both are stored and differ."""
+    """Build the LM head. In a tied model it is the embedding's own table, unless both are stored and differ."""
     names, shape = config.names, (config.vocab_size, config.hidden)
     if not config.tied:
         return build_linear(weights, names.head, shape, bias=False)
@@ -285,13 +297,13 @@ def build_head(config: ModelConfig, weights: Weights, embedding: Embedding | Non
 
 
 def packed_ends(config: ModelConfig, weights: Weights) -> bool:
-    """Whether a tied model stores its one matrix packed: then `linear` finds it under the output matrix's name."""
+    """Return whether a tied model stores its one matrix packed; `linear` then finds it under the LM head's name."""
     names = config.names
     return config.tied and not any(weights.has(f"{name}.weight") for name in (names.embed, names.head))
 
 
 def build_ends(config: ModelConfig, weights: Weights) -> tuple[Embedding, Linear]:
-    """Embedding and output matrix. A tied model may store its one matrix packed: then the embedding reads that."""
+    """Build embedding and LM head. A tied model may store its one matrix packed: the embedding then reads that."""
     if packed_ends(config, weights):
         head = build_linear(weights, config.names.head, (config.vocab_size, config.hidden), bias=False)
         assert isinstance(head.weight, Tensor | PackedTensor)
@@ -305,7 +317,7 @@ def build_final_norm(config: ModelConfig, weights: Weights) -> Norm:
 
 
 def compressible(config: ModelConfig, layer: int) -> list[str]:
-    """Module names of the block's linears that a recipe may compress: all but the gates of mixtures of experts."""
+    """Return module names of the block's linear layers that a recipe may compress: all but the gates of experts."""
     names, at = config.names, config.names.layer.format(i=layer)
     found = [*names.qkv, names.output]
     if config.experts is not None and config.is_sparse(layer):
@@ -318,12 +330,13 @@ def compressible(config: ModelConfig, layer: int) -> list[str]:
 
 
 def all_compressible(config: ModelConfig) -> list[str]:
-    """The same of all blocks, in order."""
+    """Return module names of all blocks' linear layers that a recipe may compress, in order."""
     return [name for layer in range(config.layers) for name in compressible(config, layer)]
 
 
 def gates(config: ModelConfig, layer: int) -> list[str]:
-    """Module names of the block's other linears: the router of its experts, and the gate of a shared one."""
+    """Return module names of the block's other linear layers: the router of its experts, and the gate of a
+    shared one."""
     names, at = config.names, config.names.layer.format(i=layer)
     if config.experts is None or not config.is_sparse(layer):
         return []
@@ -331,7 +344,8 @@ def gates(config: ModelConfig, layer: int) -> list[str]:
 
 
 def build_block(config: ModelConfig, weights: Weights, layer: int) -> Block:
-    """Block `layer` of the model; nothing else is read. Raises ValueError where a shape contradicts the config."""
+    """Build block `layer` of the model; nothing else is read. Raises ValueError where a shape contradicts the
+    config."""
     at = config.names.layer.format(i=layer)
 
     def norm(name: str | None) -> Norm | None:
@@ -363,7 +377,7 @@ def _build_attention(config: ModelConfig, weights: Weights, layer: int, at: str)
 
 
 def _rows(names: tuple[str, ...], sizes: tuple[int, ...]) -> Iterator[tuple[str, int]]:
-    """Module names with the rows each has: one name for several sizes means that the checkpoint stores them fused."""
+    """Yield module names with their rows: one name for several sizes means that the checkpoint stores them fused."""
     return zip(names, sizes if len(names) == len(sizes) else (sum(sizes),), strict=True)
 
 
@@ -401,7 +415,7 @@ def _build_experts(config: ModelConfig, weights: Weights, at: str) -> MixtureOfE
 
 
 def check(config: ModelConfig, outline: Weights) -> None:
-    """Build the model from shapes alone: `outline` gives tensors without data. Raises as `build` would."""
+    """Build the model from shapes alone: `outline` gives tensors without data. Raises ValueError like `build`."""
     if packed_ends(config, outline):
         build_ends(config, outline)
     else:
@@ -416,10 +430,13 @@ def check(config: ModelConfig, outline: Weights) -> None:
 def build(
     config: ModelConfig,
     weights: Weights,
-    on_block: Callable[[int, int], None] | None = None,
-    store: Store | None = None,
+    on_block: StageProgress | None = None,
+    store: BackendWeights | None = None,
 ) -> Decoder:
-    """The whole decoder, its weights in `store` where one is given. `on_block(done, total)` reports progress."""
+    """Build the whole decoder, its weights in `store` where one is given. `on_block(done, total)` reports progress.
+
+    Raises ValueError where a shape contradicts the config.
+    """
     embedding, head = build_ends(config, weights)
     final_norm = build_final_norm(config, weights)
     lay_out_ends(embedding, head, final_norm, store)
@@ -427,8 +444,8 @@ def build(
     return Decoder(config, embedding, blocks, final_norm, head, store)
 
 
-def lay_out_ends(embedding: Embedding, head: Linear, final_norm: Norm, store: Store | None) -> None:
-    """Put what is not in blocks into `store`; where embedding and output matrix are one, they stay that."""
+def lay_out_ends(embedding: Embedding, head: Linear, final_norm: Norm, store: BackendWeights | None) -> None:
+    """Put the parts around the blocks into `store`; where embedding and LM head are one, they stay one."""
     if store is None:
         return
     tied = head.weight is embedding.table
@@ -436,7 +453,7 @@ def lay_out_ends(embedding: Embedding, head: Linear, final_norm: Norm, store: St
     store.take_norm(final_norm)
     assert not isinstance(embedding.table, Table)
     embedding.table = store.table(head.weight if tied and isinstance(head.weight, Prepared) else embedding.table)
-    if isinstance(store, TritonStore) and embedding.positions is not None:
+    if isinstance(store, GpuWeights) and embedding.positions is not None:
         embedding.positions = embedding.positions.to(store.device)
 
 
@@ -444,10 +461,10 @@ def build_blocks(
     config: ModelConfig,
     weights: Weights,
     layers: range,
-    on_block: Callable[[int, int], None] | None,
-    store: Store | None,
+    on_block: StageProgress | None,
+    store: BackendWeights | None,
 ) -> list[Block]:
-    """Blocks `layers` of the model, in `store` where one is given. `on_block(done, total)` reports progress."""
+    """Build blocks `layers` of the model, in `store` where one is given. `on_block(done, total)` reports progress."""
     blocks = []
     for layer in layers:
         block = build_block(config, weights, layer)

@@ -1,14 +1,14 @@
 """The model families: each a small reader that turns a checkpoint's config.json into a `ModelConfig`.
 
-A family is its defaults (those of its config class in transformers, for configs leave out what equals them) and the
-handful of fields that set it apart from Llama. Files of transformers 4 and 5 are read alike: `rope_theta` with
+A family is its defaults (those of its config class in transformers, because configs omit values that equal them) and
+the few fields that set it apart from Llama. Files of transformers 4 and 5 are read alike: `rope_theta` with
 `rope_scaling` or `rope_parameters` (also one for each kind of layer), `torch_dtype` or `dtype`, a nested `text_config`.
 
-What would change the numbers and is not run here (a norm after attention, latent attention, an unknown activation or
-rope) is a ValueError that names the key. Keys that only matter to training are not read.
+A setting that would change the numbers and is not supported (a norm after attention, latent attention, an unknown
+activation or rope) raises a ValueError that names the key. Keys that only matter to training are not read.
 
 End-of-text ids: those of generation_config.json where it has any, else those of config.json, as `generate` in
-transformers does; never the union, for chat models narrow or widen the list there on purpose. Torch-free.
+transformers does; never the union, because chat models narrow or widen the list there on purpose. Torch-free.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "pruned_heads": "layers with fewer heads than others",
     "use_bidirectional_attention": "attention to later tokens",
 }
-"""Keys, of any family, that when set ask for what the decoder does not do."""
+"""Keys of any family that, when set, require an unsupported feature."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ Reader = Callable[[Fields], ModelConfig]
 def family(
     architecture: str, aliases: Mapping[str, tuple[str, ...]] | None = None, **defaults: object
 ) -> Callable[[Reader], Reader]:
-    """Register a reader under its name in config.json, with the values that keys take where they are left out.
+    """Register a reader under its name in config.json, with the defaults of omitted keys.
 
-    Keys go by their usual names, those of Llama; `aliases` says what this family calls them.
+    Keys have their usual names, those of Llama; `aliases` maps them to this family's names.
     """
 
     def register(read: Reader) -> Reader:
@@ -82,9 +82,9 @@ def family(
 
 
 def read_config(config: Mapping[str, object], generation: Mapping[str, object] | None = None) -> ModelConfig:
-    """The model that a config.json (and, where there is one, a generation_config.json) describes.
+    """Return the model that a config.json (and, where there is one, a generation_config.json) describes.
 
-    Raises ValueError for an unknown architecture (with the known ones), for what is not supported, and for values that
+    Raises ValueError for an unknown architecture (with the known ones), for unsupported features, and for values that
     are missing, of the wrong type, out of bounds or contradictory.
     """
     architecture = _architecture(config)
@@ -109,7 +109,7 @@ def read_config(config: Mapping[str, object], generation: Mapping[str, object] |
 
 
 OUTER = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
-"""Keys of the outer object that outweigh those in its text_config; `tie_word_embeddings` counts nowhere else."""
+"""Keys of the outer object that override those in its text_config; `tie_word_embeddings` counts nowhere else."""
 
 
 def _architecture(config: Mapping[str, object]) -> str:
@@ -123,11 +123,11 @@ def _architecture(config: Mapping[str, object]) -> str:
     raise ValueError(f"unknown architecture {names[0]!r}: known are {known}{nearest(str(names[0]), ARCHITECTURES)}")
 
 
-# What families share
+# Shared by families
 
 
 def _base(f: Fields, rotary: bool = True) -> ModelConfig:
-    """A Llama-like decoder by the usual keys, every layer with full attention and the same rope."""
+    """Read a Llama-like decoder by the usual keys: every layer has full attention and the same rope."""
     hidden, heads = f.integer("hidden_size"), f.integer("num_attention_heads", high=COUNT)
     head_dim = f.optional_integer("head_dim", high=COUNT)
     if head_dim is None:
@@ -158,12 +158,12 @@ def _base(f: Fields, rotary: bool = True) -> ModelConfig:
 
 
 def _everywhere(f: Fields, layers: int) -> tuple[int | None, ...]:
-    """The same sliding window in every layer, where one is set."""
+    """Return the same sliding window for every layer, where one is set."""
     return (f.optional_integer("sliding_window", high=LENGTH),) * layers
 
 
 def _sliding(f: Fields, layers: int, otherwise: Callable[[int], bool]) -> tuple[bool, ...]:
-    """Which layers slide: as `layer_types` says, in older files, `otherwise` by the layer's number."""
+    """Return which layers slide: `layer_types` says so; in older files, `otherwise` by the layer's number."""
     if f.get("layer_types") is None:
         return tuple(map(otherwise, range(layers)))
     return f.words("layer_types", layers, SLIDING)
@@ -179,7 +179,7 @@ def _windows(f: Fields, sliding: tuple[bool, ...]) -> tuple[int | None, ...]:
 
 
 def _qwen_windows(f: Fields, layers: int, otherwise: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """Qwen keeps a window in the file that only counts where `use_sliding_window` is set."""
+    """Return Qwen's windows: the file's window only counts where `use_sliding_window` is set."""
     used = f.flag("use_sliding_window") and f.get("sliding_window") is not None
     sliding = _sliding(f, layers, lambda i: used and otherwise(i))
     if any(sliding) and not used:
@@ -204,7 +204,7 @@ def _qwen_windows(f: Fields, layers: int, otherwise: Callable[[int], bool]) -> t
     mlp_bias=False,
 )
 def llama(f: Fields) -> ModelConfig:
-    """Llama 2, 3, 3.x and the many that kept its shape."""
+    """Read Llama 2, 3, 3.x and the many models of the same shape."""
     bias = f.flag("attention_bias")
     return replace(_base(f), qkv_bias=bias, output_bias=bias, feed_forward_bias=f.flag("mlp_bias"))
 
@@ -241,7 +241,7 @@ def mistral(f: Fields) -> ModelConfig:
     max_window_layers=28,
 )
 def qwen2(f: Fields) -> ModelConfig:
-    """Qwen2 and 2.5: biases on q, k and v alone; where windows are used, in the layers from max_window_layers on."""
+    """Read Qwen2 and 2.5: biases on q, k and v alone; windows, if used, in the layers from max_window_layers on."""
     base = _base(f)
     first = f.integer("max_window_layers", low=0)
     return replace(base, qkv_bias=True, windows=_qwen_windows(f, base.layers, lambda i: i >= first))
@@ -268,7 +268,10 @@ def qwen3(f: Fields) -> ModelConfig:
 
 
 def _gemma(f: Fields, rotary: bool) -> ModelConfig:
-    """What Gemma 2 and 3 share: norms stored less one and on both sides of each part, embeddings scaled."""
+    """Read the common part of Gemma 2 and 3.
+
+    Norms are stored less one and stand on both sides of each part; embeddings are scaled.
+    """
     bias, base = f.flag("attention_bias"), _base(f, rotary)
     return replace(
         base,
@@ -308,7 +311,7 @@ def _gemma(f: Fields, rotary: bool) -> ModelConfig:
     attn_logit_softcapping=50.0,
 )
 def gemma2(f: Fields) -> ModelConfig:
-    """Gemma 2: every other layer slides, the first among them; attention and logits are capped."""
+    """Read Gemma 2: every other layer slides, the first among them; attention and logits are capped."""
     base = _gemma(f, rotary=True)
     sliding = _sliding(f, base.layers, lambda i: i % 2 == 0)
     return replace(base, windows=_windows(f, sliding), attention_soft_cap=f.optional_number("attn_logit_softcapping"))
@@ -338,7 +341,7 @@ GEMMA3: Mapping[str, object] = {
 
 @family("Gemma3ForCausalLM", aliases={"hidden_act": ("hidden_activation",)}, **GEMMA3)
 def gemma3(f: Fields) -> ModelConfig:
-    """Gemma 3: sliding and full layers turn by different ropes."""
+    """Read Gemma 3: sliding and full layers turn by different ropes."""
     f.only("attn_logit_softcapping", None, "capping attention in Gemma 3 (transformers ignores it)")
     base = _gemma(f, rotary=False)
     every = f.integer("sliding_window_pattern")
@@ -354,7 +357,7 @@ def gemma3(f: Fields) -> ModelConfig:
 
 @family("Gemma3ForConditionalGeneration", aliases={"hidden_act": ("hidden_activation",)}, **GEMMA3)
 def gemma3_text(f: Fields) -> ModelConfig:
-    """The text part of the Gemma 3 models that also see; the rest of the checkpoint is not read."""
+    """Read the text part of the multimodal Gemma 3 models; the rest of the checkpoint is not read."""
     f.only("final_logit_softcapping", None, "capping the logits of a Gemma 3 with vision (transformers ignores it)")
     base = gemma3(f)
     prefixes = (
@@ -379,7 +382,7 @@ def gemma3_text(f: Fields) -> ModelConfig:
     eos_token_id=32000,
 )
 def phi3(f: Fields) -> ModelConfig:
-    """Phi-3, 3.5 and 4-mini: q, k, v in one matrix, gate and up in another; longrope under three names."""
+    """Read Phi-3, 3.5 and 4-mini: q, k, v in one matrix, gate and up in another; longrope under three names."""
     base = _base(f, rotary=False)
     kinds: Mapping[str, RopeKind] = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
     rope = read_rope(f, rope_parameters(f), base.head_dim, kinds, partial=True)
@@ -403,7 +406,7 @@ def phi3(f: Fields) -> ModelConfig:
     tie_word_embeddings=True,
 )
 def opt(f: Fields) -> ModelConfig:
-    """OPT: LayerNorm, an un-gated feed-forward, and learned positions whose table begins two rows early."""
+    """Read OPT: LayerNorm, an un-gated feed-forward, and learned positions whose table begins two rows early."""
     f.only("do_layer_norm_before", True, "the norm after attention of OPT-350M")
     f.only("_remove_final_layer_norm", False, "a model without final norm")
     f.only("layer_norm_elementwise_affine", True, "LayerNorm without weights")
@@ -457,7 +460,7 @@ def opt(f: Fields) -> ModelConfig:
     tie_word_embeddings=True,
 )
 def gpt2(f: Fields) -> ModelConfig:
-    """GPT-2: like OPT, with weights stored [in, out], q, k and v in one, and four times the width by default."""
+    """Read GPT-2: like OPT, with weights stored [in, out], q, k and v in one, and four times the width by default."""
     f.only("scale_attn_by_inverse_layer_idx", False, "attention scaled by the layer's number")
     if f.get("intermediate_size") is None:
         f = Fields(f.data, {**f.defaults, "intermediate_size": 4 * f.integer("hidden_size")}, f.aliases)
@@ -522,7 +525,7 @@ def _top_k(f: Fields) -> int:
 
 
 def _qwen_experts(f: Fields, base: ModelConfig, shared: int) -> ModelConfig:
-    """Experts in every `decoder_sparse_step`-th layer, except in those that mlp_only_layers names."""
+    """Add experts in every `decoder_sparse_step`-th layer, except in those that mlp_only_layers names."""
     if f.integer("num_experts", low=0, high=COUNT) == 0:
         return base
     every, dense = f.integer("decoder_sparse_step"), f.integers("mlp_only_layers", 0, COUNT)
@@ -558,7 +561,8 @@ def _qwen_experts(f: Fields, base: ModelConfig, shared: int) -> ModelConfig:
     qkv_bias=True,
 )
 def qwen2_moe(f: Fields) -> ModelConfig:
-    """Qwen1.5-MoE and Qwen2-MoE: a shared expert beside the chosen ones; windows, where used, in every other layer."""
+    """Read Qwen1.5-MoE and Qwen2-MoE: a shared expert beside the chosen ones; windows, if used, in every other
+    layer."""
     base, until = _base(f), f.integer("max_window_layers", low=0)
     windows = _qwen_windows(f, base.layers, lambda i: i % 2 == 0 and i < until)
     base = replace(base, qkv_bias=f.flag("qkv_bias"), windows=windows)

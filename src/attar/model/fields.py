@@ -1,8 +1,8 @@
-"""Typed reading of a JSON object that somebody else wrote: every value is checked where it is taken, by name.
+"""Typed reading of untrusted JSON objects: every value is checked on access, by name.
 
-A config.json decides how much memory is reserved and which arithmetic runs, so nothing in it is believed: whole numbers
-are whole (and `true` is no number), within bounds that no real model comes near, and numbers are finite. Errors name
-the key and say what would do. Torch-free.
+A config.json decides how much memory is reserved and which arithmetic runs, so none of its values is trusted: whole
+numbers are whole (and `true` is no number), within bounds that no real model comes near, and numbers are finite. Errors
+name the key and the accepted values. Torch-free.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WORD = 64  # characters: no name is longer, and difflib takes a time that is qua
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """'; did you mean X?' where one of `known` is close to `word`, else nothing."""
+    """Return '; did you mean X?' where one of `known` is close to `word`, else ""."""
     if len(word) > WORD:
         return ""
     lower = {k.lower(): k for k in known}
@@ -32,10 +32,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 class Fields:
-    """A JSON object with defaults. `aliases` maps a key to the names it is stored under instead, the first the usual.
+    """A JSON object with defaults. `aliases` maps a key to the names it is stored under instead, the usual one first.
 
-    A key that is absent takes its default; null is the same as absent, except to the `optional_` readers, to which it
-    says "none".
+    An absent key takes its default. null equals absent, except for the `optional_` readers, which return None for it.
+    Readers raise ValueError naming the key.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class Fields:
         self.data, self.defaults, self.aliases, self.where = data, defaults or {}, aliases or {}, where
 
     def _find(self, key: str) -> tuple[str, object]:
-        """The name under which it is stored, and the stored or default value (None where there is neither)."""
+        """Return the name under which the key is stored, and the stored or default value (None where there is
+        neither)."""
         names = self.aliases.get(key, (key,))
         name = next((n for n in names if n in self.data), names[0])
         return name, self.data.get(name, self.defaults.get(key))
@@ -68,7 +69,7 @@ class Fields:
         return value
 
     def integer(self, key: str, low: int = 1, high: int = SIZE) -> int:
-        """A whole number in low .. high."""
+        """Return a whole number in low .. high."""
         value = self._value(key)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.error(key, f"must be a whole number from {low} to {high}, not {_show(value)}")
@@ -78,7 +79,7 @@ class Fields:
         return None if self.get(key) is None else self.integer(key, low, high)
 
     def number(self, key: str, low: float = 0.0, high: float = NUMBER) -> float:
-        """A finite number above `low`, at most `high`."""
+        """Return a finite number above `low`, at most `high`."""
         value = self._value(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high:
             raise self.error(key, f"must be a number above {low:g}, at most {high:g}, not {_show(value)}")
@@ -94,7 +95,7 @@ class Fields:
         return value
 
     def choice(self, key: str, choices: Mapping[str, T]) -> T:
-        """What `choices` holds for the stored word. Raises ValueError with the words that exist."""
+        """Return the entry of `choices` for the stored word. Raises ValueError with the known words."""
         value = self._value(key)
         if not isinstance(value, str) or value not in choices:
             near = nearest(value, choices) if isinstance(value, str) else ""
@@ -102,14 +103,14 @@ class Fields:
         return choices[value]
 
     def items(self, key: str, count: int | None = None) -> list[object]:
-        """A list, of `count` entries where that is given."""
+        """Return a list, of `count` entries where that is given."""
         value = self._value(key)
         if not isinstance(value, list | tuple) or (count is not None and len(value) != count):
             raise self.error(key, f"must be a list{'' if count is None else f' of {count}'}, not {_show(value)}")
         return list(value)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """`count` finite positive numbers."""
+        """Return `count` finite positive numbers."""
         values = self.items(key, count)
         return tuple(Fields({key: v}, where=self.where).number(key) for v in values)
 
@@ -118,7 +119,7 @@ class Fields:
         return tuple(Fields({key: v}, where=self.where).choice(key, choices) for v in values)
 
     def integers(self, key: str, low: int, high: int) -> tuple[int, ...]:
-        """A whole number or a list of them; null is none."""
+        """Return whole numbers, stored as one or as a list; () for null."""
         value = self.get(key)
         if value is None:
             return ()
@@ -126,7 +127,7 @@ class Fields:
         return tuple(Fields({key: v}, where=self.where).integer(key, low, high) for v in values)
 
     def inner(self, key: str) -> Mapping[str, object] | None:
-        """A nested object; null is none."""
+        """Return a nested object; None for null."""
         value = self.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.error(key, f"must be an object, not {_show(value)}")
@@ -140,5 +141,5 @@ class Fields:
 
 
 def _show(value: object) -> str:
-    """A stranger's value in a sentence: short, and found without spelling out the rest of it."""
+    """Show an untrusted value in a message: short, and without spelling out the rest of it."""
     return reprlib.repr(value)

@@ -1,25 +1,25 @@
-"""The coordinates in which a model's keys and values are best rounded: transform coding, calibrated per layer and head.
+"""KV cache calibration: the coordinates in which a model's keys and values are best rounded, per layer and head.
 
-What an error of a key costs is what it does to scores: with queries of second moment S, e costs e^T S e. So keys are
-first turned to where errors count alike, y = S^1/2 k, and then to the axes of their own covariance there, along which
-they are uncorrelated (Karhunen and Loeve). Variances of a trained model's keys differ a thousandfold along those, and
-a bit is worth most where variance is greatest: `kv.schemes.divide` deals out the bits, by buckets of 8 coordinates.
-Values are treated alike, with what the output matrix makes of their errors in the place of S.
+This is transform coding. The cost of a key's error is its effect on scores: with queries of second moment S, e costs
+e^T S e. So keys are first turned to where errors count alike, y = S^1/2 k, and then to the axes of their own covariance
+there, along which they are uncorrelated (Karhunen and Loeve). Variances of a trained model's keys differ a thousandfold
+along those, and a bit is worth most where variance is greatest: `kv.schemes.divide` distributes the bits, by buckets of
+8 coordinates. Values are treated alike, with the output projection's effect on their errors in the place of S.
 
-Tokens have scales of their own, so what counts is the covariance of their directions. It is found by three rounds of
-dividing each token by its length in the coordinates of the round before (Tyler's estimate of shape): without it a few
-common tokens decide, and rare ones, which a model's answers hang on, are rounded worst.
+Tokens have scales of their own, so the relevant covariance is that of their directions. It is found by three rounds of
+dividing each token by its length in the coordinates of the round before (Tyler's estimate of shape). Without it a few
+common tokens decide, and rare ones, on which a model's answers depend, are rounded worst.
 
-Keys turn with their position, and calibration texts are short. So each is placed somewhere in the context at random.
-Where angles depend on the length of a text they stay at its beginning.
+Keys turn with their position, and calibration texts are short. So each is placed at random in the context. Where angles
+depend on the length of a text they stay at its beginning.
 
-Texts go through a block one by one, so that besides all texts' hidden states, and one layer's keys and values, no more
-is held than in a step of one text (`plan.costs.calibration_bytes` counts it).
+Texts go through a block one by one. Besides all texts' hidden states, and one layer's keys and values, only the memory
+of a step of one text is needed (`plan.costs.calibration_bytes` counts it).
 
-A mean is subtracted, for values and for keys: softmax does not see what it adds to all scores of a query. It would with
-soft-capped scores: there keys keep theirs.
+A mean is subtracted, for values and for keys: softmax is invariant to its constant contribution to all scores of a
+query. With soft-capped scores it is not: there keys keep theirs.
 
-Of KVQuant's schemes (`kv/kvquant.py`) the same texts give each channel's mean and spread and a layer's levels.
+For KVQuant's schemes (`kv/kvquant.py`) the same texts give each channel's mean and spread and a layer's levels.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
 from attar.kv.pages import Bases, Rotation
 from attar.kv.schemes import BUCKET, UNIT, KvScheme, Layout, divide
-from attar.model.cache import BLOCK, Step
+from attar.model.cache import BLOCK, ForwardBatch
 from attar.model.decoder import Decoder
 from attar.model.layers import Attention
 from attar.model.rope import table
 
 ROUNDS = 3
-RIDGE = 1e-3  # of the mean of what an error counts along each axis, added to all: no direction may be free
-TINY = 1e-12  # of the largest eigenvalue, below which rounding left nothing of the smallest
+RIDGE = 1e-3  # share of the mean cost of errors, added along each axis: no direction may be free
+TINY = 1e-12  # share of the largest eigenvalue, below which rounding left nothing of the smallest
 SOME = 1 << 18  # numbers that levels are found from
-FLOOR = 1e-3  # of the greatest variance: what was never seen varies at least so much
+FLOOR = 1e-3  # share of the greatest variance: a direction never seen varies at least so much
 
 
 @torch.inference_mode()
 def calibrate(decoder: Decoder, ids: Tensor, scheme: KvScheme, seed: int = 0) -> list[Bases]:
-    """Bases of every layer from token ids [S, L] that the model finds likely.
+    """Return bases of every layer from token ids [S, L] that the model finds likely.
 
-    Raises ValueError where a text is longer than the model's context, or the scheme cannot keep its heads.
+    Raises ValueError where a text is longer than the model's context, where the scheme does not support its heads, and
+    on a NaN or an infinity in keys, values or weights.
     """
     config = decoder.config
     sequences, length = ids.shape
@@ -60,7 +61,7 @@ def calibrate(decoder: Decoder, ids: Tensor, scheme: KvScheme, seed: int = 0) ->
     numbers = torch.Generator().manual_seed(seed)
     first = torch.randint(0, config.context - length + 1, (sequences, 1), generator=numbers)
     placed = (first + torch.arange(length)).int()
-    step = Step((length,), length)
+    step = ForwardBatch((length,), length)
     hidden = [decoder.embedding.forward(text, step.positions) for text in ids]
     groups, size = config.kv_heads, config.head_dim
     found = []
@@ -89,7 +90,8 @@ def calibrate(decoder: Decoder, ids: Tensor, scheme: KvScheme, seed: int = 0) ->
 
 
 def _output_moment(attention: Attention) -> Tensor:
-    """What errors of mixed values count, [G, D, D]: those of the output matrix's rows, over the heads that mix them."""
+    """Return the cost of errors of mixed values, [G, D, D]: the moment of the output projection's rows over each
+    group's heads."""
     form = attention.form
     width, each = form.heads * form.head_dim, form.heads // form.kv_heads * form.head_dim
     bias, found = ops.linear(torch.zeros(1, width), (attention.output,)), []
@@ -102,8 +104,10 @@ def _output_moment(attention: Attention) -> Tensor:
 
 
 def basis(x: Tensor, moment: Tensor, units: int, centred: bool) -> Basis:
-    """Of one layer's keys or values x [N, G, D], whose errors count by `moment` [G, D, D], float64; buckets get `units`
-    bits together."""
+    """Return the basis of one layer's keys or values x [N, G, D], with `units` bits for the buckets together.
+
+    `moment` [G, D, D], float64, is the cost of their errors. Raises ValueError on a NaN or an infinity.
+    """
     size = x.shape[2]
     _refuse_broken(x, moment)
     into, back, means, weights, bits = [], [], [], [], []
@@ -140,8 +144,11 @@ def basis(x: Tensor, moment: Tensor, units: int, centred: bool) -> Basis:
 
 
 def channels(x: Tensor, moment: Tensor, scheme: KvScheme, centred: bool, scaled: bool = False) -> Channels:
-    """Of one layer's keys, or values that get a scale of each token (`scaled`), x [N, G, D], whose errors count by
-    `moment` [G, D, D]: channel by channel, with the levels that lie best for all of them, outliers apart."""
+    """Return channel-wise coordinates and levels of one layer's keys or values x [N, G, D], outliers apart.
+
+    `moment` [G, D, D] is the cost of their errors; values have a scale of each token (`scaled`). Raises ValueError on a
+    NaN or an infinity.
+    """
     _refuse_broken(x, moment)
     x = x.double()
     mean = x.mean(0) if centred else torch.zeros_like(x[0])

@@ -1,4 +1,4 @@
-"""The parts of a decoder block. Each is plain data and a short `forward` of calls through the kernel door.
+"""The parts of a decoder block. Each is plain data and a short `forward` of calls through the kernel dispatch.
 
 The residual stream travels as a pair (stream, delta): a block leaves its last addition to the norm that comes next, so
 that adding and normalising can be one kernel. Legend: N rows, I hidden size, H query heads, G key-value heads, D head
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from attar.kernels import ops
-from attar.kernels.operands import AttentionForm, Linear, Norm, Routes, Tap
+from attar.kernels.operands import ActivationHook, AttentionForm, Linear, Norm, Routes
 from attar.kv.pages import Rotation
-from attar.model.cache import Step, sent
+from attar.model.cache import ForwardBatch, sent
 from attar.model.config import Activation, Rope
 
 
@@ -30,9 +30,9 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
 
-    def forward(self, x: Tensor, step: Step, tap: Tap | None = None) -> Tensor:
+    def forward(self, x: Tensor, step: ForwardBatch, hook: ActivationHook | None = None) -> Tensor:
         form = self.form
-        heads = ops.linear(x, self.qkv, tap, step.routes).view(x.shape[0], -1, form.head_dim)
+        heads = ops.linear(x, self.qkv, hook, step.routes).view(x.shape[0], -1, form.head_dim)
         q, k, v = heads.split((form.heads, form.kv_heads, form.kv_heads), 1)
         rotation = None if self.rope is None else step.rotation(self.rope)
         if step.cache is not None and step.place is not None:
@@ -44,10 +44,11 @@ class Attention:
             keys, values = step.whole(k, v)
             positions = step.split(step.positions)
             mixed = ops.attention(q, keys, values, positions, positions, form)
-        return ops.linear(mixed, (self.output,), tap, step.routes)
+        return ops.linear(mixed, (self.output,), hook, step.routes)
 
     def heads(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [N, H, D], keys and values [N, G, D] of rows x [N, I], normed and rotated: what attention is of."""
+        """Return queries [N, H, D], keys and values [N, G, D] of rows x [N, I], normed and rotated, ready for
+        attention."""
         heads = ops.linear(x, self.qkv).view(x.shape[0], -1, self.form.head_dim)
         q, k, v = heads.split((self.form.heads, self.form.kv_heads, self.form.kv_heads), 1)
         return *self._placed(q, k, rotation), v
@@ -68,14 +69,17 @@ class FeedForward:
     activation: Activation
     gated: bool
 
-    def forward(self, x: Tensor, tap: Tap | None = None, routes: Routes | None = None) -> Tensor:
-        wide = ops.feed_forward_in(x, self.up, self.activation, self.gated, self.down, tap, routes)
-        return ops.linear(wide, (self.down,), tap, routes)
+    def forward(self, x: Tensor, hook: ActivationHook | None = None, routes: Routes | None = None) -> Tensor:
+        wide = ops.feed_forward_in(x, self.up, self.activation, self.gated, self.down, hook, routes)
+        return ops.linear(wide, (self.down,), hook, routes)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Of a column [N, 1]. torch's own takes whole vectors by other code than what is left over, so that a row's bits
-    would depend on where it stands; its softmax takes every row alone."""
+    """Return the sigmoid of a column [N, 1], independently of the row's place.
+
+    torch's own sigmoid takes whole vectors by other code than the remainder, so a row's bits would depend on its place;
+    its softmax takes every row alone.
+    """
     return torch.cat((x, torch.zeros_like(x)), -1).softmax(-1)[:, :1]
 
 
@@ -88,8 +92,8 @@ class MixtureOfExperts:
     shared: FeedForward | None = None
     shared_gate: Linear | None = None
 
-    def forward(self, x: Tensor, tap: Tap | None = None, routes: Routes | None = None) -> Tensor:
-        gates = ops.linear(x, (self.router,), tap, routes).float().softmax(-1)
+    def forward(self, x: Tensor, hook: ActivationHook | None = None, routes: Routes | None = None) -> Tensor:
+        gates = ops.linear(x, (self.router,), hook, routes).float().softmax(-1)
         weights, chosen = gates.topk(self.top_k, -1)  # [N, top_k]
         if self.normalise_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -99,10 +103,10 @@ class MixtureOfExperts:
             if len(rows):
                 own = None if routes is None else routes.of(rows)
                 rows, rank = sent(x.device, rows, rank)
-                out[rows] += expert.forward(x[rows], tap, own) * weights[rows, rank, None].to(x.dtype)
+                out[rows] += expert.forward(x[rows], hook, own) * weights[rows, rank, None].to(x.dtype)
         if self.shared is not None and self.shared_gate is not None:
-            gate = sigmoid(ops.linear(x, (self.shared_gate,), tap, routes))
-            out = out + self.shared.forward(x, tap, routes) * gate
+            gate = sigmoid(ops.linear(x, (self.shared_gate,), hook, routes))
+            out = out + self.shared.forward(x, hook, routes) * gate
         return out
 
 
@@ -115,29 +119,29 @@ class Block:
     attention_post_norm: Norm | None = None
     feed_forward_post_norm: Norm | None = None
     sum: Callable[[Tensor], Tensor] | None = None
-    """Where several processes each have a part of the block's linears: adds up what these parts give."""
+    """Sum over the processes that each hold a part of the block's linear layers; None for one process."""
 
     def forward(
-        self, stream: Tensor, delta: Tensor | None, step: Step, tap: Tap | None = None
+        self, stream: Tensor, delta: Tensor | None, step: ForwardBatch, hook: ActivationHook | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(stream, delta) in, both [N, I], to (stream, delta) out; the block's output is their sum."""
+        """Run the block on (stream, delta), both [N, I]; return (stream, delta), whose sum is its output."""
         stream, x = ops.norm(stream, delta, self.attention_norm)
-        delta = self.attention.forward(x, step, tap)
+        delta = self.attention.forward(x, step, hook)
         if self.sum is not None:
             delta = self.sum(delta)
         if self.attention_post_norm is not None:
             delta = ops.norm(delta, None, self.attention_post_norm)[1]
         stream, x = ops.norm(stream, delta, self.feed_forward_norm)
-        delta = self.feed_forward.forward(x, tap, step.routes)
+        delta = self.feed_forward.forward(x, hook, step.routes)
         if self.sum is not None:
             delta = self.sum(delta)
         if self.feed_forward_post_norm is not None:
             delta = ops.norm(delta, None, self.feed_forward_post_norm)[1]
         return stream, delta
 
-    def run(self, hidden: Tensor, step: Step, tap: Tap | None = None) -> Tensor:
-        """Hidden states in, hidden states out, both [N, I]."""
-        stream, delta = self.forward(hidden, None, step, tap)
+    def run(self, hidden: Tensor, step: ForwardBatch, hook: ActivationHook | None = None) -> Tensor:
+        """Run the block on hidden states [N, I]; return hidden states [N, I]."""
+        stream, delta = self.forward(hidden, None, step, hook)
         return stream + delta
 
     def feed_forwards(self) -> Iterator[FeedForward]:
@@ -149,7 +153,7 @@ class Block:
             yield self.feed_forward.shared
 
     def linears(self) -> Iterator[Linear]:
-        """Every linear of the block, in the order in which a forward pass reads them."""
+        """Yield every linear layer of the block, in the order in which a forward pass reads them."""
         yield from self.attention.qkv
         yield self.attention.output
         if isinstance(self.feed_forward, MixtureOfExperts):
@@ -161,7 +165,7 @@ class Block:
             yield self.feed_forward.shared_gate
 
     def norms(self) -> Iterator[Norm]:
-        """Every norm of the block."""
+        """Yield every norm of the block."""
         attention = self.attention
         found = (self.attention_norm, self.attention_post_norm, self.feed_forward_norm, self.feed_forward_post_norm)
         for norm in (*found, attention.q_norm, attention.k_norm):

@@ -1,9 +1,9 @@
-"""The decoder of one process of several. What is cut where, and why, is said in `split.py`.
+"""The decoder of one process of several. `split.py` gives the cuts and their reasons.
 
 Its blocks are ordinary blocks with fewer heads and a narrower feed-forward, each followed by a sum over the processes
-that share its layers. Only the ends differ: an embedding that has some of the rows, an output matrix whose logits are
-gathered, and, between stages, hidden states that come from one process and go to another. All processes of a model
-call the same methods with the same rows, in the same order; what a call is for, only the first one knows.
+that share its layers. Only the ends differ: an embedding with some of the rows, an LM head whose logits are gathered,
+and, between stages, hidden states that are received and sent. All processes of a model call the same methods with the
+same rows, in the same order; only the first one knows the purpose of a call.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attar.kernels import ops
+from attar.kernels.dispatch import BackendWeights
 from attar.kernels.group import Group
 from attar.kernels.operands import Adapter, Linear, Norm, Routes
-from attar.kernels.ops import Store
 from attar.model import decoder
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder, Embedding, Weights
 from attar.model.split import Cut, Split
+from attar.progress import StageProgress
 
-PIECE = 256  # rows of a step that stages pass on at a time: as many as products are bound by arithmetic with
+PIECE = 256  # rows of a step that stages pass on at a time: enough for products to be bound by arithmetic
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Whom a process exchanges with; None where it is alone."""
+    """The groups that a process exchanges with; None where it is alone."""
 
-    layers: Group | None = None  # those that compute the same layers
-    stages: Group | None = None  # those of the same place, stage after stage
+    layers: Group | None = None  # the processes that compute the same layers
+    stages: Group | None = None  # the processes of the same place, stage after stage
 
     def abort(self) -> None:
         for group in (self.layers, self.stages):
@@ -49,7 +50,7 @@ class Groups:
 
 @dataclass(eq=False, kw_only=True)
 class SplitEmbedding(Embedding):
-    """Rows of the token table from `first` on: what it has none of is zero, and rows of all processes are added up."""
+    """Rows of the token table from `first` on: other rows are zero here, and rows of all processes are added up."""
 
     first: int
     rows: int
@@ -66,24 +67,25 @@ class SplitEmbedding(Embedding):
 
 
 class Lead(Protocol):
-    """What tells the other processes of a model what the first one is about to call."""
+    """The messages by which the first process announces its calls to the model's other processes."""
 
-    def call(self, ids: Tensor, step: Step, rows: Tensor | None) -> None:
-        """`Decoder.run` with these arguments."""
+    def call(self, ids: Tensor, step: ForwardBatch, rows: Tensor | None) -> None:
+        """Announce `Decoder.run` with these arguments."""
         ...
 
     def logits(self, rows: int, routes: Routes | None) -> bool:
-        """`Decoder.logits` of so many rows, which come by broadcast; False where the others know of it already."""
+        """Announce `Decoder.logits` of so many rows, which come by broadcast; False where the others know of it
+        already."""
         ...
 
     def adapt(self, number: int, folder: str) -> None:
-        """An adapter that the first process has read: of every row where its number is 0."""
+        """Announce an adapter that the first process has read: number 0 is for every row."""
         ...
 
 
 @dataclass(eq=False, kw_only=True)
 class SplitDecoder(Decoder):
-    """One process's part. `config` is of the part; of the whole model, `split.config`."""
+    """One process's part of a decoder. `config` describes the part; `split.config` the whole model."""
 
     split: Split
     groups: Groups
@@ -99,7 +101,7 @@ class SplitDecoder(Decoder):
     def run(
         self,
         ids: Tensor,
-        step: Step,
+        step: ForwardBatch,
         rows: Tensor | None = None,
         watch: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
@@ -115,11 +117,11 @@ class SplitDecoder(Decoder):
         return super().logits(stream, delta, routes)
 
     def states(
-        self, ids: Tensor, step: Step, watch: Callable[[int, Tensor], None] | None = None
+        self, ids: Tensor, step: ForwardBatch, watch: Callable[[int, Tensor], None] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """As everywhere. Of several stages, a step of many rows in pieces, of which they work on several at a time."""
+        """Compute `Decoder.states`; several stages work on a step of many rows in pieces, several at a time."""
         if step.cache is not None and step.cache.recent and len(list(step.cache.pieces(step.lengths))) > 1:
-            return super().states(ids, step, watch)  # which comes back here with each piece that the cache takes
+            return super().states(ids, step, watch)  # comes back here with each piece that the cache accepts
         streams, deltas = [], []
         for rows, piece in self._pieces(step):
             stream, delta = super().states(ids[rows], piece, watch)
@@ -138,18 +140,19 @@ class SplitDecoder(Decoder):
                 watch(self.last, stream + delta)
         return stream, delta
 
-    def _pieces(self, step: Step) -> Iterator[tuple[slice, Step]]:
-        """The step as steps of some of its rows. To be taken one by one: each begins where the cache then ends."""
+    def _pieces(self, step: ForwardBatch) -> Iterator[tuple[slice, ForwardBatch]]:
+        """Yield the step as steps of some of its rows, to be taken one by one: each begins where the cache then
+        ends."""
         rows, starts = sum(step.lengths), list(itertools.accumulate(step.lengths, initial=0))
         count = 1 if self.groups.stages is None or step.cache is None else max(1, rows // PIECE)
         for first, last in itertools.pairwise(rows * i // count for i in range(count + 1)):
             lengths = tuple(
                 max(0, min(last, start + n) - max(first, start)) for start, n in zip(starts, step.lengths, strict=False)
             )
-            piece = step if count == 1 else Step(lengths, step.horizon, step.cache, step.adapters, step.device)
+            piece = step if count == 1 else ForwardBatch(lengths, step.horizon, step.cache, step.adapters, step.device)
             yield slice(first, last), piece
 
-    def enter(self, ids: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+    def enter(self, ids: Tensor, step: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         before = self.split.share.stage - 1
         return super().enter(ids, step) if before < 0 else self._receive(len(ids), before)
 
@@ -161,7 +164,7 @@ class SplitDecoder(Decoder):
         return stream, delta
 
     def _send(self, stream: Tensor, delta: Tensor, stage: int) -> None:
-        """Apart, so that the next norm adds them as it would here."""
+        """Send stream and delta separately, so that the next norm adds them as it would here."""
         assert self.groups.stages is not None
         for each in (stream, delta):
             self.groups.stages.send(each.contiguous(), stage)
@@ -172,7 +175,8 @@ class SplitDecoder(Decoder):
         return stages.receive(shape, self.dtype, stage), stages.receive(shape, self.dtype, stage)
 
     def products(self, stream: Tensor, delta: Tensor | None = None, routes: Routes | None = None) -> Tensor:
-        """As everywhere in the first process; [0, vocab] in the others, some of which compute columns of it."""
+        """Compute `Decoder.products` in the first process; return [0, vocab] in the others, some of which compute
+        columns of it."""
         nothing = torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=stream.device)
         if self.split.vocabulary is None:
             return nothing
@@ -184,15 +188,18 @@ class SplitDecoder(Decoder):
 
 
 def _widest(split: Split) -> int:
-    """Columns of logits that a process makes at most: all make as many but the last, which may have fewer."""
+    """Return the greatest number of logit columns of a process: all have as many but the last, which may have fewer."""
     assert split.vocabulary is not None
     start, stop = split.vocabulary
     return start // split.share.place if split.share.place else stop
 
 
 def cut_adapter(adapter: Adapter, cut: Cut) -> Adapter:
-    """What a process that keeps `cut` of a linear keeps of its adapter: of outputs their rows of B, beside the whole of
-    A; of inputs their columns of A, whose products with the whole of B are added up as the linear's own parts are."""
+    """Return the part of a linear layer's adapter for a process that keeps `cut` of the layer.
+
+    A cut of outputs keeps their rows of B and the whole of A. A cut of inputs keeps their columns of A, whose products
+    with the whole of B are added up like the layer's own parts.
+    """
     down, up = adapter.down, adapter.up
     if cut.rows is not None:
         up = torch.cat([up[start:stop] for start, stop in cut.rows])
@@ -205,12 +212,13 @@ def build(
     split: Split,
     weights: Weights,
     groups: Groups,
-    on_block: Callable[[int, int], None] | None = None,
-    store: Store | None = None,
+    on_block: StageProgress | None = None,
+    store: BackendWeights | None = None,
 ) -> SplitDecoder:
-    """One process's part of a model. `weights` gives of each linear, and of the token table, what `split` keeps.
+    """Build one process's part of a model. `weights` holds the parts of linear layers and token table that `split`
+    keeps.
 
-    Raises ValueError as `decoder.build`.
+    Raises ValueError like `decoder.build`.
     """
     together = groups.layers
     final_norm = decoder.build_final_norm(split.block, weights)
@@ -228,8 +236,8 @@ def build(
     )  # fmt: skip
 
 
-def _ends(split: Split, weights: Weights, final_norm: Norm, store: Store | None) -> tuple[Embedding, Linear]:
-    """Embedding and output matrix of a process, laid out with the final norm; of no rows where it has neither."""
+def _ends(split: Split, weights: Weights, final_norm: Norm, store: BackendWeights | None) -> tuple[Embedding, Linear]:
+    """Build embedding and LM head of a process, laid out with the final norm; without rows where it has neither."""
     if split.vocabulary is None:
         if store is not None:
             store.take_norm(final_norm)

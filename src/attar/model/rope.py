@@ -1,9 +1,9 @@
-"""The angles of rotary embeddings, and the ways in which models stretch them past the context they were trained on.
+"""The angles of rotary embeddings, and their stretching past the trained context.
 
-Two kinds choose their frequencies by how long the sequence is: `dynamic` (NTK-aware, grows with length) and `longrope`
+Two kinds choose their frequencies by the sequence's length: `dynamic` (NTK-aware, grows with length) and `longrope`
 (one set of factors up to the trained context, another beyond). Keys are rotated when they are written, so a choice that
 changed in mid-sequence would leave old keys turned by other angles. The choice is therefore made once, by the
-*horizon*: the longest length the sequence can reach. One piece, chunks and a cache then give the same numbers.
+*horizon*: the greatest length the sequence can reach. One piece, chunks and a cache then give the same numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TABLE_ROWS = 256  # positions whose angles are computed at once
 
 
 def frequencies(rope: Rope, horizon: int) -> Tensor:
-    """Radians per position of each rotated pair: float32 [dims / 2]."""
+    """Return the radians per position of each rotated pair: float32 [dims / 2]."""
     half = torch.arange(0, rope.dims, 2, dtype=torch.int64).float() / rope.dims
     theta = rope.theta
     if rope.kind == "dynamic" and horizon > rope.original_context:
@@ -41,7 +41,7 @@ def frequencies(rope: Rope, horizon: int) -> Tensor:
 
 
 def _llama3(base: Tensor, rope: Rope) -> Tensor:
-    """Llama 3.1: slow frequencies are divided by the factor, fast ones kept, those between interpolated."""
+    """Apply Llama 3.1's rule: slow frequencies are divided by the factor, fast ones kept, others interpolated."""
     turns = rope.original_context * base / (2 * math.pi)  # whole turns within the trained context
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     smooth = smooth.clamp(0, 1)
@@ -49,10 +49,10 @@ def _llama3(base: Tensor, rope: Rope) -> Tensor:
 
 
 def _yarn(base: Tensor, rope: Rope) -> Tensor:
-    """YaRN (Peng et al. 2023), NTK-by-parts: a ramp over the pairs between `beta_fast` and `beta_slow` turns."""
+    """Apply YaRN (Peng et al. 2023), NTK-by-parts: a ramp over the pairs between `beta_fast` and `beta_slow` turns."""
 
     def pair_with(turns: float) -> float:
-        """The (fractional) pair index that makes `turns` whole turns within the trained context."""
+        """Return the (fractional) pair index that makes `turns` whole turns within the trained context."""
         return rope.dims * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
@@ -65,13 +65,13 @@ def _yarn(base: Tensor, rope: Rope) -> Tensor:
 
 
 def rotation(rope: Rope, positions: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [N, dims / 2], of positions [N] in sequences that reach `horizon` at the longest."""
+    """Return cos and sin, float32 [N, dims / 2], of positions [N] in sequences of at most `horizon` positions."""
     angle = positions[:, None].float() * frequencies(rope, horizon).to(positions.device)[None, :]
     return angle.cos() * rope.attention_factor, angle.sin() * rope.attention_factor
 
 
 def table(rope: Rope, horizon: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [positions, dims / 2], of every position below `horizon`, and of some beyond.
+    """Return cos and sin, float32 [positions, dims / 2], of every position below `horizon`, and of some beyond.
 
     Callers share the tensors: they are read only.
     """
@@ -81,7 +81,8 @@ def table(rope: Rope, horizon: int, device: torch.device | str = "cpu") -> tuple
 
 @functools.lru_cache(maxsize=8)
 def _table(rope: Rope, rows: int, horizon: int, device: str) -> tuple[Tensor, Tensor]:
-    """`table`, kept. Every piece has the same shape, so a number does not depend on how torch shares out the work."""
+    """Return `table`, cached. Every piece has the same shape, so a number does not depend on torch's division of the
+    work."""
     with torch.inference_mode(False):
         pieces = [rotation(rope, torch.arange(at, at + TABLE_ROWS), horizon) for at in range(0, rows, TABLE_ROWS)]
         cos, sin = zip(*pieces, strict=True)

@@ -1,7 +1,8 @@
-"""Reads the rope that a config.json describes: `rope_scaling` of transformers 4, `rope_parameters` of transformers 5.
+"""Reading the rope of a config.json: `rope_scaling` of transformers 4, `rope_parameters` of transformers 5.
 
-Numbers that follow from others (the attention factors of YaRN and LongRoPE) are computed here as transformers does, so
-that a `Rope` holds every number its arithmetic needs. A key that is not known is an error: each changes the angles.
+Numbers that follow from others (the attention factors of YaRN and LongRoPE) are computed here by transformers' rules,
+so that a `Rope` holds every number its arithmetic needs. An unknown key is an error, because each key changes the
+angles.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ KINDS_OF_LAYER = ("full_attention", "sliding_attention")
 
 
 def rope_parameters(f: Fields) -> Fields:
-    """The flat object that describes the rope: `rope_scaling` of older files or `rope_parameters`."""
+    """Return the flat object that describes the rope: `rope_scaling` of older files or `rope_parameters`."""
     key = "rope_scaling" if f.get("rope_scaling") else "rope_parameters"
     return _parameters(f, key, f.inner(key) or {})
 
@@ -58,7 +59,10 @@ def _parameters(f: Fields, where: str, data: Mapping[str, object]) -> Fields:
 def read_rope(
     f: Fields, p: Fields, head_dim: int, kinds: Mapping[str, RopeKind] = ROPES, partial: bool = False
 ) -> Rope:
-    """The rope that parameters `p` describe; numbers that follow from others are computed as transformers does."""
+    """Return the rope of parameters `p`; numbers that follow from others are computed by transformers' rules.
+
+    Raises ValueError naming the key that is missing, malformed or unsupported.
+    """
     kind, theta, share = p.choice("rope_type", kinds), p.number("rope_theta", low=1.0), 1.0
     if partial:
         share = p.number("partial_rotary_factor", high=1.0)
@@ -106,7 +110,8 @@ def read_rope(
 
 
 def _yarn_attention(p: Fields, factor: float) -> float:
-    """What YaRN multiplies cos and sin by: 0.1 ln(factor) + 1 (Peng et al. 2023, section 3.4), DeepSeek's a ratio."""
+    """Return YaRN's factor of cos and sin: 0.1 ln(factor) + 1 (Peng et al. 2023, section 3.4); DeepSeek's is a
+    ratio."""
 
     def grown(by: float) -> float:
         return 0.1 * by * math.log(factor) + 1 if factor > 1 else 1.0
@@ -116,7 +121,7 @@ def _yarn_attention(p: Fields, factor: float) -> float:
 
 
 def read_gemma3_ropes(f: Fields, head_dim: int) -> tuple[Rope, Rope]:
-    """The ropes of sliding and of full layers. Scaling in the older form is meant for the full ones alone."""
+    """Return the ropes of sliding and of full layers. Scaling in the older form applies to the full ones alone."""
     given = dict(f.inner("rope_parameters") or {})
     each = Fields(given, where=f"{f.where}: rope_parameters")
     unknown = sorted(given.keys() - KINDS_OF_LAYER)

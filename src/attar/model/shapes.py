@@ -1,6 +1,6 @@
 """Shapes of published models, for measuring speed without their weights. Torch-free.
 
-Each is what its config.json says of it, as far as speed depends on it.
+Each follows its config.json, as far as speed depends on it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def shape(name: str) -> ModelConfig:
-    """The configuration of a shape. Raises ValueError on one that is not in the table."""
+    """Return the configuration of a shape. Raises ValueError on one that is not in the table."""
     if name not in SHAPES:
         raise ValueError(f"unknown shape {name!r}: known are {', '.join(SHAPES)}{nearest(name, SHAPES)}")
     return read_config(dict(SHAPES[name]))

@@ -1,7 +1,7 @@
-"""A model that several processes hold together: who keeps what, as arithmetic. Torch-free, so that `plan` counts it.
+"""The parts of a model in several processes, as arithmetic. Torch-free, so that `plan` can use it.
 
 **Tensor parallel** (`tp` processes compute one block together; Shoeybi et al. 2019). Each holds some of the heads and
-some of the feed-forward's width, so that between its two halves a block needs no exchange, and one sum behind each:
+some of the feed-forward's width, so a block needs no exchange within its two halves, and one sum behind each:
 
     q, k, v, gate, up   cut by outputs: whole heads, and ranges of the width. Biases are cut alike.
     output, down        cut by inputs, the same heads and ranges: each process has a part of every sum, and the parts
@@ -18,26 +18,26 @@ Query heads stay with the key-value head they read. There are as many key-value 
 each is held by several: then their keys and values are computed and cached more than once.
 
 A quantized weight is cut between groups (`formats/cuts.py`). Cut by inputs elsewhere, a group would need a scale of its
-own on each side, which is another weight: such a model is refused before anything is read, by the layer's name and with
-what would do. So is one whose columns are stored in another order (GPTQ's act-order, found when the layer is read),
-because its ranges of inputs are not ranges of heads.
+own on each side, which is another weight: such a model is refused before anything is read, with the layer's name and
+working alternatives. A model whose columns are stored in another order (GPTQ's act-order, found when the layer is read)
+is refused too, because its ranges of inputs are not ranges of heads.
 
-What comes out differs from one process's numbers by rounding alone. Sums are taken in another order: some 1e-6 of a
-logit's size in float32, in bfloat16 what its steps are. Where rows are rounded to a grid by their own largest number
-(w8a8, fp8), a row that is cut by inputs has one scale in each process, each as fine as the whole row's or finer:
-another rounding of the same size. Fixed scales, and scales of groups that are cut whole (int8g128 on CPUs), are the
-same; there only a number on the edge between two codes falls to the other one.
+The results differ from one process's by rounding alone. Sums are taken in another order: some 1e-6 of a logit's size in
+float32, bfloat16's rounding steps in bfloat16. Where rows are rounded to a grid by their own largest number (w8a8,
+fp8), a row that is cut by inputs has one scale in each process. Each is as fine as the whole row's or finer: a
+different rounding of the same size. Fixed scales, and scales of groups that are cut whole (int8g128 on CPUs), are the
+same; there only a number on the boundary between two codes may round to the other one.
 
-**Pipeline parallel** (`pp` stages, contiguous layers each). Hidden states go from stage to stage and back to the first,
-which has embedding, final norm and output matrix, so that a tied matrix is held once and whoever chooses tokens has
-the logits. Where layers do not divide, the first stages have the more, so that the first process, whose memory is
-counted and measured for all, holds the most of everything. Numbers are one process's, bit for bit on CPUs. Stages work
-at the same time only on a step of many rows, such as a prompt's: it goes through them in pieces of some hundred rows
+**Pipeline parallel** (`pp` stages, contiguous layers each). Hidden states go from stage to stage and back to the first.
+It has embedding, final norm and LM head, so a tied matrix is held once and the process that samples tokens has the
+logits. Where layers do not divide evenly, the first stages have more, so the first process, whose memory is counted and
+measured for all, holds the most of everything. Numbers are one process's, bit for bit on CPUs. Stages work at the same
+time only on a step of many rows, such as a prompt's: it goes through them in pieces of some hundred rows
 (`parallel.PIECE`), which takes (m + pp - 1) / (m pp) of the time for m pieces. A step of fewer rows runs through one
 stage after another, and decoding is as fast as in one process with all layers: a piece of a decode step would read
-every weight again, which is what bounds it. So stages buy memory first.
+every weight again, which bounds its speed. So the gain of stages is first of all memory.
 
-Both together: `tp` processes a stage, each sending to the one of its place in the next.
+Combined, there are `tp` processes a stage, and each sends to the process of its place in the next.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from attar.formats.cuts import Range, grain
 from attar.formats.scheme import Scheme
 from attar.model.config import Experts, ModelConfig
 
-LANES = 16  # rows of the vocabulary that stay together: what kernels multiply at once
+LANES = 16  # rows of the vocabulary that stay together: as many as kernels multiply at once
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of one process, `rank` of `tp * pp`. Raises ValueError where there is none of that number."""
+    """The part of one process, `rank` of `tp * pp`. Raises ValueError where `tp` or `pp` is below 1."""
 
     rank: int = 0
     tp: int = 1
@@ -73,7 +73,7 @@ class Share:
 
     @property
     def place(self) -> int:
-        """Among those that compute the same layers."""
+        """Number among the processes that compute the same layers."""
         return self.rank % self.tp
 
     @property
@@ -81,20 +81,20 @@ class Share:
         return self.rank // self.tp
 
     def every(self) -> Iterator[Share]:
-        """All processes' parts, the first's first."""
+        """Return all processes' parts, the first's first."""
         return (replace(self, rank=rank) for rank in range(self.count))
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What a process keeps of a linear [O, I]: ranges of outputs, side by side, or one of inputs; None: all."""
+    """The part of a linear layer [O, I] that a process keeps: ranges of outputs, or one of inputs; None: all."""
 
     rows: tuple[Range, ...] | None = None
     columns: Range | None = None
-    bias: bool = True  # whether it is this one that adds the bias
+    bias: bool = True  # whether this process adds the bias
 
     def shape(self, whole: tuple[int, int]) -> tuple[int, int]:
-        """Of what is kept, of a linear of shape (out, in)."""
+        """Return the shape of the kept part of a linear layer of shape (out, in)."""
         rows = whole[0] if self.rows is None else sum(stop - start for start, stop in self.rows)
         return rows, whole[1] if self.columns is None else self.columns[1] - self.columns[0]
 
@@ -107,21 +107,21 @@ class Split:
     share: Share
     block: ModelConfig  # of its part of every layer
     layers: range
-    vocabulary: Range | None  # rows of embedding and output matrix; None: it has neither
-    cuts: Mapping[str, Cut]  # of linears that are not whole, by name
+    vocabulary: Range | None  # rows of embedding and LM head; None: it has neither
+    cuts: Mapping[str, Cut]  # of linear layers that are not whole, by name
 
     @property
     def own(self) -> ModelConfig:
-        """Of its part: its heads and its layers, the whole vocabulary, for that is what it tells of."""
+        """Configuration of its part: its heads and its layers, but the whole vocabulary, the width of its results."""
         part = slice(self.layers.start, self.layers.stop)
         block = self.block
         return replace(block, windows=block.windows[part], ropes=block.ropes[part], sparse=block.sparse[part])
 
 
 def split(config: ModelConfig, share: Share, schemes: Mapping[str, Scheme | None]) -> Split:
-    """The part of `share`. `schemes` says how linears are stored, by name; those not named are dense.
+    """Return the part of `share`. `schemes` maps linear layers to their stored schemes; others are dense.
 
-    Raises ValueError where the model cannot be shared so, with what would do.
+    Raises ValueError where the model cannot be split in this way, with working alternatives.
     """
     _check_heads(config, share)
     if share.pp > config.layers:
@@ -150,7 +150,7 @@ def split(config: ModelConfig, share: Share, schemes: Mapping[str, Scheme | None
 
 
 def stage_layers(count: int, share: Share) -> range:
-    """The layers of a stage: as even as can be, the longer stages first."""
+    """Return the layers of a stage: as even as possible, the longer stages first."""
     first, last = (-(-count * stage // share.pp) for stage in (share.stage, share.stage + 1))
     return range(first, last)
 
@@ -229,7 +229,7 @@ def _part(count: int, share: Share) -> Range:
 def _side_by_side(
     at: str, names: tuple[str, ...], parts: list[Range], sizes: tuple[int, ...]
 ) -> Iterator[tuple[str, Cut]]:
-    """The cut of each linear; one name for several parts means that they are stored fused, in that order of rows."""
+    """Yield the cut of each linear layer; one name for several parts means fused storage, in that order of rows."""
     if len(names) == len(parts):
         yield from ((f"{at}.{name}", Cut(rows=(part,))) for name, part in zip(names, parts, strict=True))
         return
@@ -256,7 +256,7 @@ def _check_grain(name: str, cut: Cut, scheme: Scheme | None, config: ModelConfig
 
 
 def _another(name: str, unit: int, inputs: bool, size: int, config: ModelConfig, share: Share) -> str:
-    """What would do instead: fewer processes, or groups that divide."""
+    """Return alternatives in words: fewer processes, or groups that divide."""
     whole = size * share.tp
     fewer = [n for n in range(share.tp - 1, 1, -1) if not config.heads % n and not whole % (n * unit)]
     groups = [g for g in (128, 64, 32, 16) if not size % g and g < unit]

@@ -33,9 +33,9 @@ from typing import Any
 
 from attar.model.config import ModelConfig
 from attar.model.split import Share, split
-from attar.plan import cards, costs, steps
-from attar.plan.cards import Card
+from attar.plan import costs, gpus, steps
 from attar.plan.costs import BLOCK, Storage
+from attar.plan.gpus import GpuSpec
 from attar.plan.roofline import Roofline
 from attar.plan.steps import StepLimits
 
@@ -142,7 +142,7 @@ def fit(
     adapters: int = 0,
     share: Share = WHOLE,
     fraction: float | None = None,
-    card: Card | None = None,
+    card: GpuSpec | None = None,
 ) -> Fit:
     """Divide `memory`, of the machine or of a `card` (`cards.py`).
 
@@ -163,9 +163,9 @@ def fit(
     own, held = shared(config, storage, share)
     limits = limits or StepLimits()
     if card is not None:
-        weights = cards.weight_bytes(held, storage, card.float8).total
-        each = cards.block_bytes(own, kv, card.float8, block)
-        step, processes = cards.step_bytes(own, storage, limits, context), 0
+        weights = gpus.weight_bytes(held, storage, card.float8).total
+        each = gpus.block_bytes(own, kv, card.float8, block)
+        step, processes = gpus.step_bytes(own, storage, limits, context), 0
     else:
         weights, each = costs.weight_bytes(held, storage).total, costs.block_bytes(own, kv, block)
         step = steps.largest_step(own, storage, limits, context).total
@@ -233,7 +233,7 @@ def start(
     adapters: int = 0,
     share: Share = WHOLE,
     fraction: float | None = None,
-    card: Card | None = None,
+    card: GpuSpec | None = None,
 ) -> Fit:
     """Divide a server's memory as `fit`, with a cache of `max_tokens`. By default it gets what the memory leaves, or a
     `fraction` of that, up to `ROOM` times what `limits.sequences` full requests need to run together.
@@ -345,7 +345,7 @@ def speed(
     return Speed(read, demand.users / slower, "compute" if computing > reading else "bandwidth")
 
 
-def card_speed(config: ModelConfig, storage: Storage, kv: str, demand: Demand, card: Card) -> Speed:
+def card_speed(config: ModelConfig, storage: Storage, kv: str, demand: Demand, card: GpuSpec) -> Speed:
     """Bound the decode speed of all users on a GPU, with attention's operations."""
     context = longest(config, demand.context)
     reading, computing = Roofline(config, storage, kv, card.rates).least([(context - 1, 1, True)] * demand.users)
@@ -380,7 +380,7 @@ class Plan:
     bandwidth: float | None  # bytes a second
     int8_rate: float | None  # operations a second
     rows: tuple[Row, ...]
-    card: Card | None = None
+    card: GpuSpec | None = None
 
 
 def plan(
@@ -399,7 +399,7 @@ def plan(
     adapters: int = 0,
     share: Share = WHOLE,
     fraction: float | None = None,
-    card: Card | None = None,
+    card: GpuSpec | None = None,
 ) -> Plan:
     """Divide the memory for every storage with every KV scheme (default: the usual ones), each as by `start`.
 
@@ -418,7 +418,7 @@ def plan(
     context = demand.context if demand.users == 1 else most
     rows = []
     for storage in storages:
-        if card is not None and storage is not storages[0] and cards.without_kernel(config, storage, card.float8):
+        if card is not None and storage is not storages[0] and gpus.without_kernel(config, storage, card.float8):
             continue  # at least as large there as dense
         try:
             layers = shared(config, storage, Share(0, share.tp))[1]
@@ -439,8 +439,8 @@ def plan(
             if card is None:
                 weights, references = costs.weight_bytes(held, storage), len(steps.references(config, storage))
             else:
-                weights = cards.weight_bytes(held, storage, card.float8)
-                references = cards.without_kernel(config, storage, card.float8)
+                weights = gpus.weight_bytes(held, storage, card.float8)
+                references = gpus.without_kernel(config, storage, card.float8)
             rows.append(Row(storage.label, kv, found, weights, fits, short, fast, references))
     if card is not None:
         bandwidth, int8_rate = card.bandwidth, card.operations["int8"]
@@ -449,7 +449,7 @@ def plan(
 
 def usual_kv(config: ModelConfig, card: bool) -> tuple[str, ...]:
     """Return the KV schemes worth comparing for a model, on a GPU or a CPU."""
-    return tuple(name for name in cards.USUAL_KV if name in costs.usual_kv(config)) if card else costs.usual_kv(config)
+    return tuple(name for name in gpus.USUAL_KV if name in costs.usual_kv(config)) if card else costs.usual_kv(config)
 
 
 def usual(config: ModelConfig, first: Storage) -> list[Storage]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from attar.plan.cards import CARDS
 from attar.plan.fit import Fit, Plan, Row, kept_free, size
+from attar.plan.gpus import CARDS
 
 CARD_FORMULA = "tokens/s <= users / max((weights read + users x KV read) / bandwidth, operations / their rates)"
 FORMULA = "tokens/s <= users / max((weights read + users x KV read) / bandwidth, users x int8 operations / their rate)"

@@ -30,7 +30,7 @@ from attar.formats.scheme import Scheme
 from attar.formats.weight_formats import Lookup, Progressive
 from attar.model.config import ModelConfig
 from attar.plan.costs import LANES, Storage, against, matrices
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 
 LARGE = 1 << 20  # bytes from which a result has pages of its own
 UNIT = 2 << 20  # pages of a large result come in multiples of this
@@ -74,7 +74,7 @@ class StepLimits:
     recordings: int = 4
     threads: int = 1
     idle: int = IDLE
-    headroom: float = 0.02  # as in `Limits`, like rows and sequences
+    headroom: float = 0.02  # as in `SchedulerConfig`, like rows and sequences
 
     def __post_init__(self) -> None:
         for name, low in (("rows", 1), ("sequences", 1), ("sampled", 1), ("threads", 1), ("recordings", 0)):
@@ -84,7 +84,7 @@ class StepLimits:
             raise ValueError(f"the headroom is a share below 1, not {self.headroom:g}")
 
     @classmethod
-    def of(cls, scheduler: Limits, threads: int) -> StepLimits:
+    def of(cls, scheduler: SchedulerConfig, threads: int) -> StepLimits:
         """Bounds of a step on a CPU of so many threads: what memory is planned by, before a start and at it."""
         return cls(scheduler.max_step_tokens, scheduler.together, threads=threads, headroom=scheduler.headroom)
 

@@ -4,8 +4,8 @@ The server holds connections, texts of requests and templates; the engine holds 
 is one of these messages. Every request ends in exactly one `Failed`, or in one `Finished` for each of its choices.
 Times are spans in seconds, never clock readings: the two processes need not share a clock.
 
-A frame is a length of four bytes, little-endian, then an array of messages, at most `MAX_FRAME` bytes. A longer frame,
-or one that does not decode, ends the connection, and with it the engine: neither side trusts input that it cannot read.
+A frame (`framing.py`) holds an array of messages, at most `MAX_FRAME` bytes. A longer frame, or one that does not
+decode, ends the connection, and with it the engine: neither side trusts input that it cannot read.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from attar.protocol.framing import frame
 from attar.protocol.request import FinishReason, SamplingParams, TokenLogprob
 
 MAX_FRAME = 64 << 20
@@ -28,7 +29,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     prompt: tuple[int, ...]
     params: SamplingParams
     n: int = 1
-    salt: bytes = b""  # requests with different salts share no cached block
+    cache_salt: bytes = b""  # requests with different salts share no cached block
     priority: int = 0  # lower goes first
     deadline: float | None = None  # seconds from now; then the request fails with `deadline`
     adapter: str = ""  # one of `Ready.adapters`; empty: the base model
@@ -42,7 +43,7 @@ class Embed(msgspec.Struct, frozen=True, tag="embed"):
     pooling: str = "mean"  # or "last"
     deadline: float | None = None
     adapter: str = ""
-    salt: bytes = b""
+    cache_salt: bytes = b""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -55,13 +56,13 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Stop when all requests have ended."""
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Send a `Told` for each of these requests that has not ended."""
+class QueryStatus(msgspec.Struct, frozen=True, tag="ask"):
+    """Send a `RequestStatus` for each of these requests that has not ended."""
 
     ids: tuple[str, ...]
 
 
-Command = Submit | Embed | Cancel | Drain | Ask
+Command = Submit | Embed | Cancel | Drain | QueryStatus
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -194,19 +195,16 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     busy: float = 0.0
 
 
-class Told(msgspec.Struct, frozen=True, tag="told"):
+class RequestStatus(msgspec.Struct, frozen=True, tag="told"):
     """Present state of a request."""
 
     id: str
     report: Report
 
 
-Event = Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats | Beat | Told
+Event = Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats | Beat | RequestStatus
 
 
 def encode(messages: Sequence[Command] | Sequence[Event]) -> bytes:
-    """Encode messages as one frame. Raises ValueError where it would be longer than MAX_FRAME bytes."""
-    body = msgspec.msgpack.encode(messages)
-    if len(body) > MAX_FRAME:
-        raise ValueError(f"a frame of {len(body)} bytes is longer than {MAX_FRAME}")
-    return len(body).to_bytes(4, "little") + body
+    """Encode messages as one frame. Raises FrameTooLong where it would be longer than MAX_FRAME bytes."""
+    return frame(msgspec.msgpack.encode(messages), MAX_FRAME)

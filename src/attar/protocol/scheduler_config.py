@@ -10,7 +10,7 @@ Policy = Literal["none", "static", "dynamic", "continuous"]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerConfig:
     """Limits of the scheduler. Raises ValueError where nothing could run.
 
     policy: `continuous` admits sequences at every step. The others admit only when none is running: one (`none`), all
@@ -67,9 +67,9 @@ class Limits:
 
 
 PRESETS = {
-    "latency": Limits(max_running=16, max_step_tokens=128, max_waiting=64, headroom=0.05),
-    "throughput": Limits(max_running=128, max_step_tokens=2048, max_waiting=1024, headroom=0.01),
-    "long-context": Limits(max_running=8, max_step_tokens=1024, max_waiting=64, headroom=0.05),
+    "latency": SchedulerConfig(max_running=16, max_step_tokens=128, max_waiting=64, headroom=0.05),
+    "throughput": SchedulerConfig(max_running=128, max_step_tokens=2048, max_waiting=1024, headroom=0.01),
+    "long-context": SchedulerConfig(max_running=8, max_step_tokens=1024, max_waiting=64, headroom=0.05),
 }
 """Named settings. `latency`: short gaps between tokens; `throughput`: most tokens a second; `long-context`: few
 requests with long prompts."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from attar.protocol.scheduler_config import PRESETS, Limits
+from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
 
 HOPELESS, CHANGED = 2, 3
 """Exit statuses of an engine that cannot serve its model, and of one whose files differ from the server's."""
@@ -60,11 +60,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the model and its adapters, whose fingerprints `files` are."""
         return (self.model, *(folder for _, folder in self.adapters))
 
-    def limits(self) -> Limits:
+    def limits(self) -> SchedulerConfig:
         """Return the preset with the settings that differ from it. Raises ValueError for an unknown preset or invalid
         values."""
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"unknown preset {self.preset!r}: known are {', '.join(PRESETS)}")
         names = ("policy", "max_running", "max_step_tokens", "max_waiting", "max_delay", "max_preemptions")
         changed = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return replace(PRESETS[self.preset] if self.preset else Limits(), **changed)
+        return replace(PRESETS[self.preset] if self.preset else SchedulerConfig(), **changed)

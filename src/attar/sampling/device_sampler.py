@@ -1,16 +1,15 @@
-"""`sampler.sample` for logits that lie on a GPU: the same choices, and one wait for all of them.
+"""`sampler.sample` for logits on a GPU: the same choices, and one wait for all of them.
 
-`sample` looks at what it has found several times on its way, which costs nothing where numbers are at hand. Here every
-look would stop the device. So what the host decides it decides from parameters alone, everything else is computed for
-every row, and tokens come back once, with the largest logit of each row, which says whether the row was fit to choose
-from, and with the log probabilities that somebody wants. Where `sample` picks candidates and sorts those, here whole
-rows are sorted: to the same tokens.
+`sample` reads intermediate results several times, which is free on a CPU. Here every read would stop the device. So the
+host decides from parameters alone, and everything else is computed for every row. Tokens come back once, with the
+largest logit of each row, which shows whether the row was fit to choose from, and with the requested log probabilities.
+Where `sample` picks candidates and sorts those, here whole rows are sorted: to the same tokens.
 
-`choose` comes back before the device has chosen. What it found is on its way to the host then, ahead of whatever the
-device is told next, and its tokens are there for the next step to begin with (`Chosen`).
+`choose` returns before the device has chosen. Its results are then on their way to the host, ahead of the device's
+later work, and its tokens are on the device for the next step to begin with (`Chosen`).
 
-Sums along the vocabulary may be associated otherwise than on a CPU, so a draw that falls on the border of two tokens
-may take the other.
+Sums along the vocabulary may associate differently than on a CPU, so a draw on the border of two tokens may take the
+other.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ from attar.execution.cuda_graphs import mark
 from attar.kernels import ops
 from attar.model.cache import sent
 from attar.protocol.request import TokenLogprob
-from attar.sampling.sampler import Asked, BadLogits, Draw, Sampler, drawn, penalized
+from attar.sampling.sampler import Asked, BadLogits, SampledToken, Sampler, drawn, penalized
 
 AT_ONCE = 64  # rows that are sorted together: their float64 numbers take a gigabyte at the most common vocabularies
 
 
 class Chosen:
-    """Tokens [B] that the device chooses for so many samplers, `most` log probabilities wanted of those in `counts`."""
+    """Tokens [B] chosen by the device, one a sampler, with up to `most` log probabilities for the rows in `counts`."""
 
     def __init__(
         self, chosen: Tensor, asked: Tensor, samplers: Sequence[Sampler], counts: dict[int, int], most: int
     ) -> None:
         self.tokens = chosen[0].long()
-        """int64 [B], on the device; of a row that nothing can be chosen from, any token."""
+        """Tokens int64 [B], on the device; any token for a row from which nothing can be chosen."""
         self._samplers, self._counts, self._most = samplers, counts, most
-        # Only what stands in line before this copy is waited for, and not the step that is launched behind it.
+        # Only work queued before this copy is waited for, not the step that is launched after it.
         self._sent = torch.cat((chosen.flatten(), asked.flatten())).to("cpu", non_blocking=True)
         self._there = mark(chosen.device)
         self._there.set()
         self._numbers: list[float] | None = None
 
-    def draws(self, first: int = 0, last: int | None = None) -> list[Draw | BadLogits]:
-        """Those of all rows, or of some. The first time the host waits."""
+    def draws(self, first: int = 0, last: int | None = None) -> list[SampledToken | BadLogits]:
+        """Return the draws of all rows, or of some. The first call makes the host wait."""
         if self._numbers is None:
             self._there.wait()
             self._numbers = self._sent.tolist()
@@ -61,7 +60,7 @@ class Chosen:
 
 
 def choose(logits: Tensor, samplers: Sequence[Sampler]) -> Chosen:
-    """Begin to choose from logits [B, V], one row a sampler, on any device. Nobody waits."""
+    """Begin to choose from logits [B, V], one row a sampler, on any device, without waiting."""
     assert logits.ndim == 2
     assert logits.shape[0] == len(samplers)
     found = []
@@ -75,20 +74,20 @@ def choose(logits: Tensor, samplers: Sequence[Sampler]) -> Chosen:
     return Chosen(chosen, asked, samplers, counts, most)
 
 
-def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Draw | BadLogits]:
-    """As `sampler.sample`: of logits [B, V], one row a sampler, on any device."""
+def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[SampledToken | BadLogits]:
+    """Choose like `sampler.sample` from logits [B, V], one row a sampler, on any device."""
     return choose(logits, samplers).draws()
 
 
 def _choose(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
-    """Each row's token and its largest logit, float64 [2, B]."""
+    """Return each row's token and its largest logit, float64 [2, B]."""
     if all(sampler.plain for sampler in samplers):
         ids = ops.argmax(logits)
         return torch.stack((ids.double(), logits.gather(-1, ids[:, None]).squeeze(-1).double()))
     rows = penalized(logits, samplers)
     largest = rows.amax(-1)  # NaN if any is
     places = torch.arange(rows.shape[1], device=rows.device)
-    ids = torch.where(rows == largest[:, None], places, rows.shape[1] - 1).amin(-1)  # of equals the first
+    ids = torch.where(rows == largest[:, None], places, rows.shape[1] - 1).amin(-1)  # the first among equals
     random = [i for i, sampler in enumerate(samplers) if sampler.params.temperature > 0]
     if random:
         chosen = [samplers[i] for i in random]
@@ -105,13 +104,16 @@ def _choose(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
             scaled = scaled.masked_fill(scaled < min_p.log(), -torch.inf)
         cumulative = scaled.exp().cumsum(-1)
         picked = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
-        ids[where] = picked.squeeze(-1).clamp(max=rows.shape[1] - 1)  # past the end where a row is no good
+        ids[where] = picked.squeeze(-1).clamp(max=rows.shape[1] - 1)  # past the end where a row is bad
     return torch.stack((ids.double(), largest))
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[int], most: int) -> Tensor:
-    """Of some rows of logits [B, V], float64 [n, 1 + 2 most]: the log probability of its token, tokens [B]; those of
-    the most likely ones, of equals the first; and these."""
+    """Return log probabilities of some rows of logits [B, V], float64 [n, 1 + 2 most].
+
+    A row holds the log probability of its token, from tokens [B]; those of the most probable ones, the first among
+    equals; and their ids.
+    """
     pieces = []
     for start in range(0, len(rows), AT_ONCE):
         (where,) = sent(logits.device, torch.tensor(rows[start : start + AT_ONCE]))
@@ -125,13 +127,13 @@ def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[int], most: int) ->
 
 
 def _told(numbers: Sequence[float], token: int, count: int, most: int) -> TokenLogprob:
-    """The same as it is said, of a row that wants `count` of them."""
+    """Convert a row's numbers to a `TokenLogprob` with `count` of the most probable tokens."""
     values, ids = numbers[1 : 1 + most][:count], numbers[1 + most :][:count]
     return TokenLogprob(token, numbers[0], tuple((int(id), value) for id, value in zip(ids, values, strict=True)))
 
 
 def _top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """-inf for the tokens [b, V] below the first k [b, 1], or below the first that hold the mass p [b, 1]."""
+    """Set to -inf the tokens [b, V] below the first k [b, 1], or below the first that hold the mass p [b, 1]."""
     size = scaled.shape[-1]
     ranked, order = scaled.sort(dim=-1, descending=True, stable=True)
     within = torch.arange(size, device=scaled.device) < top_k

@@ -2,34 +2,33 @@
 
 The steps, in this order, in float64:
 
-0. the logit biases, added; where there is a mask, -inf for what it does not allow;
-1. repetition penalty r on every token of prompt and output: x / r where x > 0, else x * r (CTRL, arXiv 1909.05858);
-2. presence and frequency penalties on tokens of the output: x - presence * (count > 0) - frequency * count (OpenAI's
+0. the logit biases, added; with a mask, -inf for disallowed tokens; 1. repetition penalty r on every token of prompt
+and output: x / r where x > 0, else x * r (CTRL, arXiv 1909.05858); 2. presence and frequency penalties on tokens of the
+output: x - presence * (count > 0) - frequency * count (OpenAI's
    formula; the prompt does not count);
-3. at temperature 0 the largest x, the lowest id among equals; that is all. Otherwise x / temperature;
-4. top-k: the k largest;
-5. top-p, over the probabilities left: the shortest run of the largest whose sum reaches p (at least one);
-6. min-p: those with probability >= min_p times the largest;
-7. one uniform number picks by inverse CDF over the tokens left, in order of id.
+3. at temperature 0 the largest x, the lowest id among equals, ends the steps. Otherwise x / temperature; 4. top-k: the
+k largest; 5. top-p, over the probabilities left: the shortest run of the largest whose sum reaches p (at least one); 6.
+min-p: those with probability >= min_p times the largest; 7. one uniform number picks by inverse CDF over the tokens
+left, in order of id.
 
 This is the order of transformers' processors. Equal logits are ranked by id everywhere, so that no sorting routine
 decides a tie: top-k keeps exactly k, and top_k=1 is the greedy choice.
 
 The uniform number is a function of (seed, index of the token in the output) alone, by the counter-based generator
-Philox4x64-10: there is no generator state that another request, a batch mate, a preemption or a rejected draft could
-advance. Each row is reduced on its own along the vocabulary, so on CPUs a row's choice is, to the bit, what it would be
-alone. On a GPU a prefix sum may associate otherwise from run to run; a draw that falls on a rounding boundary may then
-differ.
+Philox4x64-10: there is no generator state that another request, another row of the batch, a preemption or a rejected
+draft could advance. Each row is reduced on its own along the vocabulary, so on CPUs a row's choice equals, to the bit,
+its choice alone. On a GPU a prefix sum may associate otherwise from run to run; a draw that falls on a rounding
+boundary may then differ.
 
 Log probabilities are those of the model itself: log softmax of the raw logits, before any of these steps.
 
-Rows go through each step together. Steps 0 to 2 change few logits of a row, so a sampler keeps the numbers of those
-tokens alone, ready to be laid end to end with those of other rows, and one gather and one scatter change them all. A
-prompt may name many tokens, to each of which a repetition penalty does the same: they are found once (`distinct`), and
-all choices of a request share them. But a vocabulary of float64 fills a core's cache with a row or two: a batch is cut
-into pieces that fit (`at_once`), each of which is through with all steps before the next begins. That is several times
-as fast as whole batches, and bounds the memory, up to 150 bytes a logit where filters sort (`plan/steps.py` counts on
-it): a gigabyte for 64 rows at once.
+Rows go through each step together. Steps 0 to 2 change few logits of a row. A sampler keeps the numbers of those tokens
+alone, ready to be concatenated with those of other rows, and one gather and one scatter change them all. A prompt may
+name many tokens, on which a repetition penalty acts alike: they are found once (`distinct`), and all choices of a
+request share them. But a vocabulary of float64 fills a core's cache with a row or two. A batch is therefore cut into
+pieces that fit (`at_once`), and each goes through all steps before the next begins. That is several times as fast as
+whole batches, and bounds the memory, up to 150 bytes a logit where filters sort (`plan/steps.py` relies on it): a
+gigabyte for 64 rows at once.
 """
 
 from __future__ import annotations
@@ -55,13 +54,16 @@ from attar.protocol.request import SamplingParams, TokenLogprob
 AT_ONCE = SAMPLED  # rows at most
 CACHED = 1 << 18  # logits: as float64 they fit the cache of a core
 CHANGE = 5  # numbers
-SORTED = 64  # of how many tokens one may be among the first, before finding these in order takes longer than without
+SORTED = 64  # one of how many tokens may be among the first, before partial sorting is slower than partitioning
 _WORD = 2**64 - 1
 BAD = "the model's logits hold NaN or no finite maximum, or its vector a number that is not finite"
 
 
 def philox4x64(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, int]:
-    """Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): four 64-bit words."""
+    """Return four 64-bit words of Philox4x64-10.
+
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -72,26 +74,28 @@ def philox4x64(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, in
 
 
 def uniform(seed: int, index: int, stream: int = 0) -> float:
-    """A number in [0, 1) with 53 random bits, fixed by (seed, index, stream), each 0 to 2^64 - 1.
+    """Return a number in [0, 1) with 53 random bits, fixed by (seed, index, stream), each 0 to 2^64 - 1.
 
-    `index` counts the tokens of one request's output. Token draws use stream 0; whoever needs further independent
-    numbers for the same token takes another stream.
+    `index` counts the tokens of one request's output. Token draws use stream 0; further independent numbers for the
+    same token come from other streams.
     """
     return (philox4x64((index, stream, 0, 0), (seed, 0))[0] >> 11) * 2.0**-53
 
 
 def seed_of_choice(seed: int, number: int) -> int:
-    """The seed of a request's choice: of the first the request's own, of others one that has nothing to do with it, so
-    that requests of neighbouring seeds share no texts."""
+    """Return the seed of a request's choice: the request's own for the first, an unrelated one for others.
+
+    So requests of neighbouring seeds share no texts.
+    """
     return philox4x64((number, 0, 0, 0), (seed, 1))[0] if number else seed
 
 
 class BadLogits(ValueError):
-    """A row of logits from which nothing can be chosen. It is the answer for that row alone."""
+    """The result for a row of logits from which nothing can be chosen. Other rows are unaffected."""
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SampledToken:
     """The token chosen for one row, with its log probabilities where they were asked for."""
 
     token_id: int
@@ -99,24 +103,31 @@ class Draw:
 
 
 Asked = tuple[int, int, int]
-"""(row, token, count): the log probabilities of the token and of the `count` most likely ones, by that row."""
+"""A request for log probabilities, (row, token, count): of the token and of the `count` most probable ones in
+that row."""
 
 
 class Mask(Protocol):
-    """Which tokens may come next in one output: a grammar, say. One that allows nothing makes its row BadLogits."""
+    """The tokens that may come next in one output, by a grammar for example.
+
+    A mask that allows nothing makes its row BadLogits.
+    """
 
     def allowed(self) -> Tensor:
-        """[V] bool, on the host."""
+        """Return the allowed tokens, [V] bool, on the host."""
 
     def advance(self, token_id: int) -> None:
-        """The token comes next."""
+        """Accept the token as the next one."""
 
     def rewind(self, count: int) -> None:
-        """The last `count` tokens did not come after all: whoever looks ahead along drafts goes back by this."""
+        """Undo the last `count` tokens, for looking ahead along drafts."""
 
 
 def distinct(prompt_ids: Sequence[int], vocab_size: int) -> Tensor:
-    """The tokens of a prompt, each once: int64 [n], ascending. ValueError for one beyond the vocabulary."""
+    """Return the tokens of a prompt, each once: int64 [n], ascending.
+
+    Raises ValueError for a token beyond the vocabulary.
+    """
     ids = np.fromiter(prompt_ids, np.int64, len(prompt_ids))
     if len(bad := ids[(ids < 0) | (ids >= vocab_size)]):
         raise ValueError(f"prompt token {bad[0]} is not in the vocabulary of {vocab_size}")
@@ -126,12 +137,12 @@ def distinct(prompt_ids: Sequence[int], vocab_size: int) -> Tensor:
 
 
 class Sampler:
-    """One request's sampling state: its parameters, what is added to which logits, and how many tokens were drawn.
+    """One request's sampling state: its parameters, the changes to its logits, and the number of its tokens.
 
     `sample` reads it; `commit` records a token once it is part of the output. Tokens are counted only where a penalty
-    uses them. A prompt that is a tensor is what `distinct` makes of it, shared with other choices. `vocab_size` is the
-    width of the logits; ValueError for a token of `logit_bias`, or of a prompt that a penalty looks at, beyond it.
-    `name`: of its sequence.
+    uses them. A prompt that is a tensor is the result of `distinct`, shared with other choices. `vocab_size` is the
+    width of the logits. `name` is its sequence's. Raises ValueError for a token beyond the vocabulary in `logit_bias`,
+    or in a prompt that a penalty reads.
     """
 
     def __init__(
@@ -150,13 +161,15 @@ class Sampler:
         self.index = 0
         """Tokens committed: the counter of the next draw."""
         self.seen = torch.empty(0, dtype=torch.int64)
-        """Tokens of the prompt that a repetition penalty meets, ascending."""
+        """Prompt tokens under the repetition penalty, ascending."""
         self.changes = array("d")
-        """What steps 0 to 2 do to the logits of tokens of the output, and of those with a bias, `CHANGE` numbers each:
-        the token, a bias to add, the repetition penalty or 1, and what presence and frequency take off."""
-        self._places: dict[int, int] = {}  # where each token's begin
+        """Changes of steps 0 to 2 to the logits of output tokens and biased ones, `CHANGE` numbers each.
+
+        They are the token, a bias to add, the repetition penalty or 1, and what presence and frequency subtract.
+        """
+        self._places: dict[int, int] = {}  # where each token's numbers begin
         self._times: Counter[int] = Counter()  # in the output
-        # Rounded to float32, which is what torch makes of a number times a bool: seeded texts stay what they were.
+        # Rounded to float32, like torch's product of a number and a bool: seeded texts stay unchanged.
         self._presence = torch.tensor(params.presence_penalty, dtype=torch.float32).item()
         for token, bias in params.logit_bias.items():
             if token >= vocab_size:
@@ -176,7 +189,7 @@ class Sampler:
         return at
 
     def commit(self, token_id: int) -> None:
-        """The token is part of the output."""
+        """Record the token as part of the output."""
         point("sampler.commit", self.name)
         self.index += 1
         if self.mask is not None:
@@ -191,29 +204,29 @@ class Sampler:
 
     @property
     def plain(self) -> bool:
-        """Whether the choice is just the largest logit."""
+        """Return whether the choice is just the largest logit."""
         return self.params.temperature == 0 and not self.changes and not len(self.seen) and self.mask is None
 
     def uniform(self) -> float:
-        """The number that the next token is drawn with."""
+        """Return the uniform number that samples the next token."""
         point("sampler.uniform", self.name)
         return uniform(self.seed, self.index)
 
 
 def at_once(vocab_size: int) -> int:
-    """How many rows go through the steps together on a CPU, whose threads each take some."""
+    """Return how many rows go through the steps together on a CPU, whose threads each take some."""
     return min(AT_ONCE, torch.get_num_threads() * max(1, CACHED // vocab_size))
 
 
-def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Draw | BadLogits]:
+def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[SampledToken | BadLogits]:
     """Choose the next token of every row.
 
-    logits: [B, V] floating, one row a sampler, unchanged on return. Nothing is committed: the caller commits what it
-    keeps. A row with NaN, +inf, or nothing but -inf gives a BadLogits value, and the other rows do not notice.
+    logits: [B, V] floating, one row a sampler, unchanged on return. Nothing is committed: the caller commits the tokens
+    it keeps. A row with NaN, +inf, or nothing but -inf gives a BadLogits value, and the other rows are unaffected.
     """
     assert logits.ndim == 2
     assert logits.shape[0] == len(samplers)
-    if all(sampler.plain for sampler in samplers):  # most of a server's greedy requests: one look at each logit
+    if all(sampler.plain for sampler in samplers):  # most greedy requests of a server: one look at each logit
         ids = ops.argmax(logits)
         tops = logits.gather(-1, ids[:, None]).squeeze(-1).tolist()
         return drawn(partial(logprobs_of, logits), ids.tolist(), tops, samplers)
@@ -221,7 +234,7 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Draw | BadLogits
         pieces = range(0, len(samplers), few)
         return [draw for i in pieces for draw in sample(logits[i : i + few], samplers[i : i + few])]
     rows = penalized(logits, samplers)
-    tokens = ops.argmax(rows)  # of a NaN, where there is one
+    tokens = ops.argmax(rows)  # a NaN's, where there is one
     largest = rows.gather(-1, tokens[:, None])  # [B, 1]
     tops = largest.squeeze(-1).tolist()
     random = [i for i, each in enumerate(samplers) if each.params.temperature > 0 and math.isfinite(tops[i])]
@@ -231,14 +244,15 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Draw | BadLogits
         uniforms = _column([sampler.uniform() for sampler in chosen], rows)
         if len(random) < len(rows):
             rows, largest = rows[random], largest[random]
-        # The largest becomes 0, so that no temperature can make an infinity of it.
+        # The largest becomes 0, so no temperature can turn it into an infinity.
         scaled = rows.sub_(largest).div_(temperature)
         tokens[random] = _pick(_filter(scaled, [sampler.params for sampler in chosen]), uniforms)
     return drawn(partial(logprobs_of, logits), tokens.tolist(), tops, samplers)
 
 
 def penalized(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
-    """Steps 0 to 2: a float64 copy of the logits [B, V] with biases, masks and penalties, on the same device."""
+    """Apply steps 0 to 2: return a float64 copy of the logits [B, V] with biases, masks and penalties, on the same
+    device."""
     for sampler in samplers:
         point("sampler.penalties", sampler.name)
     rows = logits.to(torch.float64, copy=True)
@@ -250,7 +264,7 @@ def penalized(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
         owners, numbers = sent(rows.device, owners, numbers)
         ids = numbers[:, 0].long()
         _, bias, repetition, presence, frequency = numbers.unbind(-1)
-        # Of the raw logits, whatever was done to those of the prompt.
+        # From the raw logits, whatever step 1 did to those of the prompt.
         few = _penalty(logits[owners, ids].double() + bias, repetition)
         rows[owners, ids] = few - presence - frequency
     masks = {i: sampler.mask.allowed() for i, sampler in enumerate(samplers) if sampler.mask is not None}
@@ -261,7 +275,7 @@ def penalized(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
 
 
 def _repeat(rows: Tensor, samplers: Sequence[Sampler]) -> None:
-    """Step 1 for tokens of the prompts, in place."""
+    """Apply step 1 to tokens of the prompts, in place."""
     counts = [len(sampler.seen) for sampler in samplers]
     if any(counts):
         penalties = torch.tensor([sampler.params.repetition_penalty for sampler in samplers], dtype=torch.float64)
@@ -275,7 +289,7 @@ def _penalty(few: Tensor, repetition: Tensor) -> Tensor:
 
 
 def _owners(counts: Sequence[int]) -> Tensor:
-    """Which row each of so many numbers a row belongs to."""
+    """Return the row of each number, given the count of numbers of each row."""
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 
@@ -284,9 +298,11 @@ def drawn(
     tokens: Sequence[int],
     largest: Sequence[float],
     samplers: Sequence[Sampler],
-) -> list[Draw | BadLogits]:
-    """What is said of the tokens [B] that were chosen, where the largest number of a row is finite. `logprobs` is asked
-    for those that somebody wants."""
+) -> list[SampledToken | BadLogits]:
+    """Return the draws of chosen tokens [B], or BadLogits where the largest number of a row is not finite.
+
+    `logprobs` is called once, for the rows that request them.
+    """
     good = [math.isfinite(top) for top in largest]
     for sampler, fit in zip(samplers, good, strict=True):
         if fit:
@@ -297,11 +313,11 @@ def drawn(
         if good[i] and (count := sampler.params.logprobs) is not None
     ]
     found = dict(zip((i for i, _, _ in wanted), logprobs(wanted), strict=True))
-    return [Draw(token, found.get(i)) if good[i] else BadLogits(BAD) for i, token in enumerate(tokens)]
+    return [SampledToken(token, found.get(i)) if good[i] else BadLogits(BAD) for i, token in enumerate(tokens)]
 
 
 def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Steps 4 to 6: -inf for the tokens [b, V] that are dropped. The largest of each row is 0."""
+    """Apply steps 4 to 6: -inf for the dropped tokens [b, V]. The largest of each row is 0."""
     size = scaled.shape[-1]
     ks = [p.top_k if p.top_k < size else 0 for p in params]  # 0: all
     if cut := [i for i, p in enumerate(params) if ks[i] and p.top_p == 1]:
@@ -315,7 +331,7 @@ def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _largest(scaled: Tensor, ks: Sequence[int]) -> Tensor:
-    """Step 4 alone, which needs no order: -inf for the tokens [b, V] below the first k."""
+    """Apply step 4 alone, which needs no order: -inf for the tokens [b, V] below the first k."""
     kth = _kth(scaled, ks)
     kept = scaled >= kth
     for row, (count, k) in enumerate(zip(kept.count_nonzero(-1).tolist(), ks, strict=True)):
@@ -326,7 +342,7 @@ def _largest(scaled: Tensor, ks: Sequence[int]) -> Tensor:
 
 
 def _kth(scaled: Tensor, ks: Sequence[int]) -> Tensor:
-    """The k-th largest of each row, [b, 1]."""
+    """Return the k-th largest of each row, [b, 1]."""
     size, kth = scaled.shape[-1], scaled.new_empty((len(ks), 1))
     few = [i for i, k in enumerate(ks) if k * SORTED <= size]
     if few:  # torch sorts them
@@ -338,12 +354,11 @@ def _kth(scaled: Tensor, ks: Sequence[int]) -> Tensor:
 
 
 def _top(scaled: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tensor:
-    """Steps 4 and 5: -inf for the tokens [b, V] below the first k, where k is not 0, or below the first that hold the
-    mass p < 1.
+    """Apply steps 4 and 5: -inf for the tokens [b, V] below the first k, where k is not 0, or below the mass p < 1.
 
     Sorting a whole vocabulary is slow, so only candidates are sorted: from the k-th value up, or without a k, the
-    tokens with at least (1 - p) / V of the mass. All others together have less than 1 - p, so top-p drops them.
-    Sums are prefix sums, which go left to right whatever the batch and the threads; torch's own sum does not.
+    tokens with at least (1 - p) / V of the mass. All others together have less than 1 - p, so top-p drops them. Sums
+    are prefix sums, which go left to right for any batch and threads; torch's own sum does not.
     """
     size = scaled.shape[-1]
     k = torch.tensor([[top_k or size] for top_k in top_ks])  # [b, 1]
@@ -367,26 +382,32 @@ def _top(scaled: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tens
 
 
 def _rows(values: Tensor, wanted: Sequence[int]) -> Tensor:
-    """These rows, in their order; all of them are not copied."""
+    """Return these rows, in their order; all of them are not copied."""
     return values if len(wanted) == len(values) else values[wanted]
 
 
 def _with(values: Tensor, places: Sequence[int], rows: Tensor) -> Tensor:
-    """The values with these rows in their places."""
+    """Return the values with these rows in their places."""
     return rows if len(rows) == len(values) else values.index_copy(0, torch.tensor(places), rows)
 
 
 def _pick(scaled: Tensor, uniforms: Tensor) -> Tensor:
-    """Step 7: [b] ids. The first token whose cumulative probability exceeds the uniform number; never one dropped.
-    In the place of `scaled`: fresh pages for a vocabulary of doubles take longer than the numbers in them."""
+    """Apply step 7: return [b] ids, the first token whose cumulative probability exceeds the uniform number.
+
+    It is never a dropped one. The memory of `scaled` is overwritten: fresh pages for a vocabulary of doubles take
+    longer than the numbers in them.
+    """
     cumulative = scaled.exp_().cumsum_(-1)
-    # u < 1 in float64 keeps u * total below total, so an id is always found, one with a probability of its own.
+    # u < 1 in float64 keeps u * total below total, so an id with a probability of its own is always found.
     return torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True).squeeze(-1)
 
 
 def _candidates(values: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What of values [b, V] is at least the floor of its row [b, 1]: side by side in order of id, with -inf behind,
-    [b, n]; and of each its row, its place there and its id."""
+    """Return the values [b, V] that are at least the floor of their row [b, 1].
+
+    They lie side by side in order of id, with -inf behind, [b, n]; then come the row, the place in it and the id of
+    each.
+    """
     found = torch.from_numpy(np.flatnonzero((values >= floor).numpy()))  # by row, ids ascending; torch is slower at it
     rows, ids = found // values.shape[1], found % values.shape[1]
     counts = rows.bincount(minlength=len(values))
@@ -397,14 +418,14 @@ def _candidates(values: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def logprobs_of(logits: Tensor, wanted: Sequence[Asked]) -> list[TokenLogprob]:
-    """What is wanted of some rows of the raw logits [N, V], in float64."""
+    """Return the requested log probabilities of some rows of the raw logits [N, V], in float64."""
     few = at_once(logits.shape[1])
     pieces = (wanted[i : i + few] for i in range(0, len(wanted), few))
     return [found for piece in pieces for found in _logprobs(logits[[row for row, _, _ in piece]].cpu(), piece)]
 
 
 def _logprobs(logits: Tensor, wanted: Sequence[Asked]) -> list[TokenLogprob]:
-    """Of logits [b, V], one row each."""
+    """Return log probabilities of logits [b, V], one row for each request."""
     values = logits.double().log_softmax(-1)
     chosen = values.gather(-1, torch.tensor([[token] for _, token, _ in wanted])).squeeze(-1).tolist()
     counts = [min(count, values.shape[-1]) for _, _, count in wanted]

@@ -1,19 +1,20 @@
-"""The pool of cache blocks, as integers: which block is free, which is in use, and which is only remembered.
+"""The pool of cache blocks, as integers: each block is free, active or cached.
 
-A block is room for the keys and values of `size` tokens in every layer. Two kinds of owners are counted:
+A block is memory for the keys and values of `size` tokens in every layer. Two kinds of owners are counted:
 
 * *holders*: running sequences that read or write the block, one count each;
-* the *keeper*: the node of the prefix tree that knows which tokens the block contains. A block has one at most.
+* the *keeper*: the node of the prefix tree that knows the block's tokens. A block has at most one.
 
-From these follows its state. Without either it is **free**. With a holder it is **active**, kept or not. Kept without a
-holder it is **cached**: useful if its tokens are asked for again, and the tree gives it up as soon as room is needed.
-So free + cached is exactly what can be allocated, and both are counted, never searched for.
+The owners determine its state. Without either it is **free**. With a holder it is **active**, kept or not. Kept without
+a holder it is **cached**: useful if its tokens are asked for again, and evicted from the tree as soon as memory is
+needed. So free + cached is exactly the number of blocks that can be allocated, and both are counted, never searched
+for.
 
-A block is free again within the call that takes its last owner away; no sweep comes later. The last one freed is the
-first one taken, because the processor's caches still know it; it also makes every run repeatable.
+A block is free within the call that removes its last owner; no sweep comes later. The last one freed is the first one
+taken, because it may still be in the processor's caches; it also makes every run repeatable.
 
 One pool is one group of layers whose blocks come and go together. Layers of other windows or types would be a second
-pool and a second table per sequence. A block that another process sent would be allocated here, filled, and kept.
+pool and a second table per sequence. A block received from another process would be allocated here, filled, and kept.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that can be allocated once the tree has given up all it can."""
+        """Blocks that can be allocated after full eviction: free and cached ones."""
         return self._counts[FREE] + self._counts[CACHED]
 
     def states(self) -> bytes:
-        """One byte a block: FREE, ACTIVE or CACHED."""
+        """Return one byte a block: FREE, ACTIVE or CACHED."""
         return bytes(self._states)
 
     def holders(self, block: int) -> int:
@@ -70,11 +71,11 @@ class BlockPool:
         return bool(self._kept[block])
 
     def needed(self, tokens: int) -> int:
-        """Blocks that so many tokens fill."""
+        """Return the number of blocks that `tokens` tokens fill."""
         return -(-tokens // self.size)
 
     def allocate(self, n: int) -> list[int]:
-        """Take n free blocks, each with one holder. The caller has made sure that there are so many."""
+        """Take n free blocks, each with one holder. The caller has made sure that there are n."""
         point("pool.allocate")
         assert n <= len(self._free), f"{n} blocks asked for, {len(self._free)} free"
         blocks = [self._free.pop() for _ in range(n)]
@@ -84,7 +85,7 @@ class BlockPool:
         return blocks
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """One holder more for each. A free block cannot be held: it has to be allocated."""
+        """Add a holder to each block. A free block cannot be held: it has to be allocated."""
         point("pool.hold")
         for block in blocks:
             assert self._states[block] != FREE, f"block {block} is free"
@@ -92,14 +93,14 @@ class BlockPool:
             self._settle(block)
 
     def drop(self, blocks: Iterable[int]) -> None:
-        """One holder less for each."""
+        """Remove a holder from each block."""
         for block in blocks:
             assert self._holders[block] > 0, f"nobody holds block {block}"
             self._holders[block] -= 1
             self._settle(block)
 
     def keep(self, blocks: Iterable[int]) -> None:
-        """The tree knows these from now on. Its caller holds them."""
+        """Mark the blocks as kept by the tree. Its caller holds them."""
         for block in blocks:
             assert self._states[block] != FREE, f"block {block} is free"
             assert not self._kept[block], f"block {block} is in the tree already"
@@ -107,7 +108,7 @@ class BlockPool:
             self._settle(block)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """The tree gives them up."""
+        """Mark the blocks as no longer kept by the tree."""
         for block in blocks:
             assert self._kept[block], f"block {block} is not in the tree"
             self._kept[block] = False
@@ -124,7 +125,7 @@ class BlockPool:
                 self._free.append(block)
 
     def check(self) -> None:
-        """Assert everything this module promises. Linear in the pool: for tests."""
+        """Assert every invariant of this module. Linear in the pool: for tests."""
         for block, (holders, kept, state) in enumerate(zip(self._holders, self._kept, self._states, strict=True)):
             assert holders >= 0, f"block {block} has {holders} holders"
             assert state == (ACTIVE if holders else CACHED if kept else FREE), f"block {block} is in the wrong state"

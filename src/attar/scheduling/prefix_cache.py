@@ -1,22 +1,22 @@
-"""The prefix tree: which tokens the cached blocks contain, so that a prompt is computed only from where it is new.
+"""The prefix tree: the tokens of cached blocks, so that a prompt is computed only from its first new token.
 
-A radix tree over token ids, one per salt (requests of different salts never meet). An edge is a segment of tokens with
-the blocks of their keys and values. Segments begin, and are split, at block boundaries, and only a leaf may end inside
-a block; so every block belongs to exactly one node. Matching is still exact to the token: children of a node may begin
-with the same tokens, as long as their first blocks differ somewhere, and as children are sorted, the one that agrees
-longest stands beside the place where the prompt would go. What is found is a run of whole blocks, to be shared as they
-are, and part of one more, to be copied. Token ids are compared, never a hash of them.
+It is a radix tree over token ids, one per salt (requests of different salts never meet). An edge is a segment of tokens
+with the blocks of their keys and values. Segments begin, and are split, at block boundaries, and only a leaf may end
+inside a block; so every block belongs to exactly one node. Matching is still exact to the token. Children of a node may
+begin with the same tokens, as long as their first blocks differ somewhere; as children are sorted, the one with the
+longest common prefix stands next to the prompt's place. A match is a run of whole blocks, to be shared unchanged, and
+part of one more, to be copied. Token ids are compared, never a hash of them.
 
-There is no lock to take or to forget: who uses blocks of the tree holds them in the pool, always from the root on
-(`insert` gives a sequence the tree's own blocks for what the tree has already). So holders never increase along a path,
-a block without holders has none below it, and *cached* in the pool's counts means evictable, exactly.
+There is no lock. A user of the tree's blocks holds them in the pool, always from the root on (`insert` gives a sequence
+the tree's own blocks for tokens that the tree has already). So holders never increase along a path, a block without
+holders has none below it, and *cached* in the pool's counts means evictable, exactly.
 
 Eviction takes blocks from the end of the least recently used leaf. All nodes stand in one list in order of use, and a
-node's ancestors are moved to its end after the node; hence the first of the list is a leaf, and nothing is searched.
-A leaf in use when its turn comes is being used now, and moves to the end. The tree never has more nodes than the pool
-blocks; besides that it remembers the tokens of the last `REMEMBERED` blocks it evicted, or first of several, only to
-tell a user why no more was found: by the node that they were behind, sorted, so that there, too, the one that agrees
-longest stands beside a prompt's place.
+node's ancestors are moved to its end after the node; hence the first of the list is a leaf, and nothing is searched. A
+leaf in use when its turn comes moves to the end. The tree never has more nodes than the pool has blocks. It also
+remembers the tokens of the last `REMEMBERED` blocks it evicted (the first block of several), only to tell users why a
+match ended. They are listed by the node that they followed, sorted, so that there, too, the one with the longest common
+prefix stands next to a prompt's place.
 
 Not done: merging nodes that a split left with one child.
 """
@@ -37,17 +37,17 @@ REMEMBERED = 4096
 
 
 class Match(NamedTuple):
-    """What the tree has of a prompt. The blocks are not held yet: an eviction would invalidate them."""
+    """The part of a prompt that the tree has. The blocks are not held yet: an eviction would invalidate them."""
 
     length: int  # tokens
     blocks: list[int]  # all of whose tokens match
     source: int | None  # and the block with the remaining length % size tokens, in its first slots
-    ended: str  # why it is no longer: one of `messages.REUSE_ENDS`
+    ended: str  # the reason why it ends: one of `messages.REUSE_ENDS`
     differs_at: int | None  # index of the first token that no cached prompt has
 
 
 NOTHING = Match(0, [], None, "bypassed", None)
-"""For requests that must not reuse anything."""
+"""The match of requests that must not reuse anything."""
 
 
 class Node:
@@ -63,9 +63,12 @@ class Node:
         self.children: list[Node] = []  # sorted by tokens
 
 
-class RadixCache:
-    """The tree over the blocks of `pool`. With `round_to`, matches end at multiples of so many tokens: caches that
-    quantize tokens in groups cannot share part of one."""
+class PrefixCache:
+    """The tree over the blocks of `pool`.
+
+    With `round_to`, matches end at multiples of so many tokens: caches that quantize tokens in groups cannot share part
+    of one. Raises ValueError where blocks do not consist of such groups.
+    """
 
     def __init__(self, pool: BlockPool, round_to: int = 1) -> None:
         if round_to < 1 or pool.size % round_to:
@@ -73,20 +76,21 @@ class RadixCache:
         self.pool = pool
         self.round_to = round_to
         self.asked = 0
-        """Prompt tokens that were looked up by requests that went on to run, once for each, whatever its choices."""
+        """Prompt tokens looked up by requests that went on to run, once a request, whatever its number of choices."""
         self.reused = 0
-        """Of those, tokens that did not have to be computed."""
+        """Tokens of `asked` that did not have to be computed."""
         self._roots: dict[bytes, Node] = {}
         self._order: OrderedDict[Node, None] = OrderedDict()  # all nodes but roots, least recently used first
         self._names = itertools.count()
         self._evicted: OrderedDict[tuple[bytes | int, bytes], array[int]] = OrderedDict()
-        self._behind: dict[bytes | int, list[array[int]]] = {}  # the same by name, sorted by tokens
+        self._behind: dict[bytes | int, list[array[int]]] = {}  # `_evicted` by name, sorted by tokens
 
-    def match(self, salt: bytes, tokens: array[int]) -> Match:
-        """The longest run of first tokens that the tree has. The caller leaves out what it must compute anyway."""
+    def match(self, cache_salt: bytes, tokens: array[int]) -> Match:
+        """Return the longest run of first tokens that the tree has. The caller omits tokens that it must compute
+        anyway."""
         point("radix.match")
         size = self.pool.size
-        root = self._root(salt)
+        root = self._root(cache_salt)
         node, blocks, branch, shared = self._descend(root, tokens)
         part = self._use(node, branch)
         at = len(blocks) * size
@@ -102,21 +106,21 @@ class RadixCache:
 
     def insert(
         self,
-        salt: bytes,
+        cache_salt: bytes,
         tokens: array[int],
         blocks: list[int],
         let_go: Callable[[list[int]], None] | None = None,
     ) -> None:
         """Remember that `blocks` contain the keys and values of `tokens`, all of them computed and verified.
 
-        The caller holds the blocks (there may be more of them than the tokens fill) and goes on holding as many: where
-        the tree has a block of the same tokens already, that one takes the place of the caller's, in `blocks` too, and
-        the caller's is given to `let_go`, by default to be dropped. The caller may go on writing behind the last token.
+        The caller holds the blocks (there may be more of them than the tokens fill) and goes on holding as many. Where
+        the tree has a block of the same tokens already, it replaces the caller's, in `blocks` too, and the caller's is
+        passed to `let_go`, by default to be dropped. The caller may go on writing behind the last token.
         """
         if not tokens:
             return
         size = self.pool.size
-        root = self._root(salt)
+        root = self._root(cache_salt)
         node, known, branch, shared = self._descend(root, tokens)
         for i, block in enumerate(known):
             if blocks[i] != block:
@@ -128,17 +132,17 @@ class RadixCache:
             self._use(node, branch)
             return
         leaf = Node(next(self._names), node, rest, blocks[len(known) : self.pool.needed(len(tokens))])
-        point("radix.insert")  # nothing that comes behind raises: the tree gains all of the leaf, or nothing
+        point("radix.insert")  # nothing after this raises: the tree gains all of the leaf, or nothing
         if branch is not None and shared == len(branch.tokens):
-            self._remove(branch)  # it ended inside this block; the new one goes on from there
-        self._roots[salt] = root
+            self._remove(branch)  # it ended inside this block; the new one continues it
+        self._roots[cache_salt] = root
         self.pool.keep(leaf.blocks)
         insort(node.children, leaf, key=_tokens)
         self._order[leaf] = None
         self._touch(leaf)
 
     def evict(self, n: int) -> None:
-        """Free n blocks. There must be as many cached ones."""
+        """Free n blocks. At least n must be cached."""
         pool, size = self.pool, self.pool.size
         assert n <= pool.cached, f"{n} blocks to be evicted, {pool.cached} cached"
         goal = pool.free + n
@@ -157,7 +161,7 @@ class RadixCache:
                 continue
             lost = leaf.tokens[left * size : (left + 1) * size]
             if left:
-                leaf.name = next(self._names)  # what was behind its old end is behind nothing now
+                leaf.name = next(self._names)  # nothing follows its old end now
                 self._remember(leaf.name, lost)
                 del leaf.tokens[left * size :], leaf.blocks[left:]
                 continue
@@ -174,28 +178,28 @@ class RadixCache:
         self.evict(self.pool.cached)
 
     def count(self, tokens: int, match: Match) -> None:
-        """A request whose prompt has `tokens` tokens goes on to run with this match."""
+        """Count a request that goes on to run with this match; its prompt has `tokens` tokens."""
         if match.ended != "bypassed":
             self.asked += tokens
             self.reused += match.length
 
     def nodes(self) -> Iterator[tuple[bytes, array[int], Node]]:
-        """Every node, parents first, with its salt and the tokens from the root to its own first."""
-        stack = [(salt, array("i"), child) for salt, root in self._roots.items() for child in root.children]
+        """Yield every node, parents first, with its salt and the tokens from the root to its own first."""
+        stack = [(cache_salt, array("i"), child) for cache_salt, root in self._roots.items() for child in root.children]
         while stack:
-            salt, before, node = stack.pop()
-            yield salt, before, node
-            stack += [(salt, before + node.tokens, child) for child in node.children]
+            cache_salt, before, node = stack.pop()
+            yield cache_salt, before, node
+            stack += [(cache_salt, before + node.tokens, child) for child in node.children]
 
-    def _root(self, salt: bytes) -> Node:
-        """Where the tokens of a salt begin; in the tree only once there are any."""
-        return self._roots.get(salt) or Node(salt, None, array("i"), [])
+    def _root(self, cache_salt: bytes) -> Node:
+        """Return the root of a salt; it is in the tree only once it has tokens."""
+        return self._roots.get(cache_salt) or Node(cache_salt, None, array("i"), [])
 
     def _descend(self, node: Node, tokens: array[int]) -> tuple[Node, list[int], Node | None, int]:
-        """Follow the tokens from the root: the last node that matches wholly, the blocks up to its end, and the child
-        with most tokens in common with what is left, less than a block's, and their number.
+        """Follow the tokens from the root, and split the edge on which the path ends.
 
-        Splits the edge on which the way ends.
+        Returns the last node that matches wholly, the blocks up to its end, the child that shares most of the remaining
+        tokens, less than a block's, and their number.
         """
         size = self.pool.size
         blocks: list[int] = []
@@ -209,7 +213,7 @@ class RadixCache:
             blocks += node.blocks
 
     def _closest(self, node: Node, tokens: array[int]) -> tuple[Node | None, int]:
-        """The child that begins with most of the tokens, and how many: one of the two beside their place."""
+        """Return the child that begins with most of the tokens, and how many: one of the two next to their place."""
         at = bisect_left(node.children, tokens, key=_tokens)
         best, shared = None, 0
         for child in node.children[max(at - 1, 0) : at + 1]:
@@ -219,7 +223,7 @@ class RadixCache:
         return best, shared
 
     def _split(self, node: Node, blocks: int) -> Node:
-        """Give the first `blocks` blocks of the node to a new parent, and return that."""
+        """Move the first `blocks` blocks of the node to a new parent, and return that."""
         point("radix.split")
         assert node.parent is not None
         cut = blocks * self.pool.size
@@ -230,7 +234,7 @@ class RadixCache:
         siblings[bisect_left(siblings, node.tokens, key=_tokens)] = upper
         node.parent, (node.tokens, node.blocks) = upper, lower
         self._order[upper] = None
-        self._touch(upper)  # at once: whoever asked for the split may never come to it
+        self._touch(upper)  # at once: the caller that asked for the split may raise before it
         return upper
 
     def _remove(self, leaf: Node) -> None:
@@ -268,15 +272,17 @@ class RadixCache:
                 del self._behind[name]
 
     def _why(self, name: bytes | int, tokens: array[int], shared: int) -> str:
-        """Why no more than the first `shared` of these tokens, a block's at most, was found behind the node of this
-        name: what had more of them was evicted, or nothing has been there that is remembered."""
+        """Return why only the first `shared` of these tokens, a block's at most, were found behind the named node.
+
+        Either a longer match was evicted, or no remembered block ever matched more.
+        """
         behind = self._behind.get(name, [])
         at = bisect_left(behind, tokens)
         beside = behind[max(at - 1, 0) : at + 1]
         return "evicted" if any(common(lost, tokens) > shared for lost in beside) else "differs"
 
     def check(self) -> None:
-        """Assert everything this module promises. Linear in the tree: for tests."""
+        """Assert every invariant of this module. Linear in the tree: for tests."""
         pool, size = self.pool, self.pool.size
         seen: dict[Node, int] = {node: i for i, node in enumerate(self._order)}
         blocks: list[int] = []
@@ -308,7 +314,8 @@ def _tokens(node: Node) -> array[int]:
 
 
 def common(a: array[int], b: array[int]) -> int:
-    """Length of the common beginning. Slices are compared in C, so this halves rather than loops over tokens."""
+    """Return the length of the common prefix. Slices are compared in C, so this halves rather than loops over
+    tokens."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -1,42 +1,42 @@
-"""Which sequences run in the next step: decided on integers alone, so that a simulation can drive it a million times.
+"""The choice of sequences for the next step, made on integers alone, so that a simulation can run it a million times.
 
 A step is `plan`, run, `commit`. The plan says which tokens of which sequences to run; the runner runs them; the commit
-takes what came out. Between the two nothing that the plan names is freed: whoever is cancelled then, or too late, ends
-at once, but what it gives up is let go with the commit, and what the step makes of it is for nothing.
+takes the results. Between the two nothing that the plan names is freed. A sequence cancelled in between, or at its
+deadline, ends at once, but its blocks are released with the commit, and its results are discarded.
 
-*Ahead.* The next step can be decided while one is under way (`ahead`), for a device that is to begin it when the other
-is done. Whoever chooses a token in the first has a row for it in the second, which nobody knows yet; the end of an
-answer by its length is known, and gets none. Where the token turns out to be the last, that row is for nothing, like
-any row of a sequence that has ended. Everything else is decided as ever, but that nobody is preempted: then there is no
-step ahead. Steps are run and committed in their order, one at a time ahead.
+*Ahead.* The next step can be decided while one is under way (`ahead`), for a device that begins it when the other is
+done. A sequence that samples a token in the first has a row for it in the second, although the token is not known yet.
+The end of an output by its length is known, and gets no row. Where the token turns out to be the last, that row is
+discarded, like any row of a sequence that has ended. Everything else is decided as usual, except that no sequence is
+preempted: if one would have to be, there is no step ahead. Steps are run and committed in their order, one at a time
+ahead.
 
 *Batching.* Every step is put together anew (iteration-level, "continuous" batching): first the pending token of each
-sequence that decodes, then prompts in chunks, as far as the step's token budget goes, then new sequences while there is
-budget and room. The other policies are one rule on top: new sequences only come when none is running, together.
+sequence that decodes, then prompts in chunks, up to the step's token budget, then new sequences while there is budget
+and memory. The other policies add one rule: new sequences start only when none is running, together.
 
-*Admission* takes blocks for all tokens a sequence has at once, so that afterwards only decoding asks for more. Some
-blocks are left free for that (`headroom`). The queue is in order of priority and arrival, and strict: where the first
-does not fit, nobody does. Nobody is passed more than `max_passed` times; after that it goes first.
+*Admission* takes blocks for all tokens that a sequence has at once, so that afterwards only decoding asks for more.
+Some blocks are left free for that (`headroom`). The queue is in order of priority and arrival, and strict: where the
+first does not fit, no other is admitted. A sequence is passed at most `max_passed` times; after that it goes first.
 
-*Preemption.* Where a running sequence cannot get a block, the last in order gives up its own and will start over; what
-it had computed goes into the prefix tree first and is often still there. After `max_preemptions` of them a sequence is
-admitted again only with all blocks that it can ever need, and never preempted again. That is why everything ends:
-whoever runs alone fits (`add` refuses what could not), every preemption is one of finitely many, and a step with
-anything running makes progress. Each choice is a sequence and counts for itself: a request of n of them may be put back
-n times as often.
+*Preemption.* Where a running sequence cannot get a block, the last in order gives up its own and will start over; its
+computed tokens go into the prefix tree first and are often still there. After `max_preemptions` of them a sequence is
+admitted again only with all blocks that it can ever need, and never preempted again. So everything ends: any sequence
+fits alone (`add` refuses others), every preemption is one of finitely many, and a step with anything running makes
+progress. Each choice is a sequence and counts for itself: a request of n of them may be preempted n times as often.
 
-*Faults.* What raises while the scheduler works for one sequence ends that sequence alone, as `internal`: its blocks are
-dropped and the tree learns nothing from it. For that every change is made in one go, after all that may raise.
+*Faults.* An exception in the work for one sequence ends that sequence alone, as `internal`: its blocks are dropped and
+the tree learns nothing from it. To that end every change is made in one go, after all code that may raise.
 
-*Sharing.* What a prompt has computed is in the tree after every chunk. A sequence that would find more there if it
-waited for a prompt just being computed does wait, and nobody overtakes it. So several choices of one prompt, or a burst
-of requests with one long beginning, compute it once, and if the first is cancelled the next takes over by itself.
+*Sharing.* The computed part of a prompt is in the tree after every chunk. A sequence that would find more there after a
+prompt now being computed waits for it, and no other overtakes it. So several choices of one prompt, or a burst of
+requests with one long prefix, compute it once, and if the first is cancelled the next takes over by itself.
 
-Room is left for these. Speculation: a chunk would carry tokens to verify, and `commit` count as computed only those
-accepted (after the runner moved a tree's accepted path together); the tree of prefixes sees computed tokens only, so
-never one unverified. Groups of layers with caches of their own: a pool and a table each, all asked before one is taken
-from. Prefill elsewhere: `commit` at the end of a prompt is where its blocks could be sent away, `_room` where they
-would be received.
+The design allows for these. Speculation: a chunk would carry tokens to verify, and `commit` count as computed only
+accepted ones (after the runner moved a tree's accepted path together); the prefix tree sees computed tokens only, so
+never an unverified one. Groups of layers with caches of their own: a pool and a table each, all asked before one is
+taken from. Prefill elsewhere: `commit` at the end of a prompt is where its blocks could be sent away, `_room` where
+they would be received.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from collections.abc import Callable, Collection, Mapping
 
 from attar.faults import point
 from attar.plan.fit import kept_free
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.scheduling.block_pool import BlockPool
-from attar.scheduling.prefix_cache import NOTHING, Match, RadixCache, common
-from attar.scheduling.sequence import Kin, Sequence, Status
-from attar.scheduling.step_plan import Chunk, Copy, Outcome, StepPlan
+from attar.scheduling.prefix_cache import NOTHING, Match, PrefixCache, common
+from attar.scheduling.sequence import Sequence, SequenceGroup, Status
+from attar.scheduling.step_plan import Copy, Outcome, ScheduledTokens, StepPlan
 
-MANY_ENDED = 256  # deadlines of sequences that have ended which may be kept
+MANY_ENDED = 256  # deadlines of ended sequences that may be kept
 
 logger = logging.getLogger(__name__)
 
 
 class Refused(ValueError):
-    """A sequence is not taken. `code` is one of `messages.FAILURES`."""
+    """The refusal of a sequence. `code` is one of `messages.FAILURES`."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -75,12 +75,12 @@ _NOTHING_NEW = Outcome()
 class Scheduler:
     """Sequences waiting and running over one pool of blocks. Times are seconds on any clock that does not go back."""
 
-    def __init__(self, pool: BlockPool, cache: RadixCache, limits: Limits) -> None:
+    def __init__(self, pool: BlockPool, cache: PrefixCache, limits: SchedulerConfig) -> None:
         self.pool, self.cache, self.limits = pool, cache, limits
         self.waiting: list[Sequence] = []
-        """In the order in which they will be admitted."""
+        """Waiting sequences, in order of admission."""
         self.running: list[Sequence] = []
-        """In the same order: the last is preempted first."""
+        """Running sequences, in order of rank: the last is preempted first."""
         self.preemptions = 0
         self._sequences: dict[str, Sequence] = {}
         self._ended: list[Sequence] = []
@@ -90,13 +90,13 @@ class Scheduler:
 
     @property
     def sequences(self) -> Mapping[str, Sequence]:
-        """All that have not ended, by id."""
+        """All sequences that have not ended, by id."""
         return self._sequences
 
     def add(self, choices: Collection[Sequence], now: float) -> None:
         """Take the choices of one request, all or none; all have the same prompt.
 
-        Raises Refused: `too_long` where one could never fit, `full` where the queue has no room for them.
+        Raises Refused: `too_long` where one could never fit, `full` where the queue cannot take them.
         """
         for choice in choices:
             point("scheduler.add", choice.id)
@@ -108,10 +108,10 @@ class Scheduler:
                     f"{self.pool.size}; there are {self.pool.total}",
                 )
         self.require_room(len(choices))
-        kin = Kin()
+        group = SequenceGroup()
         for choice in choices:
             self._sequences[choice.id] = choice
-            choice.kin = kin
+            choice.group = group
             choice.order = next(self._orders)
             choice.arrival = choice.since = now
             choice.overdue = self.limits.max_passed == 0
@@ -122,19 +122,20 @@ class Scheduler:
             self._deadlines = sorted(entry for entry in self._deadlines if entry[1] in self._sequences)
 
     def require_room(self, count: int) -> None:
-        """Raises Refused where so many more cannot wait. Those who gave way have been let in and count no more."""
+        """Raise Refused where the queue cannot take `count` more. Preempted sequences were admitted already and do not
+        count."""
         waiting = sum(each.status is Status.QUEUED for each in self.waiting)
         room = self.limits.max_waiting
         if waiting + count > room:
             raise Refused("full", f"{waiting} are waiting and the queue holds {room}: no room for {count}")
 
     def cancel(self, id: str, now: float) -> None:
-        """End it, whatever it is doing. Ids that are unknown, or no longer known, are ignored."""
+        """End a sequence, whatever its status. Unknown and forgotten ids are ignored."""
         if (sequence := self._sequences.get(id)) is not None:
             self._end(sequence, "cancelled", now)
 
     def expire(self, now: float) -> None:
-        """End all whose deadline has come."""
+        """End all sequences whose deadline has come."""
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, id = heapq.heappop(self._deadlines)
             sequence = self._sequences.get(id)
@@ -142,29 +143,33 @@ class Scheduler:
                 self._end(sequence, "deadline", now)
 
     def collect(self) -> list[Sequence]:
-        """The sequences that have ended since the last call. Each is returned once, with its `ending`."""
+        """Return the sequences that have ended since the last call. Each is returned once, with its `ending`."""
         ended, self._ended = self._ended, []
         return ended
 
     def wake(self) -> float | None:
-        """When to plan again at the latest, where the last plan was empty and nothing else happens; None where there is
-        nobody to plan for."""
+        """Return the latest time of the next plan, where the last plan was empty and nothing else happens.
+
+        It is None where no sequence is left.
+        """
         while self._deadlines and self._deadlines[0][1] not in self._sequences:
-            heapq.heappop(self._deadlines)  # it has ended: whoever waits until then would find nothing to do, for ever
+            heapq.heappop(self._deadlines)  # it has ended: waking for its deadline would find nothing to do, for ever
         times = [deadline for deadline, _ in self._deadlines[:1]]
         if self.waiting:
             times.append(self._opens())
         return min(times, default=None)
 
     def plan(self, now: float) -> StepPlan:
-        """Decide the next step. It may be empty: then there is nothing to run, or nothing yet."""
+        """Decide the next step. It may be empty: there is nothing to run, or nothing yet."""
         assert not self._steps, "the last step has not been committed"
         self.expire(now)
         return self._decide(now)
 
     def ahead(self, now: float) -> StepPlan | None:
-        """Decide the step behind the one that is under way; None where somebody would have to give way. An empty one is
-        not under way: nothing is to be committed."""
+        """Decide the step behind the one under way; None where a sequence would have to be preempted.
+
+        An empty one is not under way: nothing is to be committed.
+        """
         assert len(self._steps) == 1, "ahead of one step"
         self.expire(now)
         missing = sum(max(0, self._missing(sequence)) for sequence in self.running)
@@ -205,8 +210,11 @@ class Scheduler:
         return step
 
     def commit(self, step: StepPlan, outcomes: Mapping[str, Outcome], now: float) -> None:
-        """Take the results of the first step under way: one for each chunk that samples, unless its sequence has ended
-        meanwhile, and for others, admitted ones without a chunk among them, only if they failed."""
+        """Take the results of the first step under way.
+
+        There is one for each chunk that samples, unless its sequence has ended meanwhile. Other sequences, admitted
+        ones without a chunk among them, have one only if they failed.
+        """
         assert step is self._steps[0], "steps are committed in their order"
         del self._steps[0]
         self.pool.drop(copy.source for copy in step.copies)
@@ -230,7 +238,7 @@ class Scheduler:
                 if samples:
                     sequence.enter(Status.DECODE, now)
             if samples:
-                sequence.coming -= sequence.max_tokens > 0
+                sequence.inflight_tokens -= sequence.max_tokens > 0
                 sequence.tokens.extend(outcome.tokens)
                 assert sequence.output <= sequence.max_tokens
                 if outcome.finished or sequence.output == sequence.max_tokens:
@@ -244,28 +252,29 @@ class Scheduler:
         self.pool.drop(step.held)
 
     def _chunk(self, step: StepPlan, sequence: Sequence, budget: int) -> int:
-        """Plan up to `budget` of its pending tokens; returns how many."""
+        """Plan up to `budget` of the sequence's pending tokens; return their number."""
         pending = sequence.pending
         rows = min(pending, budget)
         if rows:
-            step.chunks.append(Chunk(sequence, sequence.planned, rows, rows == pending))
+            step.chunks.append(ScheduledTokens(sequence, sequence.planned, rows, rows == pending))
             sequence.planned += rows
-            sequence.coming += rows == pending and sequence.max_tokens > 0
+            sequence.inflight_tokens += rows == pending and sequence.max_tokens > 0
         return rows
 
     def _missing(self, sequence: Sequence) -> int:
-        """Blocks that it needs besides its own for all its tokens."""
+        """Return how many blocks the sequence lacks for all its expected tokens."""
         return self.pool.needed(sequence.expected) - len(sequence.blocks)
 
     def _grow(self, step: StepPlan, now: float) -> None:
-        """See that every running sequence has blocks for all its tokens, best first."""
+        """Give every running sequence blocks for all its tokens, best rank first."""
         for sequence in tuple(self.running):
             needed = self._missing(sequence)
             if needed <= 0 or sequence.status in (Status.PREEMPTED, Status.ENDED):
                 continue
             victim = None
             while needed > self.pool.available and victim is not sequence:
-                # Whoever may not be preempted has all its blocks, so this finds the sequence itself at the latest.
+                # A sequence that may not be preempted has all its blocks, so this finds `sequence` itself at the
+                # latest.
                 victim = next(s for s in reversed(self.running) if s.preemptions < self.limits.max_preemptions)
                 try:
                     self._preempt(step, victim, now)
@@ -290,25 +299,25 @@ class Scheduler:
         step.preempted.append(sequence)
 
     def _open(self, now: float) -> bool:
-        """Whether the policy lets sequences in."""
+        """Return whether the policy admits sequences now."""
         if self.limits.policy == "continuous" or not self.waiting:
             return True
         return not self.running and now >= self._opens()
 
     def _opens(self) -> float:
-        """When it lets in those that wait, if none is running then."""
+        """Return when the policy admits the waiting sequences, if none is running then."""
         oldest = min(sequence.arrival for sequence in self.waiting)
         alone = self.limits.policy == "dynamic" and len(self.waiting) < self.limits.together
         return oldest + self.limits.max_delay if alone else oldest
 
     def _admit(self, step: StepPlan, sequence: Sequence, now: float) -> bool:
-        """Let the first of the queue run, if there is room."""
+        """Start the first sequence of the queue; return whether there was room for it."""
         point("scheduler.admit", sequence.id)
         match = NOTHING
         if not sequence.bypass:
-            prompt = sequence.tokens[:-1]  # the last has to be run, to see what follows
-            match = self.cache.match(sequence.salt, prompt)
-            if self._soon_more(sequence.salt, prompt, match):
+            prompt = sequence.tokens[:-1]  # the last has to be run, for its logits
+            match = self.cache.match(sequence.cache_salt, prompt)
+            if self._soon_more(sequence.cache_salt, prompt, match):
                 return False
         room = self._room(sequence, match)
         if room is None and match.source is not None:  # the block to copy from may be the one that is missing
@@ -326,23 +335,23 @@ class Scheduler:
             self._pass(other)
         if sequence.status is Status.QUEUED:
             sequence.reused, sequence.reuse_ended, sequence.differs_at = match.length, match.ended, match.differs_at
-            if not sequence.kin.counted:  # what the others find there, the first of them has just computed
-                sequence.kin.counted = True
+            if not sequence.group.counted:  # the first choice has just computed what the others find there
+                sequence.group.counted = True
                 self.cache.count(sequence.prompt, match)
         sequence.enter(Status.PREFILL, now)
         insort(self.running, sequence, key=_rank)
         step.admitted.append(sequence)
         return True
 
-    def _soon_more(self, salt: bytes, prompt: array[int], match: Match) -> bool:
-        """Whether a prompt that is being computed will bring a block more of this one into the tree, or all of it.
+    def _soon_more(self, cache_salt: bytes, prompt: array[int], match: Match) -> bool:
+        """Return whether a prompt being computed will bring a block more of this one into the tree, or all of it.
 
         Batches of the other policies start together, so there is nothing to wait for.
         """
         if self.limits.policy != "continuous":
             return False
         for other in self.running:
-            if other.status is Status.PREFILL and other.salt == salt:
+            if other.status is Status.PREFILL and other.cache_salt == cache_salt:
                 length = common(prompt, other.tokens)
                 whole = length == len(prompt)
                 length -= length % self.cache.round_to
@@ -351,8 +360,10 @@ class Scheduler:
         return False
 
     def _room(self, sequence: Sequence, match: Match) -> list[int] | None:
-        """Hold what was matched and take the other blocks that the sequence needs; None, and nothing held, if there
-        are too few."""
+        """Hold the matched blocks and allocate the others that the sequence needs.
+
+        Returns the allocated ones; None, and nothing held, if there are too few.
+        """
         shared = match.blocks if match.source is None else [*match.blocks, match.source]
         to_the_end = sequence.preemptions >= self.limits.max_preemptions
         needed = self.pool.needed(sequence.longest if to_the_end else len(sequence.tokens)) - len(match.blocks)
@@ -373,35 +384,38 @@ class Scheduler:
         return self.pool.allocate(n)
 
     def _pass(self, sequence: Sequence) -> None:
-        """Somebody who came later went first."""
+        """Count that a later arrival went before `sequence`."""
         del self.waiting[bisect_left(self.waiting, sequence.rank, key=_rank)]
         sequence.passed += 1
         sequence.overdue = sequence.passed >= self.limits.max_passed
         insort(self.waiting, sequence, key=_rank)
 
     def _keep(self, sequence: Sequence) -> None:
-        """The tree remembers what it has computed."""
+        """Put the sequence's computed tokens into the tree."""
         tokens = sequence.tokens[: sequence.computed]
-        self.cache.insert(sequence.salt, tokens, sequence.blocks, self._let_go(sequence))
+        self.cache.insert(sequence.cache_salt, tokens, sequence.blocks, self._let_go(sequence))
 
     def _let_go(self, sequence: Sequence) -> Callable[[list[int]], None]:
-        """What takes blocks that it gives up: a step that may still use them lets them go when it is over."""
+        """Return the function that takes blocks given up: a step that may still use them releases them at its
+        commit."""
         return self._steps[-1].held.extend if sequence.under_way else self.pool.drop
 
     def _release(self, sequence: Sequence, keep: bool = True) -> None:
-        """Take its blocks away; with `keep` the tree remembers what they contain, or raises, which changes no more."""
+        """Take the sequence's blocks away. With `keep` the tree remembers their tokens; if that raises, only the tree
+        misses them."""
         try:
             if keep:
                 point("scheduler.release", sequence.id)
                 self._keep(sequence)
         finally:
             self._let_go(sequence)(sequence.blocks)
-            sequence.blocks, sequence.computed, sequence.planned, sequence.coming = [], 0, 0, 0
+            sequence.blocks, sequence.computed, sequence.planned, sequence.inflight_tokens = [], 0, 0, 0
 
     def _give_up(self, sequence: Sequence, now: float, error: Exception) -> None:
-        """What was done for this sequence has raised, and changed nothing or was undone.
+        """End the sequence after its own work raised an exception, which changed nothing or was undone.
 
-        Where pool or tree are not what they promise nobody is served from them: the process ends, and a new one starts.
+        An AssertionError is raised again: where pool or tree violate an invariant the process ends, and a new one
+        starts.
         """
         if isinstance(error, AssertionError):
             raise error
@@ -410,7 +424,7 @@ class Scheduler:
         self._end(sequence, "internal", now, keep=False)
 
     def _end(self, sequence: Sequence, ending: str, now: float, keep: bool = True) -> None:
-        """Raises nothing: a sequence that the tree cannot remember ends all the same, though not well."""
+        """End the sequence. A failure to remember it in the tree is logged and ends it as `internal`."""
         sequence.ending = sequence.ending or ending
         if sequence.status in (Status.PREFILL, Status.DECODE):
             try:
@@ -428,7 +442,7 @@ class Scheduler:
         self._ended.append(sequence)
 
     def check(self) -> None:
-        """Assert everything this module promises. Linear in the sequences: for tests."""
+        """Assert every invariant of this module. Linear in the sequences: for tests."""
         places = [*self.waiting, *self.running]
         assert len(places) == len(set(places)) == len(self._sequences), "a sequence in two places, or in none"
         assert set(places) == set(self._sequences.values()), "a place for a sequence that has ended"

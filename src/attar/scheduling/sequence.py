@@ -1,13 +1,14 @@
-"""One sequence of tokens on its way through the engine: a few integers, and what follows from them.
+"""One sequence of tokens on its way through the engine: a few integers, and values derived from them.
 
-`tokens` is the prompt and then the output. The keys and values of its first `computed` tokens are in `blocks`; what is
-`pending` has to be run through the model. That one number tells prefill from decode: a sequence decodes while exactly
-its last token is pending, and one that lost its blocks starts over with everything pending, output included. While a
-step is under way, `planned` and `coming` are what its end will make of that: a plan made meanwhile goes on from there.
+`tokens` is the prompt and then the output. The keys and values of its first `computed` tokens are in `blocks`; the
+`pending` tokens have to be run through the model. That one number tells prefill from decode: a sequence decodes while
+exactly its last token is pending, and one that lost its blocks starts over with everything pending, output included.
+While a step is under way, `planned` and `inflight_tokens` are the values after its end: a plan made meanwhile starts
+from them.
 
-Who fills what: the engine makes the sequence; the scheduler alone changes it. The engine reads it, above all `blocks`,
-which is its row of the block table while a step runs. Until it decodes, a commit may put other blocks of the same
-contents in the place of its own, those of the prefix tree; from then on it only gains blocks.
+The engine makes the sequence; the scheduler alone changes it. The engine reads it, above all `blocks`, which is its row
+of the block table while a step runs. Until it decodes, a commit may replace its blocks by the prefix tree's with the
+same contents; from then on it only gains blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import InitVar, dataclass, field
 
 
 class Status(enum.Enum):
-    """What a sequence is doing. The first four are where its time goes."""
+    """The status of a sequence. Its time is counted under the first four."""
 
     QUEUED = "queued"  # never run yet
     PREFILL = "prefill"  # running, no token of its own yet; also when it starts over
@@ -29,21 +30,20 @@ class Status(enum.Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Kin:
-    """What the choices of one request have in common."""
+class SequenceGroup:
+    """State shared by the choices of one request."""
 
     counted: bool = False
-    """One of them has run, and the prefix cache has counted their prompt."""
+    """True once one of them has run, and the prefix cache has counted their prompt."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Sequence:
     """A prompt to be continued by at most `max_tokens` tokens (0: only to be run through the model).
 
-    `priority`: lower goes first. `deadline` is on the clock that the scheduler is given. Sequences of different `salt`
-    share no block. With `bypass` nothing of the prompt is taken from the cache, because what is asked for must be
-    computed at every position. `adapter` is the number of the one that it takes, 0 for none; whoever makes it sees that
-    its salt tells it from others.
+    `priority`: lower goes first. `deadline` is on the scheduler's clock. Sequences of different `cache_salt` share no
+    block. With `bypass` nothing of the prompt is taken from the cache, because the request needs every position
+    computed. `adapter` is the number of its adapter, 0 for none; the caller makes the salt differ by adapter.
     """
 
     id: str
@@ -51,21 +51,21 @@ class Sequence:
     max_tokens: int
     priority: int = 0
     deadline: float | None = None
-    salt: bytes = b""
+    cache_salt: bytes = b""
     bypass: bool = False
     adapter: int = 0
 
     tokens: array[int] = field(init=False)
     prompt: int = field(init=False)
-    """Tokens of the prompt."""
+    """Number of tokens of the prompt."""
     longest: int = field(init=False)
-    """Tokens that may ever be run through the model: not the last one generated, which nothing follows."""
+    """Tokens that may ever be run through the model: all but the last one generated, which nothing follows."""
     computed: int = 0
     """Tokens whose keys and values are in the blocks."""
     planned: int = 0
-    """The same once the steps under way are over."""
-    coming: int = 0
-    """Tokens that those steps choose."""
+    """Value of `computed` once the steps under way are over."""
+    inflight_tokens: int = 0
+    """Tokens that the steps under way will sample."""
     blocks: list[int] = field(default_factory=list)
 
     status: Status = Status.QUEUED
@@ -73,15 +73,15 @@ class Sequence:
     """`finished`, or one of `messages.FAILURES`."""
     order: int = 0
     """Number in order of arrival."""
-    kin: Kin = field(default_factory=Kin)
+    group: SequenceGroup = field(default_factory=SequenceGroup)
     arrival: float = 0.0
     passed: int = 0
-    """How often a later one of better priority went first."""
+    """Times that a later arrival of better priority went first."""
     overdue: bool = False
-    """Was passed as often as the limit allows: goes before all others."""
+    """True once it was passed as often as the limit allows: it goes before all others."""
     preemptions: int = 0
     under_way: int = 0
-    """Steps under way that have it: the runner may be reading or writing its blocks."""
+    """Steps under way that contain it: the runner may be reading or writing its blocks."""
 
     reused: int = 0
     """Tokens of the prompt that were not computed, when it was first admitted."""
@@ -90,7 +90,7 @@ class Sequence:
     spans: dict[Status, float] = field(default_factory=lambda: dict.fromkeys(Status, 0.0))
     """Seconds in each status."""
     since: float = 0.0
-    """When it entered its status."""
+    """Time when it entered its status."""
 
     def __post_init__(self, prompt_ids: Iterable[int]) -> None:
         self.tokens = array("i", prompt_ids)
@@ -106,18 +106,18 @@ class Sequence:
 
     @property
     def expected(self) -> int:
-        """Tokens to be run through the model, as far as they are known or will be when the steps under way are over."""
-        tokens = len(self.tokens) + self.coming
+        """Tokens to be run through the model, known now or once the steps under way are over."""
+        tokens = len(self.tokens) + self.inflight_tokens
         return tokens if tokens < self.longest else self.longest
 
     @property
     def pending(self) -> int:
-        """Of those, tokens that no step has yet. None where all that is left is to see the last one chosen."""
+        """Expected tokens that no step has yet; 0 where only the last sampled token is outstanding."""
         return self.expected - self.planned
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """The smallest goes first."""
+        """Sort key of sequences: the smallest goes first."""
         return not self.overdue, 0 if self.overdue else self.priority, self.order
 
     def enter(self, status: Status, now: float) -> None:
@@ -126,7 +126,7 @@ class Sequence:
         self.status, self.since = status, now
 
     def spent(self, status: Status, now: float) -> float:
-        """Seconds in a status, the present one up to `now`."""
+        """Return the seconds in a status, the present one up to `now`."""
         return self.spans[status] + (now - self.since if status is self.status else 0.0)
 
     def check(self, size: int) -> None:
@@ -134,7 +134,7 @@ class Sequence:
         running = self.status in (Status.PREFILL, Status.DECODE)
         assert 0 <= self.computed <= len(self.tokens) <= self.prompt + self.max_tokens
         assert self.computed <= self.planned <= self.expected
-        assert self.under_way or (self.planned, self.coming) == (self.computed, 0), "more to come, of no step"
+        assert self.under_way or (self.planned, self.inflight_tokens) == (self.computed, 0), "more to come, of no step"
         assert self.planned <= len(self.blocks) * size, "tokens without a block"
         assert len(self.blocks) <= -(-self.longest // size), "more blocks than it can ever need"
         assert running or not self.blocks, "blocks held by a sequence that does not run"

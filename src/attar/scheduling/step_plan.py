@@ -1,4 +1,4 @@
-"""One step of the engine, as data: what the scheduler plans, the runner runs, and the engine says came of it."""
+"""One step of the engine, as data: the scheduler's plan, which the runner runs, and each sequence's outcome."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import NamedTuple
 from attar.scheduling.sequence import Sequence
 
 
-class Chunk(NamedTuple):
+class ScheduledTokens(NamedTuple):
     """Run `rows` tokens of the sequence from position `start`, reading the keys and values before them."""
 
     sequence: Sequence
     start: int
     rows: int
-    samples: bool  # its last token is the sequence's last: choose the next
+    samples: bool  # its last token is the sequence's last: sample the next
 
 
 class Copy(NamedTuple):
-    """Before anything runs, copy the first `slots` slots of one block to another, in every layer, for `sequence`."""
+    """An instruction to copy the first `slots` slots of one block to another, in every layer, before anything runs."""
 
     source: int
     target: int
@@ -28,17 +28,17 @@ class Copy(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """What to run. Blocks are those of each sequence at this moment; they stay until the commit.
+    """The work of a step. Blocks are those of each sequence at this moment; they stay until the commit.
 
-    The one row of a chunk may be of a token that its sequence does not have yet: the step before chooses it.
+    A chunk of one row may be for a token that its sequence does not have yet: the step before samples it.
     """
 
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[ScheduledTokens] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
-    """Blocks to be let go with the commit: whose they were gave them up while the step was under way."""
+    """Blocks to release with the commit: their sequences gave them up while the step was under way."""
 
     @property
     def tokens(self) -> int:
@@ -46,11 +46,11 @@ class StepPlan:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that have a part in it, also those that the budget left no chunk."""
+        """All sequences of the step, including those that the budget left no chunk."""
         return list(dict.fromkeys([*(chunk.sequence for chunk in self.chunks), *self.admitted]))
 
     def pieces(self, rows: int) -> list[StepPlan]:
-        """The step in steps of at most so many tokens, which compute the same where they are run in their order."""
+        """Cut the step into steps of at most `rows` tokens, which compute the same when they are run in their order."""
         made, room = [StepPlan(copies=self.copies)], rows
         for sequence, start, pending, samples in self.chunks:
             end = start + pending
@@ -59,13 +59,13 @@ class StepPlan:
                     made.append(StepPlan())
                     room = rows
                 taken = min(end - start, room)
-                made[-1].chunks.append(Chunk(sequence, start, taken, samples and start + taken == end))
+                made[-1].chunks.append(ScheduledTokens(sequence, start, taken, samples and start + taken == end))
                 start, room = start + taken, room - taken
         return made
 
 
 class Outcome(NamedTuple):
-    """What a step gave one sequence: the tokens it gained and whether it has ended, or why it failed."""
+    """The result of a step for one sequence: the tokens it gained and whether it has ended, or why it failed."""
 
     tokens: tuple[int, ...] = ()
     finished: bool = False

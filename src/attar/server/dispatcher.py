@@ -1,4 +1,4 @@
-"""Where requests become work: what the engine is asked, and what is refused before it is."""
+"""Submission of requests to the engine, and the checks that refuse one before that."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from attar.faults import point
 from attar.protocol.messages import Embed, Failed, Ready, Stats, Submit
 from attar.protocol.request import SamplingParams
 from attar.server.admission.rate_limits import Caller
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.request_context import RequestContext
 from attar.server.request_handler import RequestHandler
 
-WINDOW = 32  # texts to embed that the engine has at once
-SHARE_AFTER = 1  # seconds after which a key may ask again that has its share: all keys share the turns of `Backoff`
+WINDOW = 32  # texts to embed in the engine at a time
+SHARE_AFTER = 1  # Retry-After, in seconds, for a key that has its share: all keys share the turns of `Backoff`
 
 
 class Dispatcher:
-    """Hands requests to the engine. A request has `deadline` seconds from when it came."""
+    """Hands requests to the engine. A request has `deadline` seconds from its arrival."""
 
     def __init__(self, context: RequestContext, deadline: float) -> None:
         self.context, self.engine, self.deadline = context, context.engine, deadline
@@ -31,37 +31,37 @@ class Dispatcher:
 
     @property
     def stats(self) -> Stats | None:
-        """The engine's state, as it last said it."""
+        """The engine's last reported state."""
         return self.engine.stats
 
     def ready(self) -> Ready:
-        """The engine, ready to be asked. Raises Refusal when it is not."""
+        """Return the engine's description. Raises Refusal where it is not ready."""
         if self.context.draining:
-            raise Refusal("draining", "the server is shutting down")
+            raise APIError("draining", "the server is shutting down")
         if self.engine.ready is None:
             if self.engine.was_ready:
-                raise Refusal("engine_down", "the engine is not running")
-            raise Refusal("loading", "the model is being loaded")
+                raise APIError("engine_down", "the engine is not running")
+            raise APIError("loading", "the model is being loaded")
         return self.engine.ready
 
     def getting_on(self) -> None:
-        """Raises Refusal unless the engine is healthy, and in no step that takes far longer than any before."""
+        """Raise Refusal unless the engine is healthy, and in no step that takes far longer than any before."""
         self.healthy()
         if (slow := self.engine.heartbeat.slow) is not None:
-            raise Refusal("engine_down", slow)
+            raise APIError("engine_down", slow)
 
     def healthy(self) -> None:
-        """Raises Refusal unless the engine is ready, runs, and gets on."""
+        """Raise Refusal unless the engine is ready, runs, and makes progress."""
         self.ready()
         if (trouble := self.engine.trouble) is not None:
-            raise Refusal("engine_down", trouble)
+            raise APIError("engine_down", trouble)
 
     def model(self, asked: str | None) -> str:
-        """The name of what is to answer: the served model's, also where nothing is `asked` for, or an adapter's.
-        Raises Refusal."""
+        """Return the model's or adapter's name; the served model's where nothing is `asked` for. Raises Refusal for
+        unknown names."""
         ready = self.ready()
         if asked is not None and asked != ready.model and asked not in ready.adapters:
-            raise Refusal("model_not_found", "model: not served here; GET /v1/models lists what is", "model")
+            raise APIError("model_not_found", "model: not served here; GET /v1/models lists what is", "model")
         return ready.model if asked is None else asked
 
     def submit(
@@ -73,49 +73,49 @@ class Dispatcher:
         model: str,
         priority: int = 0,
     ) -> RequestHandler:
-        """Prompts to be continued, n choices each, by what `model` names. Where there are keys, a `priority` below 0
-        counts as 0. Raises Refusal."""
+        """Submit prompts to be continued, n choices each, by `model`. Where there are keys, a `priority` below 0 counts
+        as 0. Raises Refusal."""
         self.healthy()
         left = self._left(caller)
-        self._place(caller, n)  # before the key pays
+        self._place(caller, n)  # before the key is charged
         caller.take(sum(map(len, prompts)), len(prompts) * n * params.max_tokens)
-        if caller.salt:  # nobody goes before those who have another key
+        if caller.cache_salt:  # no key goes ahead of another
             priority = max(0, priority)
         adapter = self._adapter(model)
         commands = [
-            Submit(name, prompt, params.seeded(), n, caller.salt, priority, left, adapter)
+            Submit(name, prompt, params.seeded(), n, caller.cache_salt, priority, left, adapter)
             for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
         ]
         return self._ask(caller, prompts, n, commands, self._share())
 
     def embed(self, caller: Caller, prompts: Sequence[tuple[int, ...]], pooling: str, model: str) -> RequestHandler:
-        """Prompts whose vectors are wanted, of what `model` names. Raises Refusal."""
+        """Submit prompts to be embedded by `model`. Raises Refusal."""
         self.healthy()
         left = self._left(caller)
         self._place(caller, 1)
         caller.take(sum(map(len, prompts)), 0)
         commands = [
-            Embed(name, prompt, pooling, left, self._adapter(model), caller.salt)
+            Embed(name, prompt, pooling, left, self._adapter(model), caller.cache_salt)
             for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
         ]
         return self._ask(caller, prompts, 1, commands, min(WINDOW, self._share()))
 
     def _place(self, caller: Caller, count: int) -> None:
-        """Raises Refusal where so many choices of the first prompt would be more than the key's share of the queue, or
-        than the engine has room for."""
+        """Raise Refusal where `count` choices of the first prompt would exceed the key's share of the queue, or the
+        engine's room."""
         places = self.engine.places
-        if not places.fit(caller.salt, count):
+        if not places.fit(caller.cache_salt, count):
             if places.keys < 2:
                 raise self.context.full("the server is full: try again later")
             self.context.metrics.limited.labels("queue").inc()
-            waiting = f"this key has {places.waiting(caller.salt)} of the {places.size} places in the queue"
+            waiting = f"this key has {places.waiting(caller.cache_salt)} of the {places.size} places in the queue"
             message = f"{waiting}, and its share has no room for {count} more: try again later"
-            raise Refusal("rate_limit_exceeded", message, retry_after=SHARE_AFTER)
+            raise APIError("rate_limit_exceeded", message, retry_after=SHARE_AFTER)
 
-    async def why(self, request: str, salt: bytes) -> dict[str, Any]:
-        """What became of a request, for JSON; of one that runs, how far it is, unless a long step keeps the engine.
-        Raises Refusal where nobody knows of it, or it was another's."""
-        trace = self.context.traces.find(request, salt)
+    async def why(self, request: str, cache_salt: bytes) -> dict[str, Any]:
+        """Return what became of a request, for JSON; for a running one, its progress, unless a long step keeps the
+        engine. Raises Refusal where it is unknown or another key's."""
+        trace = self.context.traces.find(request, cache_salt)
         if trace.outcome != "running":
             return trace.told(time.monotonic())
         left = [name for name, ended in zip(trace.names, trace.reports, strict=True) if ended is None]
@@ -123,18 +123,18 @@ class Dispatcher:
         return trace.told(time.monotonic(), running)
 
     def _left(self, caller: Caller) -> float:
-        """Seconds of the deadline, which began when the request came. Raises Refusal where it has passed."""
+        """Return the seconds left until the deadline, counted from the request's arrival. Raises Refusal after it."""
         left = caller.arrived + self.deadline - time.monotonic()
         if left <= 0:
             raise self.context.refusal(Failed(caller.id, "deadline", ""))
         return left
 
     def _share(self) -> int:
-        """Choices of one request that the engine's queue takes at a time: half of what may wait there."""
+        """Return the choices of one request that the engine's queue takes at a time: half of its capacity."""
         return max(1, self.ready().max_waiting // 2)
 
     def _adapter(self, model: str) -> str:
-        """What the engine calls it: nothing where it is the served model itself."""
+        """Return the engine's name of an adapter; empty for the served model itself."""
         return "" if model == self.ready().model else model
 
     def _ask(

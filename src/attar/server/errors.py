@@ -1,8 +1,8 @@
-"""Every way in which a request can be refused: a closed catalogue, in the shapes of OpenAI's and Anthropic's APIs.
+"""All errors that a request can get: a closed catalogue, in the shapes of OpenAI's and Anthropic's APIs.
 
-A `Refusal` names an entry of the catalogue and says in a sentence, written for this purpose, what was wrong. The text
-of exceptions never gets into an answer: it tells strangers of paths, addresses and versions, and has been the first
-half of more than one exploit. What the engine says of a failed request is shown only where the catalogue says so.
+A `APIError` names an entry of the catalogue and has a sentence, written for this purpose, about what was wrong. The
+text of exceptions never gets into an answer: it reveals paths, addresses and versions, and has been the first half of
+more than one exploit. The engine's message on a failed request is shown only where the catalogue allows it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import msgspec
 from starlette.types import Send
 
 from attar.protocol.messages import Failed
-from attar.server.strict_json import shown
+from attar.strict_json import shown
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One entry: HTTP status, OpenAI's type, Anthropic's type, and seconds after which trying again makes sense.
+    """One entry: HTTP status, OpenAI's type, Anthropic's type, and seconds after which a retry makes sense.
 
-    vain: whether trying again makes none, where clients would by the status.
+    vain: a retry makes no sense, although clients would retry by the status.
     """
 
     status: int
@@ -71,7 +71,7 @@ CATALOGUE: dict[str, Kind] = {
     "deadline": Kind(503, "service_unavailable_error", "overloaded_error", vain=True),  # it would take as long again
 }
 
-ANTHROPIC = "/v1/messages"  # and what is below it: Anthropic's API
+ANTHROPIC = "/v1/messages"  # prefix of Anthropic's API
 
 INTERNAL = "the request failed inside the server; the log has its id"
 CANCELLED = "the request was cancelled"
@@ -89,10 +89,10 @@ _FAILURES = {  # the engine's code: entry, and our words, or None to show the en
 }
 
 
-class Refusal(Exception):
-    """An answer to a request that is an error: `code` of CATALOGUE, a sentence, and the field it is about.
+class APIError(Exception):
+    """An error that answers a request: a `code` of CATALOGUE, a sentence, and the field concerned.
 
-    retry_after: seconds, where they are known better than the catalogue has them.
+    retry_after: seconds, where they are known better than in the catalogue.
     """
 
     def __init__(self, code: str, message: str, param: str | None = None, *, retry_after: int | None = None) -> None:
@@ -102,13 +102,13 @@ class Refusal(Exception):
         self.retry_after = self.kind.retry_after if retry_after is None else retry_after
 
     @classmethod
-    def of(cls, failed: Failed) -> Refusal:
-        """What the engine's refusal is to a user."""
+    def of(cls, failed: Failed) -> APIError:
+        """Translate the engine's failure for the client."""
         code, words = _FAILURES.get(failed.code, _FAILURES["internal"])
         return cls(code, shown(failed.message, 300) if words is None else words)
 
     def body(self, anthropic: bool = False) -> bytes:
-        """The error object, as JSON."""
+        """Return the error object, as JSON."""
         if anthropic:
             error = {"type": self.kind.anthropic, "message": self.message}
             return msgspec.json.encode({"type": "error", "error": error})
@@ -116,16 +116,16 @@ class Refusal(Exception):
         return msgspec.json.encode({"error": error_})
 
     def headers(self) -> dict[str, str]:
-        """Headers that belong to this status."""
+        """Return the headers that belong to this status."""
         if self.retry_after is not None:
             return {"Retry-After": str(self.retry_after)}
         if self.kind.vain:
-            return {"x-should-retry": "false"}  # what the clients of both APIs heed
+            return {"x-should-retry": "false"}  # clients of both APIs obey it
         return {"WWW-Authenticate": "Bearer"} if self.kind.status == 401 else {}
 
     async def send(self, path: str, send: Send, allowed: str | None = None) -> None:
-        """Answer a request with it, in the shape that the API at `path` has. `allowed`: methods, where another was
-        used."""
+        """Answer a request with the error, in the shape of the API at `path`. `allowed`: the methods of the path, for a
+        405."""
         body = self.body(anthropic=path.startswith(ANTHROPIC))
         headers: list[Any] = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         headers += [(name.encode(), value.encode()) for name, value in self.headers().items()]

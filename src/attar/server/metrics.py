@@ -1,8 +1,8 @@
-"""What Prometheus reads at /metrics: the engine's state as it last told it, and what requests saw of time.
+"""Prometheus metrics at /metrics: the engine's last reported state, and latencies of requests.
 
 The engine's counters are passed through, not counted again. Latencies are measured where the user is: TTFT from a
 request's arrival to its first token, inter-token latency between two tokens of a choice, both in this process. An
-engine that has said nothing yet has its blocks free and everything else at zero; one that is gone has no blocks.
+engine without a report yet has its blocks free and everything else at zero; without an engine there are no blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from attar.protocol.messages import Stats
 from attar.server.engine_client.client import EngineClient
 
-BEAT = 0.05  # seconds between two looks at the loop's lag
+BEAT = 0.05  # seconds between two measurements of the loop's lag
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -66,11 +66,11 @@ class Metrics:
         self._worst = 0.0
 
     def text(self) -> bytes:
-        """In Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
     async def watch_loop(self) -> None:
-        """Measure, for ever, how late the event loop is."""
+        """Measure the event loop's lag for ever."""
         with contextlib.suppress(asyncio.CancelledError):
             while True:
                 due = time.monotonic() + BEAT

@@ -1,4 +1,4 @@
-"""Names that requests may ask for: of the served model, and of the adapters beside it."""
+"""Names that requests may use: the served model's, and those of its adapters."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 MAX_ADAPTERS = 64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,255}")  # includes Hub ids; requests may name no longer one
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,255}")  # includes Hub ids; the longest name in a request
 
 
 def name_of(model: str) -> str:
-    """Return a model's name: a folder's or file's own name, or a Hub id as given. Raises ValueError for a folder
-    without a name, the root. A link keeps its own name: files in the Hub's cache link to files named by a hash."""
+    """Return a model's name: a folder's or file's own name, or a Hub id as given. Raises ValueError for the root, which
+    has no name. A link keeps its own name: files in the Hub's cache link to files named by a hash."""
     path = Path(model).expanduser()
     name = Path(os.path.abspath(path)).name if path.exists() else model
     if not name:

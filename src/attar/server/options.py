@@ -1,4 +1,4 @@
-"""Options of a server: how it is reached, by whom, and how much each may have."""
+"""Options of a server: its address, access, and limits of each key."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SET_KEY = f"--api-key-file FILE, or {KEY_VARIABLE} in the environment"
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How the server is reached. Raises ValueError for a public address without a key.
+    """Options of the HTTP server. Raises ValueError for a public address without a key.
 
-    hosts: names that the Host header may have besides loopback's own; none means those on loopback, and any elsewhere.
-    origins: web pages of other servers that may call this one from a browser. max_requests: open at a time, beyond
-    which 429 is the answer. limits: what each key may have; with several keys half of max_requests each, where no
-    number of requests is given, so that one of them cannot keep the others out of the server (of the engine's queue
-    each has its part anyhow, see `fair_queue.py`); the same holds of `middleware.MAX_BODIES`. deadline, drain_seconds:
-    of one request, and of all when the server ends.
+    hosts: names allowed in the Host header besides loopback's; with none, a loopback server allows no others, and a
+    public one any. origins: web pages of other servers that may call this one from a browser. max_requests: open at a
+    time; more get 429. limits: of each key; with several keys and no limit of requests each has half of max_requests.
+    So none can keep the others out of the server; the engine's queue has shares of its own (`fair_queue.py`). The same
+    holds of `middleware.MAX_BODIES`. deadline, drain_seconds: seconds for one request, and for all when the
+    server ends.
     """
 
     host: str = "127.0.0.1"
@@ -50,19 +50,19 @@ class ServerOptions:
 
     @property
     def shares(self) -> KeyLimits:
-        """What each key has."""
+        """Limits of each key."""
         if self.limits.requests is None and len(self.keys.hashes) > 1:
             return replace(self.limits, requests=max(1, self.max_requests // 2))
         return self.limits
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """What the Host header may be; empty for anything."""
+        """Names allowed in the Host header; empty for any."""
         return self.hosts | LOOPBACK_NAMES if self.hosts or is_loopback(self.host) else frozenset()
 
 
 def _in_header(name: str) -> str:
-    """A host's name as a Host header has it: addresses with colons stand in brackets."""
+    """Spell a host's name as in a Host header: addresses with colons have brackets."""
     try:
         return f"[{IPv6Address(name)}]"
     except ValueError:

@@ -1,28 +1,28 @@
-"""Prompts of token ids from texts and conversations, beside the event loop: megabytes of text stall no stream.
+"""Prompts of token ids from texts and conversations, outside the event loop: megabytes of text stall no stream.
 
-A job whose caller gives up is not begun; one that was begun goes on, since nothing stops a tokenizer: so texts that are
-seen to be far too long are not given to it.
+A job whose caller gives up is not begun. One that was begun goes on, since nothing stops a tokenizer. So texts that are
+known to be far too long are never tokenized.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from attar import strict_json
 from attar.faults import point
-from attar.server import strict_json
 from attar.server.admission.request_limits import beyond, in_vocabulary
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.fair_thread_pool import TextThreads
 from attar.text.literal import LiteralChat, Messages
 from attar.text.template import TemplateError, render_chat
 from attar.text.token_bounds import TokenBounds
 from attar.text.tokenizer import Tokenizer
 
-FEW_IDS = 4096  # that are looked at on the spot, in less time than a thread is asked
+FEW_IDS = 4096  # checked on the spot, in less time than a thread takes to start
 
 
 class Prompts:
-    """The tokenizer and the chat template of the served model, for requests of a `key`, or its salt. Raises Refusal for
+    """The tokenizer and chat template of the served model, for requests of a `key`, or its salt. Raises Refusal for
     what cannot be a prompt."""
 
     def __init__(self, tokenizer: Tokenizer, threads: TextThreads) -> None:
@@ -40,20 +40,20 @@ class Prompts:
         name: str,
         context: int | None = None,
     ) -> list[tuple[int, ...]]:
-        """Token ids of prompts that are texts or token ids already. `name` is their field. Where a `context` is given,
-        what is seen to be longer by its bytes alone is refused; what is not may still be longer, and is not looked at
-        where it is token ids."""
+        """Return the token ids of prompts, each a text or token ids. `name` is their field. With a `context`, texts
+        whose bytes alone show that they are longer are refused. Others may still be longer, and lengths of token ids
+        are not checked."""
         size = sum(map(len, prompts))
         if size <= FEW_IDS and not any(isinstance(prompt, str) for prompt in prompts):
             found = self._encoded(prompts, vocab, name, context)
         else:
             found = await self._threads.run(key, size, lambda: self._encoded(prompts, vocab, name, context))
         if not all(found):
-            raise Refusal("empty_prompt", f"{name}: no tokens", name)
+            raise APIError("empty_prompt", f"{name}: no tokens", name)
         return found
 
     async def text_ids(self, key: bytes, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         return await self._threads.run(
             key, len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         )
@@ -61,15 +61,15 @@ class Prompts:
     async def chat_ids(
         self, key: bytes, messages: Sequence[dict[str, str]], context: int | None = None
     ) -> tuple[int, ...]:
-        """Token ids of a conversation, ready for the assistant's answer. `context` is as of `ids`."""
+        """Return the token ids of a conversation, ready for the assistant's answer. `context` is as in `ids`."""
         size = sum(len(message["content"]) for message in messages)
         ids = await self._threads.run(key, size, lambda: self._render(messages, context), chat=True)
         if not ids:
-            raise Refusal("empty_prompt", "messages: no tokens", "messages")
+            raise APIError("empty_prompt", "messages: no tokens", "messages")
         return ids
 
     async def text(self, key: bytes, ids: Sequence[int], vocab: int | None = None) -> str:
-        """The text of token ids, special tokens and all. Raises Refusal for those beyond `vocab`."""
+        """Return the text of token ids, special tokens included. Raises Refusal for ids beyond `vocab`."""
 
         def decode() -> str:
             if vocab is not None:
@@ -106,23 +106,23 @@ class Prompts:
         try:
             template = tokenizer.chat_template()
         except ValueError as error:
-            raise Refusal("no_chat_template", "this model has no chat template: use /v1/completions") from error
+            raise APIError("no_chat_template", "this model has no chat template: use /v1/completions") from error
 
         def render(said: Messages) -> str:
             text = render_chat(template, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
-            if said is messages:  # else placeholders are in it, which are longer than what they stand for
+            if said is messages:  # else it has placeholders, longer than the text they stand for
                 self._check_length(text, "messages", context)
             return text
 
         try:
             return tuple(self._literal.encode(messages, render))
         except TemplateError as error:
-            raise Refusal("template_error", f"the chat template: {_fit(str(error))}", "messages") from error
+            raise APIError("template_error", f"the chat template: {_fit(str(error))}", "messages") from error
         except ValueError as error:
-            raise Refusal("invalid_value", "messages: not text that this model can read", "messages") from error
+            raise APIError("invalid_value", "messages: not text that this model can read", "messages") from error
 
 
 def _fit(sentence: str) -> str:
-    """What a template says goes back to whoever made it say so, but for what looks like an address or a path."""
+    """Return a template's message without what looks like an address or a path, for the client that caused it."""
     unfit = "0x" in sentence or "/" in sentence or "\\" in sentence
     return "it cannot render this conversation" if unfit else strict_json.shown(sentence, 200)

@@ -1,6 +1,6 @@
-"""One request on its way through: what came back of the engine, and how long each part took.
+"""One request under way: the engine's events, and the time that each part took.
 
-Endpoints differ in how they read a request and write an answer; between the two they all do what is here.
+Endpoints differ in how they read a request and write an answer; what they share in between is here.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from attar.protocol.messages import Delta, Failed, Finished
 from attar.server.admission.rate_limits import Caller
 from attar.server.engine_client.connection import AnswerEvent
 from attar.server.engine_client.response_stream import ResponseStream
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.request_context import RequestContext
 
 logger = logging.getLogger(__name__)
 
 
 class RequestHandler:
-    """Handles a request that the engine has. `prompts` are its prompts; choice c of prompt p is number p * n + c.
+    """Handles a request in the engine. `prompts` are its prompts; choice c of prompt p is number p * n + c.
 
-    Whoever reads it closes it at the end, whatever that was.
+    The reader must close it at the end, in any case.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class RequestHandler:
         stream.late = self._late
 
     def number(self, event: Delta | Finished) -> int:
-        """Which choice of the whole answer an event is about."""
+        """Return the number of an event's choice in the whole answer."""
         return self.stream.prompts[event.id] * self.n + event.choice
 
     async def admitted(self) -> None:
-        """Wait a little for the engine's first word, so that a refusal can still be the answer's status."""
+        """Wait a little for the engine's first event, so that a refusal can still set the answer's status."""
         try:
             async with asyncio.timeout(self._context.patience()):
                 self._peeked = await self._take()
@@ -64,25 +64,25 @@ class RequestHandler:
         if isinstance(self._peeked[0], Failed):
             raise self.refusal(self._peeked[0])
 
-    def refusal(self, failed: Failed) -> Refusal:
-        """Make of the engine's refusal what it is to a user."""
+    def refusal(self, failed: Failed) -> APIError:
+        """Translate the engine's failure for the client."""
         return self._context.refusal(failed)
 
     def leave(self) -> None:
-        """Its reader is gone, perhaps after the engine has finished and before all is written."""
+        """Cancel for a client that disconnected, perhaps after the engine has finished and before all is written."""
         self._left = True
         self.stream.cancel()
 
     def wanted(self) -> None:
-        """Between two slices of what is written: what came meanwhile has not been left. Raises Refusal where nobody
-        reads it any more."""
+        """Note, between two slices of writing, that the reader is at work. Raises Refusal where the answer is no longer
+        wanted."""
         self.stream.reading()
         code = "cancelled" if self._left else self.stream.failure
         if code in ("cancelled", "slow_reader"):
             raise self.refusal(Failed(self.caller.id, code, ""))
 
     async def events(self, whole: bool = False) -> AsyncIterator[list[AnswerEvent]]:
-        """All events, those that came together together. No `whole` answer is let go for what waits of it."""
+        """Yield all events, in lists that arrived together. A `whole` answer is never dropped for unread events."""
         self.stream.whole |= whole
         if self._peeked:
             yield self._peeked
@@ -90,8 +90,8 @@ class RequestHandler:
             yield events
 
     def close(self) -> None:
-        """Nobody reads on. What has not ended does; where its end was never taken, something here has failed, unless
-        it had failed before: whoever ends an answer may also end the task that reads it."""
+        """End the request. If the engine has not ended it, it is cancelled. If its end was never taken, the outcome is
+        an internal error, unless the stream failed before: its end may also end the task that reads it."""
         outcome = self.stream.failure or "internal"
         self.stream.close()
         if not self._finished:
@@ -105,7 +105,7 @@ class RequestHandler:
         return events
 
     def _late(self, event: AnswerEvent) -> None:
-        """What is said of it though nobody reads it: its tokens were generated all the same."""
+        """Count an event that never reaches the reader: its tokens were generated all the same."""
         if isinstance(event, Delta):
             self._generated(len(event.token_ids))
         self._reported(event)
@@ -117,7 +117,7 @@ class RequestHandler:
             self.caller.account.use(tokens)
 
     def _note(self, events: Sequence[AnswerEvent]) -> None:
-        """Count, and keep what /why will tell."""
+        """Count events in metrics, and record them for /why."""
         point("metrics.observe", self.caller.id)
         now, metrics, trace = time.monotonic(), self._context.metrics, self._trace
         for event in events:
@@ -126,7 +126,7 @@ class RequestHandler:
                 metrics.prompt_tokens.inc(len(self.prompts[self.stream.prompts[event.id]]))
             if isinstance(event, Delta):
                 tokens = len(event.token_ids)
-                self._generated(tokens)  # as they come: rates look at less than an answer
+                self._generated(tokens)  # as they come: rates need finer steps than an answer
                 key = (event.id, event.choice)
                 last = self._last.get(key)
                 if trace.first is None:
@@ -150,7 +150,7 @@ class RequestHandler:
 
     def _finish(self, now: float) -> None:
         self._finished = True
-        # Its account is settled; and no circle stays for the collector, which would hold up every stream.
+        # Its account is settled; no reference cycle remains for the collector, which would stall every stream.
         self.stream.late = self._reported
         caller, context, trace = self.caller, self._context, self._trace
         trace.outcome, trace.ended = self._outcome or "stop", now

@@ -1,4 +1,4 @@
-"""What became of requests, as /why tells it."""
+"""Traces of requests, as /why reports them."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from attar.faults import point
 from attar.protocol.messages import Embedding, Failed, Finished, Report
 from attar.server.admission.rate_limits import Caller
 from attar.server.engine_client.connection import AnswerEvent
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 
-MAX_PROMPTS = 128  # of a request that are told of: of an embedding the first
-REMEMBERED = 1000  # requests that /why can tell of when they have ended
+MAX_PROMPTS = 128  # prompts of a request that are reported: the first
+REMEMBERED = 1000  # ended requests that /why can report
 
 
 @dataclass(slots=True, weakref_slot=True)
 class RequestTrace:
-    """What became of a request, as /why tells it. Times are monotonic."""
+    """The trace of a request, as /why reports it. Times are monotonic."""
 
     id: str
-    salt: bytes
+    cache_salt: bytes
     arrived: float
     reports: list[Report | None]
-    """Of its prompts, of those of an embedding the first."""
+    """One report a prompt, of the first MAX_PROMPTS; None where there is none yet."""
     outcome: str = "running"
     first: float | None = None
     ended: float | None = None
     generated: int = 0
     names: tuple[str, ...] = ()
-    """What the engine calls them."""
+    """The engine's ids of the prompts."""
 
     def told(self, now: float, running: Mapping[str, Report] | None = None) -> dict[str, Any]:
-        """For JSON. `running` are reports of those that have not ended, by the engine's names."""
+        """Return the trace for JSON. `running` are reports of the prompts that have not ended, by the engine's ids."""
         so_far = [(running or {}).get(name) for name in self.names] or [None] * len(self.reports)
         reports = [ended or report for ended, report in zip(self.reports, so_far, strict=True)]
         return {
@@ -51,8 +51,8 @@ class RequestTrace:
         }
 
     def reader(self, prompts: Mapping[str, int]) -> Callable[[AnswerEvent], None]:
-        """Takes the reports out of events, also of those that come when nobody reads the answer any more. `prompts`:
-        which of them an event's id names."""
+        """Make a function that records reports of events, late events included. `prompts`: index of the prompt by an
+        event's id."""
 
         def read(event: AnswerEvent) -> None:
             if isinstance(event, Finished | Embedding | Failed) and event.report is not None:
@@ -64,29 +64,29 @@ class RequestTrace:
 
 
 class RequestTraces:
-    """Those of the requests that run, and of the last that have ended. Each is told only to whoever has its key."""
+    """Traces of running requests, and of the last that have ended. Each is shown only to its own key."""
 
     def __init__(self) -> None:
         self._running: WeakValueDictionary[str, RequestTrace] = WeakValueDictionary()
         self._ended: OrderedDict[str, RequestTrace] = OrderedDict()
 
     def begin(self, caller: Caller, names: Iterable[str]) -> RequestTrace:
-        """A request of `caller` runs, for as long as somebody holds the trace. The engine calls its prompts `names`."""
+        """Begin the trace of a request, known for as long as it is referenced. The engine calls its prompts `names`."""
         kept = tuple(islice(names, MAX_PROMPTS))
-        trace = RequestTrace(caller.id, caller.salt, caller.arrived, [None] * len(kept), names=kept)
+        trace = RequestTrace(caller.id, caller.cache_salt, caller.arrived, [None] * len(kept), names=kept)
         self._running[trace.id] = trace
         return trace
 
     def remember(self, trace: RequestTrace) -> None:
-        """Its request has ended; the oldest is forgotten."""
+        """Keep the trace of a request that has ended; the oldest is forgotten."""
         point("why.remember", trace.id)
         self._ended[trace.id] = trace
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
 
-    def find(self, request: str, salt: bytes) -> RequestTrace:
-        """Raises Refusal where nobody knows of the request, or it was another's."""
+    def find(self, request: str, cache_salt: bytes) -> RequestTrace:
+        """Return the trace of a request. Raises Refusal where it is unknown, or another key's."""
         trace = self._running.get(request) or self._ended.get(request)
-        if trace is None or trace.salt != salt:
-            raise Refusal("not_found", f"no such request is running, or among the last {REMEMBERED}")
+        if trace is None or trace.cache_salt != cache_salt:
+            raise APIError("not_found", f"no such request is running, or among the last {REMEMBERED}")
         return trace

@@ -1,7 +1,7 @@
 """`serve`: the HTTP process, from its socket to its last answer.
 
-The first SIGTERM (or Ctrl-C) closes the door to new work and lets what is inside finish, for `drain_seconds`; then, or
-at the second signal, what is left gets its terminal error, the engine is told to end, and the process exits with 0.
+The first SIGTERM (or Ctrl-C) stops admission and lets open requests finish, for `drain_seconds`. Then, or at the second
+signal, open requests get their terminal error, the engine is told to end, and the process exits with 0.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def serve(
 ) -> None:
     """Serve until told to stop.
 
-    engine: the Unix socket at which the engine listens, or will; it is connected to whenever it does. started: called
-    with the server's address once it listens. Raises OSError when the address cannot be had.
+    engine: the Unix socket at which the engine listens, or will; the server connects whenever it does. started: called
+    with the server's address once it listens. Raises OSError where the address is not available.
     """
     asyncio.run(Server(engine, tokenizer, options).run(started))
 
 
 class Server:
-    """One server. `stop` may be called from a signal handler of the loop, several times. Without a `listener`, which it
-    closes, it listens where the options say once it runs."""
+    """One server. `stop` may be called from a signal handler of the loop, several times. It closes its `listener`;
+    without one it listens at the address of the options once it runs."""
 
     def __init__(
         self, engine: Path, tokenizer: Tokenizer, options: ServerOptions, listener: socket.socket | None = None
@@ -68,7 +68,7 @@ class Server:
         self._stop.set()
 
     async def run(self, started: Callable[[str], None] | None = None, signals: bool = True) -> None:
-        """Serve until stopped. Signals can be watched in the main thread only."""
+        """Serve until stopped. Signals can be handled in the main thread only."""
         listener = self._listener or listen(self.options.host, self.options.port)
 
         class Protocol(LimitedProtocol):
@@ -121,5 +121,5 @@ class Server:
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are `Server`'s."""
+        """Leave signals to `Server`."""
         yield

@@ -1,13 +1,13 @@
-"""`attar serve`: the HTTP process, which starts the engine's and looks after it.
+"""`attar serve`: the HTTP process, which starts and supervises the engine's process.
 
-The engine is a child with its settings on standard input, a pipe that stays open: when this process dies, of whatever,
-the engine's end of it does too, and the engine ends. When the engine dies, open requests have failed within the moment
+The engine is a child with its settings on standard input, a pipe that stays open: when this process dies, of any cause,
+the pipe ends, and the engine ends. When the engine dies, open requests fail within the moment
 (`engine_client/client.py`), and a new one is started, at once the first time, later after every further death. The
-server ends where the first could not serve its model at all (exit status 2). Once there was one that could, the same
-status counts as a death: what a new one lacks, memory, a file, a card that the old one still holds, may be there again
-soon. So does a process that cannot be started. Files that are others than when the server started end it (status 1). An
-engine that is stopped is left alone, for whoever stopped it may continue it; one that runs but will not get on is
-killed (`heartbeat.py`).
+server ends where the first engine could not serve its model at all (exit status 2). Once an engine was ready, the same
+status counts as a death: what the new one lacks, memory, a file, a GPU that the old one still holds, may be available
+again soon. A process that cannot be started counts as a death too. Files that have changed since the server started end
+it (status 1). A stopped engine is left alone, since it may be continued; one that runs without progress is killed
+(`heartbeat.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 RESTARTS, WITHIN = 5, 600.0  # more deaths in so many seconds end the server
 BACK_OFF = 2.0  # seconds before the second restart within that time; each later one waits twice as long
-END_SECONDS = 10.0  # that an engine has to end
+END_SECONDS = 10.0  # for an engine to end
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 class EngineProcess:
     """The engine as a child process, started by `command`, which reads `settings` from its standard input.
 
-    `gave_up(status)` is called, from another thread, when there will be none; and `served()` to know whether one was
-    ever ready.
+    `gave_up(status)` is called, from another thread, when no further engine will start; `served()` tells whether one
+    was ever ready.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class EngineProcess:
         self.command, self.settings, self.served, self.gave_up = command, settings, served, gave_up
         self.child: subprocess.Popen[bytes] | None = None
         self._ending = threading.Event()
-        self._starting = threading.Lock()  # a child that is started while this ends would be nobody's
+        self._starting = threading.Lock()  # a child that is started while this ends would be orphaned
         self._deaths: deque[float] = deque()
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
 
@@ -70,17 +70,17 @@ class EngineProcess:
         self._watcher.start()
 
     def kill(self) -> None:
-        """End the engine that will not get on: a new one follows."""
+        """Kill an engine that makes no progress: a new one follows."""
         if self.child is not None:
             self.child.kill()
 
     def end(self) -> None:
-        """See that the engine has ended. It was asked to; one that does not is killed, and at once one that is not
-        ready yet: it hears nothing while it loads its model, for minutes maybe, and leaves nothing half done."""
+        """Make sure that the engine, which was asked to, has ended: kill it if need be. One that still loads its model
+        is killed at once: it hears nothing, for minutes maybe, and leaves nothing half done."""
         with self._starting:
             self._ending.set()
         child, patience = self.child, END_SECONDS
-        if not Path(self.settings.socket).exists():  # which it makes when it has loaded
+        if not Path(self.settings.socket).exists():  # made when the model has been loaded
             patience = 0
         if child is None:
             return
@@ -96,7 +96,7 @@ class EngineProcess:
 
     def _spawn(self) -> None:
         path = Path(self.settings.socket)
-        machine.private_folder(path.parent)  # temporary folders are cleaned, also of what is needed yet
+        machine.private_folder(path.parent)  # temporary folders are cleaned, also of needed files
         path.unlink(missing_ok=True)
         self.child = subprocess.Popen(self.command, stdin=subprocess.PIPE)
         assert self.child.stdin is not None
@@ -120,7 +120,7 @@ class EngineProcess:
                 status = self.child.wait()
 
     def _goes_on(self, status: int) -> bool:
-        """Whether a new one is to be started after one that ended with this status; waits until it is."""
+        """Return whether a new engine is to start after one that ended with `status`; waits until it is time."""
         if self._ending.is_set() or status == 0:  # it was told to end, and may be quicker than `end`
             return False
         now = time.monotonic()
@@ -137,14 +137,14 @@ class EngineProcess:
 
 
 def waits(deaths: int) -> float:
-    """Seconds before a new engine is started, after so many deaths within `WITHIN`."""
+    """Return the seconds before a new engine is started, after `deaths` deaths within `WITHIN`."""
     return 0.0 if deaths == 1 else BACK_OFF * 2 ** (deaths - 2)
 
 
 @contextlib.contextmanager
 def _socket() -> Iterator[Path]:
-    """A place for a socket that only this user can reach. What others put in the place of a folder that was cleaned
-    away is left to them, which `TemporaryDirectory` would raise for, or empty."""
+    """Yield a path for a socket that only this user can reach. Another user's files in the place of a folder that was
+    cleaned away are left alone; `TemporaryDirectory` would raise, or empty it."""
     path = Path(tempfile.mkdtemp(prefix="attar-")) / "engine"
     try:
         yield path
@@ -159,15 +159,15 @@ def run(
     engine: Sequence[str],
     started: Callable[[str], None],
 ) -> int:
-    """Serve until told to stop; returns the exit status: 0, 1 if the engine kept dying, 2 if it cannot serve its model.
+    """Serve until told to stop. Returns the exit status: 0, 1 if the engine kept dying, 2 if it cannot serve its model.
 
-    `engine` is the command line of the engine's process. The socket of `settings` is chosen here. Raises OSError when
-    the address cannot be had, ValueError for faults to be armed (`attar/faults.py`) that do not exist.
+    `engine` is the command line of the engine's process. The socket of `settings` is chosen here. Raises OSError where
+    the address is not available, ValueError for unknown faults to be armed (`attar/faults.py`).
     """
     faults.arm_from(env.get().faults)
     sockets.allow(options.max_requests)
     status = 0
-    # First the address: without it nobody is to wait for a model. Who is early waits there until the loop runs.
+    # The address comes first: without it no model is loaded. Early clients wait there until the loop runs.
     with sockets.listen(options.host, options.port) as listener, _socket() as path:
 
         async def main() -> None:

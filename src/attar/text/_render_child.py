@@ -1,14 +1,15 @@
 """The process that renders chat templates: reads requests on stdin, writes answers on stdout, until stdin ends.
 
-Started by `template.py` in a bare Python: it imports the standard library and jinja2, and nothing else. Templates come
-with models, from strangers. The sandboxed environment keeps them from Python's internals; the limits below keep them
-from the machine's memory, processor and files. A template that passes a limit costs this process, and nothing else.
+Started by `template.py` in a bare Python: it imports the standard library, jinja2 and the framing, and nothing else.
+Templates come with models and are untrusted. The sandboxed environment keeps them from Python's internals; the limits
+below keep them from the machine's memory, processor and files. A template that passes a limit costs this process, and
+nothing else.
 
 Once the limits are set no file can be opened, so modules that jinja2 and the codecs load at first use are loaded early.
 On macOS, which does not enforce RLIMIT_AS, memory is bounded only by the deadline.
 
-Frames both ways: 4 bytes of length, big-endian, then the body. Request: JSON. Answer, in UTF-8: `+` and the
-text, `-` and one sentence, or `!` and one sentence and the end of this process.
+Frames go both ways (`protocol/framing.py`). Request: JSON. Answer, in UTF-8: `+` and the text, `-` and one sentence, or
+`!` and one sentence and the end of this process.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from attar.protocol.framing import frame, read
+
 IMPORTED_EARLY = (encodings.unicode_escape, jinja2.debug, pprint, unicodedata)
 
 EXTRA_MEMORY = 256 << 20  # bytes of address space above what the idle process has
@@ -42,7 +45,8 @@ KEPT_TEMPLATES = 8
 
 
 class Generation(Extension):
-    """`{% generation %}` marks what an assistant wrote, for training. Here its content is rendered as if unmarked."""
+    """The block `{% generation %}`, which marks an assistant's text for training. Its content is rendered as if
+    unmarked."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -52,7 +56,7 @@ class Generation(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which touching a forbidden attribute is an error at once rather than an undefined value."""
+    """Jinja's sandbox, in which access to a forbidden attribute is an error at once rather than an undefined value."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         raise SecurityError(f"the attribute {attribute!r} of {type(obj).__name__} is not for templates")
@@ -63,7 +67,7 @@ class TooLong(Exception):
 
 
 def make_environment() -> Sandbox:
-    """Jinja as transformers sets it up for chat templates, less the globals that no template needs."""
+    """Return Jinja set up like transformers' for chat templates, less the globals that no template needs."""
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
     for unused in ("lipsum", "cycler", "joiner"):
         del environment.globals[unused]
@@ -79,7 +83,7 @@ def raise_exception(message: str) -> None:
 def to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """JSON as text, without the HTML escapes of Jinja's own filter."""
+    """Return JSON as text, without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -121,7 +125,7 @@ def answer(environment: Sandbox, known: OrderedDict[str, jinja2.Template], body:
 
 
 def limit_resources() -> None:
-    """Once, after everything is imported: little more memory, no new files or sockets, nothing left behind."""
+    """Limit this process once everything is imported: little more memory, no new files, sockets or core dumps."""
     limits = {resource.RLIMIT_NOFILE: 3, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
     if sys.platform == "linux":
         with open("/proc/self/statm") as statm:
@@ -137,7 +141,7 @@ def allow_more_cpu() -> None:
 
 
 def send(body: bytes) -> None:
-    sys.stdout.buffer.write(len(body).to_bytes(4, "big") + body)
+    sys.stdout.buffer.write(frame(body))
     sys.stdout.buffer.flush()
 
 
@@ -146,12 +150,11 @@ def main() -> None:
     known: OrderedDict[str, jinja2.Template] = OrderedDict()
     limit_resources()
     send(b"+")
-    while header := sys.stdin.buffer.read(4):
-        body = sys.stdin.buffer.read(int.from_bytes(header, "big"))
+    while (body := read(sys.stdin.buffer)) is not None:
         allow_more_cpu()
         try:
             reply = answer(environment, known, body)
         except MemoryError:
             send(b"!the chat template needs more than %d MiB of memory" % (EXTRA_MEMORY >> 20))
-            return  # memory that failed once is not to be trusted: a fresh process is
+            return  # memory that failed once is not trusted again: a new process follows
         send(reply)

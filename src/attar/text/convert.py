@@ -1,8 +1,8 @@
 """Tokenizers that ship without a `tokenizer.json`, rebuilt for the `tokenizers` library.
 
-Three older shapes are met in checkpoints: `vocab.json` + `merges.txt` (GPT-2, OPT, Qwen2), a `tokenizer.model` of
-tiktoken ranks (Llama 3), and a `tokenizer.model` of sentencepiece BPE (Llama 2, Mistral, Gemma). All three are
-byte-pair encodings, so each becomes the same thing: a vocabulary, an ordered list of merges, and the text splitting
+Three older forms occur in checkpoints: `vocab.json` + `merges.txt` (GPT-2, OPT, Qwen2), a `tokenizer.model` of tiktoken
+ranks (Llama 3), and a `tokenizer.model` of sentencepiece BPE (Llama 2, Mistral, Gemma). All three are byte-pair
+encodings, so each is converted to the same parts: a vocabulary, an ordered list of merges, and the text splitting
 around them: `byte_level` and `sentencepiece` below, which `gguf.py` uses too.
 
 A rank file and a sentencepiece file store no merges, only pieces in order of preference. The merges follow: every way
@@ -36,23 +36,27 @@ Piece = TypeVar("Piece", str, bytes)
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2_SPLIT = _WORDS % r"\p{N}"
 LLAMA3_SPLIT = _WORDS % r"\p{N}{1,3}"
-"""How text is cut before merging: as in GPT-4's splitting, with digits one by one (Qwen2) or in threes (Llama 3)."""
+"""Text splitting before merging: GPT-4's, with digits one by one (Qwen2) or in threes (Llama 3)."""
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # sentencepiece's piece types, and GGUF's
-MAX_MERGES = 1 << 21  # that follow from pieces; of Gemma's quarter of a million pieces, 2^19 do
-MAX_CUT = 1 << 26  # characters in all cuts of all pieces; of Llama 3's 128,000 pieces it is 2^23
+MAX_MERGES = 1 << 21  # merges that follow from pieces: 2^19 for Gemma's quarter of a million
+MAX_CUT = 1 << 26  # characters in all cuts of all pieces: 2^23 for Llama 3's 128,000
 _BPE = 2  # sentencepiece's model types: 1 is unigram
 
 
 def bytes_to_chars() -> dict[int, str]:
-    """The 256 printable characters by which byte-level BPE writes bytes (GPT-2): themselves, or 256, 257, ..."""
+    """Return the 256 printable characters by which byte-level BPE writes bytes (GPT-2): themselves, or 256, 257, ..."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
 def from_merges(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
-    """Byte-level BPE of `vocab.json` and `merges.txt`, split Qwen2's way if that is its class, else GPT-2's."""
+    """Load byte-level BPE from `vocab.json` and `merges.txt`, split like Qwen2's if that is its class, else like
+    GPT-2's.
+
+    Raises ValueError where the merges are malformed or do not belong to the vocabulary.
+    """
     vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
     lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
     try:
@@ -70,7 +74,10 @@ def from_merges(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
 
 
 def from_model_file(path: Path) -> Tokenizer:
-    """A `tokenizer.model`, of tiktoken ranks (lines of base64 and rank) or sentencepiece, told apart by content."""
+    """Load a `tokenizer.model` of tiktoken ranks (lines of base64 and rank) or of sentencepiece, told apart by content.
+
+    Raises ValueError where it is neither, or not supported.
+    """
     data = path.read_bytes()
     first, _, rank = data.split(b"\n", 1)[0].partition(b" ")
     if first and rank.strip().isdigit():
@@ -79,7 +86,10 @@ def from_model_file(path: Path) -> Tokenizer:
 
 
 def add_special(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    """Register the added tokens that `tokenizer_config.json` lists, in the order of their ids."""
+    """Register the added tokens of `tokenizer_config.json`, in the order of their ids.
+
+    Raises ValueError where one cannot get its id.
+    """
     listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     tokens = [AddedToken(entry["content"], **{flag: bool(entry.get(flag)) for flag in flags}) for _, entry in listed]
@@ -96,7 +106,7 @@ def surround(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[*first, "$A", *last],
         pair=[*first, "$A", "$B", *last],
-        # Under names of ours: a token's own text may mean something else in a template.
+        # Under own names: a token's text may mean something else in a template.
         special_tokens=[
             {"id": name, "ids": [tokenizer.token_to_id(token)], "tokens": [token]} for name, token in ends.items()
         ],
@@ -115,9 +125,9 @@ def byte_level(
     byte_cuts: Sequence[str] = (),
     prefix: bool = False,
 ) -> Tokenizer:
-    """Byte-level BPE of text cut by each regular expression in turn, or GPT-2's way by none.
+    """Build byte-level BPE of text cut by each regular expression in turn; without any, GPT-2's splitting is used.
 
-    Matches and what lies between are pieces both. `byte_cuts` cut on, where bytes have become characters.
+    Matches and the text between them are both pieces. `byte_cuts` cut again, once bytes have become characters.
     """
 
     def split(by: str) -> pre_tokenizers.PreTokenizer:
@@ -134,10 +144,11 @@ def byte_level(
 
 
 def sentencepiece(pieces: Sequence[tuple[str, float, int]], *, dummy_prefix: bool, byte_fallback: bool) -> Tokenizer:
-    """BPE of (text, score, type): spaces become U+2581, the better score merges first, unknown characters become bytes.
+    """Build BPE from (text, score, type): spaces become U+2581, better scores merge first, unknown characters become
+    bytes.
 
-    With `dummy_prefix` a space is put before the text, and before what follows a special token. None of the pieces is
-    registered as one that stands for itself in text: which are, and how, is the caller's matter.
+    With `dummy_prefix` a space is put before the text, and before text that follows a special token. No piece is
+    registered as an added token; the caller does that.
     """
     vocab = {text: index for index, (text, _, _) in enumerate(pieces)}
     ranks = {text: -score for text, score, kind in pieces if kind in (NORMAL, USER_DEFINED, UNUSED)}
@@ -154,11 +165,12 @@ def sentencepiece(pieces: Sequence[tuple[str, float, int]], *, dummy_prefix: boo
 
 
 def _merges(ranks: Mapping[Piece, float], ids: Mapping[Piece, int]) -> list[tuple[Piece, Piece]]:
-    """Every cut of a piece into two, ordered by the rank (low is early) of the whole, then by the ids of the halves.
+    """Return every cut of a piece into two, ordered by the rank (low is early) of the whole, then by the ids of the
+    halves.
 
-    Llama 2 gives all its runs of spaces one score: there the order of the halves alone decides.
-    Raises ValueError beyond MAX_MERGES, of which there may be as many as characters in the vocabulary, and beyond
-    MAX_CUT, for a piece costs the square of its length.
+    Llama 2 gives all its runs of spaces one score: there the order of the halves alone decides. Raises ValueError
+    beyond MAX_MERGES, because there may be as many merges as characters in the vocabulary, and beyond MAX_CUT, because
+    a piece costs the square of its length.
     """
     if (cut := sum(len(piece) ** 2 for piece in ranks)) > MAX_CUT:
         raise ValueError(
@@ -178,7 +190,8 @@ def _merges(ranks: Mapping[Piece, float], ids: Mapping[Piece, int]) -> list[tupl
 
 
 def _from_ranks(path: Path, data: bytes) -> Tokenizer:
-    """Llama 3: ranks are ids; a word that is a piece is taken whole, without merging (tiktoken's rule)."""
+    """Load Llama 3's ranks: they are ids, and a word that is a piece is taken whole, without merging
+    (tiktoken's rule)."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(data.splitlines(), 1):
         try:
@@ -198,7 +211,7 @@ def _from_ranks(path: Path, data: bytes) -> Tokenizer:
 
 
 def _from_sentencepiece(path: Path, data: bytes) -> Tokenizer:
-    """Llama 2 and kin."""
+    """Load a sentencepiece BPE model: Llama 2, Mistral, Gemma."""
     pieces: list[tuple[str, float, int]] = []
     model_type, dummy_prefix, byte_fallback = 1, True, False  # protobuf defaults of these fields
     extra_whitespace, charsmap = True, b""
@@ -232,7 +245,7 @@ def _from_sentencepiece(path: Path, data: bytes) -> Tokenizer:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """(field number, value) of one protobuf message: int for varints, bytes for everything else."""
+    """Yield (field number, value) of one protobuf message: int for varints, bytes for everything else."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)

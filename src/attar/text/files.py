@@ -1,4 +1,4 @@
-"""Texts as users hand them over: a UTF-8 file, or one JSON object a line with the text under `text`."""
+"""Text files of users: UTF-8, or one JSON object a line with the text under `text`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file; of a .jsonl file, its objects' `text` one after another, a blank line between.
+    """Return the text of a file; for a .jsonl file, its objects' `text` one after another, a blank line between.
 
     Raises ValueError where the file is missing, no UTF-8, empty, or a line holds no text.
     """
@@ -16,7 +16,7 @@ def read_text(path: str | Path) -> str:
 
 
 def read_texts(path: str | Path) -> list[str]:
-    """As `read_text`, but the texts of a .jsonl file each for itself; any other file is one."""
+    """Return the texts of a .jsonl file separately; any other file is one text. Raises ValueError like `read_text`."""
     if not str(path):
         raise ValueError("the name of a text file is empty")
     path = Path(path)
@@ -37,7 +37,7 @@ def read_texts(path: str | Path) -> list[str]:
 
 
 def neighbours(path: Path) -> str:
-    """Files next to `path` with names like its own, as the end of a sentence."""
+    """Return files next to `path` with similar names, as the end of a sentence."""
     try:
         names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
     except OSError:

@@ -1,21 +1,21 @@
-"""The tokenizer that a GGUF file carries in its metadata.
+"""The tokenizer in a GGUF file's metadata.
 
 The file holds a vocabulary with a score and a type for each token, for byte-level BPE the merges, ids of special
 tokens, a few flags and chat templates. Two of its models are read: `llama` (sentencepiece BPE: pieces merge by score,
 unknown characters become bytes) and `gpt2` (byte-level BPE, text cut as `tokenizer.ggml.pre` names; `gguf_pre.py`).
-They are built by what `convert.py` builds them with, so encoding is the `tokenizers` library's.
+They are built by the functions of `convert.py`, so encoding is the `tokenizers` library's.
 
-What the original tokenizer had and GGUF cannot say:
+Some properties of the original tokenizer cannot be expressed in GGUF:
 
-- Which tokens end a text. Generation configs list several, the file has one `eos` and perhaps `eot` and `eom`.
-  `Tokenizer.eos_ids` adds control tokens by names that only ever mean the end of a turn, as llama.cpp does.
-- Whether a special token swallows the spaces behind it. Only Phi-3's do, and its files are known by architecture.
+- The tokens that end a text. Generation configs list several, the file has one `eos` and perhaps `eot` and `eom`.
+  `Tokenizer.eos_ids` adds control tokens by names that only ever mean the end of a turn, like llama.cpp.
+- Whether a special token consumes the spaces behind it. Only Phi-3's do, and its files are known by architecture.
 - Scores, where the file was converted from a tokenizer.json: one constant for all. Ids of a sentencepiece BPE are in
-  order of preference, so there they serve.
-- The order of merges between pieces of equal score: by their halves' ids, as `convert.py` does for Llama 2's spaces.
+  order of preference, so they replace the scores.
+- The order of merges between pieces of equal score: by their halves' ids, like `convert.py` for Llama 2's spaces.
 
-The metadata comes from a stranger. Lengths, element types, ids and spellings are checked before anything is built, and
-the first that is wrong is named in a ValueError; a number's width in the file (u8 or i32) is the file reader's matter.
+The metadata is untrusted. Lengths, element types, ids and spellings are checked before anything is built, and a
+ValueError names the first that is wrong; a number's width in the file (u8 or i32) is the file reader's matter.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Element = TypeVar("Element", str, int, float)
 
 MAX_TOKEN = 1024  # characters; the longest token of any known vocabulary has 256
 MAX_PIECE = 256  # of `llama` vocabularies, whose merges are every cut of every piece
-MAX_WHOLE = 1 << 18  # characters of all tokens that are found whole in text; Gemma's 6000 have a third of it
+MAX_WHOLE = 1 << 18  # characters of all tokens found whole in text; a third for Gemma's 6000
 SUPPORTED = ("llama", "gpt2")
 
 _KEY = "tokenizer.ggml."
@@ -45,7 +45,7 @@ _TEMPLATE = "tokenizer.chat_template"
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 _LLAMA_IDS = {"bos": 1, "eos": 2}  # where a `llama` file does not say
 
-# Control tokens that end a turn or a text, whichever vocabulary has them.
+# Control tokens that end a turn or a text in any vocabulary.
 _ENDS = {
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
     "<end_of_turn>", "<turn|>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "[EOT]", "[EOS]",
@@ -57,10 +57,11 @@ _END_OF_TURN = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of a GGUF file's metadata: key to str, int, float, bool or a collection of one of
-    them, which is iterated over only where one is expected.
+    """Return the tokenizer of a GGUF file's metadata, which maps keys to str, int, float, bool or a collection of one
+    of them.
 
-    Its `eos_ids` are every token that ends a text. ValueError names the key that is missing, malformed or unknown.
+    A collection is iterated over only where one is expected. The tokenizer's `eos_ids` are all tokens that end a text.
+    Raises ValueError naming the key that is missing, malformed or unknown.
     """
     model = _value(metadata, _KEY + "model", str)
     if model not in SUPPORTED:
@@ -92,7 +93,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _vocabulary(metadata: Mapping[str, Any], model: str) -> tuple[list[str], list[int], list[float]]:
-    """Tokens, and their types and scores, without which a `gpt2` file (but no other) can do: none are given then."""
+    """Return tokens, types and scores. Only a `gpt2` file may lack types, then all normal, and scores, then empty."""
 
     def given(name: str) -> bool:
         return model != "gpt2" or _KEY + name in metadata
@@ -129,7 +130,8 @@ def _llama(metadata: Mapping[str, Any], tokens: Sequence[str], scores: list[floa
 def _gpt2(
     metadata: Mapping[str, Any], pre: Pre, tokens: Sequence[str], kinds: Sequence[int], special: Iterable[int]
 ) -> Backend:
-    """Unused tokens stay out, as they are what the converter pads a vocabulary with: their ids decode to nothing."""
+    """Build byte-level BPE without unused tokens: the converter pads a vocabulary with them, and their ids decode to
+    nothing."""
     padding = {i for i, kind in enumerate(kinds) if kind == UNUSED or not tokens[i]} - set(special)
     vocab = {token: i for i, token in enumerate(tokens) if i not in padding}
     merges: dict[tuple[str, str], None] = {}
@@ -162,7 +164,7 @@ def _pre(metadata: Mapping[str, Any]) -> Pre:
 def _register(
     backend: Backend, metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int], special: Sequence[str]
 ) -> None:
-    """Tokens that are found whole in text, before it is cut or normalized; `special` ones whatever their type."""
+    """Register tokens that are found whole in text, before it is cut or normalized; `special` ones of any type."""
     whole_kinds = (CONTROL, UNKNOWN, USER_DEFINED)
     characters = sum(len(token) for token, kind in zip(tokens, kinds, strict=True) if kind in whole_kinds)
     if characters > MAX_WHOLE:
@@ -191,7 +193,7 @@ def _eos_ids(tokens: Sequence[str], kinds: Sequence[int], special: Mapping[str, 
 
 
 def _special_ids(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, int]:
-    """Ids by name: bos, eos, eot, ..."""
+    """Return ids by name: bos, eos, eot, ... Raises ValueError for ids outside the vocabulary."""
     found = {}
     for key in metadata:
         if key.startswith(_KEY) and key.endswith("_token_id"):
@@ -227,7 +229,8 @@ def _check_tokens(tokens: Sequence[str], limit: int) -> None:
 def _array(
     metadata: Mapping[str, Any], name: str, kind: type[Element], like: Sequence[str] | None = None
 ) -> list[Element]:
-    """A list of exactly `kind`, as long as the tokens `like`. Its length is looked at first: it may not be decoded."""
+    """Return a list of exactly `kind`, as long as the tokens `like`. Its length is checked first: it may not be
+    decoded."""
     key = _KEY + name
     given = _given(metadata, key)
     if isinstance(given, str) or not isinstance(given, Collection):
@@ -274,5 +277,5 @@ def _check_unicode(key: str, texts: Sequence[str]) -> None:
 
 
 def _shown(text: str) -> str:
-    """A stranger's text in a sentence: printable and short."""
+    """Show an untrusted text in a message: printable and short."""
     return ascii(text if len(text) <= 60 else text[:60] + "...")

@@ -1,21 +1,23 @@
-r"""How text is cut before merging, by the names that GGUF files have for it (`tokenizer.ggml.pre`).
+r"""Splitting of text before merging, by its names in GGUF files (`tokenizer.ggml.pre`).
 
-A GGUF file does not store its tokenizer's pipeline: it stores a name, which the converter found by encoding a fixed
+A GGUF file does not store its tokenizer's pipeline. It stores a name, which the converter found by encoding a fixed
 text and looking up the hash of the ids, and every reader brings the table. The names and most expressions here are
-facts of llama.cpp's converter and vocabulary reader, several names to one behaviour.
+facts of llama.cpp's converter and vocabulary reader; several names may have one behaviour.
 
-Where the reader there approximates what the models were trained with, this table has the models' own pipeline, because
-a file from this table should read as its original does:
+Where llama.cpp's reader approximates the pipeline of training, this table has the models' own pipeline, because a file
+should be read like its original:
 
-- case (tekken, gpt-4o and kin): the reader knows only ASCII case, the models know Unicode's;
+- case (tekken, gpt-4o and similar): the reader knows only ASCII case, the models know Unicode's;
 - NFC (Qwen, Command R, the GPT-NeoX vocabularies of MPT and OLMo): the reader never normalizes;
 - numbers of Falcon: the models cut them after the step to bytes, in whose alphabet `½` is half of many a letter;
 - `\s` (DeepSeek's older two): the reader's is partly ASCII, the models' Unicode.
 
-Cuts are applied one after another, each to the pieces of the one before; matches and what lies between both stand.
-Not here: names of encoders' vocabularies; pipelines that these cuts cannot say (gemma4, kimi-k2, afmoe, chameleon,
-whitespace) or that nothing at hand confirmed (youtu); and two whose expressions take a time quadratic in a run of
-digits (tiny_aya, superbpe), which anyone who may send a prompt may send.
+Cuts are applied one after another, each to the pieces of the one before; matches and the text between them are both
+kept.
+
+Not covered: names of encoders' vocabularies; pipelines that these cuts cannot express (gemma4, kimi-k2, afmoe,
+chameleon, whitespace) or that could not be confirmed (youtu); and two whose expressions take a time quadratic in a run
+of digits (tiny_aya, superbpe), which any sender of a prompt could exploit.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from attar.text.convert import LLAMA3_SPLIT, QWEN2_SPLIT
 
 @dataclass(frozen=True)
 class Pre:
-    """One behaviour: the cuts of text, and of its bytes' characters; none at all is GPT-2's own cutting.
+    """One behaviour: the cuts of text, and of its bytes' characters; without any, GPT-2's own splitting.
 
-    `nfc`: text is composed first. `whole`: a piece that is a token is taken without merging (`ignore_merges`).
-    `bos`: BOS is added where the file does not say.
+    `nfc`: text is composed first. `whole`: a piece that is a token is taken without merging (`ignore_merges`). `bos`:
+    BOS is added where the file does not say.
     """
 
     cuts: tuple[str, ...] = ()
@@ -52,7 +54,7 @@ def _like_gpt4(
     stops: str = r" ?[^\s\p{L}\p{N}]+[\r\n]*",
     spaces: str = r"\s+(?!\S)|\s+",
 ) -> str:
-    """Variations of Qwen2's cutting, which is this without arguments."""
+    """Return a variation of Qwen2's splitting, which is the result without arguments."""
     return rf"{_CONTRACTED}|[^\r\n\p{{L}}\p{{N}}]?{word}|{digits}|{stops}|\s*[\r\n]+|{spaces}"
 
 
@@ -60,7 +62,7 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 
 
 def _cased(contracted: str, digits: str) -> str:
-    """GPT-4o's words, which end where lower case is followed by upper."""
+    """Return GPT-4o's words, which end where lower case is followed by upper."""
     lead = r"[^\r\n\p{L}\p{N}]?"
     words = f"{lead}{_UPPER}*{_LOWER}+{contracted}|{lead}{_UPPER}+{_LOWER}*{contracted}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*" + _SPACES
@@ -89,7 +91,7 @@ _DEEPSEEK3 = (
 _BLOOM = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _JAIS2_SPACES = "|".join([*(rf"\s{{{2**n}}}(?!\S)" for n in range(9, 1, -1)), r"\s{1,2}(?!\S)", r"\s"])
 
-# Each behaviour, and its names.
+# Each behaviour and its names.
 _TABLE = (
     (Pre(), "gpt-2 phi-2 gigachat a.x-4.0 mellum jais trillion granite-docling exaone4"),
     (Pre(nfc=True), "mpt olmo"),
@@ -117,7 +119,7 @@ _TABLE = (
                 r"[\r\n]",
                 rf"\s?[{_DEEPSEEK_LETTERS}]+",
                 rf"\s?[{_DEEPSEEK_STOPS}]+",
-                r"(?<!\s)\s+$",  # without the look behind, the time is quadratic in a run of spaces
+                r"(?<!\s)\s+$",  # without the lookbehind, the time is quadratic in a run of spaces
                 _DEEPSEEK_SCRIPTS,
                 r"\p{N}+",
             )

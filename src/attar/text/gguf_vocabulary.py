@@ -1,19 +1,18 @@
-r"""A tokenizer as the metadata of a GGUF file: what `gguf.py` reads, written.
+"""Writing a tokenizer as the metadata of a GGUF file, which `gguf.py` reads.
 
-A file says less than a tokenizer.json: the vocabulary with types and scores, the merges, the name of a way to cut text
-(`tokenizer.ggml.pre`), some ids and flags. So writing is a question of what can be said, and is answered by trying: the
-pipeline is put into those words, `gguf.py` builds a tokenizer from them, and the two must encode a text of everything
-that tokenizers differ in (`TRIAL`), and every added token, to the same ids. Where they do not, or where text is cut in
-a way that has no name, the model's words cannot be written, which is an error: a file whose tokenizer is nearly right
-answers nearly right, and nobody finds out why.
+A file expresses less than a tokenizer.json: the vocabulary with types and scores, the merges, the name of a splitting
+(`tokenizer.ggml.pre`), some ids and flags. So the result is tested. The pipeline is written as metadata, and `gguf.py`
+builds a tokenizer from it. The two must encode a text of everything that tokenizers differ in (`TRIAL`), and every
+added token, to the same ids. Where they do not, or where the splitting has no name, the tokenizer cannot be written,
+which is an error: a file whose tokenizer is nearly right gives nearly right answers, and the cause is hard to find.
 
-One thing is lost and said instead. Of an added token a file has the text and whether it is special, and not how it
-takes its neighbours: that it swallows the spaces before or behind it (`lstrip`, `rstrip`), that it is found only
+One loss is reported instead of refused. A file stores an added token's text and whether it is special, but not its
+treatment of neighbours: that it consumes the spaces before or behind it (`lstrip`, `rstrip`), that it is found only
 between words (`single_word`), or in text that was normalized (`normalized`). Every added token is tried with neighbours
-of each kind; where one that has such a flag comes out otherwise, `lost` names it, and who writes the file says so.
+of each kind. Where one that has such a flag encodes differently, `lost` names it, for the writer of the file to report.
 
-Scores of a sentencepiece vocabulary are the ranks of its merges: tokenizer.json keeps no others, and readers use
-nothing but their order.
+Scores of a sentencepiece vocabulary are the ranks of its merges: tokenizer.json keeps no others, and readers use only
+their order.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ TRIAL = (
 
 
 def vocabulary(tokenizer: Tokenizer, rows: int, eos_ids: Sequence[int] = ()) -> dict[str, Any]:
-    """The metadata of a tokenizer for a model whose embedding has `rows`, which may be more than it has tokens.
+    """Return the metadata of a tokenizer for a model whose embedding has `rows` rows, at least its number of tokens.
 
-    `eos_ids` are further tokens that end a text, as the model's configs name them. Raises ValueError where a GGUF file
-    has no words for the tokenizer.
+    `eos_ids` are further tokens that end a text, from the model's configs. Raises ValueError where a GGUF file cannot
+    express the tokenizer.
     """
     state = json.loads(tokenizer._backend.to_str())
     model, steps = state["model"], _steps(state.get("decoder"), "decoders")
@@ -70,7 +69,8 @@ def vocabulary(tokenizer: Tokenizer, rows: int, eos_ids: Sequence[int] = ()) -> 
 
 
 def lost(tokenizer: Tokenizer, words: Mapping[str, Any]) -> str | None:
-    """What a reader of `words` does otherwise beside added tokens, as a sentence for people; None: nothing."""
+    """Return the changes that a reader of `words` makes beside added tokens, as a sentence for people; None: no
+    change."""
     flagged = [added for added in json.loads(tokenizer._backend.to_str())["added_tokens"] if _flags(added)]
     if not flagged:
         return None
@@ -90,7 +90,8 @@ def lost(tokenizer: Tokenizer, words: Mapping[str, Any]) -> str | None:
 
 
 def _ends(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> dict[str, Any]:
-    """Ids of special tokens, and what `encode` adds."""
+    """Return ids of special tokens, and the flags of tokens that `encode` adds. Raises ValueError for inexpressible
+    ones."""
     found: dict[str, Any] = {}
     if tokenizer.bos_id is not None:
         found[_KEY + "bos_token_id"] = tokenizer.bos_id
@@ -115,14 +116,14 @@ def _templates(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _steps(stage: Any, inner: str) -> list[dict[str, Any]]:
-    """A stage of the pipeline as a list of its steps."""
+    """Return a stage of the pipeline as a list of its steps."""
     if stage is None:
         return []
     return [dict(step) for step in stage[inner]] if stage["type"] == "Sequence" else [dict(stage)]
 
 
 def _tokens(state: Mapping[str, Any], rows: int, kind_of: Mapping[str, int]) -> tuple[list[str], list[int]]:
-    """Tokens and types by id. Ids that stand for nothing are filled with names that no vocabulary has."""
+    """Return tokens and types by id. Unused ids are filled with names that no vocabulary has."""
     tokens, kinds = [f"[PAD{i}]" for i in range(rows)], [UNUSED] * rows
     for token, i in state["model"]["vocab"].items():
         tokens[i], kinds[i] = token, kind_of.get(token, NORMAL)
@@ -134,7 +135,7 @@ def _tokens(state: Mapping[str, Any], rows: int, kind_of: Mapping[str, int]) -> 
 
 
 def _merges(state: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Merges in order; older files write each as one string."""
+    """Return merges in order; older files write each as one string."""
     pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in state["model"]["merges"])
     return [(left, right) for left, right in pairs]
 
@@ -151,7 +152,7 @@ def _byte_level(state: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
 
 def _pre(state: Mapping[str, Any]) -> str:
-    """The name of how the tokenizer cuts text."""
+    """Return the name of the tokenizer's splitting. Raises ValueError where it has none."""
     forms = [step["type"] for step in _steps(state.get("normalizer"), "normalizers")]
     found = Pre(*_cuts(state), nfc=forms == ["NFC"], whole=bool(state["model"].get("ignore_merges")))
     name = next((name for name, pre in KNOWN.items() if replace(pre, bos=False) == found), None)
@@ -161,7 +162,7 @@ def _pre(state: Mapping[str, Any]) -> str:
 
 
 def _cuts(state: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Regular expressions that cut text, and those that cut what its bytes become."""
+    """Return the regular expressions that cut text, and those that cut its bytes' characters."""
     before: list[str] = []
     behind: list[str] = []
     cuts = before
@@ -208,7 +209,7 @@ def _sentencepiece(state: Mapping[str, Any], rows: int, prefix: bool) -> dict[st
 
 
 def _difference(tokenizer: Tokenizer, words: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
-    """The first text of the trial that a reader of `words` encodes otherwise; None where all are the same."""
+    """Return the first text of the trial that a reader of `words` encodes differently; None where all are the same."""
     again = tokenizer_from_gguf(words)
     pieces = [line for line in TRIAL.splitlines(keepends=True) if line]
     texts = [TRIAL, *pieces]
@@ -222,11 +223,11 @@ def _cut_otherwise(tokenizer: Tokenizer, again: Tokenizer, text: str) -> bool:
 
 
 def _beside(token: str) -> str:
-    """A token between letters, spaces, digits, stops, line ends and itself, and in decomposed form."""
+    """Place a token between letters, spaces, digits, stops, line ends and itself, and in decomposed form."""
     apart = unicodedata.normalize("NFD", token)
     return f"a{token}b {token} c  {token}  1{token}2 .{token}.\n{token}\n{token}{token} \u00e9{token}\u00e9 {apart}x"
 
 
 def _flags(added: Mapping[str, Any]) -> list[str]:
-    """How an added token takes its neighbours, as far as a file has no words for it."""
+    """Return an added token's treatment of neighbours that a file cannot express."""
     return [flag for flag in ("lstrip", "rstrip", "single_word", "normalized") if added.get(flag)]

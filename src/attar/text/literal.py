@@ -1,13 +1,13 @@
-"""Conversations whose messages cannot speak in special tokens.
+"""Encoding of conversations whose messages cannot contain special tokens.
 
-A chat template marks who speaks with special tokens, and a rendered template is encoded with them recognised. So a
-message that contains `<|im_end|>` would end its own turn and begin another's, the system's if it likes. Here such text
-in messages stays text: before rendering each occurrence is replaced by a placeholder, and the stretch of rendered text
-around it, up to the template's own special tokens, is encoded by a copy of the tokenizer that recognises none. All the
-rest, and every conversation without such text, is encoded as always.
+A chat template marks speakers with special tokens, and a rendered template is encoded with them recognised. So a
+message that contains `<|im_end|>` would end its own turn and begin another's, even the system's. Here such text in
+messages stays text. Before rendering each occurrence is replaced by a placeholder. The rendered text around it, up to
+the template's own special tokens, is encoded by a copy of the tokenizer that recognises none. All the rest, and every
+conversation without such text, is encoded as usual.
 
 Some tokenizers look for special tokens in normalized text, where fullwidth letters, capitals or accents may spell one
-too. For these the tokenizer itself says which parts of a message it would take for one.
+too. For these the tokenizer itself finds the parts of a message that would become one.
 
 Added tokens that are not special (`<think>` in many models) are words of the model like any other, and are left alone.
 Where a tokenizer puts a space before the first word of a text, such a stretch gets one.
@@ -23,13 +23,13 @@ from tokenizers import Tokenizer as Backend
 
 from attar.text.tokenizer import Tokenizer
 
-_MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # what Unicode keeps for inside programs, and never text
+_MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # noncharacters, which Unicode reserves for programs
 
 Messages = Sequence[Mapping[str, str]]
 
 
 class LiteralChat:
-    """Encodes conversations for one tokenizer. Thread-safe."""
+    """An encoder of conversations for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -39,7 +39,7 @@ class LiteralChat:
         self._lock = threading.Lock()
 
     def encode(self, messages: Messages, render: Callable[[Messages], str]) -> list[int]:
-        """Token ids of `render(messages)`. Raises what `render` raises, and ValueError for lone surrogates."""
+        """Return token ids of `render(messages)`. Raises what `render` raises, and ValueError for lone surrogates."""
         texts = [text for message in messages for text in message.values()]
         if not self._speaks(texts):
             return self._tokenizer.encode_chat(render(messages))
@@ -51,21 +51,23 @@ class LiteralChat:
         return self._ids(render(quoted), mark, list(words))
 
     def _speaks(self, texts: Sequence[str]) -> bool:
-        """Whether any text would become a special token, as it is or when it is normalized."""
+        """Return whether any text would become a special token, either directly or once normalized."""
         if any(special in text for special in self._specials for text in texts):
             return True
         return self._tokenizer.specials_respelled and any(self._tokenizer.special_spans(texts))
 
     def _quoted(self, text: str, mark: str, words: dict[str, int]) -> str:
-        """The text with placeholders for what would become special tokens. Other spellings than their own join `words`,
-        which are numbered."""
+        """Return the text with placeholders for parts that would become special tokens.
+
+        Spellings that differ from the tokens' own are added to `words`, which are numbered.
+        """
         for special in self._specials:
             text = text.replace(special, f"{mark}{words[special]}{mark}")
         if not self._tokenizer.specials_respelled:
             return text
         parts, at = [], 0
         for start, end in self._tokenizer.special_spans([text])[0]:
-            if mark in (word := text[start:end]):  # a normalizer that drops marks: what is around one stays text anyhow
+            if mark in (word := text[start:end]):  # a normalizer drops marks: the text around one stays text anyhow
                 continue
             parts += [text[at:start], f"{mark}{words.setdefault(word, len(words))}{mark}"]
             at = end
@@ -75,7 +77,7 @@ class LiteralChat:
         ids: list[int] = []
         spans = self._tokenizer.special_spans([rendered])[0]  # found once: messages may be thousands
         starts, ends = [start for start, _ in spans], [end for _, end in spans]
-        plain = at = 0  # rendered[plain:at] is to be encoded as always
+        plain = at = 0  # rendered[plain:at] is to be encoded as usual
         while (found := rendered.find(mark, at)) >= 0:
             last = bisect_right(ends, found) - 1
             start = max(plain, ends[last]) if last >= 0 else plain

@@ -1,4 +1,4 @@
-"""Chat templates: messages to prompt text, as transformers' `apply_chat_template`, but safely.
+"""Chat templates: messages to prompt text, like transformers' `apply_chat_template`, but safely.
 
 A chat template is a program that comes with a model. Jinja's sandbox keeps it from Python's internals but not from the
 machine: one expression can ask for gigabytes, or for hours inside a single C call that no Python signal interrupts; its
@@ -29,6 +29,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from attar.protocol import framing
+
 MAX_TEMPLATE = 1 << 20  # bytes
 MAX_REQUEST = 16 << 20  # bytes: messages, tools and the template, as JSON
 MAX_ANSWER = (4 << 20) + 1
@@ -36,7 +38,7 @@ RENDER_SECONDS = 1.2  # of which half on a processor; a render takes about a mil
 STARVED_SECONDS = 10.0  # in any case: no template can wait for anything but a processor
 START_SECONDS = 60.0  # importing jinja2 on a busy machine
 DEFAULT_DATE = datetime.date(2024, 7, 26)
-"""The date Llama 3's own template falls back to."""
+"""The fallback date of Llama 3's own template."""
 
 
 class TemplateError(ValueError):
@@ -54,13 +56,13 @@ def render_chat(
     date: datetime.date = DEFAULT_DATE,
     **extra: Any,
 ) -> str:
-    """The prompt text of a conversation.
+    """Return the prompt text of a conversation.
 
     messages: mappings with a "role" and, mostly, "content"; plain JSON values. tools: JSON schemas. extra: further
     variables for the template, such as `enable_thinking`. A special token that is None stays undefined.
 
-    Raises TemplateError for a template that fails, raises an error of its own, or asks for too much (1 MiB of template,
-    4 MiB of text, 256 MiB of memory, 1.2 s), and for messages that are not JSON. Thread-safe; renders wait for each
+    Raises TemplateError for a template that fails, raises an error of its own, or exceeds a limit (1 MiB of template, 4
+    MiB of text, 256 MiB of memory, 1.2 s), and for messages that are not JSON. Thread-safe; renders wait for each
     other.
     """
     if len(template) > MAX_TEMPLATE or len(template.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE:
@@ -84,9 +86,9 @@ def render_chat(
 
 
 def warm() -> None:
-    """Start the process that renders, unless it runs: the first conversation waits for it no longer than others do.
+    """Start the rendering process, unless it runs, so that the first conversation does not wait for it.
 
-    Whatever is wrong with it is said of a conversation.
+    Its errors are ignored here; they are raised for a conversation.
     """
     with contextlib.suppress(TemplateError, OSError):
         _renderer.start()
@@ -99,13 +101,13 @@ def _message(message: object) -> dict[str, Any]:
 
 
 class _Renderer:
-    """Owns the child process: started at first need, replaced after it was killed, closed at exit."""
+    """The owner of the child process: started on first use, replaced after it was killed, closed at exit."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """In a forked process: the child belongs to the parent, whose answers must not be read here."""
+        """Drop the child in a forked process: it belongs to the parent, whose answers must not be read here."""
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -126,7 +128,7 @@ class _Renderer:
             try:
                 reply = _ask(child, request, RENDER_SECONDS)
             finally:
-                if reply[:1] == b"!":  # also at Ctrl-C: an answer nobody took must not be the next one's
+                if reply[:1] == b"!":  # also at Ctrl-C: an unread answer must not become the next one's
                     self.close()
         text = reply[1:].decode("utf-8", "replace")
         if reply[:1] != b"+":
@@ -143,9 +145,9 @@ class _Renderer:
 def _start() -> subprocess.Popen[bytes]:
     # No site-packages and no environment: nothing runs before the child's own first line, and it knows no secrets.
     # Some Pythons find their own library only by LD_LIBRARY_PATH.
-    program = "import sys; sys.path += sys.argv[1:]; import _render_child; _render_child.main()"
+    program = "import sys; sys.path += sys.argv[1:]; from attar.text import _render_child; _render_child.main()"
     child = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", program, *_jinja_folders(), str(Path(__file__).parent)],
+        [sys.executable, "-I", "-S", "-c", program, *_jinja_folders(), str(Path(__file__).parents[2])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -160,7 +162,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _jinja_folders() -> list[str]:
-    """The folders that hold jinja2 and markupsafe, for a Python that knows no site-packages."""
+    """Return the folders that hold jinja2 and markupsafe, for a Python without site-packages."""
     folders: dict[str, None] = {}
     for name in ("jinja2", "markupsafe"):
         spec = importlib.util.find_spec(name)
@@ -171,19 +173,18 @@ def _jinja_folders() -> list[str]:
 
 
 def _ask(child: subprocess.Popen[bytes], request: bytes | None, seconds: float) -> bytes:
-    """Send a request, if any, and read one answer. Raises TemplateError where none came by the deadline, or the child
-    ended instead: in both cases it is gone."""
+    """Send a request, if any, and read one answer.
+
+    Raises TemplateError where none came by the deadline, or the child ended instead: in both cases it is gone.
+    """
     assert child.stdin is not None
     assert child.stdout is not None
     deadline = _Deadline(child.pid, seconds)
     try:
         if request is not None:
-            _write(child.stdin.fileno(), len(request).to_bytes(4, "big") + request, deadline)
-        size = int.from_bytes(_read(child.stdout.fileno(), 4, deadline), "big")
-        if not 0 < size <= MAX_ANSWER:
-            raise EOFError
-        return _read(child.stdout.fileno(), size, deadline)
-    except (EOFError, BrokenPipeError, TimeoutError) as error:
+            _write(child.stdin.fileno(), framing.frame(request), deadline)
+        return _read(child.stdout.fileno(), deadline)
+    except (EOFError, BrokenPipeError, TimeoutError, framing.FrameTooLong) as error:
         child.kill()
         late = isinstance(error, TimeoutError)
         status = child.wait()
@@ -193,15 +194,18 @@ def _ask(child: subprocess.Popen[bytes], request: bytes | None, seconds: float) 
 
 
 class _Deadline:
-    """When a process has had its time: after so many seconds, if it had a processor for half of them. On a machine that
-    is too busy for that it gets more, as a good template must not fail because of others: up to `STARVED_SECONDS`."""
+    """The deadline of a process: after `seconds`, if it had a processor for half of them.
+
+    On a machine that is too busy for that it gets more, because a good template must not fail because of other load: up
+    to `STARVED_SECONDS`.
+    """
 
     def __init__(self, pid: int, seconds: float) -> None:
         self.pid, self.seconds = pid, seconds
         self._began, self._used = time.monotonic(), _processor_seconds(pid)
 
     def left(self) -> float:
-        """Seconds to wait before asking again. Raises TimeoutError where there are none."""
+        """Return the seconds to wait before asking again. Raises TimeoutError where there are none."""
         spent = time.monotonic() - self._began
         if spent < self.seconds:
             return self.seconds - spent
@@ -214,7 +218,7 @@ class _Deadline:
 
 
 def _processor_seconds(pid: int) -> float | None:
-    """What a process has used; None where the system does not say."""
+    """Return the processor seconds of a process; None where the system does not say."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -223,7 +227,7 @@ def _processor_seconds(pid: int) -> float | None:
 
 
 def _write(fd: int, data: bytes, deadline: _Deadline) -> None:
-    """To a pipe that does not block."""
+    """Write to a pipe that does not block."""
     poll, view = select.poll(), memoryview(data)
     poll.register(fd, select.POLLOUT)
     while view:
@@ -232,16 +236,19 @@ def _write(fd: int, data: bytes, deadline: _Deadline) -> None:
                 view = view[os.write(fd, view) :]
 
 
-def _read(fd: int, size: int, deadline: _Deadline) -> bytes:
+def _read(fd: int, deadline: _Deadline) -> bytes:
+    """One answer."""
     poll, data = select.poll(), bytearray()
     poll.register(fd, select.POLLIN)
-    while len(data) < size:
+    while wanted := framing.missing(data, MAX_ANSWER):
         if poll.poll(1000 * deadline.left()):
-            more = os.read(fd, size - len(data))
+            more = os.read(fd, wanted)
             if not more:
                 raise EOFError
             data += more
-    return bytes(data)
+    if len(data) == framing.HEAD:
+        raise EOFError
+    return bytes(data[framing.HEAD :])
 
 
 _renderer = _Renderer()

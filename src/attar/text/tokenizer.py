@@ -1,16 +1,16 @@
-"""Text to token ids and back, with the `tokenizers` library and the small files that stand beside a checkpoint.
+"""Text to token ids and back, with the `tokenizers` library and the small files beside a checkpoint.
 
-Encoding is the library's. Two questions about it have a fixed answer here. A `tokenizer.json` defines its tokenizer, as
-it stands: its own post-processor decides about BOS, whatever `add_bos_token` says, as in transformers 5. (For
+Encoding is the library's. Two questions about it have a fixed answer here. A `tokenizer.json` fully defines its
+tokenizer: its own post-processor decides about BOS, whatever `add_bos_token` says, as in transformers 5. (For
 `LlamaTokenizer` transformers 5 rebuilds the rest of the pipeline, which changes text that begins with a space or
-follows a special token; here both are as the file, and sentencepiece, have them.) A rendered chat template is encoded
-with nothing added, because templates write their own BOS.
+follows a special token; here both follow the file and sentencepiece.) A rendered chat template is encoded with nothing
+added, because templates write their own BOS.
 
-Decoding is ours: every token is a run of bytes (`id_to_bytes`), text is those bytes read as UTF-8. So a stream and a
-whole decode agree by construction, whichever way characters are split over tokens. It differs from the library's in one
-corner: where sentencepiece byte pieces (`<0xE2>`) form invalid UTF-8, the library turns the whole run of them, valid
-characters included, into one U+FFFD per byte; here only the invalid bytes are replaced (one U+FFFD per maximal subpart,
-Unicode 15 section 3.9, as byte-level BPE does).
+Decoding is attar's own: every token is a run of bytes (`id_to_bytes`), text is those bytes read as UTF-8. So a stream
+and a whole decode agree by construction, whichever way characters are split over tokens. It differs from the library's
+in one corner: where sentencepiece byte pieces (`<0xE2>`) form invalid UTF-8, the library turns the whole run of them,
+valid characters included, into one U+FFFD per byte; here only the invalid bytes are replaced (one U+FFFD per maximal
+subpart, Unicode 15 section 3.9, as byte-level BPE does).
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ MISSING = (
 class Tokenizer:
     """One model's tokenizer, its special tokens and its chat templates.
 
-    `bos_id` and `eos_id` are None where the model declares none; `eos_ids` are all tokens that end a text: `eos_id` and
-    what else the source of the tokenizer declares, as GGUF files do. `vocab_size` counts added tokens; a model's
-    embedding may have more rows, and the ids beyond decode to nothing.
+    `bos_id` and `eos_id` are None where the model declares none. `eos_ids` are all tokens that end a text: `eos_id` and
+    others declared by the tokenizer's source, such as a GGUF file. `vocab_size` counts added tokens; a model's
+    embedding may have more rows, and the ids beyond decode to nothing. Raises ValueError on construction for special
+    tokens outside the vocabulary and for an unknown decoder.
     """
 
     def __init__(
@@ -60,14 +61,15 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
-        # Those that are looked for in normalized text: fullwidth letters, say, or capitals may then spell them as well.
+        # Special tokens that are searched for in normalized text: fullwidth letters or capitals, say, may then spell
+        # them as well.
         respelled = any(token.special and token.normalized for token in added.values())
         self.specials_respelled = respelled and backend.normalizer is not None
         self.chat_templates: dict[str, str] = dict(chat_templates or {})
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """The tokenizer of a checkpoint folder. ValueError says what is missing or malformed, naming the file."""
+        """Load the tokenizer of a checkpoint folder. Raises ValueError naming the file that is missing or malformed."""
         config = _read_json(folder / "tokenizer_config.json")
         special = _read_json(folder / "special_tokens_map.json") | config  # the config wins, as in transformers
         bos, eos = _content(special.get("bos_token")), _content(special.get("eos_token"))
@@ -87,7 +89,7 @@ class Tokenizer:
         if not (folder / "tokenizer.json").is_file():
             convert.add_special(backend, config)
             backend.add_special_tokens([token for token in (bos, eos) if token is not None])
-            # A tokenizer.model belongs to a Llama-like model, which begins with BOS unless told otherwise.
+            # A tokenizer.model belongs to a Llama-like model, which begins with BOS unless the config says otherwise.
             if config.get("add_bos_token", not (folder / "vocab.json").is_file()) and bos is not None:
                 convert.surround(backend, bos, None)
         return cls(backend, bos, eos, _chat_templates(folder, config))
@@ -109,25 +111,30 @@ class Tokenizer:
 
     @property
     def added_bos(self) -> int | None:
-        """The BOS token where the tokenizer itself puts it in front of a text, else None."""
+        """Id of the BOS token where the tokenizer itself puts it in front of a text, else None."""
         return self.bos_id if self.bos_id is not None and self.encode("a")[:1] == [self.bos_id] else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with `add_special_tokens`, what the model's own post-processor adds (often BOS).
+        """Return token ids of `text`; with `add_special_tokens`, including those of the model's post-processor (often
+        BOS).
 
-        Special tokens written in the text become special tokens. ValueError for a lone surrogate, which is not text.
+        Special tokens written in the text become special tokens. Raises ValueError for a lone surrogate, which is not
+        text.
         """
         _check(text)
         # A batch, because the library lets other threads run then; and the fast one, which keeps no offsets.
         return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def encode_chat(self, rendered: str) -> list[int]:
-        """Token ids of a rendered chat template. Nothing is added: it wrote its own BOS, or means to have none."""
+        """Return token ids of a rendered chat template. Nothing is added: a template writes its own BOS, or has
+        none."""
         return self.encode(rendered, add_special_tokens=False)
 
     def special_spans(self, texts: Sequence[str]) -> list[list[tuple[int, int]]]:
-        """Where special tokens are found in each text, from character to character, in order: as they are written, or
-        as whatever becomes that when it is normalized. ValueError as for `encode`."""
+        """Return the spans (first character, end) of special tokens in each text, in order.
+
+        They are found in their own spelling, or in any that normalizes to it. Raises ValueError like `encode`.
+        """
         for text in texts:
             _check(text)
         encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
@@ -141,12 +148,12 @@ class Tokenizer:
         ]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids. Bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of token ids. Bytes that are not UTF-8 become U+FFFD."""
         text = b"".join(self._shown(index, skip_special_tokens) for index in ids).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.strips_leading_space else text
 
     def id_to_bytes(self, index: int) -> bytes:
-        """The bytes one token stands for, a sentencepiece word's leading space included; empty for an unknown id."""
+        """Return the bytes of one token, a sentencepiece word's leading space included; empty for an unknown id."""
         known = self._bytes.get(index)
         if known is None:
             token = self._backend.id_to_token(index) if 0 <= index < 2**32 else None
@@ -154,12 +161,13 @@ class Tokenizer:
         return known
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of one whole token, None when the vocabulary has none such."""
+        """Return the id of one whole token, None where the vocabulary lacks it."""
         index: int | None = self._backend.token_to_id(token)
         return index
 
     def chat_template(self, tools: bool = False) -> str:
-        """The model's template: the one named `tool_use` where tools are given and it exists. ValueError when none."""
+        """Return the model's template: `tool_use` where tools are given and it exists. Raises ValueError where there is
+        none."""
         names = ["tool_use", "default"] if tools else ["default"]
         for name in names:
             if name in self.chat_templates:
@@ -190,7 +198,7 @@ class Detokenizer:
         self._skip = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip_next = tokenizer.strips_leading_space
-        # UTF-8 finds its feet within a character, so the end of a prompt says what all of it would.
+        # UTF-8 resynchronizes within a character, so the end of a prompt gives the state of all of it.
         end = b""
         for index in reversed(prompt_ids):
             end = tokenizer._shown(index, skip_special_tokens) + end
@@ -199,11 +207,11 @@ class Detokenizer:
         self._stripped(self._utf8.decode(end))
 
     def push(self, index: int) -> str:
-        """Characters that this token completes; empty while one is still open."""
+        """Return the characters that this token completes; empty while one is still open."""
         return self._stripped(self._utf8.decode(self._tokenizer._shown(index, self._skip)))
 
     def flush(self) -> str:
-        """The end of the text: U+FFFD if it stops within a character, else empty."""
+        """Return the end of the text: U+FFFD if it stops within a character, else empty."""
         return self._stripped(self._utf8.decode(b"", final=True))
 
     def _stripped(self, text: str) -> str:
@@ -214,7 +222,8 @@ class Detokenizer:
 
 
 def _decoding(backend: Backend) -> tuple[dict[str, int] | None, bool]:
-    """How tokens spell bytes: (the byte-level alphabet, or None for sentencepiece; drop the text's first space?)."""
+    """Return how tokens spell bytes: (the byte-level alphabet, or None for sentencepiece; drop the text's first
+    space?)."""
     decoder = backend.decoder
     steps = {} if decoder is None else json.loads(decoder.__getstate__())
     flat = steps.get("decoders", [steps])
@@ -247,7 +256,8 @@ def _check(text: str) -> None:
 
 
 def _content(token: Any) -> str | None:
-    """A special token as written in configs: a string, or an object with `content`."""
+    """Return a special token of a config: a string, or an object with `content`. Raises ValueError for anything
+    else."""
     text = token.get("content") if isinstance(token, Mapping) else token
     if text is not None and not isinstance(text, str):
         raise ValueError(f"a special token must be a string, not {text!r}")
@@ -255,7 +265,7 @@ def _content(token: Any) -> str | None:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name. `chat_template.jinja` wins, then `chat_template.json`, then `tokenizer_config.json`."""
+    """Return templates by name. `chat_template.jinja` wins, then `chat_template.json`, then `tokenizer_config.json`."""
     found = config.get("chat_template")
     found = _read_json(folder / "chat_template.json").get("chat_template", found)
     if isinstance(found, list):

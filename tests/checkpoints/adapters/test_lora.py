@@ -25,8 +25,8 @@ from attar.checkpoints.strict_io import CheckpointError
 from attar.compression.runs.pipeline import compress
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
-from attar.kernels import ops
-from attar.model.cache import Step
+from attar.kernels import dispatch, ops
+from attar.model.cache import ForwardBatch
 from tests.conftest import token_ids
 
 SAME = 2e-4  # of logits around 10, float32, sums in another order
@@ -75,7 +75,7 @@ def save(folder: Path, config: dict[str, Any] | None = None, weights: dict[str, 
 
 
 def logits(model: hf.Decoder) -> Tensor:
-    return model.forward(IDS, Step((len(IDS),), len(IDS)))
+    return model.forward(IDS, ForwardBatch((len(IDS),), len(IDS)))
 
 
 def expected(base: Path, rslora: bool = False) -> Tensor:
@@ -109,7 +109,7 @@ def test_unmerged_merged_and_transformers_agree(base: Path, tmp_path: Path, rslo
 
 
 def test_native_models_add_it_too(base: Path, tmp_path: Path) -> None:
-    store = ops.store()
+    store = dispatch.store()
     if store is None:
         pytest.skip("no native kernels")
     model = hf.load(base, torch.float32, store=store)

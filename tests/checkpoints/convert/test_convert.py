@@ -31,7 +31,7 @@ from attar.checkpoints.vocabulary import tokenizer
 from attar.checkpoints.writer import ShardWriter
 from attar.compression.runs.pipeline import compress
 from attar.formats.packed import PackedTensor
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.text.tokenizer import Tokenizer
 
 LAYERS = 2
@@ -41,7 +41,7 @@ Folders = dict[str, Path]
 
 
 def logits(path: Path) -> torch.Tensor:
-    return opening.load(path, torch.float32).forward(IDS, Step((len(IDS),), len(IDS)))
+    return opening.load(path, torch.float32).forward(IDS, ForwardBatch((len(IDS),), len(IDS)))
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,6 @@ from attar.checkpoints.gguf.values import Array, Typed
 from attar.checkpoints.gguf.writer import atomic_gguf
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.receipts import receipt, verify
-from attar.checkpoints.receipts.probes import make_probes
 from attar.checkpoints.sources import hf, opening
 from attar.checkpoints.sources.stored import stored
 from attar.checkpoints.strict_io import CheckpointError
@@ -38,6 +37,7 @@ from attar.model.decoder import Decoder
 from attar.model.rope import frequencies
 from attar.text import convert
 from attar.text import gguf as text_gguf
+from tests.checkpoints.conftest import make_probes
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, WIDE, VOCAB = 3, 128, 4, 2, 256, 288
 HEAD = HIDDEN // HEADS
@@ -169,10 +169,10 @@ def write(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Write:
 
 
 def logits(decoder: Decoder) -> torch.Tensor:
-    from attar.model.cache import Step
+    from attar.model.cache import ForwardBatch
 
     ids = torch.arange(5, 25) * 11 % VOCAB
-    return decoder.forward(ids, Step((len(ids),), len(ids), decoder.cache(len(ids))))
+    return decoder.forward(ids, ForwardBatch((len(ids),), len(ids), decoder.cache(len(ids))))
 
 
 @pytest.mark.parametrize("kind", ["F32", "BF16"])
@@ -202,9 +202,9 @@ def test_types_that_a_scheme_represents_are_packed_with_the_same_values(kind: st
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1", "Q5_1"])
 def test_the_native_kernels_run_packed_files(kind: str, write: Write) -> None:
-    from attar.kernels import ops
+    from attar.kernels import dispatch
 
-    store = ops.store("exact")
+    store = dispatch.store("exact")
     if store is None:
         pytest.skip("no native kernels here")
     path = write(kind)

@@ -145,8 +145,8 @@ def test_rows_beside_plain_numbers_stay_or_are_refused() -> None:
 def test_the_tap_rounds_rows_once_for_all_that_read_them(file: Path) -> None:
     opened, model = GgufCheckpoint.open(file), gguf_checkpoint.load(file, torch.float32)
     linears = model.blocks[0].attention.qkv
-    tap, rows = rounding_tap(opened), torch.randn(2, 256, generator=torch.Generator().manual_seed(0))
+    hook, rows = rounding_tap(opened), torch.randn(2, 256, generator=torch.Generator().manual_seed(0))
     once = rounded(rows, opened.kind_of(linears[0].name))
     for linear in linears:
-        tap(linear, rows)
+        hook(linear, rows)
         assert torch.equal(rows, once)

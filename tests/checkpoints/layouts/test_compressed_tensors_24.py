@@ -18,8 +18,8 @@ from attar.checkpoints.strict_io import CheckpointError
 from attar.formats import affine
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Scheme
-from attar.kernels import ops, ref
-from attar.model.cache import Step
+from attar.kernels import dispatch, ref
+from attar.model.cache import ForwardBatch
 from tests.model.random_model import together
 
 LOGITS = 1e-5  # of the logit range, float32 against float32
@@ -85,9 +85,11 @@ def test_a_masked_model_gives_the_logits_of_its_dense_twin(kernels: bool, tiny: 
     assert inspect(folder).schemes == {"sparse24": len(tiny.linears)}
     assert tiny.difference(tiny.our_logits(folder), tiny.their_logits()) <= LOGITS
     if kernels:
-        if (store := ops.store()) is None:
+        if (store := dispatch.store()) is None:
             pytest.skip("the native kernels are off or do not load")
-        logits = hf.load(folder, torch.float32, store=store).forward(tiny.ids, Step((len(tiny.ids),), len(tiny.ids)))
+        logits = hf.load(folder, torch.float32, store=store).forward(
+            tiny.ids, ForwardBatch((len(tiny.ids),), len(tiny.ids))
+        )
         assert tiny.difference(logits, tiny.their_logits()) <= KERNELS
 
 
@@ -97,7 +99,7 @@ def test_a_masked_model_is_shared_by_processes(tiny: Any, tmp_path: Path) -> Non
         del tensors[f"{name}.weight"]
         tensors |= masked(name, sparse(*linear.weight.shape, seed=seed))
     folder = tiny.write(tmp_path / "masked", tensors, quantization_config=MASKS)
-    found = together(folder, 2, 1, lambda model: model.forward(tiny.ids, Step((len(tiny.ids),), len(tiny.ids))))
+    found = together(folder, 2, 1, lambda model: model.forward(tiny.ids, ForwardBatch((len(tiny.ids),), len(tiny.ids))))
     assert tiny.difference(found[0], tiny.our_logits(folder)) <= LOGITS
 
 

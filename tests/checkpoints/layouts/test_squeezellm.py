@@ -22,8 +22,8 @@ from attar.formats.codecs import lookup
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.formats.weight_formats import NUMBERS, Lookup
-from attar.kernels import ops, ref
-from attar.model.cache import Step
+from attar.kernels import dispatch, ref
+from attar.model.cache import ForwardBatch
 from tests.model.random_model import together
 
 LOGITS = 1e-5  # of the logit range, float32 against float32
@@ -164,9 +164,11 @@ def test_a_model_gives_the_logits_of_its_dense_twin(beside: bool, outliers: int,
     assert sum(inspect(folder).schemes.values()) == len(tiny.linears)
     with pytest.raises(ValueError, match="already"):  # wherever its bits stand
         compress(folder, tmp_path / "again", recipe="rtn-w4g32")
-    if (store := ops.store()) is not None:
+    if (store := dispatch.store()) is not None:
         model = hf.load(folder, torch.float32, store=store)
-        assert tiny.difference(model.forward(tiny.ids, Step((len(tiny.ids),), len(tiny.ids))), logits) <= KERNELS
+        assert (
+            tiny.difference(model.forward(tiny.ids, ForwardBatch((len(tiny.ids),), len(tiny.ids))), logits) <= KERNELS
+        )
 
 
 def test_a_model_is_shared_by_processes(tiny: Any, tmp_path: Path) -> None:
@@ -183,7 +185,9 @@ def test_a_model_is_shared_by_processes(tiny: Any, tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="cannot be cut"):
                 together(folder, 2, 1, lambda model: None)
             continue
-        found = together(folder, 2, 1, lambda model: model.forward(tiny.ids, Step((len(tiny.ids),), len(tiny.ids))))
+        found = together(
+            folder, 2, 1, lambda model: model.forward(tiny.ids, ForwardBatch((len(tiny.ids),), len(tiny.ids)))
+        )
         assert tiny.difference(found[0], tiny.our_logits(folder)) <= LOGITS
 
 

@@ -13,17 +13,18 @@ import pytest
 import torch
 
 from attar.checkpoints.receipts import probes
-from attar.checkpoints.receipts.probes import Probes, make_probes
+from attar.checkpoints.receipts.probes import Probes
 from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.packed import PackedTensor
-from attar.kernels import ops
-from attar.kernels.native.linear import KernelWeight
+from attar.kernels import dispatch
+from attar.kernels.native.linear import PackedWeight
 from attar.model.decoder import Decoder
+from tests.checkpoints.conftest import make_probes
 
 Make = Callable[..., Decoder]
 LAYERS = 3
 SAME_KERNELS = 2e-6  # of a hidden state: attention with a cache sums in another order than without
-FORMS = get_args(ops.Activations)
+FORMS = get_args(dispatch.Activations)
 
 
 def module(decoder: Decoder, layer: int, name: str) -> str:
@@ -67,23 +68,23 @@ def test_replay_on_the_same_machine(tiny_decoder: Make, scheme: str | None) -> N
             assert found.allowed < 10 * SAME_KERNELS
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("scheme", [None, "w4g32", "w8", "w8a8", "w8a8-atensor", "w4g16", "fp8"])
 @pytest.mark.parametrize("seed", range(3))
-def test_replay_on_native_kernels(tiny_decoder: Make, scheme: str | None, form: str, seed: int) -> None:
+def test_replay_on_native_kernels(tiny_decoder: Make, scheme: str | None, seed: int) -> None:
     """Whatever the native kernels do to rows, the floor that was measured with the coarsest form allows it."""
     read = Probes.parse(make_probes(tiny_decoder(seed, scheme=scheme), seed), "here")
-    native = tiny_decoder(seed, scheme=scheme, store=ops.store(form))
     by_scheme = scheme is not None and ("a8" in scheme or scheme == "fp8")
-    by_kernels = scheme in ("w4g32", "w8", "w4g16") and form != "exact"
-    assert probes.kernel_path(native) == ("int8_activations" if by_scheme or by_kernels else "exact")
-    assert read.replay(native) is None
-    with probes.unrounded(native):
-        assert probes.kernel_path(native) == ("int8_activations" if by_scheme else "exact")
-        assert read.replay(native) is None
-    weight = native.blocks[0].attention.output.weight
-    assert isinstance(weight, PackedTensor if scheme == "w8a8-atensor" else KernelWeight)
-    assert read.replay(native) is None
+    for form in FORMS:
+        native = tiny_decoder(seed, scheme=scheme, store=dispatch.store(form))
+        by_kernels = scheme in ("w4g32", "w8", "w4g16") and form != "exact"
+        assert probes.kernel_path(native) == ("int8_activations" if by_scheme or by_kernels else "exact"), form
+        assert read.replay(native) is None, form
+        with probes.unrounded(native):
+            assert probes.kernel_path(native) == ("int8_activations" if by_scheme else "exact"), form
+            assert read.replay(native) is None, form
+        weight = native.blocks[0].attention.output.weight
+        assert isinstance(weight, PackedTensor if scheme == "w8a8-atensor" else PackedWeight)
+        assert read.replay(native) is None, form
 
 
 def test_the_floor_of_rounded_rows_is_what_rounding_does(tiny_decoder: Make) -> None:
@@ -94,7 +95,7 @@ def test_the_floor_of_rounded_rows_is_what_rounding_does(tiny_decoder: Make) -> 
     read = Probes.parse(made, "here")
     noise = read.noise["int8_activations"]
     assert noise is not None
-    native = tiny_decoder(0, scheme="w4g32", store=ops.store(probes.COARSEST))
+    native = tiny_decoder(0, scheme="w4g32", store=dispatch.store(probes.COARSEST))
     found = [[d.difference for _, d in probes._differences(native, p, "int8_activations", noise)] for p in read.prompts]
     largest = [max(some) for some in zip(*found, strict=True)]
     assert largest == pytest.approx([*noise.layers, noise.head], rel=0.25)
@@ -109,20 +110,20 @@ def test_the_native_copy_of_a_block_goes_with_it(tiny_decoder: Make) -> None:
     block = copy.deepcopy(decoder.blocks[0])
     run.run(0, block, torch.randn(24 * 16, 64, generator=torch.Generator().manual_seed(0)))
     weights = [weakref.ref(linear.weight) for linear in block.linears()]
-    assert all(isinstance(weight(), KernelWeight) for weight in weights)
+    assert all(isinstance(weight(), PackedWeight) for weight in weights)
     del block
     assert all(weight() is None for weight in weights)
 
 
 def test_without_native_kernels_rounded_rows_have_no_floor(tiny_decoder: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "store", lambda form="int8": None)
+    monkeypatch.setattr(dispatch, "store", lambda form="int8": None)
     made = make_probes(tiny_decoder(0, scheme="w4g32"), 0)
     by_scheme = make_probes(tiny_decoder(0, scheme="w8a8"), 0)
     monkeypatch.undo()
     assert made["noise"]["exact"] == make_probes(tiny_decoder(0, scheme="w4g32"), 0)["noise"]["exact"]
     assert made["noise"]["int8_activations"] is None
     assert by_scheme["noise"]["int8_activations"] is not None
-    read, native = Probes.parse(made, "here"), tiny_decoder(0, scheme="w4g32", store=ops.store())
+    read, native = Probes.parse(made, "here"), tiny_decoder(0, scheme="w4g32", store=dispatch.store())
     with pytest.raises(CheckpointError, match="no noise floor for the int8_activations kernels"):
         read.replay(native)
     with probes.unrounded(native):
@@ -174,7 +175,7 @@ def test_damaged_native_weights_are_found(
         if linear.name == module(good, layer, name):
             assert isinstance(linear.weight, PackedTensor)
             damage(linear.weight.parts)  # type: ignore[arg-type]
-    store = ops.store(form)
+    store = dispatch.store(form)
     assert store is not None
     for linear in (linear for block in good.blocks for linear in block.linears()):
         store.take(linear)
@@ -189,11 +190,11 @@ def test_damaged_native_weights_are_found(
 
 
 def test_the_largest_logits_are_those_of_the_last_position(tiny_decoder: Make) -> None:
-    from attar.model.cache import Step
+    from attar.model.cache import ForwardBatch
 
     decoder = tiny_decoder(0)
     for probe in make_probes(decoder, 0)["prompts"]:
-        last = decoder.forward(torch.tensor(probe["tokens"]), Step((16,), 16))[-1].topk(8)
+        last = decoder.forward(torch.tensor(probe["tokens"]), ForwardBatch((16,), 16))[-1].topk(8)
         assert [i for i, _ in probe["top"]] == last.indices.tolist()
         assert [x for _, x in probe["top"]] == pytest.approx(last.values.tolist(), rel=1e-4)
 

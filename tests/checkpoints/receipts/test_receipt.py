@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from attar.checkpoints.receipts import receipt
-from attar.checkpoints.receipts.probes import make_probes
 from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.packed import PackedTensor
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.native import linear as native
 from attar.kernels.operands import Linear
 from attar.model.decoder import Decoder
+from tests.checkpoints.conftest import make_probes
 
 Make = Callable[..., Decoder]
 
@@ -122,13 +122,13 @@ def packed(tmp_path: Path, tiny_decoder: Make) -> Path:
 
 @pytest.mark.parametrize("count", ["one", "all"])
 def test_each_kernel_path_has_its_verdict(packed: Path, tiny_decoder: Make, count: Literal["one", "all"]) -> None:
-    rounding = tiny_decoder(0, scheme="w4g32", store=ops.store())
+    rounding = tiny_decoder(0, scheme="w4g32", store=dispatch.store())
     verdict = receipt.verify(packed, rounding, probes=count)
     assert verdict.ok
     assert {path: found.ok for path, found in verdict.paths.items()} == {"exact": True, "int8_activations": True}
     assert "exact: " in verdict.detail
     assert "int8_activations: " in verdict.detail
-    exact = receipt.verify(packed, tiny_decoder(0, scheme="w4g32", store=ops.store("exact")), probes=count)
+    exact = receipt.verify(packed, tiny_decoder(0, scheme="w4g32", store=dispatch.store("exact")), probes=count)
     assert {path: found.ok for path, found in exact.paths.items()} == {"exact": True}
 
 
@@ -138,7 +138,7 @@ def test_little_damage_to_a_model_that_rounds_rows_is_named(packed: Path, tiny_d
     weight = decoder.blocks[1].attention.output.weight
     assert isinstance(weight, PackedTensor)
     weight.parts["scale"].view(-1)[3] *= -1
-    store = ops.store()
+    store = dispatch.store()
     assert store is not None
     for linear in (linear for block in decoder.blocks for linear in block.linears()):
         store.take(linear)
@@ -153,12 +153,12 @@ def test_kernels_that_compute_something_else_are_named(
     packed: Path, tiny_decoder: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounded rows alone: the weights are sound, the kernel that rounds is not."""
-    decoder = tiny_decoder(0, scheme="w4g32", store=ops.store())
+    decoder = tiny_decoder(0, scheme="w4g32", store=dispatch.store())
     product = native.linear
 
     def broken(x: torch.Tensor, linears: Sequence[Linear]) -> torch.Tensor:
         out, weight = product(x, linears), linears[0].weight
-        assert isinstance(weight, native.KernelWeight)
+        assert isinstance(weight, native.PackedWeight)
         return out.roll(1, 1) if weight.integer else out
 
     monkeypatch.setattr(native, "linear", broken)
@@ -172,10 +172,10 @@ def test_a_path_without_a_floor_is_said_not_to_be_replayed(
     tmp_path: Path, tiny_decoder: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as where_no_kernels_are:
-        where_no_kernels_are.setattr(ops, "store", lambda form="int8": None)
+        where_no_kernels_are.setattr(dispatch, "store", lambda form="int8": None)
         assert receipt.environment()["kernels"] == "ref"
         receipt.write(tmp_path, about(), SOURCE, [LAYER], 4.5, None, make_probes(tiny_decoder(0, scheme="w4g32"), 0))
-    verdict = receipt.verify(tmp_path, tiny_decoder(0, scheme="w4g32", store=ops.store()))
+    verdict = receipt.verify(tmp_path, tiny_decoder(0, scheme="w4g32", store=dispatch.store()))
     assert verdict.ok
     assert {path: found.ok for path, found in verdict.paths.items()} == {"exact": True, "int8_activations": None}
     assert "no noise floor for the int8_activations kernels" in verdict.detail

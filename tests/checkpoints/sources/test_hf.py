@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from attar.checkpoints.folder import INDEX
 from attar.checkpoints.sources import hf
 from attar.checkpoints.strict_io import CheckpointError
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 
 LOGITS = 1e-5  # of the logit range, float32 against float32
 CHARACTERS = 2000  # of the text that the trained model reads
@@ -117,7 +117,7 @@ def test_a_trained_model_that_stores_only_its_output_matrix(stories: Path) -> No
     theirs = AutoModelForCausalLM.from_pretrained(stories, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = theirs(ids[None]).logits[0]
-    ours = hf.load(stories).forward(ids, Step((len(ids),), len(ids)))
+    ours = hf.load(stories).forward(ids, ForwardBatch((len(ids),), len(ids)))
     assert (ours - expected).abs().max() <= LOGITS * (expected.max() - expected.min())
 
 

@@ -15,7 +15,7 @@ from attar.compression.runs.pipeline import compress
 from attar.formats.cuts import grain, units
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Scheme
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.operands import Linear, Prepared
 from attar.model.parallel import Groups
 from attar.model.split import Cut, Share, split
@@ -111,7 +111,7 @@ def test_a_part_is_read_as_it_would_be_cut(scheme: str | None, tmp_path: Path) -
 
 def test_blocks_of_a_gguf_file_are_cut_and_counted_as_such(demo: Path, tmp_path: Path) -> None:
     """Of a type whose values are on no grid: kernels have its blocks, and `plan` counts them."""
-    path, share, store = tmp_path / "model.gguf", Share(1, 2), ops.store()
+    path, share, store = tmp_path / "model.gguf", Share(1, 2), dispatch.store()
     if store is None:
         pytest.skip("the native kernels are off or do not load")
     compress(demo, path, recipe="iq4_nl")

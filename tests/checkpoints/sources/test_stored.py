@@ -11,7 +11,7 @@ from attar.checkpoints.inspect import inspect
 from attar.checkpoints.sources import hf
 from attar.checkpoints.sources.stored import stored
 from attar.compression.runs.pipeline import compress
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.operands import Prepared
 from attar.plan import costs
 
@@ -54,11 +54,11 @@ def test_the_ledger_of_a_compressed_checkpoint(folder: Path) -> None:
     assert bits / weights == pytest.approx(seen.bits_per_weight, rel=1e-12)
 
 
-@pytest.mark.skipif(ops.store() is None, reason="the native kernels are off or do not load")
+@pytest.mark.skipif(dispatch.store() is None, reason="the native kernels are off or do not load")
 @pytest.mark.parametrize("folder", ["demo", "stories", *RECIPES], indirect=True)
 def test_the_model_in_memory(folder: Path) -> None:
     config, storage = stored(folder)
-    decoder = hf.load(folder, torch.float32, store=ops.store())
+    decoder = hf.load(folder, torch.float32, store=dispatch.store())
     planned = costs.weight_bytes(config, storage)
     linears = [each for block in decoder.blocks for each in block.linears()]
     held = 0

@@ -14,11 +14,11 @@ from torch import Tensor
 from attar.checkpoints.sources import hf
 from attar.compression.block import hessians
 from attar.compression.calibration.loss_weights import Hints
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe, recipe_from_dict
 from attar.compression.runs.pipeline import Compressed, compress
 from attar.compression.solvers.rounding import rtn
 from attar.formats.packed import PackedTensor
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from tests.conftest import token_ids
 from tests.model.random_model import LLAMA, write
 
@@ -71,9 +71,9 @@ def certain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def done(source: Path, out: Path, recipe: str | dict[str, object]) -> Compressed:
     """A recipe carried out, whose output computes finite numbers and whose records hold some."""
-    plan = Recipe.load(recipe) if isinstance(recipe, str) else Recipe.from_dict(recipe)
+    plan = load_recipe(recipe) if isinstance(recipe, str) else recipe_from_dict(recipe)
     found = compress(source, out, recipe=plan, calibration=IDS)
-    logits = hf.load(out, torch.float32).forward(torch.tensor(IDS[0]), Step((32,), 32))
+    logits = hf.load(out, torch.float32).forward(torch.tensor(IDS[0]), ForwardBatch((32,), 32))
     assert logits.isfinite().all()
     assert all(math.isfinite(record.error) and math.isfinite(record.rtn_error) for record in found.records)
     return found

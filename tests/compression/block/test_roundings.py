@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import recipe_from_dict
 from attar.compression.runs.pipeline import compress
 
 Ids = list[list[int]]
@@ -33,7 +33,7 @@ def test_plain_rounding_is_one_thing_behind_transforms_and_without(
     """A transform that changes nothing changes no figure: scales are searched alike, and the measure is the same."""
     behind = options | {"recipe": f"smoothattention+{options['recipe']}"} | NOTHING
     for name, each in (("alone", options), ("behind", behind)):
-        compress(tiny, tmp_path / name, recipe=Recipe.from_dict(each), calibration=calibration[:4])
+        compress(tiny, tmp_path / name, recipe=recipe_from_dict(each), calibration=calibration[:4])
     alone, after = errors(tmp_path / "alone"), errors(tmp_path / "behind")
     assert alone.keys() == after.keys()
     for name, (measure, error, plain) in alone.items():

@@ -18,10 +18,10 @@ from attar.checkpoints.sources import hf
 from attar.compression.block import structured
 from attar.compression.block.structured import Sizes
 from attar.compression.recipe.methods import Structured
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe, recipe_from_dict
 from attar.compression.runs.pipeline import compress
 from attar.compression.solvers.rounding import gptq
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
 
 SAME = 1e-6
@@ -126,15 +126,15 @@ def test_sizes_say_what_they_cannot_do() -> None:
         structured.sizes(replace(model(), architecture="OPTForCausalLM"), 25)
     for name in ("structured-p0", "structured-p96", "structured-s50", "structured-2:4", "awq+structured-p25"):
         with pytest.raises(ValueError, match=r"structured-p25|percent"):
-            Recipe.load(name)
-    assert Recipe.load("structured-p30").passes == (Structured(30),)
-    recipe = Recipe.from_dict({"recipe": "structured-p30", "overrides": [{"match": "a", "scheme": "keep"}]})
+            load_recipe(name)
+    assert load_recipe("structured-p30").passes == (Structured(30),)
+    recipe = recipe_from_dict({"recipe": "structured-p30", "overrides": [{"match": "a", "scheme": "keep"}]})
     with pytest.raises(ValueError, match="no overrides"):
         recipe.schemes({"a": (8, 8)})
 
 
 def logits(folder: Path, ids: list[int]) -> Tensor:
-    return hf.load(folder, torch.float32).forward(torch.tensor(ids), Step((len(ids),), len(ids)))
+    return hf.load(folder, torch.float32).forward(torch.tensor(ids), ForwardBatch((len(ids),), len(ids)))
 
 
 @pytest.fixture(scope="module")

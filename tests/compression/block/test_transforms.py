@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from attar.compression.block import transforms
-from attar.compression.block.work import BlockWork
+from attar.compression.block.work import BlockWork, CalibrationStates
 from attar.compression.calibration.hidden_states import HiddenStates
 from attar.compression.groups import input_groups
 from attar.compression.recipe.methods import Awq, SmoothQuant
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.solvers.rounding.means import ColumnMean
 from attar.compression.solvers.transforms import smoothquant
 from attar.formats.scheme import Scheme
@@ -26,13 +26,15 @@ SAME = 1e-3  # relative: transforms leave what a block computes as it was within
 
 
 def working(block: Block, recipe: str, folder: Path, importances: Mapping[str, Tensor] | None = None) -> BlockWork:
-    plan = Recipe.load(recipe)
+    plan = load_recipe(recipe)
     passes = tuple(replace(each, points=4, clip=False) if isinstance(each, Awq) else each for each in plan.passes)
     states = HiddenStates(folder / "states.f32", (4, 24, 64), 1 << 20, 48)
     for s in range(4):
         states.write(range(s, s + 1), torch.randn(24, 64, generator=torch.Generator().manual_seed(s)))
     schemes: dict[str, Scheme | None] = {linear.name: plan.scheme for linear in block.linears()}
-    return BlockWork(block, states, replace(plan, passes=passes), schemes, "LlamaForCausalLM", importances)
+    return BlockWork(
+        block, CalibrationStates(states), replace(plan, passes=passes), schemes, "LlamaForCausalLM", importances
+    )
 
 
 def measured(block: Block, folder: Path) -> dict[str, Tensor]:

@@ -13,9 +13,10 @@ from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources import hf
 from attar.compression.calibration import domain, hidden_states, importance
 from attar.compression.calibration import texts as calibrate
-from attar.compression.calibration.domain import RUN, Surprise, shared, surprise
-from attar.compression.runs.pipeline import compress
-from attar.model.cache import Step
+from attar.compression.calibration.domain import RUN, DomainCheck, shared, surprise
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress, compress_request
+from attar.model.cache import ForwardBatch
 from attar.text.tokenizer import Tokenizer
 from tests.conftest import token_ids
 
@@ -50,10 +51,10 @@ def test_surprise_is_that_of_whole_passes(
     ids = torch.tensor(token_ids(5, 24))
     decoder, nats, expected = hf.load(folder, torch.float32), [], []
     for row in ids[[0, 1, 3]]:
-        found = decoder.forward(row, Step((24,), 24)).double().log_softmax(-1)[:-1]
+        found = decoder.forward(row, ForwardBatch((24,), 24)).double().log_softmax(-1)[:-1]
         nats.append(-found.gather(1, row[1:, None]).mean())
         expected.append(-(found.exp() * found).sum(-1).mean())
-    whole = Surprise(3 * 23, float(sum(nats)) / 3, float(sum(expected)) / 3)
+    whole = DomainCheck(3 * 23, float(sum(nats)) / 3, float(sum(expected)) / 3)
     told = surprise(hf.Checkpoint.open(folder), ids, tmp_path)
     assert told is not None
     assert told.tokens == whole.tokens
@@ -88,7 +89,9 @@ def test_one_token_surprises_nobody(tiny: Path, tmp_path: Path) -> None:
 def test_text_of_another_kind_is_warned_about(recipe: str, out: str, demo: Path, tmp_path: Path) -> None:
     """Random characters; whether linears' inputs are read or importances alone."""
     (tmp_path / "noise").write_text("".join(chr(33 + each) for each in token_ids(1, 200, vocab=90)[0]))
-    done = compress(demo, tmp_path / out, recipe=recipe, calibration=tmp_path / "noise", length=64)
+    done = compress_request(
+        CompressionRequest(demo, tmp_path / out, recipe=recipe, calibration=tmp_path / "noise", length=64)
+    )
     found = texts(tmp_path / out)["calibration"]
     assert found["nats"] - found["expected"] > 4
     (sentence,) = (each for each in done.warnings if "surprises the model" in each)
@@ -101,7 +104,7 @@ def test_prose_is_not(demo: Path, tmp_path: Path) -> None:
     found = surprise(hf.Checkpoint.open(demo), ids, tmp_path)
     assert list(domain.warnings(found, None)) == []
     assert found is not None
-    (sentence,) = domain.warnings(Surprise(9, 1.0 + domain.LIMIT + 1e-3, 1.0), 0.0)
+    (sentence,) = domain.warnings(DomainCheck(9, 1.0 + domain.LIMIT + 1e-3, 1.0), 0.0)
     assert "surprises the model by 2.00 nats" in sentence
 
 
@@ -134,11 +137,13 @@ def test_evaluation_on_what_calibrated_or_chose_is_warned_about(demo: Path, tmp_
     rows = [ids[at : at + 32] for at in range(0, len(ids) - 31, 32)]
     settings: dict[str, Any] = {"calibration": rows, "eval_tokens": 96}
     for name, recipe in (("one", "smoothquant-w8a8"), ("several", "rtn-w8,rtn-w4")):
-        done = compress(demo, tmp_path / name, recipe=recipe, evaluation=text, **settings)
+        done = compress_request(CompressionRequest(demo, tmp_path / name, recipe=recipe, evaluation=text, **settings))
         share = texts(tmp_path / name)["shared"]
         assert share > 0.4
         assert any(each.startswith(f"{share:.1%} of the evaluation text is in the cal") for each in done.warnings)
-    done = compress(demo, tmp_path / "apart", recipe="smoothquant-w8a8", evaluation=other, **settings)
+    done = compress_request(
+        CompressionRequest(demo, tmp_path / "apart", recipe="smoothquant-w8a8", evaluation=other, **settings)
+    )
     assert texts(tmp_path / "apart")["shared"] == 0.0
     assert not any("of the evaluation text" in each for each in done.warnings)
 

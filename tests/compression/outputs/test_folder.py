@@ -9,17 +9,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from attar.checkpoints.sources import hf
-from attar.compression.outputs.folder import Output
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.outputs.folder import FolderOutput
+from attar.compression.recipe.recipe_file import load_recipe, recipe_from_dict
 from attar.compression.runs.pipeline import compress
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 
 BOTH = "attar and transformers read it."
 ROUNDED_INPUTS = 2e-2  # of the logit range: an input on the edge between two of 16 codes may fall either way
 
 
-def output(source: Path, recipe: str) -> Output:
-    return Output(hf.Checkpoint.open(source), Recipe.load(recipe))
+def output(source: Path, recipe: str) -> FolderOutput:
+    return FolderOutput(hf.Checkpoint.open(source), load_recipe(recipe))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_what_notes_say_is_not_said_otherwise(tiny: Path, demo: Path) -> None:
     assert asymmetric.method.readers == ""
     assert "vLLM" not in " ".join(asymmetric.notes)
     assert output(tiny, "rtn-lut4").method.readers == "", "a note says that attar alone reads it"
-    head = Output(hf.Checkpoint.open(tiny), Recipe.from_dict({"recipe": "rtn-w4g128", "head": "int8"}))
+    head = FolderOutput(hf.Checkpoint.open(tiny), recipe_from_dict({"recipe": "rtn-w4g128", "head": "int8"}))
     assert head.method.readers == BOTH, "vLLM's documentation says nothing of compressed output matrices"
 
 
@@ -68,7 +68,7 @@ def test_codes_in_wide_places_are_told_of(scheme: str, tiny: Path, tmp_path: Pat
     assert f"format of compressed-tensors. {BOTH} {note}\n" in card
     assert "vLLM" not in card
     ids = torch.arange(1, 32)
-    ours = hf.load(tmp_path / "out", torch.float32).forward(ids, Step((len(ids),), len(ids)))
+    ours = hf.load(tmp_path / "out", torch.float32).forward(ids, ForwardBatch((len(ids),), len(ids)))
     reader, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]

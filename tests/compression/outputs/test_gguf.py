@@ -23,10 +23,11 @@ from attar.checkpoints.receipts.verify import verify
 from attar.checkpoints.sources import hf, imatrix, opening
 from attar.checkpoints.strict_io import CheckpointError
 from attar.compression.calibration import importance
-from attar.compression.runs.pipeline import compress
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress, compress_request
 from attar.formats.codecs import ggml_blocks, ggml_round, ggml_search
 from attar.formats.codecs.ggml import TYPES
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.text.tokenizer import Tokenizer
 from tests.conftest import ROOT
 
@@ -34,7 +35,7 @@ Ids = list[list[int]]
 
 
 def logits(path: Path, ids: list[int]) -> torch.Tensor:
-    return opening.load(path, torch.float32).forward(torch.tensor(ids), Step((len(ids),), len(ids)))
+    return opening.load(path, torch.float32).forward(torch.tensor(ids), ForwardBatch((len(ids),), len(ids)))
 
 
 def digest(path: Path) -> str:
@@ -126,7 +127,7 @@ def test_a_stopped_run_resumes_to_the_same_bytes(recipe: str, tiny: Path, calibr
 
 def test_importances_weigh_errors_whether_given_or_measured(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     importance.make(tiny, tmp_path / "m.gguf", calibration=calibration)
-    compress(tiny, tmp_path / "given.gguf", recipe="iq4_nl", imatrix=tmp_path / "m.gguf")
+    compress_request(CompressionRequest(tiny, tmp_path / "given.gguf", recipe="iq4_nl", imatrix=tmp_path / "m.gguf"))
     compress(tiny, tmp_path / "measured.gguf", recipe="iq4_nl", calibration=calibration)
     compress(tiny, tmp_path / "plain.gguf", recipe="iq4_nl")
     assert digest(tmp_path / "given.gguf") == digest(tmp_path / "measured.gguf") != digest(tmp_path / "plain.gguf")
@@ -151,10 +152,15 @@ def test_solvers_search_scales_by_the_matrix_that_is_given(
     means = {name: torch.rand(len(mean), generator=numbers) ** 4 + 1e-6 for name, mean in found.means.items()}
     imatrix.write(tmp_path / "other.gguf", replace(found, means=means))
     for name, matrix in (("measured", None), ("given", "m.gguf"), ("other", "other.gguf")):
-        compress(
-            tiny, tmp_path / f"{name}.out.gguf", recipe=recipe, calibration=calibration[:4],
-            imatrix=None if matrix is None else tmp_path / matrix,
-        )  # fmt: skip
+        compress_request(
+            CompressionRequest(
+                tiny,
+                tmp_path / f"{name}.out.gguf",
+                recipe=recipe,
+                calibration=calibration[:4],
+                imatrix=None if matrix is None else tmp_path / matrix,
+            )
+        )
     assert digest(tmp_path / "given.out.gguf") == digest(tmp_path / "measured.out.gguf")
     given, other = (GgufFile(tmp_path / f"{name}.out.gguf") for name in ("given", "other"))
     blocks = [name for name in given.names() if name.startswith("blk.") and "norm" not in name]
@@ -295,7 +301,7 @@ def test_recipes_go_where_they_belong(kind: str, tiny: Path, calibration: Ids, t
 
 def test_what_cannot_be_written_is_refused(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="an importance matrix is for GGUF files"):
-        compress(tiny, tmp_path / "out", recipe="rtn-w4g32", imatrix=tmp_path / "m.gguf")
+        compress_request(CompressionRequest(tiny, tmp_path / "out", recipe="rtn-w4g32", imatrix=tmp_path / "m.gguf"))
     other = tmp_path / "other"
     shutil.copytree(tiny, other)
     config = json.loads((other / "config.json").read_text())

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from attar.compression.recipe.methods import AutoRound, Distill, Gptq, Guided, Qronos, QuaRot, Rtn, SmoothQuant, Tune
-from attar.compression.recipe.recipe import Override, Recipe
+from attar.compression.recipe.recipe import Override
+from attar.compression.recipe.recipe_file import load_recipe, recipe_from_dict
 from attar.formats.scheme import Scheme
 
 SHAPES = {
@@ -40,7 +41,7 @@ def test_a_file_sets_options_overrides_and_keep(tmp_path: Path) -> None:
         keep: ["lm_head", "*.gate"]
         """,
     )
-    recipe = Recipe.load(path)
+    recipe = load_recipe(path)
     assert recipe.passes == (SmoothQuant(alpha=0.75), Gptq(damping=0.02, order="natural", static_groups=False))
     assert recipe.overrides == (Override("model.layers.0.*", None), Override("*.down_proj", Scheme.parse("w8")))
     assert recipe.schemes(SHAPES) == {
@@ -53,10 +54,10 @@ def test_a_file_sets_options_overrides_and_keep(tmp_path: Path) -> None:
 
 
 def test_output_matrix_and_routers_stay_unless_overridden() -> None:
-    recipe = Recipe.load("rtn-w4g128")
+    recipe = load_recipe("rtn-w4g128")
     chosen = recipe.schemes(SHAPES)
     assert [name for name, scheme in chosen.items() if scheme is None] == ["model.layers.1.mlp.gate", "lm_head"]
-    recipe = Recipe.from_dict({"recipe": "rtn-w4g128", "overrides": [{"match": "lm_head", "scheme": "w8"}]})
+    recipe = recipe_from_dict({"recipe": "rtn-w4g128", "overrides": [{"match": "lm_head", "scheme": "w8"}]})
     assert recipe.scheme_for("lm_head") == Scheme.parse("w8")
 
 
@@ -65,13 +66,13 @@ def test_output_matrix_and_routers_stay_unless_overridden() -> None:
     [("bf16", None), ("keep", None), ("int8", "w8"), ("int4", "w4g128"), ("w3g64-asym", "w3g64-asym"), ("w8", "w8")],
 )
 def test_the_head_is_decided_before_all_else(head: str, scheme: str | None) -> None:
-    recipe = Recipe.from_dict({"recipe": "rtn-w4g128", "head": head})
+    recipe = recipe_from_dict({"recipe": "rtn-w4g128", "head": head})
     assert recipe.scheme_for("lm_head") == (None if scheme is None else Scheme.parse(scheme))
     assert recipe.to_dict()["head"] == (scheme or "keep")
     everything = replace(recipe, overrides=(Override("*", Scheme.parse("w2g64")),), keep=())
     assert everything.scheme_for("lm_head") == recipe.scheme_for("lm_head")
     assert {name: s for name, s in recipe.schemes(SHAPES).items() if name != "lm_head"} == {
-        name: s for name, s in Recipe.load("rtn-w4g128").schemes(SHAPES).items() if name != "lm_head"
+        name: s for name, s in load_recipe("rtn-w4g128").schemes(SHAPES).items() if name != "lm_head"
     }
 
 
@@ -85,7 +86,7 @@ def test_the_head_is_decided_before_all_else(head: str, scheme: str | None) -> N
     ],
 )
 def test_patterns_reach_the_head_like_any_linear(data: dict[str, object], scheme: str | None) -> None:
-    recipe = Recipe.from_dict({"recipe": "rtn-w4g128", **data})
+    recipe = recipe_from_dict({"recipe": "rtn-w4g128", **data})
     assert recipe.head_name == recipe.to_dict()["head"] == (scheme or "keep")
     found = recipe.schemes(SHAPES)["lm_head"]
     assert (found.name if found else None) == scheme
@@ -108,13 +109,13 @@ def test_patterns_reach_the_head_like_any_linear(data: dict[str, object], scheme
     ],
 )
 def test_the_head_of_a_file_is_its_mixs_unless_somebody_said_otherwise(data: dict[str, object], head: str) -> None:
-    recipe = Recipe.from_dict({"recipe": "q4_k_m", **data}).for_file()
+    recipe = recipe_from_dict({"recipe": "q4_k_m", **data}).for_file()
     assert recipe.head_name == recipe.to_dict()["head"] == head
     assert recipe.for_file() == recipe
 
 
 def test_a_word_for_the_head_stands_for_the_last_one_given() -> None:
-    recipe = Recipe.from_dict({"recipe": "q4_k_m", "head": "int8"})
+    recipe = recipe_from_dict({"recipe": "q4_k_m", "head": "int8"})
     assert recipe.with_head("q6_k").for_file().head_name == "q6_k"
     assert recipe.with_head("int4").for_file().head_name == "q4_0"
     assert recipe.with_head("int4").head_name == "w4g128"
@@ -123,20 +124,20 @@ def test_a_word_for_the_head_stands_for_the_last_one_given() -> None:
 def test_some_schemes_are_not_for_the_head() -> None:
     for scheme in ("w8a8", "fp8", "w4-tensor", "w8a8-static"):
         with pytest.raises(ValueError, match=rf"lm_head: .* not {scheme}$"):
-            Recipe.from_dict({"recipe": "rtn-w4g128", "head": scheme}).schemes(SHAPES)
+            recipe_from_dict({"recipe": "rtn-w4g128", "head": scheme}).schemes(SHAPES)
     with pytest.raises(ValueError, match=r"lm_head: group size 512 does not divide 256"):
-        Recipe.from_dict({"recipe": "rtn-w4g128", "head": "w4g512"}).schemes(SHAPES)
+        recipe_from_dict({"recipe": "rtn-w4g128", "head": "w4g512"}).schemes(SHAPES)
 
 
 def test_a_pattern_that_matches_nothing_is_an_error() -> None:
-    recipe = Recipe.from_dict({"recipe": "rtn-w4g128", "overrides": [{"match": "lm_haed", "scheme": "w8"}]})
+    recipe = recipe_from_dict({"recipe": "rtn-w4g128", "overrides": [{"match": "lm_haed", "scheme": "w8"}]})
     with pytest.raises(ValueError, match="did you mean lm_head"):
         recipe.schemes(SHAPES)
 
 
 def test_a_group_that_does_not_divide_names_the_linear() -> None:
     with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.down_proj: group size 512 does not divide 768"):
-        Recipe.load("rtn-w4g512").schemes({"model.layers.0.mlp.down_proj": (256, 768)})
+        load_recipe("rtn-w4g512").schemes({"model.layers.0.mlp.down_proj": (256, 768)})
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_a_group_that_does_not_divide_names_the_linear() -> None:
 def test_a_bad_file_is_refused_with_its_path_and_a_hint(tmp_path: Path, text: str, hint: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ValueError) as caught:
-        Recipe.load(path)
+        load_recipe(path)
     assert hint in str(caught.value)
     assert str(path) in str(caught.value)
 
@@ -205,12 +206,12 @@ SEARCH = {"scale_search": "mse"}
     ],
 )  # fmt: skip
 def test_an_option_that_no_scheme_reads_is_refused(name: str, options: dict[str, object], sentence: str) -> None:
-    recipe = Recipe.from_dict({"recipe": name, **options})
+    recipe = recipe_from_dict({"recipe": name, **options})
     with pytest.raises(ValueError, match=sentence):
         recipe.schemes(SHAPES)
     if "scale_search" in options:  # which a head that the caller names reads
         replace(recipe, head=Scheme.parse("w8")).schemes(SHAPES)
-    Recipe.load(name).schemes(SHAPES)
+    load_recipe(name).schemes(SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -227,80 +228,80 @@ def test_an_option_that_no_scheme_reads_is_refused(name: str, options: dict[str,
     ],
 )
 def test_an_option_is_taken_where_any_scheme_reads_it(name: str, options: dict[str, object]) -> None:
-    assert any(Recipe.from_dict({"recipe": name, **options}).schemes(SHAPES).values()) or name == "prune-2:4"
+    assert any(recipe_from_dict({"recipe": name, **options}).schemes(SHAPES).values()) or name == "prune-2:4"
 
 
 def test_an_option_under_its_methods_name(tmp_path: Path) -> None:
     path = write(
         tmp_path, "recipe: autoround+tune-w4g128\nsteps: 50\ntune: {batch: 4096, epochs: 2}\nautoround: {batch: 64}"
     )
-    recipe = Recipe.load(path)
+    recipe = load_recipe(path)
     assert (recipe.passes, recipe.tune) == ((AutoRound(steps=50, batch=64),), Tune(batch=4096, epochs=2))
     told = recipe.to_dict()
     assert (told["passes"][0]["batch"], told["tune"]["batch"]) == (64, 4096)
     again = {"recipe": told["recipe"], "autoround": {"steps": 50, "batch": 64}, "tune": told["tune"]}
-    assert Recipe.from_dict(again).to_dict() == told
-    alone = Recipe.from_dict({"recipe": "gptq+tune-w4g128", "tune": {"batch": 64}})
-    assert alone.to_dict() == Recipe.from_dict({"recipe": "gptq+tune-w4g128", "batch": 64}).to_dict()
+    assert recipe_from_dict(again).to_dict() == told
+    alone = recipe_from_dict({"recipe": "gptq+tune-w4g128", "tune": {"batch": 64}})
+    assert alone.to_dict() == recipe_from_dict({"recipe": "gptq+tune-w4g128", "batch": 64}).to_dict()
 
 
 def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
-        Recipe.load(tmp_path / "none.yaml")
+        load_recipe(tmp_path / "none.yaml")
 
 
 def test_the_dict_is_canonical(tmp_path: Path) -> None:
-    plain = Recipe.load("smoothquant-w8a8").to_dict()
-    assert plain == Recipe.load("smoothquant+rtn-w8a8-o1").to_dict()
+    plain = load_recipe("smoothquant-w8a8").to_dict()
+    assert plain == load_recipe("smoothquant+rtn-w8a8-o1").to_dict()
     assert (
-        plain == Recipe.load(write(tmp_path, "recipe: smoothquant-w8a8\noverrides: []\nscale_search: minmax")).to_dict()
+        plain == load_recipe(write(tmp_path, "recipe: smoothquant-w8a8\noverrides: []\nscale_search: minmax")).to_dict()
     )
     assert json.loads(json.dumps(plain)) == plain
-    changed = Recipe.load(write(tmp_path, "recipe: smoothquant-w8a8\nalpha: 0.5"))
+    changed = load_recipe(write(tmp_path, "recipe: smoothquant-w8a8\nalpha: 0.5"))
     assert changed.to_dict() != plain
 
 
 def test_tuning_follows_any_recipe_of_scales() -> None:
-    plain, tuned = Recipe.load("guided-w4g128"), Recipe.load("guided+tune-w4g128")
+    plain, tuned = load_recipe("guided-w4g128"), load_recipe("guided+tune-w4g128")
     assert tuned == replace(plain, tune=Tune())
     assert tuned.name == "guided+tune-w4g128"
-    assert Recipe.load("tune-w4g128").passes == (Rtn(),)
-    assert Recipe.load(Recipe.load("tune-w4g128").name) == Recipe.load("tune-w4g128")
-    assert Recipe.from_dict({"recipe": "gptq+tune-w4", "epochs": 2, "damping": 0.1}) == replace(
-        Recipe.load("gptq-w4"), passes=(Gptq(damping=0.1),), tune=Tune(epochs=2)
+    assert load_recipe("tune-w4g128").passes == (Rtn(),)
+    assert load_recipe(load_recipe("tune-w4g128").name) == load_recipe("tune-w4g128")
+    assert recipe_from_dict({"recipe": "gptq+tune-w4", "epochs": 2, "damping": 0.1}) == replace(
+        load_recipe("gptq-w4"), passes=(Gptq(damping=0.1),), tune=Tune(epochs=2)
     )
-    distilled = Recipe.load("guided+distill-w4g128")
+    distilled = load_recipe("guided+distill-w4g128")
     assert (distilled, distilled.name) == (replace(plain, tune=Distill()), "guided+distill-w4g128")
     assert (distilled.to_dict()["tune"]["epochs"], distilled.to_dict()["tune"]["drawn"]) == (2, 512)
     with pytest.raises(ValueError, match="drawn is at most 4096 sequences"):
-        Recipe.from_dict({"recipe": "guided+distill-w4g128", "drawn": 4097})
+        recipe_from_dict({"recipe": "guided+distill-w4g128", "drawn": 4097})
     assert "tune" not in plain.to_dict()
     assert tuned.to_dict()["tune"]["epochs"] == 4
     with pytest.raises(ValueError, match=r"epochs is an option of .*tune and distill, which gptq-w4 does not use"):
-        Recipe.from_dict({"recipe": "gptq-w4", "epochs": 2})
-    assert Recipe.load("gptq+tune-q4_k_m").tune == Tune()
+        recipe_from_dict({"recipe": "gptq-w4", "epochs": 2})
+    assert load_recipe("gptq+tune-q4_k_m").tune == Tune()
     with pytest.raises(ValueError, match="f16 holds plain numbers, which leave tune no scales"):
-        Recipe.load("rtn+tune-f16")
+        load_recipe("rtn+tune-f16")
 
 
 def test_methods_that_are_gptq_with_other_defaults() -> None:
-    assert Recipe.load("guided-w4g128").rounding == Guided(couple=True, correct=True, polish=4)
-    assert Recipe.load("qronos-w4g128").rounding == Qronos(correct=True, polish=4)
-    assert isinstance(Recipe.load("guided-w4").rounding, Gptq)
-    assert Recipe.load("gptq-w4").rounding == Gptq(polish=0, guide=0, couple=False, correct=False)
-    assert Recipe.from_dict({"recipe": "gptq-w4", "guide": 2}).name == "gptq-w4"
+    assert load_recipe("guided-w4g128").rounding == Guided(couple=True, correct=True, polish=4)
+    assert load_recipe("qronos-w4g128").rounding == Qronos(correct=True, polish=4)
+    assert isinstance(load_recipe("guided-w4").rounding, Gptq)
+    assert load_recipe("gptq-w4").rounding == Gptq(polish=0, guide=0, couple=False, correct=False)
+    assert recipe_from_dict({"recipe": "gptq-w4", "guide": 2}).name == "gptq-w4"
 
 
 def test_a_rotation_stands_in_front() -> None:
     for name in ("rotate-w8a8", "quarot+gptq-w4a4", "spinquant+guided+tune-w4a8g128", "rotate-keep"):
-        recipe = Recipe.load(name)
+        recipe = load_recipe(name)
         assert recipe.name == name
         assert recipe.rotate is not None
         assert recipe.to_dict()["rotate"]["method"] == recipe.rotate.method == name.partition("-")[0].partition("+")[0]
-    told = Recipe.from_dict({"recipe": "quarot+smoothquant-w8a8", "online": False, "alpha": 0.7})
+    told = recipe_from_dict({"recipe": "quarot+smoothquant-w8a8", "online": False, "alpha": 0.7})
     assert told.rotate == QuaRot(online=False)
     assert told.passes[0] == SmoothQuant(alpha=0.7)
     with pytest.raises(ValueError, match="online is an option of rotate and quarot and spinquant"):
-        Recipe.from_dict({"recipe": "gptq-w8a8", "online": True})
+        recipe_from_dict({"recipe": "gptq-w8a8", "online": True})
     with pytest.raises(ValueError, match="rotation is one of hadamard, orthogonal"):
-        Recipe.from_dict({"recipe": "rotate-w8a8", "rotation": "givens"})
+        recipe_from_dict({"recipe": "rotate-w8a8", "rotation": "givens"})

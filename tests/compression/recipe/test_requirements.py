@@ -14,24 +14,22 @@ from safetensors.torch import load_file, save_file
 
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.sources import hf
-from attar.checkpoints.writer import MAX_SHARD
 from attar.compression.calibration import coverage, gradients, texts
 from attar.compression.recipe.parser import PRESETS
-from attar.compression.recipe.recipe import Recipe
-from attar.compression.request.order import Order
-from attar.compression.request.settings import Settings
-from attar.compression.runs.pipeline import compress
+from attar.compression.recipe.recipe_file import recipe_from_dict
+from attar.compression.request.request import CompressionRequest, Target, parse_ladder
+from attar.compression.request.resolve import open_source, resolve
+from attar.compression.runs.pipeline import compress, compress_request
 from attar.compression.search import allocate, best, bit_budget
 from attar.compression.search.candidates import Listed
-from attar.compression.search.target import Target, parse_ladder
 from attar.compression.training import tune
 from attar.formats import affine
 from attar.formats.codecs import ggml_mix
 from attar.formats.observers import KL, MSE, MinMax, Percentile
 from attar.formats.scheme import Grid, Scheme
-from attar.formats.weight_formats import FORMS
+from attar.formats.weight_formats import WEIGHT_FORMATS
 from attar.kernels import ops
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 from tests.compression.test_experts import write
 from tests.conftest import token_ids
@@ -84,7 +82,7 @@ def test_the_original_is_not_in_memory_while_a_recipe_is_made(tiny: Path, calibr
 
     def run(name: str, ids: Ids, out: Path) -> float:
         assert not any(each() for each in loaded)
-        return compress(tiny, out, recipe=name, overwrite=True).bits_per_weight
+        return compress_request(CompressionRequest(tiny, out, recipe=name, overwrite=True)).bits_per_weight
 
     chosen = best.choose(
         Listed(("rtn-w8", "rtn-w4")), torch.tensor(calibration), base, run, tmp_path, lambda *told: None
@@ -121,7 +119,7 @@ def every_scheme() -> Iterator[tuple[str, str]]:
     """Every form by name, grids of every width and kind, and mixes: with the output's name."""
     grids = ("w2g32", "w3g128", "w4g48", "w4g128", "w4g128-asym", "w5g64", "w8", "w8a8", "w8a8-static", "w4a4", "w4a8")
     alike = ("lut4-s5", "lut4-s45", "lut3", "lut3-s5", "lut2", "lut2-s5", "nf4-single")  # slow, and others go before
-    for name in (*grids, "w4g32", "fp8", "fp8-e5m2", *FORMS, *PRESETS):
+    for name in (*grids, "w4g32", "fp8", "fp8-e5m2", *WEIGHT_FORMATS, *PRESETS):
         if name not in alike:
             yield name, "out"
     for name in ggml_mix.MIXES:
@@ -225,9 +223,12 @@ def test_what_allocation_measures_on_is_not_what_tuning_judges_by(
     for recipe in ("rtn-w4g32", "rtn+tune-w4g32"):
         with pytest.raises(Begun):
             compress(
-                tiny, tmp_path / "out", recipe=recipe, target=Target(bits=4), ladder=parse_ladder("w2g32,w8g32"),
+                tiny,
+                tmp_path / "out",
+                recipe=recipe,
+                target=Target(bits=4, ladder=parse_ladder("w2g32,w8g32")),
                 calibration=calibration,
-            )  # fmt: skip
+            )
     rest = calibration[:-2]  # the last are measured on
     judges = tune.aside(torch.tensor(rest))
     assert judges
@@ -240,10 +241,10 @@ def test_what_allocation_measures_on_calibrates_nothing(
     """Nor does it tune, or weigh importances: what is made is what those sequences were never part of."""
     with pytest.raises(ValueError, match="a target needs at least 2 calibration sequences"):
         compress(tiny, tmp_path / "no", recipe="gptq-w4g32", target=Target(bits=4), calibration=calibration[:1])
-    order = Order.take(tiny, tmp_path / "found", None, None, True, 0, "cpu")
-    settings = Settings(texts.Amount(), 0, MAX_SHARD, False, False, lambda *told: None, 0.0)
-    ready = order.ready("rtn-w4g32", len(calibration), targeted=True)
-    found = bit_budget.for_output(order, ready, settings, Target(bits=4), parse_ladder("w2g32,w8g32"), calibration)
+    target = Target(bits=4, ladder=parse_ladder("w2g32,w8g32"))
+    request = CompressionRequest(tiny, tmp_path / "found", target=target, calibration=calibration, resume=False)
+    resolved = resolve(request, open_source(request), "rtn-w4g32", len(calibration), targeted=True).with_texts()
+    found = bit_budget.for_output(resolved, lambda *told: None)
     assert (found.read.tolist(), found.calibration) == (calibration, calibration[:-2])
     found.forget()
     monkeypatch.setattr(allocate, "ROUNDS", 1)
@@ -252,9 +253,12 @@ def test_what_allocation_measures_on_calibrates_nothing(
         if name == "less":
             monkeypatch.setattr(bit_budget, "apart", lambda given: (given, torch.tensor(calibration[-2:])))
         compress(
-            tiny, tmp_path / name, recipe="gptq-w4g32", target=Target(bits=4), ladder=parse_ladder("w2g32,w8g32"),
+            tiny,
+            tmp_path / name,
+            recipe="gptq-w4g32",
+            target=Target(bits=4, ladder=parse_ladder("w2g32,w8g32")),
             calibration=ids,
-        )  # fmt: skip
+        )
         made[name] = (tmp_path / name / "model.safetensors").read_bytes()
     assert made["all"] == made["less"]
     receipt = json.loads((tmp_path / "all" / "receipt.json").read_text())
@@ -268,9 +272,9 @@ def test_what_needs_the_original_beside_it_asks_for_room(
     """Two files of 8 sequences of 32 tokens more, for the states that the original model sees."""
     asked: list[int] = []
     monkeypatch.setattr("attar.compression.runs.run.require_free", lambda path, needed: asked.append(needed))
-    monkeypatch.setattr("attar.compression.outputs.folder.Output.written", lambda self, done: 1 / 0)
+    monkeypatch.setattr("attar.compression.outputs.folder.FolderOutput.written", lambda self, done: 1 / 0)
     for correct in (True, False):
-        plan = Recipe.from_dict({"recipe": "autoround-w4g32", "correct": correct})
+        plan = recipe_from_dict({"recipe": "autoround-w4g32", "correct": correct})
         with pytest.raises(ZeroDivisionError):
             compress(tiny, tmp_path / str(correct), recipe=plan, calibration=calibration)
     assert asked[0] - asked[1] == 2 * 4 * 128 * 8 * 32
@@ -320,7 +324,7 @@ def test_an_expert_without_a_token_stops_no_method(recipe: str, tmp_path: Path) 
     assert any("of 8 experts were sent no calibration token" in each for each in done.warnings)
     assert len([record for record in done.records if ".experts." in record.name]) == 2 * 4 * 3
     found, wanted = (
-        hf.load(folder, torch.float32).forward(torch.arange(24), Step((24,), 24)).log_softmax(-1)
+        hf.load(folder, torch.float32).forward(torch.arange(24), ForwardBatch((24,), 24)).log_softmax(-1)
         for folder in (tmp_path / "out", source)
     )
     divergence = (wanted.exp() * (wanted - found)).sum(-1).mean()
@@ -377,7 +381,7 @@ def test_a_range_is_of_scales_that_are_fixed(
 @pytest.mark.parametrize("word", ["minmax", "average", "percentile", "mse", "kl"])
 def test_fixed_scales_are_those_of_the_observer(word: str, tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     """Of what q, k and v of the first block read, which nothing before has changed; batch by batch."""
-    plan = Recipe.from_dict({"recipe": "rtn-w8a8-static", "activation_range": word})
+    plan = recipe_from_dict({"recipe": "rtn-w8a8-static", "activation_range": word})
     compress(tiny, tmp_path / "out", recipe=plan, calibration=calibration)
     decoder, grid = hf.load(tiny, torch.float32), Scheme.parse("w8a8-static").activation
     assert isinstance(grid, Grid)
@@ -407,7 +411,7 @@ def test_heads_that_no_search_takes_are_refused_before_the_first_block(
     (source / "config.json").write_text(json.dumps(config | {"num_attention_heads": 4, "num_key_value_heads": 4}))
     with pytest.raises(ValueError, match=r"^model\.layers\.0\.self_attn\.q_proj: its heads have 20 columns"):
         compress(source, tmp_path / "out", recipe=recipe, calibration=ids, progress=nothing_begins)
-    plan = Recipe.from_dict({"recipe": recipe, "key_alpha": 0.5})
+    plan = recipe_from_dict({"recipe": recipe, "key_alpha": 0.5})
     assert compress(source, tmp_path / "out", recipe=plan, calibration=ids).recipe == recipe
 
 
@@ -423,10 +427,16 @@ def test_a_list_of_recipes_goes_with_no_target(tiny: Path, calibration: Ids, tmp
 def test_a_list_of_recipes_goes_with_no_importance_matrix(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     """Said before the matrix is read, or the model looked for."""
     with pytest.raises(ValueError, match="leave the importance matrix out, or name one recipe with it"):
-        compress(
-            tmp_path / "none", tmp_path / "out.gguf", recipe="best-q4_k", imatrix=tmp_path / "none.dat",
-            calibration=calibration, progress=nothing_begins,
-        )  # fmt: skip
+        compress_request(
+            CompressionRequest(
+                tmp_path / "none",
+                tmp_path / "out.gguf",
+                recipe="best-q4_k",
+                imatrix=tmp_path / "none.dat",
+                calibration=calibration,
+            ),
+            nothing_begins,
+        )
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,13 @@ from attar.checkpoints.sources import hf, opening
 from attar.compression.calibration import importance
 from attar.compression.calibration.texts import Amount, sample_from
 from attar.compression.recipe.methods import Rotate, SpinQuant
-from attar.compression.recipe.recipe import Recipe
-from attar.compression.runs.pipeline import compress
+from attar.compression.recipe.recipe_file import load_recipe, recipe_from_dict
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress, compress_request
 from attar.formats.codecs.ggml import TYPES
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.measure import measure
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from tests.compression.outputs.test_gguf import Stop, stop_after
 
 SAME_LOGITS = 1e-4  # max |difference| of logits over the largest, in float32
@@ -83,7 +84,7 @@ def text() -> Ids:
 @torch.inference_mode()
 def logits(path: Path) -> Tensor:
     found = ids()
-    return opening.load(path, torch.float32).forward(torch.tensor(found), Step((len(found),), len(found)))
+    return opening.load(path, torch.float32).forward(torch.tensor(found), ForwardBatch((len(found),), len(found)))
 
 
 @pytest.mark.parametrize("case", MODELS)
@@ -187,7 +188,9 @@ def test_importances_are_of_rotated_inputs(tmp_path: Path) -> None:
     compress(source, tmp_path / "out.gguf", recipe="rotate-iq4_nl", calibration=text())
     compress(source, tmp_path / "rotated", recipe="rotate-keep")
     importance.make(tmp_path / "rotated", tmp_path / "m.gguf", calibration=text())
-    compress(tmp_path / "rotated", tmp_path / "after.gguf", recipe="iq4_nl", imatrix=tmp_path / "m.gguf")
+    compress_request(
+        CompressionRequest(tmp_path / "rotated", tmp_path / "after.gguf", recipe="iq4_nl", imatrix=tmp_path / "m.gguf")
+    )
     compress(source, tmp_path / "without.gguf", recipe="rotate-iq4_nl")
     ours, after, without = (GgufCheckpoint.open(tmp_path / f"{n}.gguf") for n in ("out", "after", "without"))
     names = [name.removesuffix(".weight") for name in load_file(tmp_path / "rotated" / "model.safetensors")]
@@ -209,7 +212,7 @@ def test_importances_wait_for_a_rotation_that_is_learned(tmp_path: Path, monkeyp
         return collect(checkpoint, *rest)
 
     monkeypatch.setattr(importance, "collect", watched)
-    recipe = Recipe.from_dict({"recipe": "spinquant-q8_0", "rotation_steps": 5})
+    recipe = recipe_from_dict({"recipe": "spinquant-q8_0", "rotation_steps": 5})
     compress(source, tmp_path / "out.gguf", recipe=recipe, calibration=text())
     written = GgufCheckpoint.open(tmp_path / "out.gguf", torch.float32).tensor(f"{name}.weight")
     assert (written - seen[name]).norm() < Q8_ERROR * written.norm()
@@ -218,7 +221,7 @@ def test_importances_wait_for_a_rotation_that_is_learned(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("name", ["rotate+gptq-q4_0", "spinquant+guided-q4_0"])
 def test_a_stopped_run_resumes_to_the_same_bytes(name: str, tmp_path: Path) -> None:
     source = made("qwen2", tmp_path / "source")
-    recipe = Recipe.from_dict({"recipe": name, **({"rotation_steps": 5} if "spin" in name else {})})
+    recipe = recipe_from_dict({"recipe": name, **({"rotation_steps": 5} if "spin" in name else {})})
     compress(source, tmp_path / "whole" / "out.gguf", recipe=recipe, calibration=text())
     out = tmp_path / "out.gguf"
     for blocks in (0, 1, 3):
@@ -246,7 +249,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_a_file_cannot_hold_is_refused(kind: str, tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     told, sentence = REFUSED[kind]
     with pytest.raises(ValueError, match=sentence):
-        compress(tiny, tmp_path / "out.gguf", recipe=Recipe.from_dict(told), calibration=calibration)
+        compress(tiny, tmp_path / "out.gguf", recipe=recipe_from_dict(told), calibration=calibration)
     assert not any(tmp_path.iterdir())
 
 
@@ -254,7 +257,11 @@ def test_importances_of_other_inputs_are_refused(tiny: Path, calibration: Ids, t
     importance.make(tiny, tmp_path / "m.gguf", calibration=calibration)
     for recipe in ("rotate-q4_0", "spinquant+gptq-q4_0"):
         with pytest.raises(ValueError, match=r"turns them: leave it out, and give --calib"):
-            compress(tiny, tmp_path / "out.gguf", recipe=recipe, imatrix=tmp_path / "m.gguf", calibration=calibration)
+            compress_request(
+                CompressionRequest(
+                    tiny, tmp_path / "out.gguf", recipe=recipe, imatrix=tmp_path / "m.gguf", calibration=calibration
+                )
+            )
     with pytest.raises(ValueError, match="spinquant-q4_0 needs calibration"):
         compress(tiny, tmp_path / "out.gguf", recipe="spinquant-q4_0")
     with pytest.raises(ValueError, match="q4_k_m is a mix of GGUF files: give an output"):
@@ -262,11 +269,11 @@ def test_importances_of_other_inputs_are_refused(tiny: Path, calibration: Ids, t
 
 
 def test_spinquant_turns_at_run_time_in_folders_alone() -> None:
-    plan = Recipe.load("spinquant+gptq-q4_k_m")
+    plan = load_recipe("spinquant+gptq-q4_k_m")
     assert plan.for_file().rotate == SpinQuant(online=False)
     assert plan.for_file().name == plan.name == "spinquant+gptq-q4_k_m"
-    assert Recipe.load("spinquant+gptq-w4a4").rotate == SpinQuant()
-    other = replace(Recipe.load("gptq-q4_0"), rotate=SpinQuant(rotation_steps=3))
+    assert load_recipe("spinquant+gptq-w4a4").rotate == SpinQuant()
+    other = replace(load_recipe("gptq-q4_0"), rotate=SpinQuant(rotation_steps=3))
     assert other.for_file().rotate == SpinQuant(rotation_steps=3, online=False)
 
 
@@ -277,7 +284,7 @@ def test_what_rotation_gains_in_a_file_where_channels_stand_out(recipe: str, dem
     source = inject(demo, tmp_path / "source", kinds=KINDS)
     found = {}
     for way in ("plain", "rotated"):
-        plan = replace(Recipe.load(recipe), rotate=Rotate() if way == "rotated" else None)
+        plan = replace(load_recipe(recipe), rotate=Rotate() if way == "rotated" else None)
         out = compress(source, tmp_path / f"{way}.gguf", recipe=plan, calibration=text if "gptq" in recipe else None)
         found[way] = measure(opening.load(out.path, torch.float32), held_out, base=base).measurement.kl_windows
     ratio = paired_bootstrap_ratio(found["rotated"], found["plain"])

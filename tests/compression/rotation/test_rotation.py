@@ -20,13 +20,13 @@ from attar.checkpoints.sources.shards import cut_linear
 from attar.checkpoints.strict_io import CheckpointError
 from attar.compression.groups import folds
 from attar.compression.recipe.methods import SpinQuant
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe, recipe_from_dict
 from attar.compression.rotation import rotation, spinquant_training
 from attar.compression.runs.pipeline import compress
 from attar.compression.solvers.transforms import rotations
-from attar.kernels import hadamard, ops
+from attar.kernels import dispatch, hadamard
 from attar.model import decoder
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.split import Cut
 
 EXACT = 1e-9  # max |difference| of logits in float64
@@ -96,7 +96,7 @@ def ids() -> Tensor:
 @torch.inference_mode()
 def logits(checkpoint: hf.Checkpoint) -> Tensor:
     built = decoder.build(checkpoint.config, checkpoint)
-    stream, delta = built.states(ids(), Step((24,), 24))
+    stream, delta = built.states(ids(), ForwardBatch((24,), 24))
     return decoder.soft_capped(built.config, decoder.products(built.final_norm, built.head, stream, delta))
 
 
@@ -114,10 +114,10 @@ def test_the_function_stays(case: str, saved: Any) -> None:
     plain = hf.Checkpoint.open(folder, torch.float64)
     base = logits(plain)
     assert base.dtype == torch.float64
-    recipes = [Recipe.load("rotate-keep"), Recipe.from_dict({"recipe": "quarot-w8a8"})]
-    recipes.append(Recipe.from_dict({"recipe": "quarot-w8a8", "across": True}))
+    recipes = [load_recipe("rotate-keep"), recipe_from_dict({"recipe": "quarot-w8a8"})]
+    recipes.append(recipe_from_dict({"recipe": "quarot-w8a8", "across": True}))
     if plain.config.norm == "rms":
-        recipes.append(Recipe.from_dict({"recipe": "rotate-keep", "rotation": "orthogonal"}))
+        recipes.append(recipe_from_dict({"recipe": "rotate-keep", "rotation": "orthogonal"}))
     for recipe in recipes:
         view = rotation.rotated(plain, recipe, seed=3)
         if recipe.scheme is not None:
@@ -181,7 +181,7 @@ def test_what_cannot_be_rotated_is_refused_by_name(saved: Any, tmp_path: Path) -
     with pytest.raises(ValueError, match=r"order 52 .*`rotation: orthogonal`"):
         compress(tmp_path / "odd", tmp_path / "out", recipe="rotate-w8a8")
     opt, _ = saved("opt", torch.float32)
-    recipe = Recipe.from_dict({"recipe": "rotate-w8a8", "rotation": "orthogonal"})
+    recipe = recipe_from_dict({"recipe": "rotate-w8a8", "rotation": "orthogonal"})
     with pytest.raises(ValueError, match="LayerNorm commutes only"):
         compress(opt, tmp_path / "out", recipe=recipe)
 
@@ -199,7 +199,7 @@ def test_a_rotation_at_run_time_that_nothing_asks_for_is_refused(
 ) -> None:
     """Inputs are rotated to be rounded; those of a weight that stays are not."""
     with pytest.raises(ValueError, match=sentence):
-        rotation.rotated(hf.Checkpoint.open(tiny), Recipe.from_dict(told), seed=0)
+        rotation.rotated(hf.Checkpoint.open(tiny), recipe_from_dict(told), seed=0)
 
 
 def test_outputs_without_a_place_for_rotations_are_refused(tiny: Path, tmp_path: Path) -> None:
@@ -212,19 +212,19 @@ def test_a_learned_rotation_changes_nothing_either(saved: Any, tmp_path: Path) -
     for case in ("llama", "qwen3-moe"):
         plain = hf.Checkpoint.open(saved(case, torch.float64)[0], torch.float64)
         options = SpinQuant(rotation_steps=20, rotation_batch=64, across=case == "llama")
-        view = rotation.rotated(plain, replace(Recipe.load("spinquant-w4a4"), rotate=options), seed=0)
+        view = rotation.rotated(plain, replace(load_recipe("spinquant-w4a4"), rotate=options), seed=0)
         text = torch.randint(0, 96, (4, 16), generator=torch.Generator().manual_seed(4))
         found = spinquant_training.learn(view, text, options, tmp_path, case, seed=0)
         assert found.after < found.before
         base = logits(plain)
         assert (logits(view) - base).abs().max() < EXACT
-        again = rotation.rotated(plain, replace(Recipe.load("spinquant-w4a4"), rotate=options), seed=0)
+        again = rotation.rotated(plain, replace(load_recipe("spinquant-w4a4"), rotate=options), seed=0)
         spinquant_training.learn(again, text[:1], options, tmp_path, case, seed=0)  # what a killed run left is taken
         assert torch.equal(logits(again), logits(view))
 
 
 def test_a_learned_rotation_is_in_the_receipt(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
-    recipe = Recipe.from_dict({"recipe": "spinquant-w4a4", "rotation_steps": 5})
+    recipe = recipe_from_dict({"recipe": "spinquant-w4a4", "rotation_steps": 5})
     with pytest.raises(ValueError, match="spinquant-w4a4 needs calibration"):
         compress(tiny, tmp_path / "out", recipe=recipe)
     compress(tiny, tmp_path / "out", recipe=recipe, calibration=calibration)
@@ -258,14 +258,14 @@ def test_a_table_that_is_stored_twice_is_told_of(tmp_path: Path, demo: Path, tin
 
 def test_what_heads_give_is_mixed_at_run_time(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     """As QuaRot does it before o: an outlier of one head is everybody's."""
-    recipe = Recipe.from_dict({"recipe": "quarot+gptq-w8a8", "across": True})
+    recipe = recipe_from_dict({"recipe": "quarot+gptq-w8a8", "across": True})
     compress(tiny, tmp_path / "out", recipe=recipe, calibration=calibration)
     found = hf.Checkpoint.open(tmp_path / "out").linear("model.layers.1.self_attn.o_proj")
     assert found.hadamard == 128
     view = rotation.rotated(hf.Checkpoint.open(tiny), recipe, seed=0)
     assert view.heads == [None] * 3, "in heads and over all of them, the same matrix would undo itself"
     ids = torch.tensor(calibration[0])
-    step = Step((len(ids),), len(ids))
+    step = ForwardBatch((len(ids),), len(ids))
     base, out = (hf.load(folder, torch.float32).forward(ids, step) for folder in (tiny, tmp_path / "out"))
     without = hf.load(tmp_path / "out", torch.float32)
     for block in without.blocks:
@@ -275,12 +275,12 @@ def test_what_heads_give_is_mixed_at_run_time(tiny: Path, calibration: Ids, tmp_
 
 def test_no_scale_passes_what_is_turned_at_run_time(saved: Any) -> None:
     plain = hf.Checkpoint.open(saved("opt", torch.float32)[0])
-    recipe = Recipe.from_dict({"recipe": "quarot-w8a8", "across": True})
+    recipe = recipe_from_dict({"recipe": "quarot-w8a8", "across": True})
     for source, passes in ((plain, True), (rotation.rotated(plain, recipe, seed=0), False)):
         block = decoder.build_block(source.config, source, 0)
         readers = [linear for fold in folds(block) for linear in fold.linears]
         assert any(linear is block.attention.output for linear in readers) == passes
-    both = Recipe.from_dict({"recipe": "quarot+smoothattention-w8a8", "across": True})
+    both = recipe_from_dict({"recipe": "quarot+smoothattention-w8a8", "across": True})
     with pytest.raises(ValueError, match="across turns what smoothattention would"):
         compress(plain.folder.path, "nowhere", recipe=both, calibration=[[5] * 16] * 2)
 
@@ -308,14 +308,14 @@ def test_rotations_at_run_time_are_read_back(tiny: Path, calibration: Ids, tmp_p
     assert torch.allclose(transform(x), hadamard.rotate(x, down.hadamard), atol=1e-5)
     # The rounded model is close to the original, which it would not be were the rotation left out.
     ids = torch.tensor(calibration[0])
-    step = Step((len(ids),), len(ids))
+    step = ForwardBatch((len(ids),), len(ids))
     base, out = (hf.load(folder, torch.float32).forward(ids, step) for folder in (tiny, tmp_path / "out"))
     without = hf.load(tmp_path / "out", torch.float32)
     for block in without.blocks:
         block.feed_forward.down.hadamard = 0  # type: ignore[union-attr]
     far = 0.01 * (without.forward(ids, step) - base).square().mean()
     assert (out - base).square().mean() < far
-    if (store := ops.store("exact")) is not None:  # where int8 may round another way now and then
+    if (store := dispatch.store("exact")) is not None:  # where int8 may round another way now and then
         native = hf.load(tmp_path / "out", torch.float32, store=store)
         assert not store.refused
         assert "rotated" in (native.against_recording() or "")

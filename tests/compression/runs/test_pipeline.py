@@ -19,9 +19,10 @@ import attar
 from attar.checkpoints.safetensors import TensorFile
 from attar.checkpoints.sources import hf
 from attar.checkpoints.strict_io import CheckpointError
-from attar.compression import state
-from attar.compression.runs.pipeline import compress
-from attar.model.cache import Step
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs import state
+from attar.compression.runs.pipeline import compress, compress_request
+from attar.model.cache import ForwardBatch
 
 Ids = list[list[int]]
 
@@ -33,7 +34,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def logits(folder: Path, ids: list[int]) -> torch.Tensor:
-    return hf.load(folder, torch.float32).forward(torch.tensor(ids), Step((len(ids),), len(ids)))
+    return hf.load(folder, torch.float32).forward(torch.tensor(ids), ForwardBatch((len(ids),), len(ids)))
 
 
 class Stop(Exception):
@@ -150,7 +151,9 @@ def test_a_run_with_other_settings_does_not_resume(tiny: Path, calibration: Ids,
         compress(tiny, tmp_path / "out", recipe="gptq-w4g32", calibration=calibration, progress=stop_after(1))
     with pytest.raises(ValueError, match=r"differs in recipe; .*--restart"):
         compress(tiny, tmp_path / "out", recipe="gptq-w4g64", calibration=calibration)
-    compress(tiny, tmp_path / "out", recipe="gptq-w4g64", calibration=calibration, resume=False)
+    compress_request(
+        CompressionRequest(tiny, tmp_path / "out", recipe="gptq-w4g64", calibration=calibration, resume=False)
+    )
     assert (tmp_path / "out" / "receipt.json").is_file()
 
 
@@ -169,7 +172,7 @@ def test_an_existing_output_is_kept(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="--overwrite"):
         compress(tiny, tmp_path / "out", recipe="rtn-w8")
     assert digest(tmp_path / "out") == before
-    compress(tiny, tmp_path / "out", recipe="rtn-w8", overwrite=True)
+    compress_request(CompressionRequest(tiny, tmp_path / "out", recipe="rtn-w8", overwrite=True))
     assert digest(tmp_path / "out") != before
 
 
@@ -181,19 +184,21 @@ def test_same_inputs_give_the_same_bytes(tiny: Path, calibration: Ids, tmp_path:
 
 def test_small_calibration_memory_gives_the_same_bytes(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     compress(tiny, tmp_path / "held", recipe="gptq-w4g32", calibration=calibration)
-    compress(tiny, tmp_path / "spilled", recipe="gptq-w4g32", calibration=calibration, calib_memory=0)
+    compress_request(
+        CompressionRequest(tiny, tmp_path / "spilled", recipe="gptq-w4g32", calibration=calibration, calib_memory=0)
+    )
     assert digest(tmp_path / "held") == digest(tmp_path / "spilled")
 
 
 def test_sharded_output_loads(tiny: Path, tmp_path: Path) -> None:
     compress(tiny, tmp_path / "one", recipe="rtn-w4g32")
-    compress(tiny, tmp_path / "many", recipe="rtn-w4g32", max_shard_bytes=100_000)
+    compress_request(CompressionRequest(tiny, tmp_path / "many", recipe="rtn-w4g32", max_shard_bytes=100_000))
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
     assert torch.equal(logits(tmp_path / "one", [1, 2, 3]), logits(tmp_path / "many", [1, 2, 3]))
 
 
 def test_receipt_says_nothing_of_the_machine_and_is_stable(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
-    compress(tiny, tmp_path / "out", recipe="gptq-w4g32", calibration=calibration, seed=7)
+    compress_request(CompressionRequest(tiny, tmp_path / "out", recipe="gptq-w4g32", calibration=calibration, seed=7))
     text = (tmp_path / "out" / "receipt.json").read_text()
     assert str(tmp_path) not in text
     assert os.uname().nodename not in text
@@ -218,7 +223,7 @@ def test_bad_settings_are_refused_before_any_work(
     settings: dict[str, object], sentence: str, tiny: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
-        compress(tiny, tmp_path / "out", **settings)  # type: ignore[arg-type]
+        compress_request(CompressionRequest(tiny, tmp_path / "out", **settings))  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 

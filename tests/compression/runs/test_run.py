@@ -13,11 +13,12 @@ import torch
 from attar.checkpoints.sources import hf, opening
 from attar.compression.calibration import texts
 from attar.compression.calibration.texts import Amount
+from attar.compression.request.request import CompressionRequest
 from attar.compression.runs import run
-from attar.compression.runs.pipeline import Compressed, compress
+from attar.compression.runs.pipeline import Compressed, compress, compress_request
 from attar.compression.runs.run import Run
 from attar.compression.training import tune
-from attar.kernels import ops
+from attar.kernels import dispatch
 
 Ids = list[list[int]]
 
@@ -31,7 +32,9 @@ def written(source: Path, count: int, length: int) -> torch.Tensor:
 
 def test_what_the_model_writes_is_walked_after_the_text(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     drawn = written(tiny, 3, len(calibration[0]))
-    compress(tiny, tmp_path / "drawn", recipe="gptq-w4g32", calibration=calibration, drawn=3)
+    compress_request(
+        CompressionRequest(tiny, tmp_path / "drawn", recipe="gptq-w4g32", calibration=calibration, drawn=3)
+    )
     compress(tiny, tmp_path / "given", recipe="gptq-w4g32", calibration=[*calibration, *drawn.tolist()])
     compress(tiny, tmp_path / "without", recipe="gptq-w4g32", calibration=calibration)
     drawn_file, given, without = (
@@ -48,9 +51,11 @@ def test_the_given_text_alone_judges(
     tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     walked, ids = [], torch.tensor(calibration)
-    monkeypatch.setattr(run, "Walk", lambda *args: walked.append(args[5]) or _stop())  # type: ignore[func-returns-value]
+    monkeypatch.setattr(run, "Walk", lambda *args: walked.append(args[3]) or _stop())  # type: ignore[func-returns-value]
     with pytest.raises(InterruptedError):
-        compress(tiny, tmp_path / "out", recipe="gptq+tune-w4g32", calibration=calibration, drawn=3)
+        compress_request(
+            CompressionRequest(tiny, tmp_path / "out", recipe="gptq+tune-w4g32", calibration=calibration, drawn=3)
+        )
     expected = torch.cat([tune.without_judges(ids), written(tiny, 3, ids.shape[1])])
     assert torch.equal(walked[0], expected)
 
@@ -66,10 +71,12 @@ def test_text_is_drawn_once_for_all_recipes_tried_and_kept_for_a_run_that_resume
     monkeypatch.setattr(texts, "sample_from", lambda *args, **also: drawn.append(args[1]) or real(*args, **also))  # type: ignore[func-returns-value]
 
     def start(progress: Callable[[str, int, int], None] | None = None, resume: bool = True) -> Compressed:
-        return compress(
-            tiny, tmp_path / "out", recipe="gptq-w4g32,gptq-w4g64", calibration=calibration, drawn=3, resume=resume,
-            progress=progress,
-        )  # fmt: skip
+        return compress_request(
+            CompressionRequest(
+                tiny, tmp_path / "out", recipe="gptq-w4g32,gptq-w4g64", calibration=calibration, drawn=3, resume=resume
+            ),
+            progress,
+        )
 
     def stop_in_second(stage: str, done: int, total: int) -> None:
         if (stage, done) == ("recipes", 1):
@@ -96,10 +103,12 @@ def test_recipes_tried_on_other_text_are_tried_again(tiny: Path, calibration: Id
                 if done == last:
                     raise InterruptedError
 
-        return compress(
-            tiny, tmp_path / "out", recipe="rtn-w4g32,gptq-w4g32", calibration=calibration, drawn=drawn,
-            progress=progress,
-        )  # fmt: skip
+        return compress_request(
+            CompressionRequest(
+                tiny, tmp_path / "out", recipe="rtn-w4g32,gptq-w4g32", calibration=calibration, drawn=drawn
+            ),
+            progress,
+        )
 
     with pytest.raises(InterruptedError):
         start(drawn=0, last=1)
@@ -111,7 +120,7 @@ def test_recipes_tried_on_other_text_are_tried_again(tiny: Path, calibration: Id
 
 def test_importances_are_of_drawn_text_too(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     drawn = written(tiny, 3, len(calibration[0])).tolist()
-    compress(tiny, tmp_path / "drawn.gguf", recipe="q4_0", calibration=calibration, drawn=3)
+    compress_request(CompressionRequest(tiny, tmp_path / "drawn.gguf", recipe="q4_0", calibration=calibration, drawn=3))
     compress(tiny, tmp_path / "given.gguf", recipe="q4_0", calibration=[*calibration, *drawn])
     compress(tiny, tmp_path / "without.gguf", recipe="q4_0", calibration=calibration)
     names = ("drawn", "given", "without")
@@ -124,30 +133,21 @@ def test_text_is_not_drawn_for_recipes_that_read_none(
     recipe: str, tiny: Path, calibration: Ids, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="reads no calibration text here: leave the drawn text out"):
-        compress(tiny, tmp_path / "out", recipe=recipe, calibration=calibration, drawn=3)
+        compress_request(CompressionRequest(tiny, tmp_path / "out", recipe=recipe, calibration=calibration, drawn=3))
 
 
 def test_text_is_not_drawn_for_several_recipes_that_read_none(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="these read text only to be chosen by: leave the drawn text out"):
-        compress(tiny, tmp_path / "out", recipe="rtn-w4g32,hqq-w4g32", calibration=calibration, drawn=3)
-
-
-@pytest.mark.parametrize("calibration", [None, "self"])
-def test_text_is_drawn_to_go_with_another(calibration: str | None, tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"to go with a calibration text: give one, or more samples of `self`"):
-        compress(tiny, tmp_path / "out", recipe="gptq-w4g32", calibration=calibration, drawn=3)
-
-
-@pytest.mark.parametrize("count", [-1, 4097])
-def test_how_much_can_be_drawn(count: int, tiny: Path, calibration: Ids, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="0 to 4096 sequences can be drawn"):
-        compress(tiny, tmp_path / "out", recipe="gptq-w4g32", calibration=calibration, drawn=count)
+        compress_request(
+            CompressionRequest(tiny, tmp_path / "out", recipe="rtn-w4g32,hqq-w4g32", calibration=calibration, drawn=3)
+        )
 
 
 def measuring(device: str) -> Run:
     """What is asked of a run that has written its output."""
-    made = Run.__new__(Run)
-    made.order = SimpleNamespace(device=device, source=SimpleNamespace(folder=SimpleNamespace(path=Path("original"))))  # type: ignore[assignment]
+    made, texts = Run.__new__(Run), {"held_out": [1, 2], "tokenizer": SimpleNamespace(added_bos=None)}
+    made.request, made._resolved = SimpleNamespace(device=device), SimpleNamespace(**texts)  # type: ignore[assignment]
+    made.source = SimpleNamespace(folder=SimpleNamespace(path=Path("original")))  # type: ignore[assignment]
     made.made, made.report = Path("output"), lambda stage, done, total: None
     return made
 
@@ -157,10 +157,10 @@ def test_the_cost_is_measured_where_blocks_were_compressed(
     device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = []
-    monkeypatch.setattr(ops, "store", lambda device, dtype: f"a store of {device}")
+    monkeypatch.setattr(dispatch, "store", lambda device, dtype: f"a store of {device}")
     monkeypatch.setattr(opening, "load", lambda *how: loaded.append(how))
     monkeypatch.setattr(run, "measure", lambda *_, **__: SimpleNamespace(to_dict=lambda: {"kl_mean": 0.5}))
-    assert measuring(device).measure([1, 2], SimpleNamespace(added_bos=None)) == {"kl_mean": 0.5}  # type: ignore[arg-type]
+    assert measuring(device).measure() == {"kl_mean": 0.5}
     store = None if device == "cpu" else "a store of cuda"
     assert loaded == [(Path(name), dtype, None, store) for name in ("output", "original")]
 
@@ -169,7 +169,7 @@ def test_a_card_without_room_for_both_models_says_what_to_do(monkeypatch: pytest
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(ops, "store", lambda device, dtype: None)
+    monkeypatch.setattr(dispatch, "store", lambda device, dtype: None)
     monkeypatch.setattr(opening, "load", full)
     with pytest.raises(ValueError, match=r"cuda has too little memory .* without --eval .*\(no room\)"):
-        measuring("cuda").measure([1, 2], SimpleNamespace(added_bos=None))  # type: ignore[arg-type]
+        measuring("cuda").measure()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,19 +24,21 @@ from attar.checkpoints.strict_io import CheckpointError
 from attar.checkpoints.writer import MAX_SHARD, Workspace
 from attar.compression.calibration import domain, gradients, importance
 from attar.compression.calibration import texts as calibrate
-from attar.compression.outputs.folder import Output
+from attar.compression.outputs.folder import FolderOutput
 from attar.compression.recipe.methods import Gptq, Rtn
 from attar.compression.recipe.recipe import Recipe
-from attar.compression.request.order import Order
-from attar.compression.request.settings import Settings
+from attar.compression.recipe.recipe_file import load_recipe, recipe_from_dict
+from attar.compression.request.request import CompressionRequest, Target, parse_ladder
+from attar.compression.request.resolve import open_source, resolve
+from attar.compression.resume import Log
 from attar.compression.rotation import rotation, spinquant_training
 from attar.compression.runs import pipeline
-from attar.compression.runs.pipeline import Compressed, compress
+from attar.compression.runs.pipeline import Compressed, compress, compress_request
 from attar.compression.runs.run import Run
 from attar.compression.search import allocate, bit_budget, knapsack, sensitivity
-from attar.compression.search.allocate import Allocation, Allocator
-from attar.compression.search.sensitivity import Group, Log, Trial, apart, groups_of
-from attar.compression.search.target import Target, parse_ladder
+from attar.compression.search.allocate import Allocation, Allocator, Storage
+from attar.compression.search.sensitivity import Experiment, Trial, apart
+from attar.compression.search.target import Group, groups_of, rounding_for
 from attar.compression.solvers.rounding import rtn
 from attar.formats.packed import PackedTensor, codec
 from attar.kernels.operands import Linear
@@ -63,17 +66,19 @@ def schemes(names: tuple[str, ...] = LADDER):  # type: ignore[no-untyped-def]
 
 
 def trial_of(folder: Path, ids: Ids, file: Path, recipe: str = "rtn-w4g64") -> Trial:
-    decoder, plan = hf.load(folder, torch.float32), Recipe.load(recipe)
+    decoder, plan = hf.load(folder, torch.float32), load_recipe(recipe)
     groups = groups_of(decoder, plan)
     log = Log(file, "x")
-    return Trial(decoder, groups, schemes(), plan.rounding, *apart(torch.tensor(ids)), log, lambda: None)  # type: ignore[arg-type]
+    experiment = Experiment(groups, schemes(), rounding_for(plan), *apart(torch.tensor(ids)))
+    return Trial(decoder, experiment, log, lambda: None)
 
 
 def chosen(
-    model: Path, recipe: str, target: Target, texts: tuple[Tensor, Tensor], *rest: Any, **also: Any
+    model: Path, recipe: str, target: Target, texts: tuple[Tensor, Tensor], file: Path, **also: Any
 ) -> Allocation:
     decoder, ladder = hf.load(model, torch.float32), also.pop("ladder", schemes())
-    return Allocator(decoder, Recipe.load(recipe), target, ladder, *texts, *rest, **also).choose(decoder)
+    target, storage = replace(target, ladder=ladder), Storage(**also)
+    return Allocator(decoder, load_recipe(recipe), target, texts, file, storage).choose(decoder)
 
 
 def test_divergences_are_those_of_whole_passes(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
@@ -110,13 +115,14 @@ def test_what_is_not_chosen_for_is_part_of_divergences_of_the_whole(
 ) -> None:
     """A rounded output matrix and an override, against weights put in by hand; alone a group is what it was."""
     down = "model.layers.1.mlp.down_proj"
-    plan = Recipe.from_dict({"recipe": "rtn-w4g64", "head": "int4", "overrides": [{"match": down, "scheme": "w2g32"}]})
-    output = Output(hf.Checkpoint.open(tiny), plan)
+    plan = recipe_from_dict({"recipe": "rtn-w4g64", "head": "int4", "overrides": [{"match": down, "scheme": "w2g32"}]})
+    output = FolderOutput(hf.Checkpoint.open(tiny), plan)
 
-    def trial(name: str, output: Output | None) -> Trial:
+    def trial(name: str, output: FolderOutput | None) -> Trial:
         decoder = hf.load(tiny, torch.float32)
         log, texts = Log(tmp_path / name, "x"), apart(torch.tensor(calibration))
-        return Trial(decoder, groups_of(decoder, plan), schemes(), Rtn(), *texts, log, lambda: None, output)
+        experiment = Experiment(groups_of(decoder, plan), schemes(), Rtn(), *texts, output)
+        return Trial(decoder, experiment, log, lambda: None)
 
     here, again, without = trial("here", output), trial("again", output), trial("without", None)
     assert here.alone() == again.alone() == without.alone()
@@ -155,10 +161,17 @@ def test_the_divergence_in_the_receipt_is_that_of_the_output(
     imatrix = tmp_path / "m.dat" if given else None
     if imatrix is not None:
         importance.make(tiny, imatrix, calibration=[[5, 6, 7, 8] * 8])
-    compress(
-        tiny, tmp_path / name, recipe=recipe, head=head, target=Target(bits=5.5), ladder=schemes(ladder),
-        calibration=calibration, imatrix=imatrix,
-    )  # fmt: skip
+    compress_request(
+        CompressionRequest(
+            tiny,
+            tmp_path / name,
+            recipe=recipe,
+            head=head,
+            target=Target(bits=5.5, ladder=schemes(ladder)),
+            calibration=calibration,
+            imatrix=imatrix,
+        )
+    )
     found = read_receipt(tmp_path / name)
     assert found is not None
     made, base = opening.load(tmp_path / name, torch.float32), hf.load(tiny, torch.float32)
@@ -177,18 +190,19 @@ def test_candidates_of_every_form_are_rounded_as_the_walk_does(
         raise AssertionError("rounded to nearest")
 
     monkeypatch.setattr(rtn, "solve", refuse)
-    decoder, plan = hf.load(tiny, torch.float32), Recipe.load("gptq-w4g64")
+    decoder, plan = hf.load(tiny, torch.float32), load_recipe("gptq-w4g64")
     ladder = schemes(("q4_0", "nf4", "lut3", "nvfp4", "qserve-g64"))
     texts, log = apart(torch.tensor(calibration)), Log(tmp_path / "log", "x")
-    trial = Trial(decoder, groups_of(decoder, plan)[:2], ladder, plan.rounding, *texts, log, lambda: None)  # type: ignore[arg-type]
+    experiment = Experiment(groups_of(decoder, plan)[:2], ladder, rounding_for(plan), *texts)
+    trial = Trial(decoder, experiment, log, lambda: None)
     assert all(kl > 0 for row in trial.alone() for kl in row)
 
 
 def test_the_model_is_as_it_was_afterwards(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
-    decoder, plan = hf.load(tiny, torch.float32), Recipe.load("gptq-w4g64")
+    decoder, plan = hf.load(tiny, torch.float32), load_recipe("gptq-w4g64")
     before = {linear.name: linear.weight for block in decoder.blocks for linear in block.linears()}
     texts = apart(torch.tensor(calibration))
-    Allocator(decoder, plan, Target(bits=4.5), schemes(), *texts, tmp_path / "log").choose(decoder)
+    Allocator(decoder, plan, Target(bits=4.5, ladder=schemes()), texts, tmp_path / "log").choose(decoder)
     after = {linear.name: linear.weight for block in decoder.blocks for linear in block.linears()}
     assert all(after[name] is weight for name, weight in before.items())
 
@@ -198,8 +212,8 @@ def test_kept_candidates_are_those_that_were_rounded(
 ) -> None:
     """Of every form, of overrides too; a block of which none are kept is rounded on what the others give it."""
     down = "model.layers.1.mlp.down_proj"
-    plan = Recipe.from_dict({"recipe": "gptq-w4g64", "overrides": [{"match": down, "scheme": "w3g64-asym"}]})
-    output, texts = Output(hf.Checkpoint.open(tiny), plan), apart(torch.tensor(calibration))
+    plan = recipe_from_dict({"recipe": "gptq-w4g64", "overrides": [{"match": down, "scheme": "w3g64-asym"}]})
+    output, texts = FolderOutput(hf.Checkpoint.open(tiny), plan), apart(torch.tensor(calibration))
     ladder = schemes(("w3g64", "q4_0", "nf4", "lut3", "nvfp4", "qserve-g64", "fp8-block"))
     rounded, round_one = list[str](), Trial._rounded
 
@@ -213,7 +227,8 @@ def test_kept_candidates_are_those_that_were_rounded(
 
     def packed() -> list[PackedTensor]:
         decoder, log = hf.load(tiny, torch.float32), Log(tmp_path / "log", "x")
-        trial = Trial(decoder, groups_of(decoder, plan), ladder, Gptq(), *texts, log, lambda: None, output, keeps=True)
+        experiment = Experiment(groups_of(decoder, plan), ladder, Gptq(), *texts, output)
+        trial = Trial(decoder, experiment, log, lambda: None, keeps=True)
         trial.alone()
         every = [*trial._packed.values(), *(row for _, row in trial._fixed)]
         return [each for row in every for each in row]
@@ -234,10 +249,9 @@ GOAL = 0.5
 
 
 def towards_a_kl(tiny: Path, out: Path, calibration: Ids, **also: Any) -> Compressed:
-    return compress(
-        tiny, out, calibration=calibration,
-        **{"recipe": "rtn-w4g64", "target": Target(kl=GOAL), "ladder": schemes()} | also,
-    )  # fmt: skip
+    target = replace(also.pop("target", Target(kl=GOAL)), ladder=also.pop("ladder", schemes()))
+    settings = {"recipe": "rtn-w4g64", "target": target} | also
+    return compress_request(CompressionRequest(tiny, out, calibration=calibration, **settings))
 
 
 def table_of(out: Path) -> dict[str, Any]:
@@ -329,7 +343,7 @@ def test_a_rotation_is_learned_once_for_all_walks(
 
     monkeypatch.setattr(spinquant_training, "learn", learn)
     left = reached(monkeypatch, 0.75, 0.4)
-    recipe = Recipe.from_dict({"recipe": "spinquant-w4g64", "online": False, "rotation_steps": 2})
+    recipe = recipe_from_dict({"recipe": "spinquant-w4g64", "online": False, "rotation_steps": 2})
     done = towards_a_kl(tiny, tmp_path / "out", calibration, recipe=recipe)
     assert not left
     assert done.reached == 0.4
@@ -342,12 +356,12 @@ def test_a_rotation_is_learned_once_for_all_walks(
 
 def test_what_is_measured_is_another_seeds(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     """Measurements of one rotation are not taken for another's."""
-    plan, texts = Recipe.load("rotate-w4g64"), apart(torch.tensor(calibration))
+    plan, texts = load_recipe("rotate-w4g64"), apart(torch.tensor(calibration))
     source, found = hf.Checkpoint.open(tiny, torch.float32), set[str]()
     for seed in range(8):
         view = rotation.rotated(source, plan, seed)
         model = decoder.build(view.config, view)
-        found.add(sensitivity.fingerprint(model, groups_of(model, plan), schemes(), plan.rounding, *texts))
+        found.add(Experiment(groups_of(model, plan), schemes(), rounding_for(plan), *texts).fingerprint(model))
     assert len(found) == 8
 
 
@@ -488,7 +502,7 @@ def test_a_walk_made_anew_redoes_only_what_depends_on_the_bits(
 @pytest.mark.parametrize("recipe", ["rtn-w4g64", "gptq-w4g64"])
 def test_the_output_keeps_its_target(recipe: str, tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     done = compress(
-        tiny, tmp_path / "out", recipe=recipe, target=Target(bits=4.0), ladder=schemes(), calibration=calibration
+        tiny, tmp_path / "out", recipe=recipe, target=Target(bits=4.0, ladder=schemes()), calibration=calibration
     )
     assert 3.8 < done.bits_per_weight <= 4.0
     found = read_receipt(tmp_path / "out")
@@ -521,7 +535,7 @@ def test_bits_of_a_rotated_model_are_chosen_by_the_rotated_one(
     found = {}
     for name in (recipe, plain):
         out = tmp_path / (f"{name}.gguf" if file else name)
-        done = compress(tiny, out, recipe=name, target=Target(bits=5.5), ladder=ladder, calibration=calibration)
+        done = compress(tiny, out, recipe=name, target=Target(bits=5.5, ladder=ladder), calibration=calibration)
         found[name] = table_of(out)
         assert found[name]["without"] == []
         assert done.reached == pytest.approx(found[name]["kl"], rel=SAME_TABLES)
@@ -535,8 +549,7 @@ def test_a_size_is_kept_by_the_files(tiny: Path, calibration: Ids, tmp_path: Pat
         tiny,
         tmp_path / "out",
         recipe="rtn-w4g64",
-        target=Target(size=target),
-        ladder=schemes(),
+        target=Target(size=target, ladder=schemes()),
         calibration=calibration,
     )
     assert 0.95 * target < done.bytes <= target
@@ -557,14 +570,28 @@ def test_a_size_is_kept_by_files_of_several_forms(
     """Whatever headers say of their parts; and the smallest that there is can be asked for, but no byte less."""
 
     def done(size: int) -> Compressed:
-        return compress(
-            tiny, tmp_path / "out", recipe=f"rtn-{ladder[0]}", target=Target(size=size), ladder=schemes(ladder),
-            calibration=calibration, max_shard_bytes=shard, overwrite=True,
-        )  # fmt: skip
+        return compress_request(
+            CompressionRequest(
+                tiny,
+                tmp_path / "out",
+                recipe=f"rtn-{ladder[0]}",
+                target=Target(size=size, ladder=schemes(ladder)),
+                calibration=calibration,
+                max_shard_bytes=shard,
+                overwrite=True,
+            )
+        )
 
     sizes = [
-        compress(
-            tiny, tmp_path / "out", recipe=f"rtn-{name}", calibration=calibration, max_shard_bytes=shard, overwrite=True
+        compress_request(
+            CompressionRequest(
+                tiny,
+                tmp_path / "out",
+                recipe=f"rtn-{name}",
+                calibration=calibration,
+                max_shard_bytes=shard,
+                overwrite=True,
+            )
         ).bytes
         for name in ladder
     ]
@@ -598,7 +625,7 @@ def test_what_a_killed_run_chose_is_chosen_anew_where_files_have_become_larger(
     tiny: Path, calibration: Ids, tmp_path: Path
 ) -> None:
     """Such as by being cut into more of them: only those of the smallest schemes are as large as they were."""
-    plan, ladder = Recipe.load("rtn-w4g64"), schemes()
+    plan, ladder = load_recipe("rtn-w4g64"), schemes()
     groups = groups_of(hf.load(tiny, torch.float32), plan)
     shapes = {name: shape for group in groups for name, shape in zip(group.linears, group.shapes, strict=True)}
 
@@ -648,7 +675,9 @@ def test_it_is_closer_than_uniform_bits(demo: Path, tmp_path: Path, monkeypatch:
     ids = torch.tensor(Tokenizer.load(demo).encode(text * 4, add_special_tokens=False)[:96]).view(3, 32)
     ladder = schemes(("w2g64", "w3g128", "w4g128"))
     monkeypatch.setattr(allocate, "ROUNDS", 1)
-    found = chosen(demo, "rtn-w3g128", Target(bits=3.13), apart(ids), tmp_path / "log", "bfloat16", ladder=ladder)
+    found = chosen(
+        demo, "rtn-w3g128", Target(bits=3.13), apart(ids), tmp_path / "log", scale_dtype="bfloat16", ladder=ladder
+    )
     assert found.bits_per_weight <= 3.13
     assert found.measured <= found.unrefined
     assert found.measured < found.uniform[1]
@@ -685,7 +714,7 @@ def test_a_killed_run_measures_only_what_is_missing(
 
 def test_what_a_recipe_decides_is_left_alone(tiny: Path) -> None:
     decoder = hf.load(tiny, torch.float32)
-    recipe = Recipe.from_dict(
+    recipe = recipe_from_dict(
         {
             "recipe": "rtn-w4g64",
             "overrides": [{"match": "*.0.mlp.*", "scheme": "w8"}, {"match": "*.k_proj", "scheme": "keep"}],
@@ -696,7 +725,7 @@ def test_what_a_recipe_decides_is_left_alone(tiny: Path) -> None:
     assert found[0].linears == ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj")
     assert found[0] == Group(0, found[0].linears, ((128, 128), (64, 128)))
     with pytest.raises(ValueError, match="leaves nothing to choose"):
-        groups_of(decoder, Recipe.from_dict({"recipe": "rtn-w4g64", "overrides": [{"match": "*", "scheme": "w8"}]}))
+        groups_of(decoder, recipe_from_dict({"recipe": "rtn-w4g64", "overrides": [{"match": "*", "scheme": "w8"}]}))
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe"])
@@ -704,9 +733,12 @@ def test_mixtures_of_experts_keep_theirs_together(family: str, tmp_path: Path) -
     """All experts of a block in one scheme, those that no token was sent to as well; gates stay."""
     source = write(family, tmp_path / "source")
     done = compress(
-        source, tmp_path / "out", recipe="gptq-w4g32", target=Target(bits=4.6), ladder=schemes(("w3g32", "w8g32")),
+        source,
+        tmp_path / "out",
+        recipe="gptq-w4g32",
+        target=Target(bits=4.6, ladder=schemes(("w3g32", "w8g32"))),
         calibration=[[5] * 16] * 4,
-    )  # fmt: skip
+    )
     assert done.bits_per_weight <= 4.6
     chosen = {record.name: record.scheme for record in done.records}
     assert set(chosen.values()) == {"w3g32", "w8g32"}
@@ -723,15 +755,18 @@ def test_the_receipt_says_what_was_not_measured(tiny: Path, calibration: Ids, tm
         ("rtn-w4g64", []), ("awq+gptq-w4g64", ["awq"]), ("quarot+gptq-w4g64", []),
         ("spinquant+gptq-w4g64", ["learned rotation"]), ("guided+tune-w4g64", ["polish", "couple", "correct", "tune"]),
     ):  # fmt: skip
-        assert allocate.unmeasured(Recipe.load(recipe)) == without
+        assert allocate.unmeasured(load_recipe(recipe)) == without
     override = {"match": "*.0.*", "scheme": "w8a8"}
-    assert allocate.unmeasured(Recipe.from_dict({"recipe": "rtn-w4g64", "overrides": [override]})) == [
+    assert allocate.unmeasured(recipe_from_dict({"recipe": "rtn-w4g64", "overrides": [override]})) == [
         "activation rounding"
     ]
     compress(
-        tiny, tmp_path / "out", recipe="awq+gptq-w4g64", target=Target(bits=4.0), ladder=schemes(),
+        tiny,
+        tmp_path / "out",
+        recipe="awq+gptq-w4g64",
+        target=Target(bits=4.0, ladder=schemes()),
         calibration=calibration,
-    )  # fmt: skip
+    )
     found = json.loads((tmp_path / "out" / "receipt.json").read_text())["allocation"]
     assert (found["rounding"], found["without"]) == ("gptq", ["awq"])
 
@@ -756,16 +791,23 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(
         monkeypatch.delattr(calibrate, "tokens")
     with pytest.raises(ValueError, match=sentence):
         compress(
-            tiny, tmp_path / "out", recipe="rtn-w4g64", target=target, ladder=schemes(ladder), calibration=calibration
+            tiny,
+            tmp_path / "out",
+            recipe="rtn-w4g64",
+            target=replace(target, ladder=schemes(ladder)),
+            calibration=calibration,
         )
 
 
 def test_a_rung_that_reads_inputs_makes_the_walk_read_them(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     """The recipe alone reads none: what was chosen is held against the model again."""
     done = compress(
-        tiny, tmp_path / "out", recipe="rtn-w4g64", target=Target(bits=6.0), ladder=schemes(("w4g64", "w8a8-static")),
+        tiny,
+        tmp_path / "out",
+        recipe="rtn-w4g64",
+        target=Target(bits=6.0, ladder=schemes(("w4g64", "w8a8-static"))),
         calibration=calibration,
-    )  # fmt: skip
+    )
     assert {record.scheme for record in done.records} == {"w4g64", "w8a8-static"}
     found = json.loads((tmp_path / "out" / "receipt.json").read_text())
     assert found["allocation"]["without"] == ["activation rounding"]
@@ -773,20 +815,28 @@ def test_a_rung_that_reads_inputs_makes_the_walk_read_them(tiny: Path, calibrati
 
 
 def test_a_rung_that_a_device_does_not_take_is_refused_first(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
-    order = Order.take(tiny, tmp_path / "out", None, None, True, 0, "cuda")
-    settings = Settings(calibrate.Amount(), 0, MAX_SHARD, False, False, no_progress, 0.0)
-    ready = order.ready("gptq-w4g64", len(calibration), targeted=True)
+    target = Target(bits=4.0, ladder=schemes(("w3g64", "nf4")))
+    request = CompressionRequest(tiny, tmp_path / "out", target=target, calibration=calibration, device="cuda")
+    resolved = resolve(request, open_source(request), "gptq-w4g64", len(calibration), targeted=True).with_texts()
     with pytest.raises(ValueError, match="nf4 is not for cuda yet"):
-        bit_budget.for_output(order, ready, settings, Target(bits=4.0), schemes(("w3g64", "nf4")), calibration)
+        bit_budget.for_output(resolved, no_progress)
     assert not list(tmp_path.iterdir())
 
 
 def test_text_that_cannot_be_divided_is_refused_before_it_is_drawn(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least 2 calibration sequences"):
-        compress(
-            tiny, tmp_path / "out", recipe="rtn-w4g64", target=Target(bits=4.0), ladder=schemes(), calibration="self",
-            samples=1, length=16, progress=no_progress,
-        )  # fmt: skip
+        compress_request(
+            CompressionRequest(
+                tiny,
+                tmp_path / "out",
+                recipe="rtn-w4g64",
+                target=Target(bits=4.0, ladder=schemes()),
+                calibration="self",
+                samples=1,
+                length=16,
+            ),
+            no_progress,
+        )
 
 
 def test_drawn_text_is_its_models(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -803,35 +853,39 @@ def test_drawn_text_is_its_models(tiny: Path, tmp_path: Path, monkeypatch: pytes
     settings: dict[str, Any] = {"target": Target(bits=4.0), "ladder": schemes(), "samples": 3, "length": 8}
     for source in (tiny, other, tiny):
         with pytest.raises(Stop):
-            compress(source, tmp_path / "out", recipe="rtn-w4g64", calibration="self", **settings)
+            compress_request(
+                CompressionRequest(source, tmp_path / "out", recipe="rtn-w4g64", calibration="self", **settings)
+            )
     one, two = tmp_path.glob(".out.attar-allocation.self-*-3x8-0.i32")
     for file in (one, two):
         file.write_bytes(np.full(24, 10**6, dtype="<i4").tobytes())
     with pytest.raises(ValueError, match="holds a token id outside 0"):
-        compress(tiny, tmp_path / "out", recipe="rtn-w4g64", calibration="self", **settings)
+        compress_request(CompressionRequest(tiny, tmp_path / "out", recipe="rtn-w4g64", calibration="self", **settings))
 
 
 def test_options_are_for_the_schemes_that_are_chosen(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     """nf4 reads no way of finding scales; the grids of the ladder do."""
-    recipe = Recipe.from_dict({"recipe": "rtn-nf4", "scale_search": "mse"})
+    recipe = recipe_from_dict({"recipe": "rtn-nf4", "scale_search": "mse"})
     with pytest.raises(ValueError, match="scale_search of rtn is for grids"):
         compress(tiny, tmp_path / "out", recipe=recipe)
-    target: dict[str, Any] = {"target": Target(bits=4.5), "ladder": schemes(), "calibration": calibration}
-    done = compress(tiny, tmp_path / "out", recipe=recipe, **target)
-    plain = compress(tiny, tmp_path / "plain", recipe="rtn-nf4", **target)
+    target: dict[str, Any] = {"target": Target(bits=4.5, ladder=schemes()), "calibration": calibration}
+    done = compress_request(CompressionRequest(tiny, tmp_path / "out", recipe=recipe, **target))
+    plain = compress_request(CompressionRequest(tiny, tmp_path / "plain", recipe="rtn-nf4", **target))
     assert done.allocated == plain.allocated
     assert (tmp_path / "out" / "model.safetensors").read_bytes() != (
         tmp_path / "plain" / "model.safetensors"
     ).read_bytes()
     # Where the choice falls on what does not read it, the option has done nothing, which is no reason to end in.
     least = compress(tiny, tmp_path / "least", recipe="rtn-nf4").bits_per_weight
-    target |= {"target": Target(bits=least), "ladder": schemes(("nf4", "w8g32"))}
-    done = compress(tiny, tmp_path / "nf4", recipe=recipe, **target)
+    target["target"] = Target(bits=least, ladder=schemes(("nf4", "w8g32")))
+    done = compress_request(CompressionRequest(tiny, tmp_path / "nf4", recipe=recipe, **target))
     assert done.bits_per_weight == least
     seen: list[str] = []
-    target["ladder"] = schemes(("nf4", "fp8"))  # of which neither reads it
+    target["target"] = Target(bits=least, ladder=schemes(("nf4", "fp8")))  # of which neither reads it
     with pytest.raises(ValueError, match="scale_search of rtn is for grids"):
-        compress(tiny, tmp_path / "none", recipe=recipe, progress=lambda stage, *_: seen.append(stage), **target)
+        compress_request(
+            CompressionRequest(tiny, tmp_path / "none", recipe=recipe, **target), lambda stage, *_: seen.append(stage)
+        )
     assert set(seen) <= {"hashing"}
 
 
@@ -843,10 +897,12 @@ def no_progress(stage: str, done: int, total: int) -> None:
 @pytest.mark.parametrize("recipe", ["hqq-w4g32-asym", "autoround-w4g64", "prune-s50-w4g64"])
 def test_roundings_that_are_not_tried_are_refused_before_text_is_drawn(recipe: str, tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"rtn, gptq, qronos and guided, not for {recipe.split('-')[0]}"):
-        compress(
-            tiny, tmp_path / "out", recipe=recipe, target=Target(bits=4.0), calibration="self", samples=4, length=8,
-            progress=no_progress,
-        )  # fmt: skip
+        compress_request(
+            CompressionRequest(
+                tiny, tmp_path / "out", recipe=recipe, target=Target(bits=4.0), calibration="self", samples=4, length=8
+            ),
+            no_progress,
+        )
 
 
 def test_other_mistakes(tiny: Path, calibration: Ids, tmp_path: Path) -> None:

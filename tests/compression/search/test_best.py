@@ -86,7 +86,7 @@ def test_trials_do_not_ask_what_kind_the_text_is(
     asked: list[int] = []
     known = domain.surprise
 
-    def counted(source: Checkpoint, ids: Tensor, *rest: Any) -> domain.Surprise | None:
+    def counted(source: Checkpoint, ids: Tensor, *rest: Any) -> domain.DomainCheck | None:
         asked.append(len(ids))
         return known(source, ids, *rest)
 

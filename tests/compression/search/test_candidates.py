@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attar.compression.recipe.parser import parse
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.search.candidates import Ablation, Listed, candidates
 
 
@@ -24,7 +24,7 @@ def asked(name: str, divergences: list[float]) -> list[str]:
 
 def test_names() -> None:
     assert candidates("gptq-w4g128") is None
-    assert candidates(Recipe.load("gptq-w4g128")) is None
+    assert candidates(load_recipe("gptq-w4g128")) is None
     assert candidates("rtn-w4, gptq-w4") == Listed(("rtn-w4", "gptq-w4"))
     ladder = candidates("best-w3g64")
     assert isinstance(ladder, Listed)
@@ -51,7 +51,7 @@ def test_each_kind_of_scheme_has_a_ladder(scheme: str, only: str, never: str) ->
     assert ladder is not None
     assert f"{only}-{scheme}" in ladder.names
     assert not any(never in name for name in ladder.names)
-    assert [Recipe.load(name).name for name in ladder.names][1:] == list(ladder.names[1:])
+    assert [load_recipe(name).name for name in ladder.names][1:] == list(ladder.names[1:])
     assert len(set(ladder.names)) == len(ladder.names)
 
 
@@ -79,7 +79,7 @@ def test_each_kind_of_scheme_has_a_ladder(scheme: str, only: str, never: str) ->
 )  # fmt: skip
 def test_steps_are_added_one_at_a_time(name: str, divergences: list[float], tried: list[str]) -> None:
     assert asked(f"ablate-{name}", divergences) == tried
-    assert [Recipe.load(each).name for each in tried] == tried
+    assert [load_recipe(each).name for each in tried] == tried
 
 
 @pytest.mark.parametrize("name", ["rtn-w4g128", "rotate-keep", "structured-p25", "prune-2:4", "q4_k_m"])

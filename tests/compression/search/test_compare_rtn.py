@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from attar.checkpoints.sources import opening
 from attar.compression.calibration import texts
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe, recipe_from_dict
+from attar.compression.request.request import CompressionRequest
 from attar.compression.runs import pipeline
 from attar.compression.search import compare_rtn
 from attar.compression.search.compare_rtn import Gain
@@ -47,14 +48,14 @@ def test_what_lies_between_is_none_of_what_is_read(
     ],
 )  # fmt: skip
 def test_plain_rounding_of_a_recipe(name: str, expected: str | None) -> None:
-    found = compare_rtn.plain(Recipe.load(name))
-    assert found == (None if expected is None else Recipe.load(expected))
+    found = compare_rtn.plain(load_recipe(name))
+    assert found == (None if expected is None else load_recipe(expected))
 
 
 def test_options_and_overrides_of_schemes_stay() -> None:
     kept = {"overrides": [{"match": "*.down_proj", "scheme": "w8"}], "head": "w8"}
-    found = compare_rtn.plain(Recipe.from_dict({"recipe": "gptq-w4g128", "damping": 0.02} | kept))
-    assert found == Recipe.from_dict({"recipe": "rtn-w4g128"} | kept)
+    found = compare_rtn.plain(recipe_from_dict({"recipe": "gptq-w4g128", "damping": 0.02} | kept))
+    assert found == recipe_from_dict({"recipe": "rtn-w4g128"} | kept)
 
 
 def test_who_lost_is_told() -> None:
@@ -79,7 +80,9 @@ def test_both_are_measured_on_what_neither_read(tiny: Path, tmp_path: Path, monk
         return found
 
     monkeypatch.setattr(compare_rtn, "sequences", sequences)
-    done = pipeline.compress(tiny, tmp_path / "out", recipe="gptq-w3g32", calibration="self", samples=6, length=32)
+    done = pipeline.compress_request(
+        CompressionRequest(tiny, tmp_path / "out", recipe="gptq-w3g32", calibration="self", samples=6, length=32)
+    )
     pipeline.compress(tiny, tmp_path / "rounded", recipe="rtn-w3g32")
     (ids,) = seen
     windows = [[*row, 0] for row in ids.tolist()]
@@ -99,9 +102,9 @@ def test_both_are_measured_on_what_neither_read(tiny: Path, tmp_path: Path, monk
 def test_where_memory_is_short_nothing_is_compared(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(compare_rtn, "fits", lambda checkpoint: False)
-    done = pipeline.compress(
-        tiny, tmp_path / "out", recipe="gptq-w3g32", calibration="self", samples=6, length=32,
-        progress=lambda stage, at, total: said.append(stage),
-    )  # fmt: skip
+    done = pipeline.compress_request(
+        CompressionRequest(tiny, tmp_path / "out", recipe="gptq-w3g32", calibration="self", samples=6, length=32),
+        lambda stage, at, total: said.append(stage),
+    )
     assert done.gain is None
     assert "comparing with plain rounding takes too much memory" in said

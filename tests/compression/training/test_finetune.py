@@ -20,7 +20,7 @@ from attar.checkpoints.sources import hf
 from attar.compression.runs.pipeline import compress
 from attar.compression.training.finetune import FineTuning, finetune, read_ids
 from attar.formats.packed import PackedTensor
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from tests.conftest import token_ids
 
 SAME = 1e-4  # relative, of a loss
@@ -43,7 +43,7 @@ def ids() -> Tensor:
 
 
 def loss(model: hf.Decoder, ids: Tensor) -> float:
-    logits = model.forward(ids[0], Step((32,), 32))
+    logits = model.forward(ids[0], ForwardBatch((32,), 32))
     return float(torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:]))
 
 
@@ -72,7 +72,7 @@ def test_the_gradient_is_that_of_autograd(tiny: Path, base: Path, ids: Tensor, t
     linear = next(linear for linear in model.blocks[0].linears() if "down" in linear.name)
     assert isinstance(linear.weight, Tensor)
     weight = linear.weight = linear.weight.clone().requires_grad_()
-    logits = model.run(ids[0], Step((32,), 32))
+    logits = model.run(ids[0], ForwardBatch((32,), 32))
     torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:]).backward()
     assert weight.grad is not None
     slope = weight.grad @ moved[f"{name}.lora_A.weight"].T
@@ -278,9 +278,9 @@ def test_peft_opens_what_was_trained_on_nf4(nf4: Path, tiny: Path, ids: Tensor, 
                 module.weight.copy_(weight.dequantize())
         theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")(ids[:1]).logits[0]
     ours = hf.load(nf4, torch.float32)
-    plain = ours.forward(ids[0], Step((32,), 32))
+    plain = ours.forward(ids[0], ForwardBatch((32,), 32))
     lora.attach(ours, tmp_path / "adapter")
-    changed = ours.forward(ids[0], Step((32,), 32))
+    changed = ours.forward(ids[0], ForwardBatch((32,), 32))
     assert (changed - plain).abs().max() > 0.1
     assert (changed - theirs).abs().max() <= LOGITS
 

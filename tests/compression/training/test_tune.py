@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from attar import machine
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.receipts.verify import verify
@@ -20,14 +22,15 @@ from attar.checkpoints.sources import hf, opening
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.compression.calibration import gradients, hidden_states, texts
 from attar.compression.calibration.hidden_states import HiddenStates
+from attar.compression.calibration.texts import Tokens
 from attar.compression.recipe.methods import Distill, Tune
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.runs.pipeline import compress
 from attar.compression.training import trainable_model, tune
 from attar.formats.codecs import ggml_blocks
 from attar.formats.packed import PackedTensor
 from attar.metrics.divergence import compare
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from tests.conftest import token_ids
 
 SAME = 1e-5  # relative, of a KL in float32 sums against one in float64
@@ -55,12 +58,12 @@ def run(
 ) -> tune.Tuned:
     state.mkdir(exist_ok=True)
     with torch.inference_mode():
-        return tune.run(Checkpoint.open(tiny), small, state, ids, options, drawn=drawn)
+        return tune.run(Checkpoint.open(tiny), small, state, Tokens(ids, drawn), options)
 
 
 def divergence(base: Path, model: Path, ids: Tensor) -> float:
     one, other = (opening.load(each, torch.float32) for each in (base, model))
-    step = Step((ids.shape[1],) * len(ids), ids.shape[1])
+    step = ForwardBatch((ids.shape[1],) * len(ids), ids.shape[1])
     logits = (each.forward(ids.flatten(), step) for each in (one, other))
     return float(compare(*logits, ids.flatten()).kl.mean())
 
@@ -179,7 +182,7 @@ def test_linears_of_every_form_with_a_number_that_moves_are_trained(
     """What is stored differs from the untuned in that number alone, and does what the figures say. The text is one
     sequence again and again: what is learned of it by heart is kept."""
     ids = ids[:1].repeat(9, 1)
-    compress(tiny, tmp_path / "tuned", recipe=replace(Recipe.load(recipe), tune=BY_HEART), calibration=ids.tolist())
+    compress(tiny, tmp_path / "tuned", recipe=replace(load_recipe(recipe), tune=BY_HEART), calibration=ids.tolist())
     walked = tune.without_judges(ids).tolist()
     compress(tiny, tmp_path / "plain", recipe=recipe.replace("+tune", ""), calibration=walked)
     made = [Checkpoint.open(tmp_path / name) for name in ("tuned", "plain")]
@@ -232,7 +235,7 @@ def test_a_file_is_tuned_within_its_blocks(name: str, tiny: Path, ids: Tensor, t
     """Its codes are those of the file that is not tuned, and a killed run ends in the same bytes. The text is one
     sequence again and again, which is learned by heart."""
     text = ids[:1].repeat(9, 1)
-    recipe = replace(Recipe.load(name), tune=BY_HEART)
+    recipe = replace(load_recipe(name), tune=BY_HEART)
 
     def stop(stage: str, done: int, total: int) -> None:
         if stage == "tuning" and done == 2:
@@ -279,11 +282,14 @@ def test_what_was_found_is_not_taken_where_it_is_damaged(tiny: Path, small: Path
         run(tiny, small, tmp_path / "state", ids)
 
 
-def test_what_cannot_be_is_refused(tiny: Path, small: Path, ids: Tensor, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused(
+    tiny: Path, small: Path, ids: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match="at least 2 calibration sequences"):
         run(tiny, small, tmp_path, ids[:1])
+    monkeypatch.setattr(machine, "examine", lambda: SimpleNamespace(budget=1_000_000))
     with pytest.raises(ValueError, match=r"needs .* GB of memory and may use 0.001"):
-        tune.run(Checkpoint.open(tiny), small, tmp_path, ids, OPTIONS, memory=1_000_000)
+        run(tiny, small, tmp_path, ids)
     with pytest.raises(ValueError, match="at most 10"):
         Tune(epochs=11)
 

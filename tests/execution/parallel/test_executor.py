@@ -27,15 +27,15 @@ from attar.engine.engine import Engine
 from attar.engine.llm import LLM
 from attar.engine.loader import Parallel
 from attar.execution.parallel import executor
-from attar.execution.parallel.commands import Call, Job, frame
-from attar.execution.parallel.executor import Crew, Lost, Team, TeamRunner, tell
+from attar.execution.parallel.commands import Call, Job, encode
+from attar.execution.parallel.executor import ParallelExecutor, ParallelRunner, WorkerGroup, WorkerLost, tell
 from attar.faults import Fault
 from attar.kernels.operands import Routes
 from attar.kv.schemes import SCHEMES
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.protocol.messages import Delta, Embed, Failed, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 from tests.engine.test_adapters import save
 
@@ -79,7 +79,7 @@ def test_preempted_forked_and_scored_sequences(one: LLM, two: LLM, kv: str | Non
     """Few blocks for several requests of several choices: blocks change hands, are copied, and given up."""
 
     def told(llm: LLM) -> tuple[dict[tuple[str, int], list[int]], int]:
-        limits = Limits(max_step_tokens=48, headroom=0.0)
+        limits = SchedulerConfig(max_step_tokens=48, headroom=0.0)
         engine = Engine(
             llm.decoder,
             None,
@@ -116,7 +116,7 @@ def test_logits_outside_of_an_engine_too(one: LLM, two: LLM) -> None:
     for lengths in ((2, 1), (1, 0), (1, 1)):
         rows = torch.arange(sum(lengths))
         found = [
-            llm.decoder.forward(rows + 9, Step(lengths, 8, cache), rows[-1:])
+            llm.decoder.forward(rows + 9, ForwardBatch(lengths, 8, cache), rows[-1:])
             for llm, cache in zip((one, two), caches, strict=True)
         ]
         assert (found[0] - found[1]).abs().max() < SUMMED * 100, "codes of eight bits may fall to the other side"
@@ -133,7 +133,7 @@ def tone(one: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_requests_take_adapters_in_every_process(one: LLM, two: LLM, tone: Path) -> None:
     def told(llm: LLM) -> list[tuple[list[int], float]]:
         lora.install(llm.decoder, 1, tone)
-        limits = Limits(max_running=4, max_step_tokens=24)
+        limits = SchedulerConfig(max_running=4, max_step_tokens=24)
         engine = Engine(
             llm.decoder, None, blocks=12, context=64, limits=limits, adapters=("tone",), runner=llm.model.runner
         )  # fmt: skip
@@ -179,7 +179,7 @@ def test_hidden_states_may_become_logits_later(one: LLM, two: LLM) -> None:
 def test_what_cannot_be_shared_is_refused_before_a_process_starts(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises(ValueError, match="--tp 3 does not divide the model's 4 query heads: 2, 4 would do"):
-        Team(demo, 3, 1)
+        ParallelExecutor(demo, 3, 1)
 
 
 def test_a_scheme_of_keys_that_is_calibrated_is_refused(two: LLM) -> None:
@@ -197,7 +197,7 @@ def test_a_worker_ends_with_its_leader_whatever_it_is_doing(tmp_path: Path) -> N
     assert worker.stdout is not None
     folder = tmp_path / "folder"
     folder.mkdir()
-    worker.stdin.write(frame(Job("model", 1, 2, 1, "cpu", "float32", "int8g128", True, 1, str(folder))))
+    worker.stdin.write(encode(Job("model", 1, 2, 1, "cpu", "float32", "int8g128", True, 1, str(folder))))
     worker.stdin.flush()
     assert b"started" in worker.stdout.read(4 + 15)
     assert worker.poll() is None, "it waits for the first process, which never comes"
@@ -215,7 +215,7 @@ def test_a_worker_whose_gpu_does_not_answer_says_so(tmp_path: Path) -> None:
         "from attar.engine import worker\n"
         "raise SystemExit(worker.main())"
     )
-    job = frame(Job("model", 1, 2, 1, "cuda:1", "float32", "int8g128", True, 1, str(tmp_path)))
+    job = encode(Job("model", 1, 2, 1, "cuda:1", "float32", "int8g128", True, 1, str(tmp_path)))
     worker = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert worker.stdin is not None
     assert worker.stdout is not None
@@ -233,12 +233,12 @@ def test_every_process_has_its_part_of_the_threads(demo: Path, monkeypatch: pyte
     class Asked(Exception):
         pass
 
-    def made(folder: Path, jobs: list[Job]) -> Crew:
+    def made(folder: Path, jobs: list[Job]) -> WorkerGroup:
         assert [job.threads for job in jobs] == [3]
         folder.rmdir()
         raise Asked
 
-    monkeypatch.setattr(executor, "Crew", made)
+    monkeypatch.setattr(executor, "WorkerGroup", made)
     monkeypatch.setattr(executor.machine, "cores", lambda *args: 64)
     threads = torch.get_num_threads()
     try:
@@ -255,17 +255,17 @@ def test_a_worker_that_reads_nothing_is_not_waited_for_without_end(
         monkeypatch.setattr(executor, what, 0.1)
     folder = tmp_path / "folder"
     folder.mkdir()
-    crew = Crew(folder, [Job("model", 1, 2, 1, "cpu", "float32", "int8g128", True, 1, str(folder))])
-    (child,) = crew.children
+    workers = WorkerGroup(folder, [Job("model", 1, 2, 1, "cpu", "float32", "int8g128", True, 1, str(folder))])
+    (child,) = workers.children
     child.send_signal(signal.SIGSTOP)
     said: list[str] = []
-    crew.on_lost = said.append
+    workers.on_lost = said.append
     long = Call(None, [], (1,), 1, list(range(1 << 17)), None)  # more than any pipe takes
     for _ in range(2):
         with pytest.raises(RuntimeError, match="process 1 of the model reads nothing any more"):
-            tell(crew, long)
+            tell(workers, long)
     assert folder.exists(), "who is lost may still be closing what it met by"
-    crew.end()
+    workers.end()
     assert said == ["process 1 of the model reads nothing any more"]
     assert child.returncode == -signal.SIGKILL
     assert not folder.exists()
@@ -287,7 +287,7 @@ def test_where_one_process_cannot_be_started_nothing_is_left(tmp_path: Path, mon
     folder.mkdir()
     jobs = [Job("model", rank, 3, 1, "cpu", "float32", "int8g128", True, 1, str(folder)) for rank in (1, 2)]
     with pytest.raises(BlockingIOError, match="too many processes"):
-        Crew(folder, jobs)
+        WorkerGroup(folder, jobs)
     assert started[0].returncode is not None
     assert not folder.exists()
 
@@ -319,7 +319,7 @@ def test_an_engine_ends_when_a_worker_dies(tmp_path: Path) -> None:
 
 def tokens(llm: LLM) -> tuple[dict[str, list[int]], Engine]:
     """What an engine of its own gives to three prompts, of which one is scored and one shares a beginning."""
-    limits = Limits(max_step_tokens=48, headroom=0.0)
+    limits = SchedulerConfig(max_step_tokens=48, headroom=0.0)
     made = Engine(llm.decoder, None, blocks=8, context=160, limits=limits, runner=llm.model.runner)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     for i, prompt in enumerate((range(100, 170), range(100, 150), range(30))):
@@ -334,13 +334,6 @@ def tokens(llm: LLM) -> tuple[dict[str, list[int]], Engine]:
     return found, made
 
 
-@pytest.fixture
-def disarmed() -> Iterator[None]:
-    yield
-    faults.disarm()
-
-
-@pytest.mark.usefixtures("disarmed")
 def test_where_the_first_has_too_little_memory_all_run_smaller_steps(one: LLM, two: LLM) -> None:
     """Twice: they meet anew each time."""
     expected, _ = tokens(one)
@@ -352,11 +345,10 @@ def test_where_the_first_has_too_little_memory_all_run_smaller_steps(one: LLM, t
     assert made.runner.waits == "several processes compute a step together"
 
 
-@pytest.mark.usefixtures("disarmed")
 def test_they_meet_anew_where_their_folder_was_cleaned_away(one: LLM, two: LLM) -> None:
     found, made = tokens(two)
-    assert isinstance(made.runner, TeamRunner)
-    shutil.rmtree(made.runner.crew.folder)
+    assert isinstance(made.runner, ParallelRunner)
+    shutil.rmtree(made.runner.workers.folder)
     faults.arm(Fault("runner.memory", after=1, times=2))
     assert tokens(two)[0] == found == tokens(one)[0]
 
@@ -378,7 +370,6 @@ raise SystemExit(worker.main())
 """
 
 
-@pytest.mark.usefixtures("disarmed")
 def test_nobody_goes_on_before_all_have_met(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is short of memory in the very next step too would leave while others are still making connections."""
 
@@ -389,13 +380,13 @@ def test_nobody_goes_on_before_all_have_met(demo: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(subprocess, "Popen", Late)
     llm = LLM(demo, parallel=Parallel(2))
     through = []
-    plain = TeamRunner._meet
+    plain = ParallelRunner._meet
 
-    def meet(self: TeamRunner) -> None:
+    def meet(self: ParallelRunner) -> None:
         plain(self)
-        through.append((self.crew.folder / f"through{self.crew.met}").exists())
+        through.append((self.workers.folder / f"through{self.workers.met}").exists())
 
-    monkeypatch.setattr(TeamRunner, "_meet", meet)
+    monkeypatch.setattr(ParallelRunner, "_meet", meet)
     try:
         faults.arm(Fault("runner.memory", after=1, times=2))
         tokens(llm)
@@ -458,13 +449,12 @@ def test_a_step_that_is_broken_off_ends_the_model(demo: Path, monkeypatch: pytes
         llm.close()
 
 
-@pytest.mark.usefixtures("disarmed")
 def test_others_that_wait_within_a_step_are_not_waited_for(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(demo, parallel=Parallel(2))
     try:
         monkeypatch.setattr(executor, "waits", lambda decoder: "as on a GPU where experts run")
         faults.arm(Fault("runner.memory"))
-        with pytest.raises(Lost, match="too little memory"):
+        with pytest.raises(WorkerLost, match="too little memory"):
             tokens(llm)
     finally:
         llm.close()
@@ -487,7 +477,7 @@ def test_a_dead_process_is_known(two: LLM) -> None:
     two._engine = None  # others were made of the same processes, which know the last alone
     answer = two.stream(PROMPTS[0], SamplingParams(max_tokens=200, temperature=0, ignore_eos=True))
     next(answer)
-    two.model.team.crew.children[0].send_signal(signal.SIGKILL)
+    two.model.team.workers.children[0].send_signal(signal.SIGKILL)
     since = time.monotonic()
     with pytest.raises(RuntimeError, match="the model is no longer there: process 1 of the model ended with status -9"):
         list(answer)
@@ -495,4 +485,4 @@ def test_a_dead_process_is_known(two: LLM) -> None:
         two.logits([1, 2])
     assert time.monotonic() - since < SECONDS
     two.close()
-    assert not two.model.team.crew.folder.exists()
+    assert not two.model.team.workers.folder.exists()

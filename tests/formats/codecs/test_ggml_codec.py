@@ -8,9 +8,9 @@ import torch
 from attar.formats.codecs import ggml_blocks, ggml_codec, ggml_round, ggml_search
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Scheme
-from attar.formats.weight_formats import FORMS, GgmlBlocks
+from attar.formats.weight_formats import WEIGHT_FORMATS, GgmlBlocks
 
-NAMES = [name for name, form in FORMS.items() if isinstance(form, GgmlBlocks)]
+NAMES = [name for name, form in WEIGHT_FORMATS.items() if isinstance(form, GgmlBlocks)]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attar.engine.memory_profile import Footprint
+from attar.engine.memory_profile import MemoryProfile
 from attar.engine.startup import on_card
 from attar.integrations.triton_server import config as triton_config
 from attar.integrations.triton_server import pbtxt
@@ -22,13 +22,13 @@ from attar.integrations.triton_server.pbtxt import Message
 from attar.plan.costs import BLOCK
 from attar.plan.fit import cache_blocks
 from attar.protocol.messages import Failed
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 from attar.scheduling.block_pool import BlockPool
-from attar.scheduling.prefix_cache import RadixCache
+from attar.scheduling.prefix_cache import PrefixCache
 from attar.scheduling.scheduler import Refused, Scheduler
 from attar.scheduling.sequence import Sequence
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 
 TOKENS_A_BLOCK, BLOCK_BYTES = BLOCK, 1000
 GB = 10**9
@@ -55,7 +55,7 @@ def batching(delay: int | None = None, queue: int | None = None) -> str:
     return f"dynamic_batching {{ {inside} }}"
 
 
-def limits_of(found: Imported) -> Limits:
+def limits_of(found: Imported) -> SchedulerConfig:
     settings = {name: value for name, value in found.settings().items() if name != "device"}
     return Settings(model="", socket="", **settings).limits()
 
@@ -114,9 +114,11 @@ def test_every_field_has_its_option() -> None:
     assert (limits.policy, limits.max_preemptions) == ("continuous", 0)
     program, command, model, *options = shlex.split(found.command())
     assert (program, command, model) == ("attar", "serve", "MODEL")
-    assert dict(zip(options[::2], options[1::2], strict=True)) == {
-        f"--{name}": str(value) for name, value in found.options.items()
-    }
+    own = ("max-running", "max-tokens-in-cache", "kv-fraction")
+    assert list(zip(options[::2], options[1::2], strict=True)) == [
+        (f"--{name}", str(value)) if name in own else ("--scheduler", f"{name}={value}")
+        for name, value in found.options.items()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ def test_every_field_has_its_option() -> None:
         (batching(delay=1500), {"gpt_model_type": "v1"}, {"policy": "dynamic", "max-delay": 0.0015}),
         (batching(delay=1500), {"gpt_model_type": "inflight_batching"}, {"policy": "continuous"}),
         ("", {"batching_strategy": "V1"}, {"policy": "static"}),
-        ("", {"batch_scheduler_policy": "max_utilization"}, {"max-preemptions": Limits().max_preemptions}),
+        ("", {"batch_scheduler_policy": "max_utilization"}, {"max-preemptions": SchedulerConfig().max_preemptions}),
         ("", {"gpu_device_ids": "1"}, {"device": "cuda:1"}),
         ("model_transaction_policy { decoupled: false }", {}, {}),
         ("", {"kv_cache_free_gpu_mem_fraction": ".25"}, {"kv-fraction": 0.25}),
@@ -159,12 +161,12 @@ def sequence(name: str) -> Sequence:
     return Sequence(id=name, prompt_ids=[1, 2, 3], max_tokens=4)
 
 
-def scheduler(limits: Limits) -> Scheduler:
+def scheduler(limits: SchedulerConfig) -> Scheduler:
     pool = BlockPool(64, 16)
-    return Scheduler(pool, RadixCache(pool), limits)
+    return Scheduler(pool, PrefixCache(pool), limits)
 
 
-def started(limits: Limits, arrivals: dict[str, float]) -> tuple[float, list[str]]:
+def started(limits: SchedulerConfig, arrivals: dict[str, float]) -> tuple[float, list[str]]:
     """When the first step has anybody, and whom, on a virtual clock that is looked at every millisecond."""
     made, now = scheduler(limits), 0.0
     waiting = sorted(arrivals.items(), key=lambda each: each[1])
@@ -200,7 +202,7 @@ def test_a_full_queue_refuses_with_429() -> None:
         made.add([sequence(name)], 0.0)
     with pytest.raises(Refused) as caught:
         made.add([sequence("d")], 0.0)
-    refusal = Refusal.of(Failed("d", caught.value.code, str(caught.value)))
+    refusal = APIError.of(Failed("d", caught.value.code, str(caught.value)))
     assert (refusal.kind.status, refusal.code) == (429, "overloaded")
     assert int(refusal.headers()["Retry-After"]) >= 1
 
@@ -209,12 +211,12 @@ def test_nobody_is_paused_where_that_was_asked_for() -> None:
     """guaranteed_no_evict: whoever has begun has its blocks to the end, so another waits instead."""
     limits = limits_of(read(config("max_batch_size: 4", batch_scheduler_policy="guaranteed_no_evict")))
     pool = BlockPool(4, 16)
-    made = Scheduler(pool, RadixCache(pool), limits)
+    made = Scheduler(pool, PrefixCache(pool), limits)
     for name in "ab":
         made.add([Sequence(id=name, prompt_ids=[ord(name)] * 10, max_tokens=40)], 0.0)
     assert [each.id for each in made.plan(0.0).admitted] == ["a"]
     pool = BlockPool(4, 16)
-    usual = Scheduler(pool, RadixCache(pool), Limits(max_running=4, headroom=0))
+    usual = Scheduler(pool, PrefixCache(pool), SchedulerConfig(max_running=4, headroom=0))
     for name in "ab":
         usual.add([Sequence(id=name, prompt_ids=[ord(name)] * 10, max_tokens=40)], 0.0)
     assert [each.id for each in usual.plan(0.0).admitted] == ["a", "b"]
@@ -263,8 +265,8 @@ def test_the_smaller_of_both_holds(free: int, tokens: int | None, fraction: floa
 def test_the_same_holds_on_a_card(tokens: int | None, fraction: float) -> None:
     """Row K13, after what was measured there."""
     settings = Settings(model="", socket="", device="cuda", max_cached_tokens=tokens, kv_fraction=fraction)
-    measured = Footprint(available=10 * GB, weights=2 * GB, step=GB, graphs=0, driver=0)
-    found = on_card(settings, measured, 4 << 20, 4096, Limits())
+    measured = MemoryProfile(available=10 * GB, weights=2 * GB, step=GB, graphs=0, driver=0)
+    found = on_card(settings, measured, 4 << 20, 4096, SchedulerConfig())
     left = 10 * GB - 3 * GB - (4 << 20)  # one block is nobody's
     assert found.blocks == cache_blocks(left, 4 << 20, BLOCK, tokens, fraction)
     assert found.memory == 10 * GB

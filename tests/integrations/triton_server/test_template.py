@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from attar.integrations.triton_server.config import read
 from attar.integrations.triton_server.pbtxt import MAX_BYTES, parse
 from attar.integrations.triton_server.template import export, fill, left, parse_values, values
-from attar.protocol.scheduler_config import PRESETS, Limits
+from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
 from attar.protocol.settings import Settings
 
 NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,10}", fullmatch=True)
@@ -151,7 +151,7 @@ def test_a_name_that_the_template_has_no_place_for() -> None:
 
 
 LIMITS = st.builds(
-    Limits,
+    SchedulerConfig,
     policy=st.sampled_from(["continuous", "static", "dynamic"]),
     max_running=st.integers(1, 4096),
     max_step_tokens=st.integers(4096, 10**6),
@@ -162,7 +162,7 @@ LIMITS = st.builds(
 
 
 @given(LIMITS, st.none() | st.integers(1, 10**9), st.integers(1, 1000).map(lambda share: share / 1000))
-def test_what_is_exported_is_imported(limits: Limits, tokens: int | None, fraction: float) -> None:
+def test_what_is_exported_is_imported(limits: SchedulerConfig, tokens: int | None, fraction: float) -> None:
     """There and back, every option that both have."""
     text = export(values(limits, tokens=tokens, fraction=fraction, device="cpu", shared=1))
     found = read(text)
@@ -170,7 +170,7 @@ def test_what_is_exported_is_imported(limits: Limits, tokens: int | None, fracti
     settings = found.settings()
     assert (settings.get("max_cached_tokens"), settings["kv_fraction"]) == (tokens, fraction)
     again = Settings(model="", socket="", **settings).limits()
-    expected = limits if limits.policy == "dynamic" else replace(limits, max_delay=Limits().max_delay)
+    expected = limits if limits.policy == "dynamic" else replace(limits, max_delay=SchedulerConfig().max_delay)
     assert again == replace(expected, max_passed=again.max_passed, headroom=again.headroom)
 
 
@@ -183,12 +183,12 @@ def test_presets_can_be_taken_along(preset: str) -> None:
 
 
 def test_one_at_a_time_is_a_batch_of_one() -> None:
-    found = read(export(values(Limits(policy="none"), tokens=None, fraction=None, device="cpu", shared=1)))
+    found = read(export(values(SchedulerConfig(policy="none"), tokens=None, fraction=None, device="cpu", shared=1)))
     assert (found.options["max-running"], found.options["policy"]) == (1, "static")
 
 
 def test_a_template_of_theirs_is_filled_in_as_far_as_it_goes() -> None:
-    made = values(Limits(), tokens=None, fraction=None, device="cuda", shared=2)
+    made = values(SchedulerConfig(), tokens=None, fraction=None, device="cuda", shared=2)
     text = export(made, TEMPLATE)
     assert "max_batch_size: 32 " in text
     assert 'string_value: "0,1"' in text
@@ -197,4 +197,4 @@ def test_a_template_of_theirs_is_filled_in_as_far_as_it_goes() -> None:
     with pytest.raises(ValueError, match="it asks for other"):
         export(made, "a: ${other}")
     with pytest.raises(ValueError, match="attar computes on cpu and cuda, not on tpu"):
-        values(Limits(), tokens=None, fraction=None, device="tpu", shared=1)
+        values(SchedulerConfig(), tokens=None, fraction=None, device="tpu", shared=1)

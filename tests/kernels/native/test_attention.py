@@ -20,7 +20,7 @@ from attar.kernels import ref, ref_attention
 from attar.kernels.native import attention as native
 from attar.kernels.native import extension
 from attar.kernels.operands import AttentionForm, Norm
-from attar.kv.pages import Pages, Placement, Rotation
+from attar.kv.pages import AttentionMetadata, PagedKV, Rotation
 from attar.kv.schemes import Layout, scheme
 
 TOLERANCE = {  # of outputs, relative to the largest: what the arithmetic adds, for the oracle reads what is stored
@@ -50,8 +50,8 @@ def close(ours: Tensor, expected: Tensor, tolerance: float) -> None:
 @dataclasses.dataclass
 class Case:
     q: Tensor
-    pages: Pages
-    place: Placement
+    pages: PagedKV
+    place: AttentionMetadata
     form: AttentionForm
 
     def run(self, level: str | None = None, want_mass: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -77,7 +77,7 @@ def case(
     """Sequences of `lengths` slots with their last `counts` rows as queries, their blocks scattered."""
     wanted = AttentionForm(**{"heads": 4, "kv_heads": 2, "head_dim": 40, "scale": 0.3} | form)  # type: ignore[arg-type]
     width = max(1, *(-(-length // block) for length in lengths))
-    pages = Pages.zeros(len(counts) * width + 1, block, wanted.kv_heads, wanted.head_dim, scheme(kv))
+    pages = PagedKV.zeros(len(counts) * width + 1, block, wanted.kv_heads, wanted.head_dim, scheme(kv))
     order = torch.randperm(pages.blocks, generator=torch.Generator().manual_seed(seed))[:-1]
     tables = order.view(len(counts), width)
     for b, length in enumerate(lengths):
@@ -85,7 +85,7 @@ def case(
         k, v = (randn(length, wanted.kv_heads, wanted.head_dim, seed=seed + 10 * b + i) for i in (1, 2))
         ref_attention.write_pages(k, v, pages, tables[b, at // block] * block + at % block)
     positions = [torch.arange(length - count, length) for count, length in zip(counts, lengths, strict=True)]
-    place = Placement(
+    place = AttentionMetadata(
         torch.tensor([0, *counts]).cumsum(0).int(),
         torch.tensor(lengths).int(),
         tables.int().contiguous(),
@@ -180,9 +180,9 @@ def test_explicit_positions_with_empty_slots(kv: str, window: int | None) -> Non
     for b, length in enumerate(one.place.lengths.tolist()):
         at = torch.randperm(length, generator=generator).int()
         at[torch.rand(length, generator=generator) < 0.4] = -1
-        flat = torch.full((one.place.tables.shape[1] * 32,), -1, dtype=torch.int32)
+        flat = torch.full((one.place.block_tables.shape[1] * 32,), -1, dtype=torch.int32)
         flat[:length] = at
-        positions[one.place.tables[b].long()] = flat.view(-1, 32)
+        positions[one.place.block_tables[b].long()] = flat.view(-1, 32)
     one.place = dataclasses.replace(one.place, key_positions=positions)
     expected, mass = one.oracle()
     ours, our_mass = one.run(want_mass=True)
@@ -209,7 +209,7 @@ def test_a_query_that_sees_nothing_gives_zeros(kv: str) -> None:
 def test_what_is_not_a_number_comes_out_where_it_is_seen_and_nowhere_else(kv: str, level: str) -> None:
     one = case([1, 1], [600, 40], kv)
     clean, _ = one.run(level)
-    slot = int(one.place.tables[0, 17]) * 32 + 3
+    slot = int(one.place.block_tables[0, 17]) * 32 + 3
     for broken in (float("nan"), float("inf")):
         for side in (0, 1):
             kv = torch.zeros(2, 1, 2, 40)
@@ -250,7 +250,7 @@ def generate(
     """Run sequences through `write_kv` and `paged_attention` in the given calls: the outputs of each sequence."""
     inputs = [randn(length, form.heads + 2 * form.kv_heads, form.head_dim, seed=i) for i, length in enumerate(lengths)]
     width = max(-(-length // block) for length in lengths)
-    pages = Pages.zeros(len(lengths) * width, block, form.kv_heads, form.head_dim, scheme(kv))
+    pages = PagedKV.zeros(len(lengths) * width, block, form.kv_heads, form.head_dim, scheme(kv))
     tables = torch.randperm(pages.blocks, generator=torch.Generator().manual_seed(seed)).view(len(lengths), width)
     angle = torch.arange(600)[:, None] * torch.tensor([1.0, 0.1, 0.01])
     norms = Norm("rms", randn(form.head_dim, seed=90)), Norm("rms", randn(form.head_dim, seed=91))
@@ -261,7 +261,7 @@ def generate(
         slots = [tables[b, t // block] * block + t % block for b, t in enumerate(at)]
         x = torch.cat([one[first:end] for one, first, end in zip(inputs, filled, ends, strict=True)])
         positions = torch.cat(at).int()
-        place = Placement(
+        place = AttentionMetadata(
             torch.tensor([0, *rows]).cumsum(0).int(),
             torch.tensor(ends).int(),
             tables.int(),
@@ -332,13 +332,13 @@ def test_write_kv(kv: str, turned: int, normed: float | None) -> None:
     )
     slots = torch.randperm(96, generator=torch.Generator().manual_seed(3))[:rows]
     nothing = torch.zeros(0, dtype=torch.int32)
-    place = Placement(nothing, nothing, nothing, nothing, slots)
-    theirs = Pages.zeros(3, 32, kv_heads, size, scheme(kv))
+    place = AttentionMetadata(nothing, nothing, nothing, nothing, slots)
+    theirs = PagedKV.zeros(3, 32, kv_heads, size, scheme(kv))
     normed_q, normed_k = (ref.norm(t, None, n)[1] for t, n in zip((q, k), norms, strict=True)) if norms else (q, k)
     expected = ref_attention.write_kv(normed_q, normed_k, v, theirs, place, rotation)
     first = None
     for level in LEVELS:
-        pages, out = Pages.zeros(3, 32, kv_heads, size, scheme(kv)), torch.full((rows, heads, size), torch.nan)
+        pages, out = PagedKV.zeros(3, 32, kv_heads, size, scheme(kv)), torch.full((rows, heads, size), torch.nan)
         native.write_kv(q, k, v, pages, place, rotation, *norms, out=out, level=level)
         close(out, expected.double(), ROTATED)
         assert torch.equal(pages.values, theirs.values) or size % 16
@@ -358,8 +358,8 @@ def test_rotation_is_that_of_the_reference_to_the_bit() -> None:
     x, angle = randn(5, 3, 32), randn(5, 12, seed=1)
     rotation = Rotation(angle.cos(), angle.sin(), torch.arange(5, dtype=torch.int32))
     nothing = torch.zeros(0, dtype=torch.int32)
-    place = Placement(nothing, nothing, nothing, nothing, torch.arange(5))
-    q = native.write_kv(x, x, x, Pages.zeros(1, 16, 3, 32, scheme("float32")), place, rotation)
+    place = AttentionMetadata(nothing, nothing, nothing, nothing, torch.arange(5))
+    q = native.write_kv(x, x, x, PagedKV.zeros(1, 16, 3, 32, scheme("float32")), place, rotation)
     assert torch.equal(q, ref_attention.rope(x, angle.cos(), angle.sin()))
 
 
@@ -377,23 +377,23 @@ def test_bad_numbers_are_refused_before_anything_is_touched() -> None:
     def i32(*numbers: int) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32)
 
-    tables = good.place.tables
+    tables = good.place.block_tables
     refused("do not cover the rows", row_starts=i32(0, 2, 4))
     refused("do not cover the rows", row_starts=i32(1, 2, 5))
     refused("decrease", row_starts=i32(0, 6, 5))
     refused("more rows than filled slots", lengths=i32(1, 70))
     refused("beyond its block table", lengths=i32(40, 97))
-    refused("does not exist", tables=torch.where(tables == tables[1, 2], good.pages.blocks, tables))
-    refused("does not exist", tables=torch.where(tables == tables[1, 2], -1, tables))
+    refused("does not exist", block_tables=torch.where(tables == tables[1, 2], good.pages.blocks, tables))
+    refused("does not exist", block_tables=torch.where(tables == tables[1, 2], -1, tables))
     refused("outside 0", positions=i32(38, 39, 67, 68, -1))
     refused("tree masks", tree=torch.ones(12, dtype=torch.bool))
     refused("must be torch.int32", lengths=good.place.lengths.long())
     refused(r"must be torch.int32 \[5\]", positions=i32(1))
-    refused("contiguous", tables=tables.T.contiguous().T)
+    refused("contiguous", block_tables=tables.T.contiguous().T)
     refused("must be torch.bool", tree=torch.ones(13))
     refused("must be torch.int32", key_positions=torch.zeros(2, 2, dtype=torch.int32))
     table = torch.where(torch.arange(3) == 2, -1, tables[0])  # past the length: not looked at
-    place = dataclasses.replace(good.place, tables=torch.stack([table, tables[1]]).int())
+    place = dataclasses.replace(good.place, block_tables=torch.stack([table, tables[1]]).int())
     assert torch.equal(native.paged_attention(good.q, good.pages, place, good.form)[0], good.run()[0])
 
 
@@ -425,14 +425,14 @@ def test_bad_forms_and_pages_are_refused() -> None:
 
 def test_bad_writes_are_refused() -> None:
     q, k, v = randn(2, 4, 8), randn(2, 2, 8), randn(2, 2, 8)
-    pages = Pages.zeros(3, 16, 2, 8, scheme("float32"))
+    pages = PagedKV.zeros(3, 16, 2, 8, scheme("float32"))
     nothing = torch.zeros(0, dtype=torch.int32)
-    place = Placement(nothing, nothing, nothing, nothing, torch.tensor([0, 47]))
+    place = AttentionMetadata(nothing, nothing, nothing, nothing, torch.tensor([0, 47]))
     angle = torch.zeros(5, 4)
     norm = Norm("rms", torch.ones(8))
 
     def refused(match: str, *args: object, slots: list[int] | None = None, k: Tensor = k) -> None:
-        there = dataclasses.replace(place, slots=torch.tensor(slots)) if slots else place
+        there = dataclasses.replace(place, slot_mapping=torch.tensor(slots)) if slots else place
         with pytest.raises(ValueError, match=match):
             native.write_kv(q, k, v, pages, there, *args)  # type: ignore[arg-type]
 
@@ -460,15 +460,15 @@ def test_beyond_two_to_the_31_elements() -> None:
     blocks = (2**31) // (16 * 16) + 64
     shapes = ((blocks, 1, 1, 16, 16, 1), (blocks, 1, 16, 16, 1))
     made = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
-    pages = Pages(16, *made, scheme=scheme("bfloat16"))
+    pages = PagedKV(16, *made, scheme=scheme("bfloat16"))
     assert pages.keys.numel() > 2**31
     q, k, v = randn(20, 2, 16), randn(20, 1, 16, seed=1), randn(20, 1, 16, seed=2)
     form, at = AttentionForm(2, 1, 16, 0.25), torch.arange(20)
     results = []
-    for table, where in [((blocks - 1, blocks - 7), pages), ((1, 0), Pages.zeros(2, 16, 1, 16, scheme("bfloat16")))]:
+    for table, where in [((blocks - 1, blocks - 7), pages), ((1, 0), PagedKV.zeros(2, 16, 1, 16, scheme("bfloat16")))]:
         tables = torch.tensor([table], dtype=torch.int32)
         slots = tables[0].long()[at // 16] * 16 + at % 16
-        place = Placement(torch.tensor([0, 20]).int(), torch.tensor([20]).int(), tables, at.int(), slots)
+        place = AttentionMetadata(torch.tensor([0, 20]).int(), torch.tensor([20]).int(), tables, at.int(), slots)
         where.keys[list(table)], where.values[list(table)] = 0, 0
         native.write_kv(q, k, v, where, place)
         results.append(native.paged_attention(q, where, place, form)[0])
@@ -500,10 +500,10 @@ print(run({n}))
 
 @for_every_scheme
 def test_memory_does_not_grow_with_the_square(kv: str) -> None:
-    """A score for each of 8192 x 8192 pairs and head would be 512 MiB."""
+    """A score for each of 4096 x 4096 pairs and head would be 128 MiB."""
     if not sys.platform.startswith("linux"):
         pytest.skip("the peak of a process's memory is read from /proc")
-    code = MEMORY.format(n=8192, kv=kv)
+    code = MEMORY.format(n=4096, kv=kv)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) << 10 < 8 << 20
 

@@ -21,7 +21,7 @@ from attar.kernels.native import attention as native
 from attar.kernels.operands import AttentionForm, Norm
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
-from attar.kv.pages import Bases, Pages, Placement, Rotation
+from attar.kv.pages import AttentionMetadata, Bases, PagedKV, Rotation
 from attar.kv.schemes import UNIT, KvScheme, Layout, divide, scheme
 
 LEVELS = _native.levels()
@@ -56,7 +56,7 @@ def channels(size: int, kind: KvScheme, scaled: bool, seed: int) -> Channels:
     return Channels(randn(HEADS, size, seed=seed) * 0.1, spread, levels, scaled)
 
 
-def likely(rows: int, pages: Pages, seed: int) -> tuple[Tensor, Tensor]:
+def likely(rows: int, pages: PagedKV, seed: int) -> tuple[Tensor, Tensor]:
     """Keys and values [rows, G, D] that the pages' bases are made for."""
     unit = UNIT if pages.scheme.byte_scales else 1.0
     keys, values = (randn(rows, HEADS, pages.head_dim, seed=seed + i) * unit for i in (0, 1))
@@ -65,14 +65,14 @@ def likely(rows: int, pages: Pages, seed: int) -> tuple[Tensor, Tensor]:
     return pages.bases.keys.turn_back(keys).contiguous(), pages.bases.values.turn_back(values).contiguous()
 
 
-def empty(kv: str, blocks: int, size: int = 64, tails: int = 8) -> Pages:
+def empty(kv: str, blocks: int, size: int = 64, tails: int = 8) -> PagedKV:
     kind = scheme(kv)
     bases = None
     if kind.layout == Layout.KVQUANT:
         bases = Bases(channels(size, kind, False, 1), channels(size, kind, True, 7))
     elif kind.calibrated:
         bases = Bases(basis(size, kind, 1), basis(size, kind, 7))
-    return Pages.zeros(blocks, BLOCK, HEADS, size, kind, tails=tails, bases=bases)
+    return PagedKV.zeros(blocks, BLOCK, HEADS, size, kind, tails=tails, bases=bases)
 
 
 def whole(kv: str, size: int) -> int:
@@ -83,8 +83,8 @@ def whole(kv: str, size: int) -> int:
 @dataclasses.dataclass
 class Case:
     q: Tensor
-    pages: Pages
-    place: Placement
+    pages: PagedKV
+    place: AttentionMetadata
     form: AttentionForm
 
     def run(self, level: str | None = None) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,7 @@ def case(kv: str, lengths: list[int], counts: list[int], size: int = 64, **form:
         own = None if tails is None else tails[b].expand(length)
         for piece in at.split(BLOCK):
             ref_attention.write_pages(k[piece], v[piece], pages, slots[piece], None if own is None else own[piece])
-    place = Placement(
+    place = AttentionMetadata(
         torch.tensor([0, *counts]).cumsum(0).int(),
         torch.tensor(lengths).int(),
         tables.int(),
@@ -161,7 +161,7 @@ def test_write_kv(kv: str, size: int, turned: int, normed: bool) -> None:
         for first, end in ((0, 20), (20, 32), (32, 60)):
             slots = torch.arange(first, end) + 32
             part = slice(first, end)
-            place = Placement(
+            place = AttentionMetadata(
                 torch.tensor([0, end - first]).int(), torch.tensor([end]).int(), torch.tensor([[1, 2]]).int(),
                 torch.arange(first, end).int(), slots, tails=torch.tensor([6]) if pages.recent else None,
             )  # fmt: skip
@@ -209,7 +209,7 @@ def test_a_row_does_not_depend_on_what_else_is_computed(kv: str, lengths: list[i
         for rows in calls:
             ends = [first + n for first, n in zip(filled, rows, strict=True)]
             at = [torch.arange(first, end) for first, end in zip(filled, ends, strict=True)]
-            place = Placement(
+            place = AttentionMetadata(
                 torch.tensor([0, *rows]).cumsum(0).int(), torch.tensor(ends).int(), tables.int(), torch.cat(at).int(),
                 torch.cat([tables[b, t // BLOCK] * BLOCK + t % BLOCK for b, t in enumerate(at)]),
                 tails=torch.arange(len(lengths)) if pages.recent else None,
@@ -246,7 +246,7 @@ def test_what_is_not_finite_shows_where_it_is_read(kv: str) -> None:
             copy = case(kv, [70, 40], [1, 1])
             x = torch.zeros(1, HEADS, 64)
             x[0, 1, 5] = broken
-            slot = copy.place.tables[0, row // BLOCK].long()[None] * BLOCK + row % BLOCK
+            slot = copy.place.block_tables[0, row // BLOCK].long()[None] * BLOCK + row % BLOCK
             if copy.pages.recent is not None and row < 64:
                 continue  # it would come there by way of a recent block
             tails = None if copy.place.tails is None else copy.place.tails[:1]
@@ -265,7 +265,7 @@ def test_what_is_too_large_makes_its_own_scale_nan(level: str, size: float) -> N
     found = []
     for poisoned in (False, True):
         pages = empty("int4", 1)
-        place = Placement(
+        place = AttentionMetadata(
             torch.tensor([0, 20]).int(), torch.tensor([20]).int(), torch.tensor([[0]]).int(), torch.arange(20).int(),
             torch.arange(20),
         )  # fmt: skip
@@ -293,7 +293,7 @@ def test_rows_out_of_order_are_written_all_the_same() -> None:
     found = []
     for rows in (torch.arange(32), order):
         pages = empty("int4", 1)
-        place = Placement(
+        place = AttentionMetadata(
             torch.tensor([0, 32]).int(), torch.tensor([32]).int(), torch.tensor([[0]]).int(), rows.int(), rows
         )
         native.write_kv(q, k[rows].contiguous(), v[rows].contiguous(), pages, place)
@@ -306,7 +306,7 @@ def test_bad_planes_are_refused() -> None:
     place = one.place
     assert place.tails is not None
 
-    def refused(match: str, changed: Placement, pages: Pages = one.pages) -> None:
+    def refused(match: str, changed: AttentionMetadata, pages: PagedKV = one.pages) -> None:
         with pytest.raises(ValueError, match=match):
             native.paged_attention(one.q, pages, changed, one.form)
 
@@ -320,7 +320,7 @@ def test_bad_planes_are_refused() -> None:
     crossing = dataclasses.replace(
         place,
         row_starts=torch.tensor([0, 2, 2]).int(),
-        slots=torch.tensor([31, 32]),
+        slot_mapping=torch.tensor([31, 32]),
         positions=torch.tensor([31, 32]).int(),
     )
     with pytest.raises(ValueError, match="a call's rows of a sequence are of one block"):
@@ -357,7 +357,7 @@ def test_channels_of_any_eight_columns(kv: str, size: int) -> None:
     rows, heads = 70, 2 * HEADS
     k, v, q = randn(rows, HEADS, size, seed=1), randn(rows, HEADS, size, seed=2), randn(rows, heads, size, seed=3)
     at, table = torch.arange(rows), torch.tensor([2, 0, 1])
-    place = Placement(
+    place = AttentionMetadata(
         torch.tensor([0, rows]).int(), torch.tensor([rows]).int(), table[None].int(), at.int(),
         table[at // BLOCK] * BLOCK + at % BLOCK,
     )  # fmt: skip

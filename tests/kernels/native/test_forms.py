@@ -26,7 +26,7 @@ from attar.kernels import ref
 from attar.kernels.native import linear as native
 from attar.kernels.native.layouts import GGML, layout_of
 from attar.kernels.native.rows import Table, embed
-from attar.kernels.native.store import Store
+from attar.kernels.native.store import CpuWeights
 from attar.kernels.operands import Linear
 from tests.kernels.native.test_linear import LEVELS, NEVER, check, every_way, many_from, poisoned, prepared, threads
 
@@ -95,7 +95,7 @@ def columns_of(name: str) -> int:
 
 
 def values(each: Linear) -> Tensor:
-    assert isinstance(each.weight, native.KernelWeight)
+    assert isinstance(each.weight, native.PackedWeight)
     return embed(Table(each.weight), torch.arange(each.shape[0]), 1.0)
 
 
@@ -132,7 +132,7 @@ def test_products_are_what_float64_gives_in_every_way(name: str, activations: na
     ready, x = prepared(each, activations), randn(7, columns_of(name), seed=3) * torch.logspace(-3, 3, 7)[:, None]
     layout = layout_of(each.weight.scheme)  # type: ignore[union-attr]
     assert layout is not None
-    assert isinstance(ready.weight, native.KernelWeight)
+    assert isinstance(ready.weight, native.PackedWeight)
     assert ready.weight.integer == (layout.whole and activations != "exact")
     check(every_way(x, [ready]), x, each, ready, OFFSET_TOLERANCE if layout.offsets else TOLERANCE)
 
@@ -285,7 +285,7 @@ def test_a_layout_says_what_is_read(name: str) -> None:
         layout = layout_of(scheme)
         assert layout is not None
         weight = prepared(each).weight
-        assert isinstance(weight, native.KernelWeight)
+        assert isinstance(weight, native.PackedWeight)
         assert layout.bytes(outputs, inputs) == weight.read_bytes
 
 
@@ -335,7 +335,7 @@ def test_rows_of_int8_go_with_whole_numbers_alone() -> None:
         assert layout is not None
         assert not layout.whole
     x = prepared(stored("fp8-weight", 16, 64)).weight
-    assert isinstance(x, native.KernelWeight)
+    assert isinstance(x, native.PackedWeight)
     with pytest.raises(ValueError, match="codes of small integers"):
         _native.factors([(x.matrix, 0)], 0, 16, True, 0, 0.0, 0, 0)
     with pytest.raises(ValueError, match="rows are rounded to"):
@@ -357,7 +357,7 @@ def test_shapes_that_no_kernel_takes_are_left_to_the_reference() -> None:
 
 def test_a_single_block_runs_by_the_reference() -> None:
     weight = blocks_of("Q4_0", 16, 32)
-    store = Store()
+    store = CpuWeights()
     linear = Linear("one", weight)
     store.take(linear)
     assert "a single block" in store.refused["one"]

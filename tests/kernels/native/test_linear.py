@@ -72,7 +72,7 @@ def prepared(each: Linear, activations: native.Activations = "int8") -> Linear:
 
 def oracle(x: Tensor, each: Linear, ready: Linear) -> tuple[Tensor, Tensor]:
     """The product [N, O] in float64, and the sum of the magnitudes of its terms."""
-    assert isinstance(ready.weight, native.KernelWeight)
+    assert isinstance(ready.weight, native.PackedWeight)
     if ref.activation_grid(each) is None:
         x = ref.rounded_input(x, each)
         if ready.weight.integer:
@@ -370,8 +370,8 @@ def test_weights_of_two_forms_are_not_gated_in_one_call(projections: dict[str, P
     assert not native.gateable([a, b])
     assert not native.gateable([a, projections["w4g128"].linears[1]])  # of another size
     assert not native.gateable([a])
-    assert isinstance(a.weight, native.KernelWeight)
-    assert isinstance(b.weight, native.KernelWeight)
+    assert isinstance(a.weight, native.PackedWeight)
+    assert isinstance(b.weight, native.PackedWeight)
     for matrices in ([a.weight.matrix], [a.weight.matrix, b.weight.matrix]):
         with pytest.raises(ValueError, match=r"gated products take two|of the same groups"):
             _native.factors([(each, 0) for each in matrices], 0, 150, True, 0, 0.0, 0, 0, "silu")
@@ -429,7 +429,7 @@ def test_indices_beyond_two_to_the_31(projections: dict[str, Projection], tmp_pa
     """Rows of an output 2^31 + 100 columns wide, in a file with holes: only the pages written to exist."""
     linears, x, width, first = projections["w4g128"].linears[:1], randn(3, 384), (1 << 31) + 100, (1 << 31) - 50
     weight = linears[0].weight
-    assert isinstance(weight, native.KernelWeight)
+    assert isinstance(weight, native.PackedWeight)
     with (tmp_path / "holes").open("w+b") as file:
         file.truncate(3 * width * 4)
         space = mmap.mmap(file.fileno(), 3 * width * 4)

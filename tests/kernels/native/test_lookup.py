@@ -118,7 +118,7 @@ def test_what_is_read_is_what_was_planned(scheme: str) -> None:
     each = stored(scheme, 192, 33)
     assert isinstance(each.weight, PackedTensor)
     ready = prepared(each, _native.Arena())
-    assert isinstance(ready.weight, native.KernelWeight)
+    assert isinstance(ready.weight, native.PackedWeight)
     assert ready.weight.read_bytes == costs.read_bytes(33, 192, each.weight.scheme)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attar import _native
 from attar.kernels import ref
-from attar.kernels.native import quantize as native
+from attar.kernels.native import rows as native
 
 LEVELS = _native.levels()
 DTYPES = [torch.float32, torch.bfloat16]

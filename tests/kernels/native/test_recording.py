@@ -36,7 +36,7 @@ class Block:
         self.gate, self.up = linear("w4g32", WIDE, HIDDEN), linear("w4g32", WIDE, HIDDEN)
         self.down, self.head = linear("w8a8", HIDDEN, WIDE), linear("w8g32-asym", VOCAB, HIDDEN)
         self.norm = Norm("rms", torch.ones(HIDDEN), prepared=True)
-        assert isinstance(self.head.weight, products.KernelWeight)
+        assert isinstance(self.head.weight, products.PackedWeight)
         self.table = rows.Table(self.head.weight)
 
     def __call__(self, ids: Tensor) -> Tensor:

@@ -223,7 +223,7 @@ def test_rows_of_a_packed_table_are_those_of_the_dequantized_weight(bits: int) -
         packed = codec("int").quantize(randn(37, columns), Scheme(grid).with_scale_dtype(extension.number_name(dtype)))
         each = Linear("table", packed)
         products.prepare(each, _native.Arena())
-        assert isinstance(each.weight, products.KernelWeight)
+        assert isinstance(each.weight, products.PackedWeight)
         assert torch.equal(rows.embed(rows.Table(each.weight), ids, 1.0), packed.dequantize(torch.float32)[ids])
 
 

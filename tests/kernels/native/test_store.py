@@ -13,9 +13,9 @@ from torch import Tensor
 from attar import _native, env
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Scheme
-from attar.kernels import ops, ref
+from attar.kernels import dispatch, ops, ref
 from attar.kernels.native import linear as native
-from attar.kernels.native.store import Store
+from attar.kernels.native.store import CpuWeights
 from attar.kernels.operands import Linear, Norm
 
 
@@ -31,9 +31,9 @@ def linear_of(scheme: str | torch.dtype, outputs: int = 16, inputs: int = 96, bi
     return Linear("up_proj", codec(read.weight.kind).quantize(weight, read), bias)
 
 
-def taken(each: Linear, activations: native.Activations = "int8") -> native.KernelWeight:
+def taken(each: Linear, activations: native.Activations = "int8") -> native.PackedWeight:
     native.prepare(each, _native.Arena(), activations)
-    assert isinstance(each.weight, native.KernelWeight)
+    assert isinstance(each.weight, native.PackedWeight)
     return each.weight
 
 
@@ -41,11 +41,11 @@ def taken(each: Linear, activations: native.Activations = "int8") -> native.Kern
 
 
 def test_a_store_takes_what_has_a_kernel_and_says_why_not_of_the_rest() -> None:
-    store = Store()
+    store = CpuWeights()
     for scheme in ("w4g32", "w8a8", torch.bfloat16):
         each = linear_of(scheme)
         store.take(each)
-        assert isinstance(each.weight, native.KernelWeight)
+        assert isinstance(each.weight, native.PackedWeight)
         assert each.shape == (16, 96)
     before = store.arena.bytes
     for name, scheme in (("tied", "w8a8-atensor"), ("four", "w4a4")):
@@ -63,7 +63,7 @@ def test_a_store_takes_what_has_a_kernel_and_says_why_not_of_the_rest() -> None:
 
 
 def test_a_weight_is_taken_once_and_the_stored_form_let_go() -> None:
-    store, each = Store(), linear_of("w4g32")
+    store, each = CpuWeights(), linear_of("w4g32")
     each.dense = ref.linear(torch.eye(96), [each])
     store.take(each)
     assert each.dense is None
@@ -84,7 +84,7 @@ def test_what_a_product_reads_is_what_the_layout_holds() -> None:
 
 
 def test_vectors_beside_the_weight_become_float32_and_norms_are_marked() -> None:
-    store, each = Store(), linear_of("w4g32", bias=randn(16).bfloat16())
+    store, each = CpuWeights(), linear_of("w4g32", bias=randn(16).bfloat16())
     each.input_scale = torch.rand(96).half() + 1
     each.permutation = torch.arange(96, dtype=torch.int32).flip(0)
     store.take(each)
@@ -101,7 +101,7 @@ def test_vectors_beside_the_weight_become_float32_and_norms_are_marked() -> None
 def test_a_table_reads_the_rows_of_the_matrix_that_makes_logits() -> None:
     head = linear_of("w8g32", outputs=50)
     dense = ref.linear(torch.eye(96), [head]).T
-    store, ids = Store(), torch.tensor([49, 0, 17, 17])
+    store, ids = CpuWeights(), torch.tensor([49, 0, 17, 17])
     store.take(head)
     rows = ops.embed(store.table(head.weight), ids, torch.float32)
     assert torch.equal(rows, dense[ids])
@@ -109,17 +109,17 @@ def test_a_table_reads_the_rows_of_the_matrix_that_makes_logits() -> None:
 
 def test_stores_round_rows_in_the_ways_there_are() -> None:
     with pytest.raises(ValueError, match="exact, int8, int8g128, int8g32, not 'int4'"):
-        Store("int4")
+        CpuWeights("int4")
     each = linear_of("w4g32")
-    Store("exact").take(each)
-    assert isinstance(each.weight, native.KernelWeight)
+    CpuWeights("exact").take(each)
+    assert isinstance(each.weight, native.PackedWeight)
     assert not each.weight.integer
 
 
 def test_the_reference_has_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(ops.store(), Store)
+    assert isinstance(dispatch.store(), CpuWeights)
     monkeypatch.setattr(env, "get", lambda: env.Env(kernels="ref"))
-    assert ops.store() is None
+    assert dispatch.store() is None
 
 
 # ---- how rows are rounded

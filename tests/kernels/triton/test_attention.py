@@ -21,7 +21,7 @@ from attar.kernels.operands import AttentionForm, Norm
 from attar.kernels.triton import attention, kv_write, nibbles
 from attar.kernels.triton.pages import NibblePages, PlainPages
 from attar.kv import bit_planes
-from attar.kv.pages import Pages, Placement, Rotation
+from attar.kv.pages import AttentionMetadata, PagedKV, Rotation
 from attar.kv.schemes import scheme
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}  # of outputs, relative to the largest: what the arithmetic adds
@@ -70,7 +70,7 @@ class Case:
         self.form = form_ = AttentionForm(**given)  # type: ignore[arg-type]
         width = max(1, *(-(-length // block) for length in lengths))
         sizes = (len(counts) * width + 1, block, form_.kv_heads, form_.head_dim)
-        self.theirs = Pages.zeros(*sizes, scheme(SCHEMES.get(kv, "float32")))
+        self.theirs = PagedKV.zeros(*sizes, scheme(SCHEMES.get(kv, "float32")))
         self.ours = PlainPages.make(*sizes, kv)
         if kv not in SCHEMES:
             self.ours.keys.fill_(torch.nan)
@@ -92,7 +92,7 @@ class Case:
                     held[tables[b, at // block], :, at % block] = codes.view(kv)
                     scales[tables[b, at // block], :, at % block] = scale
         positions = [torch.arange(length - count, length) for count, length in zip(counts, lengths, strict=True)]
-        self.place = Placement(
+        self.place = AttentionMetadata(
             torch.tensor([0, *counts]).cumsum(0).int(),
             torch.tensor(lengths).int(),
             tables.int().contiguous(),
@@ -165,7 +165,7 @@ def test_positions_of_an_evicting_cache() -> None:
     numbers = torch.Generator().manual_seed(0)
     one.place.key_positions = torch.randint(-1, 60, (one.ours.blocks, one.ours.block), generator=numbers).int()
     one.place.positions[0] = 0
-    one.place.key_positions[one.place.tables[0].long()] = 5
+    one.place.key_positions[one.place.block_tables[0].long()] = 5
     one.check()
     assert not ops.paged_attention(one.q, one.ours, one.place, one.form)[0][0].any()
 
@@ -179,7 +179,7 @@ def test_write_kv(normed: float | None, turned: int, dtype: torch.dtype) -> None
     matrix = randn(rows, heads + 2 * kv_heads, size).to(dtype)
     q, k, v = matrix.split((heads, kv_heads, kv_heads), 1)
     slots = torch.tensor([3, 40, 17, 0, 31])
-    place = Placement(slots, slots, slots, slots, slots)
+    place = AttentionMetadata(slots, slots, slots, slots, slots)
     rotation = None
     if turned:
         angles = randn(9, turned // 2, seed=1)
@@ -188,7 +188,7 @@ def test_write_kv(normed: float | None, turned: int, dtype: torch.dtype) -> None
     if normed is not None:
         norms = [Norm("rms", randn(size, seed=i).to(dtype), offset=normed, eps=1e-5) for i in (2, 3)]
     for kv in (dtype, torch.int8):
-        theirs = Pages.zeros(3, block, kv_heads, size, scheme("int8" if kv == torch.int8 else "float32"))
+        theirs = PagedKV.zeros(3, block, kv_heads, size, scheme("int8" if kv == torch.int8 else "float32"))
         ours = PlainPages.make(3, block, kv_heads, size, kv)
         turned_q = ops.write_kv(q, k, v, ours, place, rotation, *norms)
         normed_q, normed_k = (
@@ -220,21 +220,22 @@ def test_four_bits(dtype: torch.dtype, window: int | None, cap: float | None) ->
     int4, form = scheme("int4"), AttentionForm(heads, kv_heads, size, size**-0.5, window, cap)
     ours = NibblePages.rotated(5, block, kv_heads, size, int4)
     ours.keys.fill_(255)
-    theirs = Pages.zeros(5, block, kv_heads, size, int4)
+    theirs = PagedKV.zeros(5, block, kv_heads, size, int4)
     tables = torch.tensor([[3, 0], [4, 2]])
     angles = randn(80, 10, seed=3)
     for b, length in enumerate(lengths):
         at = torch.arange(length)
         slots = tables[b, at // block] * block + at % block
         starts, rotation = torch.tensor([0, length]).int(), Rotation(angles.cos(), angles.sin(), at.int())
-        place = Placement(starts, starts[1:], tables[b : b + 1].int(), at.int(), slots)
+        place = AttentionMetadata(starts, starts[1:], tables[b : b + 1].int(), at.int(), slots)
         q, k, v = (randn(length, n, size, seed=10 * b + n).to(dtype) for n in (heads, kv_heads, kv_heads))
         found = ops.write_kv(q, k, v, ours, place, rotation)
         expected = ref_attention.write_kv(q, k, v, theirs, place, rotation)
         assert torch.allclose(found, expected, atol=ROTATED[dtype])
     ends = zip(counts, lengths, strict=True)
     positions = torch.cat([torch.arange(length - count, length) for count, length in ends]).int()
-    place = Placement(torch.tensor([0, 1, 4]).int(), torch.tensor(lengths).int(), tables.int().contiguous(), positions,
+    place = AttentionMetadata(torch.tensor([0, 1, 4]).int(), torch.tensor(lengths).int(), tables.int().contiguous(),
+    positions,
                       torch.zeros(4).long())  # fmt: skip
     q = ours.bases.keys.turn_queries(randn(4, heads, size).to(dtype))  # type: ignore[union-attr]
     found, _ = ops.paged_attention(q, ours, place, form)
@@ -251,7 +252,7 @@ def test_four_bits_are_chosen_by_the_references_arithmetic() -> None:
     k[1, 0] = v[2] = 0
     ours = NibblePages.rotated(2, block, kv_heads, size, scheme("int4"))
     slots = torch.randperm(2 * block, generator=numbers)[:rows]
-    ops.write_kv(k, k, v, ours, Placement(slots, slots, slots, slots, slots))
+    ops.write_kv(k, k, v, ours, AttentionMetadata(slots, slots, slots, slots, slots))
     for x, basis, held, scales in (
         (k, ours.bases.keys, ours.keys, ours.key_scales),  # type: ignore[union-attr]
         (v, ours.bases.values, ours.values, ours.value_scales),  # type: ignore[union-attr]
@@ -271,7 +272,7 @@ def test_four_bits_are_chosen_by_the_references_arithmetic() -> None:
 def test_heads_become_coordinates_and_back(size: int, dtype: torch.dtype) -> None:
     ours = NibblePages.rotated(1, 16, 2, size, scheme("int4"))
     q, slots = randn(3, 4, size).to(dtype), torch.tensor([1, 5, 9])
-    turned = ops.write_kv(q, q[:, :2], q[:, :2], ours, Placement(slots, slots, slots, slots, slots))
+    turned = ops.write_kv(q, q[:, :2], q[:, :2], ours, AttentionMetadata(slots, slots, slots, slots, slots))
     assert torch.allclose(turned, ours.bases.keys.turn_queries(q), atol=ROTATED[dtype])  # type: ignore[union-attr]
     back = nibbles.turn_back(turned.flatten(1).clone(), ours).view(q.shape)
     assert torch.allclose(back, q, atol=2 * ROTATED[dtype])
@@ -282,7 +283,7 @@ def test_four_bits_of_what_is_not_finite() -> None:
     k = randn(2, 1, 32)
     k[1, 0, 5] = torch.nan
     slots = torch.tensor([4, 9])
-    ops.write_kv(k, k, k, pages, Placement(slots, slots, slots, slots, slots))
+    ops.write_kv(k, k, k, pages, AttentionMetadata(slots, slots, slots, slots, slots))
     assert pages.key_scales is not None
     assert pages.key_scales.isnan().nonzero().tolist() == [[0, 0, 9]]
     with pytest.raises(ValueError, match="heads of 32, 64, 128"):
@@ -296,8 +297,11 @@ def test_write_float8() -> None:
     k[..., 0] = v[..., 0] = 7.0  # 448 / 64
     k[1, 1] = 0
     slots = torch.tensor([3, 30, 17])
-    place, ours = Placement(slots, slots, slots, slots, slots), PlainPages.make(2, 16, 2, 24, torch.float8_e4m3fn)
-    theirs = Pages.zeros(2, 16, 2, 24, scheme("fp8"))
+    place, ours = (
+        AttentionMetadata(slots, slots, slots, slots, slots),
+        PlainPages.make(2, 16, 2, 24, torch.float8_e4m3fn),
+    )
+    theirs = PagedKV.zeros(2, 16, 2, 24, scheme("fp8"))
     ops.write_kv(k, k, v, ours, place)
     ref_attention.write_pages(k, v, theirs, slots)
     assert ours.key_scales is not None
@@ -313,7 +317,7 @@ def test_what_is_not_finite_makes_a_scale_nan(kv: torch.dtype) -> None:
     k = randn(2, 1, 24)
     k[1, 0, 5] = torch.inf
     slots = torch.tensor([4, 9])
-    kv_write.write_kv(k, k, k, pages, Placement(slots, slots, slots, slots, slots))
+    kv_write.write_kv(k, k, k, pages, AttentionMetadata(slots, slots, slots, slots, slots))
     for scales in (pages.key_scales, pages.value_scales):
         assert scales is not None
         assert scales.isnan().nonzero().tolist() == [[0, 0, 9]]

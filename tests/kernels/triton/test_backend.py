@@ -10,7 +10,7 @@ import torch
 from attar.checkpoints.sources import hf
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme, multiplied_in
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.operands import Linear
 from attar.kernels.triton import backend, store, weights
 
@@ -26,22 +26,22 @@ def against(scheme: str, columns: int = 128) -> str | None:
 @without
 def test_asking_for_a_gpu_that_is_not_there_is_one_sentence() -> None:
     with pytest.raises(ValueError, match=r"^cannot compute on cuda: (Triton is not installed|torch finds no CUDA)"):
-        ops.store(device="cuda", dtype=torch.bfloat16)
+        dispatch.store(device="cuda", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="attar computes on cpu and cuda, not on mps"):
-        ops.store(device="mps")
+        dispatch.store(device="mps")
 
 
 @without
 def test_candidates_of_a_gpu_are_shown_with_reasons() -> None:
-    found = ops.candidates("linear", "cuda", torch.bfloat16)
+    found = dispatch.candidates("linear", "cuda", torch.bfloat16)
     assert [name for name, _ in found] == ["triton", "native", "ref"]
     assert all(found[i][1] for i in range(2))
-    assert dict(ops.candidates("rope", "cuda", torch.bfloat16))["triton"] == "has no Triton kernel"
-    assert "float64" in str(dict(ops.candidates("norm", "cuda", torch.float64))["triton"])
+    assert dict(dispatch.candidates("rope", "cuda", torch.bfloat16))["triton"] == "has no Triton kernel"
+    assert "float64" in str(dict(dispatch.candidates("norm", "cuda", torch.float64))["triton"])
 
 
 def test_every_operation_of_the_backend_is_one_of_the_door() -> None:
-    assert set(ops.OPS) >= backend.OPS
+    assert set(dispatch.OPS) >= backend.OPS
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_schemes_without_one_say_why(scheme: str, reason: str) -> None:
 @pytest.mark.parametrize("dtype", backend.DTYPES, ids=str)
 def test_a_checkpoint_loads_in_the_dtype_of_the_store(dtype: torch.dtype, demo: Path) -> None:
     """As `--device cuda` loads it, but for the device."""
-    where = store.TritonStore("cpu", dtype)
+    where = store.GpuWeights("cpu", dtype)
     decoder = hf.load(demo, dtype, None, where)
     for each in (decoder.head, *decoder.blocks[0].linears()):
         assert isinstance(each.weight, weights.TritonWeight)

@@ -31,7 +31,7 @@ from attar.formats.scheme import Scheme
 from attar.kernels.operands import AttentionForm, Linear, Norm
 from attar.kernels.triton import attention, kv_write, linear, nibbles, rows, sampling, w4, w8, weights
 from attar.kernels.triton.pages import NibblePages, PlainPages
-from attar.kv.pages import Placement, Rotation
+from attar.kv.pages import AttentionMetadata, Rotation
 from attar.kv.schemes import scheme
 
 SHARED = 227 << 10  # bytes of shared memory that a program of a Hopper card can have
@@ -103,7 +103,7 @@ def attend(
         return torch.zeros(shape, dtype=torch.int32)
 
     tables = numbers(len(counts), capacity // 64)
-    place = Placement(numbers(len(counts) + 1), numbers(len(counts)), tables, numbers(n), torch.zeros(n).long())
+    place = AttentionMetadata(numbers(len(counts) + 1), numbers(len(counts)), tables, numbers(n), torch.zeros(n).long())
     if tree:
         place.tree = torch.ones(sum(count * count for count in counts), dtype=torch.bool)
     if placed:
@@ -120,7 +120,9 @@ def write(pages: PlainPages, offset: float = 0.0) -> None:
     heads, slots = torch.zeros(2, 2, 128, dtype=DTYPE), torch.zeros(2, dtype=torch.int64)
     rotation = Rotation(torch.zeros(9, 64), torch.zeros(9, 64), torch.zeros(2, dtype=torch.int32))
     norm = Norm("rms", torch.zeros(128, dtype=DTYPE), offset=offset)
-    kv_write.write_kv(heads, heads, heads, pages, Placement(slots, slots, slots, slots, slots), rotation, norm, norm)
+    kv_write.write_kv(
+        heads, heads, heads, pages, AttentionMetadata(slots, slots, slots, slots, slots), rotation, norm, norm
+    )
 
 
 def plain(kv: torch.dtype) -> PlainPages:

@@ -282,7 +282,7 @@ def test_zero_points_that_are_no_codes(zero: int, scheme: str, dtype: torch.dtyp
     one = Linear("l", affine.encode(codes, scale, zeros, parsed, (70, 128)))
     x = on_grid("w8a8", 3, 128, dtype)
     expected = ref.linear(x.double(), [replace(one)])
-    where = store.TritonStore("cpu", dtype)
+    where = store.GpuWeights("cpu", dtype)
     where.take(one)
     fits = -8 <= zero <= 119
     assert (one.name in where.refused) is (not fits and parsed.activation is not None)
@@ -299,7 +299,7 @@ def test_codes_that_are_none_of_sixteen() -> None:
 
 
 def test_codes_that_no_kernel_knows_are_widened_and_rows_rounded_otherwise_are_refused() -> None:
-    where = store.TritonStore("cpu", torch.float32)
+    where = store.GpuWeights("cpu", torch.float32)
     one, other = Linear("one", packed("w3g64", 64, 128)), Linear("other", packed("w8a8-asym", 64, 128))
     expected = ref.linear(randn(3, 128).double(), [one])
     for each in (one, other):
@@ -314,7 +314,7 @@ def test_codes_that_no_kernel_knows_are_widened_and_rows_rounded_otherwise_are_r
 def test_embedding(scheme: str | None) -> None:
     """Of any weight: those without a kernel are widened once."""
     source = randn(70, 64) if scheme is None else packed(scheme, 70, 64)
-    table, ids = store.TritonStore("cpu", torch.float32).table(source), torch.tensor([0, 69, 5])
+    table, ids = store.GpuWeights("cpu", torch.float32).table(source), torch.tensor([0, 69, 5])
     positions, places = randn(9, 64, seed=3), torch.tensor([2, 0, 6])
     ours = ops.embed(table, ids, torch.float32, 8.0, positions, places, 2)
     expected = ref.embed(source, ids, torch.float32, 8.0, positions, places, 2)

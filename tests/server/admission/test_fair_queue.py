@@ -22,7 +22,7 @@ from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client import response_stream
 from attar.server.engine_client.client import EngineClient
 from attar.server.engine_client.response_stream import ResponseStream
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
 from attar.server.request_context import PROMPT_ANSWER, RequestContext
@@ -320,14 +320,14 @@ class Keyed:
         bearer = {"Authorization": f"Bearer {self.names[key]}"}
         while True:
             before = len(self.server.engine.commands)
-            if self.server.server.engine.places.fit(self.salt(key), 1):
+            if self.server.server.engine.places.fit(self.cache_salt(key), 1):
                 self.send(key)
                 self.server.wait(lambda before=before: len(self.server.engine.commands) > before)  # type: ignore[misc]
             else:
                 return self.server.post(COMPLETIONS, LONG, bearer)
 
-    def salt(self, key: int) -> bytes:
-        found = self.server.server.options.keys.salt({b"x-api-key": self.names[key].encode()})
+    def cache_salt(self, key: int) -> bytes:
+        found = self.server.server.options.keys.cache_salt({b"x-api-key": self.names[key].encode()})
         assert found is not None
         return found
 
@@ -349,7 +349,7 @@ def test_keys_that_flood_are_refused_and_a_polite_one_is_served(start: Callable[
         reply = made.flood(key)
         assert (reply.status, reply.code) == (429, "rate_limit_exceeded")
         assert int(reply.headers["retry-after"]) >= 1
-        counts.append(places.waiting(made.salt(key)))
+        counts.append(places.waiting(made.cache_salt(key)))
     assert counts == [8, 2]  # all but what is kept for the others; its part
     assert len(server.engine.commands) == sum(counts)
     bearer = {"Authorization": f"Bearer {made.names[2]}"}
@@ -382,7 +382,7 @@ def test_a_request_that_finds_no_place_costs_its_key_nothing() -> None:
         lambda: dispatcher.submit(caller, [(1, 2)], SamplingParams(max_tokens=5), 1, "fake"),
         lambda: dispatcher.embed(caller, [(1, 2)], "mean", "fake"),
     ):
-        with pytest.raises(Refusal, match="rate_limit_exceeded") as caught:
+        with pytest.raises(APIError, match="rate_limit_exceeded") as caught:
             ask()
         assert "this key has 6 of the 8 places" in caught.value.message
         assert caught.value.retry_after == 1

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from attar.server.admission.rate_limits import MINUTE, PART, Account, KeyLimits, Quotas
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
 from tests.server.conftest import Running
@@ -43,7 +43,7 @@ class Shares(RuleBasedStateMachine):
     @rule(target=accounts, key=st.sampled_from([b"a", b"b"]))
     def enter(self, key: bytes) -> object:
         if self.open[key] == REQUESTS:
-            with pytest.raises(Refusal, match="rate_limit_exceeded"):
+            with pytest.raises(APIError, match="rate_limit_exceeded"):
                 self.quotas.enter(key)
             return multiple()
         account = self.quotas.enter(key)
@@ -56,10 +56,10 @@ class Shares(RuleBasedStateMachine):
     def take(self, account: Account, prompt: int, asked: int) -> None:
         free = self.quotas.fill(account.state)
         if prompt + asked > TOKENS:  # no waiting would help
-            with pytest.raises(Refusal, match="out_of_range"):
+            with pytest.raises(APIError, match="out_of_range"):
                 account.take(prompt, asked)
         elif prompt + asked > free:
-            with pytest.raises(Refusal, match="rate_limit_exceeded") as caught:
+            with pytest.raises(APIError, match="rate_limit_exceeded") as caught:
                 account.take(prompt, asked)
             seconds = caught.value.retry_after
             assert seconds is not None
@@ -125,12 +125,12 @@ def test_the_time_to_wait_is_enough_and_no_second_too_long() -> None:
     first.take(TOKENS, 0)
     first.close()
     account = quotas.enter(b"key")
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(APIError) as caught:
         account.take(33, 0)
     seconds = caught.value.retry_after
     assert seconds == 17  # 33 at 2 a second
     now[0] = seconds - 1
-    with pytest.raises(Refusal):
+    with pytest.raises(APIError):
         account.take(33, 0)
     now[0] = seconds
     account.take(33, 0)
@@ -150,7 +150,7 @@ def test_who_names_no_number_has_what_is_there_and_no_less_than_a_fair_part() ->
     first.take(20, 60)
     assert second.allowance(5, 1) == 35
     assert second.allowance(20, 1) == TOKENS // PART  # more than there is: it is told when there will be
-    with pytest.raises(Refusal, match="rate_limit_exceeded"):
+    with pytest.raises(APIError, match="rate_limit_exceeded"):
         second.take(20, TOKENS // PART)
     assert second.allowance(TOKENS - 7, 1) == 7
     assert second.allowance(TOKENS, 16) == 1

@@ -10,7 +10,7 @@ import pytest
 from attar.protocol.request import SamplingParams
 from attar.server.admission import request_limits
 from attar.server.admission.request_limits import written
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from tests.server.api.test_routes import CHAT, COMPLETIONS
 from tests.server.bad_requests import USER
 from tests.server.conftest import Running
@@ -56,5 +56,5 @@ def test_what_lm_eval_asks_for_at_once_is_not_too_much() -> None:
     params = SamplingParams(max_tokens=1, logprobs=1, prompt_logprobs=1)
     written([(1,) * 4096] * 128, params, 1, False)
     written([(1,)], SamplingParams(max_tokens=(128 << 10) - 1, logprobs=20), 1, False)
-    with pytest.raises(Refusal, match="out_of_range"):
+    with pytest.raises(APIError, match="out_of_range"):
         written([(1,) * 16384] * 128, params, 1, False)

@@ -20,7 +20,7 @@ from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client.client import EngineClient
 from attar.server.engine_client.connection import Connection, PromptScores
 from attar.server.engine_client.connection import Event as Arrived
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.request_context import RequestContext
 from attar.server.request_handler import RequestHandler
 from attar.text.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ def test_nothing_more_is_written_for_a_reader_that_has_gone(
             (last,) = [piece async for piece in openai.stream(work, "fake", form, False)]
             assert b'"code":"cancelled"' in last
         else:
-            with pytest.raises(Refusal, match="cancelled"):
+            with pytest.raises(APIError, match="cancelled"):
                 await openai.whole(work, "fake", form)
         work.close()
         assert dispatcher.context.traces.find("a", b"").outcome == ("length" if finished else "cancelled")

@@ -24,7 +24,7 @@ from attar.server.api.schemas import (
     TokenizeBody,
 )
 from attar.server.api.validation import read
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 
 if TYPE_CHECKING:
     from attar.server.dispatcher import Dispatcher
@@ -57,14 +57,14 @@ def test_null_and_harmless_values_of_unbuilt_fields_are_welcome(kind: type[Body]
 @pytest.mark.parametrize("kind", LEAST)
 def test_other_values_of_unbuilt_fields_are_refused_by_name(kind: type[Body]) -> None:
     for name in kind.unbuilt:
-        with pytest.raises(Refusal) as error:
+        with pytest.raises(APIError) as error:
             take(kind, **{name: {"some": "thing"}})
         assert (error.value.code, error.value.param) == ("unsupported_field", name)
 
 
 def test_a_harmless_value_of_another_type_is_not_harmless() -> None:
     for name, value in (("store", 0), ("echo", 0), ("length_penalty", True)):
-        with pytest.raises(Refusal, match="unsupported_field"):
+        with pytest.raises(APIError, match="unsupported_field"):
             take(ChatBody, **{name: value})
 
 
@@ -85,11 +85,11 @@ def test_a_message_may_say_that_it_is_text_and_nothing_else(kind: type[Body]) ->
     plain = {"role": "user", "content": "hello"}
     assert taken(plain | {"type": "text"}) == taken(plain)
     for value in ("image", "TEXT", "", "message", None, 1, True, ["text"], {"type": "text"}):
-        with pytest.raises(Refusal) as error:
+        with pytest.raises(APIError) as error:
             taken(plain | {"type": value})
         assert error.value.param == "messages[0].type"
         assert error.value.code == ("invalid_value" if isinstance(value, str) else "invalid_type")
-    with pytest.raises(Refusal, match="unknown_field"):
+    with pytest.raises(APIError, match="unknown_field"):
         take(AnthropicBody, messages=[plain | {"type": "text"}])  # no API of theirs has it
 
 
@@ -97,7 +97,7 @@ def test_an_assistants_message_is_not_continued() -> None:
     """Anthropic's API goes on with a last message of the assistant's, where a new turn would be another answer."""
     said = [*MESSAGES, {"role": "assistant", "content": "The answer is ("}]
     for messages in (said, said[1:]):
-        with pytest.raises(Refusal, match="invalid_value") as error:
+        with pytest.raises(APIError, match="invalid_value") as error:
             take(AnthropicBody, messages=messages)
         assert error.value.param == "messages"
         assert "continuing an assistant's message is not supported" in error.value.message
@@ -112,7 +112,7 @@ def test_prompts_are_texts_or_tokens() -> None:
     assert take(CompletionBody, prompt=["a", "b"]).prompts() == ["a", "b"]
     assert take(CompletionBody, prompt=[1, 2]).prompts() == [[1, 2]]
     assert take(CompletionBody, prompt=[[1], [2, 3]]).prompts() == [[1], [2, 3]]
-    with pytest.raises(Refusal, match="invalid_type"):
+    with pytest.raises(APIError, match="invalid_type"):
         take(CompletionBody, prompt=["a", 1]).prompts()
 
 
@@ -142,7 +142,7 @@ def test_a_stop_string_is_as_long_as_its_bytes() -> None:
         for text in ("x" * 256, "é" * 128, "日" * 85, "😀" * 64, "x" * 254 + "é"):
             take(kind, **{field: [text]})
         for text in ("x" * 257, "é" * 129, "日" * 86, "😀" * 65, "x" * 255 + "é"):
-            with pytest.raises(Refusal) as error:
+            with pytest.raises(APIError) as error:
                 take(kind, **{field: ["a", text]})
             assert error.value.code == "invalid_length"
             assert field in str(error.value.param)
@@ -169,12 +169,12 @@ def test_the_document_knows_how_long_a_stop_string_may_be(width: int) -> None:
         if fits:
             take(CompletionBody, stop=text)
         else:
-            with pytest.raises(Refusal, match="invalid_length"):
+            with pytest.raises(APIError, match="invalid_length"):
                 take(CompletionBody, stop=text)
 
 
 def test_the_best_of_several_cannot_be_streamed_and_needs_log_probabilities() -> None:
-    with pytest.raises(Refusal) as error:
+    with pytest.raises(APIError) as error:
         take(CompletionBody, best_of=2, stream=True)
     assert (error.value.code, error.value.param) == ("invalid_value", "best_of")
     assert take(CompletionBody, n=3, best_of=3, stream=True).best_of == 3  # what it is where it is left out
@@ -194,7 +194,7 @@ def test_candidates_are_at_least_what_is_kept_of_them_as_the_document_says() -> 
             if fits:
                 take(CompletionBody, **spelt)
                 continue
-            with pytest.raises(Refusal, match="invalid_value") as error:
+            with pytest.raises(APIError, match="invalid_value") as error:
                 take(CompletionBody, **spelt)
             assert error.value.param == "best_of"
 
@@ -232,7 +232,7 @@ def test_logit_bias_is_by_token() -> None:
     made = sampling_params.chat_params(take(ChatBody, logit_bias={"3": 5, "9": -100}), 100, 10)
     assert dict(made.logit_bias) == {3: 5, 9: -100}
     for key in ("10", "-1", "abc", "", "1.0", "²", "9" * 30):
-        with pytest.raises(Refusal) as error:
+        with pytest.raises(APIError) as error:
             sampling_params.chat_params(take(ChatBody, logit_bias={key: 1}), 100, 10)
         assert error.value.param == "logit_bias"
 
@@ -285,7 +285,7 @@ def test_the_librarys_sentences_are_understood(sentence: str, code: str, param: 
 def test_what_is_wrong_is_said_in_words_of_json_and_with_what_is_right(
     kind: type[Body], fields: dict[str, Any], says: str
 ) -> None:
-    with pytest.raises(Refusal) as error:
+    with pytest.raises(APIError) as error:
         take(kind, **fields)
     assert error.value.message == says
 
@@ -307,7 +307,7 @@ def test_whole_floats_are_integers_as_in_json_schema() -> None:
     assert (body.n, body.max_tokens, body.seed, body.prompt) == (2, 10, 0, [1, 2])
     assert take(CompletionBody, min_tokens=0.0, temperature=1.0).temperature == 1
     for value in (1.5, 1e300, 1e-9):
-        with pytest.raises(Refusal, match="invalid_type"):
+        with pytest.raises(APIError, match="invalid_type"):
             take(CompletionBody, n=value)
 
 

@@ -50,19 +50,19 @@ def test_keys_that_are_none(lines: list[str]) -> None:
 
 def test_salts_belong_to_keys_and_servers() -> None:
     keys = Keys.of([KEY, OTHER])
-    one = keys.salt({b"authorization": b"Bearer " + KEY.encode()})
-    assert one == keys.salt({b"x-api-key": KEY.encode()})
+    one = keys.cache_salt({b"authorization": b"Bearer " + KEY.encode()})
+    assert one == keys.cache_salt({b"x-api-key": KEY.encode()})
     assert one
-    assert one != keys.salt({b"authorization": b"bearer " + OTHER.encode()})
-    assert one != Keys.of([KEY]).salt({b"x-api-key": KEY.encode()})
+    assert one != keys.cache_salt({b"authorization": b"bearer " + OTHER.encode()})
+    assert one != Keys.of([KEY]).cache_salt({b"x-api-key": KEY.encode()})
     for wrong in (
         {},
         {b"x-api-key": b""},
         {b"authorization": KEY.encode()},
         {b"authorization": b"Basic " + KEY.encode()},
     ):
-        assert keys.salt(wrong) is None
-    assert Keys().salt({}) == b""
+        assert keys.cache_salt(wrong) is None
+    assert Keys().cache_salt({}) == b""
     assert KEY not in repr(keys)
     assert repr(keys.secret) not in repr(keys)
 

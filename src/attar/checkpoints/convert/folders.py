@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from attar.checkpoints.convert.proof import Converted, Digest, Progress, compare
+from attar.checkpoints.convert.proof import Converted, Digest, compare
 from attar.checkpoints.convert.source import Stored, dense_names, inexact, packed_linears, stored_bits, values_of
 from attar.checkpoints.convert.targets import Target, bits_per_weight, packed_as
 from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
 from attar.formats.scheme import Part
+from attar.progress import Progress
 
 
 def folder_to_folder(checkpoint: Checkpoint, dst: Path, target: Target, overwrite: bool, report: Progress) -> Converted:

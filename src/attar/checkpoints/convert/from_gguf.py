@@ -16,7 +16,7 @@ import torch
 
 from attar.checkpoints import vocabulary
 from attar.checkpoints.convert.gguf import DENSE
-from attar.checkpoints.convert.proof import Converted, Digest, Progress, compare
+from attar.checkpoints.convert.proof import Converted, Digest, compare
 from attar.checkpoints.convert.source import Stored, dense_values, inexact, values_of
 from attar.checkpoints.convert.targets import Target, bits_per_weight, packed_as
 from attar.checkpoints.folder import CONFIG, write_json
@@ -31,6 +31,7 @@ from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Part, Scheme
 from attar.formats.weight_formats import GgmlBlocks
 from attar.kernels.operands import Linear
+from attar.progress import Progress
 
 
 def file_to_folder(
@@ -87,8 +88,8 @@ def file_to_folder(
                 ours.add(name, values)
                 report("converting", done, len(names))
             writer.finish()
-        write_json(work.out / CONFIG, {**_config_json(checkpoint), "quantization_config": settings})
-        _write_tokenizer(checkpoint, work.out)
+        write_json(work.out / CONFIG, {**config_json(checkpoint), "quantization_config": settings})
+        write_tokenizer(checkpoint, work.out)
         again, theirs = Checkpoint.open(work.out, as_stored=True), Digest()
         _check_config(checkpoint, again)
         for done, name in enumerate(names, 1):
@@ -109,7 +110,7 @@ def _linear(checkpoint: GgufCheckpoint, module: str) -> Linear:
     return Linear(module, PackedTensor(scheme, checkpoint.linear_shape(module), {"blocks": raw}))
 
 
-def _config_json(checkpoint: GgufCheckpoint) -> dict[str, Any]:
+def config_json(checkpoint: GgufCheckpoint) -> dict[str, Any]:
     """Return the config.json of a file, in a form that transformers reads too."""
     file, config = checkpoint.file, checkpoint.config
     found = gguf_config.config_json(file.metadata, file.names(), config.vocab_size, config.dtype)
@@ -141,7 +142,8 @@ def _check_config(file: GgufCheckpoint, folder: Checkpoint) -> None:
         raise ValueError(f"{file.file.path} cannot be converted exactly: config.json reads back with another {found}")
 
 
-def _write_tokenizer(checkpoint: GgufCheckpoint, out: Path) -> None:
+def write_tokenizer(checkpoint: GgufCheckpoint, out: Path) -> None:
+    """Write the file's tokenizer and the tokens that end a text into the folder `out`, if the file has a tokenizer."""
     path = checkpoint.file.path
     if not vocabulary.has_tokenizer(path):
         return

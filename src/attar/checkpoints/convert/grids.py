@@ -28,7 +28,7 @@ from attar.formats.codecs.ggml import FP4_VALUES, TYPES, GgmlType
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Grid, Scheme
-from attar.formats.weight_formats import FORMS, Fp4, GgmlBlocks, Int8Rows, Progressive, Sparse24
+from attar.formats.weight_formats import WEIGHT_FORMATS, Fp4, GgmlBlocks, Int8Rows, Progressive, Sparse24
 
 
 def _schemes(dtype: str, **names: str) -> dict[str, Scheme]:
@@ -205,7 +205,7 @@ def fp4_of_blocks(kind: GgmlType, raw: Tensor) -> PackedTensor:
 
     Raises ValueError where a scale's byte is a number to GGML alone.
     """
-    form = FORMS[kind.name.lower()]
+    form = WEIGHT_FORMATS[kind.name.lower()]
     assert isinstance(form, Fp4)
     rows, split = len(raw), kind.block_bytes - kind.elements // 2
     blocks = raw.view(rows, -1, kind.block_bytes)

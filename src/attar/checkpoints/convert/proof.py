@@ -7,15 +7,12 @@ models with the same digests compute the same, bit for bit, where one program co
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-
-Progress = Callable[[str, int, int], None]
-"""Callback progress(stage, done, total)."""
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,14 @@ from attar.checkpoints import vocabulary
 from attar.checkpoints.convert.folders import folder_to_folder
 from attar.checkpoints.convert.from_gguf import file_to_folder
 from attar.checkpoints.convert.gguf import GGUF
-from attar.checkpoints.convert.proof import Converted, Progress
+from attar.checkpoints.convert.proof import Converted
 from attar.checkpoints.convert.targets import TARGETS
 from attar.checkpoints.convert.to_gguf import folder_to_file
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources import hub
 from attar.checkpoints.sources.hf import Checkpoint
+from attar.progress import Progress
 
 FORMATS = (GGUF, *TARGETS)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.convert.gguf import DENSE, GGUF, blocks, kinds_for
-from attar.checkpoints.convert.proof import Converted, Digest, Progress, compare
+from attar.checkpoints.convert.proof import Converted, Digest, compare
 from attar.checkpoints.convert.source import (
     Stored,
     dense_values,
@@ -33,6 +33,7 @@ from attar.checkpoints.sources.hf import Checkpoint
 from attar.formats.codecs import ggml_round
 from attar.formats.codecs.ggml import TYPES, GgmlType
 from attar.formats.packed import PackedTensor
+from attar.progress import Progress
 
 
 def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: Progress) -> Converted:

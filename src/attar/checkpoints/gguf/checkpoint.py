@@ -14,7 +14,7 @@ than its architecture's tensors computes something else (an adapter, a head for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -33,13 +33,14 @@ from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Scheme
 from attar.formats.weight_formats import GgmlBlocks
+from attar.kernels.dispatch import BackendWeights
 from attar.kernels.native.layouts import GGML
-from attar.kernels.native.store import Store as NativeStore
+from attar.kernels.native.store import CpuWeights
 from attar.kernels.operands import Linear
-from attar.kernels.ops import Store
 from attar.model import decoder
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
+from attar.progress import StageProgress
 
 SCHEMES: Mapping[str, Scheme] = {
     name: Scheme.parse(scheme).with_scale_dtype("float16")
@@ -266,10 +267,10 @@ class _Outline:
 def load(
     path: Path,
     dtype: torch.dtype | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    store: Store | None = None,
+    progress: StageProgress | None = None,
+    store: BackendWeights | None = None,
 ) -> Decoder:
     """Load the whole model of a GGUF file, ready to run. Arguments and errors as `hf.load`."""
     assert store is None or dtype == store.dtype, f"these kernels compute in {store.dtype}, not {dtype}"
-    checkpoint = GgufCheckpoint.open(path, dtype, as_stored=store is not None, blocks=isinstance(store, NativeStore))
+    checkpoint = GgufCheckpoint.open(path, dtype, as_stored=store is not None, blocks=isinstance(store, CpuWeights))
     return decoder.build(checkpoint.config, checkpoint, progress, store)

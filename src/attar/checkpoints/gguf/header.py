@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attar.checkpoints.gguf.values import ARRAY, SCALARS, STRING, VALUE_TYPES, Entry, Metadata
-from attar.checkpoints.strict_io import CheckpointError, check_name
+from attar.checkpoints.strict_io import CheckpointError, check_name, kind_of
 from attar.formats.codecs.ggml import BY_ID, GgmlType
 
 MAGIC = b"GGUF"
@@ -176,16 +176,6 @@ def read_header(fd: int, size: int, where: Path) -> Header:
     return Header(version, metadata, alignment, tensors, walk.at, data)
 
 
-_FOREIGN: tuple[tuple[bytes, str], ...] = (
-    (b"version https://git-lfs", "a Git LFS pointer, not the file itself; fetch it with: git lfs pull"),
-    (b"PK\x03\x04", "a zip archive, as torch.save writes"),
-    (b"\x7fELF", "an ELF program"),
-    (b"GGML", "in a format of 2023 that GGUF has replaced; convert the model again"),
-    (b"ggjt", "in a format of 2023 that GGUF has replaced; convert the model again"),
-    (b"FUGG", "a GGUF file with its bytes in reverse order; convert it with gguf-convert-endian, of the gguf package"),
-)
-
-
 def _counts(walk: _Walk) -> tuple[int, int, int]:
     """Return version, tensors and keys. Raises CheckpointError for other formats and for unsupported versions."""
     if walk.size < 4:
@@ -193,14 +183,8 @@ def _counts(walk: _Walk) -> tuple[int, int, int]:
     walk.need(4, "the magic word")
     magic = bytes(walk.read[:4])
     if magic != MAGIC:
-        start = bytes(walk.read[:64])
-        if start.lstrip()[:5].lower() in (b"<!doc", b"<html", b"<?xml"):
-            what = "a web page (a login or error page saved as a file?); download it again"
-        elif start[8:9] == b"{":
-            what = "a safetensors file; give the folder that holds it"
-        else:
-            what = next((what for begin, what in _FOREIGN if start.startswith(begin)), f"one that begins {start[:4]!r}")
-        raise CheckpointError(f"{walk.where}: not a GGUF file: it is {what}")
+        kind = kind_of(bytes(walk.read[:64])) or f"one that begins {magic!r}"
+        raise CheckpointError(f"{walk.where}: not a GGUF file: it is {kind}")
     version = walk.u32("the version")
     if version & 0xFFFF == 0 and version >> 16:
         raise CheckpointError(

@@ -18,7 +18,7 @@ from typing import Any
 from attar.checkpoints.patterns import Patterns
 from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.scheme import NVFP4, Granularity, Grid, Scheme
-from attar.formats.weight_formats import Form, Fp4, Fp8Blocks
+from attar.formats.weight_formats import Fp4, Fp8Blocks, WeightFormat
 
 PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
 MARLIN = "marlin-24"
@@ -33,8 +33,8 @@ MIXED = "mixed-precision"
 class Group:
     """Settings of a config group for its modules; the tensors give the rest of the scheme."""
 
-    weight: Form
-    activation: Form | None
+    weight: WeightFormat
+    activation: WeightFormat | None
     static: bool
 
 
@@ -108,7 +108,7 @@ def _read_group(group: Mapping[str, Any], where: str) -> Group:
     return Group(weight, activation, static)
 
 
-def _read_form(args: Mapping[str, Any], where: str) -> Form | None:
+def _read_form(args: Mapping[str, Any], where: str) -> WeightFormat | None:
     """Return a form other than a grid: block scales and four-bit floats. None for others, which may be a grid."""
     bits, kind, strategy, size = (args.get(key) for key in ("num_bits", "type", "strategy", "group_size"))
     if strategy == "block":
@@ -199,7 +199,7 @@ def _dynamic(scheme: Scheme) -> bool | str:
     return "local" if scheme.activation == NVFP4 else not scheme.static
 
 
-def _args(form: Form, dynamic: bool | str) -> dict[str, Any]:
+def _args(form: WeightFormat, dynamic: bool | str) -> dict[str, Any]:
     """Return the arguments of a form with every key spelled out: defaults have changed between versions of the
     readers."""
     args: dict[str, Any] = {"block_structure": None, "dynamic": dynamic}

@@ -35,11 +35,10 @@ Legend: P prompts, L tokens of a prompt, C copies of the prompts, I hidden size,
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,12 +48,12 @@ from torch import Tensor
 from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid
-from attar.kernels import ops
-from attar.kernels.native.linear import KernelWeight
+from attar.kernels import dispatch
+from attar.kernels.native.linear import PackedWeight
 from attar.kernels.operands import Linear, Norm
 from attar.kernels.triton.weights import TritonWeight
 from attar.model import decoder as model
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.layers import Block
@@ -76,7 +75,7 @@ border moves by a sixteenth of itself or more, which is visible. With so few bor
 chance, so it measures no floor."""
 
 EXACT, ROUNDED, CUDA = "exact", "int8_activations", "cuda"
-COARSEST: ops.Activations = "int8"
+COARSEST: dispatch.Activations = "int8"
 
 NO_FLOOR = "the receipt has no noise floor for the {} kernels, which could not run where it was made"
 
@@ -114,7 +113,7 @@ def rounds_activations(linears: Iterable[Linear]) -> bool:
     """Return whether any of the linears rounds its input to a grid, by its scheme or by the kernels that it is prepared
     for."""
     weights = (each.weight for each in linears)
-    return any(w.rounds if isinstance(w, KernelWeight | TritonWeight) else _by_scheme(w) for w in weights)
+    return any(w.rounds if isinstance(w, PackedWeight | TritonWeight) else _by_scheme(w) for w in weights)
 
 
 def _by_scheme(weight: object) -> bool:
@@ -124,7 +123,7 @@ def _by_scheme(weight: object) -> bool:
 
 def _rounds_to_floats(decoder: Decoder) -> bool:
     weights = (linear.weight for block in decoder.blocks for linear in block.linears())
-    schemes = (each.scheme for each in weights if isinstance(each, PackedTensor | KernelWeight))
+    schemes = (each.scheme for each in weights if isinstance(each, PackedTensor | PackedWeight))
     grids = (scheme.activation for scheme in schemes if scheme is not None and scheme.activation is not None)
     return any(not isinstance(grid, Grid) or grid.kind != "int" for grid in grids)
 
@@ -139,12 +138,12 @@ def kernel_path(decoder: Decoder) -> str:
 def unrounded(decoder: Decoder) -> Iterator[None]:
     """Run the decoder's prepared weights on unrounded rows within the context, unless a scheme says otherwise."""
     linears = [linear for block in decoder.blocks for linear in block.linears()]
-    changed: list[tuple[Linear, KernelWeight]] = []
+    changed: list[tuple[Linear, PackedWeight]] = []
     for each in (*linears, decoder.head):
         weight = each.weight
-        if isinstance(weight, KernelWeight) and weight.scheme is not None and weight.scheme.activation is None:
+        if isinstance(weight, PackedWeight) and weight.scheme is not None and weight.scheme.activation is None:
             changed.append((each, weight))
-            each.weight = KernelWeight(weight.matrix, weight.scheme, False, 0)
+            each.weight = PackedWeight(weight.matrix, weight.scheme, False, 0)
     try:
         yield
     finally:
@@ -185,7 +184,7 @@ class ProbeRun:
     def __init__(self, config: ModelConfig, seed: int) -> None:
         self.config = config
         self.prompts = prompts(config, seed)
-        self.native = ops.store(COARSEST) is not None
+        self.native = dispatch.store(COARSEST) is not None
         self.ids = self.prompts.repeat(3 if self.native else 2, 1)
         self._rounds_logits = False
 
@@ -224,7 +223,7 @@ class ProbeRun:
             return model.logits(self.config, norm, head, last)
         exact = model.logits(self.config, norm, head, last[:-PROMPTS])
         head.dense = None
-        store = ops.store(COARSEST)
+        store = dispatch.store(COARSEST)
         assert store is not None
         store.take(head)
         self._rounds_logits = rounds_activations((head,))
@@ -264,32 +263,18 @@ class ProbeRun:
 
 def _through(block: Block, rows: Tensor, together: int) -> Tensor:
     """Run the block over the rows [n L, I] of n prompts, `together` prompts at a time."""
-    step = Step((LENGTH,) * together, LENGTH)
+    step = ForwardBatch((LENGTH,) * together, LENGTH)
     return torch.cat([block.run(some, step) for some in rows.split(together * LENGTH)])
 
 
 def _lay_out(block: Block) -> None:
     """Move the block's weights into a store of its own, which is freed with the block."""
-    store = ops.store(COARSEST)
+    store = dispatch.store(COARSEST)
     assert store is not None
     for linear in block.linears():
         store.take(linear)
     for norm in block.norms():
         store.take_norm(norm)
-
-
-@torch.inference_mode()
-def make_probes(decoder: Decoder, seed: int) -> dict[str, Any]:
-    """Return probes of a whole reference decoder that computes in float32. Its blocks are read once, in order."""
-    assert decoder.dtype == torch.float32
-    assert decoder.store is None
-    run = ProbeRun(decoder.config, seed)
-    rows = decoder.embedding.forward(run.ids.flatten(), torch.arange(LENGTH).repeat(len(run.ids)))
-    observed = []
-    for layer, block in enumerate(decoder.blocks):
-        rows, seen = run.run(layer, copy.deepcopy(block), rows)
-        observed.append(seen)
-    return run.finish(observed, run.logits(decoder.final_norm, replace(decoder.head), rows[LENGTH - 1 :: LENGTH]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +361,9 @@ def _differences(decoder: Decoder, probe: Probe, path: str, noise: Noise) -> Ite
     """Yield each block's difference in order, then the logits', with its position."""
     config, last = decoder.config, len(probe.tokens) - 1
     seen: list[Tensor] = []
-    step = Step((last + 1,), last + 1, decoder.cache(last + 1))  # with a cache, so that its kernels are replayed too
+    step = ForwardBatch(
+        (last + 1,), last + 1, decoder.cache(last + 1)
+    )  # with a cache, so that its kernels are replayed too
     rows = torch.tensor([last], device=decoder.device)
     logits = decoder.forward(
         torch.tensor(probe.tokens, device=decoder.device),

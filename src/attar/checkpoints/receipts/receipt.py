@@ -30,8 +30,9 @@ import torch
 from attar.checkpoints.folder import json_object, read_bytes
 from attar.checkpoints.receipts.probes import EXACT, NO_FLOOR, Probes, kernel_path, unrounded
 from attar.checkpoints.strict_io import CheckpointError
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.model.decoder import Decoder
+from attar.progress import StageProgress
 from attar.version import __version__
 
 NAME = "receipt.json"
@@ -67,7 +68,7 @@ def environment() -> dict[str, Any]:
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "kernels": "ref" if ops.store() is None else "native",
+        "kernels": "ref" if dispatch.store() is None else "native",
     }
 
 
@@ -124,7 +125,7 @@ def carry(
     output: Path,
     digest: str,
     bits_per_weight: float | None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: StageProgress | None = None,
 ) -> str | None:
     """Write the receipt of `output`, a conversion of `source` with bitwise equal values, to which the source's receipt
     applies too.

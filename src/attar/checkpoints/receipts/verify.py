@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import torch
 
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.receipts.receipt import Verdict
 from attar.checkpoints.sources import hf, hub, opening
-from attar.kernels import ops
+from attar.kernels import dispatch
+from attar.progress import Progress
 
 
 def verify(
@@ -19,7 +19,7 @@ def verify(
     hashes: bool = True,
     device: str = "cpu",
     dtype: str | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Verdict:
     """Check a folder, GGUF file, Hub id or `demo`: every hash unless `hashes` is false, then every probe.
 
@@ -28,12 +28,12 @@ def verify(
     On a `device` other than the CPU, any dtype uses that device's kernels. `progress(stage, done, total)` reports the
     loading. Raises ValueError where the model cannot be loaded or its receipt is damaged.
     """
-    ops.require(device)
+    dispatch.require(device)
     path, computed = hub.resolve(model), hf.compute_dtype(dtype, device)
     told = progress or (lambda stage, done, total: None)
     store = None
     if computed is not None and (device != "cpu" or computed == torch.float32):
-        store = ops.store(device=device, dtype=computed)
+        store = dispatch.store(device=device, dtype=computed)
     return receipt.verify(
         path,
         lambda: opening.load(path, computed, lambda done, total: told("loading", done, total), store),

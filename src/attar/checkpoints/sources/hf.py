@@ -34,12 +34,13 @@ from attar.checkpoints.layouts.own_format import OwnFormat
 from attar.checkpoints.layouts.squeezellm import SqueezeLlm
 from attar.checkpoints.strict_io import CheckpointError, near
 from attar.formats.scheme import Part, Scheme
+from attar.kernels.dispatch import BackendWeights
 from attar.kernels.operands import Linear
-from attar.kernels.ops import Store
 from attar.model import decoder
 from attar.model.config import ModelConfig, Names
 from attar.model.decoder import Decoder, Weights
 from attar.model.families import read_config
+from attar.progress import StageProgress
 
 GENERATION = "generation_config.json"
 
@@ -318,8 +319,8 @@ def compute_dtype(name: str | None, device: str = "cpu") -> torch.dtype | None:
 def load(
     path: Path,
     dtype: torch.dtype | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    store: Store | None = None,
+    progress: StageProgress | None = None,
+    store: BackendWeights | None = None,
 ) -> Decoder:
     """Load the whole model of a folder, ready to run. `progress(done, total)` counts blocks. Raises as
     `Checkpoint.open`.

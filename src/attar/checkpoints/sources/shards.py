@@ -9,7 +9,6 @@ machine, whose page cache reads the disk once for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -27,14 +26,15 @@ from attar.checkpoints.vocabulary import is_gguf
 from attar.formats.cuts import Range, Units, units, within
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
-from attar.kernels.native.store import Store as NativeStore
+from attar.kernels.dispatch import BackendWeights
+from attar.kernels.native.store import CpuWeights
 from attar.kernels.operands import Linear
-from attar.kernels.ops import Store
 from attar.model import parallel
 from attar.model.config import ModelConfig
 from attar.model.parallel import Groups, SplitDecoder
 from attar.model.split import Cut, Share, Split, split
 from attar.plan.costs import matrices
+from attar.progress import StageProgress
 
 AT_ONCE = 1 << 24  # bytes of rows that are read to keep some of their columns
 
@@ -61,12 +61,12 @@ def load(
     share: Share,
     groups: Groups,
     dtype: torch.dtype | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    store: Store | None = None,
+    progress: StageProgress | None = None,
+    store: BackendWeights | None = None,
 ) -> SplitDecoder:
     """Load the part of `share`, ready to run with the others. Raises CheckpointError as `opening.load`, and ValueError
     where the model cannot be split so."""
-    checkpoint = open_checkpoint(path, dtype, as_stored=store is not None, blocks=isinstance(store, NativeStore))
+    checkpoint = open_checkpoint(path, dtype, as_stored=store is not None, blocks=isinstance(store, CpuWeights))
     config = checkpoint.config
     part = split(config, share, schemes(checkpoint, config))
     try:

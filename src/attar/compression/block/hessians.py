@@ -219,16 +219,8 @@ def _solve(
     assert scheme is not None, "only what is pruned stays dense"
     if outputs is not None:
         coupling = gptq.prepare(_coupling(outputs.to(weight.device)), options.output_damping)
-        return two_sided.solve(
-            weight, prepared, coupling, scheme,
-            scale_search=search, polish=options.polish, damping=options.damping, output_damping=options.output_damping,
-            importance=importance,
-        )  # fmt: skip
-    return gptq.solve(
-        weight, prepared, scheme,
-        block=options.block, scale_search=search, static_groups=options.static_groups,
-        polish=options.polish, damping=options.damping, largest=largest, importance=importance,
-    )  # fmt: skip
+        return two_sided.solve(weight, prepared, coupling, scheme, options, importance=importance)
+    return gptq.solve(weight, prepared, scheme, options, largest=largest, importance=importance)
 
 
 def _install(solved: list[tuple[Linear, Tensor | PackedTensor]]) -> None:
@@ -279,7 +271,7 @@ def _gather(
         if linear.name in takers:
             originals[linear.name] = x.clone()
 
-    def tap(linear: Linear, x: Tensor) -> None:
+    def hook(linear: Linear, x: Tensor) -> None:
         for each in takers.get(linear.name, ()):
             with naming(linear, "the input of "):
                 each.add(x, originals.get(linear.name), wrong.get(linear.name))
@@ -295,7 +287,7 @@ def _gather(
                     wrong[linear.name] = true - rows
                 elif linear.name in takers and any(each.adds for each in takers[linear.name]):
                     wrong[linear.name] = between - block.forward(rows, None, step)[0]
-        block.run(rows, step, tap)
+        block.run(rows, step, hook)
 
 
 def _added(block: Block) -> list[Linear]:

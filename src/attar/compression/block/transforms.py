@@ -28,7 +28,7 @@ from attar.formats.weight_formats import Progressive
 from attar.kernels import ops
 from attar.kernels.operands import Linear, Norm
 from attar.kv import schemes as kv
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 
 SEARCH_ROWS = 4096  # rows on which AWQ compares block outputs
 
@@ -178,7 +178,7 @@ def _search(work: BlockWork, place: Fold, inputs: Rows, mean: Tensor, points: in
     def outputs() -> Iterator[Tensor]:
         for some in inputs.batches(size):
             lengths = (length,) * (len(some) // length) if place.mixes else (len(some),)
-            step = Step(lengths, max(lengths), device=hidden.device)
+            step = ForwardBatch(lengths, max(lengths), device=hidden.device)
             yield place.run(inputs.read(some), step)
 
     # Whatever the place is, its outputs are added to the residual stream.

@@ -6,6 +6,7 @@ Transforms and roundings take it in turn (`passes`); the solvers behind them see
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,37 +21,44 @@ from attar.kernels.operands import Linear
 from attar.model.layers import Block
 
 
+@dataclass(frozen=True)
+class CalibrationStates:
+    """What enters a block on the calibration text, and what enters it in the original model, where the recipe
+    corrects."""
+
+    hidden: HiddenStates
+    original: HiddenStates | None = None
+
+
 class BlockWork:
     """A block, the recipe, and the scheme of each linear by name; those without one stay dense.
 
-    `hidden` are the states that enter the block on the calibration text, `original` those that enter it in the original
-    model, where the recipe corrects. `importances` weigh columns, [I] by name, and `guide` is what the loss says of a
-    linear, which both change as the linear does. `sizes` are those that structured pruning leaves. `rtn_errors` are
-    what rounding to nearest would have cost before any transform, where there is one.
+    `states` are there where the recipe reads them. `importances` weigh columns, [I] by name, and `guide` is what the
+    loss says of a linear, which both change as the linear does. `sizes` are those that structured pruning leaves.
+    `rtn_errors` are what rounding to nearest would have cost before any transform, where there is one.
     """
 
     def __init__(
         self,
         block: Block,
-        hidden: HiddenStates | None,
+        states: CalibrationStates | None,
         recipe: Recipe,
         schemes: Mapping[str, Scheme | None],
         architecture: str,
         importances: Mapping[str, Tensor] | None = None,
         guide: Mapping[str, Hints] | None = None,
-        original: HiddenStates | None = None,
         sizes: Sizes | None = None,
     ) -> None:
         self.block, self.recipe, self.architecture = block, recipe, architecture
         self.importances, self.guide = dict(importances or {}), dict(guide or {})
-        self.original, self.sizes = original, sizes
+        self.original, self.sizes = None if states is None else states.original, sizes
         self.rtn_errors: dict[str, float] = {}
-        self._hidden, self._schemes = hidden, schemes
+        self._states, self._schemes = states, schemes
 
     @property
     def hidden(self) -> HiddenStates:
-        assert self._hidden is not None, "recipes that read inputs are given calibration data"
-        return self._hidden
+        assert self._states is not None, "recipes that read inputs are given calibration data"
+        return self._states.hidden
 
     def scheme(self, linear: Linear) -> Scheme | None:
         return self._schemes.get(linear.name)
@@ -72,7 +80,7 @@ class BlockWork:
     def watch(self, watchers: Mapping[str, Callable[[Tensor], None]], rows: int | None = None) -> None:
         """Run the block over the calibration states, or their first `rows`; each watcher sees its linear's inputs."""
 
-        def tap(linear: Linear, x: Tensor) -> None:
+        def hook(linear: Linear, x: Tensor) -> None:
             if linear.name in watchers:
                 try:
                     watchers[linear.name](x)
@@ -81,7 +89,7 @@ class BlockWork:
 
         seen = 0
         for batch in self.hidden.batches():
-            self.block.run(self.hidden.read(batch), self.hidden.step(batch), tap)
+            self.block.run(self.hidden.read(batch), self.hidden.step(batch), hook)
             seen += len(batch) * self.hidden.shape[1]
             if rows is not None and seen >= rows:
                 return

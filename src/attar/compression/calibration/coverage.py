@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attar.compression import state
+from attar.compression import resume
 from attar.kernels.operands import Linear
 from attar.model.config import ModelConfig
 from attar.model.layers import Block, MixtureOfExperts
@@ -27,7 +27,7 @@ from attar.plan.costs import matrices
 
 
 class Coverage:
-    """What calibration showed one block. `tap` is for the linears' inputs."""
+    """What calibration showed one block. `hook` is for the linears' inputs."""
 
     def __init__(self, block: Block) -> None:
         self._experts = list(block.feed_forward.experts) if isinstance(block.feed_forward, MixtureOfExperts) else []
@@ -36,7 +36,7 @@ class Coverage:
         self._tokens = dict.fromkeys((linear.name for linear in readers), 0)
         self._seen: dict[str, Tensor] = {}  # of those that tokens reached, bool [I]: channels that were not zero
 
-    def tap(self, linear: Linear, x: Tensor) -> None:
+    def hook(self, linear: Linear, x: Tensor) -> None:
         """Note rows x [N, I]."""
         if linear.name in self._tokens and len(x):
             found = (x != 0).any(0)
@@ -53,7 +53,7 @@ class Coverage:
 
 def keep(folder: Path, key: str, layer: int, found: Coverage) -> None:
     """Note what a block was shown, under the `key` of what it is about."""
-    state.put(_file(folder, key, layer), found.to_dict())
+    resume.write_note(_file(folder, key, layer), found.to_dict())
 
 
 def kept(folder: Path, key: str, layers: int) -> list[dict[str, Any]]:

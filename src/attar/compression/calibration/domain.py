@@ -50,7 +50,7 @@ SHARED = 0.01  # of the evaluation text
 
 
 @dataclass(frozen=True, slots=True)
-class Surprise:
+class DomainCheck:
     """Of calibration text under the original model, in nats a token, over so many tokens: as it is, and as expected."""
 
     tokens: int
@@ -59,7 +59,7 @@ class Surprise:
 
 
 @torch.inference_mode()
-def surprise(source: Checkpoint, ids: Tensor, folder: Path, device: torch.device | str = "cpu") -> Surprise | None:
+def surprise(source: Checkpoint, ids: Tensor, folder: Path, device: torch.device | str = "cpu") -> DomainCheck | None:
     """Of some of the sequences ids [S, L], evenly spread, with one block in memory; None where they have one token, or
     where the model's predictions are not finite.
 
@@ -81,7 +81,7 @@ def surprise(source: Checkpoint, ids: Tensor, folder: Path, device: torch.device
     nats, entropy = (float(each.mean()) for each in _at_head(source, states, ids[:, 1:].flatten()))
     if not (math.isfinite(nats) and math.isfinite(entropy)):
         return None
-    return Surprise(len(states), round(nats, DIGITS), round(entropy, DIGITS))
+    return DomainCheck(len(states), round(nats, DIGITS), round(entropy, DIGITS))
 
 
 def _at_head(source: Checkpoint, states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,14 +124,14 @@ def _cut(row: Sequence[int]) -> Iterator[Sequence[int]]:
     return (row[at : at + RUN] for at in range(0, len(row) - RUN + 1, RUN))
 
 
-def to_dict(found: Surprise | None, share: float | None) -> dict[str, Any] | None:
+def to_dict(found: DomainCheck | None, share: float | None) -> dict[str, Any] | None:
     """JSON-ready, for the receipt: both figures, or None where there is neither."""
     if found is None and share is None:
         return None
     return {"calibration": None if found is None else asdict(found), "shared": share}
 
 
-def warnings(found: Surprise | None, share: float | None) -> Iterator[str]:
+def warnings(found: DomainCheck | None, share: float | None) -> Iterator[str]:
     """What is to be said of the calibration text's surprise and of the share of the evaluation text that it holds."""
     if found is not None and found.nats - found.expected > LIMIT:
         yield (

@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -41,15 +40,12 @@ from attar.metrics.perplexity import in_rows
 from attar.model import decoder
 from attar.model.decoder import build_block, build_ends, build_final_norm
 from attar.model.layers import Block
-
-Labels = Literal["sampled", "text"]
+from attar.progress import Progress
 
 Watchers = Mapping[str, Callable[[Tensor, Tensor], None]]
 """Of some linears of a block, by name, who sees the rows [N, I] that each reads and the gradient [N, O] at its output.
 Both are only lent: whoever keeps them copies them."""
 
-Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total)"""
 
 LOGITS_AT_ONCE = 1 << 22
 NO_LABEL = -100
@@ -63,8 +59,7 @@ def walk(
     done: Callable[[int], None] = lambda layer: None,
     *,
     memory: int = 2 << 30,
-    labels: Labels = "sampled",
-    seed: int = 0,
+    seed: int | None = 0,
     progress: Progress | None = None,
 ) -> float:
     """Show the gradients of all blocks on token ids [S, L]; returns the mean loss of a label, in nats.
@@ -73,7 +68,8 @@ def walk(
     another, the same whenever all else is; after the last, `done(layer)` is called. `folder` takes (layers + 2) x S x L
     x hidden float32 for as long as it lasts; at most `memory` bytes of it are held in memory as well. May be called
     where inference mode is on. Raises ValueError where the disk is too small, where no position has a label, and,
-    naming the place, where a loss or a gradient is not finite.
+    naming the place, where a loss or a gradient is not finite. Labels are drawn by `seed`; None: they are the text's
+    next tokens.
     """
     report = progress or (lambda stage, done, total: None)
     config, shape = source.config, (*ids.shape, source.config.hidden)
@@ -82,7 +78,7 @@ def walk(
     with torch.inference_mode(False), _states(folder, shape, config.layers + 2, memory, rows_at_once(config)) as states:
         *inputs, gradient = states
         _forward(source, ids, inputs, report)
-        loss = _at_head(source, ids, inputs[-1], gradient, labels, seed, report)
+        loss = _at_head(source, ids, inputs[-1], gradient, seed, report)
         for done_blocks, layer in enumerate(reversed(range(config.layers)), 1):
             block = build_block(config, source, layer)
             watchers = watch(layer, block)
@@ -148,8 +144,7 @@ def _at_head(
     ids: Tensor,
     final: HiddenStates,
     gradient: HiddenStates,
-    labels: Labels,
-    seed: int,
+    seed: int | None,
     report: Progress,
 ) -> float:
     """Write the gradient at the final norm's input; returns the mean loss."""
@@ -159,13 +154,13 @@ def _at_head(
     at_once, total, count = max(1, LOGITS_AT_ONCE // config.vocab_size), 0.0, 0
     following = F.pad(ids[:, 1:], (0, 1), value=NO_LABEL)
     for batch in final.batches():
-        noise = torch.from_numpy(np.concatenate([uniforms(seed, s, length) for s in batch]))
+        noise = torch.from_numpy(np.concatenate([uniforms(seed or 0, s, length) for s in batch]))
         wanted = following[batch.start : batch.stop].reshape(-1)
         parts, slopes = (each.split(at_once) for each in (final.read(batch), noise)), []
         for rows, draws, texts in zip(*parts, wanted.split(at_once), strict=True):
             rows = rows.detach().requires_grad_()
             logits = decoder.logits(config, norm, head, rows)
-            chosen = draw(logits.detach(), draws) if labels == "sampled" else texts
+            chosen = texts if seed is None else draw(logits.detach(), draws)
             loss = F.cross_entropy(logits, chosen, ignore_index=NO_LABEL, reduction="sum")
             slopes.append(torch.autograd.grad(loss, rows)[0])
             total += float(loss.detach())

@@ -23,7 +23,7 @@ from attar.checkpoints.sources import hf
 from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.kernels.operands import Linear
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
 from attar.model.decoder import build_embedding, build_head
 
@@ -63,8 +63,8 @@ class HiddenStates:
         for start in range(0, self.shape[0], size):
             yield range(start, min(start + size, self.shape[0]))
 
-    def step(self, batch: range) -> Step:
-        return Step((self.shape[1],) * len(batch), self.shape[1], device=self.device)
+    def step(self, batch: range) -> ForwardBatch:
+        return ForwardBatch((self.shape[1],) * len(batch), self.shape[1], device=self.device)
 
     def read(self, batch: range) -> Tensor:
         """Rows [len(batch) * L, I]."""

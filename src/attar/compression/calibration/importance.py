@@ -9,7 +9,6 @@ recipe: one matrix serves every file made of a model (`attar imatrix`), and thos
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,14 @@ from attar.checkpoints.vocabulary import is_gguf
 from attar.compression.calibration import coverage, domain, hidden_states, texts
 from attar.compression.calibration.coverage import Coverage
 from attar.compression.calibration.hidden_states import HiddenStates
-from attar.compression.calibration.texts import Calibration
+from attar.compression.calibration.texts import Amount, Calibration
 from attar.compression.groups import input_groups
 from attar.compression.solvers.rounding.means import ColumnMean
 from attar.kernels import ops
 from attar.kernels.operands import Linear
 from attar.model.decoder import all_compressible, build_block, build_final_norm
 from attar.model.layers import Block
-
-Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total)"""
+from attar.progress import Progress
 
 
 @torch.inference_mode()
@@ -121,13 +118,13 @@ def _block(block: Block, inputs: HiddenStates, outputs: HiddenStates, layer: int
     groups = {group[0].name: group for group in input_groups(block)}
     means = {name: ColumnMean(group[0].shape[1], 2, name) for name, group in groups.items()}
 
-    def tap(linear: Linear, x: Tensor) -> None:
-        shown.tap(linear, x)
+    def hook(linear: Linear, x: Tensor) -> None:
+        shown.hook(linear, x)
         if linear.name in means:
             means[linear.name].add(x)
 
     for batch in inputs.batches():
-        out = block.run(inputs.read(batch), inputs.step(batch), tap)
+        out = block.run(inputs.read(batch), inputs.step(batch), hook)
         if not out.isfinite().all():
             raise ValueError(f"the output of block {layer} holds a NaN or an infinity")
         outputs.write(batch, out)
@@ -159,9 +156,7 @@ def make(
     dst: str | Path,
     *,
     calibration: Calibration,
-    samples: int = 128,
-    length: int = 512,
-    seed: int = 0,
+    amount: Amount = Amount(),  # noqa: B008
     calib_memory: int = 2 << 30,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -186,7 +181,7 @@ def make(
     tokenizer = texts.tokenizer_for(calibration, source)
     with tempfile.TemporaryDirectory(prefix="attar-", dir=target.absolute().parent) as folder:
         ids = texts.tokens(
-            calibration, checkpoint, tokenizer, texts.Amount(samples, length, seed), Path(folder) / "drawn.i32",
+            calibration, checkpoint, tokenizer, amount, Path(folder) / "drawn.i32",
             lambda done, total: report("sampling", done, total),
         )  # fmt: skip
         means = collect(checkpoint, ids, Path(folder), "", calib_memory, report)

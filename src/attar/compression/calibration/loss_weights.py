@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,7 @@ from attar.compression.calibration import gradients
 from attar.compression.solvers.rounding.gptq import Hessian
 from attar.compression.solvers.rounding.squeezellm import Sensitivity
 from attar.model.layers import Block
-
-Progress = Callable[[str, int, int], None]
+from attar.progress import Progress
 
 
 def row_groups(rows: int, groups: int) -> list[slice]:

@@ -9,7 +9,7 @@ looks closely, whose roundings then fit the text rather than the model: the mode
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +19,10 @@ from torch import Tensor
 
 from attar.checkpoints.sources import hf
 from attar.compression.recipe.methods import MOST_DRAWN
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
+from attar.progress import StageProgress
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
@@ -56,6 +57,14 @@ class Amount:
         return Amount(self.drawn, length, BESIDES + self.seed)
 
 
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Calibration ids: those `given` [S, L], and those `drawn` [D, L] from the model to go with them."""
+
+    given: Tensor
+    drawn: Tensor | None = None
+
+
 def is_text(calibration: Calibration | None) -> bool:
     """Whether it is a text file."""
     return isinstance(calibration, str | Path) and not is_drawn(calibration)
@@ -87,7 +96,7 @@ def tokens(
     tokenizer: Tokenizer | None,
     amount: Amount,
     drawn: Path,
-    progress: Callable[[int, int], None] | None = None,
+    progress: StageProgress | None = None,
 ) -> Tensor:
     """The calibration tokens, int64 [S, L], of whatever the user gave.
 
@@ -108,9 +117,7 @@ def tokens(
     return written(checkpoint, amount, drawn, progress)
 
 
-def written(
-    checkpoint: hf.Checkpoint, amount: Amount, drawn: Path, progress: Callable[[int, int], None] | None = None
-) -> Tensor:
+def written(checkpoint: hf.Checkpoint, amount: Amount, drawn: Path, progress: StageProgress | None = None) -> Tensor:
     """What the model writes, int64 [samples, length]: drawn, or from the file `drawn`, where it is kept for a run that
     resumes. Raises ValueError where that file holds an id out of range."""
     shape, config = (amount.samples, amount.length), checkpoint.config
@@ -198,7 +205,7 @@ def sample_from(
     decoder: Decoder,
     amount: Amount,
     temperature: float = 1.0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: StageProgress | None = None,
 ) -> Tensor:
     """Draw sequences from the model itself: int64 [samples, length].
 
@@ -221,7 +228,7 @@ def sample_from(
         batch = rows.stop - rows.start
         cache = decoder.cache(length, batch)
         for t in range(1, length):
-            logits = decoder.forward(ids[rows, t - 1], Step((1,) * batch, length, cache))
+            logits = decoder.forward(ids[rows, t - 1], ForwardBatch((1,) * batch, length, cache))
             cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
             drawn = torch.searchsorted(cumulative, noise[rows, t, None] * cumulative[:, -1:], right=True)
             ids[rows, t] = drawn[:, 0].clamp(max=config.vocab_size - 1)

@@ -14,8 +14,7 @@ tables, they stay two.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +22,27 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.folder import CONFIG, write_json
-from attar.checkpoints.layouts import bitsandbytes, compressed_tensors, export_layouts, own_format
+from attar.checkpoints.layouts import compressed_tensors, export_layouts
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.writer import FilePlan, ShardWriter, plan_files
 from attar.compression.block import structured
-from attar.compression.recipe.parser import KEEP
+from attar.compression.outputs import model_card
 from attar.compression.recipe.recipe import HEAD, Recipe
 from attar.compression.rotation.rotated import RotatedCheckpoint
 from attar.compression.solvers.rounding import rtn
 from attar.compression.training import trainable_parameters
 from attar.formats.packed import PackedTensor
-from attar.formats.scheme import Grid, Part, Scheme
-from attar.formats.weight_formats import Fp8Blocks
+from attar.formats.scheme import Part, Scheme
 from attar.kernels.operands import Linear
 from attar.model.decoder import all_compressible, gates
 from attar.model.layers import Block
+from attar.progress import Progress
 
 COPY_BYTES = 16 << 20  # of a table copied at once
-DENSE = "safetensors"  # the method of an output in which nothing is packed
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
-    """In which library's format an output is, for its model card."""
-
-    name: str
-    readers: str = ""  # a sentence on who reads it, where the output's notes do not say so
-
-
-class Output:
-    """Names, schemes and sizes of the output of one recipe on one checkpoint.
+class FolderOutput:
+    """An `Output` that is a folder: names, schemes and sizes of what one recipe makes of one checkpoint.
 
     Raises ValueError where the source is compressed already, a group size does not divide, a scheme has no place in the
     output's format, nothing would change, or a file that belongs beside the weights is a link out of the source.
@@ -78,7 +68,8 @@ class Output:
             name: None if scheme is None else scheme.with_scale_dtype(folder.info(tensor).dtype)
             for (tensor, name), scheme in zip(stored.items(), recipe.schemes(shapes).values(), strict=True)
         }
-        self.sizes = None  # of what structured pruning leaves
+        self.sizes: structured.Sizes | None = None
+        self.importances: Mapping[str, Tensor] = {}
         if recipe.structured is not None:
             self.sizes = structured.sizes(config, recipe.structured.percent)
         changes = any(self.schemes.values()) or any(map(recipe.reshapes, self.schemes))
@@ -120,38 +111,33 @@ class Output:
                 if tensor.startswith(prefix):
                     self._in_block |= dict.fromkeys(parts, layer)
         self.bits_per_weight = 8 * packed_bytes / weights
-        method = self._library.METHOD if used else DENSE
+        method = self._library.METHOD if used else model_card.DENSE
         experts = config.experts is not None
-        self.notes = _notes(config.names.transposed, experts, self.packed_ends, used, method)
+        self.notes = model_card.notes(config.names.transposed, experts, self.packed_ends, used, method)
         online = isinstance(checkpoint, RotatedCheckpoint) and bool(checkpoint.online)
-        self.method = Method(method, "" if self.notes else _readers(used, experts or self.head is not None, online))
-        self.notes += _wide_codes(used)
+        special = experts or self.head is not None
+        self.method = model_card.Method(method, "" if self.notes else model_card.readers(used, special, online))
+        self.notes += model_card.wide_codes(used)
         if recipe.tune is not None:
             blocks = {name: scheme for name, scheme in self.schemes.items() if name != HEAD}
             learns = any(scheme is None and recipe.reshapes(name) for name, scheme in blocks.items())
-            self.notes += untrained_note(
-                trainable_parameters.untrained(blocks.values()), blocks.values(), recipe.tune.method, learns
-            )
+            untrained = trainable_parameters.untrained(blocks.values())
+            self.notes += model_card.untrained_note(untrained, blocks.values(), recipe.tune.method, learns)
         if recipe.structured is not None and self.sizes is not None:
             self.notes += (structured.account(config, recipe.structured.percent, self.sizes),)
         if isinstance(checkpoint, RotatedCheckpoint):
             self.notes += checkpoint.notes
 
-    def write_again(self, writer: ShardWriter, found: Mapping[str, Tensor]) -> None:
-        """Replace tensors that were written."""
-        for name, tensor in found.items():
-            writer.write(name, tensor)
+    def weighing(self, importances: Mapping[str, Tensor]) -> FolderOutput:
+        return self
 
     def plans(self, max_shard_bytes: int) -> list[FilePlan]:
-        """The files of the layout. Raises ValueError as `plan_files`."""
         return plan_files(self.layout, max_shard_bytes)
 
     def written(self, blocks_done: int) -> list[str]:
-        """The tensors that are on disk once so many blocks are done."""
         return [name for name, layer in self._in_block.items() if layer < blocks_done]
 
     def write_block(self, writer: ShardWriter, block: Block, layer: int) -> None:
-        """Write every tensor that the source stores under the block's name."""
         changed = dict(self._tensors(block))
         for name in [name for name, home in self._in_block.items() if home == layer]:
             tensor = changed.get(name)
@@ -176,8 +162,11 @@ class Output:
             transposed = self.checkpoint.config.names.is_transposed(linear.name)
             yield f"{module}.weight", linear.weight.T if transposed else linear.weight
 
+    def write_again(self, writer: ShardWriter, found: Mapping[str, Tensor]) -> None:
+        for name, tensor in found.items():
+            writer.write(name, tensor)
+
     def round_head(self, rows: Tensor) -> PackedTensor:
-        """Rows [R, I] of the output matrix as they are stored. Every row's codes and scales are its own."""
         assert self.head is not None
         try:
             return rtn.solve(rows, self.head, scale_search=self.recipe.rounding.scale_search)
@@ -185,15 +174,12 @@ class Output:
             raise ValueError(f"{HEAD}: {error}") from None
 
     def round_embedding(self, rows: Tensor) -> PackedTensor | None:
-        """Rows [R, I] of the embedding as they are stored; None where that is as they are."""
         return self.round_head(rows) if self.packed_ends else None
 
-    def as_read(self, packed: PackedTensor) -> Tensor | PackedTensor:
-        """Rows of the output matrix as they will be read."""
+    def as_read(self, packed: PackedTensor) -> PackedTensor:
         return packed
 
     def write_head(self, writer: ShardWriter, pieces: Iterable[PackedTensor]) -> None:
-        """Write the output matrix, whose rows come in `pieces`, all but the last of a multiple of 32."""
         assert self.head is not None
         names = self._head_parts
         sizes = {part: declared.bytes for part, declared in self.head.parts(self.head_shape).items()}
@@ -212,8 +198,7 @@ class Output:
         if "shape" in names:
             writer.write(names["shape"], torch.tensor(self.head_shape))
 
-    def copy_rest(self, writer: ShardWriter, report: Callable[[str, int, int], None]) -> None:
-        """Copy what belongs to no block and stays as it is."""
+    def copy_rest(self, writer: ShardWriter, report: Progress) -> None:
         folder = self.checkpoint.folder
         done_already = self._in_block.keys() | self._head_parts.values()
         rest = [name for name in self.layout if name not in done_already]
@@ -229,7 +214,7 @@ class Output:
             report("copying", done, len(rest))
 
     def write_config(self, folder: Path) -> None:
-        """config.json with the quantization config, and every file that is carried over as it is."""
+        """Write config.json with the quantization config, and carry over every file that stays as it is."""
         config: dict[str, Any] = dict(self.checkpoint.folder.config)
         if self.head is not None:  # two tables that differ now, or one that is found under no name but its own
             config["tie_word_embeddings"] = self.shared
@@ -239,6 +224,11 @@ class Output:
             config["quantization_config"] = self._quantization
         write_json(folder / CONFIG, config)
         self.checkpoint.folder.carry(self.carried, folder)
+
+    def write_card(self, folder: Path, size: int, cost: Mapping[str, Any] | None) -> None:
+        recipe = self.recipe.name, self.recipe.head_name
+        card = model_card.text(*recipe, self.bits_per_weight, size, cost, self.notes, self.method)
+        (folder / "README.md").write_text(card, encoding="utf-8")
 
     def _quantization_config(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Any] | None:
         if not any(self.schemes.values()):
@@ -267,130 +257,3 @@ class Output:
         found = [HEAD] if self.packed_ends else []
         found += [name for layer in range(config.layers) for name in gates(config, layer)]
         return [self.checkpoint.stored_name(name) for name in found]
-
-
-def _notes(
-    transposed: bool, experts: bool, packed_ends: bool, used: Collection[Scheme], method: str
-) -> tuple[str, ...]:
-    """What whoever loads the output elsewhere must know, a sentence each. `used` are the schemes in it; `packed_ends`:
-    whether one packed matrix is both ends of the model; `method`: in which library's format it is."""
-    if not used:
-        return ()
-    if method == own_format.METHOD:
-        return ("It loads in attar only: no other reader has a place for these schemes in one folder.",)
-    if method == bitsandbytes.METHOD:
-        return ("attar reads it, and transformers where bitsandbytes is installed.",)
-    if transposed:
-        return (
-            "It loads in attar only: transformers, which keeps these weights in Conv1D modules, passes the packed ones "
-            "over and starts from random ones.",
-        )
-    asymmetric = any(scheme.layout == "packed" and not scheme.grid.symmetric for scheme in used)
-    if packed_ends:
-        once = (
-            "Its embedding, which is its output matrix too, is stored once and packed: attar reads it, and vLLM, which "
-            "was not tried, if it reads packed embeddings of tied models; transformers 5.23 stops"
-        )
-        if len(used) == 1 and not experts:
-            return (f"{once} unless it is given `quantization_config=CompressedTensorsConfig(dequantize=True)`.",)
-        return (
-            f"{once}, and must not be told to dequantize: it would take every matrix for one of the first scheme, and "
-            "answer nonsense.",
-        )
-    if experts and (asymmetric or any(scheme.activation is not None for scheme in used)):
-        return (
-            "It loads in attar; transformers 5.23, which fuses the experts of a mixture, refuses theirs in W8A8 and "
-            "with packed zero points, and does not round the activations of FP8.",
-        )
-    if asymmetric and len(used) > 1:
-        return ("attar reads it; transformers 5.23 has no place for packed zero points beside another scheme.",)
-    if asymmetric:
-        return (
-            "attar reads it; transformers 5.23 needs "
-            "`quantization_config=CompressedTensorsConfig(dequantize=True)` for its packed zero points.",
-        )
-    return ()
-
-
-def _readers(used: Collection[Scheme], special: bool, online: bool) -> str:
-    """Who reads an output, where no note says so. What it says of attar and transformers, tests do; vLLM is not tried,
-    and named only where its documentation names the one form. `special`: whether there are experts or a compressed
-    output matrix, of which that says little; `online`: whether inputs are rotated at run time, which has a note."""
-    if online:
-        return "attar reads it."
-    if not used:
-        return "It is dense: attar reads it, and transformers as it does the original."
-    form = _known_to_vllm(next(iter(used))) if len(used) == 1 and not special else None
-    if form is None:
-        return "attar and transformers read it."
-    return f"attar and transformers read it. vLLM was not tried; its documentation lists {form} in this format."
-
-
-def _known_to_vllm(scheme: Scheme) -> str | None:
-    """Which of the forms that vLLM's documentation names of compressed-tensors a scheme is: INT4 and INT8 weights alone
-    (WNA16) in groups for which it has kernels, INT8 W8A8, and FP8 W8A8. None for any other."""
-    weight, activation = scheme.weight, scheme.activation
-    if isinstance(weight, Fp8Blocks):
-        return "FP8 in blocks" if activation is not None else None
-    if not isinstance(weight, Grid) or not weight.symmetric:
-        return None
-    if activation is None:
-        grouped = weight.granularity == "channel" or weight.group_size in (32, 64, 128)
-        packed = scheme.layout == "packed" and weight.bits in (4, 8) and grouped
-        return f"W{weight.bits}A16 of integers" if packed else None
-    if not isinstance(activation, Grid) or (weight.bits, activation.bits) != (8, 8) or weight.granularity == "group":
-        return None
-    if not scheme.static and activation.granularity != "token":
-        return None
-    return "W8A8 of INT8" if weight.kind == "int" else "W8A8 of FP8"
-
-
-def untrained_note(
-    names: Sequence[str], schemes: Collection[Scheme | None], method: str, dense: bool
-) -> tuple[str, ...]:
-    """What is to be said where tuning, whose `method` is named, trains nothing of linears in schemes of these `names`;
-    `dense`: whether it trains the weights of others."""
-    if not names:
-        return ()
-    some = dense or len(names) < len({scheme.name for scheme in schemes if scheme is not None})
-    where = f"beside linears in {', '.join(names)}" if some else "here, which gains less"
-    which = "these" if some else f"linears in {', '.join(names)}"
-    return (f"Norms and biases are all that {method} trained {where}: of what {which} store it moves no number.",)
-
-
-def _wide_codes(used: Collection[Scheme]) -> tuple[str, ...]:
-    """What is to be said of integers of fewer than 8 bits that are stored in 8."""
-    plain = [each for each in used if each.layout == "plain" and isinstance(each.weight, Grid)]
-    names = ", ".join(sorted(each.name for each in plain if each.grid.bits < 8))
-    if not names:
-        return ()
-    return (f"Codes of {names} are stored in 8 bits each, as the format has them beside rounded inputs.",)
-
-
-def model_card(
-    recipe: str,
-    head: str,
-    bits_per_weight: float,
-    size: int,
-    cost: Mapping[str, Any] | None,
-    notes: Sequence[str],
-    method: Method,
-) -> str:
-    """README.md of a compressed folder: what it is, how to run it, and what the compression cost."""
-    measured = "Not measured: `attar eval` does, against the original."
-    if cost is not None:
-        rows = [("perplexity", "ppl"), ("KL divergence, mean", "kl_mean"), ("KL divergence, 99.9 %", "kl_p999")]
-        rows += [("top-1 agreement", "top1"), ("tokens measured", "tokens")]
-        measured = "| measure | value |\n|---|---|\n" + "\n".join(
-            f"| {label} | {cost[key]:.6g} |" for label, key in rows
-        )
-    said = " ".join((method.readers, *notes)).strip()
-    tags = ", ".join(dict.fromkeys(("attar", method.name)))
-    with_head = "" if head == KEEP else f", the output matrix in `{head}`"
-    return (
-        f"---\nlibrary_name: transformers\ntags: [{tags}]\n---\n\n# Compressed with attar\n\n"
-        f"Recipe `{recipe}`{with_head}: {bits_per_weight:.3f} bits per weight in the compressed linears, {size:,}\n"
-        f"bytes of weights. Stored in the format of {method.name}. {said}\n\n"
-        "`receipt.json` holds the recipe, hashes and probes; `attar verify` checks them on your machine.\n\n"
-        f"## What it cost\n\nAgainst the original, on held-out text:\n\n{measured}\n"
-    )

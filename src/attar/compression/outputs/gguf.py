@@ -1,4 +1,4 @@
-"""The GGUF file that comes out: what `output.Output` is for a folder, with the same part in the walk.
+"""The GGUF file that comes out, an `Output` as the folder is.
 
 Every matrix of a file has a type, so there is no "left alone" here but for storing what a matrix has: the embedding and
 the output matrix are in the mix too, norms and biases are F32, as llama.cpp wants them. Which type a matrix gets is
@@ -11,10 +11,12 @@ its blocks. So what is calibrated on it, and the probes of the receipt, see the 
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +28,8 @@ from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.gguf.writer import GgufPlan, plan
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.writer import FilePlan, ShardWriter
-from attar.compression.outputs.folder import untrained_note
+from attar.compression.block import structured
+from attar.compression.outputs.model_card import untrained_note
 from attar.compression.recipe.recipe import HEAD, Recipe
 from attar.compression.rotation.rotated import RotatedCheckpoint
 from attar.compression.solvers.rounding import rtn
@@ -37,6 +40,7 @@ from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.formats.weight_formats import GgmlBlocks
 from attar.model.layers import Block
+from attar.progress import Progress
 
 COPY_ROWS = 4096  # of a table at once
 DENSE: Mapping[str, GgmlType] = {
@@ -48,9 +52,9 @@ DENSE: Mapping[str, GgmlType] = {
 
 
 class GgufOutput:
-    """Names, types and sizes of the file `name` that one recipe makes of one checkpoint.
+    """An `Output` that is a file: names, types and sizes of the file `name` that one recipe makes of one checkpoint.
 
-    `calibrated` says whether importances will be known; they are set once they are, by our module names, each [I].
+    `calibrated` says whether importances will be known (`weighing`).
     Raises ValueError for an architecture or anything of the model that files have no words for, where the source is
     compressed already, for a recipe of schemes that are no GGML types, and where nothing would change.
     """
@@ -65,6 +69,7 @@ class GgufOutput:
         self.checkpoint, self.recipe, self.name = checkpoint, recipe, name
         self.mix = ggml_mix.MIXES[recipe.mix]
         self.importances: Mapping[str, Tensor] = {}
+        self.sizes: structured.Sizes | None = None
         ends = [checkpoint.stored_name(each) for each in (config.names.embed, HEAD)]
         self.shared = config.tied and not all(folder.has(f"{end}.weight") for end in ends)
         self.config = replace(config, tied=self.shared)
@@ -103,14 +108,18 @@ class GgufOutput:
         stored = sum(self._kind(module).bytes(shapes[module]) for module in counted)
         self.bits_per_weight = 8 * stored / sum(math.prod(shapes[module]) for module in counted)
 
+    def weighing(self, importances: Mapping[str, Tensor]) -> GgufOutput:
+        found = copy.copy(self)
+        found.importances = importances
+        return found
+
     # Layout
 
     def plans(self, max_shard_bytes: int) -> list[FilePlan]:
-        """The one file, whatever its size: llama.cpp's splits are not written."""
+        """Plan the one file, whatever its size: llama.cpp's splits are not written."""
         return [self.plan]
 
     def written(self, blocks_done: int) -> list[str]:
-        """The tensors that are on disk once so many blocks are done."""
         return [each for each in self.plan.slots if each.startswith("blk.") and int(each.split(".")[1]) < blocks_done]
 
     def _shapes(self) -> dict[str, tuple[int, int]]:
@@ -210,7 +219,7 @@ class GgufOutput:
                 _write_plain(writer, f"{linear.name}.bias", bias)
 
     def write_again(self, writer: ShardWriter, found: Mapping[str, Tensor]) -> None:
-        """Replace what tuning found, by our names: norms and biases, and numbers within the blocks of matrices."""
+        """Replace norms and biases, and numbers within the blocks of matrices, by our names."""
         file = GgufFile(writer.folder / self.name)
         for name, values in found.items():
             module = name.rpartition(".")[0]
@@ -223,12 +232,10 @@ class GgufOutput:
                 _write_plain(writer, name, values)
 
     def round_head(self, rows: Tensor) -> PackedTensor:
-        """Rows [R, I] of the output matrix as they are stored."""
         assert self.head is not None
         return self._rounded(HEAD, self.head, rows)
 
     def round_embedding(self, rows: Tensor) -> PackedTensor | None:
-        """Rows [R, I] of the embedding as they are stored; None where they are kept."""
         scheme = self.schemes[self._embed]
         return None if scheme is None else self._rounded(self._embed, scheme, rows)
 
@@ -242,11 +249,10 @@ class GgufOutput:
         return as_read(packed)
 
     def write_head(self, writer: ShardWriter, pieces: Iterable[PackedTensor]) -> None:
-        """Write the output matrix, whose rows come in `pieces`."""
         module = self.config.names.embed if self.shared else HEAD
         writer.write_rows(file_name(f"{module}.weight"), (piece.parts["blocks"] for piece in pieces))
 
-    def copy_rest(self, writer: ShardWriter, report: Callable[[str, int, int], None]) -> None:
+    def copy_rest(self, writer: ShardWriter, report: Progress) -> None:
         """Write what belongs to no block, but for an output matrix that `write_head` wrote."""
         _write_plain(writer, self._final, self.checkpoint.tensor(self._final))
         if self._factors is not None:
@@ -271,7 +277,10 @@ class GgufOutput:
                 yield self._rounded(module, scheme, rows).parts["blocks"]
 
     def write_config(self, folder: Path) -> None:
-        """Nothing: a file says of itself what a folder's config.json does."""
+        """Write nothing: a file says of itself what a folder's config.json does."""
+
+    def write_card(self, folder: Path, size: int, cost: Mapping[str, Any] | None) -> None:
+        """Write nothing: beside a file there is its receipt alone."""
 
 
 def as_read(packed: PackedTensor) -> PackedTensor:

@@ -41,7 +41,7 @@ from attar.compression.recipe.methods import (
 )
 from attar.formats.codecs import ggml_mix
 from attar.formats.scheme import HEADS, Scheme
-from attar.formats.weight_formats import FORMS, Progressive, Sparse24
+from attar.formats.weight_formats import WEIGHT_FORMATS, Progressive, Sparse24
 
 Keep = Literal["keep"]
 KEEP: Keep = "keep"
@@ -158,7 +158,7 @@ def _parse_passes(name: str) -> Spelling:
         return Spelling((replace(last, percent=int(percent)),), None)
     if passes[-1].method not in ROUNDINGS:
         passes.append(Rtn())
-    if scheme.lower() in ggml_mix.MIXES and scheme not in FORMS:  # a type alone is the type of every linear
+    if scheme.lower() in ggml_mix.MIXES and scheme not in WEIGHT_FORMATS:  # a type alone is the type of every linear
         return _with_mix(tuple(passes), scheme)
     return Spelling(tuple(passes), parse_scheme(scheme))
 
@@ -176,7 +176,7 @@ def parse_scheme(name: str) -> Scheme:
     try:
         return Scheme.parse(PRESETS.get(name, name))
     except ValueError as error:
-        raise ValueError(f"{error}{nearest(name, (*_SCHEMES, *PRESETS, *FORMS))}") from None
+        raise ValueError(f"{error}{nearest(name, (*_SCHEMES, *PRESETS, *WEIGHT_FORMATS))}") from None
 
 
 def parse_head(word: object) -> Scheme | Keep:

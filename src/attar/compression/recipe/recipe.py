@@ -1,18 +1,7 @@
 """A recipe: which passes run over a model, in which order, and which linear is stored in which scheme. Pure data.
 
 A recipe has a short name, `method[+method]-scheme` (`spelling`): `rtn-w4g128`, `awq-w3g64`, `smoothquant+gptq-w8a8`.
-Or it is a YAML file, with the methods' options and per-layer overrides:
-
-    recipe: gptq-w4g128
-    damping: 0.02
-    head: int8
-    overrides:
-      - {match: "*.down_proj", scheme: w8}
-      - {match: "model.layers.0.*", scheme: keep}
-
-An option belongs to the method that has it. Where several have one of its name it stands under the method's own name,
-which any option may: `tune: {batch: 4096}`.
-
+Options and per-layer overrides come from a YAML file (`recipe_file`).
 The output matrix, `lm_head`, stays unless `head` (or an override, or a `keep` that leaves it out) says otherwise: bf16
 (as it is), int8, int4 (of which a GGUF file has types of its own), or a scheme of weights alone. It can be larger than
 several blocks and is never in memory whole: it is rounded to nearest, rows after rows, whatever the method, with the
@@ -29,17 +18,10 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any, TypeVar, get_args
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
-import yaml
-
-from attar.compression.recipe import parser
 from attar.compression.recipe.methods import (
-    METHODS,
-    ROTATIONS,
-    TUNINGS,
     ActivationRange,
     AutoRound,
     Awq,
@@ -55,12 +37,11 @@ from attar.compression.recipe.methods import (
     Structured,
     Tune,
 )
-from attar.compression.recipe.parser import KEEP, Keep, Spelling, offer, parse_head, parse_scheme
+from attar.compression.recipe.parser import KEEP, Keep, Spelling, offer, parse_head
 from attar.compression.recipe.pattern import Pattern
 from attar.formats.codecs import ggml_mix
 from attar.formats.scheme import Grid, Scheme
-from attar.formats.weight_formats import Form, Fp4, GgmlBlocks, Lookup, Progressive, Sparse24
-from attar.text.files import neighbours
+from attar.formats.weight_formats import Fp4, GgmlBlocks, Lookup, Progressive, Sparse24, WeightFormat
 
 HEAD = "lm_head"
 """The output matrix of every family."""
@@ -71,12 +52,6 @@ expert."""
 
 FILE_HEADS: Mapping[str, str] = {"int8": "q8_0", "int4": "q4_0"}
 """What the words for an output matrix mean in a GGUF file."""
-
-MAX_FILE_BYTES = 64 * 1024
-
-_KEYS = ("recipe", "overrides", "keep", "head", "activation_range")
-
-_Method = TypeVar("_Method", bound=Pass | Rotate | Tune)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,89 +321,6 @@ class Recipe:
         meant = FILE_HEADS.get(self.head_word or "")
         return replace(self, mix=mix.name, rotate=rotate, head=self.head if meant is None else parse_head(meant))
 
-    @staticmethod
-    def load(name_or_path: str | Path) -> Recipe:
-        """Read a recipe's short name, or the YAML file at a path that ends in .yaml or .yml.
-
-        Raises ValueError on anything unknown, naming what is near, and where the file does not exist.
-        """
-        if Path(name_or_path).suffix in (".yaml", ".yml"):
-            path = Path(name_or_path)
-            if not path.exists():
-                raise ValueError(f"{path}: no such file{neighbours(path)}")
-            with path.open("rb") as file:
-                text = file.read(MAX_FILE_BYTES + 1)
-            if len(text) > MAX_FILE_BYTES:
-                raise ValueError(f"{path}: a recipe file has at most {MAX_FILE_BYTES} bytes")
-            try:
-                return Recipe.from_dict(yaml.safe_load(text))
-            except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-                raise ValueError(f"{path} is not valid YAML: {error}") from None
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from None
-        return _named(str(name_or_path))
-
-    @staticmethod
-    def from_dict(data: object) -> Recipe:
-        """Build a recipe from what its YAML file holds. Raises ValueError as `load` does."""
-        if not isinstance(data, dict) or not isinstance(data.get("recipe"), str):
-            raise ValueError("a recipe file is a mapping with a name under `recipe`, for example recipe: gptq-w4g128")
-        recipe = _named(data["recipe"])
-        options = _sorted(recipe, {key: value for key, value in data.items() if key not in _KEYS})
-
-        def told(one: _Method) -> _Method:
-            return replace(one, **options[one.method])
-
-        recipe = replace(
-            recipe,
-            passes=tuple(told(each) for each in recipe.passes),
-            rotate=None if recipe.rotate is None else told(recipe.rotate),
-            tune=None if recipe.tune is None else told(recipe.tune),
-        )
-        for key, switch in recipe.rounding.needs.items() if isinstance(recipe.rounding, Gptq) else ():
-            if key in options[recipe.rounding.method] and not getattr(recipe.rounding, switch):
-                raise ValueError(f"{key} is read with {switch}: true alone, which {recipe.name} does not have")
-        if "overrides" in data:
-            entries = data["overrides"]
-            if not isinstance(entries, list):
-                raise ValueError("overrides is a list of entries {match: <pattern>, scheme: <scheme or keep>}")
-            recipe = replace(recipe, overrides=tuple(_override(entry) for entry in entries))
-        if "keep" in data:
-            patterns = data["keep"]
-            if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
-                raise ValueError("keep is a list of module name patterns, for example [lm_head]")
-            recipe = replace(recipe, keep=tuple(patterns))
-        if "head" in data:
-            patterns = [o.match for o in recipe.overrides] + (list(recipe.keep) if "keep" in data else [])
-            for pattern in patterns:
-                if fnmatch.fnmatchcase(HEAD, pattern):
-                    raise ValueError(
-                        f"head and the pattern {pattern!r} both decide about {HEAD}: leave one of them out"
-                    )
-            recipe = recipe.with_head(data["head"])
-        if (word := data.get("activation_range", "minmax")) not in get_args(ActivationRange):
-            raise ValueError(f"activation_range is one of {', '.join(get_args(ActivationRange))}, not {word!r}")
-        said = tuple((method, key) for method, own in options.items() for key in own)
-        return replace(recipe, activation_range=word, said=said)
-
-
-def _named(name: str) -> Recipe:
-    """The recipe of a short name."""
-    said = parser.parse(name)
-    return Recipe(said.passes, said.scheme, mix=said.mix, rotate=said.rotate, tune=said.tune)
-
-
-def _override(entry: object) -> Override:
-    if not isinstance(entry, dict):
-        raise ValueError(f"an override is {{match: <pattern>, scheme: <scheme or keep>}}, not {entry!r}")
-    for key in entry:
-        if key not in ("match", "scheme"):
-            raise ValueError(f"unknown key {key!r} in an override{offer(str(key), ('match', 'scheme'))}")
-    match, scheme = entry.get("match"), entry.get("scheme")
-    if not isinstance(match, str) or not isinstance(scheme, str):
-        raise ValueError("an override needs both match, a module name pattern, and scheme, a scheme or `keep`")
-    return Override(match, None if scheme == KEEP else parse_scheme(scheme))
-
 
 def _check_sparsity(name: str, sparsity: Pattern, scheme: Scheme | None, columns: int) -> None:
     try:
@@ -442,46 +334,6 @@ def _check_sparsity(name: str, sparsity: Pattern, scheme: Scheme | None, columns
         raise ValueError(f"{name}: what is pruned is rounded to a grid with a zero, such as w4g128, not {scheme.name}")
 
 
-def _sorted(recipe: Recipe, options: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
-    """The options of each of the recipe's methods: those under its name, and those of which it alone has one so called.
-    Raises ValueError on what is unknown, and where it is not clear whose an option is."""
-    methods = {one.method: one for one in (recipe.rotate, *recipe.passes, recipe.tune) if one is not None}
-    everything = (*ROTATIONS.values(), *METHODS.values(), *TUNINGS.values())
-    found: dict[str, dict[str, Any]] = {method: {} for method in methods}
-
-    def give(method: str, key: str, value: object) -> None:
-        if key in found[method]:
-            raise ValueError(f"{key} of {method} is given twice")
-        found[method][key] = value
-
-    for key, value in options.items():
-        owners = [method for method, one in methods.items() if key in _options(one)]
-        if key in methods and isinstance(value, Mapping):
-            for name, own in value.items():
-                if name not in _options(methods[key]):
-                    raise ValueError(f"unknown option {name!r} of {key}{offer(str(name), _options(methods[key]))}")
-                give(key, name, own)
-        elif len(owners) > 1:
-            ways = " or ".join(f"{method}: {{{key}: {value}}}" for method in owners)
-            raise ValueError(f"{key} is an option of {' and of '.join(owners)}: say whose, as {ways}")
-        elif owners:
-            give(owners[0], key, value)
-        elif key in methods:
-            raise ValueError(f"{key} is a method: what stands under it are its options by name, not {value!r}")
-        elif elsewhere := [each.method for each in everything if key in _options(each)]:
-            raise ValueError(f"{key} is an option of {' and '.join(elsewhere)}, which {recipe.name} does not use")
-        elif any(key == each.method for each in everything):
-            raise ValueError(f"{key} is a method that {recipe.name} does not use")
-        else:
-            known = set(_KEYS).union(methods, *(_options(one) for one in methods.values()))
-            raise ValueError(f"unknown key {key!r}{offer(str(key), known)}")
-    return found
-
-
-def _is_searched(form: Form) -> bool:
+def _is_searched(form: WeightFormat) -> bool:
     """Whether scales of this form are found by a `scale_search`."""
     return isinstance(form, Fp4 | Progressive) or (isinstance(form, Grid) and form.kind == "int")
-
-
-def _options(one: Any) -> set[str]:
-    return {f.name for f in fields(one)}

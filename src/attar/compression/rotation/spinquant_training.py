@@ -24,7 +24,7 @@ from attar.compression.solvers.transforms import spinquant
 from attar.compression.solvers.transforms.rotations import Rotation
 from attar.compression.solvers.transforms.spinquant import Learned
 from attar.kernels.operands import Linear
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import build_block, build_embedding
 from attar.model.layers import Block, MixtureOfExperts
 
@@ -81,7 +81,7 @@ class _Rows:
         places = 2 * config.layers
         count = max(1, min(ids.numel(), ROWS // places, ROWS_BYTES // (4 * config.hidden * places)))
         self._chosen = torch.arange(count) * ids.numel() // count
-        step = Step((ids.shape[1],) * len(ids), ids.shape[1])
+        step = ForwardBatch((ids.shape[1],) * len(ids), ids.shape[1])
         hidden = build_embedding(config, source).forward(ids.flatten(), step.positions).float()
         stream: list[tuple[Tensor, Tensor]] = []
         self.rows, self.costs = list[Tensor](), list[Tensor]()
@@ -91,13 +91,13 @@ class _Rows:
                 linear.keep_dense = False
             seen: dict[str, Tensor] = {}
 
-            def tap(linear: Linear, x: Tensor, seen: dict[str, Tensor] = seen) -> None:
+            def hook(linear: Linear, x: Tensor, seen: dict[str, Tensor] = seen) -> None:
                 if not x.isfinite().all():
                     raise ValueError(f"the input of {linear.name} holds a NaN or an infinity")
                 if len(x) > int(self._chosen[-1]):  # others see what routers sent them
                     seen[linear.name] = x[self._chosen].clone()
 
-            hidden = block.run(hidden, step, tap)
+            hidden = block.run(hidden, step, hook)
             for linears in _readers(block):
                 rows = seen[linears[-1].name]
                 stream.append((rows, torch.full((len(rows),), _cost(rows, linears))))

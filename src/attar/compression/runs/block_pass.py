@@ -14,28 +14,24 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.receipts.probes import ProbeRun
-from attar.checkpoints.sources import hf
 from attar.checkpoints.writer import ShardWriter
 from attar.compression import device_placement
 from attar.compression.block import passes
 from attar.compression.block.record import Record, weight_error
-from attar.compression.block.work import BlockWork
+from attar.compression.block.work import BlockWork, CalibrationStates
 from attar.compression.calibration import coverage, gradients, hidden_states
 from attar.compression.calibration.hidden_states import HiddenStates
 from attar.compression.calibration.loss_weights import Guide
 from attar.compression.memory import give_back
-from attar.compression.outputs.folder import Output
-from attar.compression.outputs.gguf import GgufOutput
-from attar.compression.recipe.recipe import HEAD, Recipe
-from attar.compression.state import RunState
+from attar.compression.recipe.recipe import HEAD
+from attar.compression.request.resolve import ResolvedCompression
+from attar.compression.runs.state import RunState
 from attar.formats.packed import PackedTensor
 from attar.kernels.operands import Linear
 from attar.model.decoder import build_block, build_final_norm
+from attar.progress import Progress
 
 STREAMS = ("probe", "calibration", "original")  # what goes through the blocks; the last as if nothing were compressed
-
-Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total)"""
 
 
 class Walk:
@@ -43,31 +39,30 @@ class Walk:
 
     def __init__(
         self,
-        checkpoint: hf.Checkpoint,
-        output: Output | GgufOutput,
-        recipe: Recipe,
+        resolved: ResolvedCompression,
         writer: ShardWriter,
         state: RunState,
         ids: Tensor | None,
-        memory: int,
         probes: ProbeRun,
         guide: Guide | None,
-        device: str = "cpu",
-        name: str = "",
+        name: str,
     ) -> None:
-        """`name` is of all that the run is about: what its calibration text showed is noted under it."""
+        """Calibration `ids` [S, L], if any, and the probes go through. What that text showed is noted under `name`."""
         self.name = name
-        self.guide, self.device = guide, torch.device(device)
-        self.checkpoint, self.output, self.recipe = checkpoint, output, recipe
+        self.guide, self.device = guide, torch.device(resolved.request.device)
+        self.checkpoint, self.output, self.recipe = resolved.checkpoint, resolved.output, resolved.recipe
         self.writer, self.state = writer, state
-        self.config = checkpoint.config
+        self.config = self.checkpoint.config
         self.head_records: list[Record] = []  # not part of the state: a resumed run does the output matrix anew
         # Two files in turn: block i reads number i % 2 and writes the other.
         self.streams: list[tuple[HiddenStates, HiddenStates]] = []
         self.probes = probes
-        corrects = recipe.corrects
+        corrects = self.recipe.corrects
         sources = [self.probes.ids] if ids is None else [self.probes.ids, *[ids] * (1 + corrects)]
-        spare, rows = (memory - hidden_states.IN_A_BLOCK) // (1 + corrects), hidden_states.rows_at_once(self.config)
+        spare, rows = (
+            (resolved.request.calib_memory - hidden_states.IN_A_BLOCK) // (1 + corrects),
+            hidden_states.rows_at_once(self.config),
+        )
         for stream, tokens, limit in zip(STREAMS, sources, (1 << 20, spare, spare), strict=False):
             shape = (*tokens.shape, self.config.hidden)
             at = device_placement.CPU if stream == STREAMS[0] else self.device
@@ -102,13 +97,12 @@ class Walk:
         for linear in block.linears():
             linear.keep_dense = False  # its float32 copies would take four times the block
         inputs = self.streams[1][layer % 2] if len(self.streams) > 1 else None
-        weights = self.output.importances if isinstance(self.output, GgufOutput) else {}
         guide = None if self.guide is None else self.guide.of(layer)
         original = self._original(layer)
         device_placement.move(block, self.device)
         work = BlockWork(
-            block, inputs, self.recipe, self.output.schemes, self.config.architecture, weights, guide, original,
-            self.output.sizes if isinstance(self.output, Output) else None,
+            block, None if inputs is None else CalibrationStates(inputs, original), self.recipe, self.output.schemes,
+            self.config.architecture, self.output.importances, guide, self.output.sizes,
         )  # fmt: skip
         records = passes.run(work)
         device_placement.move(block, device_placement.CPU)
@@ -118,7 +112,7 @@ class Walk:
             device_placement.move(block, self.device)
             seen = coverage.Coverage(block)
             for batch in inputs.batches():
-                out = block.run(inputs.read(batch), inputs.step(batch), seen.tap)
+                out = block.run(inputs.read(batch), inputs.step(batch), seen.hook)
                 if not out.isfinite().all():
                     raise ValueError(f"the output of block {layer} holds a NaN or an infinity")
                 if outputs is not None:

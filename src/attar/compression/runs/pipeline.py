@@ -13,41 +13,31 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from attar.checkpoints.gguf.writer import atomic_file
 from attar.checkpoints.receipts import receipt
-from attar.checkpoints.writer import MAX_SHARD, Workspace, atomic_folder
+from attar.checkpoints.sources.hf import Checkpoint
+from attar.checkpoints.writer import atomic_folder
 from attar.compression.block.record import Record
-from attar.compression.calibration import domain
-from attar.compression.calibration import texts as calibrate
-from attar.compression.calibration.loss_weights import key
+from attar.compression.calibration import domain, texts
 from attar.compression.calibration.texts import Calibration
 from attar.compression.memory import large_blocks_apart
-from attar.compression.outputs.folder import Output, model_card
-from attar.compression.outputs.gguf import GgufOutput
-from attar.compression.recipe import requirements
 from attar.compression.recipe.recipe import Recipe
-from attar.compression.request.order import Order, Ready
-from attar.compression.request.settings import Settings
-from attar.compression.runs.block_pass import Progress
+from attar.compression.request.request import CompressionRequest, Target
+from attar.compression.request.resolve import ResolvedCompression, open_source, resolve
+from attar.compression.resume import write_note
 from attar.compression.runs.run import Run, begin_anew
-from attar.compression.search import best, bit_budget, candidates
-from attar.compression.search import compare_rtn as gain
+from attar.compression.search import best, bit_budget, candidates, compare_rtn
+from attar.compression.search.best import Choice
 from attar.compression.search.bit_budget import Allocated
+from attar.compression.search.candidates import Candidates
 from attar.compression.search.compare_rtn import Gain
-from attar.compression.search.target import Target
-from attar.compression.state import RunState, put
-from attar.formats.scheme import Scheme
-from attar.kernels import ops
-from attar.text.files import read_text
-from attar.text.tokenizer import Tokenizer
+from attar.kernels import dispatch
+from attar.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -96,126 +86,95 @@ class Compressed:
         }
 
 
-def default_recipe(dst: str | Path) -> str:
-    """What the output asks for where nobody says."""
-    return "q4_k_m" if Path(dst).suffix.lower() == ".gguf" else "gptq-w4g128"
-
-
 def compress(
     src: str | Path,
     dst: str | Path,
     *,
     recipe: str | Path | Recipe = "gptq-w4g128",
     head: str | None = None,
-    target: Target | None = None,
-    ladder: Sequence[Scheme] | None = None,
     calibration: Calibration | None = None,
-    imatrix: str | Path | None = None,
+    target: Target | None = None,
     evaluation: str | Path | None = None,
-    samples: int = 128,
-    length: int = 512,
-    seed: int = 0,
-    drawn: int = 0,
-    calib_memory: int = 2 << 30,
-    max_shard_bytes: int = MAX_SHARD,
-    eval_tokens: int | None = None,
-    overwrite: bool = False,
-    resume: bool = True,
     progress: Progress | None = None,
-    device: str = "cpu",
 ) -> Compressed:
     """Compress the checkpoint `src` (folder, Hub id or `demo`) into the folder `dst`, or the file, if it ends in .gguf.
 
-    `recipe` is a name such as `gptq-w4g128`, a YAML file, or a Recipe; of several names, or `best-w4g128`, the one is
-    kept that does best on calibration text set aside (`best`), and of `ablate-` with a name the steps that help there.
-    `head` is what the output matrix is stored in, whatever the recipe says of it: `bf16` (as it is), `int8`, `int4`, or
-    a scheme of weights alone. `calibration` is a text file, token ids [S][L], or `self` for text that the model writes;
-    recipes that only round need none. With `drawn`, it is followed by so many sequences that the model writes: what
-    several recipes, or the bits of a target, are chosen by, and what tuning judges by, is the given text alone.
-    `imatrix` is an importance matrix for a GGUF file, which weighs errors by it; calibration alone gives one. With a
-    `target`, each linear gets the scheme of `ladder` that `allocate` chooses, by default the recipe's with other
-    bits; an output that misses a target of KL is made anew with more, twice at most, where there is more to choose, and
-    of those that all miss it the nearest is kept. `evaluation` is a held-out text file on which the cost is measured.
-    At most `calib_memory` bytes of calibration activations are held in memory. A killed run resumes, unless `resume` is
-    false. On a `device` that is no CPU each block is moved there, run and solved there, and what came of it comes back
-    to be written (`place`); the cost is measured there too, in bfloat16.
+    `CompressionRequest` says what the arguments mean, and has more of them for `compress_request`.
+    """
+    asked = CompressionRequest(
+        src, dst, recipe=recipe, head=head, calibration=calibration, target=target, evaluation=evaluation
+    )
+    return compress_request(asked, progress)
+
+
+def compress_request(request: CompressionRequest, progress: Progress | None = None) -> Compressed:
+    """Compress as a request asks.
 
     Raises ValueError (CheckpointError among them) for anything a user can mend: an unknown recipe word, a group size
     that does not divide, an existing output, a full disk, a NaN in a named layer.
     """
-    report = progress or (lambda stage, done, total: None)
-    ops.require(device)
-    amount = calibrate.Amount(samples, length, seed, drawn)
-    if drawn and (calibration is None or calibrate.is_drawn(calibration)):
-        raise ValueError("text is drawn to go with a calibration text: give one, or more samples of `self`")
-    settings = Settings(amount, calib_memory, max_shard_bytes, overwrite, resume, report, time.monotonic())
-    tries = candidates.candidates(recipe)
-    if tries is not None and target is not None:
+    began, report = time.monotonic(), progress or (lambda stage, done, total: None)
+    dispatch.require(request.device)
+    tries = candidates.candidates(request.recipe)
+    if tries is not None and request.target is not None:
         raise ValueError(
-            f"a target chooses the bits of one recipe, and {recipe} tries several: leave the target out, or name one "
-            "recipe with it, such as guided-w4g128"
+            f"a target chooses the bits of one recipe, and {request.recipe} tries several: leave the target out, or "
+            "name one recipe with it, such as guided-w4g128"
         )
-    if tries is not None and imatrix is not None:
+    if tries is not None and request.imatrix is not None:
         raise ValueError(
-            f"{recipe} tries several recipes, which weigh errors by calibration text: leave the importance matrix out, "
-            "or name one recipe with it, such as gptq-q4_k_m"
+            f"{request.recipe} tries several recipes, which weigh errors by calibration text: leave the importance "
+            "matrix out, or name one recipe with it, such as gptq-q4_k_m"
         )
-    order = Order.take(src, dst, head, imatrix, calibration is not None, seed, device)
-    choice = None
+    source, choice = open_source(request), None
     if tries is not None:
-        if drawn and calibration is not None and not tries.ladder:
-            count = calibrate.count(calibration, amount) + drawn
-            readies = (order.ready(name, count) for name in tries.names)
-            if not any(each.reads or order.weighs(each.plan) for each in readies):
-                raise ValueError(f"{recipe}: these read text only to be chosen by: leave the drawn text out")
-
-        def make(name: str, ids: list[list[int]], out: Path) -> float:
-            trial = replace(order, dst=out)
-            return _carry_out(trial, name, ids, replace(settings, overwrite=True), _Wish(trial=True)).bits_per_weight
-
-        choice = best.for_output(tries, order, settings, calibration, make)
-        recipe, calibration = choice.winner, choice.calibration
-    wish = _Wish(target, ladder, imatrix, evaluation, eval_tokens, choice)
-    return _carry_out(order, recipe, calibration, settings, wish)
+        choice = _choice(request, source, tries, report)
+        request = replace(request, recipe=choice.winner, calibration=choice.calibration)
+    done = _carry_out(resolve(request, source, request.recipe, request.sequences), report, choice)
+    return replace(done, seconds=time.monotonic() - began)
 
 
-@dataclass(frozen=True)
-class _Wish:
-    """What is wanted of one recipe. Of a `trial` nobody asks what kind of text it read: what is kept says it."""
+def _choice(request: CompressionRequest, source: Checkpoint, tries: Candidates, report: Progress) -> Choice:
+    """Try several recipes, each an output of its own."""
+    if request.drawn and request.sequences is not None and not tries.ladder:
+        found = [resolve(request, source, name, request.sequences) for name in tries.names]
+        if not any(each.reads or each.weighs for each in found):
+            raise ValueError(f"{request.recipe}: these read text only to be chosen by: leave the drawn text out")
 
-    target: Target | None = None
-    ladder: Sequence[Scheme] | None = None
-    imatrix: str | Path | None = None
-    evaluation: str | Path | None = None
-    eval_tokens: int | None = None
-    choice: best.Choice | None = None
-    trial: bool = False
+    def make(name: str, ids: list[list[int]], out: Path) -> float:
+        trial = replace(request, dst=out, recipe=name, calibration=ids, evaluation=None, overwrite=True)
+        return _carry_out(resolve(trial, source, name, trial.sequences), report, trial=True).bits_per_weight
+
+    return best.for_output(tries, request, source, report, make)
 
 
 def _carry_out(
-    order: Order, recipe: str | Path | Recipe, calibration: Calibration | None, settings: Settings, wish: _Wish
+    asked: ResolvedCompression, report: Progress, choice: Choice | None = None, trial: bool = False
 ) -> Compressed:
-    """`compress` with one recipe, by the bits that it names, or by those that a target chooses until they keep it."""
-    drawn, chosen, reached = settings.amount.drawn, None, None
-    sequences = None if calibration is None else calibrate.count(calibration, settings.amount) + drawn
-    ready = order.ready(recipe, sequences, wish.target is not None)
-    may_read = ready.reads or order.weighs(ready.plan) or wish.ladder is not None  # some of which fix activation scales
-    if drawn and not (may_read or wish.trial or wish.choice is not None):
-        raise ValueError(f"{ready.plan.name} reads no calibration text here: leave the drawn text out")
-    texts = calibrate.is_text(calibration) or wish.evaluation is not None
-    tokenizer = Tokenizer.load(order.source.folder.path) if texts else None
-    held_out = None if wish.evaluation is None else _held_out(tokenizer, wish.evaluation, wish.eval_tokens)
-    if wish.target is not None:
-        chosen = bit_budget.for_output(order, ready, settings, wish.target, wish.ladder, calibration)
-        calibration = chosen.calibration
-    made = (atomic_file if order.to_file else atomic_folder)(order.dst, settings.overwrite)
+    """Make the output, by the bits that the recipe names, or by those that a target chooses until they keep it. A
+    `choice` among recipes was made before; a `trial` is made for one, or to compare with, and nothing is said of it."""
+    request, chosen, reached, gained = asked.request, None, None, None
+    target = request.target
+    may_read = asked.reads or asked.weighs or (target is not None and target.ladder is not None)  # activation scales
+    if request.drawn and not (may_read or trial or choice is not None):
+        raise ValueError(f"{asked.recipe.name} reads no calibration text here: leave the drawn text out")
+    asked = asked.with_texts()
+    if target is not None:
+        chosen = bit_budget.for_output(asked, report)
+        asked = replace(asked, calibration=chosen.calibration)
+    drawn_at = request.path.parent if trial else None if choice is None else choice.folder
+    made = (atomic_file if request.to_file else atomic_folder)(request.path, request.overwrite)
     with made as work, large_blocks_apart():
-        if not settings.resume:
+        if not request.resume:
             work.clear()
-        hashes = order.source.folder.source_hashes(lambda done, total: settings.report("hashing", done, total))
-        making = _Making(order, settings, wish, work, ready, calibration, tokenizer, hashes)
+        hashes = asked.source.folder.source_hashes(lambda done, total: report("hashing", done, total))
         while True:
-            run = making.walked(chosen)
+            run = Run(asked, work, hashes, report, drawn_at, None if chosen is None else chosen.allocation)
+            run.gather()
+            if not trial:
+                run.look()
+            run.walk()
+            run.tune()
             if chosen is None:
                 break
             reached = run.divergence(chosen.measured)
@@ -223,169 +182,91 @@ def _carry_out(
                 break
             begin_anew(work)  # first: a run that is killed here finds nothing of a walk by other bits
             other.note()
-            settings.report("target missed", len(other.missed), bit_budget.WALKS)
+            report("target missed", len(other.missed), bit_budget.WALKS)
             chosen = other
-        gained = making.gain(run) if chosen is None and wish.choice is None and not wish.trial else None
-        result = making.finished(run, held_out, chosen, reached, gained)
-    for search in (chosen, wish.choice):
+        if chosen is None and choice is None and not trial:
+            gained = _gain(asked, run, hashes)
+        result = _finished(run, hashes, choice, chosen, reached, gained)
+    for search in (chosen, choice):
         if search is not None:
             search.forget()
     return result
 
 
-@dataclass(frozen=True, eq=False)
-class _Making:
-    """An output being made in the folder `work`, of a recipe that is `asked`."""
-
-    order: Order
-    settings: Settings
-    wish: _Wish
-    work: Workspace
-    asked: Ready
-    calibration: Calibration | None
-    tokenizer: Tokenizer | None
-    hashes: Mapping[str, str]  # of the source's files
-
-    def walked(self, chosen: Allocated | None) -> Run:
-        """All blocks compressed and written, by the bits that were `chosen`, if any were. What is asked of the original
-        is kept under a name that knows nothing of the choice: another one finds it again."""
-        ready = self.asked
-        if chosen is not None:
-            sequences = len(chosen.calibration) + self.settings.amount.drawn
-            ready = self.order.ready(chosen.allocation.recipe, sequences, targeted=True)
-        given, drawn = self._texts(ready)
-        about = self._about(given, drawn)
-        name = key(about)
-        if chosen is not None:
-            about |= {"recipe": ready.plan.to_dict(), "allocation": chosen.allocation.to_dict()}
-        state = RunState.open(self.work.state, about, self.settings.resume)
-        run = Run(self.order, ready, self.settings, self.work, state, given, drawn, name)
-        run.gather()
-        if not self.wish.trial:
-            run.look()
-        run.walk()
-        run.tune()
-        return run
-
-    def _texts(self, ready: Ready) -> tuple[Tensor | None, Tensor | None]:
-        """The calibration text [S, L] that a recipe reads, and what the model writes to go with it, [D, L]."""
-        if self.calibration is None or not (ready.reads or self.order.weighs(ready.plan)):
-            return None, None
-        amount, report, state = self.settings.amount, self.settings.report, self.work.state
-        source = receipt.combined_hash(self.hashes)
-        given = calibrate.tokens(
-            self.calibration, ready.checkpoint, self.tokenizer, amount, state / calibrate.drawn_name(source, amount),
-            lambda done, total: report("sampling", done, total),
-        )  # fmt: skip
-        requirements.enough(ready.plan, len(given))
-        if not amount.drawn:
-            return given, None
-        place = self.order.dst.parent if self.wish.trial else state
-        if self.wish.choice is not None and self.wish.choice.folder is not None:
-            place = self.wish.choice.folder  # once for all recipes that are tried, where what is known of them is kept
-        besides = amount.besides(given.shape[1])
-        return given, calibrate.written(
-            self.order.source, besides, place / calibrate.drawn_name(source, besides),
-            lambda done, total: report("drawing", done, total),
-        )  # fmt: skip
-
-    def _about(self, given: Tensor | None, drawn: Tensor | None) -> dict[str, Any]:
-        """All that is asked, for the receipt and for whoever resumes."""
-        read = given if given is None or drawn is None else torch.cat([given, drawn])
-        about = receipt.environment() | {
-            "source": receipt.combined_hash(self.hashes),
-            "recipe": self.asked.plan.to_dict(),
-            "calibration": None if read is None else calibrate.token_hash(read),
-            "seed": self.order.seed,
-            "shard": self.settings.max_shard_bytes,
-        }
-        about |= {"drawn": self.settings.amount.drawn} if self.settings.amount.drawn else {}
-        about |= {} if self.order.device == "cpu" else {"device": self.order.device}
-        return about | ({} if self.wish.imatrix is None else {"imatrix": receipt.sha256(Path(self.wish.imatrix))})
-
-    def gain(self, run: Run) -> Gain | None:
-        """The output beside plain rounding, on text that nothing here has read. None where a recipe reads none or there
-        is no more of its kind, and where this machine has too little memory to compare, which is reported."""
-        rounded, state, amount = gain.plain(run.plan), self.work.state, self.settings.amount
-        if self.calibration is None or run.given is None or rounded is None:
-            return None
-        kept = state / f"gain-{run.name}.json"
-        if kept.is_file():
-            return Gain.from_dict(json.loads(kept.read_bytes()))
-        source = self.order.source
-        if not gain.fits(source):
-            self.settings.report("comparing with plain rounding takes too much memory", 1, 1)
-            return None
-        unread = replace(amount, samples=gain.SEQUENCES, seed=gain.UNREAD + amount.seed)
-        drawn = state / calibrate.drawn_name(receipt.combined_hash(self.hashes), unread)
-        ids = gain.sequences(self.calibration, source, self.tokenizer, amount, drawn)
-        if ids is None:
-            return None
-        importances = self.order.importances
-        if isinstance(run.output, GgufOutput) and run.plan.rotate is None:  # once is enough, but for turned inputs
-            importances = run.output.importances
-        dst = state / ("plain.gguf" if self.order.to_file else "plain")
-        trial = replace(self.order, dst=dst, importances=importances)
-        quiet = replace(self.settings, overwrite=True, report=lambda stage, done, total: None)
-        made = _carry_out(trial, rounded, run.given.tolist(), quiet, _Wish(trial=True))
-        found = gain.compare(source.folder.path, run.made, made.path, ids, self.settings.report)
-        put(kept, found.to_dict())
-        return found
-
-    def finished(
-        self,
-        run: Run,
-        held_out: list[int] | None,
-        chosen: Allocated | None,
-        reached: float | None,
-        gained: Gain | None,
-    ) -> Compressed:
-        """What the output cost and what is to be said of it, with the receipt and the model card written."""
-        choice, output, about = self.wish.choice, run.output, dict(run.state.about)
-        cost = None if held_out is None else run.measure(held_out, self.tokenizer)
-        given = next((search.read for search in (choice, chosen) if search is not None), run.given)
-        share = None if held_out is None or given is None else domain.shared(held_out, given)
-        warnings, kinds = run.warnings(share), domain.to_dict(run.surprise, share)
-        if chosen is not None and reached is not None:
-            warnings += chosen.warnings(reached)
-            about["allocation"] = chosen.finished(reached)
-        if gained is not None:
-            warnings += gained.warnings(run.plan.name)
-            about["gain"] = gained.to_dict()
-        result = Compressed(
-            self.order.dst,
-            run.plan.name,
-            run.plan.head_name,
-            output.bits_per_weight,
-            sum(f.size for f in run.files),
-            sum(f.size for f in self.order.source.folder.files.values()),
-            time.monotonic() - self.settings.began,
-            tuple(run.records),
-            cost,
-            output.notes,
-            warnings,
-            None if chosen is None else chosen.allocation.bits_per_weight,
-            reached,
-            None if choice is None else choice.to_dict(),
-            run.learned.get("tune"),
-            kinds,
-            None if gained is None else gained.to_dict(),
-        )
-        if isinstance(output, Output):
-            said = (result.recipe, result.head, result.bits_per_weight, result.bytes, cost, result.notes)
-            (self.work.out / "README.md").write_text(model_card(*said, output.method), encoding="utf-8")
-        about |= run.learned
-        about |= {} if choice is None else {"selection": result.selection}
-        about |= {} if kinds is None else {"texts": kinds}
-        about |= {"warnings": list(warnings)} if warnings else {}
-        records = [asdict(record) for record in run.records]
-        receipt.write(run.made, about, self.hashes, records, result.bits_per_weight, cost, run.probed)
-        return result
+def _gain(asked: ResolvedCompression, run: Run, hashes: Mapping[str, str]) -> Gain | None:
+    """The output beside plain rounding, on text that nothing here has read. None where a recipe reads none or there is
+    no more of its kind, and where this machine has too little memory to compare, which is reported."""
+    rounded, state, request = compare_rtn.plain(run.plan), run.work.state, asked.request
+    if asked.calibration is None or run.given is None or rounded is None:
+        return None
+    kept = state / f"gain-{run.name}.json"
+    if kept.is_file():
+        return Gain.from_dict(json.loads(kept.read_bytes()))
+    if not compare_rtn.fits(asked.source):
+        run.report("comparing with plain rounding takes too much memory", 1, 1)
+        return None
+    amount = request.amount
+    unread = replace(amount, samples=compare_rtn.SEQUENCES, seed=compare_rtn.UNREAD + amount.seed)
+    drawn = state / texts.drawn_name(receipt.combined_hash(hashes), unread)
+    ids = compare_rtn.sequences(asked.calibration, asked.source, asked.tokenizer, amount, drawn)
+    if ids is None:
+        return None
+    importances = asked.importances
+    if request.to_file and run.plan.rotate is None:  # once is enough, but for turned inputs
+        importances = run.output.importances
+    plain = replace(
+        request, dst=state / ("plain.gguf" if request.to_file else "plain"), recipe=rounded, imatrix=None,
+        calibration=run.given.tolist(), evaluation=None, overwrite=True,
+    )  # fmt: skip
+    trial = resolve(plain, asked.source, rounded, plain.sequences, importances=importances)
+    made = _carry_out(trial, lambda stage, done, total: None, trial=True)
+    found = compare_rtn.compare(asked.source.folder.path, run.made, made.path, ids, run.report)
+    write_note(kept, found.to_dict())
+    return found
 
 
-def _held_out(tokenizer: Tokenizer | None, text: str | Path, limit: int | None) -> list[int]:
-    assert tokenizer is not None
-    ids = tokenizer.encode(read_text(text), add_special_tokens=False)[:limit]
-    if len(ids) < 2:
-        raise ValueError(f"{text} has {len(ids)} token: at least 2 are needed to measure on")
-    return ids
+def _finished(
+    run: Run,
+    hashes: Mapping[str, str],
+    choice: Choice | None,
+    chosen: Allocated | None,
+    reached: float | None,
+    gained: Gain | None,
+) -> Compressed:
+    """What the output cost and what is to be said of it, with the receipt and the model card written."""
+    output, about, cost = run.output, dict(run.state.about), run.measure()
+    share = run.shared(next((search.read for search in (choice, chosen) if search is not None), run.given))
+    warnings, kinds = run.warnings(share), domain.to_dict(run.surprise, share)
+    if chosen is not None and reached is not None:
+        warnings += chosen.warnings(reached)
+        about["allocation"] = chosen.finished(reached)
+    if gained is not None:
+        warnings += gained.warnings(run.plan.name)
+        about["gain"] = gained.to_dict()
+    result = Compressed(
+        path=run.request.path,
+        recipe=run.plan.name,
+        head=run.plan.head_name,
+        bits_per_weight=output.bits_per_weight,
+        bytes=sum(f.size for f in run.files),
+        source_bytes=sum(f.size for f in run.source.folder.files.values()),
+        seconds=0.0,  # known at the very end
+        records=tuple(run.records),
+        cost=cost,
+        notes=output.notes,
+        warnings=warnings,
+        allocated=None if chosen is None else chosen.allocation.bits_per_weight,
+        reached=reached,
+        selection=None if choice is None else choice.to_dict(),
+        tuned=run.learned.get("tune"),
+        texts=kinds,
+        gain=None if gained is None else gained.to_dict(),
+    )
+    output.write_card(run.work.out, result.bytes, cost)
+    about |= run.learned
+    about |= {} if choice is None else {"selection": result.selection}
+    about |= {} if kinds is None else {"texts": kinds}
+    about |= {"warnings": list(warnings)} if warnings else {}
+    records = [asdict(record) for record in run.records]
+    receipt.write(run.made, about, hashes, records, result.bits_per_weight, cost, run.probed)
+    return result

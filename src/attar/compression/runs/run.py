@@ -17,28 +17,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attar.checkpoints.receipts import receipt
 from attar.checkpoints.receipts.probes import ProbeRun
 from attar.checkpoints.sources import hf, opening
 from attar.checkpoints.writer import ShardWriter, Workspace, allocated, require_free
-from attar.compression import state
 from attar.compression.block.record import Record
-from attar.compression.calibration import coverage, domain, importance
-from attar.compression.calibration.domain import Surprise
+from attar.compression.calibration import coverage, domain, importance, texts
+from attar.compression.calibration.domain import DomainCheck
 from attar.compression.calibration.loss_weights import Guide, key
-from attar.compression.outputs.gguf import GgufOutput
+from attar.compression.calibration.texts import Tokens
+from attar.compression.outputs.base import Output
+from attar.compression.recipe import requirements
 from attar.compression.recipe.methods import SpinQuant, SqueezeLlm
 from attar.compression.recipe.recipe import HEAD, Recipe
-from attar.compression.request.order import Order, Ready
-from attar.compression.request.settings import Settings
+from attar.compression.request.resolve import ResolvedCompression
+from attar.compression.resume import write_note
 from attar.compression.rotation import spinquant_training
 from attar.compression.rotation.rotated import RotatedCheckpoint
+from attar.compression.runs import state
 from attar.compression.runs.block_pass import Walk
-from attar.compression.state import RunState
+from attar.compression.runs.state import RunState
+from attar.compression.search.allocate import Allocation
 from attar.compression.training import tune
 from attar.formats.scheme import Scheme
 from attar.metrics.measure import measure
 from attar.model.decoder import Decoder, compressible
-from attar.text.tokenizer import Tokenizer
+from attar.progress import Progress
 
 OF_THE_ORIGINAL = ("self-*.i32", "rotations-*", "importances-*", "guide-*", "coverage-*", "surprise-*")
 """What a work folder holds whatever bits are chosen. What was shown to the blocks is among it, because it may have been
@@ -57,39 +61,87 @@ def begin_anew(work: Workspace) -> None:
 class Run:
     """A recipe carried out in a work folder: gather what is known of the loss, walk, tune, measure, in this order.
 
-    `given` [S, L] is calibration text, if there is any, and `drawn` [D, L] what the model wrote to go with it. `name`
-    is of all that is asked, whatever bits are chosen: what an earlier run asked of the original is found again, and no
-    other's. What tuning judges by at the end is kept from everything before.
+    `given` [S, L] is calibration text, if it reads any. `name` is of all that is asked, whatever bits are chosen: what
+    an earlier run asked of the original is found again, and no other's. What tuning judges by at the end is kept from
+    everything before.
     """
 
     def __init__(
         self,
-        order: Order,
-        ready: Ready,
-        settings: Settings,
+        asked: ResolvedCompression,
         work: Workspace,
-        state: RunState,
-        given: Tensor | None,
-        drawn: Tensor | None,
-        name: str,
+        hashes: Mapping[str, str],
+        report: Progress,
+        drawn_at: Path | None = None,
+        allocation: Allocation | None = None,
     ) -> None:
-        self.order, self.work, self.state, self.name = order, work, state, name
-        self.plan, self.checkpoint, self.output = ready.plan, ready.checkpoint, ready.output
-        self.memory, self.report = settings.calib_memory, settings.report
-        self.files = ready.output.plans(settings.max_shard_bytes)
-        self.made = work.out / self.files[0].name if order.to_file else work.out
-        self.probes = ProbeRun(self.checkpoint.config, order.seed)
+        """`hashes` are those of the source's files. What the model writes to go with the calibration text is kept in
+        the folder `drawn_at`, if other runs read it too. Bits are those that were asked for, or those of an allocation.
+
+        Raises ValueError where an interrupted run was about something else, and as `texts.tokens`.
+        """
+        resolved, request = asked, asked.request
+        if allocation is not None and asked.calibration is not None:
+            sequences = texts.count(asked.calibration, request.amount) + request.drawn
+            resolved = asked.with_recipe(allocation.recipe, sequences)
+        self.request, self.source, self.work, self.report = request, asked.source, work, report
+        self._resolved, self.plan, self.checkpoint = resolved, resolved.recipe, resolved.checkpoint
+        self.given, self._drawn = self._texts(receipt.combined_hash(hashes), drawn_at or work.state)
+        about = self._about(asked.recipe, hashes)
+        self.name = key(about)
+        if allocation is not None:
+            about |= {"recipe": self.plan.to_dict(), "allocation": allocation.to_dict()}
+        self.state = RunState.open(work.state, about, request.resume)
+        self.files = self.output.plans(request.max_shard_bytes)
+        self.made = work.out / self.files[0].name if request.to_file else work.out
+        self.probes = ProbeRun(self.checkpoint.config, request.seed)
         self.probed: dict[str, Any] = {}
         self.records: list[Record] = []
         self.learned: dict[str, Any] = {}  # what steps that learn say of themselves, for the receipt
         self.guide: Guide | None = None
-        self.surprise: Surprise | None = None  # of the calibration text, where somebody looked
-        self.given, self._drawn = given, drawn
-        self.ids = given if ready.reads else None
+        self.surprise: DomainCheck | None = None  # of the calibration text, where it was measured
+        self.ids = self.given if resolved.reads else None
         self.walked: Tensor | None = None
         if self.ids is not None:
             judged = self.plan.tune is not None and len(self.ids) > 1
             self.walked = self._with_drawn(tune.without_judges(self.ids) if judged else self.ids)
+
+    @property
+    def output(self) -> Output:
+        return self._resolved.output
+
+    def _texts(self, source: str, drawn_at: Path) -> tuple[Tensor | None, Tensor | None]:
+        """The calibration text [S, L] that the recipe reads, and what the model writes to go with it, [D, L]."""
+        resolved, amount = self._resolved, self.request.amount
+        if resolved.calibration is None or not (resolved.reads or resolved.weighs):
+            return None, None
+        given = texts.tokens(
+            resolved.calibration, self.checkpoint, resolved.tokenizer, amount,
+            self.work.state / texts.drawn_name(source, amount),
+            lambda done, total: self.report("sampling", done, total),
+        )  # fmt: skip
+        requirements.enough(self.plan, len(given))
+        if not amount.drawn:
+            return given, None
+        besides = amount.besides(given.shape[1])
+        return given, texts.written(
+            self.source, besides, drawn_at / texts.drawn_name(source, besides),
+            lambda done, total: self.report("drawing", done, total),
+        )  # fmt: skip
+
+    def _about(self, recipe: Recipe, hashes: Mapping[str, str]) -> dict[str, Any]:
+        """All that is asked, for the receipt and for a run that resumes."""
+        request = self.request
+        about = receipt.environment() | {
+            "source": receipt.combined_hash(hashes),
+            "recipe": recipe.to_dict(),
+            "calibration": None if self.given is None else texts.token_hash(self._with_drawn(self.given)),
+            "seed": request.seed,
+            "shard": request.max_shard_bytes,
+        }
+        about |= {"drawn": request.drawn} if request.drawn else {}
+        about |= {} if request.device == "cpu" else {"device": request.device}
+        return about | ({} if request.imatrix is None else {"imatrix": receipt.sha256(Path(request.imatrix))})
 
     def _with_drawn(self, ids: Tensor) -> Tensor:
         return ids if self._drawn is None else torch.cat([ids, self._drawn])
@@ -100,15 +152,14 @@ class Run:
         if isinstance(self.plan.rotate, SpinQuant):
             assert self.walked is not None
             assert isinstance(self.checkpoint, RotatedCheckpoint)
-            seed, options = self.order.seed, self.plan.rotate
+            seed, options = self.request.seed, self.plan.rotate
             spun = spinquant_training.learn(self.checkpoint, self.walked, options, self.work.state, self.name, seed)
             self.learned["rotation"] = {"before": spun.before, "after": spun.after}
-        if self.given is not None and self.order.weighs(self.plan):
-            assert isinstance(self.output, GgufOutput)
+        if self.given is not None and self._resolved.weighs:
             read = self._with_drawn(self.given) if self.walked is None else self.walked
-            self.output.importances = importance.kept(
-                self.checkpoint, read, self.work.state, self.name, self.memory, self.report
-            )
+            memory = self.request.calib_memory
+            known = importance.kept(self.checkpoint, read, self.work.state, self.name, memory, self.report)
+            self._resolved = replace(self._resolved, output=self.output.weighing(known))
         guide, couples = self.plan.guide, self.plan.couples
         weighs_each = isinstance(self.plan.rounding, SqueezeLlm)
         if guide or couples or weighs_each:
@@ -119,7 +170,7 @@ class Run:
         if not self.state.blocks_done:
             self._require_room()
         if self.guide is not None and self.walked is not None:
-            self.guide.collect(self.checkpoint, self.walked, self.memory, self.order.seed, self.report)
+            self.guide.collect(self.checkpoint, self.walked, self.request.calib_memory, self.request.seed, self.report)
 
     def look(self) -> None:
         """How much calibration text surprises the original: before the walk, whose hours nothing here then costs. Where
@@ -129,10 +180,10 @@ class Run:
         kept = self.work.state / f"surprise-{self.name}.json"
         if kept.is_file():
             found = json.loads(kept.read_bytes())
-            self.surprise = None if found is None else Surprise(**found)
+            self.surprise = None if found is None else DomainCheck(**found)
         else:
-            self.surprise = domain.surprise(self.order.source, self.given, self.work.state, self.order.device)
-            state.put(kept, None if self.surprise is None else asdict(self.surprise))
+            self.surprise = domain.surprise(self.source, self.given, self.work.state, self.request.device)
+            write_note(kept, None if self.surprise is None else asdict(self.surprise))
 
     def _require_room(self) -> None:
         row, ids, walked = 4 * self.checkpoint.config.hidden, self.ids, self.walked
@@ -152,10 +203,7 @@ class Run:
     def walk(self) -> None:
         """Every block compressed and written, and what is no block's."""
         with ShardWriter(self.work.out, self.files, self.output.written(self.state.blocks_done)) as writer:
-            walk = Walk(
-                self.checkpoint, self.output, self.plan, writer, self.state, self.walked, self.memory, self.probes,
-                self.guide, self.order.device, self.name,
-            )  # fmt: skip
+            walk = Walk(self._resolved, writer, self.state, self.walked, self.probes, self.guide, self.name)
             self.probed = walk.run(self.report)
             self.records = self.state.records + walk.head_records
             self.output.copy_rest(writer, self.report)
@@ -170,13 +218,13 @@ class Run:
         schemes = self.output.schemes
         dense = [name for name, scheme in schemes.items() if scheme is None and self.plan.reshapes(name)]
         tuned = tune.run(
-            self.checkpoint, self.made, self.work.state, self.ids, self.plan.tune, drawn=self._drawn,
-            seed=self.order.seed, progress=self.report, dense=dense,
+            self.checkpoint, self.made, self.work.state, Tokens(self.ids, self._drawn), self.plan.tune,
+            seed=self.request.seed, progress=self.report, dense=dense,
         )  # fmt: skip
         with ShardWriter(self.work.out, self.files, [name for file in self.files for name in file.slots]) as writer:
             self.output.write_again(writer, tuned.tensors)
             writer.finish()
-        self.probed = tune.probes(self.made, self.order.seed)
+        self.probed = tune.probes(self.made, self.request.seed)
         self.records = [
             replace(r, measure=f"{r.measure}, before tuning") if r.name != HEAD else r for r in self.records
         ]
@@ -186,9 +234,14 @@ class Run:
         """Mean KL of what was made from the original, in nats, at every position of token ids [T, L]: in float32 by
         the reference, as bits are chosen, whatever the device."""
         windows = [[*row, 0] for row in ids.tolist()]  # no divergence depends on the last token, whatever it is
-        made, base = (opening.load(path, torch.float32) for path in (self.made, self.order.source.folder.path))
+        made, base = (opening.load(path, torch.float32) for path in (self.made, self.source.folder.path))
         found = measure(made, windows, base=base, context=ids.shape[1])
         return found.figures["kl_mean"].value
+
+    def shared(self, read: Tensor | None) -> float | None:
+        """The part of the evaluation text that is of a calibration text [S, L]; None where there is not both."""
+        held_out = self._resolved.held_out
+        return None if held_out is None or read is None else domain.shared(held_out, read)
 
     def warnings(self, shared: float | None) -> tuple[str, ...]:
         """What calibration text was too little for; `shared` is the part of the evaluation text that is of it."""
@@ -198,28 +251,31 @@ class Run:
             shown = coverage.of(self.checkpoint.config, read, self.work.state, self.name)
         return *shown, *domain.warnings(self.surprise, shared)
 
-    def measure(self, held_out: list[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
-        """What it cost, on text that nothing here has read: by the reference in float32, or on the device as `attar
-        eval` measures there. Raises ValueError where that has no room for both models."""
+    def measure(self) -> dict[str, Any] | None:
+        """What it cost, on the evaluation text, if there is one: by the reference in float32, or on the device as
+        `attar eval` measures there. Raises ValueError where that has no room for both models."""
+        held_out, tokenizer = self._resolved.held_out, self._resolved.tokenizer
+        if held_out is None:
+            return None
         assert tokenizer is not None
         try:
             return measure(
                 self._whole(self.made),
                 held_out,
-                base=self._whole(self.order.source.folder.path),
+                base=self._whole(self.source.folder.path),
                 bos=tokenizer.added_bos,
                 bytes_of=tokenizer,
                 progress=lambda done, total: self.report("evaluating", done, total),
             ).to_dict()
         except torch.OutOfMemoryError as error:
             raise ValueError(
-                f"{self.order.device} has too little memory to measure the output beside the original: the same "
+                f"{self.request.device} has too little memory to measure the output beside the original: the same "
                 "command without --eval ends at once, and `attar eval OUTPUT --against ORIGINAL` measures it on a CPU "
                 f"({error})"
             ) from None
 
     def _whole(self, path: Path) -> Decoder:
-        device = self.order.device
+        device = self.request.device
         return opening.load_on(path, device, hf.compute_dtype(None, device))
 
 

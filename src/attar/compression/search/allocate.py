@@ -28,20 +28,27 @@ from torch import Tensor
 
 from attar.checkpoints.writer import allocated, require_free
 from attar.compression.calibration import texts
-from attar.compression.outputs.folder import Output
-from attar.compression.outputs.gguf import GgufOutput
+from attar.compression.outputs.base import Output
 from attar.compression.recipe.methods import SpinQuant
 from attar.compression.recipe.recipe import Override, Recipe
+from attar.compression.request.request import Target
+from attar.compression.resume import Log
 from attar.compression.search import knapsack
-from attar.compression.search.sensitivity import Choice, Group, Log, Trial, fingerprint, groups_of
-from attar.compression.search.target import Target, rounding_for
+from attar.compression.search.sensitivity import Experiment, Trial
+from attar.compression.search.target import (
+    Choice,
+    Group,
+    bits_per_weight,
+    groups_of,
+    ladder_for,
+    reachable,
+    rounding_for,
+)
 from attar.formats.scheme import Scheme
 from attar.model.decoder import Decoder
+from attar.progress import Progress
 
 ROUNDS = 3  # of steps around the choice
-
-Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total)"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,12 +74,12 @@ class Allocation:
 
     @property
     def bits_per_weight(self) -> float:
-        return _bits(self.groups, self.ladder, self.choice)
+        return bits_per_weight(self.groups, self.ladder, self.choice)
 
     def to_dict(self) -> dict[str, Any]:
         """For the receipt."""
         each_uniform = [
-            {"bits": _bits(self.groups, self.ladder, (c,) * len(self.groups)), "kl": kl}
+            {"bits": bits_per_weight(self.groups, self.ladder, (c,) * len(self.groups)), "kl": kl}
             for c, kl in enumerate(self.uniform)
         ]
         return {
@@ -111,18 +118,16 @@ def unmeasured(recipe: Recipe, ladder: Sequence[Scheme] = ()) -> list[str]:
     return found + ["activation rounding"] * any(scheme.activation is not None for scheme in used)
 
 
-def reachable(target: Target, groups: Sequence[Group], ladder: Sequence[Scheme]) -> None:
-    """Raise ValueError where a target of bits lies outside what the ladder can give."""
-    if target.bits is None or len(ladder) < 2:
-        return
-    ends = sorted((_bits(groups, (scheme,), (0,) * len(groups)), scheme.name) for scheme in ladder)
-    (least, smallest), (most, largest) = ends[0], ends[-1]
-    if not least <= target.bits <= most:
-        least, most = math.ceil(1e3 * least) / 1e3, math.floor(1e3 * most) / 1e3  # both can be asked for
-        raise ValueError(
-            f"{target.bits:g} bits a weight are out of reach: the linears take {least:g} with {smallest} everywhere, "
-            f"and {most:g} with {largest}"
-        )
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """How what is chosen will be stored. `bytes_of` says how many bytes the weight files of a recipe have, for a target
+    of bytes; `output`, how all is stored that is not chosen for, None: as it is; `weighs`, whether the walk rounds with
+    importances that it measures."""
+
+    output: Output | None = None
+    weighs: bool = False
+    scale_dtype: str = "float32"
+    bytes_of: Callable[[Recipe], int] | None = None
 
 
 class Allocator:
@@ -134,39 +139,32 @@ class Allocator:
         decoder: Decoder,
         recipe: Recipe,
         target: Target,
-        ladder: Sequence[Scheme],
-        ids: Tensor,
-        measured: Tensor,
+        texts: tuple[Tensor, Tensor],
         file: Path,
-        scale_dtype: str = "float32",
-        bytes_of: Callable[[Recipe], int] | None = None,
+        storage: Storage = Storage(),
         progress: Progress | None = None,
-        output: Output | GgufOutput | None = None,
-        weighs: bool = False,
         original: Callable[[], Decoder] | None = None,
     ) -> None:
-        """`ids` [S, L] are calibration tokens, `measured` [T, L] others, on which divergences are measured. `file` is
-        the log's. `scale_dtype` is what scales are stored in. `bytes_of` says how many bytes the weight files of a
-        recipe have, for a target of bytes. `output` says how all is stored that is not chosen for, None: as it is;
-        `weighs`, whether the walk rounds with importances that it measures; `original` loads the model that divergences
-        are from, None: it is `decoder`.
+        """Of the `texts` the first are calibration tokens [S, L], on the others [T, L] divergences are measured. `file`
+        is the log's. `original` loads the model that divergences are from, None: it is `decoder`.
 
         Raises ValueError where no choice keeps the target, a scheme does not fit a linear, or there is nothing to
         choose.
         """
-        self._recipe, self._target, self._ids, self._measured = recipe, target, ids, measured
-        self._progress, self._output, self._weighs, self.file = progress, output, weighs, file
-        self._original, self._bytes_of = original, bytes_of
-        self._rounding, self._groups = rounding_for(recipe), groups_of(decoder, recipe)
-        _check(self._groups, ladder)
-        named = {scheme.name: scheme.with_scale_dtype(scale_dtype) for scheme in ladder}
-        self._ladder = tuple(sorted(named.values(), key=lambda scheme: sum(g.bytes(scheme) for g in self._groups)))
+        self._recipe, self._target, self._storage = recipe, target, storage
+        self._progress, self._original, self.file = progress, original, file
+        groups, ladder = groups_of(decoder, recipe), target.ladder or ladder_for(recipe)
+        _check(groups, ladder)
+        named = {scheme.name: scheme.with_scale_dtype(storage.scale_dtype) for scheme in ladder}
+        self._groups = groups
+        self._ladder = tuple(sorted(named.values(), key=lambda scheme: sum(group.bytes(scheme) for group in groups)))
         if len(self._ladder) < 2:
             raise ValueError("a ladder has at least two schemes to choose among")
         self._budget = _budget(target, self._groups, self._ladder, self._over)
-        self.log = Log(
-            file, fingerprint(decoder, self._groups, self._ladder, self._rounding, ids, measured, output, weighs)
+        self._experiment = Experiment(
+            groups, self._ladder, rounding_for(recipe), *texts, storage.output, storage.weighs
         )
+        self.log = Log(file, self._experiment.fingerprint(decoder))
 
     def choose(self, decoder: Decoder, aim: float | None = None) -> Allocation:
         """The choice of what the target asks for. `aim` is for a target of KL that outputs have missed: a lower one.
@@ -191,10 +189,7 @@ class Allocator:
         if goal is not None:  # which outputs may miss, whereupon candidates are wanted again
             size = sum(group.bytes(scheme) for group in groups for scheme in ladder)
             require_free(self.log.folder, size - allocated(self.log.folder.glob("*/*")))
-        trial = Trial(
-            decoder, groups, ladder, self._rounding, self._ids, self._measured, self.log, told, self._output,
-            self._weighs, keeps=goal is not None, original=self._original,
-        )  # fmt: skip
+        trial = Trial(decoder, self._experiment, self.log, told, keeps=goal is not None, original=self._original)
         alone = trial.alone()
         front = knapsack.front([
             [(group.bytes(scheme), cost) for scheme, cost in zip(ladder, row, strict=True)]
@@ -224,7 +219,7 @@ class Allocator:
         return Allocation(
             self._with(choice), self._target, self._ladder, tuple(self._groups), tuple(map(tuple, value["alone"])),
             choice, value["unrefined"], value["measured"], tuple(value["uniform"]), value["tokens"],
-            texts.token_hash(self._ids), texts.token_hash(self._measured),
+            texts.token_hash(self._experiment.ids), texts.token_hash(self._experiment.measured),
         )  # fmt: skip
 
     def _with(self, choice: Choice) -> Recipe:
@@ -240,8 +235,8 @@ class Allocator:
         which the schemes together decide."""
         if self._target.size is None:
             return 0
-        assert self._bytes_of is not None, "a size is of files, which the caller lays out"
-        return self._bytes_of(self._with(choice)) - self._target.size
+        assert self._storage.bytes_of is not None, "a size is of files, which the caller lays out"
+        return self._storage.bytes_of(self._with(choice)) - self._target.size
 
 
 def _check(groups: Sequence[Group], ladder: Sequence[Scheme]) -> None:
@@ -253,11 +248,6 @@ def _check(groups: Sequence[Group], ladder: Sequence[Scheme]) -> None:
                     scheme.check(columns)
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
-
-
-def _bits(groups: Sequence[Group], ladder: Sequence[Scheme], choice: Choice) -> float:
-    size = sum(group.bytes(ladder[chosen]) for group, chosen in zip(groups, choice, strict=True))
-    return 8 * size / sum(group.weights for group in groups)
 
 
 def _budget(

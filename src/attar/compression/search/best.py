@@ -24,16 +24,16 @@ from torch import Tensor
 
 from attar.checkpoints.receipts.receipt import combined_hash, environment
 from attar.checkpoints.sources import hf, opening
-from attar.compression import state
+from attar.compression import resume
 from attar.compression.block.passes import Unsolved
 from attar.compression.calibration import texts
-from attar.compression.calibration.texts import Calibration
-from attar.compression.recipe.recipe import Recipe
-from attar.compression.request.order import Order
-from attar.compression.request.settings import Settings
+from attar.compression.recipe.recipe_file import load_recipe
+from attar.compression.request.request import CompressionRequest
+from attar.compression.request.resolve import resolve
 from attar.compression.search.candidates import Candidates, Listed
 from attar.metrics.measure import measure
 from attar.model.decoder import Decoder
+from attar.progress import Progress
 
 EVERY = 8  # sequences, of which one is for the selection
 
@@ -79,12 +79,12 @@ class Choice:
 
 def for_output(
     candidates: Candidates,
-    order: Order,
-    settings: Settings,
-    calibration: Calibration | None,
+    request: CompressionRequest,
+    checkpoint: hf.Checkpoint,
+    report: Callable[[str, int, int], None],
     run: Callable[[str, list[list[int]], Path], float],
 ) -> Choice:
-    """Try recipes for the output of an order, beside which a folder keeps what is known until it is there.
+    """Try recipes for the output of a request, beside which a folder keeps what is known until it is there.
 
     `run(name, calibration, out)` makes one in the folder `out` and returns its bits a weight. Whether a recipe can be
     made of so much calibration text is asked of all before the first is made. Of a ladder those that cannot are left
@@ -92,49 +92,51 @@ def for_output(
     Raises ValueError also where there is nothing to calibrate on, where there are fewer than two sequences, and where
     the output exists.
     """
-    checkpoint, amount, dst, progress = order.source, settings.amount, order.dst, settings.report
-    if dst.exists() and not settings.overwrite:  # said now, not after all trials
+    calibration, amount, dst = request.calibration, request.amount, request.path
+    if dst.exists() and not request.overwrite:  # said now, not after all trials
         raise ValueError(f"{dst} exists and is kept; choose another output, or pass --overwrite")
     if calibration is None:
         raise ValueError("choosing among recipes needs calibration: give --calib a text file, or `self` to sample it")
-    left_out = _refused(candidates, order, _calibrating(texts.count(calibration, amount)))
+    left_out = _refused(candidates, request, checkpoint, _calibrating(texts.count(calibration, amount)))
     folder = checkpoint.folder.path
     tokenizer = texts.tokenizer_for(calibration, folder)
     kept = dst.absolute().parent / f".{dst.name}.attar-tried"
-    if not settings.resume:
+    if not request.resume:
         shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir(parents=True, exist_ok=True)
-    source = combined_hash(checkpoint.folder.source_hashes(lambda done, total: progress("hashing", done, total)))
+    source = combined_hash(checkpoint.folder.source_hashes(lambda done, total: report("hashing", done, total)))
     drawn = kept / texts.drawn_name(source, amount)
     ids = texts.tokens(
-        calibration, checkpoint, tokenizer, amount, drawn, lambda done, total: progress("sampling", done, total)
+        calibration, checkpoint, tokenizer, amount, drawn, lambda done, total: report("sampling", done, total)
     )
     candidates = _without(candidates, left_out)
-    left_out |= (fewer := _refused(candidates, order, _calibrating(len(ids))))
+    left_out |= (fewer := _refused(candidates, request, checkpoint, _calibrating(len(ids))))
     candidates = _without(candidates, fewer)
     drawn_by = {"seed": amount.seed, "samples": amount.samples, "length": amount.length, "drawn": amount.drawn}
     about = {
         **environment(),
         **drawn_by,
         "source": source,
-        "recipes": [Recipe.load(name).to_dict() for name in candidates.names],  # a file may say something else by now
-        "head": order.head,
-        "file": order.to_file,
-        "device": order.device,
+        "recipes": [load_recipe(name).to_dict() for name in candidates.names],  # a file may say something else by now
+        "head": request.head,
+        "file": request.to_file,
+        "device": request.device,
     }
     if candidates.count == 1:  # nothing to choose: all of the text calibrates
         return Choice((), ids.tolist(), 0, ids, tuple(left_out.items()), kept, candidates.names[0])
-    found = choose(candidates, ids, lambda: hf.load(folder, torch.float32), run, kept, progress, about)
+    found = choose(candidates, ids, lambda: hf.load(folder, torch.float32), run, kept, report, about)
     return replace(found, left_out=(*left_out.items(), *found.left_out), folder=kept)
 
 
-def _refused(candidates: Candidates, order: Order, sequences: int) -> dict[str, str]:
+def _refused(
+    candidates: Candidates, request: CompressionRequest, checkpoint: hf.Checkpoint, sequences: int
+) -> dict[str, str]:
     """Rungs of a ladder that cannot be, and why. Raises ValueError for recipes that a user named himself, and where no
     rung is left."""
     found: dict[str, str] = {}
     for name in candidates.names:
         try:
-            order.ready(name, sequences)
+            resolve(request, checkpoint, name, sequences)
         except ValueError as error:
             if not candidates.ladder:
                 raise
@@ -169,7 +171,7 @@ def choose(
     base: Callable[[], Decoder],
     run: Callable[[str, list[list[int]], Path], float],
     folder: Path,
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
     about: Mapping[str, Any] | None = None,
 ) -> Choice:
     """Try recipes on token ids [S, L] of the model that `base` loads, which is in memory only while one is measured;
@@ -196,7 +198,7 @@ def choose(
         else:
             found = measure(opening.load(out, torch.float32), selection.tolist(), base=base()).figures["kl_mean"]
             tried.append(Tried(name, bits, found.value, found.low, found.high))
-        state.put(path, {"about": about, "tried": [asdict(each) for each in tried], "gave_up": gave_up})
+        resume.write_note(path, {"about": about, "tried": [asdict(each) for each in tried], "gave_up": gave_up})
     progress("recipes", candidates.count, candidates.count)
     if not tried:
         raise Unsolved(gave_up[candidates.names[0]])

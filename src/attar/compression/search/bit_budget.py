@@ -9,7 +9,6 @@ twice the room of a model in 16 bits.
 from __future__ import annotations
 
 import copy
-import fnmatch
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,19 +22,19 @@ from attar.checkpoints.receipts.receipt import combined_hash
 from attar.checkpoints.sources import hf
 from attar.compression.calibration import texts
 from attar.compression.calibration.loss_weights import key
-from attar.compression.calibration.texts import Calibration
 from attar.compression.recipe import requirements
 from attar.compression.recipe.recipe import Override, Recipe
-from attar.compression.request.order import Order, Ready
-from attar.compression.request.settings import Settings
+from attar.compression.request.resolve import ResolvedCompression
+from attar.compression.resume import Log
 from attar.compression.rotation.rotated import RotatedCheckpoint
-from attar.compression.search.allocate import Allocation, Allocator, reachable
-from attar.compression.search.sensitivity import Group, Log, apart, divisible
-from attar.compression.search.target import Target, ladder_for, rounding_for
+from attar.compression.search.allocate import Allocation, Allocator, Storage
+from attar.compression.search.sensitivity import apart, divisible
+from attar.compression.search.target import Group, ladder_for, reachable, rounding_for, undecided
 from attar.compression.training import tune
 from attar.formats.scheme import Scheme
 from attar.model import decoder
 from attar.model.decoder import Decoder, all_compressible
+from attar.progress import Progress
 
 WALKS = 3  # to keep a target of KL, at most
 SLACK = 0.98  # of what would just do, where less is aimed for
@@ -106,25 +105,20 @@ class Allocated:
         self._drawn.unlink(missing_ok=True)
 
 
-def for_output(
-    order: Order,
-    ready: Ready,
-    settings: Settings,
-    target: Target,
-    ladder: Sequence[Scheme] | None,
-    calibration: Calibration | None,
-) -> Allocated:
-    """Allocate for the output of an order, beside which the measurements are kept until it is there; a run that resumes
-    goes on with those of a killed one. Whether a recipe can be made is asked for every scheme of the ladder before
-    anything is drawn or measured.
+def for_output(resolved: ResolvedCompression, report: Progress) -> Allocated:
+    """Allocate for the target of a request, beside whose output measurements are kept until it is there; a run that
+    resumes goes on with those of a killed one. Whether a recipe can be made is asked for every scheme of the ladder
+    before anything is drawn or measured.
 
     Raises ValueError as `Allocator`, where there is nothing to calibrate on, and where the output exists.
     """
-    if order.dst.exists() and not settings.overwrite:  # said now, not after all measurements
-        raise ValueError(f"{order.dst} exists and is kept; choose another output, or pass --overwrite")
-    recipe, checkpoint, amount, report = ready.plan, ready.checkpoint, settings.amount, settings.report
+    request, recipe, checkpoint = resolved.request, resolved.recipe, resolved.checkpoint
+    target, calibration, amount = request.target, request.calibration, request.amount
+    assert target is not None
+    if request.path.exists() and not request.overwrite:  # said now, not after all measurements
+        raise ValueError(f"{request.path} exists and is kept; choose another output, or pass --overwrite")
     rounding_for(recipe)
-    ladder = tuple(ladder or ladder_for(recipe))
+    ladder = target.ladder or ladder_for(recipe)
     if calibration is None:
         raise ValueError("a target needs calibration to measure on: give --calib a text file, or `self` to sample it")
     sequences = texts.count(calibration, amount)
@@ -132,24 +126,24 @@ def for_output(
     rungs = list(_rungs(checkpoint, recipe, ladder))
     recipe.check_read(rungs)
     for rung in rungs:
-        order.ready(rung, sequences + amount.drawn, targeted=True)
+        resolved.with_recipe(rung, sequences + amount.drawn)
     names = checkpoint.config.names
     first = f"{names.layer.format(i=0)}.{names.output}.weight"
     stored = checkpoint.folder.info(checkpoint.stored_name(first)).dtype
-    free = _free(checkpoint, recipe)
+    free = undecided(recipe, all_compressible(checkpoint.config))
     if free:
         whole = Group(0, tuple(free), tuple(map(checkpoint.linear_shape, free)))
         reachable(target, [whole], [scheme.with_scale_dtype(stored) for scheme in ladder])
     folder = checkpoint.folder.path
     tokenizer = texts.tokenizer_for(calibration, folder)
-    dst = order.dst.absolute()
+    dst = request.path.absolute()
     dst.parent.mkdir(parents=True, exist_ok=True)
     file = dst.parent / f".{dst.name}.attar-allocation.jsonl"
     source = ""
     if texts.is_drawn(calibration):
         source = combined_hash(checkpoint.folder.source_hashes(lambda done, total: report("hashing", done, total)))
     drawn = file.with_suffix(f".{texts.drawn_name(source, amount)}")
-    if not settings.resume:
+    if not request.resume:
         Log.remove(file)
         drawn.unlink(missing_ok=True)
     ids = texts.tokens(
@@ -162,8 +156,8 @@ def for_output(
         seen = tune.without_judges(rest)
 
     def bytes_of(plan: Recipe) -> int:
-        output = order.output(replace(plan, said=()), checkpoint)  # another choice may read what this one does not
-        return sum(each.size for each in output.plans(settings.max_shard_bytes))
+        output = resolved.layout(replace(plan, said=()))  # another choice may read what this one does not
+        return sum(each.size for each in output.plans(request.max_shard_bytes))
 
     def load() -> Decoder:
         wide = copy.copy(checkpoint)
@@ -173,12 +167,11 @@ def for_output(
         return decoder.build(wide.config, wide)
 
     model = load()
-    bits = Allocator(
-        model, recipe, target, ladder, seen, measured, file, stored, bytes_of, report, ready.output,
-        order.weighs(recipe), None if recipe.rotate is None else lambda: hf.load(folder, torch.float32),
-    )  # fmt: skip
+    storage = Storage(resolved.output, resolved.weighs, stored, bytes_of)
+    original = None if recipe.rotate is None else lambda: hf.load(folder, torch.float32)
+    bits = Allocator(model, recipe, target, (seen, measured), file, storage, report, original)
     about = {"recipe": recipe.to_dict(), "target": target.to_dict(), "calibration": texts.token_hash(ids)}
-    walks = f"walks of {key(about | {'seed': order.seed, 'drawn': amount.drawn, 'device': order.device})}"
+    walks = f"walks of {key(about | {'seed': request.seed, 'drawn': amount.drawn, 'device': request.device})}"
     aims, missed = map(tuple, bits.log.get(walks) or ([] if target.kl is None else [target.kl], []))
     found = bits.choose(model, aims[-1] if aims else None)
     return Allocated(found, rest.tolist(), ids, measured, aims, missed, bits, load, walks, drawn)
@@ -188,15 +181,8 @@ def _rungs(checkpoint: hf.Checkpoint, recipe: Recipe, ladder: Sequence[Scheme]) 
     """The recipe with each scheme of the ladder in turn, to be held against the model: for one linear of each kind and
     shape that can be chosen for, since overrides for every linear, all experts of a mixture among them, take long."""
     kinds: dict[tuple[str, tuple[int, int]], str] = {}
-    for name in _free(checkpoint, recipe):
+    for name in undecided(recipe, all_compressible(checkpoint.config)):
         kinds.setdefault((re.sub(r"\d+", "", name), checkpoint.linear_shape(name)), name)
     for scheme in ladder:
         overrides = (Override(name, scheme) for name in kinds.values())
         yield replace(recipe, overrides=(*recipe.overrides, *overrides))
-
-
-def _free(checkpoint: hf.Checkpoint, recipe: Recipe) -> list[str]:
-    """The linears about which neither an override nor `keep` decides."""
-    decided = [*(override.match for override in recipe.overrides), *recipe.keep]
-    names = all_compressible(checkpoint.config)
-    return [name for name in names if not any(fnmatch.fnmatchcase(name, match) for match in decided)]

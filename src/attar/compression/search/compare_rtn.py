@@ -26,9 +26,9 @@ from attar.compression.calibration import texts
 from attar.compression.calibration.texts import Amount, Calibration
 from attar.compression.recipe.methods import Rtn
 from attar.compression.recipe.recipe import Recipe
-from attar.compression.runs.block_pass import Progress
 from attar.compression.search.candidates import ABLATION, candidates
 from attar.metrics.measure import measure
+from attar.progress import Progress
 from attar.text.tokenizer import Tokenizer
 
 SEQUENCES = 8

@@ -1,7 +1,6 @@
 """How much the predictions of a model suffer when some of its linears are compressed: what `allocate.py` decides by.
 
-Linears are taken in groups that must be of one scheme, because engines run them as one: q, k and v; gate and up; in a
-mixture, those of all experts. A `Trial` holds the model dense, and every group packed in every scheme of a ladder, by
+A `Trial` holds the model dense, and every group packed in every scheme of a ladder, by
 the recipe's own kind of rounding: GPTQ on Hessians of the original's inputs, or to nearest, with importances where the
 walk has them. It swaps groups in and out and measures the mean KL divergence from the model as it was. Hidden states
 that enter each block are kept, so that a measurement starts at the block that changed: half a forward pass on average.
@@ -19,95 +18,41 @@ Legend: S sequences, L tokens of each, N rows, I hidden size, V vocabulary, P po
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import json
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from attar.compression.calibration.hidden_states import HEAD_ROWS, rows_at_once
 from attar.compression.groups import input_groups
-from attar.compression.outputs.folder import Output
-from attar.compression.outputs.gguf import GgufOutput
+from attar.compression.outputs.base import Output
 from attar.compression.recipe.methods import Gptq, Rtn
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.resume import Log, restore, save
+from attar.compression.search.target import Choice, Group
 from attar.compression.solvers.rounding import gptq, rtn
 from attar.compression.solvers.rounding.form_levels import shared_largest
 from attar.compression.solvers.rounding.means import ColumnMean
 from attar.compression.solvers.transforms import fold
-from attar.compression.training.trainable_model import keep, left
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
-from attar.kernels.operands import Linear, Tap
-from attar.model.cache import Step
+from attar.kernels.operands import ActivationHook, Linear
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder, Embedding
-from attar.model.layers import Block, MixtureOfExperts
+from attar.model.layers import Block
 
 MEASURED_TOKENS = 4096  # on which a divergence is measured
 HESSIAN_TOKENS = 32768
 LOGITS = 1 << 27  # of the original that are kept
 LOGITS_AT_ONCE = 1 << 22
 
-Choice = tuple[int, ...]
-"""For each group, the index of its scheme in the ladder."""
-
 Swap = tuple[Linear, Sequence[PackedTensor]]
 """A linear and its rounded weight, some rows after others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Linears of one block that share a scheme: their names and shapes (out, in)."""
-
-    layer: int
-    linears: tuple[str, ...]
-    shapes: tuple[tuple[int, int], ...]
-
-    @property
-    def weights(self) -> int:
-        return sum(map(math.prod, self.shapes))
-
-    def bytes(self, scheme: Scheme) -> int:
-        return sum(map(scheme.bytes, self.shapes))
-
-
-def groups_of(decoder: Decoder, recipe: Recipe) -> list[Group]:
-    """What can be chosen for, block by block: the linears about which neither an override nor `keep` decides.
-
-    Raises ValueError where that is none.
-    """
-    decided = [*(override.match for override in recipe.overrides), *recipe.keep]
-    found = []
-    for layer, block in enumerate(decoder.blocks):
-        for linears in _fused(block):
-            free = [each for each in linears if not any(fnmatch.fnmatchcase(each.name, match) for match in decided)]
-            if free:
-                found.append(Group(layer, tuple(e.name for e in free), tuple(e.shape for e in free)))
-    if not found:
-        raise ValueError(f"{recipe.name} leaves nothing to choose: its overrides decide about every linear")
-    return found
-
-
-def _fused(block: Block) -> Iterator[tuple[Linear, ...]]:
-    yield block.attention.qkv
-    yield (block.attention.output,)
-    forwards = list(block.feed_forwards())
-    if isinstance(block.feed_forward, MixtureOfExperts):
-        yield tuple(linear for each in forwards for linear in each.up)
-        yield tuple(each.down for each in forwards)
-    else:
-        yield forwards[0].up
-        yield (forwards[0].down,)
 
 
 def apart(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,33 +71,62 @@ def divisible(sequences: int) -> None:
         raise ValueError("a target needs at least 2 calibration sequences: one is to measure on; give more text")
 
 
+@dataclass(frozen=True, eq=False)
+class Experiment:
+    """What is measured: groups of linears, each rounded to every scheme of a ladder.
+
+    Hessians are of calibration tokens `ids` [S, L], divergences of those `measured` [T, L]. `output` says how all else
+    is stored, None: as it is; `weighs`, whether importances are measured, for an output that is given none.
+    """
+
+    groups: Sequence[Group]
+    ladder: Sequence[Scheme]
+    rounding: Gptq | Rtn
+    ids: Tensor
+    measured: Tensor
+    output: Output | None = None
+    weighs: bool = False
+
+    def fingerprint(self, decoder: Decoder) -> str:
+        """Hash what measurements depend on. A weighted sum of each matrix is enough to tell models apart; a plain
+        one is nearly the same of two rotations."""
+        names = [(scheme.name, scheme.scale_dtype) for scheme in self.ladder], [group.linears for group in self.groups]
+        sizes = MEASURED_TOKENS, HESSIAN_TOKENS, LOGITS, list(self.ids.shape), list(self.measured.shape)
+        machine = str(torch.__version__), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
+        schemes = {} if self.output is None else self.output.schemes
+        stored = {name: scheme.name for name, scheme in schemes.items() if scheme is not None}
+        digest = hashlib.sha256(json.dumps([names, sizes, repr(self.rounding), machine, stored, self.weighs]).encode())
+        for name, mean in () if self.output is None else self.output.importances.items():
+            digest.update(name.encode() + mean.numpy().tobytes())
+        digest.update(torch.cat((self.ids, self.measured)).to(torch.int32).numpy().tobytes())
+        for block in decoder.blocks:
+            for linear in block.linears():
+                weight = fold.dense_weight(linear).double()
+                weights = torch.arange(weight.shape[1], dtype=torch.float64).cos()
+                digest.update(repr(float((weight @ weights).sum())).encode())
+        return digest.hexdigest()
+
+
 class Trial:
     """A dense model with some groups compressed. Between calls its weights are as they were."""
 
     def __init__(
         self,
         decoder: Decoder,
-        groups: Sequence[Group],
-        ladder: Sequence[Scheme],
-        rounding: Gptq | Rtn,
-        ids: Tensor,
-        measured: Tensor,
+        experiment: Experiment,
         log: Log,
         told: Callable[[], None],
-        output: Output | GgufOutput | None = None,
-        weighs: bool = False,
         keeps: bool = False,
         original: Callable[[], Decoder] | None = None,
     ) -> None:
-        """Hessians are of calibration tokens `ids` [S, L], divergences of those `measured` [T, L]. `told` is called
-        after each measurement. `output` says how all else is stored, None: as it is; `weighs`, whether importances are
-        measured, for an output that is given none; `keeps`, whether candidates stay beside the log for another trial.
+        """`told` is called after each measurement. `keeps`: whether candidates stay beside the log for another trial.
         `original` loads the model that divergences are from, where that is not `decoder` as it comes: what is rotated
         has tables that were rounded once more.
         """
-        self.groups, self.ladder = tuple(groups), tuple(ladder)
-        self._output, self._weighs, self._keeps = output, weighs, keeps
-        self._importances = dict(output.importances) if isinstance(output, GgufOutput) else {}
+        ids, measured, rounding = experiment.ids, experiment.measured, experiment.rounding
+        self.groups, self.ladder = tuple(experiment.groups), tuple(experiment.ladder)
+        self._output, self._weighs, self._keeps = experiment.output, experiment.weighs, keeps
+        self._importances = {} if self._output is None else dict(self._output.importances)
         self._decoder, self._rounding, self._log, self._told = decoder, rounding, log, told
         self._length = ids.shape[1]
         self._rest = ids[: max(1, HESSIAN_TOKENS // self._length)]
@@ -162,7 +136,7 @@ class Trial:
         self._rows = torch.arange(positions) * self.tokens // positions
         self._linears = {linear.name: linear for block in decoder.blocks for linear in block.linears()}
         chosen = {name for group in self.groups for name in group.linears}
-        schemes = {} if output is None else output.schemes
+        schemes = {} if self._output is None else self._output.schemes
         self._decided = {
             name: scheme
             for name, scheme in schemes.items()
@@ -249,7 +223,7 @@ class Trial:
     @torch.inference_mode()
     def _embedded(self, ids: Tensor, embedding: Embedding | None = None) -> Tensor:
         """What enters the first block, [N, I]."""
-        step = Step((self._length,) * len(ids), self._length)
+        step = ForwardBatch((self._length,) * len(ids), self._length)
         return (embedding or self._decoder.embedding).forward(ids.reshape(-1), step.positions).float()
 
     def _run(self, states: Tensor, first: int, kept: list[Tensor] | None = None, stop: int | None = None) -> Tensor:
@@ -262,10 +236,10 @@ class Trial:
         return states
 
     @torch.inference_mode()
-    def _through(self, block: Block, states: Tensor, tap: Tap | None = None) -> Tensor:
+    def _through(self, block: Block, states: Tensor, hook: ActivationHook | None = None) -> Tensor:
         parts = states.split(self._batch)
-        steps = (Step((self._length,) * (len(part) // self._length), self._length) for part in parts)
-        return torch.cat([block.run(part, step, tap) for part, step in zip(parts, steps, strict=True)])
+        steps = (ForwardBatch((self._length,) * (len(part) // self._length), self._length) for part in parts)
+        return torch.cat([block.run(part, step, hook) for part, step in zip(parts, steps, strict=True)])
 
     def _swaps(self, changes: Mapping[int, int]) -> list[Swap]:
         """The groups (keys) in schemes of the ladder (values)."""
@@ -301,7 +275,7 @@ class Trial:
         """Take the candidates of a block as an earlier trial kept them; false where none did."""
         if not self._keeps or not (kept := self._log.folder / f"block-{layer}").is_dir():
             return False
-        parts = left(kept)[1]
+        parts = restore(kept)[1]
 
         def packed(name: str, c: int, scheme: Scheme) -> PackedTensor:
             shape = self._linears[name].shape
@@ -316,7 +290,7 @@ class Trial:
         self._log.folder.mkdir(exist_ok=True)
         packed = {f"{name}.{c}": each for name, row in made.items() for c, each in enumerate(row)}
         parts = {f"{name}.{part}": tensor for name, each in packed.items() for part, tensor in each.parts.items()}
-        keep(self._log.folder / f"block-{layer}", {}, parts)
+        save(self._log.folder / f"block-{layer}", {}, parts)
 
     def _take(self, mine: Sequence[int], made: Mapping[str, list[PackedTensor]]) -> None:
         """Have the candidates of a block, by linear in the order of `_wanted`."""
@@ -340,12 +314,12 @@ class Trial:
             elif self._weighs:
                 means[name] = ColumnMean(columns, 2, name)
 
-        def tap(linear: Linear, x: Tensor) -> None:
+        def hook(linear: Linear, x: Tensor) -> None:
             for each in (hessians.get(linear.name), means.get(linear.name)):
                 if each is not None:
                     each.add(x)
 
-        states = self._through(block, states, tap if hessians or means else None)
+        states = self._through(block, states, hook if hessians or means else None)
         made: dict[str, list[PackedTensor]] = {}
         for linears in shared:
             name = linears[0].name
@@ -380,10 +354,8 @@ class Trial:
         importance = self._importances.get(linear.name)
         if prepared is None or not isinstance(rounding, Gptq):
             return rtn.solve(weight, scheme, scale_search=rounding.scale_search, importance=importance, largest=largest)
-        found = gptq.solve(
-            weight, prepared, scheme, block=rounding.block, scale_search=rounding.scale_search,
-            static_groups=rounding.static_groups, largest=largest, importance=importance,
-        ).packed  # fmt: skip
+        plain = replace(rounding, polish=0)
+        found = gptq.solve(weight, prepared, scheme, plain, largest=largest, importance=importance).packed
         assert isinstance(found, PackedTensor)
         return found
 
@@ -394,13 +366,12 @@ class Trial:
         output, decoder = self._output, self._decoder
         if output is None:
             return
-        if isinstance(output, GgufOutput):
-            if self._weighs:
-                mean = ColumnMean(decoder.config.hidden, 2, decoder.head.name)
-                for part in states.split(self._batch):
-                    mean.add(ops.norm(part, None, decoder.final_norm)[1])
-                self._importances[decoder.config.names.head] = mean.value
-            output.importances = self._importances
+        if self._weighs:
+            mean = ColumnMean(decoder.config.hidden, 2, decoder.head.name)
+            for part in states.split(self._batch):
+                mean.add(ops.norm(part, None, decoder.final_norm)[1])
+            self._importances[decoder.config.names.head] = mean.value
+        output = output.weighing(self._importances)
         if output.head is not None:
             whole = _as_stored(fold.dense_weight(decoder.head), output.head)
             pieces = [output.round_head(rows) for rows in whole.split(HEAD_ROWS)]
@@ -422,70 +393,3 @@ def _as_stored(weight: Tensor, scheme: Scheme) -> Tensor:
 
 def _key(choice: Choice) -> str:
     return ",".join(map(str, choice))
-
-
-def fingerprint(
-    decoder: Decoder,
-    groups: Sequence[Group],
-    ladder: Sequence[Scheme],
-    rounding: Any,
-    ids: Tensor,
-    measured: Tensor,
-    output: Output | GgufOutput | None = None,
-    weighs: bool = False,
-) -> str:
-    """What measurements depend on, as one hash. A weighted sum of each matrix is enough to tell models apart; a plain
-    one is nearly the same of two rotations."""
-    names = [(scheme.name, scheme.scale_dtype) for scheme in ladder], [group.linears for group in groups]
-    sizes = MEASURED_TOKENS, HESSIAN_TOKENS, LOGITS, list(ids.shape), list(measured.shape)
-    machine = str(torch.__version__), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
-    schemes = {} if output is None else output.schemes
-    stored = {name: scheme.name for name, scheme in schemes.items() if scheme is not None}
-    digest = hashlib.sha256(json.dumps([names, sizes, repr(rounding), machine, stored, weighs]).encode())
-    for name, mean in output.importances.items() if isinstance(output, GgufOutput) else ():
-        digest.update(name.encode() + mean.numpy().tobytes())
-    digest.update(torch.cat((ids, measured)).to(torch.int32).numpy().tobytes())
-    for block in decoder.blocks:
-        for linear in block.linears():
-            weight = fold.dense_weight(linear).double()
-            weights = torch.arange(weight.shape[1], dtype=torch.float64).cos()
-            digest.update(repr(float((weight @ weights).sum())).encode())
-    return digest.hexdigest()
-
-
-class Log:
-    """Values by key, on disk as they are made: JSON lines, the first of which says what they are about. Tensors about
-    the same are in `folder`, which is there once something is."""
-
-    def __init__(self, file: Path, about: str) -> None:
-        self._values: dict[str, Any] = {}
-        self._file, self.folder = file, file.with_suffix(".candidates")
-        first = json.dumps({"about": about})
-        lines = file.read_text().splitlines() if file.is_file() else []
-        if lines and lines[0] == first:
-            for line in lines[1:]:
-                try:
-                    key, value = json.loads(line)
-                except ValueError:  # the line in which a run was killed
-                    break
-                self._values[key] = value
-        elif self.folder.is_dir():
-            shutil.rmtree(self.folder)
-        file.write_text("\n".join([first, *map(json.dumps, self._values.items())]) + "\n")
-
-    @staticmethod
-    def remove(file: Path) -> None:
-        """Forget all that the log `file` holds."""
-        file.unlink(missing_ok=True)
-        shutil.rmtree(file.with_suffix(".candidates"), ignore_errors=True)
-
-    def get(self, key: str) -> Any:
-        """None where there is none."""
-        return self._values.get(key)
-
-    def put(self, key: str, value: Any) -> None:
-        self._values[key] = value
-        with self._file.open("a") as file:
-            file.write(json.dumps((key, value)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())

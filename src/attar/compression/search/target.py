@@ -1,37 +1,29 @@
-"""What is asked of an allocation of bits: the target it must keep, and the ladder of schemes it chooses among."""
+"""What bits can be chosen for, and among which: groups of linears that share a scheme, and ladders of schemes.
+
+Linears are taken in groups that must be of one scheme, because engines run them as one: q, k and v; gate and up; in a
+mixture, those of all experts.
+"""
 
 from __future__ import annotations
 
+import fnmatch
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from attar.compression.recipe.methods import Gptq, Rtn
 from attar.compression.recipe.recipe import Recipe
+from attar.compression.request.request import Target
 from attar.formats.scheme import Grid, Scheme
 from attar.formats.weight_formats import GgmlBlocks
+from attar.kernels.operands import Linear
+from attar.model.decoder import Decoder
+from attar.model.layers import Block, MixtureOfExperts
+
+Choice = tuple[int, ...]
+"""For each group, the index of its scheme in the ladder."""
 
 K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What the result must keep: `bits` a weight of the blocks' linears that no override decides about, `size` in bytes
-    of all weight files, or the mean `kl` on the tokens that allocation measures on. One of them."""
-
-    bits: float | None = None
-    size: int | None = None
-    kl: float | None = None
-
-    def __post_init__(self) -> None:
-        given = list(self.to_dict().values())
-        if len(given) != 1:
-            raise ValueError("give one target: bits, size or KL")
-        if not given[0] > 0 or not math.isfinite(given[0]):
-            raise ValueError(f"a target is a positive number, not {given[0]}")
-
-    def to_dict(self) -> dict[str, float]:
-        pairs = (("bits", self.bits), ("size", self.size), ("kl", self.kl))
-        return {name: value for name, value in pairs if value is not None}
 
 
 def rounding_for(recipe: Recipe) -> Gptq | Rtn:
@@ -64,6 +56,71 @@ def ladder_for(recipe: Recipe) -> tuple[Scheme, ...]:
     return tuple(replace(scheme, weight=rung) for rung in dict.fromkeys(rungs))
 
 
-def parse_ladder(text: str) -> tuple[Scheme, ...]:
-    """Schemes by name, with commas between. Raises ValueError on an unknown one."""
-    return tuple(Scheme.parse(name.strip()) for name in text.split(","))
+def undecided(recipe: Recipe, names: Sequence[str]) -> list[str]:
+    """The linears about which neither an override nor `keep` decides."""
+    decided = [*(override.match for override in recipe.overrides), *recipe.keep]
+    return [name for name in names if not any(fnmatch.fnmatchcase(name, match) for match in decided)]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Linears of one block that share a scheme: their names and shapes (out, in)."""
+
+    layer: int
+    linears: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+
+    @property
+    def weights(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+    def bytes(self, scheme: Scheme) -> int:
+        return sum(map(scheme.bytes, self.shapes))
+
+
+def groups_of(decoder: Decoder, recipe: Recipe) -> list[Group]:
+    """What can be chosen for, block by block: the linears about which neither an override nor `keep` decides.
+
+    Raises ValueError where that is none.
+    """
+    found = []
+    for layer, block in enumerate(decoder.blocks):
+        for linears in _fused(block):
+            names = undecided(recipe, [each.name for each in linears])
+            if free := [each for each in linears if each.name in names]:
+                found.append(Group(layer, tuple(e.name for e in free), tuple(e.shape for e in free)))
+    if not found:
+        raise ValueError(f"{recipe.name} leaves nothing to choose: its overrides decide about every linear")
+    return found
+
+
+def _fused(block: Block) -> Iterator[tuple[Linear, ...]]:
+    yield block.attention.qkv
+    yield (block.attention.output,)
+    forwards = list(block.feed_forwards())
+    if isinstance(block.feed_forward, MixtureOfExperts):
+        yield tuple(linear for each in forwards for linear in each.up)
+        yield tuple(each.down for each in forwards)
+    else:
+        yield forwards[0].up
+        yield (forwards[0].down,)
+
+
+def bits_per_weight(groups: Sequence[Group], ladder: Sequence[Scheme], choice: Choice) -> float:
+    """Stored bits over weights, of groups in the schemes of the ladder that `choice` indexes."""
+    size = sum(group.bytes(ladder[chosen]) for group, chosen in zip(groups, choice, strict=True))
+    return 8 * size / sum(group.weights for group in groups)
+
+
+def reachable(target: Target, groups: Sequence[Group], ladder: Sequence[Scheme]) -> None:
+    """Raise ValueError where a target of bits lies outside what the ladder can give."""
+    if target.bits is None or len(ladder) < 2:
+        return
+    ends = sorted((bits_per_weight(groups, (scheme,), (0,) * len(groups)), scheme.name) for scheme in ladder)
+    (least, smallest), (most, largest) = ends[0], ends[-1]
+    if not least <= target.bits <= most:
+        least, most = math.ceil(1e3 * least) / 1e3, math.floor(1e3 * most) / 1e3  # both can be asked for
+        raise ValueError(
+            f"{target.bits:g} bits a weight are out of reach: the linears take {least:g} with {smallest} everywhere, "
+            f"and {most:g} with {largest}"
+        )

@@ -37,11 +37,12 @@ from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.vocabulary import is_gguf
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
 from attar.compression.calibration.texts import token_hash, windows, within_context, within_vocabulary
-from attar.compression.state import differences
-from attar.compression.training.trainable_model import Damaged, WholeModel, keep, left, schedule, shuffled
+from attar.compression.resume import Damaged, differences, restore, save
+from attar.compression.training.trainable_model import WholeModel, schedule, shuffled
 from attar.formats.scheme import Part
 from attar.kernels.operands import Adapter, Linear
 from attar.model.decoder import all_compressible
+from attar.progress import Progress
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
@@ -50,9 +51,6 @@ NO_LABEL = -100
 LEARNED = "sequences to learn from"
 GENERATIONS = 2  # saves that are kept: should the newest be damaged, few steps are lost
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +254,7 @@ class _Saves:
         tensors: dict[str, Tensor] = {}
         for i, each in enumerate(learner.parameters()):
             tensors |= {f"{i}.value": each.detach(), **{f"{i}.{key}": adam.state[each][key] for key in MOMENTS}}
-        keep(self._folder(len(losses)), {"about": self._about, "losses": list(losses)}, tensors)
+        save(self._folder(len(losses)), {"about": self._about, "losses": list(losses)}, tensors)
         for older in self._steps()[GENERATIONS:]:
             shutil.rmtree(self._folder(older))
 
@@ -266,7 +264,7 @@ class _Saves:
         damaged: dict[int, str] = {}
         for step in self._steps() if self._resumes else ():
             try:
-                figures, tensors = left(self._folder(step))
+                figures, tensors = restore(self._folder(step))
             except Damaged as error:
                 damaged[step] = error.sentence
                 continue

@@ -7,13 +7,8 @@ rows at a time, forwards and backwards, so that no more logits than `LOGITS_AT_O
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,26 +17,12 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from attar import machine
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
-from attar.checkpoints.receipts import receipt
-from attar.checkpoints.safetensors import TensorFile
 from attar.checkpoints.sources.hf import Checkpoint
-from attar.checkpoints.writer import ShardWriter, plan_files, sync_path
-from attar.formats.scheme import Part
 from attar.model import decoder
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 
 LOGITS_AT_ONCE = 1 << 22
 WARM_UP = 0.05  # of the steps
-FIGURES, SUMS = "figures.json", "sums.json"
-
-
-class Damaged(ValueError):
-    """What a run kept for one that resumes is no longer what it wrote; `sentence` says where and why, without the
-    advice that the whole message ends in."""
-
-    def __init__(self, folder: Path, why: str) -> None:
-        self.sentence = f"{folder}, which an interrupted run left, is damaged: {why}"
-        super().__init__(f"{self.sentence}; --restart begins anew")
 
 
 class WholeModel:
@@ -63,7 +44,7 @@ class WholeModel:
 
     def states(self, ids: Tensor) -> Tensor:
         """What the final norm reads, [S * L, I], for token ids [S, L]."""
-        step = Step((ids.shape[1],) * len(ids), ids.shape[1])
+        step = ForwardBatch((ids.shape[1],) * len(ids), ids.shape[1])
         hidden = self.embedding.forward(ids.reshape(-1), step.positions).float()
         for layer in range(self.config.layers):
             if torch.is_grad_enabled() and self.recompute:
@@ -72,7 +53,7 @@ class WholeModel:
                 hidden = self._run(layer, hidden, step)
         return hidden
 
-    def _run(self, layer: int, hidden: Tensor, step: Step) -> Tensor:
+    def _run(self, layer: int, hidden: Tensor, step: ForwardBatch) -> Tensor:
         self.install(layer)
         out = self.blocks[layer].run(hidden, step)
         for linear in self.blocks[layer].linears():
@@ -131,41 +112,3 @@ def shuffled(items: Sequence[int], seed: int, epoch: int) -> list[int]:
     """The items in an order drawn from a counter of (seed, epoch)."""
     stream = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64), counter=np.array([0, 0, 2, 0]))
     return [items[i] for i in np.argsort(np.asarray(stream.random_raw(len(items))), kind="stable").tolist()]
-
-
-def keep(folder: Path, figures: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write figures (JSON) and tensors to `folder`, which did not exist, and which is whole where it does. The hash of
-    each file lies beside them: what a disk or a copy has changed since would be trained on without a word."""
-    temporary = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    parts = {name: Part(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()}
-    with ShardWriter(temporary, plan_files(parts, sum(part.bytes for part in parts.values()) + 1)) as writer:
-        for name, tensor in tensors.items():
-            writer.write(name, tensor)
-        writer.finish()
-    (temporary / FIGURES).write_text(json.dumps(dict(figures), allow_nan=False))
-    sync_path(temporary / FIGURES)
-    sums = {path.name: receipt.sha256(path) for path in sorted(temporary.iterdir())}
-    (temporary / SUMS).write_text(json.dumps(sums))
-    sync_path(temporary / SUMS)
-    temporary.rename(folder)
-    sync_path(folder.parent)
-
-
-def left(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What `keep` wrote to `folder`. Raises `Damaged` where that is not what lies there now."""
-    found: dict[str, Tensor] = {}
-    try:
-        sums = dict(json.loads((folder / SUMS).read_bytes()))
-        if changed := [name for name, wanted in sums.items() if receipt.sha256(folder / name) != wanted]:
-            raise Damaged(folder, f"{' and '.join(changed)} changed since it was written")
-        for name in sums:
-            if name.endswith(".safetensors"):
-                with closing(TensorFile(folder / name)) as file:
-                    found |= {tensor: file.read(tensor) for tensor in file.names()}
-        return json.loads((folder / FIGURES).read_bytes()), found
-    except Damaged:
-        raise
-    except (OSError, ValueError, TypeError) as error:
-        raise Damaged(folder, str(error)) from None

@@ -32,7 +32,17 @@ from attar.formats.codecs import ggml_blocks, llm_int8, nf4
 from attar.formats.codecs.sparse24 import unpack_24
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid, Scheme
-from attar.formats.weight_formats import Form, Fp4, Fp8Blocks, GgmlBlocks, Int8Rows, Lookup, Nf4, Progressive, Sparse24
+from attar.formats.weight_formats import (
+    Fp4,
+    Fp8Blocks,
+    GgmlBlocks,
+    Int8Rows,
+    Lookup,
+    Nf4,
+    Progressive,
+    Sparse24,
+    WeightFormat,
+)
 from attar.kernels.operands import Linear, Norm
 from attar.model.layers import Block
 
@@ -79,7 +89,7 @@ class Knob:
         return self.base.float() + self.size * self.learned
 
 
-def part_of(form: Form) -> str | None:
+def part_of(form: WeightFormat) -> str | None:
     """Which part of a weight of this form is trained; None: none, because all that is stored are codes."""
     if isinstance(form, Grid | Progressive | Fp8Blocks):
         return "scale"
@@ -280,7 +290,7 @@ def _of_lookup(packed: PackedTensor) -> Made:
     return made
 
 
-def _of_sparse(packed: PackedTensor, form: Form | None) -> Made:
+def _of_sparse(packed: PackedTensor, form: WeightFormat | None) -> Made:
     places, half = packed.parts["places"], (packed.shape[0], packed.shape[1] // 2)
     kept = unpack_24(torch.ones(half, dtype=torch.bool), places)  # two of every four, in order: so are the values
     values: Made | None = None

@@ -47,13 +47,16 @@ from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.vocabulary import is_gguf
 from attar.compression.calibration import gradients, texts
 from attar.compression.calibration.hidden_states import HiddenStates, rows_at_once
+from attar.compression.calibration.texts import Tokens
 from attar.compression.recipe.methods import Tune
+from attar.compression.resume import restore, save
 from attar.compression.training import trainable_parameters
-from attar.compression.training.trainable_model import WholeModel, keep, left, schedule, shuffled
+from attar.compression.training.trainable_model import WholeModel, schedule, shuffled
 from attar.compression.training.trainable_parameters import Knob
 from attar.formats.packed import PackedTensor
 from attar.model import decoder
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
+from attar.progress import Progress
 
 TOKENS = 1 << 16
 """Of the calibration text, at most: more would make this training rather than compression."""
@@ -64,9 +67,6 @@ DRAWN = 1 << 32
 HELD = 8
 BETAS = (0.9, 0.99)  # a few hundred steps: the usual 0.999 remembers them all
 FOUND = "tuned"
-
-Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total)"""
 
 
 @dataclass(frozen=True)
@@ -94,29 +94,27 @@ def run(
     source: Checkpoint,
     made: Path,
     state: Path,
-    ids: Tensor,
+    tokens: Tokens,
     options: Tune,
     *,
-    drawn: Tensor | None = None,
-    memory: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
     dense: Collection[str] = (),
 ) -> Tuned:
-    """Tune the finished model `made` from `source`, a folder or a GGUF file, on token ids [S, L], and on `drawn`
-    [D, L], unless the options have other text drawn. The caller stores the tensors. `dense` names the linears whose
+    """Tune the finished model `made` from `source`, a folder or a GGUF file, on tokens that were given, and on those
+    drawn, unless the options have other text drawn. The caller stores the tensors. `dense` names the linears whose
     weights, but for zeros, are trained themselves.
 
     What is found is kept in the folder `state`, from which a run that was killed while it stored them takes it again.
-    At most `memory` bytes are used (by default what this machine gives). Raises ValueError where that is too little,
-    where there is only one sequence, where the compressed model's predictions are not finite, and where what was kept
-    is damaged.
+    Raises ValueError where this machine gives too little memory, where there is only one sequence, where the compressed
+    model's predictions are not finite, and where what was kept is damaged.
     """
     kept = state / FOUND
     if kept.is_dir():
-        figures, tensors = left(kept)  # damaged, nothing else would do: the model may hold some of it already
+        figures, tensors = restore(kept)  # damaged, nothing else would do: the model may hold some of it already
         lists = {name: tuple(figures[name]) for name in ("kl_epochs", "untrained")}
         return Tuned(**{**figures, **lists}, tensors=tensors)
+    ids, drawn = tokens.given, tokens.drawn
     if len(ids) < 2:
         raise ValueError("tuning needs at least 2 calibration sequences: it trains on some and selects on others")
     report = progress or (lambda stage, done, total: None)
@@ -132,14 +130,14 @@ def run(
         student = _Student(_opened(made), dense)
         sequences = max(1, options.batch // length)
         learned = sum(knob.base.numel() for knob in student.all_knobs())
-        student.fit(sequences * length, learned, memory, "tuning")
+        student.fit(sequences * length, learned, None, "tuning")
         shape = (*ids.shape, source.config.hidden)
         path = state / "teacher.f32"
         with closing(HiddenStates(path, shape, 0, rows_at_once(source.config))) as states:
             gradients.through(source, ids, states, lambda blocks: report("original", blocks, source.config.layers))
             found = _Tuning(student, _Teacher(source, states), ids, judged, options, seed).run(sequences, report)
         path.unlink()
-    keep(kept, found.to_dict(), found.tensors)
+    save(kept, found.to_dict(), found.tensors)
     return found
 
 
@@ -176,7 +174,7 @@ def probes(made: Path, seed: int) -> dict[str, Any]:
     embedding, head = decoder.build_ends(config, checkpoint)
     head.keep_dense = False
     count, length = run.ids.shape
-    rows = embedding.forward(run.ids.reshape(-1), Step((length,) * count, length).positions).float()
+    rows = embedding.forward(run.ids.reshape(-1), ForwardBatch((length,) * count, length).positions).float()
     seen = []
     for layer in range(config.layers):
         block = decoder.build_block(config, checkpoint, layer)

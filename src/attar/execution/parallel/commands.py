@@ -1,7 +1,7 @@
-"""What the first process of several tells the others (`team.py`), and what they say: plain values, encoded as msgpack.
+"""Commands of the leading process to the workers (`executor.py`), and their replies: plain values, encoded as msgpack.
 
-Frames are a length of four bytes, little-endian, then one value. They go through pipes between a process and those that
-it started, so both sides trust what they read.
+A frame (`protocol/framing.py`) holds one value. Frames go through pipes between a process and those that it started, so
+both sides trust what they read.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import msgspec
 
 from attar.model.split import Share
+from attar.protocol.framing import frame
 
 MAX_FRAME = 1 << 30
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What a worker is started for."""
+    """The task that a worker is started for."""
 
     model: str
     rank: int
@@ -25,7 +26,7 @@ class Job(msgspec.Struct, frozen=True):
     activations: str
     native: bool  # laid out for the kernels of the device, rather than computed by the reference
     threads: int
-    folder: str  # where the processes find each other
+    folder: str  # the folder of the rendezvous
 
     @property
     def share(self) -> Share:
@@ -33,7 +34,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Pool(msgspec.Struct, frozen=True, tag="pool"):
-    """Make a runner; the one before goes."""
+    """Make a runner; the previous one is dropped."""
 
     blocks: int
     context: int
@@ -42,7 +43,7 @@ class Pool(msgspec.Struct, frozen=True, tag="pool"):
 
 
 class Adapt(msgspec.Struct, frozen=True, tag="adapt"):
-    """Read an adapter, for rows that ask for its number; of number 0, for all rows."""
+    """Read an adapter, for rows that ask for its number; number 0 is for all rows."""
 
     number: int
     folder: str
@@ -51,7 +52,7 @@ class Adapt(msgspec.Struct, frozen=True, tag="adapt"):
 class Piece(msgspec.Struct, frozen=True, array_like=True):
     """A chunk of a step: its tokens from `start` on, and the sequence's blocks from the `kept`-th on."""
 
-    sequence: int  # its number, of the leader's
+    sequence: int  # its number, given by the leader
     start: int
     samples: bool
     tokens: list[int]
@@ -65,15 +66,15 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Run(msgspec.Struct, frozen=True, tag="run"):
-    """A step of the runner."""
+    """Run a step of the runner."""
 
     pieces: list[Piece]
     copies: list[tuple[int, int, int]]  # source, target, slots
     gone: list[int]  # sequences that hold nothing any more
 
 
-class Meet(msgspec.Struct, frozen=True, tag="meet"):
-    """Leave the exchanges of a step that not all have made, give memory back, and meet anew: for this many-th time."""
+class Rendezvous(msgspec.Struct, frozen=True, tag="meet"):
+    """Leave the exchanges of an incomplete step, release memory, and meet again; `time` counts the rendezvous."""
 
     time: int
 
@@ -88,14 +89,14 @@ class Room(msgspec.Struct, frozen=True, tag="room"):
     block: int
 
 
-class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """Such a cache is no longer wanted."""
+class Shutdown(msgspec.Struct, frozen=True, tag="leave"):
+    """Drop a cache made by `Room`."""
 
     number: int
 
 
 class Call(msgspec.Struct, frozen=True, tag="call"):
-    """`Decoder.run` on a cache of that number, filled to there; without cache where it is None."""
+    """Run `Decoder.run` on the cache of number `room`, filled to `filled`; without cache where it is None."""
 
     room: int | None
     filled: list[int]
@@ -107,29 +108,30 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
 
 
 class Logits(msgspec.Struct, frozen=True, tag="logits"):
-    """Logits of hidden states that come by broadcast, and the adapter of each row where any takes one."""
+    """Compute logits of hidden states received by broadcast; `adapters` has each row's adapter where any takes one."""
 
     rows: int
     adapters: list[int] = []
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
-    """Nothing more."""
+    """End the worker."""
 
 
-Command = Pool | Adapt | Run | Meet | Room | Leave | Call | Logits | End
+Command = Pool | Adapt | Run | Rendezvous | Room | Shutdown | Call | Logits | End
 
 
-class Said(msgspec.Struct, frozen=True):
-    """What a worker says: that it has started, that it has loaded its part, or why it will not; then of each `Run` that
-    it `ran`, that it was `short` of memory, or that it was `broken` off, and of each `Meet` that it has `met` all."""
+class Reply(msgspec.Struct, frozen=True):
+    """A worker's reply: `started`, `loaded`, or `failed` with its reason; then one for each `Run` and `Rendezvous`.
+
+    A `Run` is answered by `ran`, `short` (of memory) or `broken` (off), a `Rendezvous` by `met`.
+    """
 
     what: str
     text: str = ""
     free: int | None = None  # bytes of its GPU, before it has taken any
 
 
-def frame(value: msgspec.Struct) -> bytes:
-    body = msgspec.msgpack.encode(value)
-    assert len(body) <= MAX_FRAME, "a step is far shorter"
-    return len(body).to_bytes(4, "little") + body
+def encode(value: msgspec.Struct) -> bytes:
+    """Return the frame of a value, which is far shorter than MAX_FRAME."""
+    return frame(msgspec.msgpack.encode(value), MAX_FRAME)

@@ -1,37 +1,37 @@
-"""A model in several processes: the first one leads, the others follow what it says.
+"""A model in several processes: the first one leads, the others follow its commands.
 
-The first process is whoever asked for the model: an `LLM`, or the engine's process of a server. It schedules, chooses
-tokens and computes its own part (`model/split.py`). The others are started by it (`worker.py`) and compute theirs: they
-run the same `Runner` on the same steps, which they are told as data. Between processes go two kinds of things. Numbers
-of the computation go by collectives (`kernels/group.py`). Everything else goes through the pipe that is a worker's
-standard input: first its job, then one command after another, each a length of four bytes and a msgpack value. Nothing
-is ever unpickled, and there is no port but gloo's own on loopback.
+The first process is the program that asked for the model: an `LLM`, or the engine's process of a server. It schedules,
+samples tokens and computes its own part (`model/split.py`). It starts the others (`worker.py`), which compute their
+parts: they run the same `Runner` on the same steps, which they receive as data. Two kinds of data go between processes.
+Numbers of the computation go by collectives (`kernels/group.py`). Everything else goes through the pipe that is a
+worker's standard input: first its job, then one command after another, each a length of four bytes and a msgpack value.
+Nothing is ever unpickled, and there is no port but gloo's own on loopback.
 
-Of a step a worker is told what it cannot know: which rows of which sequences run, their token ids, and the blocks that
-a sequence has gained. It keeps a `Sequence` for each, which nobody schedules.
+A worker's commands contain what it cannot know: the rows of each sequence in a step, their token ids, and the blocks
+that a sequence has gained. It keeps a `Sequence` for each, which no scheduler handles.
 
-**When something dies.** A worker ends the moment the pipe does, whatever its leader died of. A leader learns of a dead
-worker from the other pipe, the worker's standard output, through a thread that waits for its end: then every exchange
-under way is aborted, and what waits raises, as does whatever is called next: an engine's step `Lost`, other calls
-RuntimeError. A server's engine ends as soon as that thread knows (`on_lost`), and its supervisor starts another.
-A worker that lives but is stopped is lost too, where an exchange or a full pipe has waited for it too long.
+**When a process dies.** A worker ends the moment the pipe does, whatever its leader died of. A leader learns of a dead
+worker from the other pipe, the worker's standard output, through a thread that waits for its end. Every exchange under
+way is then aborted. Waiting calls and later ones raise: an engine's step `WorkerLost`, other calls RuntimeError. A
+server's engine ends as soon as that thread knows (`on_lost`), and its supervisor starts another. A worker that lives
+but is stopped is lost too, once an exchange or a full pipe has waited for it too long.
 
-A process that raises within a step has left the others behind in theirs, waiting for it. Where it has too little
-memory they come back: each says of every step what became of it, exchanges that are under way are ended, all meet anew
-(`Meet`), and the leader raises what one process alone would, so that the step is run again in halves and later ones in
-pieces of that size. Whatever else raises, and fails one request in one process, is `Lost` here. That is no `Exception`,
+A process that raises within a step leaves the others waiting for it in theirs. Where it has too little memory they
+recover. Each reports the result of every step, exchanges under way are ended, and all meet again (`Rendezvous`). The
+leader raises the exception that one process alone would, so the step is run again in halves and later ones in pieces of
+that size. Any other exception, which fails one request in one process, is `WorkerLost` here. It is no `Exception`,
 because an engine answers those by running the step again, sequence by sequence.
 
-Between GPUs a worker comes back only where its host is through with the step, and the device alone waits: nobody ends
-its exchanges but itself. A host that has to look at the device within a step (`Decoder.by_token`) hangs there for
-`WAIT`. So with such a model a leader that has too little memory says `Lost` at once; where a worker has, any third
-process is waited for in vain, and so is one whose allocator happens to wait for the device.
+Between GPUs a worker recovers only where its host is through with the step, and the device alone waits: no other
+process ends its exchanges. A host that has to read from the device within a step (`Decoder.by_token`) hangs there for
+`WAIT`. So with such a model a leader that has too little memory raises `WorkerLost` at once; where a worker has too
+little, any third process is waited for in vain, and so is one whose allocator happens to wait for the device.
 
-An adapter is read by the leader first, which finds what is wrong with it, and then, by its folder, by the others, which
-end where it has changed meanwhile.
+An adapter is read by the leader first, which reports its errors, and then, by its folder, by the others, which end
+where it has changed meanwhile.
 
-Not done: CUDA graphs and recorded steps of several processes, steps that are launched before the tokens of the one
-before are known, key-value schemes that are calibrated, and probes of a receipt, whose noise is that of one process.
+Not done: CUDA graphs and recorded steps of several processes; steps launched before the tokens of the one before are
+known; calibrated KV cache schemes; probes of a receipt, whose noise is that of one process.
 """
 
 from __future__ import annotations
@@ -58,33 +58,36 @@ from torch import Tensor
 from attar import machine
 from attar.checkpoints.sources import shards
 from attar.execution.cuda_graphs import Record
-from attar.execution.model_runner import Coming, Runner, Wanted, waits
+from attar.execution.model_runner import InflightTokens, Runner, Wanted, waits
 from attar.execution.parallel.commands import (
+    MAX_FRAME,
     Adapt,
     Call,
     Command,
     End,
     Job,
-    Leave,
     Logits,
-    Meet,
     Piece,
     Pool,
+    Rendezvous,
+    Reply,
     Room,
     Run,
-    Said,
-    frame,
+    Shutdown,
+    encode,
 )
-from attar.kernels import ops
+from attar.kernels import dispatch
+from attar.kernels.dispatch import BackendWeights
 from attar.kernels.group import WAIT, Group
 from attar.kernels.operands import Routes
-from attar.kernels.ops import Store
 from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
-from attar.model.cache import KVCache, Step
+from attar.model.cache import ForwardBatch, KVCache
 from attar.model.decoder import Decoder
 from attar.model.parallel import Groups, SplitDecoder
 from attar.model.split import Share, split
+from attar.progress import StageProgress
+from attar.protocol import framing
 from attar.scheduling.sequence import Sequence as Tokens
 from attar.scheduling.sequence import Status
 from attar.scheduling.step_plan import StepPlan
@@ -95,15 +98,13 @@ UNREAD_SECONDS = WAIT.total_seconds()  # that a worker may leave a full pipe unr
 END_SECONDS = 5.0
 MOMENT = 0.5  # seconds between the end of a connection and that of the process behind it
 
-Progress = Callable[[int, int], None]
 
-
-class Lost(BaseException):
-    """A process of the team was found gone, or out of step, while an engine ran one: nothing can be computed now."""
+class WorkerLost(BaseException):
+    """A worker process is gone, or out of step, while an engine ran one: nothing can be computed now."""
 
 
 def job_groups(job: Job) -> Groups:
-    """Meet the others. Raises RuntimeError where they do not come."""
+    """Meet the other processes. Raises RuntimeError where they do not come."""
     share, device, (at_layers, at_stages) = job.share, torch.device(job.device), _meeting(job, 0)
     layers = stages = None
     if share.tp > 1:
@@ -114,7 +115,7 @@ def job_groups(job: Job) -> Groups:
 
 
 def meet_again(job: Job, groups: Groups, time: int) -> None:
-    """Meet the others for this many-th time, out of a step that not all of them could do."""
+    """Meet the others again, out of a step that not all completed; `time` counts these rendezvous."""
     groups.leave()
     for group, file in zip((groups.layers, groups.stages), _meeting(job, time), strict=True):
         if group is not None:
@@ -122,41 +123,41 @@ def meet_again(job: Job, groups: Groups, time: int) -> None:
 
 
 def _meeting(job: Job, time: int) -> tuple[Path, Path]:
-    """Where those of the same layers find each other, and those of the same place in every stage."""
+    """Return the rendezvous files of the processes of the same layers, and of the same place in every stage."""
     share, folder = job.share, Path(job.folder)
     return folder / f"layers{share.stage}.{time}", folder / f"stages{share.place}.{time}"
 
 
-def load(job: Job, groups: Groups, progress: Progress | None = None) -> SplitDecoder:
-    """The part of the model that is this process's. Raises ValueError as `sources.load`."""
+def load(job: Job, groups: Groups, progress: StageProgress | None = None) -> SplitDecoder:
+    """Load this process's part of the model. Raises ValueError like `shards.load`."""
     device = torch.device(job.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(job.threads)
     dtype: torch.dtype | None = None if job.dtype is None else getattr(torch, job.dtype)
-    store: Store | None = None
+    store: BackendWeights | None = None
     if job.native and dtype is not None:
-        store = ops.store(job.activations, job.device, dtype)
+        store = dispatch.store(job.activations, job.device, dtype)
     return shards.load(Path(job.model), job.share, groups, dtype, progress, store)
 
 
 # The leader's side
 
 
-class Crew:
-    """The workers' processes, and what became of them. It knows no model: it ends the processes when that is gone."""
+class WorkerGroup:
+    """The workers' processes and their state. It knows no model: it ends the processes when that is gone."""
 
     def __init__(self, folder: Path, jobs: Sequence[Job]) -> None:
         self.folder, self.lost, self.ending = folder, "", False
         self.groups: Groups | None = None
         self.met = 0
-        """How often all have met anew."""
+        """Number of repeated rendezvous."""
         self.heard: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        """What the workers say of steps; None where there will be no more."""
+        """Replies of the workers about steps; None where there will be no more."""
         self.on_lost: Callable[[str], None] | None = None
         self.children: list[subprocess.Popen[bytes]] = []
         self.free: int | None = None
-        """Bytes of the fullest of the workers' GPUs, when they started; None on CPUs."""
+        """Free bytes of the fullest of the workers' GPUs, when they started; None on CPUs."""
         command = [sys.executable, "-m", "attar.execution.parallel.worker"]
         try:
             for job in jobs:
@@ -164,17 +165,20 @@ class Crew:
                 self.children.append(child)
                 assert child.stdin is not None
                 os.set_blocking(child.stdin.fileno(), False)  # of this end alone
-                self.write(child, frame(job))
+                self.write(child, encode(job))
         except BaseException:
             self.end()
             raise
 
     def write(self, child: subprocess.Popen[bytes], data: bytes) -> None:
-        """To a worker, which reads when it has done what it was told before. Raises RuntimeError where it reads nothing
-        for longer than it may be behind; it has a part of a command then, so nobody can speak with it any more."""
+        """Write to a worker, which reads after its earlier commands are done.
+
+        Raises RuntimeError where it reads nothing for longer than it may be behind. It then has a part of a command, so
+        no more can be sent.
+        """
         assert child.stdin is not None
         view = memoryview(data)
-        with contextlib.suppress(BrokenPipeError):  # it is dead: whoever waits for it learns so
+        with contextlib.suppress(BrokenPipeError):  # it is dead: waiting for it will show that
             while view:
                 if not _ready(child.stdin.fileno(), select.POLLOUT, UNREAD_SECONDS):
                     self.lose(f"process {self.children.index(child) + 1} of the model reads nothing any more")
@@ -182,8 +186,10 @@ class Crew:
                 view = view[child.stdin.write(view) or 0 :]
 
     def wait_for(self, what: str, seconds: float) -> None:
-        """Until every worker has said so. Raises ValueError with the words of one that cannot, RuntimeError where one
-        ended, or says nothing for so long."""
+        """Wait until every worker has replied `what`.
+
+        Raises ValueError with the text of one that cannot, RuntimeError where one ended, or gives no reply for so long.
+        """
         limit = time.monotonic() + seconds
         for number, child in enumerate(self.children, 1):
             said = _read_said(child, limit)
@@ -195,15 +201,15 @@ class Crew:
                 self.free = said.free if self.free is None else min(self.free, said.free)
 
     def watch(self) -> None:
-        """Hear what the workers say, until one of them ends."""
+        """Read the workers' replies, until one of them ends."""
         children = {child.stdout.fileno(): child for child in self.children if child.stdout is not None}
-        said: Said | None = None
+        said: Reply | None = None
         poll = select.poll()
         for fd in children:
             poll.register(fd, select.POLLIN)
         while True:
             for fd, _ in poll.poll():
-                if self.ending:  # which closes the pipes: their numbers may be those of other files soon
+                if self.ending:  # this closes the pipes: their numbers may soon be those of other files
                     self.heard.put(None)
                     return
                 with contextlib.suppress(RuntimeError):
@@ -220,7 +226,7 @@ class Crew:
                 said = None
 
     def verdicts(self) -> set[str]:
-        """What all workers say of the step or meeting they were told last. Raises RuntimeError where one is gone."""
+        """Return all workers' replies to the last step or rendezvous. Raises RuntimeError where one is gone."""
         found = set()
         for _ in self.children:
             try:
@@ -239,7 +245,7 @@ class Crew:
             self.groups.abort()
 
     def ended(self, seconds: float = MOMENT) -> str:
-        """Which worker has ended, or does in the next moment; nothing where none has."""
+        """Return which worker has ended, or does within `seconds`; "" where none has."""
         limit = time.monotonic() + seconds
         while True:
             for number, child in enumerate(self.children, 1):
@@ -256,14 +262,14 @@ class Crew:
         self.abort()
 
     def end(self) -> None:
-        """See that all have ended."""
+        """End all workers."""
         if self.ending:
             return
         self.ending = True
         for child in self.children:
             assert child.stdin is not None
             with contextlib.suppress(BrokenPipeError):
-                child.stdin.write(frame(End()))  # one that does not read is not waited for
+                child.stdin.write(encode(End()))  # one that does not read is not waited for
             child.stdin.close()
         limit = time.monotonic() + END_SECONDS
         for child in self.children:
@@ -278,33 +284,33 @@ class Crew:
 
 
 def _ready(fd: int, event: int, seconds: float) -> bool:
-    """Whether it can be read from, or written to, in time. Not by `select`, which takes no descriptor beyond 1023."""
+    """Return whether `fd` can be read from, or written to, in time. `select` is no choice: it stops at
+    descriptor 1023."""
     poll = select.poll()
     poll.register(fd, event)
     return bool(poll.poll(1000 * seconds))
 
 
-def _read_said(child: subprocess.Popen[bytes], limit: float) -> Said | None:
-    """One message of a worker, None where it ended instead. Raises RuntimeError where it comes too late."""
+def _read_said(child: subprocess.Popen[bytes], limit: float) -> Reply | None:
+    """Read one message of a worker, None where it ended instead. Raises RuntimeError where it comes too late."""
     assert child.stdout is not None
     fd, data = child.stdout.fileno(), b""
-    while len(data) < 4 or len(data) < 4 + int.from_bytes(data[:4], "little"):
+    while wanted := framing.missing(data, MAX_FRAME):
         if not _ready(fd, select.POLLIN, max(0.0, limit - time.monotonic())):
             raise RuntimeError("the processes of the model did not start in time")
-        wanted = 4 - len(data) if len(data) < 4 else 4 + int.from_bytes(data[:4], "little") - len(data)
         more = os.read(fd, wanted)
         if not more:
             return None
         data += more
-    return msgspec.msgpack.decode(data[4:], type=Said)
+    return msgspec.msgpack.decode(data[framing.HEAD :], type=Reply)
 
 
-class Team:
-    """A model in `tp * pp` processes, of which this is the first; `decoder` is its part, and speaks for all of them.
+class ParallelExecutor:
+    """A model in `tp * pp` processes, of which this is the first; `decoder` is its part, and leads all of them.
 
     On `cuda` each process has a GPU of its own. On CPUs they share the cores: that is for checking, not for speed.
-    Raises ValueError where the model cannot be shared so, before any process is started, or cannot be loaded, and
-    RuntimeError where a process is lost meanwhile.
+    Raises ValueError where the model cannot be split in this way, before any process is started, or cannot be loaded,
+    and RuntimeError where a process is lost meanwhile.
     """
 
     def __init__(
@@ -318,7 +324,7 @@ class Team:
         activations: str = "int8g128",
         native: bool = True,
         threads: int | None = None,
-        progress: Progress | None = None,
+        progress: StageProgress | None = None,
     ) -> None:
         first = Share(0, tp, pp)
         check(path, first, device, native and dtype == torch.float32)
@@ -333,19 +339,19 @@ class Team:
             for share in first.every()
         ]  # fmt: skip
         self._job = jobs[0]
-        self.crew = crew = Crew(folder, jobs[1:])
+        self.workers = workers = WorkerGroup(folder, jobs[1:])
         try:
-            crew.wait_for("started", START_SECONDS)
-            crew.groups = job_groups(jobs[0])
-            self.decoder = load(jobs[0], crew.groups, progress)
-            crew.wait_for("loaded", LOAD_SECONDS)
+            workers.wait_for("started", START_SECONDS)
+            workers.groups = job_groups(jobs[0])
+            self.decoder = load(jobs[0], workers.groups, progress)
+            workers.wait_for("loaded", LOAD_SECONDS)
         except BaseException:
-            crew.end()
+            workers.end()
             raise
-        self.close = weakref.finalize(self.decoder, crew.end)
-        """Ends the processes, as does the end of whoever holds the decoder."""
-        threading.Thread(target=crew.watch, name="team-watch", daemon=True).start()
-        self.decoder.lead = Caller(crew)
+        self.close = weakref.finalize(self.decoder, workers.end)
+        """Ends the processes, like the end of the decoder's owner."""
+        threading.Thread(target=workers.watch, name="team-watch", daemon=True).start()
+        self.decoder.lead = Caller(workers)
 
     def runner(
         self,
@@ -356,21 +362,23 @@ class Team:
         sequences: int = 1,
         bases: Sequence[Bases] | None = None,
         record: Record | None = None,
-    ) -> TeamRunner:
-        """A `Runner` of all processes, for an engine. The one before is no more."""
+    ) -> ParallelRunner:
+        """Return a `Runner` of all processes, for an engine. It replaces the one before."""
         assert decoder is self.decoder
         assert bases is None, "calibrated schemes are refused"
         assert record is None, "steps of several processes are not recorded"
-        return TeamRunner(self.crew, self._job, self.decoder, blocks, context, scheme, sequences)
+        return ParallelRunner(self.workers, self._job, self.decoder, blocks, context, scheme, sequences)
 
 
 def check(path: Path, first: Share, device: str, native: bool) -> None:
-    """Raises ValueError where the model cannot be shared so, or there are not the devices, from headers alone. On a CPU
-    `native` kernels run a GGUF file's blocks, which are cut between them as `plan` does."""
+    """Raise ValueError where the model cannot be split in this way, or devices are missing, from headers alone.
+
+    On a CPU `native` kernels run a GGUF file's blocks, which `split` cuts between them.
+    """
     if not torch.distributed.is_available():
         raise ValueError("this build of torch has no torch.distributed: --tp and --pp need it")
     if device != "cpu":
-        ops.require(device)
+        dispatch.require(device)
         if ":" in device:
             raise ValueError(f"processes take the GPUs in order: device is cuda, not {device}")
         if (found := torch.cuda.device_count()) < first.count:
@@ -380,54 +388,54 @@ def check(path: Path, first: Share, device: str, native: bool) -> None:
         split(checkpoint.config, share, shards.schemes(checkpoint, checkpoint.config))
 
 
-def tell(crew: Crew, command: Command) -> None:
-    """Raises RuntimeError where somebody is gone."""
-    if crew.ending or crew.lost:
-        raise RuntimeError(crew.lost or "the processes of the model were ended")
-    data = frame(command)
-    for child in crew.children:
-        crew.write(child, data)
+def tell(workers: WorkerGroup, command: Command) -> None:
+    """Send a command to all workers. Raises RuntimeError where a worker is gone."""
+    if workers.ending or workers.lost:
+        raise RuntimeError(workers.lost or "the processes of the model were ended")
+    data = encode(command)
+    for child in workers.children:
+        workers.write(child, data)
 
 
 class Caller:
-    """Tells of calls of the decoder itself, outside of an engine's steps."""
+    """A sender of calls of the decoder itself, outside of an engine's steps."""
 
-    def __init__(self, crew: Crew) -> None:
-        self.crew, self.stepping = crew, False
+    def __init__(self, workers: WorkerGroup) -> None:
+        self.workers, self.stepping = workers, False
         self._numbers = itertools.count()
         self._rooms: weakref.WeakKeyDictionary[KVCache, int] = weakref.WeakKeyDictionary()
         self._left: list[int] = []
 
-    def call(self, ids: Tensor, step: Step, rows: Tensor | None) -> None:
+    def call(self, ids: Tensor, step: ForwardBatch, rows: Tensor | None) -> None:
         cache, room = step.cache, None
         while self._left:
-            tell(self.crew, Leave(self._left.pop()))
+            tell(self.workers, Shutdown(self._left.pop()))
         if cache is not None:
             room = self._rooms.get(cache)
             if room is None:
                 room = self._rooms[cache] = next(self._numbers)
-                tell(self.crew, Room(room, cache.capacity, len(cache.filled), cache.scheme.name, cache.block))
+                tell(self.workers, Room(room, cache.capacity, len(cache.filled), cache.scheme.name, cache.block))
                 weakref.finalize(cache, self._left.append, room)
         filled = [] if cache is None else list(cache.filled)
         picked = None if rows is None else rows.tolist()
-        tell(self.crew, Call(room, filled, step.lengths, step.horizon, ids.tolist(), picked, step.adapters))
+        tell(self.workers, Call(room, filled, step.lengths, step.horizon, ids.tolist(), picked, step.adapters))
 
     def logits(self, rows: int, routes: Routes | None) -> bool:
         if self.stepping:
             return False
-        tell(self.crew, Logits(rows, [] if routes is None else routes.numbers.tolist()))
+        tell(self.workers, Logits(rows, [] if routes is None else routes.numbers.tolist()))
         return True
 
     def adapt(self, number: int, folder: str) -> None:
-        tell(self.crew, Adapt(number, folder))
+        tell(self.workers, Adapt(number, folder))
 
 
-class TeamRunner(Runner):
+class ParallelRunner(Runner):
     """A `Runner` whose steps all processes run."""
 
     def __init__(
         self,
-        crew: Crew,
+        workers: WorkerGroup,
         job: Job,
         decoder: SplitDecoder,
         blocks: int,
@@ -435,28 +443,33 @@ class TeamRunner(Runner):
         scheme: KvScheme | None,
         sequences: int,
     ) -> None:
-        self.crew, self.job = crew, job
-        self._known: dict[Tokens, tuple[int, list[int]]] = {}  # a sequence's number, and the blocks it was told with
+        self.workers, self.job = workers, job
+        self._known: dict[Tokens, tuple[int, list[int]]] = {}  # a sequence's number, and the blocks sent so far
         self._numbers = itertools.count()
-        tell(crew, Pool(blocks, context, (scheme or decoder.lossless).name, sequences))
+        tell(workers, Pool(blocks, context, (scheme or decoder.lossless).name, sequences))
         super().__init__(decoder, blocks, context, scheme, sequences)
         self.waits = "several processes compute a step together"
 
-    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: Coming | None = None) -> Tensor:
-        """As `Runner.run`, also torch.OutOfMemoryError where any process has too little memory. Raises Lost where a
-        process is gone, and for whatever else is raised within the step."""
-        assert coming is None, "tokens are told by the host"
+    def run(
+        self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, inflight_tokens: InflightTokens | None = None
+    ) -> Tensor:
+        """Run the step like `Runner.run`, in all processes.
+
+        Raises torch.OutOfMemoryError where any process has too little memory, and Lost where a process is gone and for
+        any other exception within the step.
+        """
+        assert inflight_tokens is None, "tokens are told by the host"
         assert isinstance(self.decoder, SplitDecoder)
         assert isinstance(self.decoder.lead, Caller)
         self.decoder.lead.stepping = True
         try:
-            tell(self.crew, self._told(plan, wanted or {}))
+            tell(self.workers, self._told(plan, wanted or {}))
             found = self._own(plan, wanted)
             if isinstance(found, torch.OutOfMemoryError) and waits(self.decoder) is not None:
                 raise RuntimeError("too little memory, and the others wait within the step") from found
-            verdicts = self.crew.verdicts()
+            verdicts = self.workers.verdicts()
             if "short" in verdicts or isinstance(found, torch.OutOfMemoryError):
-                del found  # and what was computed until it was raised
+                del found  # and its partial results
                 try:
                     self._meet()
                 except torch.OutOfMemoryError as error:
@@ -470,35 +483,35 @@ class TeamRunner(Runner):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            if not self.crew.lost:
-                self.crew.lose(self.crew.ended() or f"a step raised {type(error).__name__}: {error}")
-            raise Lost(self.crew.lost) from error
-        except BaseException:  # Ctrl-C, say: what the others answer to this step would be taken for that of the next
-            self.crew.lose("a step was broken off")
+            if not self.workers.lost:
+                self.workers.lose(self.workers.ended() or f"a step raised {type(error).__name__}: {error}")
+            raise WorkerLost(self.workers.lost) from error
+        except BaseException:  # Ctrl-C, say: the others' replies to this step would be taken for those of the next
+            self.workers.lose("a step was broken off")
             raise
         finally:
             self.decoder.lead.stepping = False
 
     def _own(self, plan: StepPlan, wanted: dict[str, Wanted] | None) -> Tensor | Exception:
-        """This process's part, or what it raised."""
+        """Return the result of this process's part, or the exception that it raised."""
         try:
             return super().run(plan, wanted)
         except Exception as error:
-            assert self.crew.groups is not None
-            self.crew.groups.leave()  # others may wait for this one
+            assert self.workers.groups is not None
+            self.workers.groups.leave()  # others may wait for this one
             return error
 
     def _meet(self) -> None:
-        """Out of a step that not all could do: to where it began. Raises RuntimeError where somebody is gone."""
-        assert self.crew.groups is not None
+        """Return to the beginning of a step that not all completed. Raises RuntimeError where a process is gone."""
+        assert self.workers.groups is not None
         self.release()
-        self.crew.met += 1
-        machine.private_folder(self.crew.folder)  # without it torch waits for 300 s, and nothing can stop it
-        tell(self.crew, Meet(self.crew.met))
-        meet_again(self.job, self.crew.groups, self.crew.met)
-        # Somebody who left again at once, out of a step that is short too, would reset connections that others are
+        self.workers.met += 1
+        machine.private_folder(self.workers.folder)  # without it torch waits for 300 s, and nothing can stop it
+        tell(self.workers, Rendezvous(self.workers.met))
+        meet_again(self.job, self.workers.groups, self.workers.met)
+        # A process that left again at once, out of a step that is short too, would reset connections that others are
         # still making: gloo fails in them, or ends the process.
-        if (verdicts := self.crew.verdicts()) != {"met"}:
+        if (verdicts := self.workers.verdicts()) != {"met"}:
             raise RuntimeError(f"the processes of the model did not meet again: {verdicts}")
 
     def _told(self, plan: StepPlan, wanted: Mapping[str, Wanted]) -> Run:

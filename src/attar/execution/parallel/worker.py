@@ -1,9 +1,8 @@
-"""A process that computes its part of a model, as its leader says (`team.py`).
+"""A process that computes its part of a model on its leader's commands (`executor.py`).
 
 It has no settings, no socket and no scheduler: a job and then commands come through its standard input, and numbers by
-collectives. What it says, that it has started and loaded its part and what became of each step, goes out on its
-standard output; that this pipe is there tells its leader that it lives. When its input ends it ends too, in whatever it
-is doing.
+collectives. Its replies, that it has started and loaded its part and the result of each step, go out on its standard
+output; while that pipe is open, its leader knows that it lives. When its input ends it ends too, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import threading
 import traceback
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 import torch
@@ -34,27 +32,28 @@ from attar.execution.parallel.commands import (
     Command,
     End,
     Job,
-    Leave,
     Logits,
-    Meet,
     Pool,
+    Rendezvous,
+    Reply,
     Room,
     Run,
-    Said,
-    frame,
+    Shutdown,
+    encode,
 )
 from attar.kernels.operands import Routes
 from attar.kv import schemes
-from attar.model.cache import KVCache, Step, sent
+from attar.model.cache import ForwardBatch, KVCache, sent
 from attar.model.parallel import SplitDecoder
+from attar.protocol.framing import read
 from attar.scheduling.sequence import Sequence, Status
-from attar.scheduling.step_plan import Chunk, Copy, StepPlan
+from attar.scheduling.step_plan import Copy, ScheduledTokens, StepPlan
 
 ALARM_SECONDS = 10.0
 
 
 class Worker:
-    """Does what it is told with its part of the model."""
+    """Executes commands with its part of the model."""
 
     def __init__(self, decoder: SplitDecoder, job: Job) -> None:
         self.decoder, self.job = decoder, job
@@ -81,10 +80,10 @@ class Worker:
                 self.sequences.clear()
                 scheme = schemes.scheme(command.kv)
                 self.runner = Runner(self.decoder, command.blocks, command.context, scheme, command.sequences)
-            case Meet():
+            case Rendezvous():
                 assert self.runner is not None
-                self.decoder.groups.leave()  # first: an exchange that nobody ends would be waited for below
-                self.runner.release()  # meeting takes memory of a GPU
+                self.decoder.groups.leave()  # first: an exchange that no process ends would be waited for below
+                self.runner.release()  # a rendezvous takes memory of a GPU
                 executor.meet_again(self.job, self.decoder.groups, command.time)
             case Room():
                 scheme = schemes.scheme(command.kv)
@@ -92,7 +91,7 @@ class Worker:
                 self.rooms[command.number] = KVCache(
                     self.decoder.config, command.capacity, command.batch, scheme, device, command.block
                 )
-            case Leave():
+            case Shutdown():
                 del self.rooms[command.number]
 
     def _run(self, command: Run) -> None:
@@ -108,11 +107,11 @@ class Worker:
                     adapter=piece.adapter,
                 )  # fmt: skip
                 self.sequences[piece.sequence] = sequence
-            del sequence.tokens[piece.start :]  # what lies before was run, or is another's and never read
+            del sequence.tokens[piece.start :]  # earlier tokens were run, or are another's and unread
             sequence.tokens.extend([0] * (piece.start - len(sequence.tokens)))
             sequence.tokens.extend(piece.tokens)
             sequence.blocks[piece.kept :] = piece.blocks
-            chunks.append(Chunk(sequence, piece.start, len(piece.tokens), piece.samples))
+            chunks.append(ScheduledTokens(sequence, piece.start, len(piece.tokens), piece.samples))
             if piece.wants_logits or piece.wants_hidden:
                 logits, hidden = (_unread if wants else None for wants in (piece.wants_logits, piece.wants_hidden))
                 wanted[sequence.id] = Wanted(logits, hidden)
@@ -126,7 +125,7 @@ class Worker:
         device = self.decoder.device
         rows = None if command.rows is None else torch.tensor(command.rows, dtype=torch.int64)
         ids = torch.tensor(command.ids, dtype=torch.int64, device=device)
-        self.decoder.run(ids, Step(command.lengths, command.horizon, cache, command.adapters, device), rows)
+        self.decoder.run(ids, ForwardBatch(command.lengths, command.horizon, cache, command.adapters, device), rows)
 
     def _logits(self, command: Logits) -> None:
         decoder, together = self.decoder, self.decoder.groups.layers
@@ -136,35 +135,25 @@ class Worker:
             decoder.products(together.broadcast(hidden), routes=routes)
 
 
-def _unread(chunk: Chunk, first: int, numbers: torch.Tensor) -> None:
-    """What the leader reads, for whose sake it is computed here too. Nobody here waits for it."""
-
-
-def read(file: BinaryIO) -> bytes | None:
-    """One frame; None at the end."""
-    head = file.read(4)
-    if len(head) < 4:
-        return None
-    size = int.from_bytes(head, "little")
-    assert size <= MAX_FRAME
-    body = file.read(size)
-    return body if len(body) == size else None
+def _unread(chunk: ScheduledTokens, first: int, numbers: torch.Tensor) -> None:
+    """Ignore numbers that the leader reads; they are computed here too for its sake. Nothing here waits for them."""
 
 
 def _end_with(fd: int, folder: str) -> None:
-    """End this process when nobody can write to `fd` any more, and what its leader may have left behind with it."""
+    """End this process once no process can write to `fd`, and remove the folder that its leader may have left
+    behind."""
     poll = select.poll()
-    poll.register(fd, 0)  # hanging up is told unasked
+    poll.register(fd, 0)  # hanging up is reported unasked
     poll.poll()
-    # Torch may wait for the others with the interpreter's lock held, and then nothing below would ever run: an alarm,
-    # which nobody handles, ends the process without it.
+    # Torch may wait for the others with the interpreter's lock held, and then nothing below would ever run: an alarm
+    # without a handler ends the process even then.
     signal.setitimer(signal.ITIMER_REAL, ALARM_SECONDS)
-    machine.remove_folder(Path(folder))  # in which this process may be about to write, to meet the others
+    machine.remove_folder(Path(folder))  # this process may be about to write to it, to meet the others
     os._exit(1)
 
 
 def free(device: str) -> int | None:
-    """Bytes of a GPU's memory; None on CPUs. Raises ValueError where the GPU does not answer."""
+    """Return the free bytes of a GPU's memory; None on CPUs. Raises ValueError where the GPU does not answer."""
     if device == "cpu":
         return None
     try:
@@ -174,20 +163,20 @@ def free(device: str) -> int | None:
 
 
 def main() -> int:
-    """Exit status 2 where its part cannot be loaded, 1 where the leader went away."""
-    for each in (signal.SIGINT, signal.SIGTERM):  # they reach whole groups of processes; the leader says when to end
+    """Run the worker. Exit status 2: its part cannot be loaded; 1: the leader went away."""
+    for each in (signal.SIGINT, signal.SIGTERM):  # they reach whole groups of processes; the leader decides the end
         signal.signal(each, signal.SIG_IGN)
     out = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is not for the leader
-    commands, first = sys.stdin.buffer, read(sys.stdin.buffer)
+    os.dup2(2, 1)  # libraries' output is not for the leader
+    commands, first = sys.stdin.buffer, read(sys.stdin.buffer, MAX_FRAME)
     if first is None:
         return 1
     job = msgspec.msgpack.decode(first, type=Job)
     threading.Thread(target=_end_with, args=(0, job.folder), name="lifeline", daemon=True).start()
 
     def say(what: str, text: str = "", free: int | None = None) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the lifeline ends what nobody hears
-            os.write(out, frame(Said(what, text, free)))
+        with contextlib.suppress(BrokenPipeError):  # the lifeline ends a process without a leader
+            os.write(out, encode(Reply(what, text, free)))
 
     try:
         say("started", free=free(job.device))
@@ -198,7 +187,7 @@ def main() -> int:
     say("loaded")
     gc.freeze()
     decoder = msgspec.msgpack.Decoder(Command)
-    while (body := read(commands)) is not None:
+    while (body := read(commands, MAX_FRAME)) is not None:
         command = decoder.decode(body)
         if isinstance(command, End):
             return 0
@@ -213,7 +202,7 @@ def main() -> int:
             worker.decoder.groups.leave()  # the others may wait for this one, or will
         if isinstance(command, Run):
             say(verdict)
-        elif isinstance(command, Meet):
+        elif isinstance(command, Rendezvous):
             say("met")
     return 1
 

@@ -1,26 +1,26 @@
 """Four-bit floats in small groups: MXFP4 of the OCP's Microscaling specification and NVIDIA's NVFP4.
 
 Both have E2M1 codes: sign, two bits of exponent, one of mantissa, and so the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6. Two
-codes share a byte, the first in its low half. They differ in what scales a group:
+codes share a byte, the first in its low half. They differ in the scale of a group:
 
     MXFP4   32 elements   2^(e - 127), e one byte (E8M0; 255 is NaN)        value = code * 2^(e - 127)         4.25 bits
     NVFP4   16 elements   an E4M3 number under one float32 for the tensor   value = code * (scale / global)    4.5 bits
 
-Rounding is to the nearest value, ties to the even code, and keeps the sign of what rounds to zero. All of it is done in
-float32, and then is compressed-tensors' bit for bit, but for MXFP4's exponent, of which there are two rules:
+Rounding is to the nearest value, ties to the even code, and keeps the sign of values that round to zero. The arithmetic
+is float32 and equals compressed-tensors' bit for bit, except for MXFP4's exponent, which has two rules:
 
 * `floor`, the specification's: e - 127 = floor(log2 max|x|) - 2. The largest magnitude of a group lies in [4, 8) steps,
-  and what is past 6 is clipped, by a quarter at worst;
+  and values past 6 are clipped, by a quarter at worst;
 * `nearest`, compressed-tensors': one more from 7 steps on, where clipping would cost more than the coarser grid.
 
-The default is the specification's; of a normal distribution `nearest` has 5 % less squared error. NVFP4: global = 448 *
+The default is the specification's. On a normal distribution `nearest` has 5 % less squared error. NVFP4: global = 448 *
 6 / max|W| uses all of E4M3's range, and scale = max|x| / 6 * global. A group whose scale would be zero gets an eighth,
-as there. The third rule is for both, `mse`: each group takes the scale near its own that has the least squared error,
-for between 4 and 6 is the widest gap of the grid, and a group whose largest weights fall into it is better off with
-another scale.
+as in compressed-tensors. The third rule, `mse`, is for both formats: each group takes the scale near its own that has
+the least squared error. The widest gap of the grid lies between 4 and 6, and a group whose largest weights fall into it
+is better off with another scale.
 
 A tensor of activations has the same two forms, scaled group by group from its values; NVFP4's `global` is then fixed at
-calibration, and is the linear's `activation_scale`.
+calibration, and is the linear layer's `activation_scale`.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from attar.formats.codecs.ggml import FP4_VALUES
 from attar.formats.packed import ALL, PackedTensor
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Scheme
-from attar.formats.weight_formats import Form, Fp4
+from attar.formats.weight_formats import Fp4, WeightFormat
 
 LARGEST = 6.0
 SCALE_LARGEST = 448.0
 SCALE_OF_ZEROS = 0.125
 EXPONENT_OF_LARGEST = 2  # floor(log2 6)
 
-SEARCHED = range(-2, 7)  # E4M3 codes about NVFP4's own that a search tries: an eighth of an octave apart
+SEARCHED = range(-2, 7)  # E4M3 codes around NVFP4's own that a search tries: an eighth of an octave apart
 
 Rule = Literal["floor", "nearest", "mse"]
 RULE: Rule = "floor"
 
-# Halfway between neighbours. What lies exactly there goes to the even code: down from code 1's lower end, up from its
-# upper one, and so on; `bucketize` sends ties down, so those that go up are a float32 lower.
+# Midpoints between neighbouring values. A value exactly there goes to the even code: down from code 1's lower end, up
+# from its upper one, and so on. `bucketize` sends ties down, so the midpoints that go up are a float32 lower.
 _MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
@@ -65,38 +65,38 @@ def _values() -> Tensor:
 
 
 def to_codes(x: Tensor) -> Tensor:
-    """E2M1 codes, uint8, of float32 values; what is past 6 becomes 6."""
+    """Return E2M1 codes, uint8, of float32 values; values past 6 become 6."""
     codes = torch.bucketize(x.abs(), _boundaries().to(x.device), out_int32=True).to(torch.uint8)
     return codes | (x < 0).to(torch.uint8) << 3
 
 
 def to_values(codes: Tensor) -> Tensor:
-    """The float32 values of E2M1 codes."""
+    """Return the float32 values of E2M1 codes."""
     return _values().to(codes.device)[codes.long()]
 
 
 def global_scale(largest: Tensor) -> Tensor:
-    """NVFP4's number for a tensor whose largest magnitude is `largest`: float32 [1]. It is 1 for zeros."""
+    """Return NVFP4's scale of a tensor whose largest magnitude is `largest`: float32 [1]; 1 for zeros."""
     wanted = SCALE_LARGEST * LARGEST / largest.float().reshape(1)
     return wanted.where(wanted.isfinite(), 1.0)
 
 
 def _exponents(largest: Tensor, rule: Rule) -> Tensor:
-    """E8M0 bytes for groups of these largest magnitudes."""
+    """Return E8M0 bytes for groups of these largest magnitudes."""
     fraction, exponent = torch.frexp(largest)  # largest = fraction * 2^exponent, fraction in [0.5, 1)
     shift = 1 + EXPONENT_OF_LARGEST - (fraction >= 0.875).to(torch.int32) * (rule == "nearest")
     return (exponent - shift + 127).where(largest > 0, 0).clamp(0, 254).to(torch.uint8)
 
 
 def _power(exponents: Tensor) -> Tensor:
-    """What E8M0 bytes stand for: float32, 2^-127 .. 2^127, and NaN."""
+    """Return the values of E8M0 bytes: float32, 2^-127 .. 2^127, and NaN."""
     bits = exponents.to(torch.int32) << 23
     powers = bits.where(exponents > 0, 1 << 22).view(torch.float32)  # the smallest is subnormal
     return powers.where(exponents != 255, torch.nan)
 
 
 def _scales(x: Tensor, form: Fp4, divisor: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Scales of groups x [..., G, g] as they are stored, [..., G], and as they multiply, float32.
+    """Return scales of groups x [..., G, g] as stored, [..., G], and as multiplied, float32.
 
     Raises ValueError on a NaN or an infinity.
     """
@@ -113,13 +113,13 @@ def _scales(x: Tensor, form: Fp4, divisor: Tensor | None, rule: Rule) -> tuple[T
 
 
 def largest_of(weight: Tensor) -> Tensor:
-    """max|W|, [1]."""
+    """Return max|W|, [1]."""
     low, high = weight.aminmax()
     return torch.maximum(low.abs(), high.abs()).reshape(1)
 
 
 def _searched(x: Tensor, form: Fp4, divisor: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `_scales`, with the candidate for each group that has the least squared error; of equal ones the first."""
+    """Return `_scales`, but for each group the candidate with the least squared error; among equals, the first."""
     stored, scale = _scales(x, form, divisor, "floor")
     codes = stored.view(torch.uint8).int()
     best, least = stored, torch.full_like(scale, torch.inf)
@@ -134,10 +134,10 @@ def _searched(x: Tensor, form: Fp4, divisor: Tensor | None) -> tuple[Tensor, Ten
 
 
 def quantize(weight: Tensor, scheme: Scheme, rule: Rule = RULE, largest: Tensor | None = None) -> PackedTensor:
-    """Round a weight [O, I] to the nearest. NVFP4's number for the tensor follows from `largest` [1], max|W| unless it
-    is given: engines that fuse several weights into one need theirs to be the same.
+    """Round a weight [O, I] to the nearest values of the scheme's format.
 
-    Raises ValueError on a NaN or an infinity, and where groups do not divide I.
+    NVFP4's scale of the tensor follows from `largest` [1], by default max|W|. Engines that fuse several weights into
+    one need one scale for all of them. Raises ValueError on a NaN or an infinity, and where groups do not divide I.
     """
     form, (rows, columns) = _form(scheme.weight), weight.shape
     parts = {
@@ -160,12 +160,12 @@ def quantize(weight: Tensor, scheme: Scheme, rule: Rule = RULE, largest: Tensor 
 
 
 def pairs(codes: Tensor) -> Tensor:
-    """Codes [O, I] two a byte, [O, I/2], the first low."""
+    """Pack codes [O, I] two a byte, [O, I/2], the first in the low half."""
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def factors(packed: PackedTensor, rows: slice = ALL) -> Tensor:
-    """What multiplies the values of the codes: float32 [O, G]."""
+    """Return the factors of the codes' values: float32 [O, G]."""
     scales = packed.parts["scale"][rows]
     return scales.float() / packed.parts["global"] if "global" in packed.parts else _power(scales)
 
@@ -173,7 +173,7 @@ def factors(packed: PackedTensor, rows: slice = ALL) -> Tensor:
 def dequantize(
     packed: PackedTensor, dtype: torch.dtype = torch.float32, rows: slice = ALL, out: Tensor | None = None
 ) -> Tensor:
-    """The weight [O, I] in `dtype`, or some of its rows: computed in float32, then rounded."""
+    """Return the weight [O, I] in `dtype`, or some of its rows: computed in float32, then rounded."""
     form, stored, scale = _form(packed.scheme.weight), packed.parts["codes"][rows], factors(packed, rows)
     weight = torch.empty((len(stored), packed.shape[1]), dtype=dtype, device=stored.device) if out is None else out
     for part in row_slices(*weight.shape):
@@ -182,8 +182,8 @@ def dequantize(
     return weight
 
 
-def fake_quantize(x: Tensor, form: Form, scale: Tensor | None = None) -> Tensor:
-    """x [..., I] rounded to the form and back, in x's dtype. NVFP4 needs its fixed `global` [1] as `scale`.
+def fake_quantize(x: Tensor, form: WeightFormat, scale: Tensor | None = None) -> Tensor:
+    """Round x [..., I] to the format and back, in x's dtype. NVFP4 needs its fixed `global` [1] as `scale`.
 
     Raises ValueError on a NaN or an infinity.
     """
@@ -195,11 +195,11 @@ def fake_quantize(x: Tensor, form: Form, scale: Tensor | None = None) -> Tensor:
     return values.flatten(-2).to(x.dtype)
 
 
-def fixed_scale(largest: Tensor, form: Form) -> Tensor:
-    """NVFP4's number [1] for activations whose largest magnitude is `largest` [1]."""
+def fixed_scale(largest: Tensor, form: WeightFormat) -> Tensor:
+    """Return NVFP4's `global` [1] for activations whose largest magnitude is `largest` [1]."""
     return global_scale(largest)
 
 
-def _form(form: Form) -> Fp4:
+def _form(form: WeightFormat) -> Fp4:
     assert isinstance(form, Fp4)
     return form

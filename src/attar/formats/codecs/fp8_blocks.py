@@ -1,11 +1,11 @@
 """FP8 with a scale for every 128 by 128 block of the weight: DeepSeek's layout, which compressed-tensors calls `block`.
 
-A scale for each block follows outliers as groups do, and costs next to nothing (one number for 16,384 weights), while
-a product can still apply it once a tile. The activations that go with it are E4M3 in groups of 128 inputs, scaled from
-the values of each token (`floats.fake_quantize` on such a grid), so that both factors of a tile have one scale each.
+A scale for each block follows outliers as groups do, and costs next to nothing (one number for 16,384 weights), while a
+product can still apply it once a tile. Its activations are E4M3 in groups of 128 inputs, scaled from the values of each
+token (`floats.fake_quantize` on such a grid), so that both factors of a tile have one scale each.
 
-Blocks at the lower and right ends are as small as the matrix leaves them. Arithmetic as in `floats.py`: scale = max|x|
-/ 448, in the wider of the weight's and the scale's dtype.
+Blocks at the lower and right ends may be smaller. The arithmetic is that of `floats.py`: scale = max|x| / 448, in the
+wider of the weight's and the scale's dtype.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def quantize(weight: Tensor, scheme: Scheme) -> PackedTensor:
 def dequantize(
     packed: PackedTensor, dtype: torch.dtype = torch.float32, rows: slice = ALL, out: Tensor | None = None
 ) -> Tensor:
-    """The weight [O, I] in `dtype`, or some of its rows: code * scale, computed in the wider of the two dtypes."""
+    """Return the weight [O, I] in `dtype`, or some of its rows: code * scale, computed in the wider of the two
+    dtypes."""
     codes, columns = packed.parts["codes"][rows], packed.shape[1]
     scale = packed.parts["scale"].to(torch.promote_types(dtype, packed.parts["scale"].dtype))
     of_row = torch.arange(packed.shape[0], device=codes.device)[rows] // SIZE
@@ -66,5 +67,5 @@ def _bands(rows: int) -> Iterator[slice]:
 
 
 def _spread(scale: Tensor, columns: int) -> Tensor:
-    """Scales [..., blocks] at each of their columns, [..., I]."""
+    """Repeat scales [..., blocks] for each of their columns, [..., I]."""
     return scale.repeat_interleave(SIZE, -1)[..., :columns]

@@ -1,16 +1,16 @@
 """The number formats of GGML, as GGUF files store them: a closed table of types. Torch-free.
 
-A GGML tensor is rows of whole blocks: a block is a fixed count of consecutive elements of one row in a fixed count of
-bytes, so that every size is a product of integers. Three families share this table:
+A GGML tensor is rows of whole blocks. A block holds a fixed count of consecutive elements of one row in a fixed count
+of bytes, so every size is a product of integers. Three families share this table:
 
 * plain numbers (F32, F16, BF16), blocks of one element;
 * one scale for 32 elements (Q4_0 ... Q8_0, IQ4_NL, MXFP4), 64 in NVFP4;
 * k-quants and IQ4_XS: 256 elements with one or two fp16 scales, and small integers that scale groups of 16 or 32.
 
-`fields` lists a block's bytes in the order of the file; `ggml_blocks.py` says what they mean. Types that attar does not
-decode (the IQ1 to IQ3 family, ternary ones, plain integers) are here with their sizes all the same, for a parser must
-know how long a tensor is before it can say that the file holds together. Bits per weight are those of a block: a file
-mixes types, and its average is more (Q2_K is 2.625 bits a block; files of that name have above 3).
+`fields` lists a block's bytes in the order of the file; `ggml_blocks.py` decodes them. Types that attar does not decode
+(the IQ1 to IQ3 family, ternary ones, plain integers) are listed with their sizes. A parser must know how long a tensor
+is before it can check the file. Bits per weight are those of a block; a file mixes types, and its average is higher
+(Q2_K is 2.625 bits a block; files of that name exceed 3).
 
 Left out on purpose: numbers that were withdrawn (4, 5, 31 to 33, 36 to 38), and Q8_1 and Q8_K, which exist only in the
 memory of running programs. A file that names one of them is refused.
@@ -22,12 +22,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-OPAQUE = "opaque"  # the one field of a type that is only measured
+OPAQUE = "opaque"  # the only field of types that are not decoded
 
 
 @dataclass(frozen=True, slots=True)
 class GgmlType:
-    """One type: its name, its number in files, elements in a block, and the block's fields with their bytes."""
+    """A GGML type: its name, its number in files, the elements of a block, and the block's fields with their bytes."""
 
     name: str
     id: int
@@ -40,7 +40,7 @@ class GgmlType:
 
     @property
     def decoded(self) -> bool:
-        """Whether attar can compute its values."""
+        """Return whether attar can compute the type's values."""
         return self.fields[0][0] != OPAQUE
 
     @property
@@ -48,13 +48,13 @@ class GgmlType:
         return 8 * self.block_bytes / self.elements
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of `columns` elements. Raises ValueError where they are not whole blocks."""
+        """Return the bytes of a row of `columns` elements. Raises ValueError where blocks do not divide them."""
         if columns % self.elements:
             raise ValueError(f"{self.name} stores rows in blocks of {self.elements}, which do not divide {columns}")
         return columns // self.elements * self.block_bytes
 
     def bytes(self, shape: Sequence[int]) -> int:
-        """Bytes of a tensor of `shape`, rows last (torch's order). Raises ValueError as `row_bytes`."""
+        """Return the bytes of a tensor of `shape`, rows last (torch's order). Raises ValueError like `row_bytes`."""
         return math.prod(shape[:-1]) * self.row_bytes(shape[-1]) if shape else self.row_bytes(1)
 
 
@@ -107,7 +107,7 @@ DECODED: tuple[GgmlType, ...] = tuple(each for each in TYPES.values() if each.de
 """The types whose values attar can compute."""
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the 16 codes of IQ4_NL and IQ4_XS stand for: denser about zero, as weights are, and not quite symmetric."""
+"""Values of the 16 codes of IQ4_NL and IQ4_XS: denser about zero, like weights, and not quite symmetric."""
 
 FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice what the 16 codes of E2M1 stand for, so that they are whole; the scales of MXFP4 and NVFP4 are halved."""
+"""Twice the values of the 16 codes of E2M1, so that they are whole; the scales of MXFP4 and NVFP4 are halved."""

@@ -1,9 +1,9 @@
 """GGML blocks and the numbers they hold: bytes to integers, integers to values, and integers back to bytes.
 
-Reading goes in two steps, because they fail in different ways. `unpack` takes a block apart into small integers, which
-is all about the order of bits and exactly reversible: `pack` gives back the very bytes. `decode` then does the few
-float operations that turn the integers into weights, in the order in which GGML and its Python package do them, so that
-values agree to the bit (a NaN with any NaN: which one a product gives is the processor's affair).
+Reading goes in two steps, because they fail in different ways. `unpack` splits a block into small integers. That is
+only a matter of bit order and exactly reversible: `pack` restores the same bytes. `decode` then turns the integers into
+weights by a few float operations, in the order of GGML and its Python package. So values agree to the bit (a NaN with
+any NaN: its bits depend on the processor).
 
     value = d * code                        Q4_0, Q5_0, Q8_0, IQ4_NL
     value = d * code + m                    Q4_1, Q5_1
@@ -33,10 +33,10 @@ from attar.formats.packing import row_slices
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """N blocks of E elements in G groups, as integers and the fp16 scales that are stored beside them.
+    """N blocks of E elements in G groups: integers, and the fp16 scales stored beside them.
 
-    `codes` int16 [N, E] are what scales multiply: offsets are taken off and tables looked up. `scales` and `mins`
-    int16 [N, G] are there where a type scales its groups; `m` is Q4_1's offset or the scale of `mins`.
+    `codes` int16 [N, E] are the factors of the scales: offsets are subtracted and tables looked up. `scales` and `mins`
+    int16 [N, G] exist where a type scales its groups; `m` is Q4_1's offset or the scale of `mins`.
     """
 
     codes: Tensor
@@ -50,14 +50,14 @@ class Blocks:
 
 
 def _spread(data: Tensor, run: int, bits: int) -> Tensor:
-    """Codes uint8 [N, B * 8 / bits] of bytes [N, B], each run of `run` bytes holding slices of `run` codes."""
+    """Return codes uint8 [N, B * 8 / bits] of bytes [N, B], each run of `run` bytes holding slices of `run` codes."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)[:, None]
     codes = data.reshape(data.shape[0], -1, 1, run) >> shifts
     return codes.bitwise_and_((1 << bits) - 1).flatten(1)
 
 
 def _gather(codes: Tensor, run: int, bits: int) -> Tensor:
-    """Bytes [N, B] of codes of any integer dtype, of which the lowest `bits` count; undoes `_spread`."""
+    """Return bytes [N, B] of codes of any integer dtype, of which the lowest `bits` count; undoes `_spread`."""
     slices = (codes.to(torch.uint8) & ((1 << bits) - 1)).reshape(codes.shape[0], -1, 8 // bits, run)
     data = slices[:, :, 0].clone()
     for i in range(1, 8 // bits):
@@ -73,13 +73,16 @@ Fields = dict[str, Tensor]  # a block type's fields, uint8 [N, bytes of the fiel
 
 
 def _joined(low: Tensor, high: Tensor, bits: int, offset: int = 0) -> Tensor:
-    """int16 codes whose lowest `bits` are `low`, less `offset`."""
+    """Return int16 codes whose lowest `bits` are `low`, less `offset`."""
     return (low | (high << bits)).to(torch.int16) - offset
 
 
 def _six_bit_pairs(data: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and mins, int16 [N, 8], of Q4_K's twelve bytes: four scales and four mins have their six bits to
-    themselves; of the other four of each, four bits share a byte and two lie above those of the first."""
+    """Return scales and mins, int16 [N, 8], of Q4_K's twelve bytes.
+
+    Four scales and four mins have their six bits to themselves. For the other four of each, four bits share a byte and
+    two lie above those of the first.
+    """
     first, second, rest = data.view(-1, 3, 4).unbind(1)
     scales = torch.cat([first & 63, (rest & 15) | (first >> 6 << 4)], 1)
     mins = torch.cat([second & 63, (rest >> 4) | (second >> 6 << 4)], 1)
@@ -101,21 +104,21 @@ def _looked_up(codes: Tensor, table: tuple[int, ...]) -> Tensor:
 
 
 def iq4_code(values: Tensor) -> Tensor:
-    """The code of each of `IQ4_VALUES`, uint8; what lies between two of them gets that of the larger."""
+    """Return the codes of `IQ4_VALUES`, uint8; a value between two of them gets the code of the larger."""
     return torch.bucketize(values, _values(IQ4_VALUES).to(values.device)).to(torch.uint8)
 
 
-# What the fields of each type mean
+# The fields of each type
 
 
 def unpack(kind: GgmlType, data: Tensor) -> Blocks:
-    """Blocks uint8 [N, block_bytes] of a type with codes and fp16 scales, taken apart."""
+    """Split blocks, uint8 [N, block_bytes], of a type with codes and fp16 scales into integers."""
     fields: Fields = dict(zip((n for n, _ in kind.fields), data.split([s for _, s in kind.fields], 1), strict=True))
     return _UNPACK[kind.name](fields)
 
 
 def pack(kind: GgmlType, blocks: Blocks) -> Tensor:
-    """Blocks as bytes, uint8 [N, block_bytes]; undoes `unpack`."""
+    """Join blocks into bytes, uint8 [N, block_bytes]; undoes `unpack`."""
     fields = {"d": blocks.d.view(torch.uint8)} | _PACK[kind.name](blocks)
     if blocks.m is not None:
         fields["m"] = blocks.m.view(torch.uint8)
@@ -196,16 +199,17 @@ _UNPACK: Mapping[str, Callable[[Fields], Blocks]] = {
 
 
 CODED = frozenset(_UNPACK)
-"""Types of codes under float16 numbers: those that `unpack` takes apart."""
+"""Types of codes under float16 scales, which `unpack` splits."""
 
 
 def numbers(blocks: Blocks) -> Tensor:
-    """The float16 numbers of N blocks, [N, 1 or 2]: d, and m where there is one."""
+    """Return the float16 scales of N blocks, [N, 1 or 2]: d, and m where the type has one."""
     return blocks.d if blocks.m is None else torch.cat([blocks.d, blocks.m], 1)
 
 
 def with_numbers(kind: GgmlType, raw: Tensor, found: Tensor) -> Tensor:
-    """Rows of blocks, uint8 [O, bytes of a row], with other float16 numbers [O, blocks of a row, 1 or 2]."""
+    """Replace the float16 scales of rows of blocks, uint8 [O, bytes of a row], by `found` [O, blocks of a row,
+    1 or 2]."""
     blocks = unpack(kind, raw.reshape(-1, kind.block_bytes))
     d, *m = found.reshape(len(blocks.d), -1).split(1, 1)
     return pack(kind, replace(blocks, d=d.contiguous(), m=m[0].contiguous() if m else None)).view(raw.shape)
@@ -276,9 +280,10 @@ _PACK: Mapping[str, Callable[[Blocks], Fields]] = {
 
 
 def decode(kind: GgmlType, raw: Tensor, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
-    """The values [..., I] of rows of blocks, raw uint8 [..., bytes of a row]: computed in float32, rounded to `dtype`.
+    """Return the values [..., I] of rows of blocks, raw uint8 [..., bytes of a row]: computed in float32, rounded to
+    `dtype`.
 
-    Into `out` (contiguous, of that shape and any float dtype) where it is given. Raises ValueError for a type that is
+    `out` (contiguous, of that shape and any float dtype) receives them if given. Raises ValueError for a type that is
     not decoded, and for rows that are not whole blocks.
     """
     if not kind.decoded:
@@ -306,7 +311,7 @@ def _decode_coded(kind: GgmlType, data: Tensor) -> Tensor:
 
 
 def to_values(blocks: Blocks) -> Tensor:
-    """What blocks stand for: float32 [N, E]."""
+    """Return the values of blocks: float32 [N, E]."""
     codes, d = blocks.codes.float(), blocks.d.float()
     m = None if blocks.m is None else blocks.m.float()
     if blocks.scales is None:
@@ -319,7 +324,7 @@ def to_values(blocks: Blocks) -> Tensor:
 
 
 def _decode_mxfp4(_: GgmlType, data: Tensor) -> Tensor:
-    """A power of two a block (E8M0, halved) times doubled E2M1: 2^-128 .. 2^127, the two smallest subnormal."""
+    """Decode a power of two a block (E8M0, halved) times doubled E2M1: 2^-128 .. 2^127, the two smallest subnormal."""
     scale, codes = data.split((1, 16), 1)
     exponent = scale.to(torch.int32)
     bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23)
@@ -328,7 +333,7 @@ def _decode_mxfp4(_: GgmlType, data: Tensor) -> Tensor:
 
 @cache
 def _unsigned_e4m3() -> Tensor:
-    """Half the value of each E4M3 byte, whose sign does not count; 0x7F is zero here."""
+    """Return half the value of each E4M3 byte, ignoring its sign; 0x7F is zero here."""
     codes = torch.arange(256)
     exponent, mantissa = (codes >> 3) & 15, (codes & 7).float()
     value = torch.where(exponent == 0, mantissa / 512, (1 + mantissa / 8) * torch.exp2(exponent.float() - 7))
@@ -336,7 +341,7 @@ def _unsigned_e4m3() -> Tensor:
 
 
 def _decode_nvfp4(_: GgmlType, data: Tensor) -> Tensor:
-    """Four groups of 16, doubled E2M1 under an E4M3 scale each. The tensor's own scale is a tensor of its own."""
+    """Decode four groups of 16, doubled E2M1 under an E4M3 scale each. The tensor's own scale is a separate tensor."""
     scale, codes = data.split((4, 32), 1)
     values = _looked_up(_spread(codes, 8, 4), FP4_VALUES).float().view(-1, 4, 16)
     values *= _unsigned_e4m3().to(data.device)[scale.long()][..., None]

@@ -1,14 +1,14 @@
-"""Mixes: which GGML type each matrix of a file has that is called Q4_K_M, Q3_K_S, IQ4_XS and so on. Torch-free.
+"""Mixes: the GGML type of each matrix in a file called Q4_K_M, Q3_K_S, IQ4_XS and so on. Torch-free.
 
-A file's name is not one type. What a byte more buys differs between matrices, so llama.cpp gives more to those that
-were found to need it: the values' projection, which grouped queries make small; the feed-forward's way back, in the
-first layers and every third of the others; the output matrix. `choose` follows its rules for dense decoders, so that a
-file of ours has the types, and the size, of its own of the same name: whoever compares the two compares the rounding.
+A file's name is not one type. The gain of an extra byte differs between matrices, so llama.cpp gives more to those
+found to need it: the value projection, which grouped queries make small; the feed-forward's down projection, in the
+first layers and every third of the others; the LM head. `choose` follows its rules for dense decoders, so a file
+written here has the types and the size of llama.cpp's file of that name: comparing the two compares the rounding.
 
-Rows that a type's blocks of 256 do not divide get another type, as there: of 32, and as many bits or more. That is a
-size nobody asked for, so `choose` says it, and callers pass it on.
+Rows that a type's blocks of 256 do not divide get another type, as in llama.cpp: of 32, and as many bits or more. The
+size then differs from the one asked for, so `choose` returns the wanted type too, for callers to report.
 
-Not here: rules for mixtures of experts and for architectures that attar does not write, and the types below 2.6 bits.
+Not covered: mixtures of experts, architectures that attar does not write, and types below 2.6 bits.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ DENSE = ("F32", "F16", "BF16")
 """Types whose rows are plain numbers."""
 
 DENSE_MIXES = tuple(name.lower() for name in DENSE)
-"""Mixes of nothing else."""
+"""Mixes of plain numbers alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What of a model the rules look at. `calibrated`: whether importances are known."""
+    """Properties of a model that the rules use. `calibrated`: importances are known."""
 
     layers: int
     heads: int
@@ -42,20 +42,20 @@ class About:
 
     @property
     def shared(self) -> bool:
-        """Whether four query heads or more share one head of values."""
+        """Return whether four or more query heads share one value head."""
         return self.heads >= 4 * self.kv_heads
 
     @property
     def seventy(self) -> bool:
-        """Whether it has the shape of Llama 2 70B, for which there is a rule of its own."""
+        """Return whether the model has the shape of Llama 2 70B, which has a rule of its own."""
         return self.layers == 80 and self.heads != self.kv_heads
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """One mix: the type of what no rule names, its number in `general.file_type`, and rules by matrix.
+    """A mix: the type of matrices without a rule, its number in `general.file_type`, and rules by matrix.
 
-    A matrix's rules are pairs of a type and a condition (a key of `_HOLDS`), of which the first that holds decides.
+    A matrix's rules are pairs of a type and a condition (a key of `_HOLDS`). The first condition that holds decides.
     """
 
     name: str
@@ -110,7 +110,7 @@ MIXES: Mapping[str, Mix] = {
 """Every mix by name."""
 
 ALIASES: Mapping[str, str] = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m"}
-"""What llama.cpp takes these for."""
+"""Mixes that llama.cpp reads these names as."""
 
 _HOLDS: Mapping[str, Callable[[int, About], bool]] = {
     "all": lambda layer, about: True,
@@ -136,20 +136,20 @@ _SMALLER: Mapping[str, str] = {
 
 
 def find(name: str) -> Mix | None:
-    """The mix of a name, in either case, as llama.cpp's users write it; None where it is none."""
+    """Return the mix of a name in either case, as llama.cpp's users write it; None where there is none."""
     name = name.lower()
     return MIXES.get(ALIASES.get(name, name))
 
 
 def scheme(kind: GgmlType) -> Scheme:
-    """How one matrix of this type is stored."""
+    """Return the scheme of a matrix of this type."""
     return Scheme(GgmlBlocks(kind), layout="plain")
 
 
 def choose(mix: Mix, matrix: str, layer: int, columns: int, about: About) -> tuple[GgmlType, str | None]:
-    """The type of a matrix with rows of `columns`, and, where they do not fit what the mix gives it, that type's name.
+    """Return the type of a matrix with rows of `columns`, and the name of the mix's type where its blocks do not fit.
 
-    `matrix` is its name in files without layer and `.weight`; `layer` is ignored for the two around the layers.
+    `matrix` is its name in files without layer and `.weight`; `layer` is ignored for `token_embd` and `output`.
     """
     kind = mix.base if mix.base.name in DENSE else TYPES[_by_rule(mix, matrix, layer, columns, about)]
     if columns % kind.elements == 0:
@@ -172,6 +172,6 @@ def _by_rule(mix: Mix, matrix: str, layer: int, columns: int, about: About) -> s
 
 
 def _more(layer: int, layers: int) -> bool:
-    """The layers that get more bits: the first eighth, the last, and every third between."""
+    """Return whether a layer gets more bits: the first eighth, the last, and every third between."""
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2

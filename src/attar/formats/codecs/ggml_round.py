@@ -1,15 +1,16 @@
 """Rounding to nearest into GGML blocks: one scale from a block's extreme values, each code the nearest to its value.
 
-These are the encoders of which there is one right answer. Like the fixed recipe of GGML's Python package, to the bit:
+These encoders have one right answer. They equal the fixed recipe of GGML's Python package, to the bit:
 
 * Q4_0 and Q5_0 divide the value of the largest magnitude, with its sign, by -8 or -16, the one code without a mirror
-  image. So that value is met exactly, and the grid reaches one step further on its side than on the other;
+  image. That value is then exact, and the grid reaches one step further on its side;
 * Q4_1 and Q5_1 span the block from its least to its largest value;
 * Q8_0 divides the largest magnitude by 127;
 * F16 and BF16 round to the nearest number, ties to even; a NaN stays one in BF16.
 
-Codes are found with the scale in float32, before it is rounded to fp16: a scale's error is then a block's error, which
-the search of `ggml_search.py` avoids by rounding codes again. Halves round up (away from zero in Q8_0), not to even.
+Codes are found with the scale in float32, before it is rounded to fp16: a scale's error then becomes a block's error.
+The search of `ggml_search.py` avoids that by rounding codes again. Halves round up (away from zero in Q8_0), not to
+even.
 
 A block whose values are so small that 1 / scale overflows is stored as zeros, as its fp16 scale would make it anyway.
 """
@@ -27,10 +28,10 @@ from attar.formats.packing import row_slices
 
 
 def encode(kind: GgmlType, values: Tensor) -> Tensor:
-    """Rows of blocks, uint8 [..., bytes of a row], of values [..., I] of any float dtype.
+    """Encode values [..., I] of any float dtype as rows of blocks, uint8 [..., bytes of a row].
 
-    Raises ValueError for a type that has no such recipe, for a row that is not whole blocks, and, but for F32 and BF16,
-    for a NaN, an infinity, or a value that overflows the type.
+    Raises ValueError for a type that has no such recipe, for a row that is not whole blocks, and, except for F32 and
+    BF16, for a NaN, an infinity, or a value that overflows the type.
     """
     if kind.name not in _ENCODE:
         raise ValueError(f"{kind.name} is not rounded to nearest: {', '.join(_ENCODE)} are")
@@ -43,12 +44,12 @@ def encode(kind: GgmlType, values: Tensor) -> Tensor:
 
 
 def coded(kind: GgmlType, x: Tensor) -> Blocks:
-    """Blocks x, float32 [N, E], as `encode` rounds them, of a type with codes: one of `CODED`. Raises ValueError."""
+    """Round blocks x, float32 [N, E], like `encode`, to a type with codes (one of `CODED`). Raises ValueError."""
     return _CODED[kind.name](kind, x)
 
 
 def checked(scale: Tensor, kind: GgmlType) -> Tensor:
-    """A scale as fp16. Raises ValueError where it is not finite, which it is wherever a value was not."""
+    """Return a scale as fp16. Raises ValueError where it is not finite, as it is wherever a value was not."""
     half = scale.half()
     if not half.isfinite().all():
         raise ValueError(f"cannot be stored as {kind.name}: a block holds a NaN, an infinity, or values beyond fp16")
@@ -62,7 +63,7 @@ def _inverse(d: Tensor) -> Tensor:
 
 def _symmetric(kind: GgmlType, x: Tensor, half_range: int) -> Blocks:
     extreme = x.gather(1, x.abs().argmax(1, keepdim=True))
-    # A tensor, for CUDA would turn division by a plain number into a product with its reciprocal.
+    # A tensor: CUDA would turn division by a plain number into a product with its reciprocal.
     d = extreme / torch.tensor(-half_range, dtype=torch.float32, device=x.device)
     scale = checked(d, kind)
     codes = (x * _inverse(d) + (half_range + 0.5)).trunc().clamp_(0, 2 * half_range - 1)
@@ -88,7 +89,7 @@ def _q8_0(kind: GgmlType, x: Tensor) -> Blocks:
 
 
 def _bf16(_: GgmlType, x: Tensor) -> Tensor:
-    # By integers: which NaN a conversion gives differs between machines, and files should not.
+    # By integers: the NaN of a conversion differs between machines, and files should not.
     bits = x.contiguous().view(torch.int32)
     kept = bits >> 16
     rounded = (bits + (0x7FFF + (kept & 1))) >> 16
@@ -105,7 +106,7 @@ _CODED: Mapping[str, Callable[[GgmlType, Tensor], Blocks]] = {
 }
 
 CODED = frozenset(_CODED)
-"""Names of the types that `coded` knows."""
+"""Names of the types that `coded` rounds."""
 
 
 def _packed(kind: GgmlType, x: Tensor) -> Tensor:
@@ -120,4 +121,4 @@ _ENCODE: Mapping[str, Callable[[GgmlType, Tensor], Tensor]] = {
 }
 
 ROUNDED = frozenset(_ENCODE)
-"""Names of the types that `encode` knows."""
+"""Names of the types that `encode` rounds."""

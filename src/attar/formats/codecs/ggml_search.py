@@ -1,31 +1,31 @@
 """Encoding into GGML blocks by search: the scales and codes that lose least, by a weighted sum of squares.
 
-Given weights x and importances w (the second moments of a linear's inputs, say), a block's bytes should minimise
-sum w (x - value)^2, where value is what `ggml_blocks.decode` will say. That is a small mixed-integer least squares
-problem, and the same three facts solve it for every type here:
+Given weights x and importances w (the second moments of a linear's inputs, say), a block's bytes should minimise sum w
+(x - value)^2, where value is the result of `ggml_blocks.decode`. That is a small mixed-integer least squares problem,
+and three facts solve it for every type here:
 
 * given the scales, the best code of each weight is the nearest one;
 * given the codes, the best scales are a linear least squares fit, of one unknown or two;
 * a block's fp16 scales tie its groups together only through rounding their own small integers.
 
-So the encoder goes in two stages. First each group alone: from its extreme values a row of candidates for the scale is
-laid out, slightly finer and coarser than the grid needs; each is rounded, fitted and judged, and the best is polished
-by rounding and fitting in turn. Then the whole block: fp16 scales that make the largest group's integer the largest
-there is; the integers of each group tried one step up and down, with codes rounded anew for each; the fp16 scales
-fitted to all that was chosen. Rounds of this repeat, and a block keeps the best that it has met. Errors of blocks are
-measured on the values that will be read, fp16 rounding included.
+The encoder has two stages. The first treats each group alone. Its extreme values give a row of candidate scales,
+slightly finer and coarser than the grid needs. Each is rounded, fitted and judged, and the best is polished by rounding
+and fitting in turn. The second treats the whole block. The fp16 scales first make the largest group's integer the
+largest possible. The integers of each group are then tried one step up and down, with codes rounded again for each, and
+the fp16 scales are fitted to the choice. This repeats, and a block keeps the best result. Errors of blocks are measured
+on decoded values, fp16 rounding included.
 
-Last, each block is compared with its plain rounding, from its extreme values and no search at all, and the better of
-the two is kept. So a block that defeats the search (importances that lie far apart, values that fp16 hardly holds) is
-no worse for having been searched.
+Last, each block is compared with its plain rounding from its extreme values, without a search, and the better of the
+two is kept. A block that defeats the search (importances far apart, values that fp16 hardly holds) is thus never worse
+than its plain rounding.
 
 A scale and an offset are fitted to deviations from the weighted means: where all codes of a group are equal, the usual
-determinant is a difference of two like numbers, and what is left of it is rounding noise.
+determinant is a difference of two like numbers: rounding noise.
 
-llama.cpp searches in the same spirit, but settles the integers of groups once, and makes weights of its own of the
-importances and of the values' size. Here the importances count as they are, and without them all weights alike.
+llama.cpp's search is similar, but fixes the integers of groups once, and derives weights of its own from the
+importances and the values' size. Here the importances are used unchanged; without them all weights count alike.
 
-Not done: choices across blocks (GPTQ's compensation), which belong to whoever knows the Hessian.
+Not done: choices across blocks (GPTQ's compensation), which need the Hessian.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from attar.formats.codecs.ggml_blocks import Blocks, pack, to_values
 from attar.formats.codecs.ggml_round import CODED, checked, coded
 
 CANDIDATES = 13  # scales tried for a group, for each end of its grid
-POLISH = 2  # times that the best is rounded and fitted again
-ROUNDS = 3  # times that a block's integers and fp16 scales are chosen
-SLICE = 1 << 17  # weights at a time: what is needed beside them stays in cache
-LEAST = 1e-9  # what a group counts at the least beside its block's others, to be searched like them
-NOISE = 1e-5  # of a sum of squares: what may be left of it by rounding where nothing should be
-NEIGHBOURS = (1.0, 1 + 0.505 * 2**-10, 1 - 0.505 * 2**-10)  # times an fp16 number: that, the next and the one before
+POLISH = 2  # rounds of rounding and fitting the best again
+ROUNDS = 3  # rounds of choosing a block's integers and fp16 scales
+SLICE = 1 << 17  # weights at a time, so that temporaries stay in cache
+LEAST = 1e-9  # least count of a group beside its block's others, to be searched like them
+NOISE = 1e-5  # share of a sum of squares that rounding may leave where nothing should be
+NEIGHBOURS = (1.0, 1 + 0.505 * 2**-10, 1 - 0.505 * 2**-10)  # factors of an fp16 number: itself, next, previous
 MOST = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a type's blocks are made: groups of `group` weights on a grid of values, under integer scales or none.
+    """A type's blocks: groups of `group` weights on a grid of values, under integer scales or none.
 
     `scales` is the range of a group's integer, None where a block is one group under its fp16 scale alone. An affine
     type subtracts a second integer, of the same range, times a second fp16 scale (adds an fp16 offset of either sign,
@@ -86,11 +86,11 @@ FORMS: Mapping[str, Form] = {
 
 
 def encode(kind: GgmlType, values: Tensor, importance: Tensor | None = None) -> Tensor:
-    """Rows of blocks, uint8 [..., bytes of a row], of values [..., I] of any float dtype.
+    """Encode values [..., I] of any float dtype as rows of blocks, uint8 [..., bytes of a row].
 
-    `importance` is what the squared error of each weight counts: not negative, of the values' shape, or [I] for all
-    rows alike; None: all count the same. Where all of a group's are zero, they are taken as equal among themselves. No
-    block loses more, by importance, than its plain rounding would.
+    `importance` weights the squared error of each weight: not negative, of the values' shape, or [I] for all rows
+    alike; None weights all alike. A group whose importances are all zero counts its weights alike. No block loses more,
+    by importance, than its plain rounding would.
 
     Raises ValueError for a type that is not searched, for rows that are not whole blocks, for importances that are
     negative or not finite, and for a NaN, an infinity, or a weight beyond 65504, the largest of fp16, although a scale
@@ -118,10 +118,11 @@ def encode(kind: GgmlType, values: Tensor, importance: Tensor | None = None) -> 
 
 
 def _ratios(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Importances [N, G, group] of which each block's largest is one; the same of each group; and what a group counts
-    in its block [N, G, 1]. Only ratios count, and so scaled, sums neither overflow nor vanish.
+    """Return importances [N, G, group] scaled to a largest of one a block, then a group, and the counts of groups [N,
+    G, 1].
 
-    A group that counts for nothing is fitted all the same, but at nearly no cost to the others.
+    Only ratios count; after scaling, sums neither overflow nor vanish. A group that counts for nothing is fitted
+    nevertheless, at nearly no cost to the others.
     """
     tiny = torch.finfo(torch.float32).tiny
     counts = w.amax(2, keepdim=True)
@@ -138,27 +139,27 @@ def _ratios(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Grid:
-    """Rounding to the values of a form."""
+    """Rounding to the values of a format."""
 
     def __init__(self, form: Form, device: torch.device) -> None:
         values = form.values
         self.low, self.high = values[0], values[-1]
         self.step = (self.high - self.low) / (len(values) - 1)
         self.even = self.step == 1.0
-        # Between whole values the middles are halves of whole numbers, so the nearest is a function of ceil(2 y).
+        # Between whole values the midpoints are halves of whole numbers, so the nearest is a function of ceil(2 y).
         halves = torch.arange(2 * self.low, 2 * self.high + 1)
         whole = torch.tensor(values)
         self.nearest_of = whole[torch.bucketize(halves, whole[1:] + whole[:-1])].float().to(device)
 
     def nearest(self, y: Tensor) -> Tensor:
-        """The value nearest to each of y, which is overwritten; of two as near, the even or the lower one."""
+        """Return the value nearest to each of y, which is overwritten; a tie goes to the even or the lower value."""
         if self.even:
             return y.round_().clamp_(self.low, self.high)
         cells = y.mul_(2).ceil_().clamp_(2 * self.low, 2 * self.high).sub_(2 * self.low).to(torch.int32)
         return self.nearest_of.index_select(0, cells.flatten()).view(y.shape)
 
     def ends(self) -> Iterator[float]:
-        """What a group's extreme value may be divided by: about the least and about the largest value."""
+        """Yield divisors of a group's extreme value: near the least and near the largest value."""
         for end in (self.low, self.high):
             for i in range(CANDIDATES):
                 yield end + self.step * (2.4 * i / (CANDIDATES - 1) - 1.2)
@@ -170,12 +171,12 @@ def _inverse(scale: Tensor) -> Tensor:
 
 
 def _over(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale, and zero where the scale is zero."""
+    """Return x / scale, and zero where the scale is zero."""
     return x * _inverse(scale)
 
 
 def _half(d: Tensor, kind: GgmlType) -> Tensor:
-    """A scale or an offset as it will be read, float32. A fit that goes beyond fp16 gets the last that it holds."""
+    """Return a scale or an offset as decoded, float32. A fit beyond fp16 gets fp16's largest number."""
     return checked(d.clamp(-MOST, MOST), kind).float()
 
 
@@ -187,8 +188,11 @@ def _keep(better: Tensor, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> t
 
 
 def _plain(kind: GgmlType, form: Form, x: Tensor) -> Blocks:
-    """Blocks x [N, G, group] without a search: what `ggml_round` gives, or for types that it does not know, groups'
-    scales and minimums from their extreme values, rounded to integers of the largest, and the nearest codes."""
+    """Return blocks x [N, G, group] without a search.
+
+    Types that `ggml_round` knows get its rounding. For the others, groups' scales and minimums follow from their
+    extreme values and are rounded to integers of the largest, and codes are the nearest.
+    """
     if kind.name in CODED:
         return coded(kind, x.flatten(1))
     grid = _Grid(form, x.device)
@@ -218,7 +222,7 @@ def _int16(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _better(found: Blocks, plain: Blocks, x: Tensor, w: Tensor) -> Blocks:
-    """Of each block the one that loses less, the first where they are equal."""
+    """Return the one of each two blocks that loses less, the first where they are equal."""
     missed = [to_values(each).sub_(x) for each in (found, plain)]
     ours, theirs = (each.square().mul_(w).sum(1) for each in missed)
     close = (theirs <= ours * 1.001).nonzero()[:, 0]
@@ -242,8 +246,10 @@ def _better(found: Blocks, plain: Blocks, x: Tensor, w: Tensor) -> Blocks:
 
 
 def _fit(x: Tensor, w: Tensor, codes: Tensor, spare: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The scale [..., 1] of codes that fits x best, and how much of sum w x^2 it explains [...]. Overwrites `codes`,
-    and `spare` where it is given: memory that is new each time takes longer than the sums."""
+    """Return the scale [..., 1] of codes that fits x best, and how much of sum w x^2 it explains [...].
+
+    Overwrites `codes`, and `spare` where it is given: allocating memory each time takes longer than the sums.
+    """
     weighted = torch.mul(w, codes, out=spare)
     bottom = codes.mul_(weighted).sum(-1)
     top = weighted.mul_(x).sum(-1)
@@ -252,7 +258,7 @@ def _fit(x: Tensor, w: Tensor, codes: Tensor, spare: Tensor | None = None) -> tu
 
 
 def _group_scales(grid: _Grid, x: Tensor, w: Tensor) -> Tensor:
-    """The best scale of each group alone: [N, G, 1]."""
+    """Return the best scale of each group alone: [N, G, 1]."""
     extreme = x.gather(2, x.abs().argmax(2, keepdim=True))
     best = torch.zeros_like(extreme)
     gained = torch.full_like(extreme[..., 0], -1.0)
@@ -279,7 +285,7 @@ def _blocks(kind: GgmlType, form: Form, x: Tensor, w: Tensor, counts: Tensor) ->
     low, high = form.scales
     extreme = scale.gather(1, scale.abs().argmax(1, keepdim=True))  # [N, 1, 1]
     best: tuple[Tensor, ...] | None = None
-    for end in (low, low + 1, high):  # which integer the largest scale becomes
+    for end in (low, low + 1, high):  # the integer of the largest scale
         d = _half(extreme / end, kind)
         integers = _over(scale, d).round_().clamp_(low, high)
         for _ in range(ROUNDS):
@@ -296,7 +302,7 @@ def _blocks(kind: GgmlType, form: Form, x: Tensor, w: Tensor, counts: Tensor) ->
 def _best_integers(
     grid: _Grid, x: Tensor, w: Tensor, d: Tensor, integers: Tensor, bounds: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each group's integer, one step up or down included, its codes, and its error [N, G]."""
+    """Return each group's integer, tried one step up and down, its codes, and its error [N, G]."""
     best: tuple[Tensor, ...] | None = None
     for step in (0, 1, -1):
         tried = (integers + step).clamp(*bounds)
@@ -320,9 +326,11 @@ def _best_integers(
 
 
 def _group_scales_and_offsets(top: int, x: Tensor, w: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """The best scale and offset of each group alone: [N, G, 1]. Scales are not negative, offsets not positive unless
-    they are `signed`."""
-    # All in terms of sqrt(w), of which a sum of squares is a norm, with no product to be stored.
+    """Return the best scale and offset of each group alone: [N, G, 1].
+
+    Scales are not negative, and offsets not positive unless they are `signed`.
+    """
+    # All terms are in sqrt(w): a sum of squares is then a norm, and no product need be stored.
     root, total = w.sqrt(), w.sum(2, keepdim=True)
     mean = (w * x).sum(2, keepdim=True) / total
     centred = (x - mean).mul_(root)
@@ -331,7 +339,7 @@ def _group_scales_and_offsets(top: int, x: Tensor, w: Tensor, signed: bool) -> t
     if not signed:
         low = low.clamp(max=0)
     span, above = (high - low).clamp(min=0), x - low
-    # First what needs no fit: from the least to the largest value.
+    # First the candidate without a fit: from the least to the largest value.
     scale, offset = span / top, low
     codes, spare = torch.empty_like(x), torch.empty_like(x)
     torch.mul(above, _inverse(scale), out=codes).round_().clamp_(0, top)
@@ -340,7 +348,7 @@ def _group_scales_and_offsets(top: int, x: Tensor, w: Tensor, signed: bool) -> t
     for step in [*steps, *[0.0] * POLISH]:
         inverse, bottom = (_inverse(span / step), low) if step else (_inverse(scale), offset)
         shifted = above if step else torch.sub(x, offset, out=spare)
-        # Codes less that of the mean: then all of them are zero where all are equal, and no sum is a small difference.
+        # Codes less the mean's code: all are zero where all are equal, and no sum is a small difference.
         middle = ((mean - bottom) * inverse).round_().clamp_(0, top)
         torch.mul(shifted, inverse, out=codes).round_().clamp_(0, top).sub_(middle).mul_(root)
         second, first = _square(codes), torch.mul(codes, root, out=spare).sum(2, keepdim=True)
@@ -349,7 +357,7 @@ def _group_scales_and_offsets(top: int, x: Tensor, w: Tensor, signed: bool) -> t
         variance = variance.where(variance > NOISE * second, 0.0)
         a = _over(across - first / total * rest, variance)
         b = mean - a * (middle + first / total)
-        if not signed:  # where an offset would be positive, the scale that fits best without one
+        if not signed:  # where an offset would be positive: the scale that fits best without one
             products = across + middle * rest + mean * (first + middle * total)
             squares = second + middle * (2 * first + middle * total)
             a, b = torch.where(b > 0, _over(products, squares), a), b.clamp(max=0)
@@ -361,7 +369,7 @@ def _group_scales_and_offsets(top: int, x: Tensor, w: Tensor, signed: bool) -> t
 
 
 def _square(y: Tensor) -> Tensor:
-    """The sum of squares of each group [N, G, 1]."""
+    """Return the sum of squares of each group [N, G, 1]."""
     norm: Tensor = torch.linalg.vector_norm(y, dim=2, keepdim=True)
     return norm.square_()
 
@@ -372,8 +380,8 @@ def _offset_blocks(kind: GgmlType, form: Form, x: Tensor, w: Tensor) -> Blocks:
     codes, spare = torch.empty_like(x), torch.empty_like(x)
     mean = (w * x).sum(2, keepdim=True) / w.sum(2, keepdim=True)
     best: tuple[Tensor, ...] | None = None
-    # fp16 may be coarse beside a scale. So its numbers about the offset are tried, each with the scale that goes best
-    # with it; and the mean, for where nearly all that counts is one value, which the sum of two should not miss.
+    # fp16 may be coarse beside a scale. So the fp16 numbers around the offset are tried, each with its best scale, and
+    # the mean too: where nearly all weight lies on one value, the sum of the two should not miss it.
     for tried in (*(offset * each for each in NEIGHBOURS), mean):
         m = _half(tried, kind)
         d, shifted = _half(scale, kind), x - m
@@ -396,7 +404,7 @@ def _affine_blocks(kind: GgmlType, form: Form, x: Tensor, w: Tensor, counts: Ten
     scale, offset = _group_scales_and_offsets(top, x, w, signed=False)
     least, w = offset.abs(), w * counts
     best: tuple[Tensor, ...] | None = None
-    for largest, rounds in ((limit, ROUNDS), (limit - 1, 1)):  # which integer the largest scale becomes
+    for largest, rounds in ((limit, ROUNDS), (limit - 1, 1)):  # the integer of the largest scale
         d = _half(scale.amax(1, keepdim=True) / largest, kind)
         m = _half(least.amax(1, keepdim=True) / limit, kind)
         scales, mins = (_over(a, b).round_().clamp_(0, limit) for a, b in ((scale, d), (least, m)))
@@ -415,18 +423,18 @@ def _affine_blocks(kind: GgmlType, form: Form, x: Tensor, w: Tensor, counts: Ten
 
 
 def _block_fit(x: Tensor, w: Tensor, by_scale: Tensor, by_min: Tensor) -> tuple[Tensor, Tensor]:
-    """a and b, neither negative, [N, 1], for which a * by_scale - b * by_min fits x [N, E] best."""
+    """Return a and b, neither negative, [N, 1], for which a * by_scale - b * by_min fits x [N, E] best."""
     ws, wm = w * by_scale, w * by_min
     ss, mm = (ws * by_scale).sum(1), (wm * by_min).sum(1)
     sx, mx = (ws * x).sum(1), (wm * x).sum(1)
-    # What of the codes the minimums do not already say; with equal minimums, codes less their mean.
+    # The part of the codes that the minimums do not explain; with equal minimums, codes less their mean.
     shared, least = _over((ws * by_min).sum(1), mm), _over(mx, mm)
     own = by_scale - shared[:, None] * by_min
     weighted = w * own
     variance = (weighted * own).sum(1)
     a = _over((weighted * (x - least[:, None] * by_min)).sum(1), variance)
     b = a * shared - least
-    # Where the fit of both is not one, that of either alone which explains more of x.
+    # Where the fit of both fails: the fit of whichever alone explains more of x.
     scale, least = _over(sx, ss).clamp(min=0), (-least).clamp(min=0)
     one, other = scale * sx >= -least * mx, (variance <= NOISE * ss) | (a < 0) | (b < 0)
     a = torch.where(other, torch.where(one, scale, 0.0), a)
@@ -437,7 +445,7 @@ def _block_fit(x: Tensor, w: Tensor, by_scale: Tensor, by_min: Tensor) -> tuple[
 def _best_pairs(
     top: int, limit: int, x: Tensor, w: Tensor, d: Tensor, m: Tensor, scales: Tensor, mins: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Each group's two integers, one step up or down included, its codes, and its error [N, G]."""
+    """Return each group's two integers, tried one step up and down, its codes, and its error [N, G]."""
     best: tuple[Tensor, ...] | None = None
     for along in (0, 1, -1):
         least = (mins + along).clamp(0, limit)

@@ -1,13 +1,13 @@
-"""Weighted k-means of numbers, for many rows at once: where a row's table of values should lie.
+"""Weighted k-means of numbers, for many rows at once: it places each row's table of values.
 
 In one dimension the cells of sorted values are intervals, and the best ones can be found: the best k cells up to a
-place are the best k - 1 up to some earlier place and one more (dynamic programming, as Wang and Song 2011). Over all
-places of a row of 4096 that would take too long, so it is done over the ends of a few bins for each centre. Bins are as
-dense as the third root of the row's own density, which is how cells themselves lie in the limit of many (Panter and
-Dite 1951), so that a lone outlier gets a bin to itself. Lloyd's algorithm then moves the boundaries to where they
-belong between bins. Alone, it stops at the first local optimum, twice the error where tails are heavy.
+position are the best k - 1 up to some earlier position and one more (dynamic programming, Wang and Song 2011). Over all
+positions of a row of 4096 that would take too long, so it runs over the ends of a few bins for each centre. Bins are as
+dense as the third root of the row's own density, like the cells themselves in the limit of many (Panter and Dite 1951).
+A lone outlier thus gets a bin to itself. Lloyd's algorithm then moves the boundaries to where they belong between bins.
+Lloyd's algorithm alone stops at the first local optimum, twice the error where tails are heavy.
 
-Everything works on running sums of counts and of weighted values. No randomness, no restarts.
+Everything works on running sums of counts and of weighted values. There is no randomness and no restart.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.nn.functional import pad
 
 BINS = 8  # for each centre
 STEPS = 12  # of Lloyd's algorithm
-ROWS = 128  # at once: the programme's table is 17 MB for 16 centres
+ROWS = 128  # at once: the dynamic program's table is 17 MB for 16 centres
 
 
 def centres(x: Tensor, count: Tensor, number: int) -> Tensor:
-    """`number` centres of each row of x [R, I], every value counting `count` [R, I] times: float64, ascending.
+    """Return `number` centres of each row of x [R, I] under weights `count` [R, I]: float64, ascending.
 
-    A row in which nothing counts is one in which all count the same.
+    A row whose weights are all zero counts all values alike.
     """
     parts = zip(x.split(ROWS), count.split(ROWS), strict=True)
     return torch.cat([_centres(some.double(), counts.double(), number) for some, counts in parts])
@@ -45,17 +45,17 @@ def _centres(x: Tensor, count: Tensor, number: int) -> Tensor:
 
 
 def _best_cells(x: Tensor, count: Tensor, sums: Tensor, number: int) -> Tensor:
-    """The ends of the best cells that are whole bins, as places in the sorted rows: [R, number + 1]."""
+    """Return the ends of the best cells that are whole bins, as positions in the sorted rows: [R, number + 1]."""
     rows, columns = x.shape
     bins = BINS * number
-    # A bin is to have its share of the third root of the density, summed: width * (count / width)^(1/3).
+    # Each bin gets an equal share of the summed third root of the density: width * (count / width)^(1/3).
     wanted = (x.diff(dim=1).square() * count[:, 1:]).pow(1 / 3).cumsum(1)
     shares = torch.arange(1, bins, device=x.device).double() / bins
     places = torch.searchsorted(wanted, wanted[:, -1:] * shares) + 1 if columns > 1 else x.new_ones((rows, bins - 1))
     places = pad(pad(places.long(), (1, 0)), (0, 1), value=columns)
     counts, totals = (each - each[:, :1] for each in sums.gather(2, places.expand(2, -1, -1)))
     totals = totals - counts * (totals[:, -1:] / counts[:, -1:])  # about the mean, for precision
-    # What a cell from one place to another lowers the squared error by: the square of its sum over its count.
+    # Reduction of the squared error by a cell from one position to another: the square of its sum over its count.
     gain = (totals[:, None, :] - totals[:, :, None]).square_()
     inside = counts[:, None, :] - counts[:, :, None]
     gain = torch.where(inside > 0, gain / inside, 0.0)

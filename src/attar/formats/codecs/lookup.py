@@ -1,13 +1,13 @@
 """A table of numbers for each row, and codes into it: SqueezeLLM (Kim et al. 2023, arXiv 2306.07629), dense and sparse.
 
 With no grid to keep to, the 2^b numbers of a row go where its weights are: they are the centres of a weighted k-means
-(`kmeans.py`), which minimises the sum of sensitivity * (weight - value)^2. A sensitivity is how fast the loss rises
-with a weight's squared error, the diagonal of the Fisher information; without one all weights count the same. A table
-costs 16 * 2^b / I bits a weight, 1/16 at 4 bits and 4096 columns, half of what groups of 128 pay.
+(`kmeans.py`), which minimises the sum of sensitivity * (weight - value)^2. A sensitivity says how fast the loss rises
+with a weight's squared error: the diagonal of the Fisher information. Without sensitivities all weights count the same.
+A table costs 16 * 2^b / I bits a weight, 1/16 at 4 bits and 4096 columns, half of what groups of 128 pay.
 
 A few weights far from all others would each take a centre to themselves. The share of `outliers` with the largest
-magnitude (with sensitivities, the most sensitive 0.05 % of the matrix first, as in the paper) is left out of the means
-and stored beside, CSR: `starts` of each row, `places` (columns) and `extras`, which are *added* to the
+magnitude is left out of the means. With sensitivities, the most sensitive 0.05 % of the matrix come first, as in the
+paper. They are stored apart as CSR: `starts` of each row, `places` (columns) and `extras`, which are *added* to the
 dense values, so that a product is the sum of a dense and a sparse one. They cost 48 bits each.
 """
 
@@ -22,11 +22,11 @@ from attar.formats.packing import pack_words, row_slices, unpack_words
 from attar.formats.scheme import Scheme
 from attar.formats.weight_formats import Lookup
 
-SENSITIVE = 0.0005  # of a matrix: outliers that are there for their sensitivity
+SENSITIVE = 0.0005  # share of a matrix that is stored apart for its sensitivity
 
 
 def quantize(weight: Tensor, scheme: Scheme, sensitivity: Tensor | None = None) -> PackedTensor:
-    """The weight [O, I] with the table of each row found by k-means. `sensitivity` [O, I] is not negative.
+    """Round the weight [O, I] to a table for each row, found by k-means. `sensitivity` [O, I] is not negative.
 
     Raises ValueError on a NaN or an infinity, on weights beyond the dtype of the table, and on sensitivities that are
     negative or not finite.
@@ -57,13 +57,13 @@ def quantize(weight: Tensor, scheme: Scheme, sensitivity: Tensor | None = None) 
 
 
 def words(scheme: Scheme, codes: Tensor) -> Tensor:
-    """Codes [O, I], from zero on, as they are stored."""
+    """Return codes [O, I], counted from zero, as stored words."""
     bits = _form(scheme).bits
     return pack_words(codes.to(torch.int8) - (1 << (bits - 1)), bits)
 
 
 def outliers(weight: Tensor, count: int, sensitivity: Tensor | None) -> Tensor:
-    """Which `count` weights of a matrix are stored apart: bool [O, I]. Of equal ones the first."""
+    """Return which `count` weights of a matrix are stored apart: bool [O, I]. Among equals the first are taken."""
     apart = torch.zeros(weight.numel(), dtype=torch.bool, device=weight.device)
     if sensitivity is not None:
         apart |= _largest(sensitivity.float().flatten(), min(count, round(SENSITIVE * weight.numel())))
@@ -72,7 +72,7 @@ def outliers(weight: Tensor, count: int, sensitivity: Tensor | None) -> Tensor:
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Which of the values [n] are the `count` largest, bool [n]; of equal ones the first."""
+    """Return which of the values [n] are the `count` largest, bool [n]; among equals the first are taken."""
     if not count:
         return torch.zeros(len(values), dtype=torch.bool, device=values.device)
     least = values.kthvalue(len(values) - count + 1).values
@@ -82,14 +82,14 @@ def _largest(values: Tensor, count: int) -> Tensor:
 
 
 def _nearest(x: Tensor, table: Tensor) -> Tensor:
-    """Codes, int8, of x [R, I] in ascending tables [R, 2^b]."""
+    """Return codes, int8, of x [R, I] in ascending tables [R, 2^b]."""
     return torch.searchsorted((table[:, :-1] + table[:, 1:]) / 2, x).to(torch.int8)
 
 
 def dequantize(
     packed: PackedTensor, dtype: torch.dtype = torch.float32, rows: slice = ALL, out: Tensor | None = None
 ) -> Tensor:
-    """The weight [O, I] in `dtype`, or some of its rows: added in float32, then rounded.
+    """Return the weight [O, I] in `dtype`, or some of its rows: added in float32, then rounded.
 
     Raises ValueError where outliers of a damaged file lie outside of the matrix.
     """
@@ -107,7 +107,7 @@ def dequantize(
 
 
 def _add_outliers(values: Tensor, packed: PackedTensor, first: int) -> None:
-    """Add to rows [R, I] from row `first` on what is stored apart of them."""
+    """Add the stored outliers of rows [R, I], from row `first` on, to their values."""
     starts = packed.parts["starts"][first : first + len(values) + 1].long()
     counts, begin, end = starts.diff(), int(starts[0]), int(starts[-1])
     places = packed.parts["places"][begin:end].long()

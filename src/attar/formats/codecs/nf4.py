@@ -11,13 +11,13 @@ all divided by F^-1(o), so that the ends are -1 and 1. `_TABLE` holds them as bi
 test derives them.
 
 The magnitudes cost half a bit a weight (`nf4-single`, 4.5 bits). Double quantization makes them eight bits: less their
-mean, they are divided by the largest of 256 and stored as the nearest of 256 values of a "dynamic" type, which spends
-its bits on a fraction where numbers are large and on a decimal exponent where they are small. In all 4 + 8/64 + 32/(64
+mean, they are divided by the largest of 256 and stored as the nearest of 256 values of a "dynamic" type. It spends its
+bits on a fraction where numbers are large and on a decimal exponent where they are small. That is 4 + 8/64 + 32/(64
 * 256) = 4.127 bits a weight, and 1.3 KB of constants a matrix.
 
-Layout, arithmetic and names of the parts are bitsandbytes' (0.50), so that transformers loads what is written: codes
-follow one another two a byte, the first in the *high* half; `state` is a line of JSON with the mean in it. Its length
-would depend on digits, and sizes are settled before weights are read: it is padded with blanks, which JSON allows.
+Layout, arithmetic and names of the parts are bitsandbytes' (0.50), so that transformers loads the files: codes follow
+one another two a byte, the first in the *high* half; `state` is a line of JSON with the mean in it. Its length would
+depend on digits, and sizes are settled before weights are read: it is padded with blanks, which JSON allows.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _TABLE = (
 
 @cache
 def values() -> Tensor:
-    """The 16 values, float32, in the order of their codes."""
+    """Return the 16 values, float32, in the order of their codes."""
     return torch.tensor(_TABLE)
 
 
 @cache
 def dynamic_values() -> Tensor:
-    """The 256 values of the second level, float32, in the order of their codes.
+    """Return the 256 values of the second level, float32, in the order of their codes.
 
     Seven decades end at 1, the i-th from below cut into 2^i equal steps from a tenth of its end; a value is the middle
     of a step, with either sign. Zero and 1 make up the 256.
@@ -67,12 +67,12 @@ def dynamic_values() -> Tensor:
 
 
 def to_codes(x: Tensor) -> Tensor:
-    """The codes, uint8, of values between -1 and 1."""
+    """Return the codes, uint8, of values between -1 and 1."""
     return _nearest(x, values())
 
 
 def _nearest(x: Tensor, table: Tensor) -> Tensor:
-    """Code of the nearest of ascending values, uint8; of two equally near the lower."""
+    """Return the code of the nearest of ascending values, uint8; a tie goes to the lower."""
     table = table.to(x.device)
     return torch.bucketize(x, (table[:-1] + table[1:]) / 2, out_int32=True).to(torch.uint8)
 
@@ -82,9 +82,9 @@ def _scaled(x: Tensor, largest: Tensor) -> Tensor:
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> PackedTensor:
-    """Round a weight [O, I] to the nearest. Raises ValueError on a NaN or an infinity, and where 64 does not divide I.
+    """Round a weight [O, I] to the nearest values. The scheme's scale dtype becomes other readers' compute dtype.
 
-    The scheme's scale dtype becomes the dtype in which other readers compute.
+    Raises ValueError on a NaN or an infinity, and where 64 does not divide I.
     """
     rows, columns = weight.shape
     scheme.check(columns)
@@ -114,12 +114,13 @@ def quantize(weight: Tensor, scheme: Scheme) -> PackedTensor:
 
 
 def pairs(codes: Tensor) -> Tensor:
-    """Codes [O, I] two a byte, [O, I/2], the first high."""
+    """Pack codes [O, I] two a byte, [O, I/2], the first in the high half."""
     return codes[:, ::2] << 4 | codes[:, 1::2]
 
 
 def state(shape: tuple[int, int], scheme: Scheme, offset: float | None = None) -> Tensor:
-    """What bitsandbytes stores of a weight as JSON, uint8 [256]; `offset` is the mean of rounded magnitudes."""
+    """Return the JSON that bitsandbytes stores with a weight, uint8 [256]; `offset` is the mean of rounded
+    magnitudes."""
     said: dict[str, Any] = {
         "quant_type": "nf4",
         "blocksize": BLOCK,
@@ -135,8 +136,11 @@ def state(shape: tuple[int, int], scheme: Scheme, offset: float | None = None) -
 
 
 def read_state(state: Tensor, double: bool = True) -> dict[str, Any]:
-    """What a state says. Raises ValueError where it is none of an NF4 weight in these blocks, with magnitudes that are
-    `double` quantized or not."""
+    """Return the fields of a quantization state.
+
+    Raises ValueError where it is not the state of an NF4 weight in blocks of 64, with magnitudes that are `double`
+    quantized or not.
+    """
     try:
         said = json.loads(bytes(state.tolist()))
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
@@ -154,7 +158,7 @@ def read_state(state: Tensor, double: bool = True) -> dict[str, Any]:
 
 
 def magnitudes(packed: PackedTensor, rows: slice = ALL) -> Tensor:
-    """The largest magnitude of each block as it is stored, float32 [O, I/64]."""
+    """Return the largest magnitude of each block as stored, float32 [O, I/64]."""
     parts, width = packed.parts, packed.shape[1] // BLOCK
     if not _form(packed.scheme).double:
         return parts["absmax"].view(-1, width)[rows]
@@ -168,7 +172,7 @@ def magnitudes(packed: PackedTensor, rows: slice = ALL) -> Tensor:
 def dequantize(
     packed: PackedTensor, dtype: torch.dtype = torch.float32, rows: slice = ALL, out: Tensor | None = None
 ) -> Tensor:
-    """The weight [O, I] in `dtype`, or some of its rows: computed in float32, then rounded."""
+    """Return the weight [O, I] in `dtype`, or some of its rows: computed in float32, then rounded."""
     (height, columns), parts = packed.shape, packed.parts
     stored, largest = parts["codes"].view(height, columns // 2)[rows], magnitudes(packed, rows)
     weight = torch.empty((len(stored), columns), dtype=dtype, device=stored.device) if out is None else out

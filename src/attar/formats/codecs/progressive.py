@@ -3,8 +3,8 @@
     int8 = code * factor - offset        code 0 .. 15; factor and offset whole numbers of each row and group of columns
     weight = int8 * scale                one float a row
 
-Products with rows rounded to int8 then sum whole numbers from the first column to the last, and floats come in once,
-at the end: what a grid of 4 bits with a float for each group cannot have. The code is multiplied first, and the offset
+Products with rows rounded to int8 then sum whole numbers from the first column to the last, and floats come in once, at
+the end. A grid of 4 bits with a float for each group cannot do that. The code is multiplied first, and the offset
 subtracted afterwards, so that four products fit the bytes of one 32-bit word: none exceeds 255.
 
 As published a weight is rounded twice: to int8 of the row, no further than the *protective range* of -119 .. 119, then
@@ -12,13 +12,13 @@ a group from its least to its greatest int8, zero among them, to 4 bits:
 
     factor = nearest((greatest - least) / 15)    zero = nearest(-least / factor)    offset = zero * factor
 
-For at the full range of int8 what comes back may lie outside of it: least -119, greatest 120 gives factor 16 and zero
-7, and the greatest comes back as (15 - 7) * 16 = 128. Within +-119 no rounding leads out, as trying them all shows.
+At the full range of int8 the decoded value may lie outside of it: least -119, greatest 120 gives factor 16 and zero 7,
+and the greatest comes back as (15 - 7) * 16 = 128. Within +-119 no rounding does; all cases were tried.
 
-That is what `minmax` does. `mse` rounds once, to what is stored, and searches for it: with the offset stored, as the
-arithmetic wants it, nothing asks that it be a multiple of the factor, and nothing that the int8 be protected, once
-factor and offset are such that all sixteen codes fit: offset <= 128 and 15 * factor - offset <= 127. A row's scale is
-chosen for how well whole factors fit its groups.
+`minmax` does exactly this. `mse` rounds once, to the stored numbers, and searches for them. The offset is stored
+itself, so it need not be a multiple of the factor. The int8 needs no protection, once factor and offset are such that
+all sixteen codes fit: offset <= 128 and 15 * factor - offset <= 127. A row's scale is chosen for how well whole factors
+fit its groups.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from attar.formats.weight_formats import Progressive
 PROTECTED = 119
 """Magnitude of int8 that is safe to round a second time."""
 LAST = 15  # code
-MIDDLE = 8  # what stored codes, which are signed, are smaller by
+MIDDLE = 8  # stored codes are signed, smaller by this
 LARGEST_FACTOR = 17  # of which all sixteen codes can fit
 LOWEST, HIGHEST = -128, 127  # int8
 SHARES = tuple(9.0 + 0.5 * i for i in range(19))
-"""Factors tried for the widest group of a row: its scale follows."""
+"""Factors tried for the widest group of a row, from which its scale follows."""
 
 
 def quantize(weight: Tensor, scheme: Scheme, search: str = "minmax") -> PackedTensor:
@@ -61,7 +61,8 @@ def quantize(weight: Tensor, scheme: Scheme, search: str = "minmax") -> PackedTe
 
 
 def levels_of(weight: Tensor, scheme: Scheme, search: str = "minmax") -> tuple[Tensor, Tensor, Tensor]:
-    """Scale [O, 1] in the scheme's dtype, factor and offset uint8 [O, G] for a weight [O, I]. Raises as `quantize`."""
+    """Return scale [O, 1] in the scheme's dtype, factor and offset uint8 [O, G] for a weight [O, I]. Raises like
+    `quantize`."""
     form, dtype = _form(scheme), getattr(torch, scheme.scale_dtype)
     weight = weight.float()
     low, high = affine.min_max(weight, _grid(form))
@@ -79,7 +80,8 @@ def levels_of(weight: Tensor, scheme: Scheme, search: str = "minmax") -> tuple[T
 
 
 def _search(weight: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """What rounds a weight [O, I] with the least squared error, of groups whose best ranges are known, [O, G]."""
+    """Return scale, factor and offset with the least squared error of a weight [O, I], from groups' best ranges
+    [O, G]."""
     groups = weight.unflatten(1, (low.shape[1], -1))
     step, centre = (high - low) / LAST, (high + low) / 2
     widest = step.amax(1, keepdim=True)
@@ -109,7 +111,7 @@ def _search(weight: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype) -> tu
 
 
 def round_to(units: Tensor, factor: Tensor, offset: Tensor) -> Tensor:
-    """Codes 0 .. 15, int8, of weights [O, I] over their scale: the nearest whose int8 exists."""
+    """Return codes 0 .. 15, int8, of weights [O, I] over their scale: the nearest whose int8 exists."""
     parts = units.unflatten(1, (factor.shape[1], -1))
     by, less = factor[..., None].float(), offset[..., None].float()
     codes = ((parts + less) / by).round().clamp(min=0)
@@ -117,7 +119,7 @@ def round_to(units: Tensor, factor: Tensor, offset: Tensor) -> Tensor:
 
 
 def _round_twice(units: Tensor, factor: Tensor, offset: Tensor) -> Tensor:
-    """The same, as published."""
+    """Return codes 0 .. 15, int8, of weights [O, I] over their scale, rounded twice as published."""
     numbers: Tensor = units.round().clamp(-PROTECTED, PROTECTED).unflatten(1, (factor.shape[1], -1))
     by, zero = factor[..., None].float(), (offset // factor)[..., None].float()
     codes: Tensor = ((numbers / by).round() + zero).clamp(0, LAST)
@@ -125,19 +127,19 @@ def _round_twice(units: Tensor, factor: Tensor, offset: Tensor) -> Tensor:
 
 
 def top(factor: Tensor, offset: Tensor) -> Tensor:
-    """The largest code, int32 [O, G], whose int8 exists: 15, but for factor 16 and offset 112."""
+    """Return the largest code, int32 [O, G], whose int8 exists: 15, except for factor 16 and offset 112."""
     return ((HIGHEST + offset.int()) // factor.int().clamp(min=1)).clamp(max=LAST)
 
 
 def encode(codes: Tensor, scale: Tensor, factor: Tensor, offset: Tensor, scheme: Scheme) -> PackedTensor:
-    """Store codes [O, I], 0 .. 15, and what belongs to them. Raises ValueError as `PackedTensor`."""
+    """Store codes [O, I], 0 .. 15, with their scale, factor and offset. Raises ValueError like `PackedTensor`."""
     words = pack_words(codes.to(torch.int8) - MIDDLE, Progressive.bits)
     parts = {"codes": words, "scale": scale, "factor": factor, "offset": offset}
     return PackedTensor(scheme, (codes.shape[0], codes.shape[1]), parts)
 
 
 def decode(packed: PackedTensor, rows: slice = ALL) -> Tensor:
-    """The int8 [R, I] of all or some rows. Raises ValueError where a damaged file has numbers that are no int8."""
+    """Return the int8 [R, I] of all or some rows. Raises ValueError where a damaged file exceeds int8."""
     parts, columns = packed.parts, packed.shape[1]
     codes = unpack_words(parts["codes"][rows], Progressive.bits, columns).short() + MIDDLE
     factor, offset = parts["factor"][rows].short(), parts["offset"][rows].short()
@@ -150,7 +152,8 @@ def decode(packed: PackedTensor, rows: slice = ALL) -> Tensor:
 def dequantize(
     packed: PackedTensor, dtype: torch.dtype = torch.float32, rows: slice = ALL, out: Tensor | None = None
 ) -> Tensor:
-    """The weight [O, I] in `dtype`, or some of its rows: int8 * scale, in the wider dtype. Raises as `decode`."""
+    """Return the weight [O, I] in `dtype`, or some of its rows: int8 * scale, in the wider dtype. Raises like
+    `decode`."""
     words, scale = packed.parts["codes"][rows], packed.parts["scale"][rows]
     wide = scale.to(torch.promote_types(dtype, scale.dtype))
     weight = torch.empty((len(words), packed.shape[1]), dtype=dtype, device=words.device) if out is None else out

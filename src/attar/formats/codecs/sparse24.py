@@ -1,14 +1,14 @@
-"""2:4 sparse weights: of every four consecutive weights of a row two are kept, and two bits say where each was.
+"""Sparse 2:4 weights: of every four consecutive weights of a row two are kept, and two bits store the position of each.
 
     kept       w0 0 0 w3   0 w5 w6 0     values [O, I/2]: w0 w3 w5 w6
     places     0 3 | 1 2                 a nibble for four columns, first | second << 2; two a byte, the first low
 
-So 16-bit weights take 9 bits each instead of 16, and values may be on an integer grid in their turn (`sparse24-w4g64`:
-a group of 64 values spans 128 columns; 4 bits come to 3.125). Sparse tensor cores multiply by just this; other hardware
-gains memory and, where memory is what a product waits for, time.
+So 16-bit weights take 9 bits each instead of 16. The values may be on an integer grid in turn (`sparse24-w4g64`: a
+group of 64 values spans 128 columns; 4 bits come to 3.125). Sparse tensor cores multiply by just this format; other
+hardware gains memory and, where memory bounds a product, time.
 
-Which two to keep is the pruner's to say: `quantize` takes weights that are 2:4 already, and raises where they are not.
-compressed-tensors had a storage of its own for them, a bit mask, which its later versions dropped.
+The pruner decides which two to keep: `quantize` takes weights that are 2:4 already, and raises where they are not.
+compressed-tensors had a bit-mask storage for them, which its later versions dropped.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from attar.formats.weight_formats import Sparse24
 
 
 def pack_24(dense: Tensor) -> tuple[Tensor, Tensor]:
-    """(values [O, I/2] in the weight's dtype, places uint8 [O, I/8]) of a 2:4 sparse weight [O, I], 8 dividing I.
+    """Split a 2:4 sparse weight [O, I] into (values [O, I/2] in its dtype, places uint8 [O, I/8]); 8 divides I.
 
-    Groups with fewer than two weights that are not zero keep zeros at their first places. Raises ValueError naming the
-    first row that has three in a group.
+    Groups with fewer than two nonzero weights keep zeros at their first places. Raises ValueError naming the first row
+    that has three in a group.
     """
     rows, columns = dense.shape
     Sparse24().check(columns)
@@ -49,13 +49,13 @@ def pack_24(dense: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_order(places: Tensor) -> bool:
-    """Whether each nibble names two places, the first before the second."""
+    """Return whether each nibble names two places, the first before the second."""
     allowed = torch.tensor([(n & 3) < n >> 2 for n in range(16)], device=places.device)
     return bool((allowed[(places & 15).long()] & allowed[(places >> 4).long()]).all())
 
 
 def unpack_24(values: Tensor, places: Tensor) -> Tensor:
-    """The weight [R, I] of values [R, I/2] and places [R, I/8]; undoes `pack_24`."""
+    """Return the weight [R, I] of values [R, I/2] and places [R, I/8]; undoes `pack_24`."""
     nibbles = torch.stack((places & 15, places >> 4), -1).flatten(1)
     chosen = torch.stack((nibbles & 3, nibbles >> 2), -1).long()
     dense = values.new_zeros((*nibbles.shape, 4))
@@ -63,7 +63,8 @@ def unpack_24(values: Tensor, places: Tensor) -> Tensor:
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> PackedTensor:
-    """A 2:4 sparse weight [O, I], its values rounded to their form. Raises ValueError as `pack_24` and that form do."""
+    """Store a 2:4 sparse weight [O, I], its values rounded to their format. Raises ValueError like `pack_24` and that
+    format."""
     values, places = pack_24(weight)
     inner = _inner(scheme)
     if inner is None:
@@ -78,7 +79,7 @@ def quantize(weight: Tensor, scheme: Scheme) -> PackedTensor:
 def dequantize(
     packed: PackedTensor, dtype: torch.dtype = torch.float32, rows: slice = ALL, out: Tensor | None = None
 ) -> Tensor:
-    """The weight [O, I] in `dtype`, or some of its rows."""
+    """Return the weight [O, I] in `dtype`, or some of its rows."""
     places = packed.parts["places"][rows]
     inner = _inner(packed.scheme)
     if inner is None:
@@ -94,7 +95,7 @@ def dequantize(
 
 
 def _inner(scheme: Scheme) -> Scheme | None:
-    """How the values are stored; None where they are plain numbers."""
+    """Return the scheme of the values; None where they are plain numbers."""
     assert isinstance(scheme.weight, Sparse24)
     if scheme.weight.values is None:
         return None

@@ -3,14 +3,14 @@
 
     max_batch_size                             --max-running; 0, no batching, is 1; a warning where it is not given
     dynamic_batching:
-      max_queue_delay_microseconds             --max-delay, of --policy dynamic
-      default_queue_policy: max_queue_size     --max-waiting: one more is refused, with 429
+      max_queue_delay_microseconds             --scheduler max-delay, of policy=dynamic
+      default_queue_policy: max_queue_size     --scheduler max-waiting: one more is refused, with 429
     model_transaction_policy: decoupled        nothing: every request may ask for a stream
-    gpt_model_type, the batching strategy      --policy: inflight is continuous; V1 is dynamic with a delay, else static
-    batch_scheduler_policy                     --max-preemptions 0 for guaranteed_no_evict, and where it is unset
+    gpt_model_type, the batching strategy      --scheduler policy: inflight is continuous; V1 dynamic or static
+    batch_scheduler_policy                     --scheduler max-preemptions: 0 for guaranteed_no_evict, and if unset
     max_tokens_in_paged_kv_cache               --max-tokens-in-cache
     kv_cache_free_gpu_mem_fraction             --kv-fraction, default 0.9: of both the smaller holds (`plan/fit.py`)
-    max_num_tokens                             --max-step-tokens; usually fixed when an engine is built
+    max_num_tokens                             --scheduler max-step-tokens; usually fixed when an engine is built
     gpu_device_ids                             --device, where it is one
 
 Each field has one of four outcomes. It becomes an option. It is what attar does anyhow: a note. It is unknown, or not
@@ -32,7 +32,7 @@ from typing import Any
 
 from attar.integrations.triton_server import pbtxt
 from attar.integrations.triton_server.pbtxt import Message
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 
 KV_FRACTION = 0.9  # of the free memory after the model is loaded
 CROSS_KV_FRACTION = 0.5  # of that, in models with an encoder
@@ -113,6 +113,8 @@ INFLIGHT = ("inflight_fused_batching", "inflight_batching")
 
 Option = int | float | str
 _FIELD = {"max-tokens-in-cache": "max_cached_tokens"}
+_SCHEDULER = frozenset({"policy", "max-step-tokens", "max-waiting", "max-delay", "max-preemptions"})
+"""Options that are keys of `--scheduler`."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +133,10 @@ class Imported:
 
     def command(self, model: str = "MODEL") -> str:
         """Return the equivalent command line."""
+        spelled = {name: f"{value:.10g}" if isinstance(value, float) else value for name, value in self.options.items()}
         options = (
-            f"--{name} {value:.10g}" if isinstance(value, float) else f"--{name} {value}"
-            for name, value in self.options.items()
+            f"--scheduler {name}={value}" if name in _SCHEDULER else f"--{name} {value}"
+            for name, value in spelled.items()
         )
         return " ".join(["attar serve", model, *options])
 
@@ -225,7 +228,7 @@ class _Reading:
         tokens = _integer(parameters, "max_num_tokens")
         if tokens is not None:
             self.options["max-step-tokens"] = tokens
-        elif most is not None and most > (usual := Limits().max_step_tokens):
+        elif most is not None and most > (usual := SchedulerConfig().max_step_tokens):
             self.options["max-step-tokens"] = most
             self.notes.append(
                 f"max_batch_size: {most} sequences take as many tokens a step, more than the usual {usual}"
@@ -237,7 +240,9 @@ class _Reading:
         if size := policy.count("max_queue_size", 2**32 - 1):
             self.options["max-waiting"] = size
         elif size == 0:
-            self.notes.append(f"max_queue_size: 0 means no limit; attar's queue has one, {Limits().max_waiting}")
+            self.notes.append(
+                f"max_queue_size: 0 means no limit; attar's queue has one, {SchedulerConfig().max_waiting}"
+            )
         if policy.count("default_timeout_microseconds", 2**64 - 1):
             self.warnings.append(
                 "default_timeout_microseconds: time in the queue has no limit of its own; --deadline is of the whole"
@@ -274,11 +279,11 @@ class _Reading:
                 f"batch_scheduler_policy: {scheduler[:80]!r} is neither max_utilization nor guaranteed_no_evict"
             )
         pauses = scheduler.lower() == "max_utilization"
-        self.options["max-preemptions"] = Limits().max_preemptions if pauses else 0
+        self.options["max-preemptions"] = SchedulerConfig().max_preemptions if pauses else 0
         if not scheduler:
             self.notes.append(
                 "batch_scheduler_policy: unset it is guaranteed_no_evict, and nobody who has begun is paused; with "
-                "--max-preemptions above 0 more run together, and where blocks run out no token is lost"
+                "--scheduler max-preemptions above 0 more run together, and where blocks run out no token is lost"
             )
 
     def _cache(self, parameters: Mapping[str, str]) -> dict[str, int | float | None]:

@@ -19,7 +19,7 @@ from string import Template
 from attar.integrations.triton_server import pbtxt
 from attar.integrations.triton_server.config import KV_FRACTION, MICROSECONDS, SPELT
 from attar.integrations.triton_server.pbtxt import Message
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 
 USUAL = {"max_queue_size": "0", "max_queue_delay_microseconds": "0"}
 """Defaults of NVIDIA's tool."""
@@ -91,7 +91,9 @@ def left(text: str) -> list[str]:
     return list(dict.fromkeys(_holes(text)))
 
 
-def values(limits: Limits, *, tokens: int | None, fraction: float | None, device: str, shared: int) -> dict[str, str]:
+def values(
+    limits: SchedulerConfig, *, tokens: int | None, fraction: float | None, device: str, shared: int
+) -> dict[str, str]:
     """Return the values of a template's holes for the settings of `attar serve`: the inverse of `config.read`.
 
     tokens, fraction: of --max-tokens-in-cache and --kv-fraction. shared: number of GPUs that share the model, from

@@ -1,7 +1,7 @@
-"""Attention over pages and the writing of them, natively.
+"""Attention over KV cache pages and the writing of pages, in C++.
 
-What a tensor is (dtype, shape, strides, device) is checked here, what it holds (block numbers, slots, lengths) in C++
-at every call: both before memory is touched. Shapes as in `kernels.pages`.
+Properties of tensors (dtype, shape, strides, device) are checked here, their contents (block numbers, slots, lengths)
+in C++ at every call: both before memory is touched. Shapes as in `kv.pages`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attar.kernels.native import extension
 from attar.kernels.operands import AttentionForm, Norm
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
-from attar.kv.pages import PARTS, Pages, Placement, Rotation
+from attar.kv.pages import PARTS, AttentionMetadata, PagedKV, Rotation
 from attar.kv.schemes import BUCKET, Layout
 
 
@@ -23,22 +23,22 @@ def write_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pages: Pages,
-    place: Placement,
+    pages: PagedKV,
+    place: AttentionMetadata,
     rotation: Rotation | None = None,
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
     out: Tensor | None = None,
     level: str | None = None,
 ) -> Tensor:
-    """`ops.write_kv` of float32 rows; the norms are RMSNorms that differ in nothing but the weight.
+    """Run `ops.write_kv` on float32 rows; the two norms are RMSNorms that differ in the weight alone.
 
     `level` is for tests. Raises ValueError where shapes, dtypes, strides, slots or angles do not fit.
     """
     rows, heads, size = q.shape
     for name, heads_of, count in (("q", q, heads), ("k", k, pages.kv_heads), ("v", v, pages.kv_heads)):
         _check(name, heads_of, torch.float32, (rows, count, pages.head_dim), rows_apart=True)
-    _check("slots", place.slots, torch.int64, (rows,))
+    _check("slots", place.slot_mapping, torch.int64, (rows,))
     sequences = 0
     if pages.recent is not None:
         sequences = len(place.lengths)
@@ -68,21 +68,22 @@ def write_kv(
         extension.library.write_kv, *_pages(pages),
         q.data_ptr(), k.data_ptr(), v.data_ptr(), *(t.stride(0) if rows > 1 else t.shape[1] * size for t in (q, k, v)),
         rows, heads, *weights, eps, offset, *rotary[:2], angles, turned, rotary[2],
-        place.slots.data_ptr(), out.data_ptr(), *_tails(pages, place), sequences, level or extension.cpu_level(),
+        place.slot_mapping.data_ptr(), out.data_ptr(), *_tails(pages, place), sequences, level or extension.cpu_level(),
     )  # fmt: skip
     return out
 
 
 def paged_attention(
     q: Tensor,
-    pages: Pages,
-    place: Placement,
+    pages: PagedKV,
+    place: AttentionMetadata,
     form: AttentionForm,
     want_mass: bool = False,
     out: Tensor | None = None,
     level: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`ops.paged_attention` of float32 rows. Same bits at every level, for any thread count, batch and chunking.
+    """Run `ops.paged_attention` on float32 rows. The bits are the same at every level, thread count, batch and
+    chunking.
 
     `level` is for tests. Raises ValueError where shapes, dtypes, strides, lengths or block tables do not fit.
     """
@@ -95,8 +96,8 @@ def paged_attention(
     _check("row_starts", place.row_starts, torch.int32, (sequences + 1,))
     _check("lengths", place.lengths, torch.int32, (sequences,))
     _check("positions", place.positions, torch.int32, (rows,))
-    width = place.tables.shape[-1]
-    _check("tables", place.tables, torch.int32, (sequences, width))
+    width = place.block_tables.shape[-1]
+    _check("tables", place.block_tables, torch.int32, (sequences, width))
     key_positions = tree = tree_size = 0
     if place.key_positions is not None:
         _check("key_positions", place.key_positions, torch.int32, (pages.blocks, pages.block))
@@ -111,15 +112,15 @@ def paged_attention(
     mass = extension.empty((sequences, form.kv_heads, width * pages.block)) if want_mass else None
     extension.call(
         extension.library.attention, *_pages(pages), q.data_ptr(), rows, form.heads, sequences,
-        place.row_starts.data_ptr(), place.lengths.data_ptr(), place.tables.data_ptr(), width,
+        place.row_starts.data_ptr(), place.lengths.data_ptr(), place.block_tables.data_ptr(), width,
         place.positions.data_ptr(), key_positions, tree, tree_size, form.window or 0, form.scale, form.soft_cap or 0.0,
         out.data_ptr(), 0 if mass is None else mass.data_ptr(), _tails(pages, place)[1], level or extension.cpu_level(),
     )  # fmt: skip
     return out, mass
 
 
-def _pages(pages: Pages) -> tuple[Any, ...]:
-    """Return the pages as the extension takes them."""
+def _pages(pages: PagedKV) -> tuple[Any, ...]:
+    """Return the pages as arguments of the extension."""
     scheme, bases, recent = pages.scheme, 0, (0, 0, 0)
     if scheme.layout == Layout.KVQUANT:
         _check_channels(pages)
@@ -149,8 +150,8 @@ def _pages(pages: Pages) -> tuple[Any, ...]:
     return layout, *addresses.values(), *sizes, bases, units, *recent, scheme.byte_scales, outliers
 
 
-def _tails(pages: Pages, place: Placement) -> tuple[int, int]:
-    """Which recent blocks are whose: addresses of row_starts and of their numbers; 0 where there are none."""
+def _tails(pages: PagedKV, place: AttentionMetadata) -> tuple[int, int]:
+    """Return the addresses of row_starts and of the numbers of sequences' recent blocks; 0 where there are none."""
     if pages.recent is None:
         return 0, 0
     if place.tails is None:
@@ -159,7 +160,7 @@ def _tails(pages: Pages, place: Placement) -> tuple[int, int]:
     return place.row_starts.data_ptr(), place.tails.data_ptr()
 
 
-def _check_bases(pages: Pages) -> None:
+def _check_bases(pages: PagedKV) -> None:
     assert pages.bases is not None
     heads, size = pages.kv_heads, pages.head_dim
     for side, each in (("queries", pages.bases.keys), ("back", pages.bases.values)):
@@ -171,7 +172,7 @@ def _check_bases(pages: Pages) -> None:
         _check("bits of a basis", each.buckets, torch.uint8, (heads, size // BUCKET))
 
 
-def _check_channels(pages: Pages) -> None:
+def _check_channels(pages: PagedKV) -> None:
     assert pages.bases is not None
     heads, size, bits = pages.kv_heads, pages.head_dim, round(pages.scheme.bits)
     for each, scaled in ((pages.bases.keys, False), (pages.bases.values, True)):
@@ -188,7 +189,7 @@ def _check_channels(pages: Pages) -> None:
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], rows_apart: bool = False) -> None:
-    """Raise ValueError unless it is a dense tensor of this dtype and shape; its rows may lie apart if so said."""
+    """Raise ValueError unless `tensor` is dense with this dtype and shape; with `rows_apart` its rows may lie apart."""
     if tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.device.type != "cpu":
         raise ValueError(
             f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}: it must be {dtype} {list(shape)} on cpu"

@@ -1,6 +1,6 @@
-"""What the CPU kernels multiply by, told from schemes alone: torch-free, so that a plan asks what will run.
+"""Capabilities of the CPU kernels, told from schemes alone. Torch-free, so that a plan can ask what will run.
 
-`None` says that a kernel takes it; anything else is the reason why the reference does the work, for people to read.
+`None` means that a kernel takes the weight; otherwise a readable reason why the reference does the work.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from attar.kernels.native.layouts import layout_of
 
 
 def weight_against(scheme: Scheme) -> str | None:
-    """Why no CPU kernel multiplies by such a weight."""
+    """Return why no CPU kernel multiplies by such a weight, or None."""
     grid, rounding = scheme.weight, scheme.activation
     if isinstance(grid, Progressive):
         return None if rounding is not None else "weights of two levels meet rows of int8 alone"

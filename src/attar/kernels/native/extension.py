@@ -1,6 +1,6 @@
 """The compiled extension: loading it, what of it this machine can run, and the one way to call it.
 
-The modules of this room are the CPU backend: operations of `ops.py` that exist as C++, checked here and called by
+The modules of this package are the CPU backend: operations of `ops.py` that exist as C++, checked here and called by
 address. This module alone imports the extension, and it imports torch first: both then share one OpenMP runtime, so one
 pool of threads that `torch.set_num_threads` sizes. Where the extension does not load, the modules still do, and
 `supports` gives the reason, which `attar doctor` shows.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from attar._native import ProgressiveMatrix as ProgressiveMatrix
 
 library: Any
-"""The extension itself, for the modules of this room; None where it does not load."""
+"""The extension itself, for the modules of this package; None where it does not load."""
 
 try:
     from attar import _native
@@ -44,7 +44,7 @@ except ImportError as error:
 
 
 def number_name(dtype: torch.dtype) -> str:
-    """What the extension calls a dtype."""
+    """Return the extension's name of a dtype."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -57,11 +57,11 @@ _DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
     "write_kv": (torch.float32,),
     "paged_attention": (torch.float32,),
 }
-"""The operations that exist in C++, and the rows they take."""
+"""Operations that exist in C++, and the row dtypes they take."""
 
 
 def supports(op: str, device: str, dtype: torch.dtype) -> str | None:
-    """The reason why `op` cannot run natively on rows of `dtype` on a `device` type, or None where it can."""
+    """Return why `op` cannot run natively on rows of `dtype` on a `device` type, or None where it can."""
     if op not in _DTYPES:
         return "has no CPU kernel"
     if device != "cpu":
@@ -74,7 +74,7 @@ def supports(op: str, device: str, dtype: torch.dtype) -> str | None:
 
 @functools.cache
 def cpu_level() -> str:
-    """The instruction set level that kernels run at: the machine's highest, or `ATTAR_CPU`.
+    """Return the instruction set level of the kernels: the machine's highest, or `ATTAR_CPU`.
 
     Raises ValueError where `ATTAR_CPU` asks for one that this machine cannot run.
     """
@@ -88,24 +88,24 @@ def cpu_level() -> str:
 
 
 def loaded() -> bool:
-    """Whether the compiled extension could be loaded."""
+    """Return whether the compiled extension could be loaded."""
     return _unavailable is None
 
 
 def features() -> Mapping[str, bool]:
-    """Instruction sets that the processor has and the operating system supports; empty without the extension."""
+    """Return the instruction sets that processor and operating system support; empty without the extension."""
     return library.features() if loaded() else {}
 
 
 def openmp() -> bool:
-    """Whether the kernels were built to run on several threads."""
+    """Return whether the kernels were built to run on several threads."""
     return loaded() and library.openmp
 
 
 def fit_threads() -> None:
-    """No more threads than there are cores for them: of hyper-threads one each, and what a container may use.
+    """Limit threads to the cores available: one for each pair of hyper-threads, and what a container may use.
 
-    The pool is the one that torch's own operations use. `OMP_NUM_THREADS`, where it is set, has the last word.
+    The pool is the one of torch's own operations. `OMP_NUM_THREADS`, if set, takes precedence.
     """
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > machine.cores():
         torch.set_num_threads(machine.cores())
@@ -133,9 +133,9 @@ _workspace = Workspace()
 
 @contextmanager
 def record() -> Iterator[Recording]:
-    """Note every native call that this thread makes: the CPU's analogue of capturing a CUDA graph.
+    """Record every native call that this thread makes: the CPU's analogue of capturing a CUDA graph.
 
-    What a step computes by other means, a torch operation, would be missing from the replay: it is an error.
+    A torch operation that computes would be missing from the replay, so it raises RuntimeError.
     """
     global _recording
     assert _recording is None, "recordings do not nest"
@@ -148,9 +148,9 @@ def record() -> Iterator[Recording]:
 
 
 class _OnlyViews(TorchFunctionMode):
-    """Refuses operations that compute, so that none is lost from a recording.
+    """A torch function mode that refuses operations that compute, so that none is lost from a recording.
 
-    A mode of the level below would see every operation, but imports a second's worth of torch's compiler.
+    A mode of the level below would see every operation, but importing it costs a second for torch's compiler.
     """
 
     LOOKS = frozenset(
@@ -172,14 +172,14 @@ def _indices(index: Any) -> tuple[Any, ...]:
 
 
 def call(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of the extension; every hot call goes through here, so that a step can be recorded."""
+    """Call a function of the extension. Every hot call goes through here, so that a step can be recorded."""
     if _recording is not None:
         _recording.calls.append((function, args))
     return function(*args)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uninitialised memory for a result, which a recording keeps."""
+    """Return uninitialised memory for a result, which a recording keeps."""
     out = _workspace.empty(shape, dtype)
     if _recording is not None:
         _recording.tensors.append(out)
@@ -187,16 +187,16 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def busy_seconds() -> float:
-    """Seconds that this process has spent in kernels; 0 without the extension."""
+    """Return the seconds that this process has spent in kernels; 0 without the extension."""
     return float(library.busy_ns()) / 1e9 if loaded() else 0.0
 
 
 def prefer_huge_pages(tensor: Tensor) -> None:
-    """Ask that a large tensor on the CPU, of zeros that were not touched yet, come in huge pages."""
+    """Request huge pages for a large CPU tensor of zeros that were not touched yet."""
     if loaded() and tensor.device.type == "cpu":
         library.prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
 
 
 def release() -> None:
-    """Give idle memory of results back to the system."""
+    """Return idle memory of results to the system."""
     _workspace.free.clear()

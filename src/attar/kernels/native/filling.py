@@ -1,7 +1,7 @@
-"""Weights of every scheme that has a layout (`layouts`), from the parts that files store into the kernels' memory.
+"""Filling kernel layouts (`layouts`): the stored parts of weights of every scheme go into the kernels' memory.
 
-GGML's blocks are taken apart in C++, in one call. Of other forms, some rows at a time become a byte a code and arrays
-of scales here, by the functions of their own codec, so that what is needed beside the result stays small.
+GGML's blocks are split in C++, in one call. Other formats become a byte a code and arrays of scales here, some rows at
+a time, by their own codec's functions, so temporaries stay small.
 """
 
 from __future__ import annotations
@@ -18,19 +18,34 @@ from attar.formats.codecs.llm_int8 import LARGEST
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Grid, Scheme
-from attar.formats.weight_formats import Fp8Blocks, GgmlBlocks, Sparse24
+from attar.formats.weight_formats import Fp8Blocks, GgmlBlocks, Progressive, Sparse24
 from attar.kernels.native.extension import library
 from attar.kernels.native.layouts import FLOATS, LANES, Layout
 
 if TYPE_CHECKING:
-    from attar.kernels.native.extension import Arena, Matrix
+    from attar.kernels.native.extension import Arena, Matrix, ProgressiveMatrix
 
 Arrays = tuple[Tensor, Tensor, Tensor | None]
-"""Of R rows: codes [R, I], a byte each; scales [R, G]; zero points int8 [R, G], where there are any."""
+"""Arrays of R rows: codes [R, I], a byte each; scales [R, G]; zero points int8 [R, G], or None."""
+
+
+def pack_progressive(weight: PackedTensor, arena: Arena) -> ProgressiveMatrix:
+    """Lay a weight of two levels out in the memory of `arena`: `csrc/progressive.cpp` says how rows meet it.
+
+    Raises ValueError where a damaged file has numbers that are no int8.
+    """
+    form, (rows, columns) = weight.scheme.weight, weight.shape
+    assert isinstance(form, Progressive)
+    codes, factor, offset = (weight.parts[name].contiguous() for name in ("codes", "factor", "offset"))
+    scale = weight.parts["scale"].float().contiguous()
+    made: ProgressiveMatrix = library.pack_progressive(
+        arena, codes.data_ptr(), rows, columns, form.group, factor.data_ptr(), offset.data_ptr(), scale.data_ptr()
+    )
+    return made
 
 
 def pack(weight: PackedTensor, layout: Layout, arena: Arena) -> Matrix:
-    """The weight in the memory of `arena`. Raises ValueError where the shape has no kernel."""
+    """Lay the weight out in the memory of `arena`. Raises ValueError where the shape has no kernel."""
     (rows, columns), form = weight.shape, weight.scheme.weight
     if layout.number in FLOATS:
         return _pack_sparse(weight, layout, arena)
@@ -67,7 +82,8 @@ def _pack_sparse(weight: PackedTensor, layout: Layout, arena: Arena) -> Matrix:
 
 
 def _grid(weight: PackedTensor, layout: Layout, rows: slice) -> Arrays:
-    """Grids: float8, and integer ones in groups that no run holds. Scales and zero points are of each group."""
+    """Return the arrays of grids: float8, and integer ones in groups that no run holds, with each group's scales and
+    zeros."""
     (height, columns), grid = weight.shape, weight.scheme.grid
     shape = (rows.stop - rows.start, grid.groups(columns))
     codes, scale, zero = weight.parts["codes"][rows], weight.parts["scale"], weight.parts.get("zero")
@@ -79,7 +95,7 @@ def _grid(weight: PackedTensor, layout: Layout, rows: slice) -> Arrays:
 
 
 def _sparse(weight: PackedTensor, layout: Layout, rows: slice) -> Arrays:
-    """The codes of all columns: of those that are not kept, the code of zero."""
+    """Return the codes of all columns; columns that are not kept get the code of zero."""
     form = weight.scheme.weight
     assert isinstance(form, Sparse24)
     assert isinstance(form.values, Grid)
@@ -110,7 +126,7 @@ def _fp8_blocks(weight: PackedTensor, layout: Layout, rows: slice) -> Arrays:
 
 
 def _fp4(weight: PackedTensor, layout: Layout, rows: slice) -> Arrays:
-    """Codes stand for twice their values, so that these are whole."""
+    """Return codes that stand for twice their values, which are then whole."""
     stored = weight.parts["codes"][rows]
     codes = torch.stack((stored & 15, stored >> 4), -1).flatten(1)
     return codes, fp4.factors(weight, rows) * 0.5, None

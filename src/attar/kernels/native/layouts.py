@@ -1,17 +1,16 @@
-"""How weights of each scheme lie in the memory of the CPU kernels: what `csrc/matrix.h` calls a form. Torch-free.
+"""Memory layouts of each scheme's weights for the CPU kernels, which `csrc/matrix.h` calls forms. Torch-free.
 
 A layout holds a weight's values exactly, in one of three ways:
-
 * `codes` of 2 to 8 bits in groups of 16, of a multiple of 32, or of a whole row: a grid's code less its zero point
   times a scale; or times a scale plus an offset; or looked up in a table of 16 numbers and scaled. Scales and offsets
   may be products of a float that several groups share and a small integer of each, as in GGML's blocks of 256. Where
   the numbers are whole, products with int8 rows are sums of integers;
 * bytes that are numbers (float8, int8) in groups of any size, multiplied in float32;
-* floats of 16 or 32 bits without a scale; of 2:4 sparse ones half, and where they were.
+* floats of 16 or 32 bits without a scale; for 2:4 sparse weights half of them, with their places.
 
 A layout may take more bits than the file: GGML's six-bit scales become bytes, scales of eight bits become floats, and
-2:4 sparse codes get their zeros back, for codes and places together are hardly fewer bits than codes alone. Codes of
-two levels (`progressive`) and tables for each row (`lookup`) lie in ways of their own.
+2:4 sparse codes get their zeros back, because codes and places together are hardly fewer bits than codes alone. Codes
+of two levels (`progressive`) and tables for each row (`lookup`) have layouts of their own.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Literal
 
 from attar.formats.codecs.ggml import FP4_VALUES, IQ4_VALUES
 from attar.formats.scheme import FLOAT8, ITEM_BITS, Grid, Scheme
-from attar.formats.weight_formats import Form, Fp4, Fp8Blocks, GgmlBlocks, Int8Rows, Nf4, Sparse24
+from attar.formats.weight_formats import Fp4, Fp8Blocks, GgmlBlocks, Int8Rows, Nf4, Sparse24, WeightFormat
 
 LANES = 16  # outputs that lie together
 RUN = 32  # columns that codes are packed together in
@@ -33,7 +32,7 @@ FLOATS = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way in which weights lie."""
+    """One memory layout of weights."""
 
     number: Number = "codes"
     bits: int = 0  # of a code
@@ -42,22 +41,22 @@ class Layout:
     zeros: bool = False
     offsets: bool = False
     fine: int = 0  # groups that share a scale, and have a byte each that multiplies it; 0: they have none
-    table: tuple[float, ...] = ()  # what the codes stand for before they are scaled
-    sparse: bool = False  # whether of four columns two are there
+    table: tuple[float, ...] = ()  # values of the codes before they are scaled
+    sparse: bool = False  # whether two of four columns are stored
 
     @property
     def whole(self) -> bool:
-        """Whether products with rows of int8 are exact integers."""
+        """Return whether products with rows of int8 are exact integers."""
         return self.number == "codes" and all(value == int(value) for value in self.table)
 
     def of(self, columns: int) -> Layout:
-        """With groups that divide a row of so many columns, where the last one of its scheme may be cut short."""
+        """Return the layout with groups that divide a row of `columns`, where a scheme may cut its last group short."""
         if self.group is None or columns % self.group == 0:
             return self
         return replace(self, group=math.gcd(self.group, columns))
 
     def bytes(self, rows: int, columns: int) -> int:
-        """What a weight [rows, columns] takes, and one product reads."""
+        """Return the bytes that a weight [rows, columns] takes, and one product reads."""
         if self.number in FLOATS:
             item = ITEM_BITS[self.number] // 8
             return _up(rows, LANES) * (columns // 2 * item + columns // 8 if self.sparse else columns * item)
@@ -94,14 +93,14 @@ _GGML: Mapping[str, Layout] = {
     "NVFP4": Layout(bits=4, group=16, scale="bfloat16", table=FP4_VALUES),
 }
 GGML = frozenset(_GGML)
-"""The types whose blocks have a layout."""
+"""GGML types whose blocks have a layout."""
 
 _NF4 = (0.5,) * 16  # whatever the file says: not whole
 
 
 def layout_of(scheme: Scheme) -> Layout | None:
-    """The layout of weights of this scheme, or None where they have none yet."""
-    form: Form = scheme.weight
+    """Return the layout of weights of this scheme, or None where they have none yet."""
+    form: WeightFormat = scheme.weight
     match form:
         case Grid(kind="int"):
             return _of_codes(form, form.group_size, scheme)
@@ -116,7 +115,7 @@ def layout_of(scheme: Scheme) -> Layout | None:
             return Layout(bits=4, group=form.group, table=FP4_VALUES)
         case Nf4():
             return Layout(bits=4, group=form.block, table=_NF4)
-        case Int8Rows():  # with rows whose outliers stay, products are not of integers
+        case Int8Rows():  # with unrounded outliers in the rows, products are not of integers
             return Layout(bits=8) if scheme.activation is None else Layout("int8")
         case GgmlBlocks():
             return _GGML.get(form.type.name)

@@ -1,7 +1,7 @@
-"""What this machine can do at best, measured: the roof that the speed of kernels is set against.
+"""Peak rates of this machine, measured: the roof for the speed of kernels.
 
-Both figures are of the threads at hand and of the moment: a neighbour on the same memory halves them, so a bench
-measures them in the run that it compares them with.
+Both figures hold for the available threads and the moment: another load on the same memory halves them. A bench
+therefore measures them in the run that it compares them with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from attar.kernels.native import extension
 from attar.kernels.native.extension import library
 
-READ = 512 << 20  # bytes: past any cache that is worth the name
+READ = 512 << 20  # bytes: past any cache
 PAGE = 4096
 REPEATS = 5
 
@@ -24,17 +24,19 @@ REPEATS = 5
 class Limits:
     read_gb_s: float  # reading memory on huge pages, gigabytes (10^9) a second
     int8_gops: float  # products and sums of int8 by four-byte dot products, 10^9 a second
-    tile_gops: float | None  # the same by AMX tiles, where there are
+    tile_gops: float | None  # products and sums by AMX tiles, where there are
 
 
 def measure(read: int | None = None, of: Callable[[list[float]], float] = statistics.median) -> Limits:
-    """Medians of five, or whatever `of` makes of their seconds; some tenths of a second in all. With `read`, so many
-    bytes are read, which may fit a cache."""
+    """Measure the machine's rates: medians of five runs, or another function `of` their seconds.
+
+    It takes some tenths of a second. With `read`, so many bytes are read, which may fit a cache.
+    """
     size = -(-(READ if read is None else read) // PAGE) * PAGE
     level = extension.cpu_level()
     arena = library.Arena()
     memory = arena.allocate(size)
-    ctypes.memset(memory, 1, size)  # what was never written is one page of zeros, and in cache
+    ctypes.memset(memory, 1, size)  # unwritten memory is one page of zeros, and in cache
     return Limits(
         size / of(_seconds(lambda: library.read_all(arena, memory, size, level))) / 1e9,
         _gops(False, "avx512" if level == "amx" else level, of),
@@ -44,7 +46,7 @@ def measure(read: int | None = None, of: Callable[[list[float]], float] = statis
 
 def _gops(tiles: bool, level: str, of: Callable[[list[float]], float]) -> float:
     rounds = 1 << 18
-    made = library.multiply_int8(rounds, tiles, level)  # and the processor changes to the speed it keeps up
+    made = library.multiply_int8(rounds, tiles, level)  # and the processor settles at the speed that it can sustain
     return float(made / of(_seconds(lambda: library.multiply_int8(rounds, tiles, level))) / 1e9)
 
 

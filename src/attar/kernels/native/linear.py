@@ -1,10 +1,10 @@
 """Weights in the layout of the CPU kernels, and products with them.
 
-`prepare` turns a linear's weight, dense or packed, into a `KernelWeight`; the stored form is let go, so a model is in
-memory once. `layouts` says which layout a scheme has, and `filling` fills it. How rows are rounded before a product is
-settled there too: a scheme with quantized activations says it, and for one without, `Activations` does.
-`docs/numerics.md` draws the layout; `csrc/linear.cpp` states the order of float operations, which makes a row's result
-independent of the rows beside it.
+`prepare` turns a linear layer's weight, dense or packed, into a `PackedWeight` and releases the stored one, so a model
+is in memory once. `layouts` gives the layout of a scheme, and `filling` fills it. The rounding of rows before a product
+is fixed there too: by a scheme with quantized activations, and otherwise by `Activations`. `docs/numerics.md` draws the
+layout; `csrc/linear.cpp` states the order of float operations, which makes a row's result independent of the rows
+beside it.
 
 Shapes: N rows, I input columns, O output columns.
 """
@@ -24,7 +24,7 @@ from attar.formats import packing
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid, Scheme
 from attar.formats.weight_formats import Fp4, GgmlBlocks, Lookup, Outliers, Progressive
-from attar.kernels.native import capabilities, extension, filling, lookup, progressive
+from attar.kernels.native import capabilities, extension, filling, lookup
 from attar.kernels.native.extension import library
 from attar.kernels.native.layouts import RUN, layout_of
 from attar.kernels.operands import Activation, Linear
@@ -43,16 +43,19 @@ if TYPE_CHECKING:
     Plan = list[Factors | LookupFactors | ProgressiveFactors]
 
 Activations = Literal["exact", "int8", "int8g128", "int8g32"]
-"""How rows meet a packed weight whose scheme leaves them alone: as they are, in float32, or rounded to int8 on the fly
-with one scale a row, or one for every 128 or 32 columns. The default everywhere is int8g128: the coarsest that adds no
-more than 5 % to the KL of a 4-bit model (docs/log/2026-11.md, 2026-11-21)."""
+"""Rounding of rows before a packed weight whose scheme has no quantized activations.
+
+Either none (float32), or int8 on the fly with one scale a row, or one for every 128 or 32 columns. The default
+everywhere is int8g128: the coarsest that adds no more than 5 % to the KL of a 4-bit model (docs/log/2026-11.md,
+2026-11-21).
+"""
 
 LONGEST = 65536  # columns that share a scale, so that sums of products fit their integers
 DENSE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(eq=False)
-class KernelWeight:
+class PackedWeight:
     """A weight [O, I] that only the native kernels can read."""
 
     matrix: Matrix | LookupMatrix | ProgressiveMatrix
@@ -60,8 +63,11 @@ class KernelWeight:
     integer: bool  # whether rows are rounded to int8
     activation_group: int  # columns that share an activation scale; 0: the whole row
     _plans: dict[tuple[str | weakref.ref[Linear], ...], Plan] = field(default_factory=dict, repr=False)
-    """For each tuple of linears that this one is the first of: what their products take, one entry a form. Linears are
-    known by weak references: one that is gone equals no other, as its id may, and a held one would hold this weight."""
+    """Plans by the tuple of linear layers, of which this one is the first, and the gate.
+
+    The layers are weak references: a dead one equals no other, although its id may recur, and a strong one would hold
+    this weight.
+    """
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -69,24 +75,24 @@ class KernelWeight:
 
     @property
     def read_bytes(self) -> int:
-        """What one product reads."""
+        """Bytes that one product reads."""
         return self.matrix.bytes
 
     @property
     def rounds(self) -> bool:
-        """Whether rows are rounded before they meet it."""
+        """Return whether rows are rounded before the product."""
         return self.integer or (self.scheme is not None and self.scheme.activation is not None)
 
     @property
     def apart(self) -> bool:
-        """Whether it has a kernel of its own: codes of two levels, and tables."""
+        """Return whether the weight has a kernel of its own: codes of two levels, and tables."""
         return self.scheme is not None and isinstance(self.scheme.weight, Lookup | Progressive)
 
 
 def against(each: Linear) -> str | None:
-    """The reason why the kernels cannot multiply by this weight, or None where they can."""
+    """Return why the kernels cannot multiply by this weight, or None where they can."""
     weight = each.weight
-    if isinstance(weight, KernelWeight):
+    if isinstance(weight, PackedWeight):
         return None
     if isinstance(weight, Tensor):
         return None if weight.dtype in DENSE else f"{weight.dtype} weights have no CPU kernel"
@@ -99,9 +105,9 @@ def against(each: Linear) -> str | None:
 
 
 def _shape_against(scheme: Scheme, columns: int) -> str | None:
-    """Why no CPU kernel multiplies by rows of so many columns in this scheme."""
+    """Return why no CPU kernel multiplies by rows of `columns` in this scheme, or None."""
     form, rounding = scheme.weight, scheme.activation
-    whole = -(-columns // (2 * RUN)) * 2 * RUN  # as a row is padded that one scale serves
+    whole = -(-columns // (2 * RUN)) * 2 * RUN  # the padding of a row under one scale
     if isinstance(form, GgmlBlocks) and columns == RUN:
         return f"rows of {columns} columns, a single block of {form.name}, have no CPU kernel"
     layout = layout_of(scheme)
@@ -116,8 +122,11 @@ def _shape_against(scheme: Scheme, columns: int) -> str | None:
 
 
 def prepare(each: Linear, arena: Arena, activations: Activations = "int8g128") -> None:
-    """Put the weight into kernel layout, in the memory of `arena`. Raises ValueError where `against` gives a reason,
-    and where codes or zero points are beyond their bits."""
+    """Put the weight into kernel layout, in the memory of `arena`.
+
+    Raises ValueError where `against` gives a reason, where vectors do not fit the weight's shape, and where codes or
+    zero points exceed their bits.
+    """
     reason = against(each)
     if reason is not None:
         raise ValueError(f"{each.name}: {reason}")
@@ -126,7 +135,7 @@ def prepare(each: Linear, arena: Arena, activations: Activations = "int8g128") -
         vector = getattr(each, what)
         if vector is not None and vector.shape != (size,):
             raise ValueError(f"{each.name}: {what} has shape {tuple(vector.shape)}, not ({size},)")
-    if isinstance(weight, KernelWeight):
+    if isinstance(weight, PackedWeight):
         return
     if isinstance(weight, PackedTensor):
         try:
@@ -137,7 +146,7 @@ def prepare(each: Linear, arena: Arena, activations: Activations = "int8g128") -
         assert isinstance(weight, Tensor)
         dense, (rows, columns) = weight.contiguous(), each.shape
         matrix = library.pack_dense(arena, dense.data_ptr(), rows, columns, extension.number_name(dense.dtype))
-        each.weight = KernelWeight(matrix, None, False, 0)
+        each.weight = PackedWeight(matrix, None, False, 0)
     each.dense = None
     if each.bias is not None:
         each.bias = each.bias.float().contiguous()
@@ -147,28 +156,31 @@ def prepare(each: Linear, arena: Arena, activations: Activations = "int8g128") -
         each.permutation = each.permutation.to(torch.int64).contiguous()
 
 
-def _pack(weight: PackedTensor, arena: Arena, activations: Activations) -> KernelWeight:
+def _pack(weight: PackedTensor, arena: Arena, activations: Activations) -> PackedWeight:
     scheme, columns = weight.scheme, weight.shape[1]
     if isinstance(scheme.weight, Progressive):
-        return KernelWeight(progressive.pack(weight, arena), scheme, True, 0)
+        return PackedWeight(filling.pack_progressive(weight, arena), scheme, True, 0)
     if isinstance(scheme.weight, Lookup):
-        return KernelWeight(lookup.pack(weight, arena), scheme, False, 0)
+        return PackedWeight(lookup.pack(weight, arena), scheme, False, 0)
     layout = layout_of(scheme)
     assert layout is not None
     by_words = isinstance(scheme.weight, Grid) and scheme.weight.kind == "int" and layout.number == "codes"
     matrix = _pack_words(weight, arena) if by_words else filling.pack(weight, layout, arena)
     if isinstance(scheme.activation, Grid) and scheme.activation.kind == "int":
-        return KernelWeight(matrix, scheme, True, scheme.activation.group_size or 0)
+        return PackedWeight(matrix, scheme, True, scheme.activation.group_size or 0)
     if scheme.activation is not None:
-        return KernelWeight(matrix, scheme, False, 0)
+        return PackedWeight(matrix, scheme, False, 0)
     integer = matrix.integer and activations != "exact"
     group = int(activations.removeprefix("int8g")) if integer and "g" in activations else 0
-    return KernelWeight(matrix, scheme, integer, _nested(group, matrix.group, columns))
+    return PackedWeight(matrix, scheme, integer, _nested(group, matrix.group, columns))
 
 
 def _nested(wanted: int, of_weight: int, columns: int) -> int:
-    """Columns that share an activation's scale, 0 for a row, where `wanted` would be right: the two kinds of groups
-    must nest, and those of activations be of whole runs. The weight's own always nest."""
+    """Return the columns that share an activation's scale, 0 for a row, if possible `wanted`.
+
+    The groups of weights and activations must nest, and those of activations be whole runs. The weight's own always
+    nest.
+    """
     if not wanted or of_weight >= columns:
         return wanted if wanted and columns % wanted == 0 else 0
     if columns % wanted == 0 and max(wanted, of_weight) % min(wanted, of_weight) == 0:
@@ -177,7 +189,7 @@ def _nested(wanted: int, of_weight: int, columns: int) -> int:
 
 
 def _pack_words(weight: PackedTensor, arena: Arena) -> Matrix:
-    """Codes as grids store them, which C++ reads as they are."""
+    """Pack codes as grids store them; C++ reads them unchanged."""
     scheme, (rows, columns) = weight.scheme, weight.shape
     grid, plain = scheme.grid, scheme.layout == "plain"
     groups = grid.groups(columns)
@@ -195,27 +207,27 @@ def _pack_words(weight: PackedTensor, arena: Arena) -> Matrix:
 
 
 def linear(x: Tensor, linears: Sequence[Linear], level: str | None = None) -> Tensor:
-    """`ops.linear` for float32 rows x [N, I] and prepared weights. Bit-identical for any N, threads and batch mates."""
+    """Run `ops.linear` on float32 rows x [N, I] and prepared weights. Bits do not depend on N, threads or the batch."""
     return _multiply(x, linears, sum(each.shape[0] for each in linears), "", level)
 
 
 def gated_linear(x: Tensor, linears: Sequence[Linear], kind: Activation, level: str | None = None) -> Tensor:
-    """act(a) * b of the products (a, b) of rows x [N, I] with two linears that `gateable` accepts: [N, O].
+    """Return act(a) * b of the products (a, b) of rows x [N, I] with two linear layers that `gateable` accepts: [N, O].
 
-    The same bits as `activate` behind `linear`, without writing and reading what lies between.
+    The bits are those of `activate` after `linear`, without writing and reading the intermediate rows.
     """
     return _multiply(x, linears, linears[0].shape[0], kind, level)
 
 
 def gateable(linears: Sequence[Linear]) -> bool:
-    """Whether these are two prepared weights of one shape and form."""
-    if len(linears) != 2 or not all(isinstance(each.weight, KernelWeight) for each in linears):
+    """Return whether these are two prepared weights of one shape, scheme and rounding."""
+    if len(linears) != 2 or not all(isinstance(each.weight, PackedWeight) for each in linears):
         return False
-    if any(isinstance(each.weight, KernelWeight) and each.weight.apart for each in linears):
+    if any(isinstance(each.weight, PackedWeight) and each.weight.apart for each in linears):
         return False
     a, b = linears
     same = (
-        isinstance(a.weight, KernelWeight) and isinstance(b.weight, KernelWeight) and a.weight.scheme == b.weight.scheme
+        isinstance(a.weight, PackedWeight) and isinstance(b.weight, PackedWeight) and a.weight.scheme == b.weight.scheme
     )
     return same and a.shape == b.shape and _form(a) == _form(b)
 
@@ -235,7 +247,7 @@ def _multiply(x: Tensor, linears: Sequence[Linear], width: int, gate: str, level
 
 def _plan(linears: Sequence[Linear], width: int, gate: str) -> Plan:
     first = linears[0].weight
-    assert isinstance(first, KernelWeight)
+    assert isinstance(first, PackedWeight)
     key: tuple[str | weakref.ref[Linear], ...] = (gate, *map(weakref.ref, linears))
     plan = first._plans.get(key)
     if plan is None:
@@ -249,9 +261,9 @@ def _plan(linears: Sequence[Linear], width: int, gate: str) -> Plan:
 
 
 def _form(each: Linear) -> tuple[object, ...]:
-    """What linears must share for one call."""
+    """Return the properties that linear layers must share for one call."""
     weight = each.weight
-    assert isinstance(weight, KernelWeight), f"{each.name} is not prepared"
+    assert isinstance(weight, PackedWeight), f"{each.name} is not prepared"
     inputs = (each.permutation, each.input_scale, each.activation_scale)
     if weight.apart:
         form = weight.scheme and weight.scheme.weight
@@ -269,14 +281,14 @@ def _form(each: Linear) -> tuple[object, ...]:
 
 def _factors(linears: Sequence[Linear], at: int, width: int, gate: str) -> Factors | LookupFactors | ProgressiveFactors:
     one, weight = linears[0], linears[0].weight
-    assert isinstance(weight, KernelWeight)
+    assert isinstance(weight, PackedWeight)
     weights = []
     for each in linears:
-        assert isinstance(each.weight, KernelWeight)
+        assert isinstance(each.weight, PackedWeight)
         weights.append((each.weight.matrix, 0 if each.bias is None else each.bias.data_ptr()))
     if weight.apart:
         of_tables = weight.scheme is not None and isinstance(weight.scheme.weight, Lookup)
-        return lookup.factors(one, weights, at, width) if of_tables else progressive.factors(weights, at, width)
+        return lookup.factors(one, weights, at, width) if of_tables else library.progressive_factors(weights, at, width)
     fixed = weight.scheme is not None and weight.scheme.static
     assert not fixed or one.activation_scale is not None
     scale = float(one.activation_scale) if fixed and one.activation_scale is not None else 0.0
@@ -287,8 +299,8 @@ def _factors(linears: Sequence[Linear], at: int, width: int, gate: str) -> Facto
     return made
 
 
-def _rounding(weight: KernelWeight, fixed: float) -> tuple[float, int, str]:
-    """How rows are rounded: a number, the columns that share a scale, and to what, "" where it is int8 or nothing."""
+def _rounding(weight: PackedWeight, fixed: float) -> tuple[float, int, str]:
+    """Return the rounding of rows: a number, the columns that share a scale, and the format, "" for int8 or none."""
     form = None if weight.scheme is None else weight.scheme.activation
     match form:
         case Grid(kind="e4m3" | "e5m2"):

@@ -1,6 +1,8 @@
-"""Weights of tables (`formats.lookup`) in the layout of the CPU kernels: `csrc/lookup.h` draws it, `lookup.cpp` says
-how rows are multiplied by them. They are prepared, held and called as all others are (`linear`); this module only knows
-what is handed over."""
+"""Weights of tables (`formats.codecs.lookup`) in the layout of the CPU kernels.
+
+`csrc/lookup.h` draws the layout; `lookup.cpp` multiplies rows by it. `linear` prepares, holds and calls them like all
+others; this module only hands over their parts.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def pack(weight: PackedTensor, arena: Arena) -> LookupMatrix:
-    """The weight in the memory of `arena`. Raises ValueError where outliers of a damaged file lie outside of it."""
+    """Lay the weight out in the memory of `arena`. Raises ValueError where a damaged file's outliers lie
+    outside of it."""
     form, (rows, columns), parts = weight.scheme.weight, weight.shape, weight.parts
     assert isinstance(form, Lookup)
     count, starts, places, extras = 0, *(torch.empty(0, dtype=torch.int32),) * 2, torch.empty(0)
@@ -41,8 +44,10 @@ def pack(weight: PackedTensor, arena: Arena) -> LookupMatrix:
 def factors(
     one: Linear, weights: Sequence[tuple[Matrix | LookupMatrix | ProgressiveMatrix, int]], at: int, width: int
 ) -> LookupFactors:
-    """The plan of a call: matrices with the addresses of their biases, side by side from column `at` of `width`, for
-    rows that are reordered and divided as those of `one`."""
+    """Return the plan of a call: matrices with the addresses of their biases, side by side from column `at` of `width`.
+
+    Rows are reordered and divided like those of `one`.
+    """
     order = 0 if one.permutation is None else one.permutation.data_ptr()
     divisor = 0 if one.input_scale is None else one.input_scale.data_ptr()
     made: LookupFactors = library.lookup_factors(list(weights), at, width, order, divisor)

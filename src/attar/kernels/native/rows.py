@@ -1,4 +1,4 @@
-"""Norms, activations and embedding of float32 rows, natively. Shapes: N rows, I columns.
+"""Norms, activations, rounding and embedding of rows, in C++. Shapes: N rows, I columns.
 
 A row's bits depend on that row alone.
 """
@@ -11,12 +11,12 @@ from torch import Tensor
 from attar.formats.packed import PackedTensor
 from attar.kernels.native import extension
 from attar.kernels.native.extension import library
-from attar.kernels.native.linear import KernelWeight
+from attar.kernels.native.linear import PackedWeight
 from attar.kernels.operands import Activation, Norm, Prepared
 
 
 def norm(stream: Tensor, delta: Tensor | None, spec: Norm, level: str | None = None) -> tuple[Tensor, Tensor]:
-    """`ops.norm` for contiguous float32 rows."""
+    """Run `ops.norm` on contiguous float32 rows. Raises ValueError where shapes do not fit."""
     weight, bias = spec.weight, spec.bias
     assert spec.prepared
     assert stream.is_contiguous()
@@ -36,7 +36,7 @@ def norm(stream: Tensor, delta: Tensor | None, spec: Norm, level: str | None = N
 
 
 def activate(x: Tensor, kind: Activation, gated: bool, level: str | None = None) -> Tensor:
-    """`ops.activate` for contiguous float32 rows."""
+    """Run `ops.activate` on contiguous float32 rows. Raises ValueError for gated rows of odd length."""
     assert x.is_contiguous()
     rows, columns = x.shape[0], x.shape[1] // (2 if gated else 1)
     if gated and x.shape[1] % 2:
@@ -48,12 +48,12 @@ def activate(x: Tensor, kind: Activation, gated: bool, level: str | None = None)
 
 
 class Table:
-    """The rows of an embedding [vocab, I]: a prepared weight, shared with the output matrix, or dense numbers."""
+    """The rows of an embedding [vocab, I]: a prepared weight, shared with the LM head, or dense numbers."""
 
     def __init__(self, table: Tensor | PackedTensor | Prepared) -> None:
         self.source = table
         self.shape = (table.shape[0], table.shape[1])
-        if isinstance(table, KernelWeight):
+        if isinstance(table, PackedWeight):
             self.native = library.Table(table.matrix)
         else:
             dense = table.dequantize() if isinstance(table, PackedTensor) else table
@@ -70,7 +70,7 @@ def embed(
     positions: Tensor | None = None,
     offset: int = 0,
 ) -> Tensor:
-    """`ops.embed`: float32 [N, I]."""
+    """Run `ops.embed`: float32 [N, I]. Raises ValueError where the tables or the positions do not fit."""
     assert ids.dtype == torch.int64
     assert positions is None or positions.dtype == torch.int64
     if position_table is not None and (position_table.shape[1] != table.shape[1] or positions is None):
@@ -78,8 +78,27 @@ def embed(
     if positions is not None and positions.shape != ids.shape:
         raise ValueError(f"{len(positions)} positions do not fit {len(ids)} ids")
     out = extension.empty((len(ids), table.shape[1]))
-    of_positions = None if position_table is None else Table(position_table)  # which holds its memory
+    of_positions = None if position_table is None else Table(position_table)  # keeps its memory alive
     at = 0 if positions is None else positions.data_ptr()
     second = None if of_positions is None else of_positions.native
     extension.call(library.embed, table.native, ids.data_ptr(), len(ids), scale, second, at, offset, out.data_ptr())
     return out
+
+
+def quantize_rows_int8(x: Tensor, level: str | None = None) -> tuple[Tensor, Tensor]:
+    """Run `ops.quantize_rows_int8` on rows that `extension.supports` accepts: x [N, I] to (codes [N, I], scale [N, 1]).
+
+    The bits equal the reference's at every level, for any thread count. `level` is for tests. Raises ValueError naming
+    the first row that holds a NaN or an infinity.
+    """
+    assert x.ndim == 2, x.shape
+    assert extension.supports("quantize_rows_int8", x.device.type, x.dtype) is None
+    x = x.contiguous()
+    codes = torch.empty(x.shape, dtype=torch.int8)  # [N, I]
+    scale = torch.empty((x.shape[0], 1), dtype=torch.float32)
+    kernel = library.quantize_rows_int8_float32 if x.dtype == torch.float32 else library.quantize_rows_int8_bfloat16
+    rows, columns = x.shape
+    bad = kernel(x.data_ptr(), rows, columns, codes.data_ptr(), scale.data_ptr(), level or extension.cpu_level())
+    if bad >= 0:
+        raise ValueError(f"row {bad} holds a NaN or an infinity: it cannot be quantized")
+    return codes, scale

@@ -1,4 +1,4 @@
-"""A model in the memory of the native kernels: where its parts go when it is loaded, and which of them cannot."""
+"""A model in the memory of the native kernels: its parts are laid out on loading, and refused ones are noted."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from attar.kernels.native.extension import Arena
 
 
-class Store:
-    """The weights of one model in kernel layout, in one memory; `activations` rounds rows where a scheme does not."""
+class CpuWeights:
+    """The weights of one model in kernel layout, in one memory; `activations` rounds rows where a scheme does not.
+
+    Raises ValueError on construction for unknown `activations`.
+    """
 
     dtype = torch.float32  # of rows, whatever is stored
 
@@ -28,10 +31,10 @@ class Store:
         self.activations = cast(Activations, activations)
         self.arena: Arena = library.Arena()
         self.refused: dict[str, str] = {}
-        """Why some linears stay with the reference, by name."""
+        """Reasons why some linear layers stay with the reference, by name."""
 
     def take(self, each: Linear) -> None:
-        """Prepare the linear's weight, or note why it cannot be."""
+        """Prepare the linear layer's weight, or note why it cannot be."""
         reason = against(each)
         if reason is None:
             prepare(each, self.arena, self.activations)
@@ -45,12 +48,13 @@ class Store:
         norm.prepared = True
 
     def table(self, table: Tensor | PackedTensor | Prepared) -> Table:
-        """An embedding to read rows of."""
+        """Return the rows of an embedding, for reading."""
         return Table(table if isinstance(table, Prepared) else _own(table))
 
 
 def _own(weight: Any) -> Any:
-    """The weight in memory of its own: what is not laid out anew may still lie on the pages of a file."""
+    """Copy the weight into memory of its own: parts that are not laid out again may still lie on the pages of a
+    file."""
     if isinstance(weight, PackedTensor):
         return PackedTensor(weight.scheme, weight.shape, {name: part.clone() for name, part in weight.parts.items()})
     return weight.clone() if isinstance(weight, Tensor) else weight

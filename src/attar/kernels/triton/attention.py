@@ -2,25 +2,26 @@
 
 A program takes one key-value head and a tile of queries: some rows of one sequence with all the H / G query heads that
 read this head, so that a key is read once for all of them. It walks over the slots with a running maximum and sum
-(Flash-attention; Dao et al. 2022), keeps what it sums unnormalised and divides once. A tile has room for the queries of
-one sequence, as many as a call has on average, from 16 to 128. Where there are fewer tiles than the card runs at once
-the slots of a sequence are split among programs (Flash-decoding), and the last to arrive merges their parts
-(`language.py`): one token of a few sequences, a tree of guesses for them, the last piece of a prompt.
+(Flash-attention; Dao et al. 2022), keeps its sums unnormalised and divides once. A tile has room for the queries of one
+sequence, as many as a call has on average, from 16 to 128. Where there are fewer tiles than the GPU runs at once, the
+slots of a sequence are split among programs (Flash-decoding), and the last to arrive merges their parts
+(`language.py`). This happens for one token of a few sequences, a tree of draft tokens for them, and the last piece of a
+prompt.
 
-Nothing is asked of the host that it would have to wait for: which rows are whose, lengths and tables are read by the
-kernel, so a recorded graph replays with new ones. The grid counts tiles from above: sequence b begins at tile
-row_starts[b] // TILE + b, which leaves room for each sequence's last, partly filled tile; tiles in excess return at
-once. How large tiles are, and how many programs share a sequence, follows from the shapes of a call, so on this device
-a row's bits may depend on how many rows and sequences are beside it.
+The launch never waits for the host: the kernel reads row starts, lengths and tables itself, so a recorded graph replays
+with new ones. The grid counts tiles from above: sequence b begins at tile row_starts[b] // TILE + b, which leaves room
+for each sequence's last, partly filled tile; tiles in excess return at once. The shapes of a call decide the size of
+tiles and the programs that share a sequence. So on this device a row's bits may depend on the rows and sequences beside
+it.
 
-Slots past a sequence's length may hold anything, even a NaN of somebody's past: their values are not read.
+Slots past a sequence's length may hold anything, even an earlier sequence's NaN: their values are not read.
 
-Pages of 8 bits have a scale for each slot, by which scores and weights are multiplied, not numbers. Of 4 bits, levels
-are looked up in a table of 16, which stays in the multiprocessor's cache.
+Pages of 8 bits have a scale for each slot, which multiplies scores and weights, not numbers. In 4 bits, levels are
+looked up in a table of 16, which stays in the multiprocessor's cache.
 
-Who sees whom is as in `ops.attention`. A tile of keys lies within one block, since it divides it. Of a tree of guesses
-only a sequence's own rows need its mask: they are walked over apart, in narrow tiles, so that what the mask takes of
-the registers is not taken from the walk over thousands of slots before them.
+Visibility is that of `ops.attention`. A tile of keys lies within one block, since it divides it. In a tree of draft
+tokens only a sequence's own rows need its mask. They are walked over separately, in narrow tiles, so that the mask's
+registers are not taken from the walk over the thousands of slots before them.
 """
 
 from __future__ import annotations
@@ -33,21 +34,20 @@ from attar.kernels.triton import nibbles
 from attar.kernels.triton.backend import same_device
 from attar.kernels.triton.language import ACCUMULATE, arrive_last, counters, kernel, next_power, nothing, processors, tl
 from attar.kernels.triton.pages import NibblePages, PlainPages
-from attar.kv.pages import Placement
+from attar.kv.pages import AttentionMetadata
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-FEW, MANY = 16, 128  # queries of a tile: the tensor cores' least, and what registers have room for
+FEW, MANY = 16, 128  # queries of a tile: the tensor cores' least, and as many as registers hold
 SLOTS = 64  # keys of a tile
-NARROW = tl.constexpr(16)  # keys of a tile that has a mask, each of whose numbers is read by itself
-LEAST = 256  # slots that a split is worth to 16 queries, whose part it writes and another reads: a guess, not measured
+NARROW = tl.constexpr(16)  # keys of a tile with a mask, whose numbers are each read by themselves
+LEAST = 256  # slots that are worth a split to 16 queries, whose part is written and read again: a guess, not measured
 
 
 @kernel
 def _tile(
     starts: tl.tensor, sequences: tl.tensor, ROWS: tl.constexpr, BLOCK_B: tl.constexpr, TREE: tl.constexpr
 ) -> tl.tensor:
-    """Of this program's tile: its sequence, its first row, the sequence's rows [first, end), and where in the masks of
-    a tree the sequence's begins."""
+    """Return this program's sequence, first row, the sequence's rows [first, end), and where its tree mask begins."""
     each = tl.arange(0, BLOCK_B)
     known = each < sequences
     first = tl.load(starts + each, mask=known, other=0)
@@ -64,7 +64,7 @@ def _tile(
 def _widened(
     pages: tl.tensor, place: tl.tensor, held: tl.tensor, levels: tl.tensor, S: tl.constexpr, D: tl.constexpr
 ) -> tl.tensor:
-    """The levels, int8 [S, D], of slots in 4 bits."""
+    """Return the levels, int8 [S, D], of slots in 4 bits."""
     j = tl.arange(0, D // 2)
     packed = tl.load(pages + place[:, None] * (D // 2) + j[None, :], mask=held[:, None], other=0).to(tl.int32)
     both = tl.join(tl.load(levels + (packed & 15)), tl.load(levels + (packed >> 4)))  # [S, D / 2, 2]
@@ -81,8 +81,11 @@ def _see(
     BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr, FOUR: tl.constexpr,
     PLACED: tl.constexpr, BRANCHES: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Maximum, mass and sum of a tile of queries, with BLOCK_S slots from `slot` on taken in. From slot `own` on they
-    are the sequence's own rows, which with BRANCHES see one another as the masks at `branches` say."""
+    """Return maximum, mass and sum of a tile of queries, with BLOCK_S slots from `slot` on taken in.
+
+    From slot `own` on they are the sequence's own rows, which with BRANCHES see one another as the masks at `branches`
+    say.
+    """
     NONE: tl.constexpr = 0 if keys.dtype.element_ty == tl.int8 else 0.0
     d, s = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
     block = tl.load(table + slot // BLOCK).to(tl.int64)
@@ -161,7 +164,7 @@ def _attend(
     mass = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     table, own, branches, edge = tables + b * width, length - (last - first), tree + mask_at, end
-    if TREE:  # tiles of whole numbers of slots in which nobody branches
+    if TREE:  # tiles of whole numbers of slots without branches
         edge = tl.maximum(tl.minimum(own // BLOCK_S * BLOCK_S, end), begin)
     for slot in range(begin, edge, BLOCK_S):
         top, mass, acc = _see(
@@ -202,24 +205,24 @@ def _attend(
     tl.store(out + q_at, acc.to(out.dtype.element_ty), mask=q_mask)
 
 
-def paged_attention(q: Tensor, pages: PlainPages, place: Placement, form: AttentionForm) -> Tensor:
-    """`ops.paged_attention` of queries [N, H, D] over plain pages, without the mass: [N, H * D]. Over those in 4 bits
-    queries and results are coordinates.
+def paged_attention(q: Tensor, pages: PlainPages, place: AttentionMetadata, form: AttentionForm) -> Tensor:
+    """Run `ops.paged_attention` on queries [N, H, D] over plain pages, without the mass: [N, H * D].
 
-    Raises ValueError where shapes or devices do not fit. Lengths and tables are read by the kernel and not checked.
+    Over pages in 4 bits, queries and results are coordinates. Raises ValueError where shapes or devices do not fit.
+    Lengths and tables are read by the kernel and not checked.
     """
     if (pages.kv_heads, pages.head_dim) != (form.kv_heads, form.head_dim):
         raise ValueError(
             f"the pages hold {pages.kv_heads} heads of {pages.head_dim} columns, not {form.kv_heads} of {form.head_dim}"
         )
-    rows, sequences, width = len(q), len(place.lengths), place.tables.shape[1]
+    rows, sequences, width = len(q), len(place.lengths), place.block_tables.shape[1]
     if q.shape[1:] != (form.heads, form.head_dim) or place.positions.shape != (rows,):
         raise ValueError(f"queries are {list(q.shape)}, not [rows, {form.heads}, {form.head_dim}] with a position each")
-    if place.row_starts.shape != (sequences + 1,) or len(place.tables) != sequences:
+    if place.row_starts.shape != (sequences + 1,) or len(place.block_tables) != sequences:
         raise ValueError(f"{sequences} sequences need as many block tables, and a start of rows each, and the end")
     if (form.window is not None and form.window < 1) or (form.soft_cap is not None and not form.soft_cap > 0):
         raise ValueError("a window and a soft cap are greater than zero")
-    same_device(q, pages.keys, place.positions, place.tables, place.lengths, place.key_positions, place.tree)
+    same_device(q, pages.keys, place.positions, place.block_tables, place.lengths, place.key_positions, place.tree)
     q, none = q.contiguous(), nothing(q.device)
     out = q.new_empty((rows, form.heads * form.head_dim))
     if not rows:
@@ -230,7 +233,7 @@ def paged_attention(q: Tensor, pages: PlainPages, place: Placement, form: Attent
     queries = max(FEW, min(many, next_power(own * share)), next_power(share))
     tile = queries // share
     scaled, four = pages.key_scales is not None, isinstance(pages, NibblePages)
-    wanted = SLOTS // 2 if four and queries < many else SLOTS  # codes on their way to numbers take registers
+    wanted = SLOTS // 2 if four and queries < many else SLOTS  # widening codes takes registers
     slots = min(wanted, pages.block & -pages.block)  # a power of two that divides the block
     tiles = sequences * -(-own // tile) * form.kv_heads
     splits = _splits(tiles, width * pages.block * FEW // queries, processors(q.device))
@@ -242,7 +245,7 @@ def paged_attention(q: Tensor, pages: PlainPages, place: Placement, form: Attent
         extremes = torch.empty((*parts, 2, queries), dtype=torch.float32, device=q.device)
     _attend[grid](
         q, pages.keys, pages.values, pages.key_scales if scaled else none, pages.value_scales if scaled else none, out,
-        sums, extremes, counters(q.device), place.row_starts, place.lengths, place.tables, place.positions,
+        sums, extremes, counters(q.device), place.row_starts, place.lengths, place.block_tables, place.positions,
         none if place.key_positions is None else place.key_positions,
         none if place.tree is None else place.tree.view(torch.uint8), sequences, width,
         nibbles.tables(q.device)[0] if four else none, form.scale,
@@ -256,8 +259,10 @@ def paged_attention(q: Tensor, pages: PlainPages, place: Placement, form: Attent
 
 
 def _splits(tiles: int, slots: int, processors: int) -> int:
-    """Programs for each tile of queries: a power of two, two programs a multiprocessor in all. `slots` are those that
-    16 queries would be as much work with."""
+    """Return the programs for each tile of queries: a power of two, two programs a multiprocessor in all.
+
+    `slots` is the number whose work for 16 queries equals that of a tile.
+    """
     splits = 1
     while tiles * splits * 2 <= 2 * processors and slots >= 2 * LEAST * splits:
         splits *= 2

@@ -1,7 +1,7 @@
-"""Whether Triton's kernels run here, and on what; nothing of Triton is imported before one does.
+"""Availability of Triton's kernels on this machine. Nothing of Triton is imported before a kernel is needed.
 
 Under `TRITON_INTERPRET=1`, Triton's own flag, the kernels are interpreted, and this backend takes tensors in ordinary
-memory and no others. That is how the kernels are tested where there is no GPU, and too slow for anything else.
+memory and no others. The kernels are tested in this way without a GPU; it is too slow for anything else.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OLDEST = (8, 0)  # Ampere: bfloat16 in the tensor cores
 
 OPS = frozenset({"embed", "norm", "linear", "activate", "write_kv", "paged_attention", "argmax"})
-"""The operations that exist in Triton."""
+"""Operations that exist in Triton."""
 
 
 def interpreted() -> bool:
-    """Whether kernels are interpreted, on tensors in ordinary memory."""
+    """Return whether kernels are interpreted, on tensors in ordinary memory."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def kind_of(device: torch.device | str) -> str:
-    """`cuda` of `cuda:1`. Text is cut by hand: making a device of it is what a recording of native calls refuses."""
+    """Return the device type, `cuda` of `cuda:1`. Text is split here: a recording of native calls refuses to make
+    devices."""
     return device.type if isinstance(device, torch.device) else device.partition(":")[0]
 
 
 def takes(device: torch.device | str) -> bool:
-    """Whether tensors of this device are this backend's."""
+    """Return whether this backend takes tensors of this device."""
     return kind_of(device) == ("cpu" if interpreted() else "cuda")
 
 
 def supports(op: str, device: str, dtype: torch.dtype) -> str | None:
-    """The reason why `op` cannot run in Triton on rows of `dtype` on a `device` type, or None where it can."""
+    """Return why `op` cannot run in Triton on rows of `dtype` on a `device` type, or None where it can."""
     if op not in OPS:
         return "has no Triton kernel"
     if not takes(device):
@@ -48,7 +49,7 @@ def supports(op: str, device: str, dtype: torch.dtype) -> str | None:
 
 @functools.cache
 def unavailable() -> str | None:
-    """The reason why no kernel can run in this process, or None where they do."""
+    """Return why no kernel can run in this process, or None where they do."""
     if not interpreted() and not torch.cuda.is_available():
         built = "" if torch.version.cuda else ": this build of torch is for CPUs alone"
         return f"torch finds no CUDA device{built}"
@@ -60,7 +61,7 @@ def unavailable() -> str | None:
 
 
 def require(device: torch.device | str) -> None:
-    """Raises ValueError, a sentence for whoever asked for it, where `device` is no CPU and cannot be computed on."""
+    """Raise ValueError, with a message for users, where `device` is no CPU and attar cannot compute on it."""
     kind = kind_of(device)
     if kind == "cpu":
         return
@@ -76,7 +77,7 @@ def require(device: torch.device | str) -> None:
 
 
 def same_device(*tensors: Tensor | None) -> None:
-    """Raises ValueError where tensors of one call lie on several devices."""
+    """Raise ValueError where tensors of one call lie on several devices."""
     devices = {tensor.device for tensor in tensors if tensor is not None}
     if len(devices) > 1:
         raise ValueError(f"one kernel, several devices: {', '.join(sorted(map(str, devices)))}")

@@ -1,11 +1,11 @@
-"""`ops.write_kv` in Triton: norms of heads, rotation and the writing of keys and values, one launch for all three.
+"""`ops.write_kv` in Triton: norms of heads, rotation and the writing of keys and values, in one launch.
 
 One program takes one head of one row: a few hundred bytes, so it is a single warp. The partner of a rotated number is
-read a second time rather than moved between lanes, which for a head of 128 costs nothing that can be seen. In 4 bits
-heads are turned into coordinates before they are stored, queries with them (`nibbles.py`).
+read a second time rather than moved between lanes, which for a head of 128 has no visible cost. In 4 bits heads, and
+queries with them, are turned into coordinates before they are stored (`nibbles.py`).
 
-Slots, like everything in a `Placement`, are read when the kernel runs and are not checked: looking at them would stop
-the device. Whoever makes placements (`model.cache`) makes only slots that exist.
+Slots, like everything in a `AttentionMetadata`, are read when the kernel runs and are not checked: checking them would
+stop the device. The maker of placements (`model.cache`) makes only slots that exist.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from attar.kernels.triton.language import kernel, next_power, nothing, tl
 from attar.kernels.triton.nibbles import put_nibbles, turned
 from attar.kernels.triton.pages import NibblePages, PlainPages
 from attar.kernels.triton.rows import ROUND
-from attar.kv.pages import Placement, Rotation
+from attar.kv.pages import AttentionMetadata, Rotation
 
 
 @kernel
@@ -28,7 +28,7 @@ def _head(
     source: tl.tensor, weight: tl.tensor, cos: tl.tensor, sin: tl.tensor, eps: tl.tensor, offset: tl.tensor,
     NORM: tl.constexpr, OFFSET: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A head normed and rotated, rounded to its dtype as `ref` rounds it, in float32 [BLOCK]."""
+    """Return a head normed and rotated, rounded to its dtype like `ref`'s, in float32 [BLOCK]."""
     d = tl.arange(0, BLOCK)
     x = tl.load(source + d, mask=d < D, other=0.0)
     dtype: tl.constexpr = x.dtype
@@ -60,7 +60,7 @@ def _put(
     wide: tl.tensor, pages: tl.tensor, scales: tl.tensor, place: tl.tensor, SCALED: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A head [BLOCK] float32 to its slot, as it is or as codes with a scale."""
+    """Write a head [BLOCK] float32 to its slot, unrounded or as codes with a scale."""
     d = tl.arange(0, BLOCK)
     if SCALED:
         finite = tl.sum(tl.where(tl.abs(wide) < float("inf"), 0, 1), 0) == 0
@@ -122,12 +122,12 @@ def write_kv(
     k: Tensor,
     v: Tensor,
     pages: PlainPages,
-    place: Placement,
+    place: AttentionMetadata,
     rotation: Rotation | None = None,
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
 ) -> Tensor:
-    """`ops.write_kv` into pages of any kind here; the norms are RMSNorms that differ in nothing but the weight.
+    """Run `ops.write_kv` on pages of any kind here; the two norms are RMSNorms that differ in the weight alone.
 
     Raises ValueError where shapes, strides or devices do not fit.
     """
@@ -137,7 +137,7 @@ def write_kv(
             raise ValueError(
                 f"{name} is {list(heads_of.shape)}, not {[rows, count, pages.head_dim]} with heads together"
             )
-    if place.slots.shape != (rows,) or (rotation is not None and rotation.rows.shape != (rows,)):
+    if place.slot_mapping.shape != (rows,) or (rotation is not None and rotation.rows.shape != (rows,)):
         raise ValueError(f"{rows} rows need as many slots and angles")
     if (q_norm is None) != (k_norm is None):
         raise ValueError("queries and keys are normed both or neither")
@@ -153,14 +153,14 @@ def write_kv(
         cos, sin, turns, half = rotation.cos, rotation.sin, rotation.rows, rotation.cos.shape[1]
         if not 0 < 2 * half <= size:
             raise ValueError(f"{2 * half} columns cannot turn in heads of {size}")
-    same_device(q, k, v, pages.keys, place.slots, cos, weights[0], weights[1])
+    same_device(q, k, v, pages.keys, place.slot_mapping, cos, weights[0], weights[1])
     out = torch.empty((rows, heads, size), dtype=q.dtype, device=q.device)
     scaled, four = pages.key_scales is not None, isinstance(pages, NibblePages)
     tables = nibbles.tables(q.device) if four else (none, none, none)
     if rows:
         _write[(rows, heads + 2 * pages.kv_heads)](
             q, k, v, out, pages.keys, pages.values, pages.key_scales if scaled else none,
-            pages.value_scales if scaled else none, *weights, cos, sin, turns, place.slots, *tables,
+            pages.value_scales if scaled else none, *weights, cos, sin, turns, place.slot_mapping, *tables,
             nibbles.share(size), nibbles.entry(size) if four else 1.0, q.stride(0), k.stride(0), v.stride(0),
             pages.block, eps, offset, H=heads, G=pages.kv_heads, NORM=q_norm is not None, OFFSET=offset != 0,
             SCALED=scaled, FOUR=four, HALF=half, D=size, BLOCK=next_power(size), num_warps=1,

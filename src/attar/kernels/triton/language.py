@@ -1,15 +1,15 @@
-"""Triton, imported in one place, and what several kernels share.
+"""Triton, imported in one place, and functions that several kernels share.
 
-Only modules that hold kernels import this one, and `backend.py` imports those when a kernel is first wanted: who has no
-GPU never pays for Triton, nor needs it.
+Only modules that hold kernels import this one, and `backend.py` imports those when a kernel is first needed: without a
+GPU, Triton is neither loaded nor required.
 
-Kernels are annotated for readers as much as for Triton: `tl.tensor` is a pointer or a number given at the launch,
-`tl.constexpr` a number that the code is compiled for.
+Annotations serve readers as much as Triton: `tl.tensor` is a pointer or a number given at the launch, `tl.constexpr` a
+number that the code is compiled for.
 
-Split sums. Where an output tile alone would leave most of the card idle, several programs share its inputs, each writes
-a partial sum, and the last to arrive adds them up, in their order, so that equal calls give equal bits. It costs no
-second launch, which at batch 1 would cost as much as the product itself. Who is last is counted in memory that starts
-as zeros and that the last program sets back to zero, which holds for launches of one stream, one after another.
+Split sums. Where an output tile alone would leave most of the GPU idle, several programs share its inputs. Each writes
+a partial sum, and the last to arrive adds them up, in their order, so equal calls give equal bits. It costs no second
+launch, which at batch 1 would cost as much as the product itself. Arrivals are counted in memory that starts as zeros
+and that the last program sets back to zero, which is correct for launches of one stream, one after another.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ ACCUMULATE = "ieee"  # float32 products in float32: the default would round thei
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """A function in Triton's language: launched as `f[grid](...)`, or called by another."""
+    """Compile a function in Triton's language: launched as `f[grid](...)`, or called by another."""
     return triton.jit(function)
 
 
 @kernel
 def arrive_last(counters: tl.tensor, tile: tl.tensor, SPLITS: tl.constexpr) -> tl.tensor:
-    """Whether all other programs of a tile have stored their parts, which this one may then read.
+    """Return whether all other programs of a tile have stored their parts, which this one may then read.
 
-    The barrier puts the stores of all threads before the one thread's count, and acquire-release makes those of the
-    other programs visible behind it.
+    The barrier puts the stores of all threads before the one thread's count, and acquire-release makes the other
+    programs' stores visible behind it.
     """
     tl.debug_barrier()
     last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
@@ -63,20 +63,22 @@ def arrive_last(counters: tl.tensor, tile: tl.tensor, SPLITS: tl.constexpr) -> t
 
 @functools.cache
 def counters(device: torch.device) -> Tensor:
-    """Zeros to count arrivals in, for the launches of one stream."""
+    """Return zeros to count arrivals in, for the launches of one stream."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 @functools.cache
 def nothing(device: torch.device) -> Tensor:
-    """What is passed for an operand that a kernel is compiled to do without."""
+    """Return a placeholder for an operand that a kernel is compiled without."""
     return torch.zeros(1, device=device)
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """How many programs run side by side at least: the card's multiprocessors; of the interpreter, as if there were 4,
-    so that small shapes take every way."""
+    """Return how many programs run side by side at least: the GPU's multiprocessors.
+
+    The interpreter counts 4, so that small shapes take every path.
+    """
     if backend.interpreted():
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -84,10 +86,10 @@ def processors(device: torch.device) -> int:
 
 @functools.cache
 def device_name(device: torch.device) -> str:
-    """What tuning tables call the card; nothing in the interpreter."""
+    """Return the GPU's name in tuning tables; empty in the interpreter."""
     return "" if backend.interpreted() else torch.cuda.get_device_name(device)
 
 
 def next_power(number: int) -> int:
-    """The smallest power of two that is no smaller."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()

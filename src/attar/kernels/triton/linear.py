@@ -1,7 +1,7 @@
-"""`ops.linear` of weights that Triton's kernels read: what rows become before the product, and which product it is.
+"""`ops.linear` of weights that Triton's kernels read: the rounding of rows, and the choice of the product.
 
-Linears that read the same rows in the same way are one product: a launch costs as much as 10 MB of weights, and at
-batch 1 a third of the launches would be for q, k and v.
+Linear layers that read the same rows in the same way are one product: a launch costs as much as 10 MB of weights, and
+at batch 1 a third of the launches would be for q, k and v.
 
 Shapes: N rows, I input columns, O output columns.
 """
@@ -21,7 +21,7 @@ from attar.kernels.triton.weights import TritonWeight, side_by_side
 
 
 def linear(x: Tensor, linears: Sequence[Linear]) -> Tensor:
-    """`ops.linear` for rows x [N, I] and prepared weights. Raises ValueError where the rows do not fit."""
+    """Run `ops.linear` on rows x [N, I] and prepared weights. Raises ValueError where the rows do not fit."""
     if x.shape[1] != linears[0].shape[1]:
         raise ValueError(f"{linears[0].name} takes rows of {linears[0].shape[1]} columns, not {x.shape[1]}")
     out, at = x.new_empty((len(x), sum(each.shape[0] for each in linears))), 0
@@ -61,7 +61,7 @@ def _multiply(x: Tensor, weight: TritonWeight, bias: Tensor | None, each: Linear
 
 
 def _inputs(each: Linear) -> tuple[object, ...]:
-    """What linears must share to see the same rows."""
+    """Return the properties that linear layers must share to read the same rows."""
     return tuple(
         None if t is None else t.data_ptr() for t in (each.permutation, each.input_scale, each.activation_scale)
     )
@@ -76,7 +76,7 @@ def _rows(x: Tensor, each: Linear) -> Tensor:
 
 
 def _bias(linears: Sequence[Linear], x: Tensor) -> Tensor | None:
-    """The biases side by side."""
+    """Return the biases side by side."""
     if len(linears) == 1 or all(each.bias is None for each in linears):
         return linears[0].bias
     parts = [x.new_zeros(each.shape[0]) if each.bias is None else each.bias.to(x.dtype) for each in linears]

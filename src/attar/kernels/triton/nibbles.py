@@ -1,18 +1,18 @@
-"""Keys and values in 4 bits: the scheme `int4` of `kv/schemes.py`, as Triton's kernels keep it.
+"""KV cache in 4 bits: the scheme `int4` of `kv/schemes.py` in the layout of Triton's kernels.
 
-The coordinates are those of `kv/bit_planes.py`: heads rotated, a scale for each token, sixteen levels, and of eight
-candidates for the scale the one that leaves the least error, rounded to bfloat16 before codes are chosen. Where those
-planes suit int8 products of one vector register, a byte here holds coordinates j and D / 2 + j of one token, so a
+The coordinates are those of `kv/bit_planes.py`. Heads are rotated, with a scale for each token and sixteen levels. Of
+eight candidates for the scale, the one with the least error is taken, rounded to bfloat16 before codes are chosen.
+Those planes suit int8 products of one vector register; here a byte holds coordinates j and D / 2 + j of one token, so a
 token is one piece of memory and the tensor cores get rows.
 
 Rotating, rounding and packing are parts of the one kernel that writes pages (`kv_write.py`), which has the head in its
 registers anyway. Hadamard's matrix is never read: a product with it is log2(D) rounds in which neighbours become their
-sum, which goes to the lower half, and their difference, which goes to the upper. After as many rounds as places have
-bits every number is where it belongs. The sums are those of the matrix product in another order, so a coordinate may
-differ from the reference's in its last bits; codes are then chosen by the reference's arithmetic, to the bit.
+sum, which goes to the lower half, and their difference, which goes to the upper. After as many rounds as an index has
+bits every number is in its place. The sums are those of the matrix product in another order, so a coordinate may differ
+from the reference's in its last bits; codes are then chosen by the reference's arithmetic, to the bit.
 
-What attention mixes comes back as coordinates and is turned by the same rounds, in a launch of its own. Not done: that
-in the attention's, where a tile of a prompt would cross shared memory seven times.
+Attention's result comes back as coordinates and is turned by the same rounds, in a launch of its own. Not done: turning
+it in the attention's launch, where a tile of a prompt would cross shared memory seven times.
 """
 
 from __future__ import annotations
@@ -37,26 +37,29 @@ SMALLEST = tl.constexpr(bit_planes.SMALLEST)
 
 @functools.cache
 def tables(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The level of each code, int8 [16]; the code of each integer from -127 to 127, uint8 [255]; the candidates for a
-    scale, float32 [8], as shares of the root mean square."""
+    """Return the tables of codes on the device.
+
+    They are the level of each code, int8 [16]; the code of each integer from -127 to 127, uint8 [255]; and the
+    candidates for a scale, float32 [8], as shares of the root mean square.
+    """
     levels, nearest = bit_planes.tables()
     return levels[BITS, :16].to(device), nearest[BITS].to(device), torch.tensor(bit_planes.STEPS, device=device)
 
 
 @functools.cache
 def entry(size: int) -> float:
-    """The size of every number of Hadamard's matrix."""
+    """Return the magnitude of the entries of Hadamard's matrix."""
     return float(bit_planes.hadamard(size)[0, 0])
 
 
 def share(size: int) -> float:
-    """What a coordinate of a head counts in the root mean square, as `planes.Basis.shares` of equal bits."""
+    """Return a coordinate's share in the root mean square of a head, like `bit_planes.Basis.shares` of equal bits."""
     return float(1.0 / (UNIT * size**0.5))
 
 
 @kernel
 def turned(x: tl.tensor, each: tl.tensor, D: tl.constexpr) -> tl.tensor:
-    """x [D] float32 times Hadamard's matrix, whose numbers are `each` or its negative."""
+    """Multiply x [D] float32 by Hadamard's matrix, whose entries are `each` or its negative."""
     for place in tl.static_range(16):
         if (1 << place) < D:
             a, b = tl.split(tl.reshape(x, (D // 2, 2)))
@@ -66,7 +69,7 @@ def turned(x: tl.tensor, each: tl.tensor, D: tl.constexpr) -> tl.tensor:
 
 @kernel
 def _to_bfloat16(x: tl.tensor) -> tl.tensor:
-    """The bfloat16 nearest to a float32 that is not negative, of two the even one, as float32."""
+    """Return the bfloat16 nearest to a nonnegative float32, ties to even, as float32."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
 
@@ -76,7 +79,7 @@ def put_nibbles(
     coordinates: tl.tensor, pages: tl.tensor, scales: tl.tensor, place: tl.tensor, levels: tl.tensor,
     nearest: tl.tensor, steps: tl.tensor, share: tl.tensor, D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Coordinates [D] float32 to a slot, as codes and their scale."""
+    """Write coordinates [D] float32 to a slot, as codes and their scale."""
     HALF: tl.constexpr = D // 2
     side, j = tl.arange(0, 2), tl.arange(0, HALF)
     y = tl.reshape(coordinates, (2, HALF))
@@ -108,7 +111,7 @@ def _turn(mixed: tl.tensor, each: tl.tensor, D: tl.constexpr) -> None:
 
 
 def turn_back(mixed: Tensor, pages: NibblePages) -> Tensor:
-    """Mixtures [N, H * D] of values' coordinates to mixtures of values, in their place."""
+    """Turn mixtures [N, H * D] of values' coordinates into mixtures of values, in their place."""
     assert mixed.is_contiguous()
     same_device(mixed, pages.values)
     if len(mixed):

@@ -1,8 +1,8 @@
-"""Keys and values in blocks, as Triton's kernels want them: rows of D numbers, nothing interleaved.
+"""KV cache blocks in the layout of Triton's kernels: rows of D numbers, nothing interleaved.
 
-The CPU kernels' layout (`kernels.pages`) puts 16 slots side by side for dot products of one vector register. Tensor
-cores take matrices whose rows lie together, of keys and of values alike, and a token's key is then one piece of memory
-to write. Tables, slots and placements are the same. Plain torch: who reads a cache of this kind is known by its class.
+The CPU kernels' layout (`kv.pages`) puts 16 slots side by side for dot products of one vector register. Tensor cores
+take matrices whose rows lie together, of keys and of values alike, and a token's key is then one piece of memory to
+write. Tables, slots and placements are the same. Plain torch: the class of a cache tells its reader.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Self
 import torch
 
 from attar.kv.bit_planes import rotation
-from attar.kv.pages import RUN, Bases, Pages
+from attar.kv.pages import RUN, Bases, PagedKV
 from attar.kv.schemes import KvScheme
 
 SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn)
@@ -21,17 +21,17 @@ PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *SCALED_DTYPES)
 
 
 @dataclass(eq=False)
-class PlainPages(Pages):
-    """The blocks of one layer: keys and values [blocks, G, block, D], and of codes in 8 bits scales [blocks, G,
+class PlainPages(PagedKV):
+    """The blocks of one layer: keys and values [blocks, G, block, D]; with 8-bit codes also scales [blocks, G,
     block]."""
 
     @classmethod
     def make(
         cls, blocks: int, block: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str = "cpu"
     ) -> Self:
-        """Blocks of `block` slots, all zeros.
+        """Make blocks of `block` slots, all zeros.
 
-        Raises ValueError where the slots are no multiple of 16, or numbers of `dtype` cannot be kept.
+        Raises ValueError where the slots are no multiple of 16, or numbers of `dtype` cannot be stored.
         """
         if block < RUN or block % RUN:
             raise ValueError(f"a block holds a multiple of {RUN} slots, not {block}")
@@ -53,13 +53,13 @@ class PlainPages(Pages):
 
 @dataclass(eq=False)
 class NibblePages(PlainPages):
-    """The same in 4 bits (`nibbles.py`): keys and values uint8 [blocks, G, block, D / 2], scales [blocks, G, block]."""
+    """Pages in 4 bits (`nibbles.py`): keys and values uint8 [blocks, G, block, D / 2], scales [blocks, G, block]."""
 
     @classmethod
     def rotated(
         cls, blocks: int, block: int, kv_heads: int, head_dim: int, scheme: KvScheme, device: str = "cpu"
     ) -> Self:
-        """Blocks of `block` slots, all zeros, of heads in the coordinates of `planes.rotation`.
+        """Make blocks of `block` slots, all zeros, of heads in the coordinates of `bit_planes.rotation`.
 
         Raises ValueError where the slots are no multiple of 16, or the columns no power of two from 32 on.
         """

@@ -1,8 +1,8 @@
 """Norms, activations and rows rounded to int8 or float8, in Triton. Shapes: N rows, I columns.
 
 Each is bound by memory, so each reads its rows once and writes them once, with a row in the registers of one program: a
-row's bits depend on that row alone. Arithmetic is in float32; what is rounded to the rows' own dtype on the way is what
-`ref` rounds there: the sum with the residual, and an RMSNorm before its weight.
+row's bits depend on that row alone. The arithmetic is float32, with the intermediate roundings of `ref` to the rows'
+own dtype: the sum with the residual, and an RMSNorm before its weight.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attar.kernels.triton.backend import same_device
 from attar.kernels.triton.language import kernel, next_power, nothing, tl
 
 LONGEST = 1 << 16  # columns of a row that one program can hold
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and taken away, it rounds a float32 below 2^22 half to even
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and subtracted, it rounds a float32 below 2^22 half to even
 KINDS = ("silu", "relu", "gelu", "gelu_tanh")
 
 
@@ -49,7 +49,7 @@ def _norm(
 
 
 def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tensor]:
-    """`ops.norm` of rows [..., I] of one dtype. Raises ValueError where shapes or devices do not fit."""
+    """Run `ops.norm` on rows [..., I] of one dtype. Raises ValueError where shapes or devices do not fit."""
     columns = stream.shape[-1]
     if any(each is not None and each.shape != (columns,) for each in (spec.weight, spec.bias)):
         raise ValueError(f"{spec.name}: rows of {columns} columns do not fit a norm over {spec.weight.numel()}")
@@ -73,7 +73,8 @@ def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tens
 
 @kernel
 def _act(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Of float32. Half of 1 + tanh(y) is 1 / (1 + exp(-2 y)), which is exact where the sum would cancel."""
+    """Apply an activation to float32. (1 + tanh(y)) / 2 is 1 / (1 + exp(-2 y)), which is exact where the sum would
+    cancel."""
     if KIND == "silu":
         return x / (1.0 + tl.exp(-x))
     elif KIND == "relu":
@@ -101,7 +102,7 @@ def _activate(
 
 
 def activate(x: Tensor, kind: Activation, gated: bool) -> Tensor:
-    """`ops.activate` of rows [N, I]. Raises ValueError for gated rows of odd length."""
+    """Run `ops.activate` on rows [N, I]. Raises ValueError for gated rows of odd length."""
     assert kind in KINDS
     if gated and x.shape[1] % 2:
         raise ValueError(f"gated rows have two halves: {x.shape[1]} columns are odd")
@@ -143,11 +144,11 @@ def _round_rows(
 
 
 def round_rows(x: Tensor, dtype: torch.dtype, fixed: Tensor | None = None, group: int = 0) -> tuple[Tensor, Tensor]:
-    """Rows x [N, I] to codes [N, I], int8 or float8_e4m3fn, and scales float32 [N]: x = code * scale.
+    """Round rows x [N, I] to codes [N, I], int8 or float8_e4m3fn, and scales float32 [N]: x = code * scale.
 
-    One scale a row, of which the grid of `formats` is half the span: max|x| / 127.5 or / 448; or `fixed` [1] for all.
-    A row that holds a NaN or an infinity gets the scale NaN, which nothing that follows can lose. With a `group` each
-    so many columns of a row, a divisor of I, have a scale of their own: [N, I / group].
+    Each row has one scale by the rule of `formats`, max|x| over half the span (127.5 or 448); or `fixed` [1] serves
+    all. A row that holds a NaN or an infinity gets the scale NaN, which nothing later can lose. With a `group`, a
+    divisor of I, each group of columns has its own scale: [N, I / group]. Raises ValueError for rows that are too long.
     """
     if group:
         codes, scales = round_rows(x.reshape(-1, group), dtype, fixed)

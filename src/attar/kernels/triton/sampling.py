@@ -1,10 +1,10 @@
-"""What sampling asks of every logit, in Triton: the largest.
+"""Argmax over logits, in Triton.
 
-`argmax` is the choice of a greedy request and the ground of every other. A row of 128,000 logits is shared out among
-programs, each of which leaves the best of its share as one integer whose order is the order wanted: the number's bits,
-made monotone, above the place counted down, so that of equals the first wins; a NaN is above everything.
+`argmax` is the choice of a greedy request and the basis of every other. A row of 128,000 logits is shared out among
+programs. Each leaves the best of its share as one integer in the wanted order: the number's bits, made monotone, above
+the index counted down. So the first among equals wins, and a NaN is above everything.
 
-Numbers to draw with come from the host: they follow from a request's seed and the token's index alone
+Random numbers for sampling come from the host: they follow from a request's seed and the token's index alone
 (`sampling/sampler.py`), so they are known before the logits are.
 """
 
@@ -47,7 +47,7 @@ def _argmax(
 
 
 def argmax(rows: Tensor) -> Tensor:
-    """`ops.argmax` of rows [B, V], of which numbers lie side by side: int64 [B]."""
+    """Run `ops.argmax` on rows [B, V] whose numbers lie side by side: int64 [B]."""
     assert rows.ndim == 2
     assert rows.stride(1) == 1
     assert rows.shape[1] > 0

@@ -1,7 +1,7 @@
-"""A model in a GPU's memory: where its parts go when it is loaded, and which of them the kernels cannot multiply by.
+"""A model in a GPU's memory: its parts move there on loading, and weights without a kernel are noted.
 
-Each part moves as it is read, so that ordinary memory never holds more than one. The numbers stay those of the model's
-dtype: unlike on CPUs, where rows are float32, a GPU computes in bfloat16 or float16, with sums in float32.
+Each part moves as it is read, so that ordinary memory never holds more than one. The numbers keep the model's dtype:
+unlike on CPUs, where rows are float32, a GPU computes in bfloat16 or float16, with sums in float32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attar.kernels.operands import Linear, Norm, Prepared
 from attar.kernels.triton.weights import NIBBLES, TritonWeight, against, prepare
 
 
-class TritonStore:
+class GpuWeights:
     """The weights of one model in the layout of Triton's kernels, on `device`; dense ones in `dtype`."""
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:
@@ -26,12 +26,12 @@ class TritonStore:
         if self.device.index is not None:
             torch.cuda.set_device(self.device)  # Triton launches on the current one
         self.refused: dict[str, str] = {}
-        """Why some linears stay with the reference, by name: rows that they round in a way of their own."""
+        """Reasons why some linear layers stay with the reference, by name: they round rows in a way of their own."""
         self.widened: dict[str, str] = {}
-        """Why some linears have their numbers written out in the model's dtype, by name: no kernel knows the codes."""
+        """Reasons why some linear layers are dequantized to the model's dtype, by name: no kernel reads the codes."""
 
     def take(self, each: Linear) -> None:
-        """Move the linear, and prepare its weight, or note why it cannot be."""
+        """Move the linear layer, and prepare its weight, or note why it cannot be."""
         stored = each.weight
         each.weight, each.dense = _moved(stored, self.device), None
         for name in ("bias", "permutation", "input_scale", "activation_scale", "adapter"):
@@ -53,7 +53,7 @@ class TritonStore:
         norm.prepared = True
 
     def table(self, table: Tensor | PackedTensor | Prepared) -> TritonTable:
-        """An embedding to read rows of."""
+        """Return the rows of an embedding, for reading."""
         if isinstance(table, PackedTensor):
             own = Linear("embedding", _moved(table, self.device))
             if against(own) is not None or not isinstance(table.scheme.weight, Grid):
@@ -68,7 +68,7 @@ class TritonStore:
 
 
 class TritonTable:
-    """The rows of an embedding [vocab, I]: a weight of its own, or the output matrix of a tied model."""
+    """The rows of an embedding [vocab, I]: a weight of its own, or the LM head of a tied model."""
 
     def __init__(self, weight: TritonWeight) -> None:
         self.weight = weight
@@ -84,7 +84,7 @@ def embed(
     positions: Tensor | None = None,
     offset: int = 0,
 ) -> Tensor:
-    """`ops.embed` from a table of this device. Rows of 4-bit codes are widened as they are read."""
+    """Run `ops.embed` on a table of this device. Rows of 4-bit codes are widened as they are read."""
     from attar.kernels.triton import w4  # which needs Triton; a store does not
 
     weight = table.weight
@@ -101,7 +101,7 @@ def embed(
 
 
 def _moved(weight: Any, device: torch.device) -> Any:
-    """A weight on the device, in memory of its own: what came from a file may still lie on its pages."""
+    """Copy a weight to the device, in memory of its own: parts from a file may still lie on its pages."""
     if isinstance(weight, PackedTensor):
         return replace(weight, parts={name: part.to(device, copy=True) for name, part in weight.parts.items()})
     return weight.to(device) if isinstance(weight, Tensor) else weight

@@ -1,9 +1,8 @@
-"""How products are cut into programs: what was fastest on a device, where that was measured, and rules where not.
+"""Cuts of products into programs: the fastest measured on a device, and rules where nothing was measured.
 
 `tuned.json` holds what `bench/gpu_check.py --tune` found, by device name: data, made by a script, never by hand. It is
-empty so far. The rules, and the rows from which on another way is taken, are what arithmetic suggests for a card that
-reads 4 TB/s with 132 multiprocessors: guesses that nobody has measured, the start of every search and the answer for
-every other device.
+empty so far. The rules, and the rows from which another way is taken, are arithmetic for a GPU that reads 4 TB/s with
+132 multiprocessors. They are unmeasured guesses, the start of every search and the answer for every other device.
 
     {device: {"cuts": {"w4a16 4096x14336": [{"most": rows, "config": {..}}, ..], ..}, "from": {"widened": rows, ..}}}
 
@@ -20,15 +19,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 Kind = Literal["w4a16", "w4a8", "p4a8", "w8a16", "w8a8", "b8a16", "b8a8"]
-"""The last two are 8 bits with scales of blocks."""
+"""Kinds of products. The last two are 8 bits with scales of blocks."""
 
 Way = Literal["widened", "scaled_mm", "scaled_mm_blocks"]
-"""Ways around these kernels: 4-bit weights widened once and left to torch, and torch's own products of float8, with a
-scale a row and output, and with those of blocks."""
+"""Alternatives to these kernels.
+
+They are 4-bit weights widened once and left to torch, and torch's own products of float8, with a scale for each row and
+output, and with scales of blocks.
+"""
 
 NEVER = 1 << 30  # rows
 FROM: Mapping[Way, int] = {"widened": 1024, "scaled_mm": 64, "scaled_mm_blocks": NEVER}
-"""Rows from which on a way is taken where nobody has measured."""
+"""Rows from which on a way is taken where nothing was measured."""
 
 STEP = 128  # columns that a step of a program multiplies
 FEW = 16  # rows: one tile of the smallest size
@@ -37,7 +39,7 @@ WAVES = 2  # programs for each multiprocessor, so that one loads while another w
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One way to cut a product: a program makes `outputs` x `rows` numbers, `splits` programs share their columns."""
+    """A cut of a product: a program makes `outputs` x `rows` numbers, `splits` programs share their columns."""
 
     outputs: int
     rows: int
@@ -47,7 +49,7 @@ class Config:
 
 
 def config(kind: Kind, rows: int, outputs: int, columns: int, processors: int, device: str = "") -> Config:
-    """How to multiply `rows` rows by a weight [outputs, columns] on a device of so many multiprocessors."""
+    """Return the cut for `rows` rows times a weight [outputs, columns] on a device of so many multiprocessors."""
     for entry in tables().get(device, {}).get("cuts", {}).get(f"{kind} {outputs}x{columns}", ()):
         if rows <= entry["most"]:
             return Config(**entry["config"])
@@ -55,13 +57,13 @@ def config(kind: Kind, rows: int, outputs: int, columns: int, processors: int, d
 
 
 def rows_from(way: Way, device: str = "") -> int:
-    """The rows from which on a product takes a way."""
+    """Return the rows from which on a product takes a way."""
     rows: int = tables().get(device, {}).get("from", {}).get(way, FROM[way])
     return rows
 
 
 def rule(kind: Kind, rows: int, outputs: int, columns: int, processors: int) -> Config:
-    """What arithmetic suggests."""
+    """Return the cut that arithmetic suggests."""
     if rows > 64:
         # Sums of blocks are held twice, and a larger tile of them spills.
         narrow = kind in ("b8a16", "b8a8") or (kind in ("w4a16", "w4a8", "p4a8") and rows <= 256)
@@ -76,7 +78,7 @@ def rule(kind: Kind, rows: int, outputs: int, columns: int, processors: int) -> 
 
 @functools.cache
 def tables() -> Mapping[str, Mapping[str, Any]]:
-    """What was found, by device, as drawn above; entries are by rows."""
+    """Return what was measured, by device, as drawn above; entries are by rows."""
     found: Mapping[str, Mapping[str, Any]] = json.loads(
         Path(__file__).with_name("tuned.json").read_text(encoding="utf-8")
     )

@@ -1,6 +1,6 @@
-"""Products of rows with 4-bit weights in Triton: one kernel for a few rows and for many, and the way back to numbers.
+"""Products of rows with 4-bit weights in Triton: one kernel for few rows and many, and the dequantization.
 
-The product is computed as W x^T, tiles [64 or 128 outputs, rows]: the weight is then the first factor, which tensor
+The product is computed as W x^T, tiles [64 or 128 outputs, rows]. The weight is then the first factor, which tensor
 cores take from registers, where its codes have just been widened, and the rows the second, from shared memory. A batch
 of one costs a tile of 16 rows, which no memory-bound product notices.
 
@@ -8,23 +8,23 @@ Widening is free of conversions, which run at a quarter of the rate of other ins
 bits 0x4300 | n, and 1024 + n the float16 with bits 0x6400 | n, for n < 16; one subtraction takes off the offset and the
 zero point together, exactly.
 
-Codes and rows feed the tensor cores, so Triton loads them steps ahead of their use. Scales and zero points do not, as
-it sees it, and each step would wait for them: they are carried through the loop, loaded one step ahead. Two would be
+Codes and rows feed the tensor cores, so Triton loads them steps ahead of their use. It does not do so for scales and
+zero points, and each step would wait for them: they are carried through the loop, loaded one step ahead. Two would be
 safer, but then Triton no longer loads anything ahead.
 
-How many rows decides what bounds the product. Few: the bytes of the weight, so every multiprocessor must have many of
-them in flight; where outputs give fewer programs than there are, several share the columns (`language.py` on split
+The number of rows decides what bounds the product. Few: the bytes of the weight, so every multiprocessor must have many
+of them in flight; where outputs give fewer programs than there are, several share the columns (`language.py` on split
 sums). Some: tiles of 64 rows and 128 outputs. Many (`tuning.rows_from`): widening the weight once, into bfloat16, and
 leaving the product to torch costs less than widening it for each tile of rows: 2.5 bytes moved for each weight, against
 2 N operations.
 
-Rows that are int8 codes take the same way, through the integer tensor cores: a run's sum is exact, and gets the
+Rows that are int8 codes take the same path, through the integer tensor cores: a run's sum is exact, and gets the
 weight's scale as a float; the rows' own scales come last. With progressive levels (QServe; Lin et al. 2024) a group's
-codes become int8 before they are multiplied, code * factor - offset in 8 bits, and one sum of whole numbers goes
-through all columns, shared out among programs or not: it is exact, so neither the cut nor the rows beside it change a
-bit. Floats come in once, at the end. What each run adds is two instructions a weight in place of a float for each
-number of the tile. Not done: four weights in one 32-bit multiplication, as QServe has it, for which Triton has no words
-but assembly, and int8 weights widened once where rows are many; neither was measured.
+codes become int8 before they are multiplied, code * factor - offset in 8 bits. One sum of whole numbers then goes
+through all columns, shared out among programs or not. It is exact, so neither the cut nor the rows beside it change a
+bit. Floats come in once, at the end. Each run adds two instructions a weight in place of a float for each number of the
+tile. Not done: four weights in one 32-bit multiplication, as in QServe, which Triton can express in assembly alone, and
+int8 weights widened once where rows are many; neither was measured.
 
 Shapes: N rows, I input columns, O output columns; the layout of codes is drawn in `weights.py`.
 """
@@ -52,7 +52,7 @@ from attar.kernels.triton.weights import NIBBLES, TritonWeight
 
 @kernel
 def _numbers(nibbles: tl.tensor, zero: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """nibble - zero in a dtype, where `zero` already counts the offset of `_offset`."""
+    """Return nibble - zero in a dtype, where `zero` already counts the offset of `_offset`."""
     if dtype == tl.bfloat16:
         return (nibbles.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - zero
     elif dtype == tl.float16:
@@ -63,7 +63,7 @@ def _numbers(nibbles: tl.tensor, zero: tl.tensor, dtype: tl.constexpr) -> tl.ten
 
 @kernel
 def _int8(nibbles: tl.tensor, levels: tl.tensor) -> tl.tensor:
-    """nibble * factor - offset, modulo 256 as whole numbers are, of which what is stored fits int8."""
+    """Return nibble * factor - offset modulo 256; stored weights fit int8."""
     factor, offset = (levels & 255).to(tl.uint8), ((levels >> 8) & 255).to(tl.uint8)
     return (nibbles * factor - offset).to(tl.int8, bitcast=True)
 
@@ -147,7 +147,7 @@ def _product(
 
 
 def product(x: Tensor, weight: TritonWeight, bias: Tensor | None, out: Tensor, x_scales: Tensor | None = None) -> None:
-    """Rows x [N, I] times the weight, plus the bias [O], into `out` [N, O], whose rows may be apart.
+    """Multiply rows x [N, I] by the weight, plus the bias [O], into `out` [N, O], whose rows may be apart.
 
     `x_scales` [N] are the scales of rows that are int8 codes.
     """
@@ -218,7 +218,7 @@ def _widen(
 
 
 def dense(weight: TritonWeight, dtype: torch.dtype, which: Tensor | None = None, factor: float = 1.0) -> Tensor:
-    """The weight [O, I] in `dtype`; or its rows `which` [N], times `factor`, as an embedding reads them."""
+    """Return the weight [O, I] in `dtype`; or its rows `which` [N], times `factor`, as an embedding reads them."""
     assert weight.form in NIBBLES
     assert weight.scales is not None
     outputs, columns = weight.shape
@@ -237,5 +237,5 @@ def dense(weight: TritonWeight, dtype: torch.dtype, which: Tensor | None = None,
 
 
 def _offset(dtype: torch.dtype) -> int:
-    """What the bits that `_numbers` adds are worth."""
+    """Return the offset of the bits that `_numbers` adds."""
     return {torch.bfloat16: 128, torch.float16: 1024}.get(dtype, 0)

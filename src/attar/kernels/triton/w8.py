@@ -1,23 +1,23 @@
-"""Products with 8-bit weights in Triton: of rows that are 8-bit codes themselves, or of rows as they are.
+"""Products with 8-bit weights in Triton, of rows that are 8-bit codes themselves or plain rows.
 
 out = (codes of rows x codes of weight) * scale of the row * scale of the output. Sums are int32 or float32; scales are
-applied once, at the end. Rows as they are have no scale, and the codes are widened to their dtype on the way, which is
-exact. As in `w4.py` the product is computed as W x^T, and a few rows share out the columns.
+applied once, at the end. Plain rows have no scale, and the codes are widened to their dtype on the way, which is exact.
+Like in `w4.py` the product is computed as W x^T, and a few rows share out the columns.
 
-Where float8 has a scale for every 128 by 128 block of the weight, and rows that are rounded one for every 128 of their
-columns, a step of the sum is one block: it gets both scales as a float32 before it is added. Those of the next step are
-loaded a step ahead, as in `w4.py`.
+Where float8 has a scale for every 128 by 128 block of the weight, and rounded rows one for every 128 of their columns,
+a step of the sum is one block: it gets both scales as a float32 before it is added. The next step's scales are loaded a
+step ahead, like in `w4.py`.
 
 Hopper's tensor cores keep 14 bits of a running sum of float8: it is moved to float32 every 128 columns.
 
-float8 on many rows (`tuning.rows_from`) goes to `torch._scaled_mm`, whose kernels are NVIDIA's own, with its fast
-accumulation, which would not move them, left off. A few rows stay here: they are bound by the bytes of the weight, and
-torch pads them to its smallest tile.
+float8 on many rows (`tuning.rows_from`) goes to `torch._scaled_mm`, whose kernels are NVIDIA's own. Its fast
+accumulation, which would not move the sums, is left off. A few rows stay here: they are bound by the bytes of the
+weight, and torch pads them to its smallest tile.
 
-So may blocks, from as many rows on as were measured to be faster there; without a measurement they stay here. torch
-has that product for Hopper cards since CUDA 12.9, and knows it by the scales: those of rows [N, I / 128] column by
+Blocks may go there too, from as many rows on as were measured to be faster; without a measurement they stay here. torch
+has that product for Hopper GPUs since CUDA 12.9, and recognizes it by the scales: those of rows [N, I / 128] column by
 column, of a multiple of four rows, those of the weight [I / 128, O / 128] with a column's together. Releases differ in
-how such a column is padded to a multiple of four, some silently: so only weights are taken that need no padding. Rows
+how such a column is padded to a multiple of four, some silently: so only weights that need no padding are taken. Rows
 that are left over, three at most, are multiplied here.
 
 Shapes: N rows, I input columns, O output columns.
@@ -119,7 +119,7 @@ def _product(
 
 
 def product(x: Tensor, scales: Tensor | None, weight: TritonWeight, bias: Tensor | None, out: Tensor) -> None:
-    """Rows x [N, I] times the weight, plus the bias [O], into `out` [N, O].
+    """Multiply rows x [N, I] by the weight, plus the bias [O], into `out` [N, O].
 
     With `scales` [N] the rows are codes of the weight's dtype; a scale that is NaN makes its row NaN. Where the weight
     has scales of blocks, those of the rows are [N, I / 128].
@@ -169,12 +169,12 @@ def product(x: Tensor, scales: Tensor | None, weight: TritonWeight, bias: Tensor
 
 
 def scaled_mm_fits(out: Tensor, outputs: int, columns: int) -> bool:
-    """Whether torch's own float8 product takes these shapes."""
+    """Return whether torch's own float8 product takes these shapes."""
     return not interpreted() and out.dtype == torch.bfloat16 and outputs % 16 == 0 and columns % 16 == 0
 
 
 def scaled_mm(codes: Tensor, scales: Tensor, weight: TritonWeight, bias: Tensor | None, out: Tensor) -> None:
-    """The float8 product by torch, of rows that are codes [N, I] and scales [N]."""
+    """Compute the float8 product by torch, of rows that are codes [N, I] and scales [N]."""
     assert weight.scales is not None
     whole = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     torch._scaled_mm(
@@ -187,7 +187,7 @@ def scaled_mm(codes: Tensor, scales: Tensor, weight: TritonWeight, bias: Tensor 
 
 @functools.cache
 def scaled_mm_against_blocks(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> str | None:
-    """Why torch's own product of float8 in blocks does not take a weight [O, I] here, or None where it does."""
+    """Return why torch's own product of float8 in blocks does not take a weight [O, I] here, or None where it does."""
     if device.type != "cuda" or not torch.version.cuda or torch.cuda.get_device_capability(device) != HOPPER:
         return "torch multiplies float8 in blocks on Hopper cards alone"
     if tuple(map(int, torch.version.cuda.split(".")[:2])) < CUDA_OF_BLOCKS:
@@ -201,7 +201,8 @@ def scaled_mm_against_blocks(device: torch.device, dtype: torch.dtype, shape: tu
 
 
 def scaled_mm_blocks(codes: Tensor, scales: Tensor, weight: TritonWeight, bias: Tensor | None, out: Tensor) -> None:
-    """The same in blocks by torch, of rows that are codes [N, I] and scales [N, I / 128], N a multiple of four."""
+    """Compute the product of float8 in blocks by torch, of codes [N, I] and scales [N, I / 128], N a multiple
+    of four."""
     assert weight.scales is not None
     assert len(codes) % ROWS_TOGETHER == 0
     whole = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)

@@ -1,20 +1,19 @@
-"""Weights laid out for Triton's products. Plain torch: a layout can be made and looked at where there is no Triton.
+"""Weights laid out for Triton's products. Plain torch: a layout can be made and inspected without Triton.
 
-Six forms, by what meets in the tensor cores:
-
-* `dense`: rows and weight as they are. That is torch's own product, which nobody beats at it;
-* `w4a16`: 4-bit codes, widened on the way to the tensor cores, times rows as they are;
-* `w4a8`: the same codes, times rows rounded to int8; a group's scale comes behind the sum over its columns (Atom; Zhao
-  et al. 2024);
+Six layouts, by the numbers that meet in the tensor cores:
+* `dense`: plain rows and weight. torch's own product is the fastest for them;
+* `w4a16`: 4-bit codes, widened on the way to the tensor cores, times plain rows;
+* `w4a8`: the codes of `w4a16`, times rows rounded to int8; a group's scale comes behind the sum over its columns (Atom;
+  Zhao et al. 2024);
 * `p4a8`: 4-bit codes in progressive levels, which become int8 on the way, times rows rounded to int8; one sum of whole
   numbers over all columns, and one scale behind it (QServe; `formats/codecs/progressive.py`);
-* `w8a16`: int8 or E4M3 codes, likewise;
-* `w8a8`: such codes on both sides, rows rounded on the fly with a scale each.
+* `w8a16`: int8 or E4M3 codes, widened, times plain rows;
+* `w8a8`: int8 or E4M3 codes on both sides, rows rounded on the fly with a scale each.
 
-Of the last two, E4M3 codes may have a scale for every 128 by 128 block (`formats/codecs/fp8_blocks.py`), `scales` then
-being [O / 128, I / 128]; rows that are rounded have one for every 128 columns.
+In the last two, E4M3 codes may have a scale for every 128 by 128 block (`formats/codecs/fp8_blocks.py`), `scales` then
+being [O / 128, I / 128]; rounded rows have one for every 128 columns.
 
-Four bits are drawn for one program that walks along the input columns of 64 outputs. A *run* is 32 to 128 columns under
+The 4-bit layout serves a program that walks along the input columns of 64 outputs. A *run* is 32 to 128 columns under
 one scale; its 64 x run codes lie together, so the program reads one piece of memory from end to end:
 
     codes   uint8 [O / 64, I / run, 64, run / 2]   low nibble: column j of the run, high nibble: column run / 2 + j
@@ -22,11 +21,11 @@ one scale; its 64 x run codes lie together, so the program reads one piece of me
     zeros   uint8 [O / 64, I / group, 64]          on asymmetric grids
     zeros   int16 [O / 64, I / group, 64]          of progressive levels: factor + 256 * offset; `scales` are then [O]
 
-A byte's two nibbles are half a run apart, so the low ones of a tile are a matrix that multiplies the first half of the
-rows' run and the high ones another: nothing is ever interleaved in registers. O is padded to whole tiles by codes that
-mean zero. Linears that read the same rows are laid side by side, tile behind tile, and multiplied at once.
+A byte's two nibbles are half a run apart. So the low ones of a tile are a matrix that multiplies the first half of the
+rows' run, and the high ones another: nothing is ever interleaved in registers. O is padded to whole tiles by codes that
+mean zero. Linear layers that read the same rows are laid side by side, tile behind tile, and multiplied at once.
 
-Numbers are code - zero, exact in any of the rows' dtypes; the scale is applied in float32 to each run's sum. That is
+Numbers are code - zero, exact in any of the rows' dtypes; the scale is applied in float32 to each run's sum. This is
 one rounding less than multiplying by dequantized weights, and a few instructions less for every weight.
 
 Shapes: N rows, I input columns, O output columns.
@@ -53,21 +52,24 @@ from attar.kernels.triton.backend import DTYPES
 
 Form = Literal["dense", "w4a16", "w4a8", "p4a8", "w8a16", "w8a8"]
 NIBBLES: frozenset[Form] = frozenset({"w4a16", "w4a8", "p4a8"})
-"""Forms whose codes are 4 bits, in the layout above."""
+"""Layouts whose codes are 4 bits, as drawn above."""
 
-FLOAT8_FROM = (8, 9)  # the first cards with float8 in their tensor cores
+FLOAT8_FROM = (8, 9)  # the first GPUs with float8 in their tensor cores
 TILE = 64  # outputs that lie together
 RUNS = (128, 64, 32)
 MOST_COLUMNS = 65536  # whose products of 8 by 8 bits one sum of 32 bits holds
 INTEGER_RUN = 64  # at least: the integer tensor cores take 32 columns of each half
 ZERO = 8  # the code of zero on a symmetric 4-bit grid, as nibbles are stored
-HIGHEST_ZERO = 127  # zero point, counted as nibbles are: int8 holds it, and bfloat16 what `w4.py` adds to it
+HIGHEST_ZERO = 127  # zero point, counted like nibbles: int8 holds it, and bfloat16 the sum of `w4.py`
 
 
 @dataclass(eq=False)
 class TritonWeight:
-    """A weight [O, I] that only Triton's kernels read. `codes` are [O, I] but in 4 bits, `scales` [O] in 8 bits and
-    behind progressive levels, unless they are of blocks."""
+    """A weight [O, I] that only Triton's kernels read.
+
+    `codes` are [O, I] except in 4 bits; `scales` are [O] in 8 bits and behind progressive levels, unless they are of
+    blocks.
+    """
 
     form: Form
     shape: tuple[int, int]
@@ -75,9 +77,9 @@ class TritonWeight:
     scales: Tensor | None = None
     zeros: Tensor | None = None
     group: int = 0  # columns under one scale, in 4 bits; in 8 only where scales are of blocks
-    static: bool = False  # whether rows are rounded by the linear's own scale
+    static: bool = False  # whether rows are rounded by the linear layer's own scale
     fused: dict[tuple[weakref.ref[TritonWeight], ...], TritonWeight] = field(default_factory=dict, repr=False)
-    """For each tuple of weights that this one is the first of: all of them side by side."""
+    """The weights side by side, for each tuple of weights of which this one is the first."""
 
     @property
     def run(self) -> int:
@@ -86,17 +88,17 @@ class TritonWeight:
 
     @property
     def rounds(self) -> bool:
-        """Whether rows are rounded before they meet it."""
+        """Return whether rows are rounded before the product."""
         return self.form in ("w4a8", "p4a8", "w8a8")
 
     @property
     def read_bytes(self) -> int:
-        """What one product reads."""
+        """Bytes that one product reads."""
         return sum(part.nbytes for part in (self.codes, self.scales, self.zeros) if part is not None)
 
 
 def against(each: Linear) -> str | None:
-    """The reason why the kernels cannot multiply by this weight, or None where they can."""
+    """Return why the kernels cannot multiply by this weight, or None where they can."""
     weight = each.weight
     if isinstance(weight, TritonWeight):
         return None
@@ -136,8 +138,10 @@ def against(each: Linear) -> str | None:
 
 
 def _against_numbers(weight: PackedTensor) -> str | None:
-    """The same of 4-bit codes and zero points that are stored as int8, which a file may fill with anything: packed ones
-    cannot leave their range, and here they would wrap around in it."""
+    """Return why no kernel takes 4-bit codes or zero points stored as int8, or None.
+
+    A file may fill them with anything: packed ones cannot leave their range, and here they would wrap around in it.
+    """
     for part, highest in (("codes", 2 * ZERO - 1), ("zero", HIGHEST_ZERO)):
         numbers = weight.parts.get(part)
         if numbers is not None and numbers.dtype == torch.int8:
@@ -149,12 +153,12 @@ def _against_numbers(weight: PackedTensor) -> str | None:
 
 
 def _against_sum(columns: int) -> str | None:
-    """Products of 8 by 8 bits are summed in 32."""
+    """Return why a sum of 32 bits may overflow, or None: products are of 8 by 8 bits."""
     return f"rows of {columns} columns may overflow a sum of 32 bits" if columns > MOST_COLUMNS else None
 
 
 def _against_rounding(scheme: Scheme, kind: str) -> str | None:
-    """The same of rows, which meet weights of a kind of numbers."""
+    """Return why no kernel takes the scheme's rounding of rows beside weights of a kind of numbers, or None."""
     rounding = scheme.activation
     if not isinstance(rounding, Grid) or rounding.kind != kind or rounding.bits != 8 or not rounding.symmetric:
         return "activations of another grid than the weight's have no Triton kernel"
@@ -166,7 +170,7 @@ def _against_rounding(scheme: Scheme, kind: str) -> str | None:
 
 
 def _against_blocks(weight: PackedTensor) -> str | None:
-    """The same of float8 with a scale for every block."""
+    """Return why no kernel takes float8 with a scale for every block, or None."""
     if not knows_float8(weight.parts["codes"].device):
         return "this card knows no float8"
     if weight.shape[1] % Fp8Blocks.size:
@@ -178,13 +182,16 @@ def _against_blocks(weight: PackedTensor) -> str | None:
 
 
 def knows_float8(device: torch.device) -> bool:
-    """Whether the tensor cores of the device do. The interpreter knows everything."""
+    """Return whether the device's tensor cores have float8. The interpreter has everything."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FLOAT8_FROM
 
 
 def prepare(each: Linear, dtype: torch.dtype) -> None:
-    """Lay the linear's weight out, dense ones in `dtype`. Raises ValueError where `against` gives a reason, and where a
-    damaged file has numbers that no code stands for."""
+    """Lay the linear layer's weight out, dense ones in `dtype`.
+
+    Raises ValueError where `against` gives a reason, where vectors do not fit the weight's shape, and where a damaged
+    file has numbers that no code represents.
+    """
     reason = against(each)
     if reason is not None:
         raise ValueError(f"{each.name}: {reason}")
@@ -225,7 +232,7 @@ def _w4(weight: PackedTensor) -> TritonWeight:
 
 def _progressive(weight: PackedTensor, form: Progressive) -> TritonWeight:
     parts, columns = weight.parts, weight.shape[1]
-    progressive.decode(weight)  # which refuses numbers that are no int8
+    progressive.decode(weight)  # refuses numbers that are no int8
     codes = (unpack_words(parts["codes"], form.bits, columns) + progressive.MIDDLE).to(torch.uint8)
     levels = parts["factor"].to(torch.int16) | parts["offset"].to(torch.int16) << 8
     scales = parts["scale"].float().flatten().contiguous()
@@ -234,7 +241,7 @@ def _progressive(weight: PackedTensor, form: Progressive) -> TritonWeight:
 
 
 def _nibbles(codes: Tensor, group: int) -> Tensor:
-    """Codes uint8 [O, I] in groups of so many columns to [O / 64, I / run, 64, run / 2]."""
+    """Arrange codes uint8 [O, I] in groups of `group` columns as [O / 64, I / run, 64, run / 2]."""
     columns = codes.shape[1]
     run = next(run for run in RUNS if group % run == 0)
     whole = torch.nn.functional.pad(codes, (0, 0, 0, -len(codes) % TILE), value=ZERO)
@@ -243,7 +250,7 @@ def _nibbles(codes: Tensor, group: int) -> Tensor:
 
 
 def _tiles(parts: Tensor, value: int = 0) -> Tensor:
-    """[O, groups] to [O / 64, groups, 64], with a value for outputs that are not there."""
+    """Arrange [O, groups] as [O / 64, groups, 64], padded by `value` to whole tiles of outputs."""
     whole = torch.nn.functional.pad(parts, (0, 0, 0, -len(parts) % TILE), value=value)
     return whole.reshape(-1, TILE, parts.shape[1]).transpose(1, 2).contiguous()
 
@@ -263,14 +270,14 @@ def _blocks(weight: PackedTensor) -> TritonWeight:
 
 
 def side_by_side(weights: Sequence[TritonWeight]) -> TritonWeight | None:
-    """The weights as one, [sum of O, I], kept for next time; None where they are of different forms.
+    """Return the weights as one, [sum of O, I], kept for next time; None where their layouts differ.
 
     Their numbers move: each weight is then a view of the one, so memory holds them once.
     """
     first = weights[0]
     if len(weights) == 1:
         return first
-    key = tuple(map(weakref.ref, weights))  # not by id, which another may have once one is gone
+    key = tuple(map(weakref.ref, weights))  # not by id, which another weight may get once one is gone
     if key not in first.fused:
         if any(_kind(each) != _kind(first) for each in weights):
             return None
@@ -292,7 +299,7 @@ def _kind(each: TritonWeight) -> tuple[object, ...]:
 
 
 def _joined(weights: Sequence[TritonWeight], name: str) -> Tensor | None:
-    """The parts of that name behind one another, of which each weight then holds a view."""
+    """Join the parts of that name, of which each weight then holds a view."""
     parts: list[Tensor] = [part for each in weights if (part := getattr(each, name)) is not None]
     if not parts:
         return None

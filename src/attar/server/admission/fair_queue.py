@@ -1,30 +1,29 @@
-"""Places in the engine's queue, as API keys share them: none can fill it and keep the others out.
+"""Fair sharing of the engine's queue: no API key can fill it and keep the others out.
 
-A choice takes a place when it is sent to the engine and gives it back when the first is heard of it, its token or its
-end. So what a prompt is being computed for still counts as waiting; nobody here is told when that begins.
+A choice takes a place when it is sent to the engine. It gives the place back at its first event, a token or its end. So
+a choice whose prompt is being computed still counts as waiting; the server is not told when that begins.
 
-With several keys two things hold of a queue of `size` places. Up to half of it is kept in equal parts of whole places,
-one for each key: a key always gets in with as many as are within its part. And where m keys wait, each may have
-size / m, or the choices of one prompt where there is room for them: so one alone takes what the others' parts leave,
-and when others come, it gets no more until it is down to its share. A key that would have more is refused; nobody who
-waits is ever sent away. Where there are more keys than half of the places there are no parts, and a key may have to
-wait until a place comes free.
+With several keys two rules hold for a queue of `size` places. Up to half of it is reserved in equal parts of whole
+places, one for each key: a key always gets in within its part. Where m keys wait, each may have size / m places, or the
+choices of one prompt where there is room for them. So a key alone takes what the others' parts leave; when others come,
+it gets no more until it is down to its share. A key that would exceed its share is refused; a waiting choice is never
+evicted. With more keys than half of the places there are no parts, and a key may have to wait for a free place.
 
-One key, or none, has all, and may have more waiting than there are places: as many as may still begin to run (`slots`),
-whose prompts are being computed, or will be in the step after this one. Beyond that the engine would refuse it, but
-only when it has come to the end of its step. What is refused here is known at once.
+With one key or none, all places are its own, and `slots` more: as many as may still begin to run, whose prompts are
+being computed, or will be in the next step. The engine would refuse any beyond that, but only at the end of its step. A
+refusal here is immediate.
 """
 
 from __future__ import annotations
 
 
 class Places:
-    """Who waits. `keys` is how many there are that could ask, each known by its salt; `slots`, how many can run."""
+    """Waiting choices by key. `keys` is the number of keys, each known by its salt; `slots`, of choices that run."""
 
     def __init__(self, keys: int = 0) -> None:
         self.keys, self.size, self.slots = keys, 0, 0
         self.running = 0
-        """Choices that have been heard of and not ended, those that gave way among them."""
+        """Choices that have had an event and not ended, preempted ones included."""
         self._waiting: dict[bytes, int] = {}
 
     @property
@@ -39,15 +38,15 @@ class Places:
 
     @property
     def _kept(self) -> int:
-        """Places that are kept for each key; 0 where there are more keys than half of the places."""
+        """Places reserved for each key; 0 where there are more keys than half of the places."""
         return self.size // (2 * self.keys)
 
     def waiting(self, key: bytes) -> int:
-        """Places that a key has."""
+        """Return the number of places that a key has."""
         return self._waiting.get(key, 0)
 
     def fit(self, key: bytes, count: int) -> bool:
-        """Whether so many more of a key may wait. Without several keys the engine may still say no."""
+        """Return whether `count` more choices of a key may wait. Without several keys the engine may still refuse."""
         if self.keys < 2:
             return self.total + count <= self.size + max(0, self.slots - self.running)
         kept, own = self._kept, self.waiting(key) + count
@@ -57,11 +56,11 @@ class Places:
         return self.total + count + owed <= self.size and own <= share
 
     def take(self, key: bytes, count: int) -> None:
-        """So many more wait: those that fit."""
+        """Take `count` places for a key; `fit` must have allowed them."""
         self._waiting[key] = self.waiting(key) + count
 
     def give(self, key: bytes, count: int) -> None:
-        """So many wait no more."""
+        """Give `count` places of a key back."""
         left = self.waiting(key) - count
         assert left >= 0, "a place was given back twice"
         if left:

@@ -1,11 +1,11 @@
-"""When those who are refused because the server is full may come back.
+"""Retry-After of requests that are refused because the server is full.
 
-With one number for all, a crowd comes back all at once, at the same rate however many it is, and refusing it takes the
-processor from those who are being served. So each is told when there should be room: once half of those who wait have
-been served at the rate of late, and two for each who was told before. The other half is for whoever does not come back,
-or late; of two places one is for those who never left, such as clients that ask again once they are answered: told to
-come at the full rate of service, as many would be refused as are served. Where little is known about that rate, the
-answer is the shortest.
+One number for all would bring every client back at once, at the same rate however many there are, and refusing them
+takes processor time from running requests. So each is told when there should be room: once half of the waiting requests
+have been served at the recent rate, plus two turns for each client told before. The other half is for clients that do
+not come back, or late. Of two turns one is for clients that never left, such as those that ask again once they are
+answered: at the full rate of service, as many would be refused as are served. Where little is known about that rate,
+the answer is the shortest time.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import math
 from collections import deque
 
 SHORTEST, LONGEST = 1.0, 60.0  # seconds
-KEPT = 0.5  # of those who wait
-PLACES = 2  # that are given away for one of those who were told
+KEPT = 0.5  # of the requests that wait
+PLACES = 2  # turns that pass for each client that was told
 WINDOW = 10.0  # seconds of the past that count
-COUNTED, LEAST = 256, 8  # requests served in it: the last so many, and too few to tell
+COUNTED, LEAST = 256, 8  # requests served in the window: at most, and at least for an estimate
 
 
 class Backoff:
-    """Times are seconds on any clock that does not go back."""
+    """Estimates Retry-After. Times are seconds of any monotonic clock."""
 
     def __init__(self) -> None:
         self._served: deque[float] = deque(maxlen=COUNTED)
         self._turns: list[float] = []  # to come, a heap; none beyond those that are served within `LONGEST`
 
     def served(self, now: float) -> None:
-        """A request was served to its end."""
+        """Count a request that was served to its end."""
         self._served.append(now)
 
     def retry_after(self, now: float, waiting: float) -> int:
-        """Whole seconds for one more who is refused while so many requests wait."""
+        """Return the whole seconds for one more refused client while `waiting` requests wait."""
         while self._served and self._served[0] < now - WINDOW:
             self._served.popleft()
         while self._turns and self._turns[0] <= now:

@@ -1,7 +1,7 @@
 """Answers in the shape of Anthropic's /v1/messages, whole and as streams.
 
-Their `input_tokens` are those that were not read from a cache; how many were is known only at the end, so a stream's
-first event counts all of them as input, and its last says what became of them.
+`input_tokens` are the prompt tokens that were not read from a cache. Their number is known only at the end, so a
+stream's first event counts the whole prompt as input, and its last event has the final number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from attar.faults import point
 from attar.protocol.messages import Delta, Failed, Finished
 from attar.server.api.choices import collect
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.http import sse
 from attar.server.request_handler import RequestHandler
 
@@ -23,8 +23,8 @@ encode = msgspec.json.encode
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
-def failed(refusal: Refusal) -> bytes:
-    """The last event of a stream that fails."""
+def failed(refusal: APIError) -> bytes:
+    """Return the last event of a stream that fails."""
     return sse.event(refusal.body(anthropic=True), "error")
 
 
@@ -59,7 +59,7 @@ def _message(
 
 
 async def whole(request: RequestHandler, model: str) -> list[bytes]:
-    """The answer as one object. Raises Refusal."""
+    """Return the answer as one object, in pieces. Raises Refusal."""
     [choice] = await collect(request)
     point("anthropic.whole", request.caller.id)
     reason = _reason(choice.reason, choice.stop)
@@ -67,7 +67,7 @@ async def whole(request: RequestHandler, model: str) -> list[bytes]:
 
 
 async def stream(request: RequestHandler, model: str) -> AsyncIterator[bytes]:
-    """The answer as server-sent events; the last is `message_stop`, or `error`."""
+    """Yield the answer as server-sent events; the last is `message_stop`, or `error`."""
     start = {"type": "message_start", "message": _message(request, model, None, None, None, 0)}
     block = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
     yield sse.event(encode(start), "message_start") + sse.event(encode(block), "content_block_start")
@@ -89,6 +89,6 @@ async def stream(request: RequestHandler, model: str) -> AsyncIterator[bytes]:
                 pieces.append(sse.event(encode(end), "message_delta"))
                 pieces.append(sse.event(b'{"type":"message_stop"}', "message_stop"))
             elif isinstance(event, Failed):
-                pieces.append(failed(Refusal.of(event)))
+                pieces.append(failed(APIError.of(event)))
         if pieces:
             yield b"".join(pieces)

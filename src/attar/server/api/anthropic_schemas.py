@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's API."""
+"""Request bodies of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from attar.server.api.schemas import (
     check_stops,
     text_of,
 )
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 
 
 class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,11 +29,11 @@ class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _check_last(messages: Sequence[AnthropicMessage]) -> None:
-    """Refuse the beginning of an answer. Anthropic's API goes on with it; here a template says how a turn begins, and
-    many begin one otherwise than they show a finished one: with thoughts or a space that the other has not."""
+    """Raise Refusal for a last message that begins the answer. Anthropic's API continues it; here a template opens a
+    turn, and many open one unlike a finished one: with thoughts or a space that the other has not."""
     if messages[-1].role == "assistant":
         message = "messages: continuing an assistant's message is not supported: end with one of role user"
-        raise Refusal("invalid_value", message, "messages")
+        raise APIError("invalid_value", message, "messages")
 
 
 class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,7 +41,7 @@ class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AnthropicPrompt(Body, frozen=True, kw_only=True):
-    """/v1/messages/count_tokens, and of /v1/messages what makes the prompt."""
+    """Body of /v1/messages/count_tokens, and the prompt's part of /v1/messages."""
 
     unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "tools": ([],),
@@ -68,14 +68,14 @@ class AnthropicPrompt(Body, frozen=True, kw_only=True):
         _check_last(self.messages)
 
     def conversation(self) -> list[dict[str, str]]:
-        """The system prompt and the messages as templates know them."""
+        """Return the system prompt and the messages as chat templates expect them."""
         system = text_of(self.system)
         head = [{"role": "system", "content": system}] if system else []
         return head + [{"role": message.role, "content": text_of(message.content)} for message in self.messages]
 
 
 class AnthropicBody(AnthropicPrompt, frozen=True, kw_only=True):
-    """/v1/messages."""
+    """Body of /v1/messages."""
 
     unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **AnthropicPrompt.unbuilt,

@@ -14,16 +14,16 @@ from attar.server.api.openapi import Served, document
 from attar.server.api.routes import Routes
 from attar.server.api.status import StatusRoutes
 from attar.server.dispatcher import Dispatcher
-from attar.server.errors import INTERNAL, Refusal
+from attar.server.errors import INTERNAL, APIError
 from attar.server.fair_thread_pool import TextThreads
 from attar.server.prompts import Prompts
 from attar.version import __version__
 
 
 def make_app(dispatcher: Dispatcher, prompts: Prompts, threads: TextThreads, keyed: bool = False) -> FastAPI:
-    """Make the application. `keyed`: whether its middleware asks for keys, which the document then says."""
+    """Make the application. `keyed`: whether its middleware requires keys, which the document then states."""
     app = FastAPI(title="attar", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    for kind in (Refusal, HTTPException, Exception):
+    for kind in (APIError, HTTPException, Exception):
         app.add_exception_handler(kind, _handle)
     StatusRoutes(dispatcher).add_to(app)
     Routes(dispatcher, prompts, threads).add_to(app)
@@ -36,29 +36,29 @@ def make_app(dispatcher: Dispatcher, prompts: Prompts, threads: TextThreads, key
 
 
 async def _handle(request: Request, error: Exception) -> Response:
-    """Every error in our shape: those of routes, of routing, and the unexpected, which the middleware logs."""
+    """Answer every error in our shape: errors of routes, of routing, and unexpected ones, which the middleware logs."""
     if isinstance(error, HTTPException):
         code, message = {
             404: ("not_found", "no such route"),
             405: ("method_not_allowed", "this route does not take this method"),
         }[error.status_code]
-        refusal = Refusal(code, message)
-    elif isinstance(error, Refusal):
+        refusal = APIError(code, message)
+    elif isinstance(error, APIError):
         refusal = error
     else:
-        refusal = Refusal("internal", INTERNAL)
+        refusal = APIError("internal", INTERNAL)
     allowed = _methods(request.app, request.scope) if refusal.code == "method_not_allowed" else None
     return _Refused(refusal, request.url.path, allowed)
 
 
 def _methods(app: FastAPI, scope: Scope) -> str:
-    """What a path takes, by all of its routes: Starlette asks the first alone, and says them in any order."""
+    """Return the methods of a path, over all its routes: Starlette reads the first route alone, in any order."""
     routes = [route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE]
     return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
 
 
 class _Refused(Response):
-    def __init__(self, refusal: Refusal, path: str, allowed: str | None) -> None:
+    def __init__(self, refusal: APIError, path: str, allowed: str | None) -> None:
         super().__init__()
         self._refusal, self._path, self._allowed = refusal, path, allowed
 

@@ -1,4 +1,4 @@
-"""Choices of a whole answer, put together from its events."""
+"""Choices of a whole answer, assembled from its events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attar.server.request_handler import RequestHandler
 
 @dataclass(slots=True)
 class Choice:
-    """One whole choice. `logprob` is the sum of those of its `scored` tokens."""
+    """One whole choice. `logprob` is the sum over its `scored` tokens."""
 
     number: int
     text: str = ""
@@ -27,13 +27,13 @@ class Choice:
 
 
 class Writer(Protocol):
-    """Takes the log probabilities of a whole answer as they come."""
+    """Writes the log probabilities of a whole answer as they come."""
 
     def add(self, at: int, number: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """Write more of a choice of prompt `at`."""
+        """Write more log probabilities of choice `number` of prompt `at`."""
 
     async def add_prompt(self, at: int, event: PromptScores, turns: Turns) -> None:
-        """Write those of prompt `at`, before anything of its choices."""
+        """Write the log probabilities of prompt `at`, before anything of its choices."""
 
 
 async def collect(request: RequestHandler, writer: Writer | None = None) -> list[Choice]:

@@ -17,7 +17,7 @@ encode = msgspec.json.encode
 
 
 async def whole(request: RequestHandler, model: str, as_base64: bool) -> Iterator[bytes]:
-    """The answer as one object, in pieces: the vectors of the prompts, in their order. Raises Refusal."""
+    """Return the answer as one object, in pieces: one vector for each prompt, in order. Raises Refusal."""
     found: dict[str, bytes] = {}
     async for events in request.events(whole=True):
         for event in events:
@@ -30,14 +30,14 @@ async def whole(request: RequestHandler, model: str, as_base64: bool) -> Iterato
 
 
 def _unit(vector: bytes) -> array[float]:
-    """Numbers of float32 at length 1, as OpenAI's are: clients compare by dot products. Zeros stay as they are."""
+    """Scale a float32 vector to length 1, as OpenAI's are: clients compare by dot products. Zeros stay as they are."""
     numbers = array("f", vector)
-    length = math.hypot(*numbers)  # a double: no square of float32's is beyond it
+    length = math.hypot(*numbers)  # a double: no square of a float32 overflows it
     return array("f", [number / length for number in numbers]) if length else numbers
 
 
 def _vectors(vectors: Sequence[bytes], model: str, tokens: int, as_base64: bool) -> Iterator[bytes]:
-    """The answer, a vector at a time: as text each is several times as long, and thousands would hold up the loop."""
+    """Yield the answer a vector at a time: text is several times as long, and thousands would block the event loop."""
     yield b'{"object":"list","model":%b,"data":[' % encode(model)
     for at, vector in enumerate(vectors):
         numbers = _unit(vector)

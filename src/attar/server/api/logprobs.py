@@ -1,6 +1,6 @@
 """Log probabilities as JSON, in the shapes of /v1/completions and of chat.
 
-A batch of prompts to be scored has a million of them. So they are written as they come, never kept as values, and after
+A batch of prompts to be scored has a million of them. So they are written as they come, never kept as values. After
 every `SLICE` of them the event loop gets a turn: no other request waits longer than one slice takes to write.
 """
 
@@ -26,15 +26,15 @@ _row = msgspec.msgpack.Decoder(TokenLogprob)
 
 
 class Turns:
-    """Gives the event loop a turn after every `SLICE` values that were written, and calls `had` then, which may raise
-    to end the writing."""
+    """Yields to the event loop after every `SLICE` values written, and then calls `had`, which may raise to end the
+    writing."""
 
     def __init__(self, had: Callable[[], None]) -> None:
         self._had = had
         self._values = 0
 
     async def after(self, values: int) -> None:
-        """So many were written."""
+        """Count `values` more as written, and yield to the event loop where a slice is full."""
         self._values += values
         if self._values >= SLICE:
             self._values = 0
@@ -43,17 +43,17 @@ class Turns:
 
 
 def values(logprobs: Sequence[TokenLogprob]) -> int:
-    """How many there are of these tokens."""
+    """Return the number of values for these tokens, alternatives included."""
     return sum(1 + len(each.top) for each in logprobs)
 
 
 def rows(raw: msgspec.Raw) -> Iterator[TokenLogprob]:
-    """The tokens of an event's array, each made when it is asked for."""
+    """Yield the tokens of an event's array, each decoded when it is asked for."""
     return map(_row.decode, _rows.decode(raw))
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """A token as text; one that is part of a character only as `bytes:` and their escapes, as OpenAI writes it."""
+    """Return a token as text; one that is part of a character only as `bytes:` and escapes, as OpenAI writes it."""
     point("openai.logprobs")
     raw = tokenizer.id_to_bytes(token)
     try:
@@ -63,19 +63,19 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 class Content:
-    """The tokens of a chat's choice, as the items of a JSON array."""
+    """The tokens of a chat choice, as the items of a JSON array."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._items = bytearray()
 
     def add(self, each: TokenLogprob) -> None:
-        """One more token."""
+        """Add one token."""
         top = [self._token(token, logprob) for token, logprob in each.top]
         _append(self._items, encode(self._token(each.token_id, each.logprob) | {"top_logprobs": top}))
 
     def json(self) -> list[bytes | bytearray]:
-        """The pieces of the object that an answer has as `logprobs`."""
+        """Return the pieces of the answer's `logprobs` object."""
         return [b'{"content":[', self._items, b'],"refusal":null}']
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Content:
 class Columns:
     """The tokens of a completion, each a value in every one of its columns, as the items of JSON arrays.
 
-    Offsets say where each token's text begins: at the characters completed by those before it, `before` among them.
+    An offset says where a token's text begins: at the characters completed by the tokens before it, `before` included.
     """
 
     NAMES = (b"tokens", b"token_logprobs", b"top_logprobs", b"text_offset")
@@ -101,24 +101,24 @@ class Columns:
             self._at = before._at
 
     def add(self, each: TokenLogprob) -> None:
-        """One more token."""
+        """Add one token."""
         top: dict[str, float] = {}
-        for token, logprob in each.top:  # best first; of two tokens of one text the better stays
+        for token, logprob in each.top:  # most probable first: of two tokens with one text the first stays
             top.setdefault(token_text(self._tokenizer, token), max(logprob, LEAST))
         text, own = token_text(self._tokenizer, each.token_id), max(each.logprob, LEAST)
-        top.setdefault(text, own)  # always among them
+        top.setdefault(text, own)  # always included
         self._row(each.token_id, text, own, top)
 
     def add_first(self, token: int) -> None:
-        """The first token of a prompt: nothing comes before it that could predict it."""
+        """Add the first token of a prompt, which nothing before it predicts."""
         self._row(token, token_text(self._tokenizer, token), None, None)
 
     def clear(self) -> None:
-        """Forget what was written; offsets go on."""
+        """Discard the items written so far; offsets go on."""
         self._columns = self._none()
 
     def json(self, before: Columns | None = None) -> list[bytes | bytearray]:
-        """The pieces of the object that an answer has as `logprobs`, those of `before` first."""
+        """Return the pieces of the answer's `logprobs` object, the tokens of `before` first."""
         pieces: list[bytes | bytearray] = []
         of_before = self._none() if before is None else before._columns
         for name, first, column in zip(self.NAMES, of_before, self._columns, strict=True):

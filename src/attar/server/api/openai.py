@@ -1,7 +1,7 @@
 """Answers in OpenAI's shapes: /v1/chat/completions and /v1/completions, whole and as streams.
 
-A chunk of a stream is made once for every token, so its constant part is encoded once for every stream. A stream ends
-with `data: [DONE]`, or with an event whose object is an `error`; never with both, and never with neither.
+A stream makes one chunk a token, so the constant part of its chunks is encoded once. A stream ends with `data: [DONE]`,
+or with an event whose object is an `error`; never with both, and never with neither.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attar.protocol.request import TokenLogprob
 from attar.server.api.choices import Choice, collect
 from attar.server.api.logprobs import Columns, Content, Turns, rows, values
 from attar.server.engine_client.connection import PromptScores
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.http import sse
 from attar.server.request_handler import RequestHandler
 from attar.text.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ encode = msgspec.json.encode
 
 
 def usage(request: RequestHandler, generated: int) -> dict[str, Any]:
-    """The usage object."""
+    """Return the usage object."""
     point("openai.usage", request.caller.id)
     return {
         "prompt_tokens": request.prompt_tokens,
@@ -40,34 +40,34 @@ def usage(request: RequestHandler, generated: int) -> dict[str, Any]:
     }
 
 
-def failed(refusal: Refusal) -> bytes:
-    """The last event of a stream that fails."""
+def failed(refusal: APIError) -> bytes:
+    """Return the last event of a stream that fails."""
     return sse.event(refusal.body())
 
 
 class ChatFormat:
-    """Chat completions. Log probabilities are written as they come, by choice."""
+    """Format of chat completions. Log probabilities are written as they come, by choice."""
 
     kind = "chat.completion"
     prefix = "chatcmpl-"
 
     def __init__(self, tokenizer: Tokenizer, logprobs: bool) -> None:
-        self.n = 1  # prompts are one; of its choices none is left out
+        self.n = 1  # `Format.n`: one, so `best` leaves no choice out
         self._tokenizer, self._logprobs = tokenizer, logprobs
         self._contents: dict[int, Content] = {}
 
     def add(self, at: int, number: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """Write more of a choice."""
+        """Write more log probabilities of a choice."""
         content = self._contents.setdefault(number, Content(self._tokenizer))
         for each in logprobs:
             content.add(each)
 
     async def add_prompt(self, at: int, event: PromptScores, turns: Turns) -> None:
-        """No chat has its prompt's."""
+        """Do nothing: a chat answer has no log probabilities of its prompt."""
         raise AssertionError("they were not asked for")
 
     def whole(self, number: int, choice: Choice) -> Pieces:
-        """A choice."""
+        """Return one choice of a whole answer."""
         before = b'{"index":%d,"message":{"role":"assistant","content":%b,"refusal":null},"logprobs":' % (
             number,
             encode(choice.text),
@@ -77,11 +77,11 @@ class ChatFormat:
         return [before, *logprobs, b',"finish_reason":%b}' % encode(choice.reason)]
 
     def opening(self, number: int) -> Pieces:
-        """A choice of a chunk: who speaks."""
+        """Return a chunk's choice that names the role."""
         return [b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % number]
 
     def delta(self, number: int, event: Delta) -> Pieces:
-        """A choice of a chunk: more text."""
+        """Return a chunk's choice with more text."""
         logprobs: Pieces = [b"null"]
         if event.logprobs is not None:
             content = Content(self._tokenizer)
@@ -92,14 +92,14 @@ class ChatFormat:
         return [before, *logprobs, b',"finish_reason":null}']
 
     def closing(self, number: int, reason: str) -> Pieces:
-        """A choice of a chunk: the end."""
+        """Return a chunk's choice with the finish reason."""
         return [b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (number, encode(reason))]
 
 
 class CompletionFormat:
-    """Text completions, `n` of each of `prompts`. `echoed` holds each prompt's text where it is part of the answer.
+    """Format of text completions, `n` of each of `prompts`. `echoed` holds the prompts' texts where answers echo them.
 
-    Log probabilities are written as they come, those of a prompt once for all of its choices.
+    Log probabilities are written as they come, a prompt's once for all of its choices.
     """
 
     kind = "text_completion"
@@ -119,14 +119,14 @@ class CompletionFormat:
         self._of_choices: dict[int, Columns] = {}
 
     def add(self, at: int, number: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """Write more of a choice of prompt `at`."""
-        if self._logprobs:  # else they are there to tell the best by
+        """Write more log probabilities of a choice of prompt `at`."""
+        if self._logprobs:  # else they only rank the choices
             columns = self._columns(at, number)
             for each in logprobs:
                 columns.add(each)
 
     async def add_prompt(self, at: int, event: PromptScores, turns: Turns) -> None:
-        """Write those of prompt `at`, before its choices begin."""
+        """Write the log probabilities of prompt `at`, before its choices begin."""
         columns = self._of_prompts[at] = Columns(self._tokenizer)
         columns.add_first(self._prompts[at][0])
         for each in rows(event.logprobs):
@@ -134,7 +134,7 @@ class CompletionFormat:
             await turns.after(1 + len(each.top))
 
     def whole(self, number: int, choice: Choice) -> Pieces:
-        """A choice, its prompt in front where that is echoed."""
+        """Return one choice of a whole answer, behind its prompt where that is echoed."""
         at = number // self.n
         text = choice.text if self._echoed is None else self._echoed[at] + choice.text
         logprobs: Pieces = [b"null"]
@@ -144,7 +144,7 @@ class CompletionFormat:
         return [before, *logprobs, b',"finish_reason":%b}' % encode(choice.reason)]
 
     def opening(self, number: int) -> Pieces:
-        """A choice of a chunk: the prompt, if it is echoed."""
+        """Return a chunk's choice with the prompt, where it is echoed."""
         if self._echoed is None:
             return []
         at = number // self.n
@@ -154,7 +154,7 @@ class CompletionFormat:
         return self._choice(number, self._echoed[at], logprobs)
 
     def delta(self, number: int, event: Delta) -> Pieces:
-        """A choice of a chunk: more text."""
+        """Return a chunk's choice with more text."""
         logprobs: Pieces = [b"null"]
         if event.logprobs is not None:
             columns = self._columns(number // self.n, number)
@@ -165,7 +165,7 @@ class CompletionFormat:
         return self._choice(number, event.text, logprobs)
 
     def closing(self, number: int, reason: str) -> Pieces:
-        """A choice of a chunk: the end."""
+        """Return a chunk's choice with the finish reason."""
         return [b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b}' % (number, encode(reason))]
 
     def _columns(self, at: int, number: int) -> Columns:
@@ -181,8 +181,8 @@ Format = ChatFormat | CompletionFormat
 
 
 def best(choices: Sequence[Choice], made: int, kept: int) -> list[Choice]:
-    """Of every `made` choices the `kept` with the highest log probability per token, best first; all of them as they
-    are where none is left out."""
+    """Return the `kept` choices with the highest log probability per token of every `made`, best first; all, in their
+    order, where none is left out."""
     if made == kept:
         return list(choices)
     found: list[Choice] = []
@@ -196,7 +196,7 @@ def _per_token(choice: Choice) -> float:
 
 
 async def whole(request: RequestHandler, model: str, form: Format) -> Pieces:
-    """The answer as one object, in pieces. Raises Refusal."""
+    """Return the answer as one object, in pieces. Raises Refusal."""
     choices = await collect(request, form)
     point("openai.whole", request.caller.id)
     generated = sum(choice.tokens for choice in choices)
@@ -210,7 +210,7 @@ async def whole(request: RequestHandler, model: str, form: Format) -> Pieces:
 
 
 async def stream(request: RequestHandler, model: str, form: Format, with_usage: bool) -> AsyncIterator[bytes]:
-    """The answer as server-sent events."""
+    """Yield the answer as server-sent events."""
     kind = form.kind + ".chunk" if isinstance(form, ChatFormat) else form.kind
     head = {"id": form.prefix + request.caller.id, "object": kind, "created": request.created, "model": model}
     before = b"data: " + encode(head)[:-1] + (b',"usage":null' if with_usage else b"") + b',"choices":['
@@ -242,8 +242,8 @@ async def stream(request: RequestHandler, model: str, form: Format, with_usage: 
                 elif isinstance(event, PromptScores):
                     await form.add_prompt(request.stream.prompts[event.id], event, turns)
                 elif isinstance(event, Failed):
-                    raise Refusal.of(event)
-        except Refusal as refusal:
+                    raise APIError.of(event)
+        except APIError as refusal:
             for part in sse.parts(pieces):
                 yield part
             yield failed(refusal)

@@ -1,12 +1,12 @@
-"""The OpenAPI document, made of the types that requests are read by and answers are described by.
+"""The OpenAPI document, made of the types by which requests are read and answers described.
 
-What those types cannot say is added here: rules between fields, and what depends on the served model, whose name and
-vocabulary the document gives once it is loaded. It is meant to be exact, so that a body that fits it is taken and one
-that does not is refused, and schemathesis holds it to that. Four things have no schema. A prompt's length is counted
-in tokens, so a text that fits here may still be longer than the model's context, or have more log probabilities than an
-answer may hold. A stop string's is counted in bytes, which is said here of characters by their widest, so one of both
-narrow and wide ones may be longer than it says. Of what is last in a list: who speaks in the last of Anthropic's
-messages is said in words. And how many lists, objects and keys a body has together (`strict_json.MAX_PARTS`).
+Two things that the types cannot express are added here: rules between fields, and what depends on the served model,
+whose name and vocabulary the document has once it is loaded. The document is exact: a body that fits it is accepted,
+any other is refused, and schemathesis tests that. Four limits have no schema. A prompt's length is counted in tokens,
+so a text that fits here may exceed the model's context, or have more log probabilities than an answer may hold. A stop
+string's length is counted in bytes, and stated here in characters of the widest kind, so one of mixed widths may be
+longer than stated. The role of Anthropic's last message is described in words. So is the number of lists, objects and
+keys in a body (`strict_json.MAX_PARTS`).
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ _EXAMPLES: dict[str, list[Schema]] = {
 
 @dataclass(frozen=True)
 class Served:
-    """What the document says of this server. `shortest`: characters of a text that has a token at all; `most`: how
-    many choices of a prompt can wait together."""
+    """Facts of this server for its document. `shortest`: characters of the shortest text that has a token; `most`:
+    choices of a prompt that can wait together."""
 
     keyed: bool = False
     ready: Ready | None = None
@@ -76,13 +76,13 @@ class Served:
 
 
 def giving(answer: type[Answer]) -> Schema:
-    """What a route that answers with `answer` adds to its entry."""
+    """Return the OpenAPI entry of a route that answers with `answer`."""
     _ANSWERS.add(answer)
     return {"responses": {"200": {"content": {"application/json": {"schema": _ref(answer)}}}}}
 
 
 def taking(kind: type[Body], answer: type[Answer], *events: type[Answer]) -> Schema:
-    """What a route that reads `kind` adds; `events`: what its stream is made of, where it can answer with one."""
+    """Return the OpenAPI entry of a route that reads `kind`; `events`: the types of its stream, where it has one."""
     _BODIES[kind.__name__] = kind
     _ANSWERS.update(events)
     found = giving(answer)
@@ -94,7 +94,7 @@ def taking(kind: type[Body], answer: type[Answer], *events: type[Answer]) -> Sch
 
 
 def document(app: FastAPI, served: Served) -> Schema:
-    """The document of `app`'s routes."""
+    """Return the document of `app`'s routes."""
     made = get_openapi(title=app.title, version=app.version, routes=app.routes)
     kinds = [*_BODIES.values(), *sorted(_ANSWERS, key=lambda kind: kind.__name__)]
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
@@ -129,7 +129,7 @@ def _ref(kind: type[Answer]) -> Schema:
 
 
 def _event(kinds: tuple[type[Answer], ...]) -> Schema:
-    """One server-sent event, as OpenAPI 3.1 describes streams. OpenAI's streams end with one that is no JSON."""
+    """Describe one server-sent event, as OpenAPI 3.1 does streams. OpenAI's streams end with one that is no JSON."""
     one_of = {"anyOf": [_ref(kind) for kind in kinds]}
     data: Schema = {"type": "string", "contentMediaType": "application/json", "contentSchema": one_of}
     if response_types.Error in kinds:
@@ -143,7 +143,7 @@ def _harmless(values: tuple[Any, ...]) -> Schema:
 
 
 def _add_rules(schemas: Schema, shortest: int) -> None:
-    """What checks in `schemas.py` say of several fields together, and of lists of several kinds."""
+    """Add the checks of `schemas.py` on several fields together, and on lists of several kinds."""
     text: Schema = {"type": "string", "minLength": shortest}
     token = {"type": "integer", "minimum": 0, "maximum": MAX_TOKENS, "title": "Token"}
     ids = {"type": "array", "items": token, "minItems": 1}
@@ -158,7 +158,7 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
     completion["properties"]["prompt"] = {"anyOf": texts(MAX_PROMPTS)}
     some = {"anyOf": [filled, {"type": "null"}]}
     # Two numbers cannot be compared, but some number from 1 on is between n and best_of, or between best_of and n. A
-    # bound says nothing of null.
+    # bound ignores null.
     enough = [_may(n={"maximum": each}, best_of={"minimum": each}) for each in range(1, MAX_CHOICES + 1)]
     all_kept = [
         _may(best_of={"maximum": 1}),
@@ -191,7 +191,7 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
 
 
 def _short() -> Schema:
-    """A string of so many bytes, as numbers of characters: the wider the widest, the fewer."""
+    """Return the schema of a string limited in bytes, in characters: the wider the widest, the fewer."""
     bounds = [
         (f"^[\\u0000-\\u{last:04x}]*$", MAX_STOP_BYTES // len(chr(last).encode())) for last in (0x7F, 0x7FF, 0xFFFF)
     ]
@@ -208,13 +208,13 @@ def _has(**fields: Schema) -> Schema:
 
 
 def _all(*rules: Schema) -> Schema:
-    """All of them, as `not` twice. A plain `allOf` beside the fields keeps schemathesis from going through their
+    """Require all rules, as `not` twice. A plain `allOf` beside the fields keeps schemathesis from going through their
     values, and generators of clients make a type of every branch of it."""
     return {"not": {"not": {"allOf": list(rules)}}}
 
 
 def _add_numbers(schemas: Schema, ready: Ready, most: int) -> None:
-    """The served model's vocabulary as the bound of token ids, and as the keys of biases; the queue's of choices."""
+    """Add the served model's bounds: token ids, keys of biases, and choices that its queue can hold."""
     for found in _parts(schemas):
         if found.get("title") == "Token":
             found["maximum"] = ready.vocab_size - 1
@@ -232,7 +232,7 @@ def _parts(value: Any) -> Iterator[Schema]:
 
 
 def _below(end: int) -> Iterator[str]:
-    """Patterns of the whole numbers below `end`, without leading zeros: of fewer digits, then digit by digit."""
+    """Yield patterns of the whole numbers below `end`, without leading zeros: shorter ones, then digit by digit."""
     yield "0"
     digits = str(end)
     for length in range(1, len(digits)):
@@ -245,7 +245,7 @@ def _below(end: int) -> Iterator[str]:
 
 def _add_errors(operation: Schema, path: str, posting: bool, keyed: bool) -> None:
     responses = operation["responses"]
-    responses.pop("422", None)  # FastAPI's own validation, which nothing here uses
+    responses.pop("422", None)  # FastAPI's own validation, unused here
     statuses = [400, 403, 408, 411, 414, 431, 500, 503] + ([404, 413, 415, 429] if posting else [])
     if "{" in path:
         statuses.append(404)
@@ -264,7 +264,7 @@ def _add_errors(operation: Schema, path: str, posting: bool, keyed: bool) -> Non
 
 
 def _add_links(paths: Schema) -> None:
-    """Where answers lead: a request to what became of it, the list of models to each, token ids to their text."""
+    """Add the links between routes: a request to /why, the model list to each model, token ids to their text."""
     name = {"parameters": {"name": "$response.header.X-Request-Id"}}
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/embeddings"):
         why = {"operationId": paths["/v1/requests/{name}/why"]["get"]["operationId"], **name}

@@ -1,7 +1,7 @@
-"""The shapes of answers, for the OpenAPI document, and for tests to read answers by.
+"""The shapes of answers, for the OpenAPI document, and for tests to parse answers by.
 
-The server writes dictionaries and bytes: streams encode what is constant in them once (`openai.py`). These types say
-what comes out, and no field that is not named here does.
+The server writes dictionaries and bytes: streams encode what is constant in them once (`openai.py`). These types
+describe the output; an answer has no field that they do not name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attar.protocol.request import FinishReason
 
 
 class Answer(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A part of an answer."""
+    """Base of the parts of an answer."""
 
 
 class Alive(Answer, frozen=True):
@@ -33,7 +33,7 @@ class Model(Answer, frozen=True):
     created: int
     owned_by: str
     max_model_len: int
-    parent: str | UnsetType = UNSET  # of an adapter: the model that it changes
+    parent: str | UnsetType = UNSET  # an adapter's base model
 
 
 class Models(Answer, frozen=True):
@@ -42,11 +42,11 @@ class Models(Answer, frozen=True):
 
 
 class Why(Answer, frozen=True):
-    """Where a request's time went, or goes while `outcome` is `running`.
+    """Account of where a request's time went, or goes while `outcome` is `running`.
 
-    `outcome` is otherwise how it ended: `stop` or `length`, or the code of its failure. `prompts` has a report for each
-    of its prompts, of an embedding's inputs for the first 128; while one runs, of what was done so far, or null where
-    it waits to be sent to the engine, or a step has kept that from answering for a second.
+    `outcome` is otherwise how it ended: `stop`, `length`, or the code of its failure. `prompts` has a report for each
+    prompt, and for an embedding's first 128 inputs. A running prompt's report is partial; it is null where the prompt
+    waits to be sent to the engine, or a step has kept the engine from answering for a second.
     """
 
     id: str
@@ -79,15 +79,15 @@ class Usage(Answer, frozen=True):
 
 
 class ReadUsage(Answer, frozen=True):
-    """Of a request that generates nothing."""
+    """Usage of a request that generates nothing."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class Vector(Answer, frozen=True):
-    """Of unit length, as OpenAI's are, so that dot products are cosines; one of zeros stays as it is. Base64 holds
-    numbers of float32, the lowest byte first."""
+    """One embedding of unit length, as OpenAI's are, so that dot products are cosines; zeros stay as they are. Base64
+    encodes little-endian float32."""
 
     object: Literal["embedding"]
     index: int
@@ -160,7 +160,7 @@ class ChatChunk(Answer, frozen=True):
 
 
 class CompletionLogprobs(Answer, frozen=True):
-    """One entry a token, in each list."""
+    """Log probabilities of a completion: one entry a token in each list."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -261,7 +261,7 @@ class MessageDelta(Answer, frozen=True, tag_field="type", tag="message_delta"):
 
 
 class Ping(Answer, frozen=True, tag_field="type", tag="ping"):
-    """In a stream that has been silent for a while: the server is there."""
+    """A keep-alive event in a stream that has been silent for a while."""
 
 
 class MessageStop(Answer, frozen=True, tag_field="type", tag="message_stop"):
@@ -276,7 +276,7 @@ class ErrorDetail(Answer, frozen=True):
 
 
 class Error(Answer, frozen=True):
-    """Any refusal in OpenAI's shape."""
+    """An error in OpenAI's shape."""
 
     error: ErrorDetail
 
@@ -287,7 +287,7 @@ class AnthropicErrorDetail(Answer, frozen=True):
 
 
 class AnthropicError(Answer, frozen=True, tag_field="type", tag="error"):
-    """Any refusal in Anthropic's shape."""
+    """An error in Anthropic's shape."""
 
     error: AnthropicErrorDetail
 

@@ -1,4 +1,4 @@
-"""Routes that work for a request: what each reads, asks of the engine, and answers."""
+"""Routes that ask the engine for work: what each reads, requests of the engine, and answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from attar.server.api.schemas import (
 from attar.server.api.status import respond
 from attar.server.api.validation import BodyType, read
 from attar.server.dispatcher import Dispatcher
-from attar.server.errors import INTERNAL, Refusal
+from attar.server.errors import INTERNAL, APIError
 from attar.server.fair_thread_pool import TextThreads
 from attar.server.http import body as http_body
 from attar.server.http import sse
@@ -37,13 +37,13 @@ LARGE_BODY = 16 << 10  # bytes: smaller ones are parsed on the spot, in less tim
 
 
 class Routes:
-    """Routes with a body. A request is given up once its client has gone."""
+    """Routes with a body. A request is cancelled once its client has disconnected."""
 
     def __init__(self, dispatcher: Dispatcher, prompts: Prompts, threads: TextThreads) -> None:
         self._dispatcher, self._prompts, self._threads = dispatcher, prompts, threads
 
     def add_to(self, app: FastAPI) -> None:
-        """Register the routes, in the order in which the OpenAPI document has them."""
+        """Register the routes, in the order of the OpenAPI document."""
         chat = taking(ChatBody, types.ChatCompletion, types.ChatChunk, types.Error)
         completions = taking(CompletionBody, types.Completion, types.CompletionChunk, types.Error)
         messages = taking(AnthropicBody, types.AnthropicReply, *types.ANTHROPIC_EVENTS)
@@ -61,7 +61,7 @@ class Routes:
         """OpenAI's chat completions."""
         caller, body, model, ready = await self._read(request, ChatBody)
         async with sse.while_wanted(request.receive):
-            ids = await self._prompts.chat_ids(caller.salt, body.conversation(), ready.context)
+            ids = await self._prompts.chat_ids(caller.cache_salt, body.conversation(), ready.context)
         n = body.n or 1
         left = room([ids], ready.context, "messages")
         params = chat_params(body, left, ready.vocab_size, caller.allowance(len(ids), n))
@@ -78,14 +78,15 @@ class Routes:
         caller, body, model, ready = await self._read(request, CompletionBody)
         asked = body.prompts()
         async with sse.while_wanted(request.receive):
-            ids = await self._prompts.ids(caller.salt, asked, ready.vocab_size, "prompt", ready.context)
+            ids = await self._prompts.ids(caller.cache_salt, asked, ready.vocab_size, "prompt", ready.context)
         left = room(ids, ready.context, "prompt", new=0 if body.max_tokens == 0 else 1)
         params = completion_params(body, left, ready.vocab_size)
         echoed = None
         if body.echo:
             async with sse.while_wanted(request.receive):
                 echoed = [
-                    text if isinstance(text, str) else await self._prompts.text(caller.salt, text) for text in asked
+                    text if isinstance(text, str) else await self._prompts.text(caller.cache_salt, text)
+                    for text in asked
                 ]
         n = body.n or 1
         made = body.best_of or n
@@ -103,7 +104,7 @@ class Routes:
         """Anthropic's messages."""
         caller, body, model, ready = await self._read(request, AnthropicBody)
         async with sse.while_wanted(request.receive):
-            ids = await self._prompts.chat_ids(caller.salt, body.conversation(), ready.context)
+            ids = await self._prompts.chat_ids(caller.cache_salt, body.conversation(), ready.context)
         params = anthropic_params(body, room([ids], ready.context, "messages"))
         handler = self._dispatcher.submit(caller, [ids], params, 1, model)
         if body.stream:
@@ -111,42 +112,42 @@ class Routes:
         return await _whole(request, handler, anthropic.whole(handler, model))
 
     async def count_tokens(self, request: Request) -> Response:
-        """How many tokens of prompt /v1/messages would read."""
+        """Count the prompt tokens that /v1/messages would read."""
         caller, body, _, _ = await self._read(request, AnthropicPrompt)
         async with sse.while_wanted(request.receive):
-            ids = await self._prompts.chat_ids(caller.salt, body.conversation())
+            ids = await self._prompts.chat_ids(caller.cache_salt, body.conversation())
         return respond({"input_tokens": len(ids)})
 
     async def embeddings(self, request: Request) -> Response:
-        """OpenAI's embeddings, of the model's final hidden states, each at unit length."""
+        """OpenAI's embeddings, from the model's final hidden states, each at unit length."""
         caller, body, model, ready = await self._read(request, EmbeddingBody)
         async with sse.while_wanted(request.receive):
-            ids = await self._prompts.ids(caller.salt, body.inputs(), ready.vocab_size, "input", ready.context)
+            ids = await self._prompts.ids(caller.cache_salt, body.inputs(), ready.vocab_size, "input", ready.context)
         room(ids, ready.context, "input", new=0)
         handler = self._dispatcher.embed(caller, ids, body.pooling, model)
         return await _whole(request, handler, embeddings.whole(handler, model, body.encoding_format == "base64"))
 
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of a text, or of a conversation as the chat endpoint renders it, whose template writes the special
-        tokens itself: `add_special_tokens` is about a text."""
+        """Token ids of a text, or of a conversation as the chat endpoint renders it. `add_special_tokens` applies to a
+        text; a chat template writes the special tokens itself."""
         caller, body, _, ready = await self._read(request, TokenizeBody)
         async with sse.while_wanted(request.receive):
             if body.prompt is None:
-                ids = list(await self._prompts.chat_ids(caller.salt, body.conversation()))
+                ids = list(await self._prompts.chat_ids(caller.cache_salt, body.conversation()))
             else:
-                ids = await self._prompts.text_ids(caller.salt, body.prompt, body.add_special_tokens)
+                ids = await self._prompts.text_ids(caller.cache_salt, body.prompt, body.add_special_tokens)
         return respond({"tokens": ids, "count": len(ids), "max_model_len": ready.context})
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         caller, body, _, ready = await self._read(request, DetokenizeBody)
         async with sse.while_wanted(request.receive):
-            text = await self._prompts.text(caller.salt, body.tokens, ready.vocab_size)
+            text = await self._prompts.text(caller.cache_salt, body.tokens, ready.vocab_size)
         return respond({"prompt": text})
 
     async def _read(self, request: Request, kind: type[BodyType]) -> tuple[Caller, BodyType, str, Ready]:
-        """Read the request's body. Returns who asks, the body, the name of the model that is to answer, and the engine
-        that runs it."""
+        """Read the request's body. Returns the caller, the body, the name of the requested model, and the engine that
+        runs it."""
         caller: Caller = request.scope["attar"]
         data = await http_body.receive(request, caller.id)
         point("http.parse", caller.id)
@@ -154,7 +155,7 @@ class Routes:
             if len(data) <= LARGE_BODY:
                 body = read(kind, data)
             else:
-                body = await self._threads.run(caller.salt, len(data), lambda: read(kind, data))
+                body = await self._threads.run(caller.cache_salt, len(data), lambda: read(kind, data))
         return caller, body, self._dispatcher.model(body.model), self._dispatcher.ready()
 
 
@@ -171,13 +172,13 @@ async def _stream(
     request: Request,
     handler: RequestHandler,
     pieces: AsyncIterator[bytes],
-    failed: Callable[[Refusal], bytes],
+    failed: Callable[[APIError], bytes],
     ping: bytes = sse.COMMENT,
 ) -> Response:
     try:
         async with sse.while_connected(request.receive, handler.leave):
             await handler.admitted()
-        last = failed(Refusal("internal", INTERNAL))
+        last = failed(APIError("internal", INTERNAL))
         return sse.EventStream(pieces, handler.leave, handler.close, last, handler.caller.id, ping)
     except BaseException:
         handler.close()

@@ -1,4 +1,4 @@
-"""From a request's fields to `SamplingParams`: what is left to check needs the vocabulary and the context."""
+"""Conversion of a request's fields to `SamplingParams`; the remaining checks need the vocabulary and the context."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from attar.protocol.request import MAX_SEED, SamplingParams
 from attar.server.admission.request_limits import in_vocabulary
 from attar.server.api.anthropic_schemas import AnthropicBody
 from attar.server.api.schemas import ChatBody, CompletionBody, Sampling
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 
 DEFAULT_COMPLETION = 16  # tokens: /v1/completions, as OpenAI has it
 
 
 def completion_params(body: CompletionBody, room: int, vocab: int) -> SamplingParams:
-    """For a prompt that leaves `room` tokens of the context."""
+    """Make the parameters of a completion whose prompt leaves `room` tokens of the context."""
     given = _common(body, vocab)
     wanted = DEFAULT_COMPLETION if body.max_tokens is None else body.max_tokens
     if body.logprobs is not None:
@@ -23,12 +23,12 @@ def completion_params(body: CompletionBody, room: int, vocab: int) -> SamplingPa
         if body.echo:
             given["prompt_logprobs"] = body.logprobs
     elif (body.best_of or 1) > (body.n or 1):
-        given["logprobs"] = 0  # to tell the best by
+        given["logprobs"] = 0  # needed to rank the choices
     return SamplingParams(max_tokens=min(wanted, room), **given)
 
 
 def chat_params(body: ChatBody, room: int, vocab: int, allowance: int | None = None) -> SamplingParams:
-    """For a conversation; without a limit it may fill the context, as far as the key's `allowance` goes."""
+    """Make the parameters of a chat; without a limit it may fill the context, within the key's `allowance`."""
     given = _common(body, vocab)
     wanted = body.max_completion_tokens or body.max_tokens or (room if allowance is None else allowance)
     if body.logprobs:
@@ -37,7 +37,7 @@ def chat_params(body: ChatBody, room: int, vocab: int, allowance: int | None = N
 
 
 def anthropic_params(body: AnthropicBody, room: int) -> SamplingParams:
-    """For Anthropic's messages."""
+    """Make the parameters of Anthropic's messages."""
     given: dict[str, Any] = {"temperature": body.temperature, "stop": body.stop_sequences}
     given |= _filters(body.top_k, body.top_p)
     return SamplingParams(max_tokens=min(body.max_tokens, room), **_present(given))
@@ -57,16 +57,16 @@ def _common(body: Sampling, vocab: int) -> dict[str, Any]:
         given["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.logit_bias:
         for key in body.logit_bias:
-            # As numbers are written: of two spellings of one token, one bias would be lost.
+            # Canonical numbers only: with two spellings of one token, one bias would be lost.
             if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key and int(key) < vocab):
                 message = f"logit_bias: keys are token ids, 0 to {vocab - 1}"
-                raise Refusal("invalid_value", message, "logit_bias")
+                raise APIError("invalid_value", message, "logit_bias")
         given["logit_bias"] = {int(key): bias for key, bias in body.logit_bias.items()}
     return _present(given)
 
 
 def _filters(top_k: int | None, top_p: float | None) -> dict[str, Any]:
-    if top_p == 0:  # the smallest nucleus that there is
+    if top_p == 0:  # the smallest nucleus
         return {"top_k": 1}
     return {"top_k": None if top_k is None else max(0, top_k), "top_p": top_p}  # -1 is another server's word for all
 

@@ -1,10 +1,9 @@
-"""The bodies of requests: types that are the table of fields, their ranges and their defaults, and the one reader.
+"""The bodies of requests: types that are the table of fields, their ranges and their defaults, and their one reader.
 
-Ranges are part of the types, msgspec checks them (a bool is no integer there; 1.0 is 1, as JSON Schema has it), and the
-OpenAPI document is made of the same types, so it cannot say anything else. Every integer has both bounds. Fields of the
-APIs that do nothing here yet are in `unbuilt`, each with the values that mean "do nothing": clients send those, and
-they are welcome; any other value is an error that names the field, as an unknown field is. Silence would be worse than
-refusal.
+Ranges are part of the types. msgspec checks them (a bool is no integer there; 1.0 is 1, as JSON Schema has it), and the
+OpenAPI document is made of the same types, so both agree. Every integer has both bounds. Fields of the APIs that do
+nothing here yet are in `unbuilt`, each with the values that mean "do nothing". Clients send those, and they are
+accepted. Any other value is an error that names the field, as for an unknown field: silence would be worse.
 
 Fields that change no token (`user`, `metadata`, cache hints) are accepted and ignored.
 """
@@ -17,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from attar.protocol.request import MAX_REPETITION, MIN_REPETITION
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 
 MAX_PROMPTS = 128
 MAX_INPUTS = 2048
@@ -55,13 +54,13 @@ StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 StopTokens = Annotated[list[Token], Meta(max_length=64)]
 Biases = Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES, title="Biases")]
 Name = Annotated[str, Meta(max_length=256)]
-Label = Annotated[str, Meta(max_length=1024)]  # of no effect: for the sender's own use
+Label = Annotated[str, Meta(max_length=1024)]  # no effect: for the sender's own use
 Nothing = Annotated[list[Any], Meta(max_length=0)]
 Pooling = Literal["mean", "last"]
 
 
 class Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A request's body. `model` is the served one, which it is where this is left out, or one of its adapters."""
+    """A request's body. `model` is the served model (the default) or one of its adapters."""
 
     unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
@@ -77,14 +76,14 @@ def check_stops(stop: str | Sequence[str] | None, name: str) -> None:
     for each in (stop,) if isinstance(stop, str) else stop or ():
         if len(each.encode()) > MAX_STOP_BYTES:
             message = f"{name}: a string of {len(each.encode())} bytes is longer than {MAX_STOP_BYTES}"
-            raise Refusal("invalid_length", message, name)
+            raise APIError("invalid_length", message, name)
 
 
 class Sampling(Body, frozen=True, kw_only=True):
-    """What /v1/completions and /v1/chat/completions have in common; None is the default of `SamplingParams`.
+    """Fields of both /v1/completions and /v1/chat/completions; None is the default of `SamplingParams`.
 
-    Of requests that wait the one of the lowest `priority` goes first, 0 where none is given; so many times only is an
-    older one passed by (`protocol/scheduler_config.py`).
+    The waiting request of the lowest `priority` goes first, 0 where none is given. The number of times that an older
+    one is passed by is limited (`protocol/scheduler_config.py`).
     """
 
     max_tokens: LengthOrNone | None = None
@@ -109,18 +108,18 @@ class Sampling(Body, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         check_stops(self.stop, "stop")
         if self.stream_options is not None and not self.stream:
-            raise Refusal("invalid_value", "stream_options: only with stream = true", "stream_options")
+            raise APIError("invalid_value", "stream_options: only with stream = true", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             where = "stream_options.include_obfuscation"
-            raise Refusal("unsupported_field", f"{where}: not supported by this server", where)
+            raise APIError("unsupported_field", f"{where}: not supported by this server", where)
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
+        """Return whether a stream ends with a chunk of usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-_NEITHER: Mapping[str, tuple[Any, ...]] = {  # of both endpoints, or of other servers' dialects of them
+_NEITHER: Mapping[str, tuple[Any, ...]] = {  # fields of both endpoints, or of other servers' dialects
     "min_tokens": (0,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -139,14 +138,14 @@ _NEITHER: Mapping[str, tuple[Any, ...]] = {  # of both endpoints, or of other se
 
 
 def _check_prompts(given: str | Sequence[Any], name: str, most: int, noun: str) -> None:
-    """Where a body is read, which is beside the event loop: token ids may be millions."""
+    """Check prompts while a body is read, which is outside the event loop: token ids may be millions."""
     if isinstance(given, str):
         return
     kinds = {type(part) for part in given}
     if len(kinds) > 1:
-        raise Refusal("invalid_type", f"{name}: a list of strings, of token ids, or of lists of token ids", name)
+        raise APIError("invalid_type", f"{name}: a list of strings, of token ids, or of lists of token ids", name)
     if kinds != {int} and len(given) > most:
-        raise Refusal("invalid_length", f"{name}: at most {most} {noun}, not {len(given)}", name)
+        raise APIError("invalid_length", f"{name}: at most {most} {noun}, not {len(given)}", name)
 
 
 def _prompts(checked: Any) -> Sequence[str | list[int]]:
@@ -154,8 +153,8 @@ def _prompts(checked: Any) -> Sequence[str | list[int]]:
 
 
 class CompletionBody(Sampling, frozen=True, kw_only=True):
-    """/v1/completions. Of `best_of` candidates, where those are more than `n`, the `n` with the highest log probability
-    per token are the answer. Fewer there cannot be; as many there are where it is left out."""
+    """Body of /v1/completions. With `best_of` greater than `n`, the answer is the `n` candidates with the highest log
+    probability per token. `best_of` cannot be less than `n`, its default."""
 
     unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **{name: harmless for name, harmless in _NEITHER.items() if name != "echo"},
@@ -173,18 +172,18 @@ class CompletionBody(Sampling, frozen=True, kw_only=True):
         kept = self.n or 1
         made = self.best_of or kept
         if made < kept:
-            raise Refusal("invalid_value", f"best_of: {made} candidates are fewer than n, which is {kept}", "best_of")
+            raise APIError("invalid_value", f"best_of: {made} candidates are fewer than n, which is {kept}", "best_of")
         if self.stream and made > kept:
             message = "best_of: more than n only without stream: the best are known at the end"
-            raise Refusal("invalid_value", message, "best_of")
+            raise APIError("invalid_value", message, "best_of")
         if self.max_tokens == 0 and not self.echo:
-            raise Refusal("out_of_range", "max_tokens: 0 only with echo = true", "max_tokens")
+            raise APIError("out_of_range", "max_tokens: 0 only with echo = true", "max_tokens")
         if self.prompt == []:
-            raise Refusal("empty_prompt", "prompt: an empty list", "prompt")
+            raise APIError("empty_prompt", "prompt: an empty list", "prompt")
         _check_prompts(self.prompt, "prompt", MAX_PROMPTS, "prompts")
 
     def prompts(self) -> Sequence[str | list[int]]:
-        """The prompts, each a text or token ids."""
+        """Return the prompts, each a text or token ids."""
         return _prompts(self.prompt)
 
 
@@ -196,7 +195,7 @@ class CacheControl(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TextPart(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A piece of text. `cache_control` changes nothing: prompts are cached without being asked."""
+    """A piece of text. `cache_control` changes nothing: the cache takes every prompt."""
 
     type: Literal["text"]
     text: str
@@ -208,14 +207,14 @@ Content = str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)]
 
 
 def text_of(content: Content | None) -> str:
-    """The text of a message or a system prompt."""
+    """Return the text of a message or a system prompt."""
     if content is None:
         return ""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One message of a conversation. The fields that must be null come back from clients that repeat an answer."""
+    """One message of a conversation. Clients that repeat an answer send the fields that must be null."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content | None = None
@@ -232,10 +231,10 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.content is None and self.role != "assistant":
-            raise Refusal("missing_field", f"messages: a message of role {self.role} needs content", "messages")
+            raise APIError("missing_field", f"messages: a message of role {self.role} needs content", "messages")
 
     def for_template(self) -> dict[str, str]:
-        """The message as templates know it: `developer` is `system` by its newer name."""
+        """Return the message as chat templates expect it: `developer` is the newer name of `system`."""
         role = "system" if self.role == "developer" else self.role
         entry = {"role": role, "content": text_of(self.content)}
         return entry if self.name is None else entry | {"name": self.name}
@@ -245,14 +244,14 @@ Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class PromptCache(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """OpenAI's hints of what will come again, and for how long: prompts are cached without being asked."""
+    """OpenAI's hints of what will come again, and for how long. They are ignored: the cache takes every prompt."""
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Label | None = None
 
 
 class ChatBody(Sampling, frozen=True, kw_only=True):
-    """/v1/chat/completions."""
+    """Body of /v1/chat/completions."""
 
     unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **_NEITHER,
@@ -290,18 +289,18 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_tokens == 0:
-            raise Refusal("out_of_range", "max_tokens: at least 1", "max_tokens")
+            raise APIError("out_of_range", "max_tokens: at least 1", "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
-            raise Refusal("invalid_value", "top_logprobs: only with logprobs = true", "top_logprobs")
+            raise APIError("invalid_value", "top_logprobs: only with logprobs = true", "top_logprobs")
 
     def conversation(self) -> list[dict[str, str]]:
-        """The messages as templates know them."""
+        """Return the messages as chat templates expect them."""
         return [message.for_template() for message in self.messages]
 
 
 class EmbeddingBody(Body, frozen=True, kw_only=True):
-    """/v1/embeddings. `pooling` is ours: the mean over positions (the default), or the last one. Vectors are of unit
-    length."""
+    """Body of /v1/embeddings. `pooling`, an extension, is the mean over positions (default) or the last one. Vectors
+    have unit length."""
 
     unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {"dimensions": ()}
 
@@ -314,12 +313,12 @@ class EmbeddingBody(Body, frozen=True, kw_only=True):
         _check_prompts(self.input, "input", MAX_INPUTS, "texts")
 
     def inputs(self) -> Sequence[str | list[int]]:
-        """The texts, each as such or as token ids."""
+        """Return the inputs, each a text or token ids."""
         return _prompts(self.input)
 
 
 class TokenizeBody(Body, frozen=True, kw_only=True):
-    """/tokenize: of a text, or of a conversation as the chat endpoint would render it."""
+    """Body of /tokenize: a text, or a conversation as the chat endpoint would render it."""
 
     prompt: str | None = None
     messages: Messages | None = None
@@ -327,14 +326,14 @@ class TokenizeBody(Body, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
-            raise Refusal("missing_field", "prompt: either prompt or messages, and one of them", "prompt")
+            raise APIError("missing_field", "prompt: either prompt or messages, and one of them", "prompt")
 
     def conversation(self) -> list[dict[str, str]]:
-        """The messages as templates know them."""
+        """Return the messages as chat templates expect them."""
         return [message.for_template() for message in self.messages or ()]
 
 
 class DetokenizeBody(Body, frozen=True, kw_only=True):
-    """/detokenize."""
+    """Body of /detokenize."""
 
     tokens: Annotated[list[Token], Meta(max_length=1 << 20)]

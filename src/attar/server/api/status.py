@@ -1,4 +1,4 @@
-"""Routes that tell of the server: its page, whether it is alive and ready, its metrics, models, and requests."""
+"""Routes about the server: its page, liveness and readiness, metrics, models, and requests."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def respond(value: Any) -> Response:
 
 
 class StatusRoutes:
-    """Routes that ask the engine for nothing, or for what it says of itself."""
+    """Routes that give the engine no work: at most they ask for its state."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
 
     def add_to(self, app: FastAPI) -> None:
-        """Register the routes, in the order in which the OpenAPI document has them."""
+        """Register the routes, in the order of the OpenAPI document."""
         app.get("/", response_class=HTMLResponse, include_in_schema=False)(self.page)
         for path, route in (("/livez", self.livez), ("/readyz", self.readyz)):
             app.get(path, openapi_extra=giving(types.Alive))(route)
@@ -39,15 +39,15 @@ class StatusRoutes:
         app.get("/v1/requests/{name}/why", openapi_extra=giving(types.Why))(self.why)
 
     async def page(self) -> Response:
-        """A page to talk to the model and to watch the engine."""
+        """A page to chat with the model and to watch the engine."""
         return Response(PAGE, media_type="text/html", headers={"Content-Security-Policy": POLICY})
 
     async def livez(self) -> Response:
-        """The process is alive. Asks nobody."""
+        """Liveness: the process answers. The engine is not asked."""
         return respond({"status": "alive"})
 
     async def readyz(self) -> Response:
-        """The model is loaded, the engine runs and gets on, and the server is not shutting down."""
+        """Readiness: the model is loaded, the engine makes progress, and the server is not shutting down."""
         self._dispatcher.getting_on()
         return respond({"status": "ready"})
 
@@ -56,7 +56,7 @@ class StatusRoutes:
         return Response(self._dispatcher.context.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def engine(self) -> Response:
-        """What the engine said when it was ready, and its state since; `blocks` is base64, a byte each."""
+        """The engine's message when it became ready, and its state since; `blocks` is base64, a byte each."""
         return respond({"ready": self._dispatcher.ready(), "stats": self._dispatcher.stats})
 
     async def models(self) -> Response:
@@ -69,9 +69,9 @@ class StatusRoutes:
         return respond(_model(self._dispatcher.model(name), self._dispatcher.ready()))
 
     async def why(self, request: Request, name: str) -> Response:
-        """Where a request's time went, or goes. `name` is its `X-Request-Id`, or the `id` of its answer."""
+        """Account of where a request's time went, or goes. `name` is its `X-Request-Id`, or the `id` of its answer."""
         known = name.rpartition("-")[2].removeprefix("msg_")
-        return respond(await self._dispatcher.why(known, request.scope["attar"].salt))
+        return respond(await self._dispatcher.why(known, request.scope["attar"].cache_salt))
 
 
 def _model(name: str, ready: Ready) -> dict[str, Any]:

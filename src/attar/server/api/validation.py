@@ -1,4 +1,4 @@
-"""Bodies of requests as their schemas have them, and in words of JSON what is wrong with those that do not fit."""
+"""Parsing of request bodies by their schemas, with errors in terms of JSON."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import msgspec
 from msgspec import Struct
 
-from attar.server import strict_json
+from attar import strict_json
 from attar.server.api.schemas import Body
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 
 BodyType = TypeVar("BodyType", bound=Body)
 
 
 def read(kind: type[BodyType], body: bytes) -> BodyType:
-    """A request's body as `kind`. Raises Refusal, which names the field."""
+    """Parse a request's body as `kind`. Raises Refusal, which names the field."""
     try:
         value = strict_json.loads(body)
     except strict_json.JSONError as error:
-        raise Refusal("invalid_json", str(error)) from error
+        raise APIError("invalid_json", str(error)) from error
     if isinstance(value, dict):
         for name in kind.unbuilt.keys() & value.keys():
             given = value.pop(name)
             if given is not None and not any(_same(given, harmless) for harmless in kind.unbuilt[name]):
-                raise Refusal("unsupported_field", f"{name}: not supported by this server", name)
+                raise APIError("unsupported_field", f"{name}: not supported by this server", name)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -37,7 +37,7 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)  # False is not 0 here
 
 
-_CODES = (  # what msgspec's sentences have in them; tests hold every one
+_CODES = (  # fragments of msgspec's messages; tests cover each
     ("unknown field", "unknown_field"),
     ("missing required field", "missing_field"),
     ("of length <= 0", "unsupported_field"),
@@ -56,8 +56,9 @@ _TYPES = re.compile(r"Expected `([^`]+)`, got `([^`]+)`")
 _STEPS = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
 
 
-def _explained(sentence: str, kind: type[Body] = Body) -> Refusal:
-    """msgspec's `Expected ... - at `$.field[0]`, of a `kind`, as a refusal in words of JSON."""
+def _explained(sentence: str, kind: type[Body] = Body) -> APIError:
+    """Translate msgspec's message, such as `Expected ... - at `$.field[0]`, for a `kind`, to an error in JSON's
+    terms."""
     what, _, where = sentence.rpartition(" - at `$")
     if not what:
         what, where = sentence, ""
@@ -81,11 +82,11 @@ def _explained(sentence: str, kind: type[Body] = Body) -> Refusal:
         says = strict_json.shown(f"{' or '.join(wanted)}, not {_NAMES.get(found[2], found[2])}", 160)
     else:
         says = strict_json.shown(what[0].lower() + what[1:], 160).replace("`", "")
-    return Refusal(code, f"{param or 'the body'}: {says}", param or None)
+    return APIError(code, f"{param or 'the body'}: {says}", param or None)
 
 
 def _values(kind: type[Body], path: str) -> list[str]:
-    """What a field may be that is one of several words; none where it may be more."""
+    """Return the allowed values of a field of a few strings; none where any other value is allowed."""
     kinds: list[Any] = [kind]
     for step in _STEPS.findall(path):
         kinds = [inner for outer in kinds for inner in _within(outer, step)]
@@ -93,7 +94,7 @@ def _values(kind: type[Body], path: str) -> list[str]:
 
 
 def _within(outer: Any, step: str) -> list[Any]:
-    """The types of a field, or of an entry where `step` is in brackets."""
+    """Return the types of a field, or of an entry where `step` is in brackets."""
     if step.startswith("["):
         return _flat(get_args(outer)[-1]) if get_origin(outer) in (list, dict) else []
     fields = get_type_hints(outer) if isinstance(outer, type) and issubclass(outer, Struct) else {}
@@ -101,7 +102,7 @@ def _within(outer: Any, step: str) -> list[Any]:
 
 
 def _flat(kind: Any) -> list[Any]:
-    """The types of a union."""
+    """Return the types of a union."""
     if get_origin(kind) in (Union, UnionType):
         return [inner for each in get_args(kind) for inner in _flat(each)]
     return [kind]

@@ -1,13 +1,13 @@
-"""The engine's process as seen from the server's: requests go in, each one's events go to its own stream.
+"""The engine's process as seen from the server: requests go in, each request's events go to its own stream.
 
-One connection carries everything. What arrives is handed on at once, without a task per event (`response_stream.py`).
+One connection carries everything. An event is handed on at once, without a task per event (`response_stream.py`).
 
-When the connection ends, so does every open request, in the same moment, with a `Failed`: the kernel tells of a
-process's death whatever it died of. The client then connects again, as soon as an engine listens.
+When the connection ends, every open request ends in the same moment, with a `Failed`: the kernel reports the death of a
+process whatever its cause. The client then connects again, as soon as an engine listens.
 
-A process can also stop without dying (`heartbeat.py`). One that does not run may be continued, so its connection is
-kept, nothing new is taken, and what is open waits, until its deadline and `GRACE` have passed. Then its end comes from
-here: nobody else will tell it. One that runs but will not get on is `hung`, and whoever owns it ends it.
+A process can also stop without dying (`heartbeat.py`). A stopped one may be continued, so its connection is kept,
+nothing new is accepted, and open requests wait, until their deadline and `GRACE` have passed. Then the client ends
+them, since no engine will. A process that runs without progress is `hung`, and its owner ends it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from weakref import WeakSet
 
 from attar.faults import point
 from attar.protocol.messages import (
-    Ask,
     Beat,
     Cancel,
     Command,
@@ -30,11 +29,12 @@ from attar.protocol.messages import (
     Embedding,
     Failed,
     Finished,
+    QueryStatus,
     Ready,
     Report,
+    RequestStatus,
     Stats,
     Submit,
-    Told,
     encode,
 )
 from attar.server.admission.fair_queue import Places
@@ -44,8 +44,8 @@ from attar.server.engine_client.response_stream import Backlog, ResponseStream
 
 RETRY_SECONDS = 0.1
 WATCH_SECONDS = 0.1
-GRACE = 1.0  # seconds past its deadline that a request is left to the engine, which ends it between two steps
-TOLD_SECONDS = 1.0  # that the engine has to say how far a request is: it does so between two steps
+GRACE = 1.0  # seconds past a request's deadline that the engine has to end it, which it does between two steps
+TOLD_SECONDS = 1.0  # for the engine to report a request's progress, which it does between two steps
 
 logger = logging.getLogger(__name__)
 
@@ -54,40 +54,40 @@ class EngineClient:
     """The connection to the engine at a Unix socket, made anew when it is lost."""
 
     def __init__(self, path: Path, stuck: float = STUCK, keys: int = 0) -> None:
-        """Nothing is expected of a step after `stuck` seconds (`heartbeat.py`). So many `keys` share the queue."""
+        """A step that exceeds `stuck` seconds is taken for stuck (`heartbeat.py`). `keys` API keys share the queue."""
         self.path = path
         self.places, self.heartbeat, self.backlog = Places(keys), Heartbeat(stuck), Backlog()
         self.ready: Ready | None = None
-        """What the engine said when it was ready; None while there is none."""
+        """The engine's message when it became ready; None while there is none."""
         self.stats: Stats | None = None
         self.was_ready = False
         self.open: dict[str, ResponseStream] = {}
         """The engine's requests that have not ended, by id."""
         self._streams: WeakSet[ResponseStream] = WeakSet()
-        self._left: dict[str, ResponseStream] = {}  # those that ended here, and of which the engine has not said so yet
-        self._asked: dict[str, asyncio.Future[Report]] = {}  # what is to be told of requests that are open
+        self._left: dict[str, ResponseStream] = {}  # ended here, and not yet by the engine
+        self._asked: dict[str, asyncio.Future[Report]] = {}  # reports awaited, by request
         self.hung: Callable[[], None] | None = None
-        """Called, again and again, while the engine runs but will not get on."""
-        self._given_up = ""  # why the last connection was, if no engine has been ready since
+        """Called repeatedly while the engine runs without progress."""
+        self._given_up = ""  # why the last connection was given up, if no engine has been ready since
         self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
     def trouble(self) -> str | None:
-        """What is wrong with an engine that is there, in a sentence; None if nothing is."""
+        """A sentence about what is wrong with a connected engine; None if nothing is."""
         return self.heartbeat.trouble
 
     @property
     def held(self) -> int:
-        """Choices that the engine has not been told of yet."""
+        """Choices that have not been sent to the engine yet."""
         return sum(stream.held for stream in self._streams)
 
     def start(self) -> None:
-        """Begin to connect."""
+        """Start connecting."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """End what is open, and tell the engine to end."""
+        """End open requests, and tell the engine to end."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -112,18 +112,18 @@ class EngineClient:
         return stream
 
     async def reports(self, requests: Iterable[str]) -> dict[str, Report]:
-        """How far these requests are, by id: those of them that the engine has and tells of within `TOLD_SECONDS`."""
+        """Return the progress of requests by id, for those that the engine has and reports within `TOLD_SECONDS`."""
         open, loop = [each for each in requests if each in self.open], asyncio.get_running_loop()
         new = {each: loop.create_future() for each in open if each not in self._asked}
         self._asked |= new
         if new:
-            self._send([Ask(tuple(new))])  # once, however many wait to be told
+            self._send([QueryStatus(tuple(new))])  # once, however many callers wait
         asked = {each: self._asked[each] for each in open}
         try:
             if asked:
                 await asyncio.wait(asked.values(), timeout=TOLD_SECONDS)
         finally:
-            for each, future in new.items():  # of what the engine refused meanwhile it says nothing
+            for each, future in new.items():  # the engine reports nothing on what it refused meanwhile
                 if self._asked.get(each) is future:
                     del self._asked[each]
         return {each: future.result() for each, future in asked.items() if future.done() and not future.cancelled()}
@@ -141,7 +141,7 @@ class EngineClient:
             code = "internal"
         if code:
             stream.cancel(code)
-            for command in commands:  # of which the engine knows nothing
+            for command in commands:  # unknown to the engine
                 self._left.pop(command.id, None)
 
     def _drop(self, requests: Iterable[str], tell: bool) -> None:
@@ -163,7 +163,7 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         while True:
             ended = asyncio.Event()
-            with contextlib.suppress(OSError):  # nobody listens yet
+            with contextlib.suppress(OSError):  # no process listens yet
                 _, self._connection = await loop.create_unix_connection(
                     lambda ended=ended: Connection(self._arrived, ended.set, self._give_up),  # type: ignore[misc]
                     str(self.path),
@@ -174,7 +174,7 @@ class EngineClient:
             await asyncio.sleep(RETRY_SECONDS)
 
     def _give_up(self, why: str) -> None:
-        """Say it once: whoever listens in the engine's place is met anew every `RETRY_SECONDS`."""
+        """Log it once: an unsuitable listener is met anew every `RETRY_SECONDS`."""
         if why != self._given_up:
             logger.error("the engine is given up: %s", why)
         self._given_up = why
@@ -186,7 +186,7 @@ class EngineClient:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_SECONDS):
                     await ended.wait()
-            if ended.is_set():  # what was last heard is not the next one's
+            if ended.is_set():  # the last message is not the next connection's
                 return
             self.heartbeat.silent += WATCH_SECONDS
             if self.heartbeat.hung and self.hung is not None:
@@ -204,7 +204,7 @@ class EngineClient:
                 self.stats = event
             elif isinstance(event, Beat):
                 self.heartbeat.beat(event.busy)
-            elif isinstance(event, Told):
+            elif isinstance(event, RequestStatus):
                 if (told := self._asked.pop(event.id, None)) is not None:
                     told.set_result(event.report)
             elif isinstance(event, Ready):
@@ -236,6 +236,6 @@ class EngineClient:
         self._end_all()
 
     def _end_all(self) -> None:
-        """Also those of which the engine has nothing: what is left of them waits here for room."""
+        """End all streams, those without a request in the engine included: their unsent prompts wait here for room."""
         for stream in list(self._streams):
             stream.cancel("shutdown")

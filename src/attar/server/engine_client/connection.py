@@ -1,4 +1,4 @@
-"""The socket between the two processes, at the server's end: frames of events from bytes."""
+"""The server's end of the socket between the two processes: frames of bytes to events."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from attar.protocol.messages import MAX_FRAME, Beat, Delta, Embedding, Failed, Finished, Ready, Stats, Told
+from attar.protocol import framing
+from attar.protocol.messages import MAX_FRAME, Beat, Delta, Embedding, Failed, Finished, Ready, RequestStatus, Stats
 
 
 class PromptScores(msgspec.Struct, frozen=True, tag="prompt_logprobs"):
-    """A `PromptLogprobs` as it came: tens of bytes a token, where the values would be hundreds."""
+    """A `PromptLogprobs` in its encoded form: tens of bytes a token, where decoded values would take hundreds."""
 
     id: str
     logprobs: msgspec.Raw
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "logprobs", self.logprobs.copy())  # what came is of the buffer it came in
+        msgspec.structs.force_setattr(self, "logprobs", self.logprobs.copy())  # the bytes are the receive buffer's
 
 
 AnswerEvent = Delta | PromptScores | Finished | Embedding | Failed
-Event = AnswerEvent | Ready | Stats | Beat | Told
+Event = AnswerEvent | Ready | Stats | Beat | RequestStatus
 
 
 class Connection(asyncio.Protocol):
-    """One connection. What cannot be read ends it, and `wrong` is told why."""
+    """One connection. Unreadable data ends it, and `wrong` gets the reason."""
 
     def __init__(
         self, arrived: Callable[[Sequence[Event]], None], lost: Callable[[], None], wrong: Callable[[str], None]
@@ -41,30 +42,23 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        # The folder may have been cleaned away, and made again by somebody else, with a socket of the same name.
+        # The folder may have been cleaned away, and made again by another user, with a socket of the same name.
         peer = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         if int.from_bytes(peer[4:8], sys.byteorder) != os.geteuid():
             self.give_up("somebody else listens in the engine's place")
 
     def data_received(self, data: bytes) -> None:
-        buffer = self._buffer
-        buffer += data
-        at = 0
-        while len(buffer) >= at + 4:
-            size = int.from_bytes(buffer[at : at + 4], "little")
-            if size > MAX_FRAME:
-                self.give_up("a frame is too long")
-                return
-            if len(buffer) < at + 4 + size:
-                break
+        self._buffer += data
+        while True:
             try:
-                events = self._decoder.decode(memoryview(buffer)[at + 4 : at + 4 + size])
-            except msgspec.MsgspecError:
-                self.give_up("a frame is not of events")
+                if (body := framing.take(self._buffer, MAX_FRAME)) is None:
+                    return
+                events = self._decoder.decode(body)
+            except (msgspec.MsgspecError, framing.FrameTooLong) as error:
+                what = "too long" if isinstance(error, framing.FrameTooLong) else "not of events"
+                self.give_up(f"a frame is {what}")
                 return
-            at += 4 + size
             self._arrived(events)
-        del buffer[:at]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost()

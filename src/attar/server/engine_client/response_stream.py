@@ -1,14 +1,14 @@
 """The events of one HTTP request, as its reader takes them.
 
-A reader that falls behind finds several events together, and one that falls behind for good loses its request, so that
-no queue grows without bound. A stream may leave MAX_WAITING, and MAX_LEFT for as long as it likes; what is between the
-two for PATIENCE, as long as whoever takes nothing is waited for. Where all that are late together leave more than
-MAX_TOTAL, whoever leaves most is let go, so that many slow readers hold no more, but for what comes within LATENESS.
+A slow reader finds several events together, and one that falls behind for good loses its request, so that no queue
+grows without bound. A stream may leave MAX_LEFT unread for any time, up to MAX_WAITING for PATIENCE, as long as a
+client that takes nothing is waited for, and more for LATENESS only. Where all late streams together leave more than
+MAX_TOTAL, those that leave most are dropped: many slow readers hold no more, but for what comes within LATENESS.
 
 A request of many prompts enters the engine's queue a window at a time, so that it fits whatever its length, and leaves
-room for others. What is refused there because others have taken the room, while the request is under way, waits here;
-so does what its key has no place for (`fair_queue.py`), and it asks again every `ROOM_SECONDS`: places come free
-whenever anything of that key is first heard of, and when others leave.
+room for others. A prompt that the engine refuses as full, while the request is under way, waits here. So does one whose
+key has no place (`fair_queue.py`); the stream asks again every `ROOM_SECONDS`, since places come free whenever a choice
+of that key has its first event, and when others leave.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from attar.server.admission.fair_queue import Places
 from attar.server.engine_client.connection import AnswerEvent, PromptScores
 from attar.server.http.limits import STALL_SECONDS
 
-MAX_LEFT = 128 << 10  # bytes, about, of events that a reader leaves for longer than PATIENCE
-MAX_WAITING = 2 << 20  # the same for longer than LATENESS: thousands of tokens
-MAX_HELD = 64 << 20  # the same of those that wait at all, also while it is at work on what came before
-MAX_TOTAL = 8 << 20  # the same of all streams together, those that leave anything for longer than LATENESS
+MAX_LEFT = 128 << 10  # approximate bytes of events that a reader may leave for longer than PATIENCE
+MAX_WAITING = 2 << 20  # bytes for longer than LATENESS: thousands of tokens
+MAX_HELD = 64 << 20  # bytes that may wait at all, also while the reader works on earlier events
+MAX_TOTAL = 8 << 20  # bytes of all streams together that leave anything for longer than LATENESS
 PATIENCE = STALL_SECONDS
 LATENESS = 0.5  # seconds: this process may be late itself
 LOOK_SECONDS = 0.05
@@ -37,7 +37,7 @@ ROOM_SECONDS = 0.1  # until a request with prompts still to come, for which ther
 
 
 class Backlog:
-    """What the readers of all streams have left: `size` bytes, about, also of those that take what has just come."""
+    """Unread events of all streams: `size` approximate bytes, those just arrived included."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -45,8 +45,8 @@ class Backlog:
         self._looked = 0.0
 
     def excess(self, now: float) -> list[ResponseStream]:
-        """Whom to let go, those that leave most, so that all that have left anything for longer than LATENESS leave no
-        more than MAX_TOTAL. All streams are looked at, and so only every LOOK_SECONDS."""
+        """Return the streams to drop, those that leave most, so that all that have left anything for longer than
+        LATENESS leave no more than MAX_TOTAL. All streams are looked at, and so only every LOOK_SECONDS."""
         if self.size <= MAX_TOTAL or now - self._looked < LOOK_SECONDS:
             return []
         self._looked = now
@@ -61,14 +61,13 @@ class Backlog:
 
 
 class ResponseStream:
-    """The events of one HTTP request, which may be several of the engine's (`prompts`: their ids, in order).
+    """The events of one HTTP request, which may be several engine requests (`prompts`: their ids, in order).
 
-    It ends with a `Failed`, which ends all of them, or with the `Finished` or `Embedding` after which none is open.
-    Then `ended` holds, and nothing follows; `failure` is the code of the `Failed` that ended it. At most `window`
-    choices are in the engine at a time, or those of one prompt, and none for whom its key has no place among `places`.
-    `late` is told what never reaches the reader: what waits when it is let go, and what the engine says after that. A
-    `whole` one is never let go for what waits: no connection keeps its reader from it. Whoever reads it closes it, so
-    that what is left is no part of the `backlog`.
+    It ends with a `Failed`, which ends all of them, or with the last `Finished` or `Embedding`. Then `ended` holds, and
+    nothing follows; `failure` is the code of the `Failed`. At most `window` choices are in the engine at a time, or the
+    choices of one prompt, and none without a place of its key among `places`. `late` gets the events that never reach
+    the reader: those unread when it is dropped, and later ones. A `whole` stream is never dropped for unread events:
+    its reader waits for no connection. The reader must close it, so that its unread events leave the `backlog`.
     """
 
     def __init__(
@@ -92,19 +91,19 @@ class ResponseStream:
         self._under_way = False
         self._began = time.monotonic()
         self._send, self._drop = send, drop
-        self._places, self._salt = places, commands[0].salt
-        self._unheard: dict[str, set[int]] = {}  # choices that were sent and of which the engine has said nothing yet
-        self._running: dict[str, set[int]] = {}  # those that it has said something of, but not that they ended
+        self._places, self._salt = places, commands[0].cache_salt
+        self._unheard: dict[str, set[int]] = {}  # choices sent and without an event yet
+        self._running: dict[str, set[int]] = {}  # choices with an event that have not ended
         self._events: list[AnswerEvent] = []
-        self.left = 0  # bytes of them, about; of one that is whole 0
-        self.since = 0.0  # when the oldest of them came
+        self.left = 0  # their approximate bytes; 0 for a whole stream
+        self.since = 0.0  # arrival of the oldest event
         self._backlog = Backlog() if backlog is None else backlog
         self._backlog.streams.add(self)
         self._wake = asyncio.Event()
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     async def take(self) -> list[AnswerEvent]:
-        """All events that have arrived, at least one. Empty once everything was taken and the answer has ended."""
+        """Take all events that have arrived, at least one. Empty once everything was taken and the answer has ended."""
         if not self._events and not self.ended:
             self._wake.clear()
             await self._wake.wait()
@@ -116,7 +115,7 @@ class ResponseStream:
         return events
 
     def reading(self) -> None:
-        """What was taken last is still being read: what came since has not been left."""
+        """Note that the reader still works on the events taken last: later ones do not count as left."""
         self.since = time.monotonic()
 
     @property
@@ -142,7 +141,7 @@ class ResponseStream:
             self._send(self, batch)
 
     def _ask_again(self) -> None:
-        """Look for room once more, in a while."""
+        """Look for room once more after ROOM_SECONDS."""
         if "room" not in self._timers:
             self._timers["room"] = asyncio.get_running_loop().call_later(ROOM_SECONDS, self._look)
 
@@ -151,7 +150,7 @@ class ResponseStream:
         self.go_on()
 
     def put(self, event: AnswerEvent) -> None:
-        """The engine says something."""
+        """Add an event of the engine."""
         if self.ended:
             return
         if isinstance(event, Failed) and event.code == "full" and self._under_way:
@@ -182,7 +181,7 @@ class ResponseStream:
                 self._end()
 
     def _leave_more(self, size: int, now: float) -> None:
-        """So much has come. Who has left too much is let go: its own reader, or another."""
+        """Count new bytes, and drop streams that have left too much: this one, or others."""
         self.left += size
         self._backlog.size += size
         seconds = now - self.since
@@ -196,21 +195,21 @@ class ResponseStream:
             each._let_go()
 
     def _let_go(self) -> None:
-        """What waits would do so for as long as the connection stalls."""
+        """Drop the stream: its events would wait for as long as the connection stalls."""
         for event in self._emptied():
             self.late(event)
-        if self.ended:  # by the engine, and its reader does not know
+        if self.ended:  # by the engine, unknown to its reader
             self.failure = "slow_reader"
             self._events.append(Failed(next(iter(self.prompts)), "slow_reader", ""))
         else:
             self.cancel("slow_reader")
 
     def end_after(self, seconds: float) -> None:
-        """End with `deadline` then, if it has not ended."""
+        """End with `deadline` after `seconds`, if it has not ended by then."""
         self._timers["deadline"] = asyncio.get_running_loop().call_later(seconds, self.cancel, "deadline")
 
     def cancel(self, code: str = "cancelled") -> None:
-        """End here, with a `Failed`, unless it has ended; the engine is told to drop what is open."""
+        """End with a `Failed`, unless it has ended, and tell the engine to drop open requests."""
         if not self.ended:
             self.failure = code
             self._events.append(Failed(next(iter(self._open)), code, ""))
@@ -218,13 +217,13 @@ class ResponseStream:
             self._end()
 
     def close(self) -> None:
-        """Nobody takes what still waits."""
+        """End the stream; unread events are late."""
         self.cancel()
         for event in self._emptied():
             self.late(event)
 
     def _put_back(self, request: str) -> None:
-        """Others were quicker: it is sent again when one before it has ended."""
+        """Queue a refused request again; it is sent when one before it has ended."""
         command = self._commands[request]
         self._within -= _choices(command)
         self._leave(request)
@@ -233,7 +232,7 @@ class ResponseStream:
             self._ask_again()
 
     def _hear(self, event: Delta | Finished) -> None:
-        """The choice waits no more: it runs, or has ended."""
+        """Note that a choice waits no more: it runs, or has ended."""
         unheard = self._unheard.get(event.id)
         if unheard is not None and event.choice in unheard:
             unheard.remove(event.choice)
@@ -247,7 +246,7 @@ class ResponseStream:
             self._places.running -= 1
 
     def _leave(self, request: str) -> None:
-        """No choice of it waits or runs any more."""
+        """Release all choices of an engine request that wait or run."""
         self._places.give(self._salt, len(self._unheard.pop(request, ())))
         self._places.running -= len(self._running.pop(request, ()))
 

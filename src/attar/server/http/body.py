@@ -1,4 +1,4 @@
-"""The body of a request: what is looked at before it is read, and the reading."""
+"""The body of a request: checks before it is read, and the reading."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from starlette.requests import Request
 
 from attar.faults import point
-from attar.server.errors import CANCELLED, Refusal
+from attar.server.errors import CANCELLED, APIError
 from attar.server.http.limits import MAX_BODY
 
 IDENTITY = (b"", b"identity")
 
 
 async def receive(request: Request, name: str) -> bytes:
-    """Read the body of the request called `name`, as it comes in; its Content-Length, checked first, bounds it. Raises
-    Refusal."""
+    """Read the body of the request called `name`; its Content-Length, checked first, bounds it. Raises Refusal."""
     _check(dict(request.scope["headers"]))
     body = bytearray()
     more = True
@@ -23,7 +22,7 @@ async def receive(request: Request, name: str) -> bytes:
         point("http.read_body", name)
         message = await request.receive()
         if message["type"] == "http.disconnect":
-            raise Refusal("cancelled", CANCELLED)
+            raise APIError("cancelled", CANCELLED)
         body += message.get("body", b"")
         assert len(body) <= MAX_BODY, "h11 holds a body to its Content-Length"
         more = message.get("more_body", False)
@@ -31,14 +30,14 @@ async def receive(request: Request, name: str) -> bytes:
 
 
 def _check(headers: Mapping[bytes, bytes]) -> None:
-    """Raise Refusal for other than JSON, and for too much of it."""
+    """Raise Refusal for content other than JSON, and for a body that is too large."""
     if headers.get(b"content-encoding", b"").strip().lower() not in IDENTITY:
-        raise Refusal("unsupported_media_type", "Content-Encoding is not supported: send plain JSON")
+        raise APIError("unsupported_media_type", "Content-Encoding is not supported: send plain JSON")
     # A form of a foreign web page can be posted without a preflight, but not as JSON.
     if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
-        raise Refusal("unsupported_media_type", "send JSON, with Content-Type: application/json")
+        raise APIError("unsupported_media_type", "send JSON, with Content-Type: application/json")
     if _length(headers) > MAX_BODY:
-        raise Refusal("body_too_large", f"the body is larger than {MAX_BODY} bytes")
+        raise APIError("body_too_large", f"the body is larger than {MAX_BODY} bytes")
 
 
 def _length(headers: Mapping[bytes, bytes]) -> int:
@@ -46,5 +45,5 @@ def _length(headers: Mapping[bytes, bytes]) -> int:
 
 
 def size(headers: Mapping[bytes, bytes]) -> int:
-    """Bytes of the body that will be held: none of one that is too large is read."""
+    """Return the bytes of the body to be held: 0 for one that is too large, which is not read."""
     return length if (length := _length(headers)) <= MAX_BODY else 0

@@ -1,4 +1,4 @@
-"""Cross-origin requests: which web pages of other servers may call this one from a browser (CORS)."""
+"""Cross-origin requests (CORS): web pages of other servers that may call this one from a browser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAMES = re.compile(rb"[\w, -]+")
 
 
 def headers_for(origins: frozenset[str], headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-    """Headers of an answer to a request with `headers`, where pages of these `origins` may read it."""
+    """Return the CORS headers of an answer to a request with `headers`, where pages of `origins` may read it."""
     if not origins:
         return []
     origin = headers.get(b"origin", b"")
@@ -26,7 +26,7 @@ def headers_for(origins: frozenset[str], headers: Mapping[bytes, bytes]) -> list
 
 
 def is_preflight(origins: frozenset[str], scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a browser asks, for a page that may call, if it may."""
+    """Return whether this is a preflight for a page that may call."""
     return (
         scope["method"] == "OPTIONS"
         and b"access-control-request-method" in headers
@@ -35,7 +35,7 @@ def is_preflight(origins: frozenset[str], scope: Scope, headers: Mapping[bytes, 
 
 
 async def answer_preflight(asked: Mapping[bytes, bytes], send: Send) -> None:
-    """Let a page call with whatever headers it wants to send, for clients' libraries have their own."""
+    """Allow a page's call with any headers that it wants to send: client libraries have their own."""
     wanted = asked.get(b"access-control-request-headers", b"")
     headers = [
         (b"access-control-allow-methods", b"GET, POST"),

@@ -1,15 +1,15 @@
-"""HTTP/1.1 with the limits that uvicorn leaves out: what a connection may send, how long, and how slowly it may read.
+"""HTTP/1.1 with the limits that uvicorn leaves out: size and time of a request, and the speed of reading.
 
-uvicorn with h11 refuses headers that do not end within a buffer, and has no deadline for anything but keep-alive: a
-client that sends a byte now and then holds its connection for ever. Here a connection has RECEIPT_SECONDS for each
-request, headers and body, from its first byte on (and as long for its first byte); and of what it is sent, something
-must get on within STALL_SECONDS, as long as anything waits here. A stream waits with it, so that little does. A reader
-that stalls is hung up on with a reset: after an orderly end the kernel would keep what is unsent, and the connection,
-for as long as the other side is there.
+uvicorn with h11 refuses headers that do not end within a buffer, and has no deadline but keep-alive: a client that
+sends a byte now and then holds its connection for ever. Here a connection has RECEIPT_SECONDS for each request, headers
+and body, from its first byte on (and as long for its first byte). Of an answer, some bytes must leave within
+STALL_SECONDS, while any wait here. A stream waits with the connection, so that few bytes do. A stalled connection is
+closed by a reset: after an orderly end the kernel would keep unsent bytes, and the connection, for as long as the other
+side is there.
 
-Requests need a Content-Length. With Transfer-Encoding go chunk floods, which cost a parser its time by the byte, and
-the ambiguity of a request that has both; JSON clients know how long their bodies are. The limits sit in the parser,
-where a request's head is first known in full, before any task is made for it.
+Requests need a Content-Length. Without Transfer-Encoding there are no chunk floods, which cost a parser its time by the
+byte, and no ambiguous requests that have both; JSON clients know how long their bodies are. The limits sit in the
+parser, where a request's head is first known in full, before any task is made for it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.http.sockets import MANY, Waiting
 
 MAX_HEAD = 16 << 10  # bytes of a request's line and headers
 MAX_HEADERS = 64
 MAX_TARGET = 2 << 10
 MAX_BODY = 4 << 20
-MAX_RECEIVED = MAX_HEAD + 2 * MAX_BODY  # a body that is too large is read and dropped up to here, so that 413 arrives
-MAX_BEHIND = 64 << 10  # what may come behind a request that is being answered
+MAX_RECEIVED = MAX_HEAD + 2 * MAX_BODY  # a too large body is read and dropped up to here, so that 413 arrives
+MAX_BEHIND = 64 << 10  # bytes behind a request that is being answered
 RECEIPT_SECONDS = 10.0
 STALL_SECONDS = 30.0
 SEND_BUFFER = 128 << 10  # in the kernel, which doubles it: with less than a segment of loopback each waits for its ACK
-UNSENT = 32 << 10  # of that, what the reader has no room for: the kernel goes on at half, so 1 KB/s moves it in time
+UNSENT = 32 << 10  # unsent part of it: the kernel goes on at half, so 1 KB/s moves it in time
 KEEP_ALIVE_SECONDS = 75
-WARNINGS = 10  # a minute, of what is wrong with requests: all are answered, and say what it is
+WARNINGS = 10  # logged a minute about bad requests: each is answered, with the reason
 
 _HINTS = {
     400: ("invalid_http", "this is not a valid HTTP/1.1 request"),
@@ -53,12 +53,12 @@ _HINTS = {
 
 
 class Sparing(logging.Filter):
-    """Of warnings so many a minute: anybody who reaches the port can have one written for every connection."""
+    """Limits warnings to a number a minute: any client of the port can cause one for every connection."""
 
     def __init__(self, most: int = WARNINGS, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._most, self._clock = most, clock
-        self._ends = 0.0  # of the minute
+        self._ends = 0.0  # end of the minute
         self._seen = self._dropped = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -80,7 +80,7 @@ logging.getLogger("uvicorn.error").addFilter(Sparing())
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection, of a server that shares `waiting` among all of its."""
+    """One connection of a server; all its connections share `waiting`."""
 
     receipt_seconds = RECEIPT_SECONDS
     stall_seconds = STALL_SECONDS
@@ -95,7 +95,7 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # what the kernel does not take, streams wait for
+        transport.set_write_buffer_limits(high=0)  # streams wait until the kernel takes their bytes
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
@@ -110,7 +110,7 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def hang_up(self) -> None:
-        """Close it: nothing is being answered."""
+        """Close the connection, which has no request in progress."""
         self.transport.close()
 
     def data_received(self, data: bytes) -> None:
@@ -138,7 +138,7 @@ class LimitedProtocol(H11Protocol):
             self._listen_on()
 
     def _listen_on(self) -> None:
-        """uvicorn reads no more once there is a request behind the one being answered; then no end would be noticed."""
+        """Resume reading: uvicorn stops at a request behind the one being answered, and would see no disconnect."""
         if self.flow.read_paused and not self.transport.is_closing():
             if len(self.conn.trailing_data[0]) > MAX_BEHIND:
                 self.transport.abort()
@@ -166,22 +166,22 @@ class LimitedProtocol(H11Protocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Called while the parser's exception is handled: it knows the status."""
+        """Answer an error of the parser, whose exception is being handled and has the status."""
         error = sys.exc_info()[1]
         self._refuse(error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400)
 
     def _too_slow(self) -> None:
         self._receipt = None
         if self.conn.our_state is h11.IDLE and not self.conn.trailing_data[0]:
-            self.transport.close()  # nothing was asked, so nothing is answered
+            self.transport.close()  # no request was begun, so none is answered
         else:
             self._refuse(408)
 
     def _refuse(self, status: int) -> None:
-        """Answer in place of the application, unless it has begun to, and close."""
+        """Answer in place of the application, unless it has begun to, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             code, message = _HINTS.get(status, _HINTS[400])
-            refusal = Refusal(code, message)
+            refusal = APIError(code, message)
             body = refusal.body()
             headers = [
                 *self.server_state.default_headers,
@@ -210,7 +210,7 @@ class LimitedProtocol(H11Protocol):
 
 
 class _Connection(h11.Connection):
-    """h11, refusing requests whose head is beyond the limits."""
+    """An h11 connection that refuses requests whose head exceeds the limits."""
 
     def next_event(self) -> Any:
         event = super().next_event()

@@ -1,8 +1,8 @@
-"""Middleware in front of every route: it names requests, decides who comes in, and sees that each gets an answer.
+"""Middleware in front of every route: it names requests, authenticates them, and sees that each gets an answer.
 
-It is plain ASGI around the application, so that nothing is reached without passing it, routes added later included.
-Closed is the default: with keys set, only /livez and the page, which holds nothing, answer without one. No body is read
-before its request is let in.
+It is plain ASGI around the application, so that every route passes it, routes added later included. Access is denied by
+default: with keys set, only /livez and the page, which holds nothing, answer without one. No body is read before its
+request is admitted.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from starlette.types import Message, Receive, Scope, Send
 
 from attar.faults import point
 from attar.server.admission.rate_limits import Account, Caller, Quotas
-from attar.server.errors import ANTHROPIC, INTERNAL, Refusal
+from attar.server.errors import ANTHROPIC, INTERNAL, APIError
 from attar.server.http import body, cors
 from attar.server.http.limits import MAX_BODY
 from attar.server.http.security import host_name
 from attar.server.options import ServerOptions
 from attar.server.request_context import RequestContext
 
-OPEN_TO_ALL = frozenset({"/livez", "/"})  # the page holds nothing but itself
-METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE", "PATCH"})  # that a log may repeat
-GONE = 499  # nobody waited for the answer
+OPEN_TO_ALL = frozenset({"/livez", "/"})  # the page holds no data
+METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE", "PATCH"})  # methods that a log may repeat
+GONE = 499  # the client had disconnected
 FULL = 429
-MAX_BODIES = 256 * MAX_BODY  # of all requests together: what was read is held until the answer has ended
+MAX_BODIES = 256 * MAX_BODY  # of all requests together: a body is held until its answer has ended
 
 logger = logging.getLogger(__name__)
 
 
 class Middleware:
-    """ASGI around `app`. `open` counts the requests inside, and `bodies` the bytes of what they send, by key."""
+    """ASGI middleware around `app`. `open` counts open requests, and `bodies` the bytes of their bodies, by key."""
 
     def __init__(self, app: Starlette, options: ServerOptions, context: RequestContext) -> None:
         self.app, self.options, self.context, self.metrics = app, options, context, context.metrics
@@ -53,7 +53,7 @@ class Middleware:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         extra = [(b"x-request-id", name.encode()), *cors.headers_for(self.options.origins, headers)]
         if scope["path"].startswith(ANTHROPIC):
-            extra.append((b"request-id", name.encode()))  # where their clients look for it
+            extra.append((b"request-id", name.encode()))  # where Anthropic's clients look for it
 
         async def tell(message: Message) -> None:
             nonlocal status
@@ -65,59 +65,59 @@ class Middleware:
         self.open += 1
         self.metrics.open.set(self.open)
         account: Account | None = None
-        salt, size = b"", 0
+        cache_salt, size = b"", 0
         try:
             if cors.is_preflight(self.options.origins, scope, headers):
                 await cors.answer_preflight(headers, tell)
                 return
             point("http.door", name)
-            salt = self._let_in(scope, headers)
+            cache_salt = self._let_in(scope, headers)
             if scope["method"] == "POST":
-                account = self.quotas.enter(salt)
+                account = self.quotas.enter(cache_salt)
                 size = body.size(headers)
-                self.bodies[salt] += size
-            scope["attar"] = Caller(name, arrived, salt, account)
+                self.bodies[cache_salt] += size
+            scope["attar"] = Caller(name, arrived, cache_salt, account)
             await self.app(scope, receive, tell)
-        except Refusal as refusal:
+        except APIError as refusal:
             await refusal.send(scope["path"], tell)
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             logger.error("%s failed: %s at %s:%s", name, type(error).__name__, place.filename, place.lineno)
             if not status:
-                await Refusal("internal", INTERNAL).send(scope["path"], tell)
+                await APIError("internal", INTERNAL).send(scope["path"], tell)
         finally:
             if account is not None:
                 account.close()
-                self.bodies[salt] -= size
+                self.bodies[cache_salt] -= size
             self.open -= 1
             self.metrics.open.set(self.open)
-            route = getattr(scope.get("route"), "path", None)  # the pattern, not what was asked
+            route = getattr(scope.get("route"), "path", None)  # the pattern, not the requested path
             if route is None:
                 route = scope["path"] if scope["path"] in self.paths else "none"
             self.metrics.requests.labels(route, str(status or GONE)).inc()
             method = scope["method"] if scope["method"] in METHODS else "?"
-            # A crowd that is refused is counted above: a line for each would take time from those who are let in.
+            # Refused crowds are counted above: a line for each would take time from admitted requests.
             level = logging.INFO if method == "POST" and status != FULL else logging.DEBUG
             logger.log(level, "%s %s %s %d %.3f s", name, method, route, status or GONE, time.monotonic() - arrived)
 
     def _let_in(self, scope: Scope, headers: dict[bytes, bytes]) -> bytes:
-        """The salt of whoever asks. Raises Refusal."""
+        """Return the cache salt of the caller's key. Raises Refusal."""
         if scope["path"] in OPEN_TO_ALL:
             return b""
         names = self.options.names
         if names and host_name(headers.get(b"host", b"localhost")) not in names:
-            raise Refusal("host_not_allowed", "this server does not answer to the name in the Host header")
-        salt = self.options.keys.salt(headers)
-        if salt is None:
-            raise Refusal("invalid_api_key", "send a valid key: Authorization: Bearer KEY")
+            raise APIError("host_not_allowed", "this server does not answer to the name in the Host header")
+        cache_salt = self.options.keys.cache_salt(headers)
+        if cache_salt is None:
+            raise APIError("invalid_api_key", "send a valid key: Authorization: Bearer KEY")
         if scope["method"] == "POST":
-            self._check_room(salt, body.size(headers))
-        return salt
+            self._check_room(cache_salt, body.size(headers))
+        return cache_salt
 
-    def _check_room(self, salt: bytes, size: int) -> None:
+    def _check_room(self, cache_salt: bytes, size: int) -> None:
         if self.context.draining:
-            raise Refusal("draining", "the server is shutting down")
+            raise APIError("draining", "the server is shutting down")
         own = MAX_BODIES // 2 if len(set(self.options.keys.hashes)) > 1 else MAX_BODIES
-        large = self.bodies[salt] + size > own or self.bodies.total() + size > MAX_BODIES
+        large = self.bodies[cache_salt] + size > own or self.bodies.total() + size > MAX_BODIES
         if large or self.open > self.options.max_requests:
             raise self.context.full("the server is full: try again later")

@@ -1,9 +1,9 @@
-"""Who may ask: API keys, the salt that keeps their caches apart, and hosts and origins that browsers may come from.
+"""Access: API keys, the salts that keep their caches apart, and hosts and origins that browsers may come from.
 
 Keys come from a file or the environment, never from the command line, where every user of the machine can read them.
-What is kept is their SHA-256; what is compared is SHA-256 with SHA-256, in constant time. Without a key the server
-binds to loopback only, and there the Host header must name loopback: a web page whose name was made to resolve to
-127.0.0.1 (DNS rebinding) still sends its own name.
+Only their SHA-256 is kept, and hashes are compared in constant time. Without a key the server binds to loopback only,
+and the Host header must name loopback: a web page whose name was made to resolve to 127.0.0.1 (DNS rebinding) still
+sends its own name.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import re
 import stat
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -19,10 +20,13 @@ from pathlib import Path
 
 MIN_KEY = 32  # characters
 KEY_VARIABLE = "ATTAR_API_KEY"
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+")
+NO_PAGES = ("*", "null", "file://")
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # left out by browsers
 
 
 def find_keys(file: Path | None, environ: MutableMapping[str, str]) -> tuple[str, ...]:
-    """Keys of a file, else of KEY_VARIABLE, which is taken out so that no child inherits it. Raises as `read_keys`."""
+    """Read keys of a file, else of KEY_VARIABLE, removed so that no child inherits it. Raises as `read_keys`."""
     key = environ.pop(KEY_VARIABLE, None)
     if file is not None:
         return read_keys(file)
@@ -30,7 +34,7 @@ def find_keys(file: Path | None, environ: MutableMapping[str, str]) -> tuple[str
 
 
 def read_keys(file: Path) -> tuple[str, ...]:
-    """Keys of a file, one a line. Raises ValueError: for short keys, an empty file, or one that others may read."""
+    """Read keys of a file, one a line. Raises ValueError for short keys, an empty file, or one that others may read."""
     with open(file, encoding="utf-8", opener=_no_links) as stream:
         if stat.S_IMODE(os.fstat(stream.fileno()).st_mode) & 0o077:
             raise ValueError(f"{file} can be read by other users: chmod 600 it")
@@ -38,7 +42,7 @@ def read_keys(file: Path) -> tuple[str, ...]:
 
 
 def checked_keys(lines: Iterable[str], source: str) -> tuple[str, ...]:
-    """The keys among `lines`, stripped. Raises ValueError."""
+    """Return the keys among `lines`, stripped. Raises ValueError for short ones, and where there are none."""
     keys = tuple(key for line in lines if (key := line.strip()))
     if not keys:
         raise ValueError(f"{source} holds no key")
@@ -54,31 +58,31 @@ def _no_links(path: str, flags: int) -> int:
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys that open the door; none means that it is open. `secret` makes salts that no client can compute."""
+    """API keys, kept as hashes; with none the server is open. `secret` makes salts that no client can compute."""
 
     hashes: tuple[bytes, ...] = ()
     secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
 
     @classmethod
     def of(cls, keys: Iterable[str]) -> Keys:
-        """Of the keys themselves."""
+        """Hash keys given in plain text."""
         return cls(tuple(hashlib.sha256(key.encode()).digest() for key in keys))
 
-    def salt(self, headers: Mapping[bytes, bytes]) -> bytes | None:
-        """The cache salt of whoever sent these headers; None if they may not ask."""
+    def cache_salt(self, headers: Mapping[bytes, bytes]) -> bytes | None:
+        """Return the cache salt of the key in these headers: empty where no keys are set, None for an invalid key."""
         if not self.hashes:
             return b""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         key = given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         digest = hashlib.sha256(key).digest()
         known = False
-        for each in self.hashes:  # all of them, whichever fits
+        for each in self.hashes:  # all of them, in constant time
             known |= hmac.compare_digest(digest, each)
         return hmac.digest(self.secret, digest, "sha256") if known else None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to bind to is reachable from this machine only."""
+    """Return whether an address to bind to is reachable from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -88,8 +92,37 @@ def is_loopback(host: str) -> bool:
 
 
 def host_name(header: bytes) -> str:
-    """The name in a Host header, without its port."""
+    """Return the name in a Host header, without its port."""
     text = header.decode("latin-1").strip().lower()
     if text.startswith("["):
         return text[1:].partition("]")[0]
     return text.partition(":")[0]
+
+
+def parse_origin(text: str) -> str:
+    """Spell an origin as browsers do: in small letters, without a path, not even `/`, and without a default port.
+
+    Raises ValueError for what no page's origin can be. `*` passes: the server's options decide about it.
+    """
+    if text in NO_PAGES:
+        return text
+    origin = text.lower().removesuffix("/")
+    scheme, _, rest = origin.partition("://")
+    if not ORIGIN.fullmatch(origin) or set(rest) & set("/?#@"):
+        raise ValueError(
+            f"--origin {text!r} is no page's: write scheme, host and port, such as https://chat.example:8443"
+        )
+    return origin.removesuffix(DEFAULT_PORTS.get(scheme, ""))
+
+
+def check_host(host: str) -> None:
+    """Raise ValueError for an invalid host name, which a socket refuses with an error of another kind.
+
+    An empty name is refused too: to a socket it means every address there is.
+    """
+    try:
+        sound = bool(host.encode("idna"))
+    except UnicodeError:
+        sound = False
+    if not sound:
+        raise ValueError(f"--host {host!r} is neither an address nor a name") from None

@@ -1,12 +1,12 @@
-"""Answers over HTTP that end when their reader goes: server-sent events, and the watch that notices.
+"""Answers over HTTP that end when their client disconnects: server-sent events, and the task that watches.
 
-Starlette cancels no handler whose client went away unless it streams, and uvicorn drops silently what is sent to
-nobody; an engine would go on for minutes. So while an answer is made, one task waits for the connection's end, and
-cancels the answer then. A stream's events are written as they come, all that have arrived in one write; the connection
-makes the writer wait when its buffer is full (`limits.py`), and the queue behind it is bounded (`response_stream.py`).
+Starlette cancels no handler whose client has disconnected unless it streams, and uvicorn silently drops what is sent
+then; an engine would go on for minutes. So while an answer is made, one task waits for the connection's end, and then
+cancels the answer. A stream's events are written as they come, all that have arrived in one write. The connection makes
+the writer wait when its buffer is full (`limits.py`), and the queue behind it is bounded (`response_stream.py`).
 
-A stream may have nothing to say for minutes: its request waits in the queue, or has a long prompt. Proxies and clients
-take such a silence for the end, so it is broken by something that every reader of streams skips.
+A stream may be silent for minutes: its request waits in the queue, or has a long prompt. Proxies and clients take such
+a silence for the end, so it is broken by a comment or event that every reader of streams skips.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from attar.faults import point
-from attar.server.errors import CANCELLED, Refusal
+from attar.server.errors import CANCELLED, APIError
 
-PART = 64 << 10  # bytes of a write, at least, but for the last
-SILENCE = 15.0  # seconds after which a stream says that it is there
-COMMENT = b": ping\n\n"  # which the standard has readers skip
+PART = 64 << 10  # bytes of a write, at least, except the last
+SILENCE = 15.0  # seconds after which a stream sends a keep-alive
+COMMENT = b": ping\n\n"  # skipped by readers, by the standard
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 @contextlib.asynccontextmanager
 async def while_connected(receive: Receive, gone: Callable[[], None]) -> AsyncIterator[None]:
-    """Calls `gone` when the client disconnects within. The request's body must have been read."""
+    """Call `gone` when the client disconnects within. The request's body must have been read."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -46,8 +46,8 @@ async def while_connected(receive: Receive, gone: Callable[[], None]) -> AsyncIt
 
 @contextlib.asynccontextmanager
 async def while_wanted(receive: Receive) -> AsyncIterator[None]:
-    """Before the engine is asked, while a body is read or a prompt is made, or waits to be: given up once the client
-    has gone. Raises Refusal then."""
+    """Cancel work that precedes the engine's, reading a body or making a prompt, once the client has disconnected.
+    Raises Refusal then."""
     task, gone = asyncio.current_task(), False
     assert task is not None
 
@@ -60,13 +60,13 @@ async def while_wanted(receive: Receive) -> AsyncIterator[None]:
         try:
             yield
         except asyncio.CancelledError:
-            if gone and not task.uncancel():  # else somebody ends the server as well
-                raise Refusal("cancelled", CANCELLED) from None
+            if gone and not task.uncancel():  # else the server is ending as well
+                raise APIError("cancelled", CANCELLED) from None
             raise
 
 
 def parts(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
-    """The same bytes in writes of about `PART`."""
+    """Join pieces to writes of about `PART` bytes."""
     waiting = bytearray()
     for piece in pieces:
         for at in range(0, len(piece), PART):
@@ -79,7 +79,7 @@ def parts(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
 
 
 def whole(pieces: Iterable[bytes | bytearray]) -> Response:
-    """A response of JSON. A large one is written part by part, each when the reader has taken the one before."""
+    """Make a JSON response. A large one is written part by part, each when the client has taken the one before."""
     found = parts(pieces)
     first, second = next(found), next(found, None)
     if second is None:
@@ -103,16 +103,16 @@ class _Parts(Response):
                 if gone.is_set():
                     return
                 await send({"type": "http.response.body", "body": part, "more_body": True})
-                await asyncio.sleep(0)  # the connection may take all there is, and the next part be made at once
+                await asyncio.sleep(0)  # a fast connection never waits: let other tasks run
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class EventStream(Response):
     """A response of server-sent events.
 
-    `pieces` yields encoded events; `gone` is called when nobody reads them any more, and `closed` at the end, whatever
-    that was; `failed` is the last event should making the others raise, so that no stream ends without one; `ping` is
-    written whenever there was none for a while.
+    `pieces` yields encoded events. `gone` is called when the client disconnects, and `closed` at the end in any case.
+    `failed` is the last event where `pieces` raises, so that no stream ends without one; `ping` is written after a
+    silence.
     """
 
     media_type = "text/event-stream"
@@ -147,7 +147,7 @@ class EventStream(Response):
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
                         self._written, self._writing = loop.time(), False
                 except Exception:
-                    pings.cancel()  # nothing comes behind the last event
+                    pings.cancel()  # nothing follows the last event
                     await send({"type": "http.response.body", "body": self._failed, "more_body": False})
                     raise
                 finally:
@@ -157,8 +157,8 @@ class EventStream(Response):
             self._closed()
 
     async def _break_silence(self, send: Send) -> None:
-        """Beside the pieces: each is one write, so nothing gets into the middle of it, and needs no timer of its own.
-        While one waits for its reader there is no silence."""
+        """Send keep-alives during silences. Each piece is one write, so nothing gets into the middle of it, and needs
+        no timer of its own. While a piece waits for the client there is no silence."""
         loop = asyncio.get_running_loop()
         while True:
             left = SILENCE if self._writing else self._written + SILENCE - loop.time()
@@ -170,6 +170,6 @@ class EventStream(Response):
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
-    """One server-sent event of JSON, which has no line breaks."""
+    """Encode one server-sent event of JSON, which has no line breaks."""
     point("sse.format")
     return b"data: " + data + b"\n\n" if name is None else b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"

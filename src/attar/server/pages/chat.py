@@ -1,4 +1,4 @@
-"""The page to talk to the model and to watch the engine, and what a browser lets it do."""
+"""The page to chat with the model and to watch the engine, and its content security policy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PAGE = importlib.resources.files("attar.server.pages").joinpath("chat.html").rea
 
 
 def _policy(page: bytes) -> str:
-    """Let the page run its own script, and talk to this server."""
+    """Return the policy: the page may run its own script, and connect to this server."""
     script = page.partition(b"<script>")[2].partition(b"</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
     return (

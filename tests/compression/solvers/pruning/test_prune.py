@@ -15,13 +15,13 @@ from torch import Tensor
 from attar.checkpoints.sources import hf
 from attar.compression.recipe.methods import Magnitude, Prune, SparseGpt, Wanda
 from attar.compression.recipe.pattern import Pattern
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe, recipe_from_dict
 from attar.compression.runs.pipeline import compress
 from attar.compression.solvers.pruning import prune, sparsegpt, zeros
 from attar.compression.solvers.rounding import gptq
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 
 DAMPING = 0.01
 NEAR_BEST = 1e-3  # excess of the loss over that of an exact solution
@@ -117,11 +117,11 @@ def test_inputs_that_were_always_zero_have_no_weights(problem: Problem) -> None:
     ],
 )
 def test_a_recipe_names_pattern_and_scheme(name: str, options: object, scheme: str | None) -> None:
-    recipe = Recipe.load(name)
+    recipe = load_recipe(name)
     assert recipe.passes == (options,)
     assert recipe.name == name
     assert recipe.scheme == (None if scheme is None else Scheme.parse(scheme))
-    assert Recipe.from_dict({"recipe": name, "keep": ["lm_head", "*.o_proj"]}).pattern_for("a.o_proj") is None
+    assert recipe_from_dict({"recipe": name, "keep": ["lm_head", "*.o_proj"]}).pattern_for("a.o_proj") is None
     assert recipe.pattern_for("lm_head") is None
 
 
@@ -137,17 +137,17 @@ def test_a_recipe_names_pattern_and_scheme(name: str, options: object, scheme: s
 )
 def test_a_recipe_that_makes_no_sense_is_refused(name: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        Recipe.load(name)
+        load_recipe(name)
 
 
 def test_a_layer_that_a_pattern_does_not_fit_is_named_before_any_work() -> None:
     for name, says in (("prune-4:8", "divisible by 8, not 12"), ("prune-2:4-q4_0", "rounded to a grid with a zero")):
         with pytest.raises(ValueError, match=f"model.layers.0.a: .*{says}"):
-            Recipe.load(name).schemes({"model.layers.0.a": (8, 12)})
+            load_recipe(name).schemes({"model.layers.0.a": (8, 12)})
 
 
 def logits(folder: Path, ids: list[int]) -> Tensor:
-    return hf.load(folder, torch.float32).forward(torch.tensor(ids), Step((len(ids),), len(ids)))
+    return hf.load(folder, torch.float32).forward(torch.tensor(ids), ForwardBatch((len(ids),), len(ids)))
 
 
 @pytest.mark.parametrize("recipe", ["magnitude-s50", "sparsegpt-4:8", "prune-2:4"])
@@ -163,7 +163,7 @@ def test_a_pruned_model_is_an_ordinary_one_with_zeros(
     assert done.bits_per_weight == 16
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     before, after = load_file(tiny / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
-    pattern = Recipe.load(recipe).pattern_for("a linear")
+    pattern = load_recipe(recipe).pattern_for("a linear")
     assert pattern is not None
     for name, tensor in after.items():
         assert tensor.dtype == before[name].dtype

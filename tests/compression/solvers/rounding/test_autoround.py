@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import recipe_from_dict
 from attar.compression.runs.pipeline import compress
 from attar.compression.solvers.rounding.autoround import Rounding, search
 from attar.formats import affine
@@ -114,7 +114,7 @@ def test_the_best_iterate_is_kept() -> None:
 
 @pytest.mark.parametrize("scheme", ["w3g32", "w8a8"])
 def test_a_model(tiny: Path, calibration: list[list[int]], tmp_path: Path, scheme: str) -> None:
-    recipe = Recipe.from_dict({"recipe": f"autoround-{scheme}", "steps": 30, "batch": 128})
+    recipe = recipe_from_dict({"recipe": f"autoround-{scheme}", "steps": 30, "batch": 128})
     found = compress(tiny, tmp_path / "a", recipe=recipe, calibration=calibration)
     assert found.recipe == f"autoround-{scheme}"
     assert len(found.records) == 21

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attar.compression.recipe.methods import Gptq
 from attar.compression.solvers.rounding import gptq, two_sided
 from attar.compression.solvers.rounding.ggml_levels import Ggml
 from attar.compression.solvers.rounding.gptq import Hessian
@@ -46,7 +47,7 @@ def test_gptq_costs_less_than_the_encoder(name: str) -> None:
     weight, hessian = problem()
     scheme = Scheme.parse(name)
     prepared = gptq.prepare(hessian)
-    found = gptq.solve(weight, prepared, scheme, polish=1)
+    found = gptq.solve(weight, prepared, scheme, Gptq(polish=1))
     plain = codec("ggml").quantize(weight, scheme).dequantize()
     assert found.damage < found.rtn_damage
     assert found.damage < gptq._damage(plain - weight, hessian.mean)
@@ -57,5 +58,5 @@ def test_feedback_across_rows_too() -> None:
     weight, hessian = problem()
     rows = Hessian(12)
     rows.add(torch.randn(40, 12, generator=torch.Generator().manual_seed(2)))
-    found = two_sided.solve(weight, gptq.prepare(hessian), gptq.prepare(rows), Scheme.parse("q4_k"), polish=1)
+    found = two_sided.solve(weight, gptq.prepare(hessian), gptq.prepare(rows), Scheme.parse("q4_k"), Gptq(polish=1))
     assert found.damage < found.rtn_damage

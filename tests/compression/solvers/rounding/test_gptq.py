@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attar.compression.recipe.methods import Order, ScaleSearch
+from attar.compression.recipe.methods import Gptq, Order, ScaleSearch
 from attar.compression.solvers.rounding import gptq, rtn
 from attar.compression.solvers.rounding.gptq import Hessian
 from attar.formats import affine
@@ -49,7 +49,8 @@ def solve(
     static: bool = True,
 ) -> gptq.GptqResult:
     prepared = gptq.prepare(hessian(x, weight.dtype), damping, order)
-    return gptq.solve(weight, prepared, Scheme.parse(name), block=block, scale_search=search, static_groups=static)
+    options = Gptq(block=block, order=order, scale_search=search, static_groups=static)
+    return gptq.solve(weight, prepared, Scheme.parse(name), options)
 
 
 def codes_of(packed: PackedTensor) -> Tensor:
@@ -124,7 +125,7 @@ def test_independent_inputs_leave_rounding_to_nearest(name: str, order: Order, s
     identity = Hessian(64)
     identity.mean, identity.tokens = torch.eye(64), 64
     prepared = gptq.prepare(identity, order=order)
-    found = gptq.solve(weight, prepared, scheme, scale_search="minmax", static_groups=static)
+    found = gptq.solve(weight, prepared, scheme, Gptq(order=order, scale_search="minmax", static_groups=static))
     expected = codec(scheme.weight.kind).quantize(weight, scheme)
     for part, tensor in expected.parts.items():
         assert torch.equal(found.packed.parts[part], tensor), part

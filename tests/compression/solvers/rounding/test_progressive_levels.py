@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attar.compression.recipe.methods import Gptq
 from attar.compression.solvers.rounding import gptq, rtn, two_sided
 from attar.compression.solvers.rounding.progressive_levels import TwoLevel
 from attar.formats.codecs import progressive
@@ -74,7 +75,7 @@ def test_solvers_gain_on_the_published_rounding(problem: Problem) -> None:
     published = damage(rtn.solve(weight, SCHEME), weight, hessian)
     searched = damage(rtn.solve(weight, SCHEME, scale_search="mse"), weight, hessian)
     plain = gptq.solve(weight, prepared, SCHEME)
-    polished = gptq.solve(weight, prepared, SCHEME, polish=3)
+    polished = gptq.solve(weight, prepared, SCHEME, Gptq(polish=3))
     for each in (plain, polished):
         assert each.damage == pytest.approx(damage(each.packed, weight, hessian), rel=1e-3)
     assert polished.damage < plain.damage < searched < published
@@ -86,7 +87,7 @@ def test_rows_can_make_up_for_one_another(problem: Problem) -> None:
     inputs.add(x)
     outputs.add(problem(4, rows=1, columns=32, tokens=512)[1])
     solve = (gptq.prepare(inputs), gptq.prepare(outputs, 0.1))
-    found = two_sided.solve(weight, *solve, SCHEME, polish=2)
+    found = two_sided.solve(weight, *solve, SCHEME, Gptq(polish=2))
     assert isinstance(found.packed, PackedTensor)
     progressive.decode(found.packed)  # all of it int8
     assert found.damage < two_sided.solve(weight, *solve, SCHEME).damage < found.rtn_damage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.solvers.rounding import rtn, squeezellm
 from attar.formats.scheme import Scheme
 
@@ -43,6 +43,6 @@ def test_what_the_loss_minds_is_rounded_better(name: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["w4g128", "nf4", "q4_k"])
 def test_only_tables_are_squeezed(scheme: str) -> None:
-    recipe = Recipe.load(f"squeezellm-{scheme}")
+    recipe = load_recipe(f"squeezellm-{scheme}")
     with pytest.raises(ValueError, match="a: squeezellm finds tables such as lut4"):
         recipe.schemes({"a": (256, 256)})

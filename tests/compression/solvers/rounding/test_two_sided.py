@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attar.compression.recipe.methods import Gptq
 from attar.compression.solvers.rounding import gptq, rtn, two_sided
 from attar.compression.solvers.rounding.gptq import Hessian, Prepared
 from attar.compression.solvers.rounding.levels import Uniform
@@ -51,7 +52,7 @@ def test_codes_are_those_of_the_kronecker_product(name: str, tile: int, monkeypa
         expected[at] = int(code)
         left -= (left[at] - value) / inverse[at, at] * inverse[at]
         inverse -= torch.outer(inverse[at], inverse[at]) / inverse[at, at]
-    found = two_sided.solve(weight, inputs, outputs, scheme, scale_search="minmax")
+    found = two_sided.solve(weight, inputs, outputs, scheme, Gptq(scale_search="minmax"))
     assert torch.equal(affine.decode(found.packed)[0].flatten(), expected)
     error = found.packed.dequantize(torch.float64) - weight
     assert found.damage == pytest.approx(float((outputs.hessian @ error @ inputs.hessian * error).sum()), rel=SAME)
@@ -78,7 +79,7 @@ def test_polish_never_raises_the_damage(name: str, monkeypatch: pytest.MonkeyPat
     for _ in range(4):
         error = levels.pack(codes).dequantize(torch.float64) - weight
         left.append(float((damped(outputs, 0.01) @ error @ damped(inputs, 0.01) * error).sum()))
-        two_sided._polish(codes, levels, weight, inputs.hessian, outputs.hessian, 1, (0.01, 0.01))
+        two_sided._polish(codes, levels, weight, inputs.hessian, outputs.hessian, Gptq(polish=1, output_damping=0.01))
     assert all(after <= before * (1 + SAME) for before, after in pairwise(left))
     assert left[-1] < 0.9 * left[0]
 
@@ -89,7 +90,7 @@ def test_rounding_to_nearest_is_judged_on_levels_as_first_found(name: str) -> No
     weight, inputs, outputs = problem(rows=24, columns=32)
     weight, scheme = weight.float(), Scheme.parse(name)
     plain = two_sided.solve(weight, inputs, outputs, scheme)
-    polished = two_sided.solve(weight, inputs, outputs, scheme, polish=4)
+    polished = two_sided.solve(weight, inputs, outputs, scheme, Gptq(polish=4))
     assert polished.damage < plain.damage
     assert polished.rtn_damage == plain.rtn_damage
     rounded = rtn.solve(weight, scheme, scale_search="mse").dequantize(torch.float64)

@@ -40,17 +40,12 @@ CHUNK_ELEMENTS = 1 << 20  # weights clipped at a time
 
 @dataclass(frozen=True, eq=False)
 class Search:
-    """What `search_scales` found: the scales [I], their alpha, and the loss of every alpha tried, in order."""
+    """What `search_scales` found: the scales [I], their alpha, and the loss of every alpha tried, in order from 0."""
 
     scales: Tensor
     alpha: float
     loss: float
     losses: tuple[float, ...]
-
-    @property
-    def rtn_loss(self) -> float:
-        """The loss at alpha = 0, which is rounding without scales."""
-        return self.losses[0]
 
 
 def scales_from(stat: Tensor, alpha: float) -> Tensor:

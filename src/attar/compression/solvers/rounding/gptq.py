@@ -36,7 +36,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attar.compression.recipe.methods import Order, ScaleSearch
+from attar.compression.recipe.methods import Gptq, Order, ScaleSearch
 from attar.compression.solvers.rounding.form_levels import LEVELLED, Scaled, Tables, levels_of
 from attar.compression.solvers.rounding.ggml_levels import Ggml
 from attar.compression.solvers.rounding.levels import Uniform
@@ -210,29 +210,25 @@ def solve(
     weight: Tensor,
     prepared: Prepared,
     scheme: Scheme,
+    options: Gptq = Gptq(),  # noqa: B008
     *,
-    block: int = 128,
-    scale_search: ScaleSearch = "mse",
-    static_groups: bool = True,
-    polish: int = 0,
-    damping: float = 0.01,
     largest: Tensor | None = None,
     importance: Tensor | None = None,
 ) -> GptqResult:
     """Compress a weight [O, I] of any float dtype whose inputs are those that `prepared` knows.
 
-    `block` sets how many columns share one product with all before them: speed, not results. Groups that are not static
-    are their own blocks; only natural order has them. Then `polish` sweeps of `polish.descend`, damped by `damping`.
+    The options' `block` sets how many columns share one product with all before them: speed, not results. Groups that
+    are not static are their own blocks; only natural order has them. Then come their sweeps of `polish.descend`.
     `largest` and `importance` are as in `begin`.
     Raises ValueError as `affine.min_max` and `affine.qparams` do.
     """
-    assert static_groups or prepared.order == "natural", "activation order visits groups in pieces"
+    assert options.static_groups or prepared.order == "natural", "activation order visits groups in pieces"
     columns = weight.shape[1]
     hessian, sweep = prepared.hessian, prepared.sweep
-    levels, work, energy, rtn_damage = _begin(weight, prepared, scheme, scale_search, largest, importance)
+    levels, work, energy, rtn_damage = _begin(weight, prepared, scheme, options.scale_search, largest, importance)
     codes = torch.empty(weight.shape[::-1], dtype=levels.code_dtype, device=weight.device)  # [I, O], in original order
-    dynamic = not static_groups and isinstance(levels, Uniform) and levels.width < columns
-    step = levels.width if dynamic else block
+    dynamic = not options.static_groups and isinstance(levels, Uniform) and levels.width < columns
+    step = levels.width if dynamic else options.block
     places = sweep.tolist()
     for start in range(0, columns, step):
         stop = min(start + step, columns)
@@ -241,7 +237,7 @@ def solve(
         target = pull[:, :start] @ work[:start]  # [b, O]
         if dynamic and isinstance(levels, Uniform):
             ahead = torch.linalg.solve_triangular(within, target, upper=False, unitriangular=True)
-            levels.reset(start // step, (work[start:stop] + ahead).T, scale_search)
+            levels.reset(start // step, (work[start:stop] + ahead).T, options.scale_search)
         target += work[start:stop]
         for k, place in enumerate(places[start:stop]):
             wanted = target[k].addmv_(work[start : start + k].T, within[k, :k])  # [O]
@@ -249,9 +245,9 @@ def solve(
             codes[place] = code
             work[start + k] -= value  # from here on the row holds the difference w_k - w'_k
     back = sweep.argsort()
-    if polish:
+    if options.polish:
         del work  # in place of which comes a matrix of the same size
-        work = descend(codes, levels, weight, hessian, polish, damping)
+        work = descend(codes, levels, weight, hessian, options.polish, options.damping)
         back = torch.arange(columns, device=sweep.device)
     damage = sum(_damage(work[:, some].T.index_select(1, back), hessian) for some in _slices(len(weight)))
     return GptqResult(levels.pack(codes), damage, rtn_damage, energy)

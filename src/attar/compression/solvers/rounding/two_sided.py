@@ -26,7 +26,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attar.compression.recipe.methods import ScaleSearch
+from attar.compression.recipe.methods import Gptq
 from attar.compression.solvers.rounding import gptq
 from attar.compression.solvers.rounding.ggml_levels import Ggml
 from attar.compression.solvers.rounding.gptq import GptqResult, Prepared
@@ -44,21 +44,18 @@ def solve(
     inputs: Prepared,
     outputs: Prepared,
     scheme: Scheme,
+    options: Gptq = Gptq(),  # noqa: B008
     *,
-    scale_search: ScaleSearch = "mse",
-    polish: int = 0,
-    damping: float = 0.01,
-    output_damping: float = 0.1,
     importance: Tensor | None = None,
 ) -> GptqResult:
     """Compress a weight [O, I] of any float dtype, by the Hessians of its inputs and of its outputs.
 
-    Both are damped already, for the sweep; `damping` and `output_damping` are for the `polish` sweeps afterwards.
-    `importance` is as in `gptq.begin`.
+    Both are damped already, for the sweep; the options' `damping` and `output_damping` are for the `polish` sweeps
+    afterwards. `importance` is as in `gptq.begin`.
 
     Damages and energy are tr(Ho E H E^T). Raises ValueError as `gptq.solve`.
     """
-    original, levels = gptq.begin(weight, inputs, scheme, scale_search, importance=importance)
+    original, levels = gptq.begin(weight, inputs, scheme, options.scale_search, importance=importance)
     if not isinstance(levels, Uniform | Ggml):
         raise ValueError(f"rows of {scheme.name} cannot make up for one another here: leave `couple` off")
     codes = torch.empty(weight.shape[::-1], dtype=levels.code_dtype, device=weight.device)  # [I, O]
@@ -78,8 +75,8 @@ def solve(
             found = tile.round(levels, down[rows], across[columns])
             codes[across[columns, None], down[rows]] = found.T.to(codes.dtype)
             error[rows, columns], reach[rows, columns] = tile.error, tile.reach
-    if polish:
-        _polish(codes, levels, original, inputs.hessian, outputs.hessian, polish, (damping, output_damping))
+    if options.polish:
+        _polish(codes, levels, original, inputs.hessian, outputs.hessian, options)
     packed = levels.pack(codes)
     damage = _damage(original - packed.dequantize(original.dtype), outputs.hessian, inputs.hessian)
     return GptqResult(packed, damage, rtn_damage, _damage(original, outputs.hessian, inputs.hessian))
@@ -121,18 +118,17 @@ def _polish(
     target: Tensor,
     inputs: Tensor,
     outputs: Tensor,
-    sweeps: int,
-    damping: tuple[float, float],
+    options: Gptq,
 ) -> None:
     """Improve codes [I, O] and levels in place, towards `target` [O, I], given H [I, I] and Ho [O, O].
 
     tr(Ho' E H' E^T) never rises, both damped.
     """
-    ridge, coupling = damping[0] * inputs.diagonal().mean(), outputs.clone()
-    coupling.diagonal().add_(damping[1] * outputs.diagonal().mean())
+    ridge, coupling = options.damping * inputs.diagonal().mean(), outputs.clone()
+    coupling.diagonal().add_(options.output_damping * outputs.diagonal().mean())
     apart = max(1, len(target) // TOGETHER)
     error = levels.pack(codes).dequantize(target.dtype) - target
-    for _ in range(sweeps):
+    for _ in range(options.polish):
         turns = [slice(at, None, apart) for at in range(apart)]
         while turns:
             rows = turns.pop(0)
@@ -141,7 +137,7 @@ def _polish(
             wanted = target[rows] + error[rows] - push / own.diagonal()[:, None]
             kept, part = codes[:, rows].clone(), levels.part(rows)
             before = part.copy()
-            found = descend(codes[:, rows], part, wanted, inputs, 1, damping[0]).T + wanted - target[rows]
+            found = descend(codes[:, rows], part, wanted, inputs, 1, options.damping).T + wanted - target[rows]
             move = found - error[rows]
             pulled = move @ inputs + ridge * move
             if float((pulled * (2 * push + own @ move)).sum(dtype=torch.float64)) <= 0:

@@ -7,21 +7,21 @@ what was measured in them. It is replaced whole, after the tensors and hidden st
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoints.writer import sync_path
 from attar.compression.block.record import Record
+from attar.compression.resume import differences, write_note
 
 NAME = "state.json"
-SHORT = 40  # characters of a value that is worth reading: hashes are longer
 
 
 @dataclass
 class RunState:
+    """How far a run has come, in a file of `folder`."""
+
     folder: Path
     about: Mapping[str, Any]
     blocks_done: int = 0
@@ -67,27 +67,4 @@ class RunState:
             "records": [asdict(record) for record in self.records],
             "observed": self.observed,
         }
-        put(self.folder / NAME, value)
-
-
-def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
-    """What differs, in words: with both values where they are short. Empty where nothing does."""
-    found = []
-    for key in sorted(now.keys() | then.keys()):
-        values = now.get(key), then.get(key)
-        if values[0] != values[1]:
-            short = all(isinstance(each, int | float | str) and len(str(each)) <= SHORT for each in values)
-            found.append(f"{key} ({values[0]} now, {values[1]} then)" if short else key)
-    return ", ".join(found)
-
-
-def put(path: Path, value: Any) -> None:
-    """Write a note (JSON) for a run that resumes: it is there whole or not at all, and outlives a crash. Raises
-    ValueError where a number is not finite."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w") as file:
-        json.dump(value, file, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_path(path.parent)
+        write_note(self.folder / NAME, value)

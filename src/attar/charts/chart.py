@@ -1,12 +1,8 @@
-"""Charts of points and lines, as SVG that stands in a page; `pictures.py` draws the same charts as PNG.
+"""Charts of points and lines as data, and the layout that every renderer draws.
 
-A chart is data (`Chart`), and `laid_out` computes the position of everything in it. Both renderers draw just that, so
-that a picture has the page's scales and labels. Marks carry `data-x` and `data-y`, so that a test can compare every
-drawn number with the figure it came from. Colours are CSS variables that the page sets for its light and its dark theme
-(the palette of Okabe and Ito, which colour-blind readers can distinguish). Shapes repeat what colours say, and labels
-stand beside their points.
-
-Not done: interaction. The hover text of each mark is the browser's own.
+A chart is data (`Chart`), and `laid_out` computes the position of everything in it. `svg.py` draws that for a page and
+`png.py` as a picture, so both have the same scales and labels. The colours are the palette of Okabe and Ito, which
+colour-blind readers can distinguish. Shapes repeat what colours say, and labels stand beside their points.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Literal, TypeAlias
 
 COLOURS = (
@@ -67,6 +62,7 @@ class Axis:
     log: bool = False
     whole: bool = False  # ticks at integers only
     ends: tuple[float, float] | None = None  # values that it includes besides the drawn ones, so that charts compare
+    zero: bool = False  # it begins at 0
 
     def at(self, value: float) -> float:
         return math.log10(value) if self.log else value
@@ -150,10 +146,10 @@ class _Frame:
 
 def _ends(values: Sequence[float], axis: Axis, room: float) -> tuple[float, float]:
     """Return the ends of an axis that holds all values, with the fraction `room` of its length free at both."""
-    at = [axis.at(v) for v in (*values, *(axis.ends or ())) if _fits(v, axis)] or [0.0, 1.0]
+    at = [axis.at(v) for v in (*values, *(axis.ends or ()), *(0.0,) * axis.zero) if _fits(v, axis)] or [0.0, 1.0]
     low, high = min(at), max(at)
     span = (high - low) or (0.3 if axis.log else abs(high) * 0.2 or 1.0)
-    return low - room * span, high + room * span
+    return 0.0 if axis.zero else low - room * span, high + room * span
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,46 +252,6 @@ def shape_of(series: Series) -> str:
     return SHAPES[(number + number // len(COLOURS)) % len(SHAPES)]
 
 
-def svg(chart: Chart) -> str:
-    """Return the chart as one <svg> element. All text in it is escaped."""
-    label = escape(f"{chart.title}: {chart.y.label} against {chart.x.label}", quote=True)
-    drawn = "".join(map(_element, laid_out(chart)))
-    return f'<svg viewBox="0 0 {chart.width} {chart.height}" role="img" aria-label="{label}">{drawn}</svg>'
-
-
-def _element(piece: Piece) -> str:
-    if isinstance(piece, Stroke):
-        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in piece.places)
-        return f'<path class="{piece.kind}" d="M{path}"/>'
-    if isinstance(piece, Text):
-        place = f'x="{piece.x:.1f}" y="{piece.y:.1f}"'
-        if piece.turned:
-            place = f'transform="translate({piece.x:.0f} {piece.y:.0f}) rotate(-90)"'
-        return f'<text class="{piece.kind}" {place} text-anchor="{piece.anchor}">{escape(piece.text)}</text>'
-    point, name = piece.point, piece.series.name
-    title = f"{point.label or name}: {point.y:.4g} at {point.x:.6g}"
-    if point.low is not None and point.high is not None:
-        title += f", interval {point.low:.4g} to {point.high:.4g}"
-    return (
-        f'<path class="{piece.kind}" d="{_shape(piece.shape, piece.x, piece.y)}" '
-        f'data-series="{escape(name, quote=True)}" data-x="{point.x!r}" data-y="{point.y!r}">'
-        f"<title>{escape(title)}</title></path>"
-    )
-
-
-def _shape(shape: str, x: float, y: float, size: float = 4.0) -> str:
-    s = size
-    return {
-        "circle": f"M{x - s:.1f} {y:.1f}a{s} {s} 0 1 0 {2 * s} 0a{s} {s} 0 1 0 {-2 * s} 0z",
-        "square": f"M{x - s * 0.9:.1f} {y - s * 0.9:.1f}h{s * 1.8}v{s * 1.8}h{-s * 1.8}z",
-        "triangle": f"M{x - s * 1.15:.1f} {y + s:.1f}h{s * 2.3}l{-s * 1.15} {-s * 2.1}z",
-        "diamond": f"M{x - s * 1.25:.1f} {y:.1f}l{s * 1.25} {-s * 1.25}l{s * 1.25} {s * 1.25}l{-s * 1.25} {s * 1.25}z",
-        "down": f"M{x - s * 1.15:.1f} {y - s:.1f}h{s * 2.3}l{-s * 1.15} {s * 2.1}z",
-        "cross": f"M{x - s:.1f} {y - s * 0.4:.1f}h{s * 0.6}v{-s * 0.6}h{s * 0.8}v{s * 0.6}h{s * 0.6}v{s * 0.8}"
-        f"h{-s * 0.6}v{s * 0.6}h{-s * 0.8}v{-s * 0.6}h{-s * 0.6}z",
-    }[shape]
-
-
 def _labels(shown: Sequence[tuple[Series, Sequence[Point]]], chart: Chart, frame: _Frame) -> Iterator[Text]:
     """Yield labels beside their points, each at the first of some positions where it covers nothing. A label without
     such a position is left to the hover text."""
@@ -328,19 +284,3 @@ def _labels(shown: Sequence[tuple[Series, Sequence[Point]]], chart: Chart, frame
 
 def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
-
-
-def key(series: Sequence[Series]) -> str:
-    """Return the legend as HTML."""
-    items = []
-    for each in series:
-        kind, drawn = kind_of(each), ""
-        if each.style != "dots":
-            drawn += f'<path class="line {kind}{" dashed" if each.dashed else ""}" d="M0 7H24"/>'
-        if each.style != "line":
-            shape = _shape(shape_of(each), 12, 7)
-            drawn += f'<path class="mark {kind}{" hollow" if each.hollow else ""}" d="{shape}"/>'
-        items.append(
-            f'<span><svg class="sample" viewBox="0 0 24 14" aria-hidden="true">{drawn}</svg>{escape(each.name)}</span>'
-        )
-    return f'<p class="key">{"".join(items)}</p>'

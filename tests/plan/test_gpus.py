@@ -15,17 +15,17 @@ from attar.cli.terminal import BAD_INPUT
 from attar.engine import bottleneck
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Scheme, multiplied_in
-from attar.kernels import ops, ref
+from attar.kernels import dispatch, ref
 from attar.kernels.operands import Linear
 from attar.kernels.triton import weights
 from attar.kernels.triton.pages import NibblePages, PlainPages
-from attar.kernels.triton.store import TritonStore
+from attar.kernels.triton.store import GpuWeights
 from attar.kv.schemes import scheme as kv_scheme
 from attar.model.shapes import shape
-from attar.plan import cards, costs, fit, report
-from attar.plan.cards import CARDS, card
+from attar.plan import costs, fit, gpus, report
 from attar.plan.costs import Matrix, Storage
 from attar.plan.fit import Demand
+from attar.plan.gpus import CARDS, card
 from attar.plan.steps import StepLimits
 from tests.cli.test_commands import last_json, refused
 
@@ -50,26 +50,26 @@ def test_a_weight_takes_what_its_layout_takes(
     parsed, columns = Scheme.parse(name), 256
     source = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
     one = Linear("one", codec(parsed.weight.kind).quantize(source, parsed))
-    assert cards.has_kernel(parsed, columns, float8) == (weights.against(one) is None)
-    matrix, where = Matrix("one", rows, columns), TritonStore("cpu", torch.bfloat16)
+    assert gpus.has_kernel(parsed, columns, float8) == (weights.against(one) is None)
+    matrix, where = Matrix("one", rows, columns), GpuWeights("cpu", torch.bfloat16)
     where.take(one)
     if isinstance(one.weight, weights.TritonWeight):
-        assert cards.size(matrix, parsed, float8) == cards.held(matrix, parsed, float8) == one.weight.read_bytes
+        assert gpus.size(matrix, parsed, float8) == gpus.held(matrix, parsed, float8) == one.weight.read_bytes
         return
     assert list(where.refused) == ["one"]
     ref.linear(torch.zeros(1, columns, dtype=torch.bfloat16), [one])
     assert isinstance(one.weight, PackedTensor)
     assert one.dense is not None
-    assert cards.size(matrix, parsed, float8) == one.dense.nbytes
+    assert gpus.size(matrix, parsed, float8) == one.dense.nbytes
     stored = sum(part.nbytes for part in one.weight.parts.values())
-    assert cards.held(matrix, parsed, float8) == one.dense.nbytes + stored
+    assert gpus.held(matrix, parsed, float8) == one.dense.nbytes + stored
 
 
 @pytest.mark.parametrize("name, known", [("w8a8", False), ("w8", True), ("w4a8g64", True), ("fp8", True)])
 def test_rows_whose_sums_may_overflow_have_no_kernel(name: str, known: bool) -> None:
     parsed, columns = Scheme.parse(name), weights.MOST_COLUMNS + 64
-    assert cards.has_kernel(parsed, weights.MOST_COLUMNS, True)
-    assert cards.has_kernel(parsed, columns, True) == known
+    assert gpus.has_kernel(parsed, weights.MOST_COLUMNS, True)
+    assert gpus.has_kernel(parsed, columns, True) == known
     one = Linear("one", codec(parsed.weight.kind).quantize(torch.zeros(2, columns), parsed))
     assert (weights.against(one) is None) == known
 
@@ -79,20 +79,20 @@ def test_a_card_without_float8_is_planned_without_it() -> None:
     for name, known in (("a100-80gb", False), ("a10", False), ("h100", True), ("rtx-4090", True), ("l40s", True)):
         assert card(name).float8 is known
     storage, dense = Storage.named("fp8"), Storage()
-    linears = cards.weight_bytes(config, dense, False).linears
-    assert cards.weight_bytes(config, storage, True).linears == pytest.approx(linears / 2, rel=0.01)
-    assert cards.weight_bytes(config, storage, False).linears == pytest.approx(1.5 * linears, rel=0.01)
-    assert cards.weight_bytes(config, Storage.named("fp8-weight"), False).linears == linears
+    linears = gpus.weight_bytes(config, dense, False).linears
+    assert gpus.weight_bytes(config, storage, True).linears == pytest.approx(linears / 2, rel=0.01)
+    assert gpus.weight_bytes(config, storage, False).linears == pytest.approx(1.5 * linears, rel=0.01)
+    assert gpus.weight_bytes(config, Storage.named("fp8-weight"), False).linears == linears
     made = fit.plan("x", config, [storage], Demand(4096), 72 * GB, "a", kv_schemes=("int8",), card=card("a100-80gb"))
     assert made.rows[0].references == 32 * 7
     assert "fp8 has linears without a kernel for this card: held in 16 bits there" in report.to_text(made)
     with pytest.raises(ValueError, match="knows no float8, so keys and values cannot be kept in it: --kv int8"):
-        cards.block_bytes(config, "fp8", False)
+        gpus.block_bytes(config, "fp8", False)
 
 
 def test_a_dense_weight_takes_sixteen_bits() -> None:
-    assert cards.size(Matrix("one", 70, 256), None, True) == 2 * 70 * 256
-    assert cards.weight_bytes(CONFIG, Storage(), True).total == pytest.approx(16.06e9, rel=0.01)
+    assert gpus.size(Matrix("one", 70, 256), None, True) == 2 * 70 * 256
+    assert gpus.weight_bytes(CONFIG, Storage(), True).total == pytest.approx(16.06e9, rel=0.01)
 
 
 @pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8", "fp8", "int4"])
@@ -104,9 +104,9 @@ def test_keys_and_values_take_what_their_pages_take(kv: str) -> None:
         dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "float32": torch.float32}.get(kv, torch.bfloat16)
         pages = PlainPages.make(1, costs.BLOCK, heads, width, dtype)
     held = pages.nbytes
-    assert cards.block_bytes(CONFIG, kv, True) == CONFIG.layers * held
+    assert gpus.block_bytes(CONFIG, kv, True) == CONFIG.layers * held
     with pytest.raises(ValueError, match="a card keeps keys and values as float32, bfloat16, int8, fp8 or int4"):
-        cards.block_bytes(CONFIG, "kivi2", True)
+        gpus.block_bytes(CONFIG, "kivi2", True)
 
 
 def test_the_ridges_of_an_a100() -> None:
@@ -151,7 +151,7 @@ def test_a_plan_for_a_card() -> None:
         assert row.fits
         assert row.speed is not None
         scheme = None if row.weights == "bf16" else Scheme.parse(row.weights).with_scale_dtype("bfloat16")
-        read = sum(cards.size(each, scheme if each.compressible else None, True) for each in costs.matrices(CONFIG))
+        read = sum(gpus.size(each, scheme if each.compressible else None, True) for each in costs.matrices(CONFIG))
         assert row.speed.read == pytest.approx(read + 16 * costs.kv_read_bytes(CONFIG, row.kv, 4096), rel=1e-3)
         assert row.speed.tokens_per_second <= 16 * h100.bandwidth / read
     text = report.to_text(made)
@@ -203,15 +203,15 @@ def plan(*arguments: str) -> Result:
 
 
 def test_a_card_by_its_name() -> None:
-    found = last_json(plan("--card", "h100", "--context", "4096", "--users", "16", "--json"))
+    found = last_json(plan("--gpu", "h100", "--context", "4096", "--users", "16", "--json"))
     assert (found["card"], found["memory"], found["memory_source"]) == ("h100", 72 * GB, "h100")
-    half = last_json(plan("--card", "h100", "--kv-fraction", "0.5", "--json"))["rows"][0]
+    half = last_json(plan("--gpu", "h100", "--kv-fraction", "0.5", "--json"))["rows"][0]
     assert half["memory"] == 80 * GB
     left = half["memory"] - half["weights"] - half["step"]
     assert half["cache"] <= left / 2
     assert left / 2 - half["cache"] < half["block_bytes"] or half["blocks"] * 64 >= 32 * 131072
-    refused(plan("--card", "h300", "--json"), BAD_INPUT, "unknown card 'h300': known are a100-40gb", as_json=True)
-    refused(plan("--card", "h100", "--device", "cuda", "--json"), BAD_INPUT, "one of the two", as_json=True)
+    refused(plan("--gpu", "h300", "--json"), BAD_INPUT, "unknown card 'h300': known are a100-40gb", as_json=True)
+    refused(plan("--gpu", "h100", "--device", "cuda", "--json"), BAD_INPUT, "one of the two", as_json=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -257,5 +257,5 @@ def test_a_plan_for_a_named_card_needs_neither_torch_nor_kernels(monkeypatch: py
         raise AssertionError("something was measured here")
 
     monkeypatch.setattr("attar.kernels.native.limits.measure", never)
-    monkeypatch.setattr(ops, "require", never)
-    assert json.loads(plan("--card", "l40s", "--json").stdout.splitlines()[-1])["fits"]
+    monkeypatch.setattr(dispatch, "require", never)
+    assert json.loads(plan("--gpu", "l40s", "--json").stdout.splitlines()[-1])["fits"]

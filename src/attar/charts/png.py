@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from attar.evaluation.charts import (
+from attar.charts.chart import (
     CHARACTER,
     COLOURS,
     TEXT,
@@ -43,20 +43,20 @@ MARKERS = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D", "down"
 """Matplotlib's names of the shapes."""
 
 
-def check() -> None:
-    """Raise ValueError unless `png` can draw here. Callers check before the work, not after it."""
+def check(instead: str) -> None:
+    """Raise ValueError, which names what to do `instead`, unless `save` can draw here: asked before the work."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("PNGs need matplotlib, which is not installed: pip install 'attar[plot]', or leave out --png")
+        raise ValueError(f"PNGs need matplotlib, which is not installed: pip install 'attar[plot]', or {instead}")
 
 
-def png(charts: Sequence[Chart], path: Path) -> None:
-    """Draw charts as one picture, side by side, with their titles above them and one legend above all."""
+def save(charts: Sequence[Chart], path: Path, title: str = "") -> None:
+    """Draw charts as one picture, side by side, with their titles above them, a title and one legend above all."""
     from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
 
     columns = 2 if len(charts) == 4 else min(3, len(charts))
     rows = math.ceil(len(charts) / columns)
     wide, tall = max(c.width for c in charts), max(c.height for c in charts) + TITLE
-    legend = list(_legend(charts, columns * wide))
+    legend = list(_legend(charts, columns * wide, title))
     top = max((each.y for each in legend if isinstance(each, Text)), default=0.0) + 8
     size = columns * wide + 8, top + rows * tall  # half of a tick's number may lie to the right of its axis
     figure: Any = Figure(figsize=(size[0] / INCH, size[1] / INCH))
@@ -73,9 +73,11 @@ def png(charts: Sequence[Chart], path: Path) -> None:
     figure.savefig(path, dpi=2 * INCH)
 
 
-def _legend(charts: Sequence[Chart], width: float) -> Iterator[Piece]:
-    """Yield every series' legend once, by its name, in lines of `width`."""
-    x, y, seen = 12.0, float(LINE), set[str]()
+def _legend(charts: Sequence[Chart], width: float, title: str) -> Iterator[Piece]:
+    """Yield the title, where there is one, and every series once, by its name, in lines of `width`."""
+    x, y, seen = 12.0, float(LINE + TITLE * bool(title)), set[str]()
+    if title:
+        yield Text("title", title, x, LINE, "start")
     for each in (series for chart in charts for series in chart.series):
         if each.name in seen:
             continue

@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attar.evaluation import charts
-from attar.evaluation.charts import Axis, Chart, Point, Series
+from attar.charts import chart as charts
+from attar.charts.chart import Axis, Chart, Point, Series
+from attar.charts.svg import key, svg
 
 HOSTILE = "<script>alert(1)</script>\"'&"
 HALF_A_PIXEL = 0.06  # how far a mark may lie from its value: coordinates have one decimal
 
 
 def drawn(chart: Chart) -> ElementTree.Element:
-    return ElementTree.fromstring(charts.svg(chart))
+    return ElementTree.fromstring(svg(chart))
 
 
 def marks(chart: Chart) -> list[tuple[str, float, float, float, float]]:
@@ -71,6 +72,17 @@ def test_a_chart_holds_the_ends_that_it_is_given() -> None:
     assert y == pytest.approx((top + bottom) / 2, abs=1)
 
 
+def test_an_axis_may_begin_at_zero() -> None:
+    """Places then count as values do, from the axis on."""
+    axes = Axis("x", zero=True), Axis("y", zero=True)
+    chart = Chart("t", *axes, [Series("s", [Point(1.0, 50.0), Point(2.0, 100.0)])])
+    (_, _, _, x1, y1), (_, _, _, x2, y2) = marks(chart)
+    left, bottom = 58, chart.height - 38
+    assert x2 - left == pytest.approx(2 * (x1 - left), abs=3 * HALF_A_PIXEL)
+    assert bottom - y2 == pytest.approx(2 * (bottom - y1), abs=3 * HALF_A_PIXEL)
+    assert {"0", "100"} <= {node.text for node in drawn(chart).iter("text")}
+
+
 def test_an_interval_is_a_line_and_a_hover_text() -> None:
     chart = Chart("t", Axis("x"), Axis("y"), [Series("s", [Point(1, 2, "a", 1.5, 2.5), Point(2, 3, "b")])])
     assert sum("whisker" in node.attrib.get("class", "") for node in drawn(chart).iter("path")) == 1
@@ -81,7 +93,7 @@ def test_an_interval_is_a_line_and_a_hover_text() -> None:
 def test_text_is_escaped_everywhere() -> None:
     series = Series(HOSTILE, [Point(1, 2, HOSTILE), Point(2, 1, HOSTILE)], labelled=True)
     chart = Chart(HOSTILE, Axis(HOSTILE), Axis(HOSTILE), [series])
-    for text in (charts.svg(chart), charts.key([series])):
+    for text in (svg(chart), key([series])):
         assert "<script" not in text
         root = ElementTree.fromstring(text)
         assert {node.tag for node in root.iter()} <= {"svg", "path", "text", "title", "p", "span"}

@@ -1,15 +1,16 @@
-"""Bytes of a request to Python values, strictly.
+"""Bytes from strangers to Python values, strictly: bodies of requests (`loads`), and JSON of files (`parse`).
 
 The parser is the standard library's. It is laxer than RFC 8259 and I-JSON (RFC 7493) in what it lets through, and
 each laxity has cost somebody: NaN that fails only when it is written again, a key given twice of which two programs
 read different ones, a BOM or UTF-16 that slips past a filter, a lone surrogate that no encoder takes, a nesting that
-ends the process. So the text is decoded first, as UTF-8 and nothing else, the two things that are gone after parsing
-(constants and double keys) are caught by the parser's own hooks, and one walk over the values does the rest.
+ends the process. So the text is decoded first, as UTF-8 and nothing else, and the two things that are gone after
+parsing (constants and double keys) are caught by the parser's own hooks. Of a request, one walk over the values does
+the rest.
 
 The parser lets no other thread run until it has ended. It takes its time by what it builds, not by bytes: a megabyte
-of text is nothing, and one of empty lists an eighth of a second, in which no stream gets on. So lists, objects and keys
-are counted first. Numbers are legal by the million, in prompts of token ids: so long lists of them are taken out of the
-text and read a piece at a time, and of what is left there may be as much as any request could need.
+of text is nothing, and one of empty lists an eighth of a second, in which no stream gets on. So a request's lists,
+objects and keys are counted first. Numbers are legal by the million, in prompts of token ids: so long lists of them are
+taken out of the text and read a piece at a time, and of what is left there may be as much as any request could need.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -37,39 +38,56 @@ _INTEGERS = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=MIN_INT, le
 
 
 class JSONError(ValueError):
-    """Not JSON as we take it: one sentence that says what and where, and nothing of the content but a key's name."""
+    """It is not JSON as we take it: one sentence that says what and where, with nothing of the content but a key."""
+
+
+def parse(data: bytes | bytearray) -> Any:
+    """Return the value that a file holds, of any depth and any integers. Raises JSONError."""
+    return _parsed(_decoded(data), _finite)
 
 
 def loads(body: bytes) -> Any:
-    """The value that `body` holds. Raises JSONError."""
+    """Return the value that a request's body holds, within the limits above. Raises JSONError."""
     if not body.strip(b" \t\r\n"):
         raise JSONError("the body is empty: it must be a JSON object")
-    if body.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
-        raise JSONError("the body starts with a byte order mark: it must be plain UTF-8")
     if _parts(body) > MAX_PARTS:
         raise JSONError(_TOO_MANY)
-    try:
-        text = body.decode()
-    except UnicodeDecodeError as error:
-        raise JSONError(f"the body is not UTF-8 at byte {error.start}") from error
-    try:
-        rest, lists, known = _taken_out(text) if text.count(",") > FEW else (text, [], set())
-        value = _parsed(rest, _constant if not lists else _each(lists))
-    except JSONError:
-        raise
-    except json.JSONDecodeError as error:
-        error = json.JSONDecodeError(error.msg, text, error.pos)  # lines may have been taken out
-        raise JSONError(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
-    except RecursionError as error:
-        raise JSONError(f"nested deeper than {MAX_DEPTH} levels") from error
-    except ValueError as error:  # Python refuses to read integers of more than 4300 digits
-        raise JSONError("an integer has too many digits: they must fit 64 bits, signed") from error
+    text = _decoded(body)
+    rest, lists, known = _taken_out(text) if text.count(",") > FEW else (text, [], set())
+    waiting: Iterator[Any] = iter(lists)
+    value = _parsed(rest, _number, (lambda name: next(waiting)) if lists else _constant, text)
     _check(value, known)
     return value
 
 
-def _parsed(text: str, constant: Callable[[str], Any]) -> Any:
-    return json.loads(text, object_pairs_hook=_object, parse_constant=constant, parse_float=_number)
+def _decoded(data: bytes | bytearray) -> str:
+    if data.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
+        raise JSONError("it starts with a byte order mark: it must be plain UTF-8")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise JSONError(f"it is not UTF-8 at byte {error.start}") from error
+
+
+def _parsed(
+    text: str, number: Callable[[str], Any], constant: Callable[[str], Any] | None = None, whole: str = "", at: int = 0
+) -> Any:
+    """Parse `text`, which stands at a place of the `whole` that errors are to be found in."""
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_constant=constant or _constant, parse_float=number)
+    except JSONError:
+        raise
+    except json.JSONDecodeError as error:
+        raise _syntax(error.msg, whole or text, at + error.pos) from error
+    except RecursionError as error:
+        raise JSONError(f"nested too deeply: deeper than {MAX_DEPTH} levels") from error
+    except ValueError as error:  # Python refuses to read integers of more than 4300 digits
+        raise JSONError("an integer has too many digits") from error
+
+
+def _syntax(what: str, text: str, at: int) -> JSONError:
+    error = json.JSONDecodeError(what, text, at)
+    return JSONError(f"{what} at line {error.lineno}, column {error.colno}")
 
 
 def _taken_out(text: str) -> tuple[str, list[list[Any]], set[int]]:
@@ -100,28 +118,25 @@ def _taken_out(text: str) -> tuple[str, list[list[Any]], set[int]]:
 
 
 def _numbers(text: str, at: int, end: int) -> tuple[list[Any], bool]:
-    """The numbers of a list between two places of `text`; whether all of them are integers that fit 64 bits."""
+    """Return the numbers of a list between two places of `text`, and whether all are integers that fit 64 bits."""
     begin, found, integers = at, [], True
     while at <= end:
         cut = text.find(",", at + PIECE, end) if end - at > PIECE else -1
         cut = end if cut < 0 else cut
         piece = text[at:cut]
         if not piece.strip() and (at, cut) != (begin, end):
-            raise json.JSONDecodeError("Expecting value", text, cut)
+            raise _syntax("Expecting value", text, cut)
         try:
             found += _INTEGERS.decode(f"[{piece}]")
         except msgspec.MsgspecError:
             integers = False
-            try:
-                found += _parsed(f"[{piece}]", _constant)
-            except json.JSONDecodeError as error:
-                raise json.JSONDecodeError(error.msg, text, at + error.pos - 1) from error
+            found += _parsed(f"[{piece}]", _number, whole=text, at=at - 1)
         at = cut + 1
     return found, integers
 
 
 def _check_rest(text: str, constants: int) -> None:
-    """Of what is left of a long body; `constants` are ours."""
+    """Check what is left of a long body, in which so many constants stand for lists. Raises JSONError."""
     masked = text.replace("\\\\", "").replace('\\"', "")
     if masked.count('"') > MAX_QUOTES:
         raise JSONError(_TOO_MANY)
@@ -133,14 +148,8 @@ def _check_rest(text: str, constants: int) -> None:
             _constant(name)
 
 
-def _each(lists: Sequence[Any]) -> Callable[[str], Any]:
-    """The parser's hook for constants that stand for these."""
-    waiting: Iterator[Any] = iter(lists)
-    return lambda name: next(waiting)
-
-
 def _parts(body: bytes) -> int:
-    """Lists, objects and keys, where there may be too many of them or of texts; else no fewer than there are."""
+    """Count lists, objects and keys: exactly where there may be too many of them, else no fewer than there are."""
     found = _marks(body)
     if found > MAX_PARTS:
         unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -154,7 +163,7 @@ def _marks(data: bytes) -> int:
 
 
 def shown(name: str, limit: int = 64) -> str:
-    """A name out of a request, fit for an error message: short, and without control characters."""
+    """Return a name out of a request as an error message shows it: short, and without control characters."""
     return "".join(char if char.isprintable() else "?" for char in name[:limit]) + ("..." if len(name) > limit else "")
 
 
@@ -175,12 +184,18 @@ def _number(text: str) -> float:
     return int(value) if value.is_integer() and MIN_INT <= value < -MIN_INT else value
 
 
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise JSONError(f"{shown(text)} is out of range")
+    return value
+
+
 def _constant(name: str) -> Any:
     raise JSONError(f"{name} is not JSON")
 
 
 def _check(value: Any, known: set[int]) -> None:
-    """Depth, range of numbers, and text that is Unicode; without recursion. `known`: lists whose numbers need none."""
+    """Check depth, range of numbers and Unicode text, without recursion; lists whose `id` is `known` need no check."""
     waiting: list[tuple[Any, int, Any]] = [(value, 0, None)]  # value, depth of what holds it, path (holder's, its key)
     while waiting:
         value, depth, path = waiting.pop()

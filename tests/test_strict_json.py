@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attar.server import strict_json
-from attar.server.strict_json import MAX_DEPTH, MAX_PARTS, MAX_QUOTES, PIECE, JSONError, loads, shown
+from attar import strict_json
+from attar.strict_json import MAX_DEPTH, MAX_PARTS, MAX_QUOTES, PIECE, JSONError, loads, shown
 
 GOOD: list[tuple[bytes, Any]] = [
     (b"{}", {}),

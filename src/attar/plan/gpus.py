@@ -36,7 +36,7 @@ USUAL_KV = ("bfloat16", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class GpuSpec:
     """Specification of one GPU.
 
     memory: bytes. bandwidth: bytes a second. operations: multiplications and additions a second by operand type (bf16,
@@ -59,15 +59,15 @@ class Card:
         )
 
 
-def _sheet(name: str, gigabytes: int, gb_s: float, bf16: float, int8: float, fp8: float | None = None) -> Card:
-    """Make a `Card` from data-sheet figures: `bf16`, `int8`, `fp8` in 10^12 operations a second without sparsity.
+def _sheet(name: str, gigabytes: int, gb_s: float, bf16: float, int8: float, fp8: float | None = None) -> GpuSpec:
+    """Make a `GpuSpec` from data-sheet figures: `bf16`, `int8`, `fp8` in 10^12 operations a second without sparsity.
     Without `fp8`, such codes are multiplied as bf16."""
     operations = {"bf16": bf16, "int8": int8, "fp8": bf16 if fp8 is None else fp8}
     rates = {kind: rate * 1e12 for kind, rate in operations.items()}
-    return Card(name, gigabytes * 10**9, gb_s * 1e9, rates, fp8 is not None)
+    return GpuSpec(name, gigabytes * 10**9, gb_s * 1e9, rates, fp8 is not None)
 
 
-CARDS: Mapping[str, Card] = {
+CARDS: Mapping[str, GpuSpec] = {
     card.name: card
     for card in (
         # A100 and A10 data sheets (2021). The cloud GPU A10G, with the A10's memory and fewer tensor cores, is not
@@ -85,7 +85,7 @@ CARDS: Mapping[str, Card] = {
 }
 
 
-def card(name: str) -> Card:
+def card(name: str) -> GpuSpec:
     """Return the specification of a GPU by its name. Raises ValueError that names the known ones."""
     if name not in CARDS:
         raise ValueError(f"unknown card {name[:80]!r}: known are {', '.join(CARDS)}")

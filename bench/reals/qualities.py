@@ -1,0 +1,140 @@
+"""Tables of compression: what it costs in quality, time and memory, beside others' programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import lanes
+
+from reals.framework import ROOT, Column, Fills, Measurement, Row, Table, python
+from reals.setting import NO_LLAMACPP, WAITING, Setting, each
+from reals.texts import KINDS
+
+CALIBRATED: Mapping[str, tuple[tuple[str, int], ...]] = {
+    "smollm2-135m": tuple((kind, seed) for kind in KINDS for seed in (0, 1)),
+    "qwen2.5-coder-0.5b": (("mixed", 0),),
+}
+SCORED = {"smollm2-135m": 32768, "qwen2.5-coder-0.5b": 16384}  # tokens
+LANES: Mapping[str, tuple[str, ...]] = {
+    "INT4": ("rtn-w4g64", "gptq-w4g64", "guided-w4g64"),
+    "INT3": ("rtn-w3g64", "gptq-w3g64", "guided-w3g64"),
+    "W8A8": ("rtn-w8a8", "smoothquant+gptq-w8a8", "quarot+gptq-w8a8", "spinquant+gptq-w8a8"),
+    **{mix.upper(): (mix, f"gptq-{mix}", f"guided-{mix}") for mix in ("q4_k_m", "iq4_xs", "q3_k_m", "q2_k")},
+    "2:4": ("prune-2:4", "sparsegpt-2:4", "prune+tune-2:4"),
+}
+FEWER = ("INT4", "W8A8", "Q4_K_M", "Q3_K_M")  # lanes of the larger model
+PEERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "INT4": ("int4", ("llm_compressor", "gptq_model", "auto_round")),
+    "INT3": ("int3", ("llm_compressor", "gptq_model")),
+    "W8A8": ("w8a8", ("llm_compressor",)),
+    "2:4": ("sparse", ("llm_compressor",)),
+}
+CACHES = ("int8", "klt4", "klt2")
+WALKS: Mapping[str, tuple[tuple[str, int], ...]] = {
+    "smollm2-135m": (("rtn-w4g64", 32), ("awq-w4g64", 32), ("gptq-w4g64", 32), ("guided-w4g64", 32)),
+    "qwen2.5-coder-1.5b": (("rtn-w4g128", 32), ("awq-w4g128", 32), ("gptq-w4g128", 32), ("gptq-w4g128", 128)),
+}
+"""Recipes whose time is measured, with the number of calibration sequences."""
+SHORT = ("--calib", "mixed", "--tokens", 8192)
+NO_PEERS = "its environment is set up by `make bench-quality` and named with --peers PYTHON"
+
+MADE: Fills = {
+    "bits": "bits", "KL": "kl_mean", "99.9 %": "kl_p999", "ppl": "ppl", "ppl of original": "ppl_base", "top-1": "top1",
+    "seconds": "seconds", "s/layer": "layer_s", "peak MB": "peak_mb",
+}  # fmt: skip
+
+
+def _made(setting: Setting, path: Path, *options: object) -> Measurement:
+    place = setting.out / "dense"
+    return Measurement(python("reals.compression", path, "--place", place, *options), MADE)
+
+
+def _peer(
+    setting: Setting, model: str, path: Path, name: str, python: Path | None, reason: str, *options: object
+) -> Row:
+    """Make the row of a program that has an environment of its own; it is empty where there is none."""
+    if python is None or not python.exists():
+        return Row(model, name, (), reason)
+    return Row(model, name, (_made(setting, path, "--python", python, *options),))
+
+
+def dense(setting: Setting) -> Table:
+    rows = tuple(Row(model, "convert --to dense", (), WAITING) for model in setting.models)
+    more = tuple(Row(model, "compress --requantize", (), WAITING) for model in setting.models)
+    return Table(
+        "dense",
+        "dense folders from compressed sources, and outputs from those",
+        (Column("equal", ".0%"), Column("KL", ".5f"), Column("seconds")),
+        (*rows, *more),
+    )
+
+
+def quality(setting: Setting) -> Table:
+    def rows(model: str, path: Path) -> Iterator[Row]:
+        if model not in CALIBRATED:
+            return
+        for kind, seed in CALIBRATED[model]:
+            given = ("--calib", kind, "--seed", seed, "--tokens", SCORED[model])
+            for lane, recipes in LANES.items():
+                if model != "smollm2-135m" and lane not in FEWER:
+                    continue
+                at = f"{kind}/{seed} {lane}"
+                for recipe in recipes:
+                    yield Row(model, f"{at} {recipe}", (_made(setting, path, "--recipe", recipe, *given),))
+                yield from peers(model, path, lane, at, given)
+            if model == "smollm2-135m":
+                bits = ("--recipe", "gptq-w4g64", "--bits", 3.5, *given)
+                yield Row(model, f"{kind}/{seed} 3.5 bits gptq", (_made(setting, path, *bits),))
+        for kv in CACHES:
+            yield Row(model, f"KV {kv}", (_made(setting, path, "--kv", kv, "--tokens", SCORED[model]),))
+
+    def peers(model: str, path: Path, lane: str, at: str, given: tuple[object, ...]) -> Iterator[Row]:
+        if lane not in PEERS:
+            name, given = f"{at} llama-quantize, imatrix", ("--llama-quantize", lane.lower(), *given)
+            yield _peer(setting, model, path, name, setting.llamacpp, NO_LLAMACPP, *given)
+            return
+        theirs, programs = PEERS[lane]
+        for program in programs:
+            apart = ROOT / lanes.APART[program] / "bin" / "python" if program in lanes.APART else setting.peers
+            for job in lanes.lanes(64, 200)[theirs].peers[program]:
+                options = ("--peer", program, "--lane", theirs, "--job", job["name"])
+                yield _peer(setting, model, path, f"{at} {program}: {job['name']}", apart, NO_PEERS, *options, *given)
+
+    return Table(
+        "quality",
+        "what compression costs; the original is the file's values in bfloat16, rows are exact in float32; "
+        "calibration text and seed stand before the lane",
+        (Column("bits", ".3f"), Column("KL", ".5f"), Column("99.9 %", ".3f"), Column("ppl", ".2f"),
+         Column("ppl of original", ".2f"), Column("top-1", ".2%"), Column("seconds", ".0f")),
+        each(setting, rows),
+    )  # fmt: skip
+
+
+def tasks(setting: Setting) -> Table:
+    reason = f"lm-eval's tasks and HumanEval: {WAITING}"
+    return Table(
+        "tasks",
+        "points of tasks beside KL, over 12 recipes",
+        tuple(Column(name, ".2%") for name in ("HellaSwag", "PIQA", "LAMBADA", "HumanEval")),
+        tuple(Row(model, "", (), reason) for model in setting.models),
+    )
+
+
+def compression(setting: Setting) -> Table:
+    def rows(model: str, path: Path) -> Iterator[Row]:
+        for recipe, samples in WALKS.get(model, ()):
+            given = ("--recipe", recipe, "--samples", samples, *SHORT)
+            yield Row(model, f"{recipe}, {samples} x 512", (_made(setting, path, *given),))
+        if model in WALKS:
+            job = "GPTQ, mse"
+            options = ("--peer", "llm_compressor", "--lane", "int4", "--job", job, "--samples", 32, *SHORT)
+            yield _peer(setting, model, path, f"llm_compressor: {job}, 32 x 512", setting.peers, NO_PEERS, *options)
+
+    return Table(
+        "compression",
+        "time and memory of compression from cold files, and the KL of what comes out on 8,192 tokens",
+        (Column("seconds", ".0f"), Column("s/layer", ".2f"), Column("peak MB", ".0f"), Column("bits", ".3f"),
+         Column("KL", ".5f")),
+        each(setting, rows),
+    )  # fmt: skip

@@ -1,0 +1,166 @@
+"""Declaration of commands: a frozen dataclass of options, a function of that, and help in plain text.
+
+A command with more than a few options has a config class: a dataclass whose fields are its arguments and options, each
+annotated as typer expects. `configured` makes a typer command of a function that takes one such object. Classes share
+options by inheritance; the order of fields does not matter, because help sorts options by group (`GROUPS`).
+
+typer draws groups (`rich_help_panel`) by rich alone, whose boxes break in logs and narrow terminals. `Command` writes
+them as plain sections. Examples are the paragraph of a docstring that begins with `Examples:`, and are not wrapped.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from enum import Enum
+from functools import wraps
+from inspect import Parameter, Signature
+from typing import Any, TypeVar, get_type_hints
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from attar.cli.terminal import emit
+
+Config = TypeVar("Config")
+
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # UsageError, of whichever click this typer is built on
+
+GROUPS = (
+    "Model", "Recipe", "Mixed precision", "Data", "Calibration", "Comparison", "Prompt", "Sampling", "Adapter",
+    "Training", "Server", "Trace", "Synthetic prompts", "Requests", "Load", "Workload", "Device", "Cache", "Scheduler",
+    "HTTP", "Security", "Limits", "Output",
+)  # fmt: skip
+"""The groups of options, in the order of help; options without a group are the last one's."""
+
+
+def configured(config: type[Config]) -> Callable[[Callable[[Config], None]], Callable[..., None]]:
+    """Make a typer command of a function that takes one `config`, a dataclass; its fields become the parameters."""
+    hints = get_type_hints(config, include_extras=True)
+    parameters = [
+        Parameter(
+            each.name,
+            Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if each.default is MISSING else each.default,
+            annotation=hints[each.name],
+        )
+        for each in fields(config)  # type: ignore[arg-type]  # a dataclass, which no type says
+    ]
+
+    def decorate(function: Callable[[Config], None]) -> Callable[..., None]:
+        @wraps(function)
+        def command(**values: Any) -> None:
+            function(config(**values))
+
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def option(
+    group: str,
+    metavar: str,
+    help: str,
+    *names: str,
+    min: float | None = None,
+    max: float | None = None,
+    parser: Callable[[str], Any] | None = None,
+    default: str | None = None,
+) -> Any:
+    """Annotate an option of a group that takes a value; help shows `default` where the value is computed."""
+
+    def parsed(given: Any) -> Any:  # typer hands a default to the parser, too
+        return parser(given) if parser is not None and isinstance(given, str) else given
+
+    return typer.Option(
+        *names, metavar=metavar, help=help, rich_help_panel=group, min=min, max=max,
+        parser=None if parser is None else parsed, show_default=True if default is None else default,
+    )  # fmt: skip
+
+
+def flag(group: str, help: str, *names: str) -> Any:
+    """Annotate an option of a group that takes no value."""
+    return typer.Option(*names, help=help, rich_help_panel=group)
+
+
+def write_help(text: str, formatter: Any) -> None:
+    """Write a docstring as help: examples as they are, other paragraphs wrapped."""
+    for paragraph in inspect.cleandoc(text).split("\n\n"):
+        formatter.write_paragraph()
+        with formatter.indentation():
+            if paragraph.startswith("Examples:"):
+                formatter.write("".join(f"  {line}\n" for line in paragraph.splitlines()))
+            else:
+                formatter.write_text(paragraph)
+
+
+class Commands(TyperGroup):
+    """A table of commands; an invalid command line with --json prints a JSON object as well."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta["json"] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except USAGE_ERROR as error:
+            error.message = error.message.replace("Value error, ", "")  # prefix of typer's conversion library
+            if ctx.parent is None:
+                emit(ctx.meta["json"], {"error": error.format_message()})
+            raise
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write purpose and examples."""
+        write_help(self.help or "", formatter)
+
+
+class Command(TyperCommand):
+    """A command whose help shows options in groups, and arguments without typer's brackets."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """List what follows the command's name: brackets mean optional, dots repeatable."""
+        pieces = [self.options_metavar or ""]
+        for each in self.params:
+            if each.param_type_name == "argument":
+                name = _name(each) + ("..." if each.nargs != 1 else "")
+                pieces.append(name if each.required else f"[{name}]")
+        return pieces
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write purpose and examples."""
+        write_help(self.help or "", formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for the arguments and one for each group of options."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], **{group: [] for group in GROUPS}}
+        for each in self.get_params(ctx):
+            group = getattr(each, "rich_help_panel", None) or GROUPS[-1]
+            sections["Arguments" if each.param_type_name == "argument" else group].append((_name(each), _meaning(each)))
+        for title, rows in sections.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+def _name(parameter: Any) -> str:
+    """Name an argument by its metavar; an option by its spellings, the short one first, and its metavar."""
+    if parameter.param_type_name == "argument":
+        return str(parameter.metavar)
+    spelled = ", ".join(sorted(parameter.opts, key=lambda each: str(each).startswith("--")))
+    return spelled if parameter.is_flag else f"{spelled} {parameter.metavar}"
+
+
+def _meaning(parameter: Any) -> str:
+    """Say what a parameter does, and its default."""
+    default = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
+    if isinstance(default, Enum):
+        default = default.value
+    elif isinstance(default, float):
+        default = f"{default:g}"
+    said = f"{parameter.help} Repeatable." if getattr(parameter, "multiple", False) else str(parameter.help)
+    if parameter.required:
+        return f"{said}  [required]" if parameter.param_type_name == "option" else said
+    return said if default is None or getattr(parameter, "is_flag", False) else f"{said}  [default: {default}]"

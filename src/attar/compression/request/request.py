@@ -1,0 +1,128 @@
+"""What is asked of `compress`: pure values, held against no model yet (`resolve` does that)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+
+from attar.checkpoints.writer import MAX_SHARD
+from attar.compression.calibration import texts
+from attar.compression.calibration.texts import Amount, Calibration
+from attar.compression.recipe.recipe import Recipe
+from attar.formats.scheme import Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the result must keep: `bits` a weight of the blocks' linears that no override decides about, `size` in bytes
+    of all weight files, or the mean `kl` on the tokens that allocation measures on. One of them.
+
+    `ladder` are the schemes to choose among; without it they follow from the recipe.
+    """
+
+    bits: float | None = None
+    size: int | None = None
+    kl: float | None = None
+    ladder: tuple[Scheme, ...] | None = None
+
+    def __post_init__(self) -> None:
+        given = list(self.to_dict().values())
+        if len(given) != 1:
+            raise ValueError("give one target: bits, size or KL")
+        if not given[0] > 0 or not math.isfinite(given[0]):
+            raise ValueError(f"a target is a positive number, not {given[0]}")
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the number to keep under its name, for the receipt, which has the ladder elsewhere."""
+        pairs = (("bits", self.bits), ("size", self.size), ("kl", self.kl))
+        return {name: value for name, value in pairs if value is not None}
+
+
+def parse_ladder(text: str) -> tuple[Scheme, ...]:
+    """Schemes by name, with commas between. Raises ValueError on an unknown one."""
+    return tuple(Scheme.parse(name.strip()) for name in text.split(","))
+
+
+@dataclass(frozen=True)
+class CompressionRequest:
+    """Compress the checkpoint `src` (folder, Hub id or `demo`) into the folder `dst`, or the file, if it ends in .gguf.
+
+    `recipe` is a name such as `gptq-w4g128`, a YAML file, or a Recipe; of several names, or `best-w4g128`, the one is
+    kept that does best on calibration text set aside (`best`), and of `ablate-` with a name the steps that help there.
+    `head` is what the output matrix is stored in, whatever the recipe says of it: `bf16` (as it is), `int8`, `int4`, or
+    a scheme of weights alone. With a `target`, each linear gets the scheme of its ladder that `allocate` chooses, by
+    default the recipe's with other bits; an output that misses a target of KL is made anew with more, twice at most,
+    where there is more to choose, and of those that all miss it the nearest is kept.
+
+    `calibration` is a text file, token ids [S][L], or `self` for text that the model writes: `samples` sequences of
+    `length` tokens. Recipes that only round need none. It is followed by `drawn` sequences that the model writes: what
+    several recipes, or the bits of a target, are chosen by, and what tuning judges by, is the given text alone.
+    `imatrix` is an importance matrix for a GGUF file, which weighs errors by it; calibration alone gives one.
+    `evaluation` is a held-out text file on whose first `eval_tokens` the cost is measured.
+
+    On a `device` that is no CPU each block is moved there, run and solved there, and what came of it comes back to be
+    written (`device_placement`); the cost is measured there too, in bfloat16. At most `calib_memory` bytes of
+    calibration activations are held in memory. A killed run resumes, unless `resume` is false.
+
+    Raises ValueError where these values do not go together.
+    """
+
+    src: str | Path
+    dst: str | Path
+    _: KW_ONLY
+    recipe: str | Path | Recipe = "gptq-w4g128"
+    head: str | None = None
+    target: Target | None = None
+    calibration: Calibration | None = None
+    samples: int = 128
+    length: int = 512
+    seed: int = 0
+    drawn: int = 0
+    imatrix: str | Path | None = None
+    evaluation: str | Path | None = None
+    eval_tokens: int | None = None
+    device: str = "cpu"
+    calib_memory: int = 2 << 30
+    max_shard_bytes: int = MAX_SHARD
+    overwrite: bool = False
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        drawn = self.amount.drawn  # which is checked where it is made
+        if not str(self.dst):  # an unset variable of a shell, which Path would take for the current folder
+            raise ValueError("the output's name is empty: give a folder to write")
+        if drawn and (self.calibration is None or texts.is_drawn(self.calibration)):
+            raise ValueError("text is drawn to go with a calibration text: give one, or more samples of `self`")
+        if self.imatrix is not None and not self.to_file:
+            raise ValueError("an importance matrix is for GGUF files: give an output that ends in .gguf")
+
+    @property
+    def path(self) -> Path:
+        """Where the output will be."""
+        return Path(self.dst)
+
+    @property
+    def to_file(self) -> bool:
+        """Whether a GGUF file is written, not a folder."""
+        return self.path.suffix.lower() == ".gguf"
+
+    @property
+    def amount(self) -> Amount:
+        """How much calibration text there is to be."""
+        return Amount(self.samples, self.length, self.seed, self.drawn)
+
+    @property
+    def given(self) -> int | None:
+        """How many sequences of calibration text are given, at most; None without any."""
+        return None if self.calibration is None else texts.count(self.calibration, self.amount)
+
+    @property
+    def sequences(self) -> int | None:
+        """How many there are with what the model writes; None without any."""
+        return None if self.given is None else self.given + self.drawn
+
+
+def default_recipe(dst: str | Path) -> str:
+    """Return the recipe for an output where none is named."""
+    return "q4_k_m" if Path(dst).suffix.lower() == ".gguf" else "gptq-w4g128"

@@ -1,0 +1,143 @@
+"""What a request means for its model: one recipe held against it, with all that follows before the first block.
+
+A request may try several recipes, and a target changes the bits of one: each is resolved by the same code, which
+refuses what can be refused before anything is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from attar.checkpoints.sources import hf, hub
+from attar.checkpoints.vocabulary import is_gguf
+from attar.compression import device_placement
+from attar.compression.calibration import importance, texts
+from attar.compression.calibration.texts import Calibration
+from attar.compression.outputs.base import Output
+from attar.compression.outputs.folder import FolderOutput
+from attar.compression.outputs.gguf import GgufOutput
+from attar.compression.recipe import requirements
+from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe
+from attar.compression.request.request import CompressionRequest
+from attar.compression.rotation import rotation
+from attar.formats.codecs import ggml_mix
+from attar.text.files import read_text
+from attar.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class ResolvedCompression:
+    """A request with one recipe that nothing speaks against, as it will run.
+
+    `recipe` has the request's head, and the mix of a file. `checkpoint` is what the walk begins with: the `source`,
+    rotated if the recipe says so. `importances` [I] by module name are those of a matrix that was given. `calibration`,
+    its `tokenizer` and the ids `held_out` for the evaluation are there after `with_texts`.
+    """
+
+    request: CompressionRequest
+    source: hf.Checkpoint
+    recipe: Recipe
+    checkpoint: hf.Checkpoint
+    output: Output
+    reads: bool  # whether the walk reads the inputs of linears
+    importances: Mapping[str, Tensor] | None
+    calibration: Calibration | None = None
+    tokenizer: Tokenizer | None = None
+    held_out: list[int] | None = None
+
+    @property
+    def weighs(self) -> bool:
+        """Whether importances are to be had from calibration text before the walk."""
+        return _weighs(self.request, self.recipe, self.importances)
+
+    def with_texts(self) -> ResolvedCompression:
+        """Read what the texts of the request need. Raises ValueError where the evaluation text is too short."""
+        request, tokenizer, held_out = self.request, None, None
+        if texts.is_text(request.calibration) or request.evaluation is not None:
+            tokenizer = Tokenizer.load(self.source.folder.path)
+        if request.evaluation is not None:
+            assert tokenizer is not None
+            held_out = tokenizer.encode(read_text(request.evaluation), add_special_tokens=False)[: request.eval_tokens]
+            if len(held_out) < 2:
+                raise ValueError(f"{request.evaluation} has {len(held_out)} token: at least 2 are needed to measure on")
+        return replace(self, calibration=request.calibration, tokenizer=tokenizer, held_out=held_out)
+
+    def with_recipe(self, recipe: Recipe, sequences: int) -> ResolvedCompression:
+        """Resolve another choice of bits on so many sequences, with the same texts. Raises ValueError as `resolve`."""
+        found = resolve(self.request, self.source, recipe, sequences, targeted=True, importances=self.importances)
+        return replace(found, calibration=self.calibration, tokenizer=self.tokenizer, held_out=self.held_out)
+
+    def layout(self, recipe: Recipe) -> Output:
+        """Lay out what another choice of bits makes of the same checkpoint."""
+        return _layout(self.request, recipe, self.checkpoint, self.importances)
+
+
+def open_source(request: CompressionRequest) -> hf.Checkpoint:
+    """Open the model. Raises ValueError (CheckpointError among them) where it cannot be compressed into the output."""
+    folder = hub.resolve(request.src)
+    if folder.resolve().is_relative_to(request.path.resolve()):
+        raise ValueError(f"{request.dst} would replace the model that it is made from: choose another output")
+    if is_gguf(folder):
+        raise ValueError(f"{folder} is a GGUF file, which compress does not read: give the folder it was made from")
+    return hf.Checkpoint.open(folder)
+
+
+def resolve(
+    request: CompressionRequest,
+    source: hf.Checkpoint,
+    recipe: str | Path | Recipe,
+    sequences: int | None,
+    *,
+    targeted: bool = False,
+    importances: Mapping[str, Tensor] | None = None,
+) -> ResolvedCompression:
+    """Hold a recipe against the model. `sequences` is how many of calibration text there will be at most, None without
+    any; `targeted`: its bits are chosen later. Importances that are not given are those of the request's matrix.
+
+    Raises ValueError saying what speaks against it.
+    """
+    if importances is None and request.imatrix is not None:
+        importances = importance.known(request.imatrix, source)
+    plan = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    if request.head is not None:
+        plan = plan.with_head(request.head)
+    if plan.mix is not None and not request.to_file:
+        raise ValueError(f"{plan.name} is a mix of GGUF files: give an output that ends in .gguf, not {request.path}")
+    if request.to_file and (plan.pruning is not None or plan.structured is not None):
+        raise ValueError(f"{plan.name} writes a folder, not a GGUF file: give an output that does not end in .gguf")
+    if request.to_file:
+        plan = plan.for_file()
+    checkpoint = source
+    if plan.rotate is not None:
+        if importances is not None:
+            raise ValueError(
+                f"{plan.name}: an importance matrix weighs inputs as the model has them, and {plan.rotate.method} "
+                "turns them: leave it out, and give --calib, on which importances of the turned ones are measured"
+            )
+        checkpoint = rotation.rotated(source, plan, request.seed)
+    # what options are for is known when the schemes are
+    output = _layout(request, replace(plan, said=()) if targeted else plan, checkpoint, importances)
+    device_placement.check(plan, output.schemes.values(), request.to_file, request.device)
+    reads = requirements.check(plan, checkpoint.config, output.schemes, sequences)
+    requirements.check_sparse(plan, checkpoint, output.schemes)
+    return ResolvedCompression(request, source, plan, checkpoint, output, reads, importances)
+
+
+def _layout(
+    request: CompressionRequest, plan: Recipe, checkpoint: hf.Checkpoint, importances: Mapping[str, Tensor] | None
+) -> Output:
+    """Where everything will lie. Raises ValueError naming the linear whose shape a scheme cannot take."""
+    if not request.to_file:
+        return FolderOutput(checkpoint, plan)
+    known = _weighs(request, plan, importances) or importances is not None
+    return GgufOutput(checkpoint, plan, request.path.name, known).weighing(importances or {})
+
+
+def _weighs(request: CompressionRequest, plan: Recipe, importances: Mapping[str, Tensor] | None) -> bool:
+    dense = plan.mix in ggml_mix.DENSE_MIXES
+    return request.to_file and not dense and request.calibration is not None and importances is None

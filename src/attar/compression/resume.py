@@ -1,0 +1,132 @@
+"""What a killed computation leaves on disk for the one that resumes it: notes, logs of values, and folders of tensors.
+
+Each is whole or absent, and is on disk before anything that relies on it. What it is about is kept with it, or in its
+name, so that a computation takes up nothing but its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from attar.checkpoints.receipts import receipt
+from attar.checkpoints.safetensors import TensorFile
+from attar.checkpoints.writer import ShardWriter, plan_files, sync_path
+from attar.formats.scheme import Part
+
+SHORT = 40  # characters of a value that is worth reading: hashes are longer
+FIGURES, SUMS = "figures.json", "sums.json"
+
+
+class Damaged(ValueError):
+    """What a run left is no longer what it wrote; `sentence` says where and why, without the advice that the whole
+    message ends in."""
+
+    def __init__(self, folder: Path, why: str) -> None:
+        self.sentence = f"{folder}, which an interrupted run left, is damaged: {why}"
+        super().__init__(f"{self.sentence}; --restart begins anew")
+
+
+def write_note(path: Path, value: Any) -> None:
+    """Write a note (JSON) that outlives a crash, whole. Raises ValueError where a number is not finite."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as file:
+        json.dump(value, file, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_path(path.parent)
+
+
+def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
+    """Say what differs, with both values where they are short. Empty where nothing does."""
+    found = []
+    for key in sorted(now.keys() | then.keys()):
+        values = now.get(key), then.get(key)
+        if values[0] != values[1]:
+            short = all(isinstance(each, int | float | str) and len(str(each)) <= SHORT for each in values)
+            found.append(f"{key} ({values[0]} now, {values[1]} then)" if short else key)
+    return ", ".join(found)
+
+
+def save(folder: Path, figures: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write figures (JSON) and tensors to `folder`, which did not exist, and which is whole where it does. The hash of
+    each file lies beside them: what a disk or a copy has changed since would be trained on without a word."""
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    parts = {name: Part(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()}
+    with ShardWriter(temporary, plan_files(parts, sum(part.bytes for part in parts.values()) + 1)) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+        writer.finish()
+    (temporary / FIGURES).write_text(json.dumps(dict(figures), allow_nan=False))
+    sync_path(temporary / FIGURES)
+    sums = {path.name: receipt.sha256(path) for path in sorted(temporary.iterdir())}
+    (temporary / SUMS).write_text(json.dumps(sums))
+    sync_path(temporary / SUMS)
+    temporary.rename(folder)
+    sync_path(folder.parent)
+
+
+def restore(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read what `save` wrote to `folder`. Raises `Damaged` where that is not what lies there now."""
+    found: dict[str, Tensor] = {}
+    try:
+        sums = dict(json.loads((folder / SUMS).read_bytes()))
+        if changed := [name for name, wanted in sums.items() if receipt.sha256(folder / name) != wanted]:
+            raise Damaged(folder, f"{' and '.join(changed)} changed since it was written")
+        for name in sums:
+            if name.endswith(".safetensors"):
+                with closing(TensorFile(folder / name)) as file:
+                    found |= {tensor: file.read(tensor) for tensor in file.names()}
+        return json.loads((folder / FIGURES).read_bytes()), found
+    except Damaged:
+        raise
+    except (OSError, ValueError, TypeError) as error:
+        raise Damaged(folder, str(error)) from None
+
+
+class Log:
+    """Values by key, on disk as they are made: JSON lines, the first of which says what they are about. Tensors about
+    it are in `folder`, which is there once something is."""
+
+    def __init__(self, file: Path, about: str) -> None:
+        self._values: dict[str, Any] = {}
+        self._file, self.folder = file, file.with_suffix(".candidates")
+        first = json.dumps({"about": about})
+        lines = file.read_text().splitlines() if file.is_file() else []
+        if lines and lines[0] == first:
+            for line in lines[1:]:
+                try:
+                    key, value = json.loads(line)
+                except ValueError:  # the line in which a run was killed
+                    break
+                self._values[key] = value
+        elif self.folder.is_dir():
+            shutil.rmtree(self.folder)
+        file.write_text("\n".join([first, *map(json.dumps, self._values.items())]) + "\n")
+
+    @staticmethod
+    def remove(file: Path) -> None:
+        """Forget all that the log `file` holds."""
+        file.unlink(missing_ok=True)
+        shutil.rmtree(file.with_suffix(".candidates"), ignore_errors=True)
+
+    def get(self, key: str) -> Any:
+        """None where there is none."""
+        return self._values.get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        self._values[key] = value
+        with self._file.open("a") as file:
+            file.write(json.dumps((key, value)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())

@@ -1,0 +1,62 @@
+"""Plans of settings: users, and the memory that each process or GPU has."""
+
+from __future__ import annotations
+
+import pytest
+
+from attar import machine
+from attar.engine import deployment
+from attar.engine.deployment import Hardware, Subject
+from attar.plan import gpus
+from attar.plan.fit import Demand
+from attar.protocol.settings import Settings
+
+GB = 10**9
+
+
+def with_limits(running: int | None = None, tokens: int | None = None, preset: str | None = None) -> Settings:
+    return Settings("", "", preset=preset, max_running=running, max_step_tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    "settings, users, raised",
+    [
+        (with_limits(), 32, (None, None)),
+        (with_limits(), 33, (33, None)),
+        (with_limits(), 600, (600, 600)),
+        (with_limits(preset="latency"), 17, (17, None)),
+        (with_limits(running=4), 600, (4, None)),
+        (with_limits(tokens=700), 600, (600, 700)),
+    ],
+)
+def test_users_raise_what_was_left_open(settings: Settings, users: int, raised: tuple[int | None, int | None]) -> None:
+    found = deployment.for_users(settings, users)
+    assert (found.max_running, found.max_step_tokens) == raised
+    assert (found == settings) is (raised == (settings.max_running, settings.max_step_tokens))
+
+
+def test_users_are_no_more_than_the_tokens_that_a_step_was_given() -> None:
+    with pytest.raises(ValueError, match="600 users at once need as many tokens a step: raise max-step-tokens"):
+        deployment.for_users(with_limits(tokens=512), 600)
+
+
+@pytest.mark.parametrize("fraction, share", [(None, machine.SHARE), (0.5, 1.0)])
+def test_cpu_processes_share_a_memory_and_gpus_have_their_own(fraction: float | None, share: float) -> None:
+    subject, demand = Subject.shape("llama-3.1-8b", None), Demand(1024)
+    settings = Settings("", "", kv="int8", tp=2, kv_fraction=fraction)
+    here = deployment.plan(settings, subject, demand, Hardware(80 * GB, "free", GB))
+    assert (here.memory, here.source) == (int(80 * GB * share) // 2, "free, each of 2 processes")
+    there = deployment.plan(settings, subject, demand, Hardware.of_gpu(gpus.card("h100"), None))
+    assert (there.memory, there.source) == (int(80 * GB * share), "h100, each of 2 processes")
+    given = deployment.plan(
+        Settings("", "", kv="int8", tp=2, memory=24 * GB), subject, demand, Hardware(80 * GB, "free", GB)
+    )
+    assert (given.memory, given.source) == (24 * GB, "--memory, each of 2 processes")
+
+
+def test_a_bandwidth_that_is_given_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attar.kernels.native.limits.measure", lambda: pytest.fail("measured"))
+    assert Hardware.of_machine(7 * GB).bandwidth == 7 * GB
+    gpu = Hardware.of_gpu(gpus.card("h100"), 300 * GB).gpu
+    assert gpu is not None
+    assert gpu.bandwidth == 300e9
