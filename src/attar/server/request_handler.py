@@ -74,7 +74,7 @@ class RequestHandler:
         self.stream.cancel()
 
     def wanted(self) -> None:
-        """Note, between two slices of writing, that the reader is at work. Raises Refusal where the answer is no longer
+        """Note, between two slices of writing, that the reader is at work. Raises APIError where the answer is no longer
         wanted."""
         self.stream.reading()
         code = "cancelled" if self._left else self.stream.failure

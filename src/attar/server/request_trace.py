@@ -85,7 +85,7 @@ class RequestTraces:
             self._ended.popitem(last=False)
 
     def find(self, request: str, cache_salt: bytes) -> RequestTrace:
-        """Return the trace of a request. Raises Refusal where it is unknown, or another key's."""
+        """Return the trace of a request. Raises APIError where it is unknown, or another key's."""
         trace = self._running.get(request) or self._ended.get(request)
         if trace is None or trace.cache_salt != cache_salt:
             raise APIError("not_found", f"no such request is running, or among the last {REMEMBERED}")

@@ -101,7 +101,7 @@ class Middleware:
             logger.log(level, "%s %s %s %d %.3f s", name, method, route, status or GONE, time.monotonic() - arrived)
 
     def _let_in(self, scope: Scope, headers: dict[bytes, bytes]) -> bytes:
-        """Return the cache salt of the caller's key. Raises Refusal."""
+        """Return the cache salt of the caller's key. Raises APIError."""
         if scope["path"] in OPEN_TO_ALL:
             return b""
         names = self.options.names
