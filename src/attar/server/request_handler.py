@@ -74,8 +74,8 @@ class RequestHandler:
         self.stream.cancel()
 
     def wanted(self) -> None:
-        """Note, between two slices of writing, that the reader is at work. Raises APIError once nobody wants the
-        answer."""
+        """Note, between two slices of writing, that the reader is at work. Raises APIError once the answer is
+        unwanted."""
         self.stream.reading()
         code = "cancelled" if self._left else self.stream.failure
         if code in ("cancelled", "slow_reader"):
