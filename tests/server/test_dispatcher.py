@@ -11,7 +11,7 @@ import pytest
 
 from attar.protocol.messages import Ready, Submit
 from attar.protocol.request import SamplingParams
-from attar.server.admission.caller import Caller
+from attar.server.admission.rate_limits import Caller
 from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client.client import EngineClient
 from attar.server.errors import APIError

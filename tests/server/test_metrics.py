@@ -12,8 +12,8 @@ import pytest
 
 from attar.protocol.messages import Delta, Submit
 from attar.protocol.request import SamplingParams
-from attar.server.admission.caller import Caller
 from attar.server.admission.fair_queue import Places
+from attar.server.admission.rate_limits import Caller
 from attar.server.engine_client.response_stream import ResponseStream
 from attar.server.request_handler import RequestHandler
 from tests.server.api.test_routes import COMPLETIONS, SEEDED

@@ -14,7 +14,7 @@ from attar import faults
 from attar.faults import Fault
 from attar.protocol.messages import Ready, Submit
 from attar.protocol.request import SamplingParams
-from attar.server.admission.caller import Caller
+from attar.server.admission.rate_limits import Caller
 from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client import client
 from attar.server.engine_client.client import EngineClient

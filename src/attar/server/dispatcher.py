@@ -9,7 +9,7 @@ from typing import Any
 from attar.faults import point
 from attar.protocol.messages import Embed, Failed, Ready, Stats, Submit
 from attar.protocol.request import SamplingParams
-from attar.server.admission.caller import Caller
+from attar.server.admission.rate_limits import Caller
 from attar.server.errors import APIError
 from attar.server.request_context import RequestContext
 from attar.server.request_handler import RequestHandler
@@ -35,7 +35,7 @@ class Dispatcher:
         return self.engine.stats
 
     def ready(self) -> Ready:
-        """Return the engine's description. Raises Refusal where it is not ready."""
+        """Return the engine's description. Raises APIError where it is not ready."""
         if self.context.draining:
             raise APIError("draining", "the server is shutting down")
         if self.engine.ready is None:
@@ -45,19 +45,19 @@ class Dispatcher:
         return self.engine.ready
 
     def getting_on(self) -> None:
-        """Raise Refusal unless the engine is healthy, and in no step that takes far longer than any before."""
+        """Raise APIError unless the engine is healthy, and in no step that takes far longer than any before."""
         self.healthy()
         if (slow := self.engine.heartbeat.slow) is not None:
             raise APIError("engine_down", slow)
 
     def healthy(self) -> None:
-        """Raise Refusal unless the engine is ready, runs, and makes progress."""
+        """Raise APIError unless the engine is ready, runs, and makes progress."""
         self.ready()
         if (trouble := self.engine.trouble) is not None:
             raise APIError("engine_down", trouble)
 
     def model(self, asked: str | None) -> str:
-        """Return the model's or adapter's name; the served model's where nothing is `asked` for. Raises Refusal for
+        """Return the model's or adapter's name; the served model's where nothing is `asked` for. Raises APIError for
         unknown names."""
         ready = self.ready()
         if asked is not None and asked != ready.model and asked not in ready.adapters:
@@ -74,7 +74,7 @@ class Dispatcher:
         priority: int = 0,
     ) -> RequestHandler:
         """Submit prompts to be continued, n choices each, by `model`. Where there are keys, a `priority` below 0 counts
-        as 0. Raises Refusal."""
+        as 0. Raises APIError."""
         self.healthy()
         left = self._left(caller)
         self._place(caller, n)  # before the key is charged
@@ -89,7 +89,7 @@ class Dispatcher:
         return self._ask(caller, prompts, n, commands, self._share())
 
     def embed(self, caller: Caller, prompts: Sequence[tuple[int, ...]], pooling: str, model: str) -> RequestHandler:
-        """Submit prompts to be embedded by `model`. Raises Refusal."""
+        """Submit prompts to be embedded by `model`. Raises APIError."""
         self.healthy()
         left = self._left(caller)
         self._place(caller, 1)
@@ -101,7 +101,7 @@ class Dispatcher:
         return self._ask(caller, prompts, 1, commands, min(WINDOW, self._share()))
 
     def _place(self, caller: Caller, count: int) -> None:
-        """Raise Refusal where `count` choices of the first prompt would exceed the key's share of the queue, or the
+        """Raise APIError where `count` choices of the first prompt would exceed the key's share of the queue, or the
         engine's room."""
         places = self.engine.places
         if not places.fit(caller.cache_salt, count):
@@ -114,7 +114,7 @@ class Dispatcher:
 
     async def why(self, request: str, cache_salt: bytes) -> dict[str, Any]:
         """Return what became of a request, for JSON; for a running one, its progress, unless a long step keeps the
-        engine. Raises Refusal where it is unknown or another key's."""
+        engine. Raises APIError where it is unknown or another key's."""
         trace = self.context.traces.find(request, cache_salt)
         if trace.outcome != "running":
             return trace.told(time.monotonic())
@@ -123,7 +123,7 @@ class Dispatcher:
         return trace.told(time.monotonic(), running)
 
     def _left(self, caller: Caller) -> float:
-        """Return the seconds left until the deadline, counted from the request's arrival. Raises Refusal after it."""
+        """Return the seconds left until the deadline, counted from the request's arrival. Raises APIError after it."""
         left = caller.arrived + self.deadline - time.monotonic()
         if left <= 0:
             raise self.context.refusal(Failed(caller.id, "deadline", ""))

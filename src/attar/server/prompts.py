@@ -22,7 +22,7 @@ FEW_IDS = 4096  # checked on the spot, in less time than a thread takes to start
 
 
 class Prompts:
-    """The tokenizer and chat template of the served model, for requests of a `key`, or its salt. Raises Refusal for
+    """The tokenizer and chat template of the served model, for requests of a `key`, or its salt. Raises APIError for
     what cannot be a prompt."""
 
     def __init__(self, tokenizer: Tokenizer, threads: TextThreads) -> None:
@@ -69,7 +69,7 @@ class Prompts:
         return ids
 
     async def text(self, key: bytes, ids: Sequence[int], vocab: int | None = None) -> str:
-        """Return the text of token ids, special tokens included. Raises Refusal for ids beyond `vocab`."""
+        """Return the text of token ids, special tokens included. Raises APIError for ids beyond `vocab`."""
 
         def decode() -> str:
             if vocab is not None:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from attar.faults import point
 from attar.protocol.messages import Delta, Failed, Finished
-from attar.server.admission.caller import Caller
+from attar.server.admission.rate_limits import Caller
 from attar.server.engine_client.connection import AnswerEvent
 from attar.server.engine_client.response_stream import ResponseStream
 from attar.server.errors import APIError
@@ -74,8 +74,8 @@ class RequestHandler:
         self.stream.cancel()
 
     def wanted(self) -> None:
-        """Note, between two slices of writing, that the reader is at work. Raises Refusal where the answer is no longer
-        wanted."""
+        """Note, between two slices of writing, that the reader is at work. Raises APIError once the answer is
+        unwanted."""
         self.stream.reading()
         code = "cancelled" if self._left else self.stream.failure
         if code in ("cancelled", "slow_reader"):

@@ -13,7 +13,7 @@ import msgspec
 
 from attar.faults import point
 from attar.protocol.messages import Embedding, Failed, Finished, Report
-from attar.server.admission.caller import Caller
+from attar.server.admission.rate_limits import Caller
 from attar.server.engine_client.connection import AnswerEvent
 from attar.server.errors import APIError
 
@@ -85,7 +85,7 @@ class RequestTraces:
             self._ended.popitem(last=False)
 
     def find(self, request: str, cache_salt: bytes) -> RequestTrace:
-        """Return the trace of a request. Raises Refusal where it is unknown, or another key's."""
+        """Return the trace of a request. Raises APIError where it is unknown, or another key's."""
         trace = self._running.get(request) or self._ended.get(request)
         if trace is None or trace.cache_salt != cache_salt:
             raise APIError("not_found", f"no such request is running, or among the last {REMEMBERED}")

@@ -16,9 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from attar.protocol.messages import Beat, Delta, Failed, Finished, Ready, Stats, Submit
 from attar.protocol.request import SamplingParams
-from attar.server.admission.caller import Caller
 from attar.server.admission.fair_queue import Places
-from attar.server.admission.rate_limits import KeyLimits, Quotas
+from attar.server.admission.rate_limits import Caller, KeyLimits, Quotas
 from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client import response_stream
 from attar.server.engine_client.client import EngineClient

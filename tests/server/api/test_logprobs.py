@@ -13,7 +13,7 @@ import pytest
 
 from attar.protocol.messages import Event, Finished, PromptLogprobs, Ready, Submit, encode
 from attar.protocol.request import SamplingParams, TokenLogprob
-from attar.server.admission.caller import Caller
+from attar.server.admission.rate_limits import Caller
 from attar.server.api import openai
 from attar.server.api.logprobs import LEAST, SLICE, Columns, Content, Turns, rows
 from attar.server.dispatcher import Dispatcher

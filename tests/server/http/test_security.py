@@ -139,8 +139,9 @@ def test_the_server_listens_at_one_address_and_connects_to_nothing_but_its_engin
     tokenizer: Tokenizer, demo: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "engine.sock"
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
-    fake = [sys.executable, str(Path(__file__).parents[1] / "fake_engine.py"), str(path), str(demo), "0"]
+    here = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": f"{here.parents[1]}:{os.environ.get('PYTHONPATH', '')}"}
+    fake = [sys.executable, str(here / "fake_engine.py"), str(path), str(demo), "0"]
     engine = subprocess.Popen(fake, env=environment)
     server = subprocess.Popen([sys.executable, "-c", WATCHED, str(path), str(demo)], stdout=subprocess.PIPE, text=True)
     try:
@@ -203,7 +204,7 @@ def test_neither_process_of_attar_serve_connects_to_anything_but_the_other(
     """The engine, which loads and runs the model, as well as the server: from their first line on."""
     seen = tmp_path / "seen"
     (tmp_path / "sitecustomize.py").write_text(WATCH_ALL.replace("FILE", repr(str(seen))))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     served = Served("--threads", "1")
     try:
         connection = http.client.HTTPConnection("127.0.0.1", served.address.port, timeout=20)

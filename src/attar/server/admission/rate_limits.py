@@ -50,7 +50,7 @@ class Quotas:
         self._keys: dict[bytes, _Key] = {}
 
     def enter(self, key: bytes) -> Account:
-        """Begin a request of `key`. Raises Refusal where the key has too many open."""
+        """Begin a request of `key`. Raises APIError where the key has too many open."""
         state = self._keys.get(key)
         if state is None:
             state = self._keys[key] = _Key(level=float(self.limits.tokens_per_minute or 0), filled=self._clock())
@@ -88,7 +88,7 @@ class Account:
         return max(1, max(int(self.quotas.fill(self.state)) - prompt, fair) // n)
 
     def take(self, prompt: int, asked: int) -> None:
-        """Reserve tokens, for a prompt and for the `asked` output. Raises Refusal where the bucket has too few."""
+        """Reserve tokens, for a prompt and for the `asked` output. Raises APIError where the bucket has too few."""
         most = self.quotas.limits.tokens_per_minute
         if most is None:
             return
@@ -123,3 +123,22 @@ class Account:
         self.state.aside -= self.aside
         self.aside = 0
         self.state.open -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A request's id, its arrival time, the cache salt of its API key, and the account of that key."""
+
+    id: str
+    arrived: float  # monotonic
+    cache_salt: bytes
+    account: Account | None = None  # set for requests that can cost tokens
+
+    def allowance(self, prompt: int, n: int) -> int | None:
+        """Return the tokens for each of n answers that its key's share has room for; None: any number."""
+        return None if self.account is None else self.account.allowance(prompt, n)
+
+    def take(self, prompt: int, asked: int) -> None:
+        """Take tokens out of the key's share. Raises APIError where it has too few."""
+        if self.account is not None:
+            self.account.take(prompt, asked)

@@ -11,7 +11,7 @@ MAX_LOGPROBS = 3_000_000  # per answer, alternatives included: 20 for each token
 
 
 def written(prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int, stream: bool) -> None:
-    """Raise Refusal, with both numbers, where an answer would have too many log probabilities. A stream keeps none of
+    """Raise APIError, with both numbers, where an answer would have too many log probabilities. A stream keeps none of
     its choices'."""
     read = 0 if params.prompt_logprobs is None else sum(map(len, prompts)) * (params.prompt_logprobs + 1)
     made = 0 if params.logprobs is None or stream else len(prompts) * params.max_tokens * (params.logprobs + 1)
@@ -24,7 +24,7 @@ def written(prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int, 
 
 
 def fits(n: int, most: int, name: str) -> None:
-    """Raise Refusal, with both numbers, where a prompt's choices could never wait together."""
+    """Raise APIError, with both numbers, where a prompt's choices could never wait together."""
     if n > most:
         message = (
             f"{name}: {n} choices of a prompt are more than the {most} that one key may have waiting: ask for fewer"
@@ -33,7 +33,7 @@ def fits(n: int, most: int, name: str) -> None:
 
 
 def room(prompts: Sequence[tuple[int, ...]], context: int, name: str, new: int = 1) -> int:
-    """Return the tokens that the longest prompt leaves of the context, at least `new`. Raises Refusal with both."""
+    """Return the tokens that the longest prompt leaves of the context, at least `new`. Raises APIError with both."""
     longest = max(map(len, prompts))
     if longest + new > context:
         raise beyond(str(longest), new, context, name)
@@ -47,6 +47,6 @@ def beyond(tokens: str, new: int, context: int, name: str) -> APIError:
 
 
 def in_vocabulary(tokens: Sequence[int], vocab: int, name: str) -> None:
-    """Raise Refusal unless all tokens are in the vocabulary."""
+    """Raise APIError unless all tokens are in the vocabulary."""
     if tokens and max(tokens) >= vocab:
         raise APIError("out_of_range", f"{name}: token ids are 0 to {vocab - 1}, not {max(tokens)}", name)

@@ -59,7 +59,7 @@ def _message(
 
 
 async def whole(request: RequestHandler, model: str) -> list[bytes]:
-    """Return the answer as one object, in pieces. Raises Refusal."""
+    """Return the answer as one object, in pieces. Raises APIError."""
     [choice] = await collect(request)
     point("anthropic.whole", request.caller.id)
     reason = _reason(choice.reason, choice.stop)

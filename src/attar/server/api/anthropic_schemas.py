@@ -29,7 +29,7 @@ class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _check_last(messages: Sequence[AnthropicMessage]) -> None:
-    """Raise Refusal for a last message that begins the answer. Anthropic's API continues it; here a template opens a
+    """Raise APIError for a last message that begins the answer. Anthropic's API continues it; here a template opens a
     turn, and many open one unlike a finished one: with thoughts or a space that the other has not."""
     if messages[-1].role == "assistant":
         message = "messages: continuing an assistant's message is not supported: end with one of role user"

@@ -37,7 +37,7 @@ class Writer(Protocol):
 
 
 async def collect(request: RequestHandler, writer: Writer | None = None) -> list[Choice]:
-    """Wait for all choices of a request. `writer` takes log probabilities. Raises Refusal."""
+    """Wait for all choices of a request. `writer` takes log probabilities. Raises APIError."""
     choices = [Choice(number) for number in range(len(request.prompts) * request.n)]
     pieces: list[list[str]] = [[] for _ in choices]
     turns = Turns(request.wanted)

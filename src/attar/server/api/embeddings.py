@@ -17,7 +17,7 @@ encode = msgspec.json.encode
 
 
 async def whole(request: RequestHandler, model: str, as_base64: bool) -> Iterator[bytes]:
-    """Return the answer as one object, in pieces: one vector for each prompt, in order. Raises Refusal."""
+    """Return the answer as one object, in pieces: one vector for each prompt, in order. Raises APIError."""
     found: dict[str, bytes] = {}
     async for events in request.events(whole=True):
         for event in events:

@@ -196,7 +196,7 @@ def _per_token(choice: Choice) -> float:
 
 
 async def whole(request: RequestHandler, model: str, form: Format) -> Pieces:
-    """Return the answer as one object, in pieces. Raises Refusal."""
+    """Return the answer as one object, in pieces. Raises APIError."""
     choices = await collect(request, form)
     point("openai.whole", request.caller.id)
     generated = sum(choice.tokens for choice in choices)

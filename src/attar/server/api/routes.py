@@ -9,7 +9,7 @@ from fastapi.responses import Response
 
 from attar.faults import point
 from attar.protocol.messages import Ready
-from attar.server.admission.caller import Caller
+from attar.server.admission.rate_limits import Caller
 from attar.server.admission.request_limits import fits, room, written
 from attar.server.api import anthropic, embeddings, openai
 from attar.server.api import response_types as types

@@ -17,7 +17,7 @@ BodyType = TypeVar("BodyType", bound=Body)
 
 
 def read(kind: type[BodyType], body: bytes) -> BodyType:
-    """Parse a request's body as `kind`. Raises Refusal, which names the field."""
+    """Parse a request's body as `kind`. Raises APIError, which names the field."""
     try:
         value = strict_json.loads(body)
     except strict_json.JSONError as error:

@@ -14,7 +14,7 @@ IDENTITY = (b"", b"identity")
 
 
 async def receive(request: Request, name: str) -> bytes:
-    """Read the body of the request called `name`; its Content-Length, checked first, bounds it. Raises Refusal."""
+    """Read the body of the request called `name`; its Content-Length, checked first, bounds it. Raises APIError."""
     _check(dict(request.scope["headers"]))
     body = bytearray()
     more = True
@@ -30,7 +30,7 @@ async def receive(request: Request, name: str) -> bytes:
 
 
 def _check(headers: Mapping[bytes, bytes]) -> None:
-    """Raise Refusal for content other than JSON, and for a body that is too large."""
+    """Raise APIError for content other than JSON, and for a body that is too large."""
     if headers.get(b"content-encoding", b"").strip().lower() not in IDENTITY:
         raise APIError("unsupported_media_type", "Content-Encoding is not supported: send plain JSON")
     # A form of a foreign web page can be posted without a preflight, but not as JSON.

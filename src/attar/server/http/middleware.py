@@ -18,8 +18,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from attar.faults import point
-from attar.server.admission.caller import Caller
-from attar.server.admission.rate_limits import Account, Quotas
+from attar.server.admission.rate_limits import Account, Caller, Quotas
 from attar.server.errors import ANTHROPIC, INTERNAL, APIError
 from attar.server.http import body, cors
 from attar.server.http.limits import MAX_BODY
@@ -102,7 +101,7 @@ class Middleware:
             logger.log(level, "%s %s %s %d %.3f s", name, method, route, status or GONE, time.monotonic() - arrived)
 
     def _let_in(self, scope: Scope, headers: dict[bytes, bytes]) -> bytes:
-        """Return the cache salt of the caller's key. Raises Refusal."""
+        """Return the cache salt of the caller's key. Raises APIError."""
         if scope["path"] in OPEN_TO_ALL:
             return b""
         names = self.options.names

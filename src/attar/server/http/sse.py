@@ -47,7 +47,7 @@ async def while_connected(receive: Receive, gone: Callable[[], None]) -> AsyncIt
 @contextlib.asynccontextmanager
 async def while_wanted(receive: Receive) -> AsyncIterator[None]:
     """Cancel work that precedes the engine's, reading a body or making a prompt, once the client has disconnected.
-    Raises Refusal then."""
+    Raises APIError then."""
     task, gone = asyncio.current_task(), False
     assert task is not None
 
