@@ -149,21 +149,20 @@ def test_names_are_shown_short_and_without_control_characters() -> None:
 
 def test_long_lists_of_numbers_are_read_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other thread runs while the parser does."""
-    most, parse, decoder = 0, json.loads, strict_json._INTEGERS
+    most, parse, integers = 0, json.loads, strict_json._integers()
 
     def parsed(text: str, **hooks: Any) -> Any:
         nonlocal most
         most = max(most, len(re.sub(r"\s", "", text)))
         return parse(text, **hooks)
 
-    class Decoder:
-        def decode(self, text: str) -> list[int]:
-            nonlocal most
-            most = max(most, len(text))
-            return decoder.decode(text)
+    def watched(text: str) -> list[int]:
+        nonlocal most
+        most = max(most, len(text))
+        return integers(text)
 
     monkeypatch.setattr(json, "loads", parsed)
-    monkeypatch.setattr(strict_json, "_INTEGERS", Decoder())
+    monkeypatch.setattr(strict_json, "_integers", lambda: watched)
     many = b",".join([b"1"] * 1_000_000)
     for body in (
         b'{"prompt":[%b]}' % many,

@@ -37,7 +37,8 @@ SETTINGS = Settings("model", "socket", memory=8 * GB)
 
 
 def found(limits: SchedulerConfig | None = None, **changed: object) -> Fit:
-    return fit(msgspec.structs.replace(SETTINGS, **changed), CONFIG, STORAGE, limits or SchedulerConfig(), 2)
+    settings = msgspec.structs.replace(SETTINGS, **changed)
+    return fit(settings, deployment(settings, CONFIG, STORAGE), limits or SchedulerConfig(), 2)
 
 
 def test_without_a_context_requests_may_be_as_long_as_the_cache() -> None:

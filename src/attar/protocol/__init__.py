@@ -1,5 +1,5 @@
 """The vocabulary of server and engine: messages, request parameters, settings of scheduler and engine.
 
-The package knows plain values only. It imports msgspec and the standard library, and of attar only the bounds of a step
-(`plan.steps`). Server and engine meet nowhere else. Start reading in `messages`, then `request`.
+The package knows plain values only. It imports msgspec and the standard library alone. Server and engine meet nowhere
+else. Start reading in `messages`, then `request`.
 """

@@ -213,10 +213,8 @@ def test_what_allocation_measures_on_is_not_what_tuning_judges_by(
 ) -> None:
     seen: list[Ids] = []
 
-    def stop(
-        decoder: Decoder, recipe: object, target: object, ladder: object, ids: torch.Tensor, *rest: object
-    ) -> None:
-        seen.append(ids.tolist())
+    def stop(decoder: Decoder, recipe: object, target: object, ids: tuple[torch.Tensor, ...], *rest: object) -> None:
+        seen.append(ids[0].tolist())
         raise Begun
 
     monkeypatch.setattr("attar.compression.search.bit_budget.Allocator", stop)
