@@ -23,6 +23,9 @@ pytestmark = pytest.mark.real
 PARAMETERS = {"smollm2-135m": 134_515_008, "qwen2.5-coder-0.5b": 630_167_424}
 """Numbers in the files. Qwen's holds its embedding twice, once as the output matrix."""
 
+HELD = {"smollm2-135m": 1.0, "qwen2.5-coder-0.5b": 1.95}
+"""Most bytes in memory over those of the file. Qwen's embedding is decoded to float32, which is to end."""
+
 RTN_KL = (0.2, 0.6)
 """SmolLM2 rounded to 4 bits in groups of 64, over little text; 0.41 over 8,192 tokens."""
 
@@ -33,13 +36,13 @@ def test_inspect_counts_every_number(name: str, path: Path) -> None:
     assert found.bytes == path.stat().st_size
 
 
-def test_plan_counts_the_bytes_that_are_read_and_held(path: Path, llm: LLM) -> None:
+def test_plan_counts_the_bytes_that_are_read_and_held(name: str, path: Path, llm: LLM) -> None:
     config, storage = stored(path)
     decoder = llm.decoder
     linears = [decoder.head, *(linear for block in decoder.blocks for linear in block.linears())]
     read = sum(each.weight.read_bytes for each in linears if isinstance(each.weight, Prepared))
     assert step_bytes(config, storage) == pytest.approx(read, rel=0.01)
-    assert 0.95 < weight_bytes(config, storage).total / path.stat().st_size < 1.2
+    assert 0.95 < weight_bytes(config, storage).total / path.stat().st_size < HELD[name]
 
 
 def test_a_real_model_keeps_its_receipt(real_model: Callable[[str], Path], shared: Path, tmp_path: Path) -> None:

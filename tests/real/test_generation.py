@@ -47,7 +47,7 @@ def test_answers_are_sensible_and_the_same_by_every_way(llm: LLM, question: str,
 def test_the_template_ends_an_answer(llm: LLM) -> None:
     answer = llm.chat([{"role": "user", "content": "How many days are in a week?"}], GREEDY)
     assert answer.finish_reason == "stop"
-    assert answer.token_ids[-1] in llm.eos_ids
+    assert answer.token_ids[-1] in llm.model.eos_ids
     assert not answer.text.endswith(("<|im_end|>", "<|endoftext|>"))
 
 
