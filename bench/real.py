@@ -8,11 +8,11 @@ Models are those of `bench/real_models.py`, in the folder ATTAR_REAL_MODELS. The
 is compressed, the original is the file's values in bfloat16. Texts are those of ATTAR_TEST_DATA.
 
 Each cell is measured by a program of its own, whose command stands below the table. A finished run is kept in
-`runs.json` in --out, with commit and load, so that the same command goes on where it ended; a folder is of one machine.
-Figures that take time are run --rounds times, all of a table in turn, and medians are shown; others once. Ratios are of
-runs in one round: a peer that is named later needs more --rounds, or another --out. --rounds 0 prints what there is. A
-cell that was not run is empty, and what cannot be run says why. Peers are measured where their programs are named. Exit
-status 1 where a measurement failed.
+`runs.json` in --out, with commit and load, so that the same command goes on where it ended. A folder is of one machine
+and one number of threads. Figures that take time are run --rounds times, all of a table in turn, and medians are shown;
+others once. Ratios are of runs in one round: a peer that is named later needs more --rounds, or another --out. With
+--rounds 0 what there is is printed. A cell that was not run is empty, and what cannot be run says why. Peers are
+measured where their programs are named. Exit status 1 where a measurement failed.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=real_models.MODELS, metavar="NAME", help="default: all")
     parser.add_argument("--only", nargs="+", default=(), metavar="ROW", help="rows whose names hold one of these")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, help="of a program; default: as many as there are cores")
     parser.add_argument("--tokens", type=int, default=4096, help="of each text that arithmetic is scored on")
     parser.add_argument("--out", type=Path, default=real_models.ROOT / "build" / "real", metavar="FOLDER")
     parser.add_argument("--json", action="store_true", help="print nothing but the object that comes last otherwise")
@@ -53,10 +54,16 @@ def main() -> int:
     measures = args.table is not None and args.rounds > 0 and not args.list
     checked = {name: real_models.against(name, place) for name in names if measures}
     setting = Setting(
-        {name: (place / real_models.MODELS[name].file).absolute() for name in names}, args.out.absolute(),
-        args.tokens, {name: why for name, why in checked.items() if why is not None}, args.llamacpp,
-        args.llama_cli, args.openvino, args.peers,
-    )  # fmt: skip
+        models={name: (place / real_models.MODELS[name].file).absolute() for name in names},
+        out=args.out.absolute(),
+        tokens=args.tokens,
+        threads=args.threads,
+        wrong={name: why for name, why in checked.items() if why is not None},
+        llamacpp=args.llamacpp,
+        llama_cli=args.llama_cli,
+        openvino=args.openvino,
+        peers=args.peers,
+    )
     every = tables(setting)
     if args.list or args.table is None:
         for each in every.values():
@@ -67,7 +74,7 @@ def main() -> int:
     if args.table not in every:
         parser.error(f"there is no table {args.table}: there are {', '.join(every)}")
     table = framework.chosen(every[args.table], names, args.only)
-    runs, failed = framework.Runs.open(args.out.absolute()), dict[str, str]()
+    runs, failed = framework.Runs.open(args.out.absolute(), args.threads), dict[str, str]()
     if measures and any(each.timed for row in table.rows for each in row.measurements):
         load = os.getloadavg()[0]
         framework.progress(f"load before the run: {load:.1f}" + (": something else is running" if load > BUSY else ""))

@@ -154,8 +154,8 @@ void check_rows() {
 
 void check_attention() {
     constexpr std::int64_t BLOCKS = 48, BLOCK = 16, HEADS = 6, KV_HEADS = 2;
-    for (const attar::Stored stored :
-         {attar::Stored::float32, attar::Stored::bfloat16, attar::Stored::int8, attar::Stored::fp8})
+    for (const attar::KvLayout stored :
+         {attar::KvLayout::float32, attar::KvLayout::bfloat16, attar::KvLayout::int8, attar::KvLayout::fp8})
         for (const std::int64_t size : {16, 40})
             for (const std::int64_t rows : {1, 20, 700}) {
                 const std::int64_t slots = BLOCKS * BLOCK, padded = (size + 15) / 16 * 16;
@@ -174,7 +174,7 @@ void check_attention() {
                     Bytes keys(bytes), values(bytes);
                     std::vector<float> key_scales(slots * KV_HEADS), value_scales(slots * KV_HEADS),
                         turned = poisoned(slots * KV_HEADS * size), out = poisoned(rows * HEADS * size);
-                    const bool scaled = stored == attar::Stored::int8 || stored == attar::Stored::fp8;
+                    const bool scaled = stored == attar::KvLayout::int8 || stored == attar::KvLayout::fp8;
                     const attar::Pages pages{stored, keys.data(), values.data(), scaled ? key_scales.data() : nullptr,
                                              scaled ? value_scales.data() : nullptr, nullptr, nullptr, BLOCKS,
                                              BLOCK, KV_HEADS, size, nullptr, 0, nullptr, nullptr, 0, false, nullptr, 0};
@@ -241,7 +241,7 @@ void check_narrow() {
                     const auto halves = [recent](std::vector<std::uint16_t>& of) {
                         return recent ? reinterpret_cast<attar::Bfloat16*>(of.data()) : nullptr;
                     };
-                    const attar::Pages pages{kivi ? attar::Stored::kivi : attar::Stored::planes, keys.data(),
+                    const attar::Pages pages{kivi ? attar::KvLayout::kivi : attar::KvLayout::bit_planes, keys.data(),
                                              values.data(), key_scales.data(), value_scales.data(),
                                              kivi ? key_zeros.data() : nullptr, kivi ? value_zeros.data() : nullptr,
                                              BLOCKS, BLOCK, KV_HEADS, size, kivi ? nullptr : &bases, kivi ? 16 : units,
@@ -308,7 +308,7 @@ void check_channels() {
                     };
                     const attar::TwoChannels both{side(key_outliers, key_columns, key_firsts),
                                                   side(value_outliers, value_columns, value_firsts)};
-                    const attar::Pages pages{attar::Stored::nuq, keys.data(), values.data(), nullptr, scales.data(),
+                    const attar::Pages pages{attar::KvLayout::kvquant, keys.data(), values.data(), nullptr, scales.data(),
                                              nullptr, nullptr, BLOCKS, BLOCK, KV_HEADS, size, nullptr, bits, nullptr,
                                              nullptr, 0, false, &both, outliers};
                     attar::Write write{};

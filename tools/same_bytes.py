@@ -4,7 +4,7 @@
     python tools/same_bytes.py OLD NEW --speed 5
 
 Both commits are unpacked into the work folder and built there. Each case of `same_bytes_cases.py` runs under one and
-then the other, with two threads, by the command line and the facade alone: modules may move between the commits. Files
+then the other, by the command line and the facade alone: modules may move between the commits. Files
 are compared by SHA-256, receipts and printed JSON value by value. A difference names the file, and the tensor or value.
 The exit status is 1 where anything differs, is missing or fails.
 
@@ -38,7 +38,6 @@ import same_bytes_cases as table
 
 HERE = Path(__file__).resolve().parent
 DRIVER = "same_bytes_driver.py"
-THREADS = 2
 SECONDS = 3600  # that one step may take
 RECEIPT = "receipt.json"  # what a receipt's name ends in
 VERSION = "versions.attar"  # the one value of a receipt that may differ
@@ -127,11 +126,12 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Place:
-    """The work folder, the Python that both commits share, and the repository that has them."""
+    """The work folder, the Python and the threads that both commits share, and the repository that has them."""
 
     repository: Path
     work: Path
     python: Path
+    threads: int
 
     def __post_init__(self) -> None:
         self.work.mkdir(parents=True, exist_ok=True)
@@ -198,7 +198,7 @@ class Place:
         asked = "import importlib.metadata as m, sys; print(sys.version, m.version('torch'))"
         versions = subprocess.run([self.python, "-c", asked], capture_output=True, text=True, check=True).stdout
         processors = Path("/proc/cpuinfo").read_text().splitlines()
-        return [versions, next((line for line in processors if line.startswith("model name")), ""), str(THREADS)]
+        return [versions, next((line for line in processors if line.startswith("model name")), ""), str(self.threads)]
 
 
 @dataclass
@@ -218,8 +218,8 @@ class Side:
     def environment(self) -> dict[str, str]:
         """The environment of every command: no flag of attar, and what decides about bits fixed."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("ATTAR_", "OMP_", "GOMP_", "PYTHON"))}
-        fixed = {"OMP_NUM_THREADS": str(THREADS), "PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
-        return kept | fixed | {"PYTHONPATH": str(self.tree / "src")}
+        fixed = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+        return kept | fixed | {"OMP_NUM_THREADS": str(self.place.threads), "PYTHONPATH": str(self.tree / "src")}
 
     @cached_property
     def driver(self) -> subprocess.Popen[str]:
@@ -230,7 +230,8 @@ class Side:
 
     def result(self, case: table.Case, key: str, keep: bool) -> dict[str, Any]:
         """Return {"key", "seconds", "error", "files"} of a case: the stored one, or of a run now."""
-        stored = self.place.work / "results" / f"{self.name}-{self.commit[:12]}" / f"{case.name}.json"
+        results = f"{self.name}-{self.commit[:12]}-{self.place.threads}"
+        stored = self.place.work / "results" / results / f"{case.name}.json"
         steps = case.spelt(self.spelling)
         key = hashlib.sha256(json.dumps([key, self.commit, steps]).encode()).hexdigest()
         if stored.exists() and not keep:
@@ -345,6 +346,7 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--real", type=Path, default=os.environ.get("ATTAR_REAL_MODELS"), help="folder of trained models"
     )
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="of every command; default: 2")
     parser.add_argument("--only", action="append", metavar="NAME", help="cases by name or pattern; repeatable")
     parser.add_argument("--speed", type=int, metavar="N", help="instead of outputs, compare speeds in N rounds")
     parser.add_argument("--keep", action="store_true", help="run anew, and keep the outputs under WORK/kept")
@@ -368,7 +370,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     if real is None:
         say("skipped: trained models, for which --real FOLDER or ATTAR_REAL_MODELS names a folder")
-    place = Place(asked.repo.resolve(), asked.work.resolve(), asked.python.absolute())
+    place = Place(asked.repo.resolve(), asked.work.resolve(), asked.python.absolute(), asked.threads)
     with (place.work / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         commits = [

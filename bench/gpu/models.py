@@ -15,6 +15,7 @@ from attar.formats.scheme import Grid, Scheme, multiplied_in
 from attar.kernels import dispatch
 from attar.kernels.operands import Linear, Prepared
 from attar.kernels.triton import weights
+from attar.kv.schemes import SCHEMES
 from attar.model import decoder as model
 from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
@@ -135,7 +136,7 @@ def roof(made: Decoder, scheme: str, batch: int, context: int, rates: Mapping[st
 
     limits = Rates(rates["copy"], lambda each: rates[multiplied_in(each)], size)
     storage = Storage.named("dense" if scheme == "bf16" else scheme)
-    return max(Roofline(made.config, storage, "bfloat16", limits).least([(context, 1, True)] * batch))
+    return max(Roofline(made.config, storage, SCHEMES["bfloat16"], limits).least([(context, 1, True)] * batch))
 
 
 def step(made: Decoder, batch: int, filled: int, rows: int) -> tuple[Tensor, ForwardBatch]:

@@ -55,7 +55,7 @@ class Measurement:
     command: tuple[str, ...]
     fills: Fills
     timed: bool = False
-    threads: int = 0  # as many as there are cores
+    threads: int = 0  # those of the machine's entry
     ready: Path | None = None  # what must be there before it can run
 
     @property
@@ -99,8 +99,8 @@ class Table:
     ratios: tuple[Ratio, ...] = ()
 
 
-def this_machine() -> Figures:
-    """Tell what decides about the figures of a run: processor, instruction sets and cores."""
+def this_machine(threads: int | None) -> Figures:
+    """Tell what decides about the figures of a run: processor, instruction sets, cores, and threads of a program."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     found = extension.features()
@@ -109,6 +109,7 @@ def this_machine() -> Figures:
         "level": extension.cpu_level() if extension.loaded() else "none",
         "sets": sorted(name for name, here in found.items() if here and any(part in name.lower() for part in SETS)),
         "cores": machine.cores(),
+        "threads": threads or machine.cores(),
     }
 
 
@@ -124,8 +125,9 @@ class Runs:
     runs: dict[str, list[Figures]] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, folder: Path) -> Runs:
-        path, here = folder / STATE, this_machine()
+    def open(cls, folder: Path, threads: int | None = None) -> Runs:
+        """The runs in a folder, by programs of so many threads; by default as many as there are cores."""
+        path, here = folder / STATE, this_machine(threads)
         if not path.exists():
             return cls(path, here)
         known = json.loads(path.read_text())
@@ -182,7 +184,7 @@ def fill(table: Table, runs: Runs, rounds: int, tell: Callable[[str], None]) -> 
         for row, measurement in due[turn:] + due[:turn]:
             tell(f"{table.name}: {row.label}, round {number + 1} of {rounds if measurement.timed else 1}")
             try:
-                figures = run(measurement)
+                figures = run(measurement, measurement.threads or runs.machine["threads"])
             except (RuntimeError, OSError, ValueError) as error:
                 failed[measurement.key] = str(error)
                 tell(f"{row.label} failed: {error}")
@@ -203,7 +205,7 @@ def _due(table: Table, runs: Runs, number: int, failed: Mapping[str, str]) -> It
             yield row, each
 
 
-def run(measurement: Measurement) -> Figures:
+def run(measurement: Measurement, threads: int) -> Figures:
     """Run a measurement once, and return the object that it printed last, with the commit and the load before it.
 
     Raises RuntimeError with the end of what it printed where it fails.
@@ -211,7 +213,7 @@ def run(measurement: Measurement) -> Figures:
     if measurement.ready is not None and not measurement.ready.exists():
         raise RuntimeError(f"there is no {measurement.ready}")
     load, since = os.getloadavg()[0], time.time()
-    mine = environment(measurement.threads or machine.cores())
+    mine = environment(threads)
     mine["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "bench"), mine.get("PYTHONPATH"))))
     done = subprocess.run(measurement.command, capture_output=True, text=True, env=mine, cwd=ROOT)
     if done.returncode:
@@ -234,7 +236,8 @@ def shown(table: Table, runs: Runs, failed: Mapping[str, str]) -> str:
     sets = f" ({', '.join(here['sets'])})" if here["sets"] else ""
     lines = [
         f"{table.name}: {table.about}",
-        f"{here['processor']}, {here['cores']} cores, kernels {here['level']}{sets}; medians of the runs",
+        f"{here['processor']}, {here['cores']} cores, threads {here['threads']}, "
+        f"kernels {here['level']}{sets}; medians",
     ]
     body = [(row.label, [each.show(runs.cell(row, each.title)) for each in table.columns]) for row in table.rows]
     for ratio in table.ratios:

@@ -17,12 +17,13 @@ RATES: Fills = {"prefill": "prefill_tok_s", "decode": "decode_tok_s"}
 
 @dataclass(frozen=True)
 class Setting:
-    """Models by name, with their files; the folder of runs and outputs; tokens that arithmetic is scored on; why files
-    cannot be used, by model; and the peers' programs, where named."""
+    """Models by name, with their files; the folder of runs and outputs; tokens that arithmetic is scored on; threads of
+    a program; why files cannot be used, by model; and the peers' programs, where named."""
 
     models: Mapping[str, Path]
     out: Path
     tokens: int = 4096
+    threads: int | None = None
     wrong: Mapping[str, str] = field(default_factory=dict)
     llamacpp: Path | None = None
     llama_cli: Path | None = None

@@ -51,7 +51,14 @@ def speed(setting: Setting) -> Table:
             yield Row(model, "llama.cpp", (), NO_LLAMACPP)
             return
         program = str(engines.CHILDREN / "run_llamacpp.py")
-        given = (str(setting.llamacpp), program, "--file", str(path), "--threads", str(machine.cores()))
+        given = (
+            str(setting.llamacpp),
+            program,
+            "--file",
+            str(path),
+            "--threads",
+            str(setting.threads or machine.cores()),
+        )
         theirs = (
             Measurement((*given, *FEW), {**RATES, **SIZES}, timed=True),
             Measurement((*given, *MANY), BATCH, timed=True),
@@ -85,7 +92,15 @@ def _shape(setting: Setting) -> Iterator[Row]:
         return
     ready = engines.CACHE / f"{name}-int4"
     program = str(engines.CHILDREN / "run_openvino.py")
-    given = (str(setting.openvino), program, *source, "--cache", str(engines.CACHE), "--threads", str(machine.cores()))
+    given = (
+        str(setting.openvino),
+        program,
+        *source,
+        "--cache",
+        str(engines.CACHE),
+        "--threads",
+        str(setting.threads or machine.cores()),
+    )
     for title, options in (("", ()), (" g128", ("--group", "128"))):
         theirs = (
             Measurement((*given, *options, *FEW), {**RATES, **SIZES}, timed=True, ready=ready),

@@ -442,7 +442,7 @@ def test_ctrl_c(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("attar.compression.runs.pipeline.compress", interrupted)
+    monkeypatch.setattr("attar.compression.runs.pipeline.compress_request", interrupted)
     monkeypatch.setattr("attar.evaluation.report.evaluate", interrupted)
     result = attar(command, "--json")
     refused(result, INTERRUPTED, "interrupted", as_json=True)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from attar.engine.engine import Engine
+from attar.engine.engine import Engine, EngineConfig
 from attar.kernels import dispatch
+from attar.kv.schemes import SCHEMES
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Delta, Embed, Embedding, Event, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.scheduler_config import SchedulerConfig
@@ -29,9 +30,11 @@ def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
 
 
 def make_engine(decoder: Decoder, blocks: int = ROOM, limits: SchedulerConfig | None = None, **how: Any) -> Engine:
-    """An engine of small steps; `how` is `Engine`'s."""
-    settings: dict[str, Any] = {"tokenizer": None, "context": CONTEXT, **how}
-    return Engine(decoder, blocks=blocks, limits=limits or SchedulerConfig(max_step_tokens=48), **settings)
+    """An engine of small steps; `how` is `EngineConfig`'s, where `kv` is a name, and `Engine`'s."""
+    fields = {name: how.pop(name) for name in ("eos_ids", "adapters", "overlaps") if name in how}
+    kv, context, tokenizer = how.pop("kv", None), how.pop("context", CONTEXT), how.pop("tokenizer", None)
+    kv, limits = None if kv is None else SCHEMES[kv], limits or SchedulerConfig(max_step_tokens=48)
+    return Engine(decoder, tokenizer, EngineConfig(blocks, context, limits, kv=kv, **fields), **how)
 
 
 def ask(made: Engine, asks: Iterable[Submit | Embed]) -> None:

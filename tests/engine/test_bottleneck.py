@@ -17,6 +17,7 @@ from attar.engine.engine import Engine
 from attar.formats.scheme import Scheme
 from attar.kernels import dispatch
 from attar.kernels.native import extension, limits
+from attar.kv.schemes import SCHEMES
 from attar.model.decoder import Decoder
 from attar.plan.costs import Matrix, Storage
 from attar.plan.roofline import Rates, Roofline
@@ -65,7 +66,7 @@ def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
 def roofline(decoder: Decoder, reads: bool) -> Roofline:
     """Of a machine that reads slowly, or else computes slowly."""
     rates = Rates(SLOW, lambda scheme: 1.0) if reads else Rates(1.0, lambda scheme: SLOW)
-    return Roofline(decoder.config, Storage(dtype="float32"), "float32", rates)
+    return Roofline(decoder.config, Storage(dtype="float32"), SCHEMES["float32"], rates)
 
 
 def judged(decoder: Decoder, judge: Bounds | None, step: int = 48) -> Engine:

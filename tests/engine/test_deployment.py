@@ -6,8 +6,8 @@ import pytest
 
 from attar import machine
 from attar.engine import deployment
-from attar.engine.deployment import Hardware, Subject
 from attar.plan import gpus
+from attar.plan.comparison import Hardware, Subject
 from attar.plan.fit import Demand
 from attar.protocol.settings import Settings
 
@@ -56,7 +56,7 @@ def test_cpu_processes_share_a_memory_and_gpus_have_their_own(fraction: float | 
 
 def test_a_bandwidth_that_is_given_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attar.kernels.native.limits.measure", lambda: pytest.fail("measured"))
-    assert Hardware.of_machine(7 * GB).bandwidth == 7 * GB
+    assert deployment.machine_at_hand(7 * GB).bandwidth == 7 * GB
     gpu = Hardware.of_gpu(gpus.card("h100"), 300 * GB).gpu
     assert gpu is not None
     assert gpu.bandwidth == 300e9

@@ -19,7 +19,7 @@ from attar.checkpoints.sources.stored import stored
 from attar.compression import device_placement
 from attar.engine import bottleneck, startup
 from attar.engine.bottleneck import KernelMeter
-from attar.engine.engine import Engine
+from attar.engine.engine import Engine, EngineConfig
 from attar.engine.main import Loop, listen
 from attar.evaluation import decode_speed
 from attar.execution.cuda_graphs import Recorded
@@ -248,7 +248,7 @@ def test_an_engine_is_loaded_there(tiny: Path, fullest: int | None, monkeypatch:
         )
 
     monkeypatch.setattr(dispatch, "require", lambda device: None)
-    monkeypatch.setattr(startup, "CardMemory", lambda device: Memory())
+    monkeypatch.setattr(startup, "GpuMemory", lambda device: Memory())
     monkeypatch.setattr(startup, "StreamMeter", lambda device: KernelMeter())
     monkeypatch.setattr(bottleneck, "card_limits", lambda device: (1.0, {"bf16": 1.0, "int8": 1.0, "fp8": 1.0}))
     monkeypatch.setattr(startup, "load_model", loaded)
@@ -257,7 +257,7 @@ def test_an_engine_is_loaded_there(tiny: Path, fullest: int | None, monkeypatch:
         made, ready = startup.start_engine(Settings(str(tiny), "", str(device), max_running=2, max_step_tokens=16))
         assert made.overlaps
         found = tokens(run(made, [ask]))
-    here = Engine(opening.load(tiny, torch.float32), None, blocks=4, context=64)
+    here = Engine(opening.load(tiny, torch.float32), None, EngineConfig(4, 64))
     assert found == tokens(run(here, [ask]))
     available = 4 * 10**6 if fullest is None else fullest
     assert sum(size for _, size in ready.table) == int(available * machine.SHARE)
@@ -274,7 +274,7 @@ def test_weights_that_a_card_has_no_room_for_are_not_read(tiny: Path, monkeypatc
             return 2**19
 
     monkeypatch.setattr(dispatch, "require", lambda device: None)
-    monkeypatch.setattr(startup, "CardMemory", lambda device: Full())
+    monkeypatch.setattr(startup, "GpuMemory", lambda device: Full())
     monkeypatch.setattr(startup, "load_model", lambda *rest, **options: pytest.fail("the model is loaded"))
     needed = gpus.weight_bytes(*stored(tiny), True).total
     sentence = rf"the weights need .*, but there are 524 kB \(free on {{}}\): {size(needed - 2**19)} too little"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attar.engine.memory_profile import MemoryProfile, ProfileRun, measure
-from attar.engine.startup import on_card
+from attar.engine.startup import on_gpu
 from attar.kernels.operands import Adapter
 from attar.model.decoder import Decoder
 from attar.plan.costs import BLOCK
@@ -108,7 +108,7 @@ def test_the_trial_runs_with_each_adapter(decoder: Decoder, running: int, rows: 
 
 def divided(limits: SchedulerConfig | None = None, measured: MemoryProfile = MEASURED, **changed: object) -> Fit:
     settings = msgspec.structs.replace(SETTINGS, **changed)
-    return on_card(settings, measured, BLOCK_BYTES, settings.context or 131072, limits or SchedulerConfig())
+    return on_gpu(settings, measured, BLOCK_BYTES, settings.context or 131072, limits or SchedulerConfig())
 
 
 def test_the_cache_gets_what_is_left() -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from attar import machine
 from attar.checkpoints.sources import opening
 from attar.cli.main import app
-from attar.engine.startup import fit, kv_name, start_engine, without_kernels
+from attar.engine.startup import deployment, fit, kv_scheme, start_engine, without_kernels
 from attar.formats.scheme import Scheme
 from attar.kernels import dispatch
 from attar.model.shapes import shape
@@ -101,7 +101,7 @@ def test_a_plan_says_what_a_server_will(left: int, preset: str | None, monkeypat
     """In the same container, with the same options."""
     monkeypatch.setattr(machine, "examine", lambda: machine.Machine({"left in control group (v2)": left}, 2))
     settings = Settings("model", "socket", context=2048, preset=preset)
-    server = fit(settings, CONFIG, Storage(), settings.limits(), 2)
+    server = fit(settings, deployment(settings, CONFIG, Storage()), settings.limits(), 2)
     asked = "plan --shape llama-3.2-1b --context 2048 --users 2 --kv float32 --bandwidth 20GB --json"
     asked += f" --preset {preset}" if preset else ""
     plan = json.loads(CliRunner().invoke(app, asked.split()).stdout.splitlines()[-1])
@@ -142,9 +142,9 @@ def test_what_does_not_fit_is_refused_with_numbers(changed: dict[str, object], s
 
 
 def test_keys_and_values_lose_nothing_by_default() -> None:
-    assert kv_name(SETTINGS) == "float32"
-    assert kv_name(msgspec.structs.replace(SETTINGS, dtype="bfloat16")) == "bfloat16"
-    assert kv_name(msgspec.structs.replace(SETTINGS, kv="int8")) == "int8"
+    assert kv_scheme(SETTINGS).name == "float32"
+    assert kv_scheme(msgspec.structs.replace(SETTINGS, dtype="bfloat16")).name == "bfloat16"
+    assert kv_scheme(msgspec.structs.replace(SETTINGS, kv="int8")).name == "int8"
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_what_a_model_would_write_itself_is_greedy(tiny_decoder: Make) -> None:
     decoder = tiny_decoder()
     ids = [5, 6, 7]
     for _ in range(3):
-        logits = decoder.forward(torch.tensor(ids), tasks.Step((len(ids),), len(ids)))
+        logits = decoder.forward(torch.tensor(ids), tasks.ForwardBatch((len(ids),), len(ids)))
         ids.append(int(logits[-1].argmax()))
     wrong = [*ids[:-1], (ids[-1] + 1) % 97]
     found = score(decoder, [Encoded(tuple(ids), 3), Encoded(tuple(wrong), 3), Encoded(tuple(wrong[:-1]), 2)])

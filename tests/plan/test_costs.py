@@ -158,20 +158,20 @@ def test_a_block_holds_what_pages_hold(kv: str, head_dim: int, kv_heads: int, bl
     config = llama(3, kv_heads, head_dim, heads=kv_heads)
     if kv == "int4" and head_dim % 16:
         with pytest.raises(ValueError, match="a multiple of 16 columns"):
-            costs.page_bytes(config, kv, block)
+            costs.page_bytes(config, scheme(kv), block)
         return
     pages = PagedKV.zeros(5, block, kv_heads, head_dim, scheme(kv))
-    assert costs.page_bytes(config, kv, block) * 5 == pages.nbytes
-    assert costs.block_bytes(config, kv, block) * 5 == 3 * pages.nbytes
-    assert costs.kv_bytes(config, kv) * block == costs.block_bytes(config, kv, block)
+    assert costs.page_bytes(config, scheme(kv), block) * 5 == pages.nbytes
+    assert costs.block_bytes(config, scheme(kv), block) * 5 == 3 * pages.nbytes
+    assert costs.kv_bytes(config, scheme(kv)) * block == costs.block_bytes(config, scheme(kv), block)
 
 
 def test_what_schemes_want_beside_blocks_is_what_pages_hold() -> None:
     config = llama(3, 2, 64, heads=2)
-    assert costs.beside_bytes(config, "int4", 5) == costs.beside_bytes(config, "int8", 5) == 0
+    assert costs.beside_bytes(config, scheme("int4"), 5) == costs.beside_bytes(config, scheme("int8"), 5) == 0
     pages = PagedKV.zeros(1, 64, 2, 64, scheme("kivi2"), tails=15)
     assert pages.recent is not None
-    assert costs.beside_bytes(config, "kivi2", 5) == 3 * (pages.recent.keys.nbytes + pages.recent.values.nbytes)
+    assert costs.beside_bytes(config, scheme("kivi2"), 5) == 3 * (pages.recent.keys.nbytes + pages.recent.values.nbytes)
     rows, matrices = torch.zeros(2, 64), (torch.zeros(2, 64, 64) for _ in range(4))
     both = Bases(*(Basis(next(matrices), next(matrices), rows, rows, ((4,) * 8,) * 2) for _ in range(2)))
     held = {
@@ -180,43 +180,46 @@ def test_what_schemes_want_beside_blocks_is_what_pages_hold() -> None:
         if isinstance(side, Basis)
         for each in (side.into, side.back, side.queries)
     }
-    bases = costs.beside_bytes(config, "klt4", 5) - costs.calibration_bytes(config, "klt4")
+    bases = costs.beside_bytes(config, scheme("klt4"), 5) - costs.calibration_bytes(config, scheme("klt4"))
     assert bases == 3 * (sum(held.values()) + 2 * 3 * rows.nbytes)
     of = Channels(torch.zeros(2, 64), torch.ones(2, 64), torch.zeros(16), True)
-    bases = costs.beside_bytes(config, "nuq4", 5) - costs.calibration_bytes(config, "nuq4")
+    bases = costs.beside_bytes(config, scheme("nuq4"), 5) - costs.calibration_bytes(config, scheme("nuq4"))
     assert bases == 3 * 2 * sum(each.nbytes for each in (of.mean, of.spread, of.levels))
-    assert costs.page_bytes(config, "nuq4") == PagedKV.zeros(1, 64, 2, 64, scheme("nuq4"), bases=Bases(of, of)).nbytes
+    assert (
+        costs.page_bytes(config, scheme("nuq4"))
+        == PagedKV.zeros(1, 64, 2, 64, scheme("nuq4"), bases=Bases(of, of)).nbytes
+    )
 
 
 def test_the_block_is_the_cache_s_own() -> None:
     assert costs.BLOCK == cache.BLOCK
     config = shape("tiny")
     made = cache.KVCache(config, 200, 3, scheme("int8"))
-    assert sum(pages.nbytes for pages in made.layers) == 3 * 4 * costs.block_bytes(config, "int8")
+    assert sum(pages.nbytes for pages in made.layers) == 3 * 4 * costs.block_bytes(config, scheme("int8"))
 
 
 def test_known_sizes_of_caches() -> None:
     """2 L G D N b (methods: 7B with full heads; 70B with 8 key-value heads, which some texts give 64)."""
     seven, seventy, without_groups = llama(32, 32, heads=32), llama(80, 8), llama(80, 64)
-    assert costs.kv_bytes(seven, "bfloat16") * 2048 == 2**30
-    assert costs.kv_bytes(seven, "bfloat16") * 2048 * 100 == pytest.approx(107.4e9, rel=1e-3)
-    assert costs.kv_bytes(seventy, "bfloat16") == 327_680
+    assert costs.kv_bytes(seven, scheme("bfloat16")) * 2048 == 2**30
+    assert costs.kv_bytes(seven, scheme("bfloat16")) * 2048 * 100 == pytest.approx(107.4e9, rel=1e-3)
+    assert costs.kv_bytes(seventy, scheme("bfloat16")) == 327_680
     for tokens, gigabytes in ((4096, 1.34), (32768, 10.74), (100_000, 32.77), (131_072, 42.95)):
-        assert costs.kv_bytes(seventy, "bfloat16") * tokens == pytest.approx(gigabytes * 1e9, rel=4e-3)
-    assert costs.kv_bytes(seventy, "bfloat16") * 131_072 == 40 * 2**30
-    assert costs.kv_bytes(without_groups, "bfloat16") * 100_000 == pytest.approx(262.1e9, rel=1e-3)
+        assert costs.kv_bytes(seventy, scheme("bfloat16")) * tokens == pytest.approx(gigabytes * 1e9, rel=4e-3)
+    assert costs.kv_bytes(seventy, scheme("bfloat16")) * 131_072 == 40 * 2**30
+    assert costs.kv_bytes(without_groups, scheme("bfloat16")) * 100_000 == pytest.approx(262.1e9, rel=1e-3)
 
 
 def test_a_block_of_one_layer_is_not_a_block() -> None:
     """262 KB is often said to be a block of Llama-2-7B; it is one layer's."""
     seven = llama(32, 32, heads=32)
-    assert costs.page_bytes(seven, "bfloat16", 16) == 262_144
-    assert costs.block_bytes(seven, "bfloat16", 16) == 8_388_608
+    assert costs.page_bytes(seven, scheme("bfloat16"), 16) == 262_144
+    assert costs.block_bytes(seven, scheme("bfloat16"), 16) == 8_388_608
 
 
 def test_int8_halves_bfloat16_but_for_its_scales() -> None:
     config = llama(32, 8)
-    assert costs.kv_bytes(config, "int8") == costs.kv_bytes(config, "bfloat16") // 2 + 32 * 8 * 2 * 4
+    assert costs.kv_bytes(config, scheme("int8")) == costs.kv_bytes(config, scheme("bfloat16")) // 2 + 32 * 8 * 2 * 4
 
 
 def test_a_window_is_read_but_everything_is_stored() -> None:
@@ -224,10 +227,10 @@ def test_a_window_is_read_but_everything_is_stored() -> None:
         "x", vocab_size=8, hidden=16, heads=1, kv_heads=1, head_dim=16, intermediate=8, context=4096,
         windows=(None, 100), ropes=(None, None),
     )  # fmt: skip
-    layer = costs.kv_bytes(both, "bfloat16") // 2
-    assert costs.kv_bytes(both, "bfloat16") == 2 * 2 * 16 * 2
-    assert costs.kv_read_bytes(both, "bfloat16", 50) == 100 * layer
-    assert costs.kv_read_bytes(both, "bfloat16", 1000) == (1000 + 100) * layer
+    layer = costs.kv_bytes(both, scheme("bfloat16")) // 2
+    assert costs.kv_bytes(both, scheme("bfloat16")) == 2 * 2 * 16 * 2
+    assert costs.kv_read_bytes(both, scheme("bfloat16"), 50) == 100 * layer
+    assert costs.kv_read_bytes(both, scheme("bfloat16"), 1000) == (1000 + 100) * layer
 
 
 @pytest.mark.parametrize("head, gigabytes, most", [("w4g128", 0.64, 97), ("w8", 0.77, 81), ("", 1.03, 60)])
@@ -279,9 +282,9 @@ def test_impossible_settings_are_named() -> None:
     with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn\.q_proj: group size 96 does not divide 256"):
         costs.weight_bytes(config, Storage.named("w4g96"))
     with pytest.raises(ValueError, match=r"kept as float32, bfloat16, .* kivi2, klt2, not 'fp16'"):
-        costs.page_bytes(config, "fp16")
+        costs.page_bytes(config, scheme("fp16"))
     with pytest.raises(ValueError, match="a multiple of 16 slots, not 24"):
-        costs.page_bytes(config, "int8", 24)
+        costs.page_bytes(config, scheme("int8"), 24)
 
 
 def test_ropes_do_not_matter_to_size() -> None:

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attar.formats.scheme import Scheme
-from attar.kv.schemes import scheme as kv_scheme
+from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model.shapes import shape
 from attar.plan import costs, fit
 from attar.plan.costs import BLOCK, USUAL_KV, Storage
-from attar.plan.fit import ROOM, Demand, Fit
+from attar.plan.fit import ROOM, CacheLimits, Demand, Deployment, Fit
 from attar.plan.steps import StepLimits
 
 CONFIG = shape("llama-3.2-1b")
 W4 = Storage.named("w4g128")
+INT8 = Deployment(CONFIG, W4, SCHEMES["int8"])
 GB = 10**9
 
 memories = st.integers(1, 64 * GB)
@@ -27,8 +27,8 @@ kinds = st.sampled_from(USUAL_KV)
 
 
 @given(memories, contexts, kinds)
-def test_every_byte_has_a_place(memory: int, context: int, kv: str) -> None:
-    found = fit.fit(CONFIG, W4, kv, memory, context)
+def test_every_byte_has_a_place(memory: int, context: int, kv: KvScheme) -> None:
+    found = fit.fit(Deployment(CONFIG, W4, kv), memory, context)
     assert sum(count for _, count in found.table()) == memory
     assert found.tokens == found.blocks * BLOCK
     assert found.requests * -(-context // BLOCK) <= found.blocks
@@ -38,17 +38,17 @@ def test_every_byte_has_a_place(memory: int, context: int, kv: str) -> None:
 
 @given(memories, contexts, st.integers(1, 4 * GB))
 def test_adapters_take_their_room_before_the_cache(memory: int, context: int, adapters: int) -> None:
-    with_them = fit.fit(CONFIG, W4, "int8", memory, context, adapters=adapters)
+    with_them = fit.fit(INT8, memory, context, adapters=adapters)
     assert dict(with_them.table())["adapters"] == with_them.adapters == adapters
     assert sum(count for _, count in with_them.table()) == memory
-    without = fit.fit(CONFIG, W4, "int8", memory, context)
+    without = fit.fit(INT8, memory, context)
     assert "adapters" not in dict(without.table())
     assert with_them.blocks <= without.blocks
 
 
 @given(memories, st.integers(0, 8 * GB), contexts, kinds, st.integers(1, 64))
-def test_more_memory_never_holds_less(memory: int, more: int, context: int, kv: str, users: int) -> None:
-    small, large = (fit.fit(CONFIG, W4, kv, size, context) for size in (memory, memory + more))
+def test_more_memory_never_holds_less(memory: int, more: int, context: int, kv: KvScheme, users: int) -> None:
+    small, large = (fit.fit(Deployment(CONFIG, W4, kv), size, context) for size in (memory, memory + more))
     assert small.blocks <= large.blocks
     assert small.requests <= large.requests
     assert small.short(users) >= large.short(users)
@@ -57,7 +57,7 @@ def test_more_memory_never_holds_less(memory: int, more: int, context: int, kv: 
 @given(memories, contexts, st.integers(1, 64))
 def test_what_is_short_is_exactly_what_is_missing(memory: int, context: int, users: int) -> None:
     def held(size: int) -> Fit:
-        return fit.fit(CONFIG, W4, "int8", size, context)
+        return fit.fit(INT8, size, context)
 
     short = held(memory).short(users)
     assert held(memory + short).requests >= users
@@ -68,21 +68,19 @@ def test_what_is_short_is_exactly_what_is_missing(memory: int, context: int, use
 
 @given(memories, contexts)
 def test_smaller_keys_hold_no_fewer_requests(memory: int, context: int) -> None:
-    held = [fit.fit(CONFIG, W4, kv, memory, context).requests for kv in USUAL_KV]
+    held = [fit.fit(Deployment(CONFIG, W4, kv), memory, context).requests for kv in USUAL_KV]
     assert held == sorted(held)
 
 
 @given(memories, contexts, st.integers(1, 64))
 def test_a_longer_context_serves_no_more_users(memory: int, context: int, users: int) -> None:
-    requests = [
-        fit.fit(CONFIG, W4, "int8", memory, size).requests for size in range(context, CONFIG.context + 1, 30_000)
-    ]
+    requests = [fit.fit(INT8, memory, size).requests for size in range(context, CONFIG.context + 1, 30_000)]
     assert all(b <= a for a, b in pairwise(requests))
 
 
 @given(st.integers(1, 2_000_000), kinds)
-def test_a_cache_of_a_given_size(tokens: int, kv: str) -> None:
-    found = fit.fit(CONFIG, W4, kv, 16 * GB, 512, max_tokens=tokens)
+def test_a_cache_of_a_given_size(tokens: int, kv: KvScheme) -> None:
+    found = fit.fit(Deployment(CONFIG, W4, kv), 16 * GB, 512, cache=CacheLimits(tokens))
     assert tokens <= found.tokens < tokens + BLOCK
     assert found.cache == found.blocks * costs.block_bytes(CONFIG, kv)
     assert sum(count for _, count in found.table()) == 16 * GB
@@ -90,31 +88,33 @@ def test_a_cache_of_a_given_size(tokens: int, kv: str) -> None:
 
 def test_what_is_calibrated_wants_room_for_it() -> None:
     """Of the 1B shape 16 texts of 256 tokens: less than 0.1 GB, where all of them at once would take 0.9."""
-    taken = costs.calibration_bytes(CONFIG, "klt4")
+    taken = costs.calibration_bytes(CONFIG, SCHEMES["klt4"])
     assert 60 * 10**6 < taken < 100 * 10**6
-    assert costs.calibration_bytes(CONFIG, "int4") == 0
-    plain, calibrated = (fit.fit(CONFIG, W4, kv, 16 * GB, max_tokens=64) for kv in ("int4", "klt4"))
-    bases = CONFIG.layers * kv_scheme("klt4").basis_bytes(CONFIG.kv_heads, CONFIG.head_dim)
+    assert costs.calibration_bytes(CONFIG, SCHEMES["int4"]) == 0
+    plain, calibrated = (
+        fit.fit(Deployment(CONFIG, W4, kv), 16 * GB, cache=CacheLimits(64)) for kv in (SCHEMES["int4"], SCHEMES["klt4"])
+    )
+    bases = CONFIG.layers * SCHEMES["klt4"].basis_bytes(CONFIG.kv_heads, CONFIG.head_dim)
     assert calibrated.step - plain.step == taken + bases
 
 
 def test_by_default_a_request_is_the_model_s_whole_context() -> None:
-    assert fit.fit(CONFIG, W4, "int8", 16 * GB).context == CONFIG.context
+    assert fit.fit(INT8, 16 * GB).context == CONFIG.context
 
 
 def test_a_model_that_does_not_fit_says_by_how_much() -> None:
     big = shape("llama-3.1-8b")
-    found = fit.fit(big, Storage(), "int8", 8 * GB, 4096)
+    found = fit.fit(Deployment(big, Storage(), SCHEMES["int8"]), 8 * GB, 4096)
     with pytest.raises(ValueError, match=r"the model needs [\d.]+ GB, but there are 8 GB \(--memory\): [\d.]+ GB too"):
         fit.require(found, "--memory")
-    enough = fit.fit(big, Storage(), "int8", 8 * GB + found.short(), 4096)
+    enough = fit.fit(Deployment(big, Storage(), SCHEMES["int8"]), 8 * GB + found.short(), 4096)
     fit.require(enough, "--memory")
     assert enough.requests == 1
 
 
 def test_where_nothing_is_left_that_is_said() -> None:
     with pytest.raises(ValueError, match=r"needs [\d.]+ GB, but there are 0 bytes \(left in control group \(v2\)\)"):
-        fit.require(fit.fit(CONFIG, W4, "int8", 0, 4096), "left in control group (v2)")
+        fit.require(fit.fit(INT8, 0, 4096), "left in control group (v2)")
 
 
 headrooms = st.sampled_from([0.0, 0.01, 0.02, 0.05, 0.2, 0.9])
@@ -132,98 +132,48 @@ def test_the_least_blocks_for_so_many_requests(requests: int, each: int, headroo
 
 
 def test_a_cache_that_holds_no_request_is_refused() -> None:
-    found = fit.fit(CONFIG, W4, "float32", 4 * GB, 131_072)
+    found = fit.fit(Deployment(CONFIG, W4, SCHEMES["float32"]), 4 * GB, 131_072)
     with pytest.raises(ValueError, match=r"would hold [\d,]+ tokens, less than one request of 131,072: .* too little"):
         fit.require(found, "available memory")
 
 
 def test_a_small_cache_in_much_memory_is_no_lack_of_memory() -> None:
-    found = fit.start(CONFIG, W4, "int8", 16 * GB, StepLimits(), 4096, 1000)
+    found = fit.start(INT8, 16 * GB, StepLimits(), 4096, CacheLimits(1000))
     with pytest.raises(ValueError, match=r"1,024 tokens, less than one request of 4,096: .* larger --max-tokens-in-c"):
         fit.require(found, "--memory")
 
 
 def test_a_cache_that_was_asked_for_and_does_not_fit() -> None:
-    found = fit.fit(CONFIG, W4, "bfloat16", 4 * GB, 4096, max_tokens=10_000_000)
+    found = fit.fit(Deployment(CONFIG, W4, SCHEMES["bfloat16"]), 4 * GB, 4096, cache=CacheLimits(10_000_000))
     assert found.unused < 0
     with pytest.raises(ValueError, match=r"the model with a cache of 10,000,000 tokens needs 33\d GB"):
         fit.require(found, "--memory")
 
 
-def test_tokens_a_second_are_users_over_bytes() -> None:
-    demand = Demand(1000, 7)
-    found = fit.speed(CONFIG, W4, "bfloat16", demand, 50e9)
-    read = costs.step_bytes(CONFIG, W4) + 7 * 1000 * costs.kv_bytes(CONFIG, "bfloat16")
-    assert found.read == read
-    assert found.tokens_per_second == pytest.approx(7 * 50e9 / read)
-    assert found.limited_by == "bandwidth"
-
-
-def test_many_users_are_limited_by_compute() -> None:
-    """Batch 16 of the Llama-3.2-1B shape with an 8-bit head: 380 tokens/s at 938 GOP/s (decode at short contexts)."""
-    storage = Storage(W4.linears, Scheme.parse("w8"))
-    few, many = (
-        fit.speed(CONFIG, storage, "int8", Demand(128, users), 62e9, 938e9) for users in (1, 16)
-    )  # fmt: skip
-    assert few.limited_by == "bandwidth"
-    assert many.limited_by == "compute"
-    assert many.tokens_per_second == pytest.approx(380, rel=0.01)
-
-
-def test_dense_weights_have_no_rate_of_int8() -> None:
-    assert fit.speed(CONFIG, Storage(), "int8", Demand(128, 64), 62e9, 1.0).limited_by == "bandwidth"
-
-
-def test_the_grid_has_the_stored_precision_first_and_once() -> None:
-    labels = [storage.label for storage in fit.usual(CONFIG, W4)]
-    assert labels == ["w4g128", "bf16", "w8a8", "w3g128"]
-    narrow = replace(CONFIG, hidden=2080)
-    assert [storage.label for storage in fit.usual(narrow, Storage())] == ["bf16", "w8a8"]
-
-
-@pytest.mark.parametrize("context, tokens", [(8192, None), (8192, 5000), (None, None), (None, 5000)])
-def test_a_plan_and_a_start_agree(context: int | None, tokens: int | None) -> None:
-    limits = StepLimits(rows=256, sequences=12, threads=2)
-    demand = Demand(context, 1 if context is None else 8)
-    storages = fit.usual(CONFIG, W4)
-    made = fit.plan("x", CONFIG, storages, demand, 4 * GB, "--memory", limits=limits, max_tokens=tokens)
-    for row, storage in zip(made.rows, [each for each in storages for _ in USUAL_KV], strict=True):
-        started = fit.start(CONFIG, storage, row.kv, 4 * GB, limits, context, tokens)
-        assert row.fit == started
-        assert row.fits == (started.requests >= demand.users)
-        assert row.fits or row.short or tokens
-
-
 def test_a_start_keeps_some_room_for_prompts_that_come_again_and_not_all_there_is() -> None:
     limits = StepLimits(sequences=5)
-    found = fit.start(CONFIG, W4, "int8", 16 * GB, limits, 8000)
+    found = fit.start(INT8, 16 * GB, limits, 8000)
     assert found.blocks == ROOM * 638, "5 x 125, and the 2 % of all that the last of them has to leave free"
     assert found.requests == ROOM * 5
     assert found.unused > 2 * found.cache
-    assert fit.start(CONFIG, W4, "int8", 16 * GB, limits, 8000, 50_000).tokens == 50_048, "more, where asked for"
+    assert fit.start(INT8, 16 * GB, limits, 8000, CacheLimits(50_000)).tokens == 50_048, "more, where asked for"
 
 
 def test_without_a_context_a_start_shortens_requests_to_what_the_cache_holds() -> None:
-    found = fit.start(CONFIG, W4, "float32", 4 * GB, StepLimits())
+    found = fit.start(Deployment(CONFIG, W4, SCHEMES["float32"]), 4 * GB, StepLimits())
     assert found.context == found.tokens < CONFIG.context
     assert (found.requests, found.short()) == (1, 0)
-    asked = fit.start(CONFIG, W4, "float32", 4 * GB, StepLimits(), CONFIG.context)
+    asked = fit.start(Deployment(CONFIG, W4, SCHEMES["float32"]), 4 * GB, StepLimits(), CONFIG.context)
     assert (asked.context, asked.requests) == (CONFIG.context, 0)
-    several = fit.plan("x", CONFIG, [W4], Demand(None, 2), 4 * GB, "m", kv_schemes=["float32"]).rows[0]
-    assert several.fit == asked, "several users want the whole"
-    assert several.short == asked.short(2)
 
 
 @pytest.mark.parametrize(
     "sentence, run",
     [
-        ("past the 131,072 positions of", lambda: fit.plan("x", CONFIG, [W4], Demand(131_073), GB, "m")),
-        ("33 users at once, but only 32", lambda: fit.plan("x", CONFIG, [W4], Demand(10, 33), GB, "m")),
         ("at least one user, not 0", lambda: Demand(10, 0)),
         ("at least one position, not 0", lambda: Demand(0)),
-        ("-1 bytes is below zero", lambda: fit.fit(CONFIG, W4, "int8", -1)),
-        ("at least one token, not 0", lambda: fit.fit(CONFIG, W4, "int8", GB, max_tokens=0)),
-        ("bandwidth must be above 0, not 0", lambda: fit.speed(CONFIG, W4, "int8", Demand(1), 0.0)),
+        ("-1 bytes is below zero", lambda: fit.fit(INT8, -1)),
+        ("at least one token, not 0", lambda: fit.fit(INT8, GB, cache=CacheLimits(0))),
     ],
 )
 def test_impossible_questions(sentence: str, run: object) -> None:
@@ -242,10 +192,10 @@ def test_sizes_for_people(count: float, text: str) -> None:
 
 @given(memories, contexts, kinds, st.integers(1, 100), st.none() | st.integers(1, 10**7))
 def test_a_fraction_is_of_what_the_model_leaves(
-    memory: int, context: int, kv: str, percent: int, tokens: int | None
+    memory: int, context: int, kv: KvScheme, percent: int, tokens: int | None
 ) -> None:
-    whole = fit.fit(CONFIG, W4, kv, memory, context)
-    found = fit.fit(CONFIG, W4, kv, memory, context, max_tokens=tokens, fraction=percent / 100)
+    whole = fit.fit(Deployment(CONFIG, W4, kv), memory, context)
+    found = fit.fit(Deployment(CONFIG, W4, kv), memory, context, CacheLimits(tokens, percent / 100))
     left = max(0, whole.unused + whole.cache)
     assert found.cache <= left * percent / 100
     assert found.blocks <= (found.blocks if tokens is None else -(-tokens // BLOCK))
@@ -259,25 +209,25 @@ def test_what_would_help_is_the_option_that_keeps_the_cache_small() -> None:
         (0.01, None, "--kv-fraction"), (0.01, 10**6, "--kv-fraction"), (0.9, 640, "--max-tokens-in-cache"),
         (None, 640, "--max-tokens-in-cache"),
     ):  # fmt: skip
-        found = fit.start(CONFIG, W4, "int8", 4 * GB, StepLimits(), 4096, tokens, fraction=fraction)
+        found = fit.start(INT8, 4 * GB, StepLimits(), 4096, CacheLimits(tokens, fraction))
         with pytest.raises(ValueError, match=f"a smaller --context or a larger {option} would do"):
             fit.require(found, "--memory")
-    short = fit.start(CONFIG, W4, "int8", 4 * GB, StepLimits(), fraction=0.01)
+    short = fit.start(INT8, 4 * GB, StepLimits(), cache=CacheLimits(fraction=0.01))
     assert (short.requests, short.kept_by) == (1, "--kv-fraction"), "also where the context is cut to what it holds"
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.1, 1.01, float("nan")])
 def test_a_fraction_that_is_none_is_refused(fraction: float) -> None:
     with pytest.raises(ValueError, match="the fraction of the memory for keys and values"):
-        fit.fit(CONFIG, W4, "int8", GB, 512, fraction=fraction)
+        fit.fit(INT8, GB, 512, cache=CacheLimits(fraction=fraction))
 
 
 def test_a_server_takes_no_more_of_a_fraction_than_it_can_use() -> None:
     """Nor a longer request than the fraction holds."""
     limits = StepLimits(sequences=2)
-    found = fit.start(CONFIG, W4, "int8", 64 * GB, limits, 4096, fraction=0.9)
+    found = fit.start(INT8, 64 * GB, limits, 4096, cache=CacheLimits(fraction=0.9))
     assert found.requests == ROOM * 2
-    short = fit.start(CONFIG, W4, "int8", 4 * GB, limits, fraction=0.05)
+    short = fit.start(INT8, 4 * GB, limits, cache=CacheLimits(fraction=0.05))
     assert 0 < short.context == short.tokens < CONFIG.context
     assert short.cache <= 0.05 * (short.unused + short.cache)
-    assert fit.start(CONFIG, W4, "int8", 4 * GB, limits, fraction=0.05, max_tokens=640).tokens == 640
+    assert fit.start(INT8, 4 * GB, limits, cache=CacheLimits(640, 0.05)).tokens == 640

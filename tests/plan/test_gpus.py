@@ -20,9 +20,10 @@ from attar.kernels.operands import Linear
 from attar.kernels.triton import weights
 from attar.kernels.triton.pages import NibblePages, PlainPages
 from attar.kernels.triton.store import GpuWeights
-from attar.kv.schemes import scheme as kv_scheme
+from attar.kv.schemes import SCHEMES as KV_SCHEMES
 from attar.model.shapes import shape
-from attar.plan import costs, fit, gpus, report
+from attar.plan import comparison, costs, gpus, report
+from attar.plan.comparison import Hardware, Precisions, Subject, usual_storages
 from attar.plan.costs import Matrix, Storage
 from attar.plan.fit import Demand
 from attar.plan.gpus import CARDS, card
@@ -31,6 +32,7 @@ from tests.cli.test_commands import last_json, refused
 
 CONFIG = shape("llama-3.1-8b")
 GB = 10**9
+A100 = Hardware(72 * GB, "a", gpu=card("a100-80gb"))
 SCHEMES = (
     "w4g128", "w4g64", "w4g32", "w4g16", "w4", "w4-asym", "w4-tensor", "w4g64-asym", "w4a8", "w4a8g64", "w4a8g32",
     "w3g64", "w8", "w8a8", "w8-asym", "w8g64", "fp8", "fp8-weight", "fp8-e5m2", "fp8-block", "qserve-g64", "nf4",
@@ -83,11 +85,13 @@ def test_a_card_without_float8_is_planned_without_it() -> None:
     assert gpus.weight_bytes(config, storage, True).linears == pytest.approx(linears / 2, rel=0.01)
     assert gpus.weight_bytes(config, storage, False).linears == pytest.approx(1.5 * linears, rel=0.01)
     assert gpus.weight_bytes(config, Storage.named("fp8-weight"), False).linears == linears
-    made = fit.plan("x", config, [storage], Demand(4096), 72 * GB, "a", kv_schemes=("int8",), card=card("a100-80gb"))
+    made = comparison.plan(
+        Subject("x", config, storage), Demand(4096), A100, Precisions([storage], [KV_SCHEMES["int8"]])
+    )
     assert made.rows[0].references == 32 * 7
     assert "fp8 has linears without a kernel for this card: held in 16 bits there" in report.to_text(made)
     with pytest.raises(ValueError, match="knows no float8, so keys and values cannot be kept in it: --kv int8"):
-        gpus.block_bytes(config, "fp8", False)
+        gpus.block_bytes(config, KV_SCHEMES["fp8"], False)
 
 
 def test_a_dense_weight_takes_sixteen_bits() -> None:
@@ -97,16 +101,16 @@ def test_a_dense_weight_takes_sixteen_bits() -> None:
 
 @pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8", "fp8", "int4"])
 def test_keys_and_values_take_what_their_pages_take(kv: str) -> None:
-    chosen, heads, width = kv_scheme(kv), CONFIG.kv_heads, CONFIG.head_dim
+    chosen, heads, width = KV_SCHEMES[kv], CONFIG.kv_heads, CONFIG.head_dim
     if kv == "int4":
         pages: PlainPages = NibblePages.rotated(1, costs.BLOCK, heads, width, chosen)
     else:
         dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "float32": torch.float32}.get(kv, torch.bfloat16)
         pages = PlainPages.make(1, costs.BLOCK, heads, width, dtype)
     held = pages.nbytes
-    assert gpus.block_bytes(CONFIG, kv, True) == CONFIG.layers * held
+    assert gpus.block_bytes(CONFIG, chosen, True) == CONFIG.layers * held
     with pytest.raises(ValueError, match="a card keeps keys and values as float32, bfloat16, int8, fp8 or int4"):
-        gpus.block_bytes(CONFIG, "kivi2", True)
+        gpus.block_bytes(CONFIG, KV_SCHEMES["kivi2"], True)
 
 
 def test_the_ridges_of_an_a100() -> None:
@@ -140,11 +144,10 @@ def test_cards_are_named_and_whole() -> None:
 
 def test_a_plan_for_a_card() -> None:
     h100 = card("h100")
-    made = fit.plan(
-        "x", CONFIG, fit.usual(CONFIG, Storage()), Demand(4096, 16), 72 * GB, "h100", limits=StepLimits(), card=h100
-    )
+    subject, hardware = Subject("x", CONFIG, Storage()), Hardware(72 * GB, "h100", gpu=h100)
+    made = comparison.plan(subject, Demand(4096, 16), hardware, limits=StepLimits())
     assert [row.weights for row in made.rows[::3]] == ["bf16", "w8a8", "w4g128"]  # no kernel of a card knows w3
-    assert {row.kv for row in made.rows} == {"bfloat16", "int8", "int4"}
+    assert {row.kv.name for row in made.rows} == {"bfloat16", "int8", "int4"}
     for row in made.rows:
         assert sum(count for _, count in row.fit.table()) == 72 * GB
         assert row.fit.processes == 0
@@ -166,9 +169,8 @@ def test_many_rows_are_limited_by_arithmetic() -> None:
     """At short contexts, past the ridge."""
     limits = StepLimits(rows=1024, sequences=1024)
     for users, limited in ((8, "bandwidth"), (1000, "compute")):
-        made = fit.plan(
-            "x", CONFIG, [Storage()], Demand(16, users), 72 * GB, "a", limits=limits, card=card("a100-80gb")
-        )
+        compared = Precisions([Storage()], gpus.USUAL_KV)
+        made = comparison.plan(Subject("x", CONFIG, Storage()), Demand(16, users), A100, compared, limits)
         assert made.rows[0].speed is not None
         assert made.rows[0].speed.limited_by == limited
 
@@ -183,10 +185,8 @@ def test_the_fastest_weights_for_so_many_users_and_why(users: int, weights_: str
     Past the ridge of 4-bit weights, 41 rows on an A100, their products in 16 bits take longer than reading 8 bits.
     """
     limits = StepLimits(rows=1024, sequences=1024)
-    made = fit.plan(
-        "x", CONFIG, fit.usual(CONFIG, Storage()), Demand(64, users), 72 * GB, "a", kv_schemes=("int8",), limits=limits,
-        card=card("a100-80gb"),
-    )  # fmt: skip
+    compared = Precisions(usual_storages(CONFIG, Storage()), [KV_SCHEMES["int8"]])
+    made = comparison.plan(Subject("x", CONFIG, Storage()), Demand(64, users), A100, compared, limits)
     speeds = {row.weights: row.speed for row in made.rows if row.speed is not None}
     assert max(speeds, key=lambda name: speeds[name].tokens_per_second) == weights_
     chosen = speeds[weights_]
@@ -233,7 +233,7 @@ class Memory:
 
 def test_the_card_at_hand_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "require", lambda device: None)
-    monkeypatch.setattr("attar.engine.memory_profile.CardMemory", Memory)
+    monkeypatch.setattr("attar.engine.memory_profile.GpuMemory", Memory)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Card")
     monkeypatch.setattr(weights, "knows_float8", lambda device: False)
     monkeypatch.setattr(bottleneck, "card_limits", lambda device: (600.0, {"bf16": 125e3, "int8": 250e3, "fp8": 125e3}))

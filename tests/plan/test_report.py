@@ -7,21 +7,25 @@ import json
 from typer.testing import CliRunner
 
 from attar.cli.main import app
+from attar.kv.schemes import SCHEMES
 from attar.model.shapes import shape
 from attar.plan import fit, report
-from attar.plan.costs import Storage
-from attar.plan.fit import Demand, Plan
+from attar.plan.comparison import Hardware, Plan, Precisions, Subject, plan
+from attar.plan.costs import USUAL_KV, Storage
+from attar.plan.fit import CacheLimits, Demand, Deployment
 from attar.plan.steps import StepLimits
 
 CONFIG = shape("llama-3.2-1b")
 W4 = Storage.named("w4g128")
+SUBJECT = Subject("llama-3.2-1b", CONFIG, W4)
+INT8 = Deployment(CONFIG, W4, SCHEMES["int8"])
+LARGE = Hardware(64 * 10**9, "--memory")
+STORED = Precisions([W4], USUAL_KV)
 
 
 def make(memory: int, users: int = 8, bandwidth: float | None = 50e9, int8_rate: float | None = None) -> Plan:
-    return fit.plan(
-        "llama-3.2-1b", CONFIG, fit.usual(CONFIG, W4), Demand(2048, users), memory, "--memory",
-        limits=StepLimits(rows=256, sequences=64), bandwidth=bandwidth, int8_rate=int8_rate,
-    )  # fmt: skip
+    hardware = Hardware(memory, "--memory", bandwidth, int8_rate)
+    return plan(SUBJECT, Demand(2048, users), hardware, limits=StepLimits(rows=256, sequences=64))
 
 
 def test_the_text_has_a_line_for_every_choice_and_an_answer() -> None:
@@ -42,17 +46,17 @@ def test_what_does_not_fit_says_how_much_is_missing() -> None:
 
 def test_what_a_server_would_say_is_in_the_plan() -> None:
     made = make(4 * 10**9)
-    assert f"\n{report.startup(made.rows[0].fit, 'float32')}\n" in report.to_text(made)
+    assert f"\n{report.startup(made.rows[0].fit, SCHEMES['float32'])}\n" in report.to_text(made)
 
 
 def test_blocks_that_are_kept_free_are_told_where_more_than_one_may_run() -> None:
     """256 blocks hold 32 requests of 512 tokens, and the scheduler lets 31 in."""
-    found = fit.fit(CONFIG, W4, "int8", 16 * 10**9, 512, max_tokens=32 * 512)
-    assert report.startup(found, "int8").endswith(
+    found = fit.fit(INT8, 16 * 10**9, 512, CacheLimits(32 * 512))
+    assert report.startup(found, INT8.kv).endswith(
         "in 256 blocks of 64 (int8): 31 requests of 512, with 6 blocks kept free for those that run"
     )
-    alone = fit.fit(CONFIG, W4, "int8", 16 * 10**9, 512, max_tokens=512)
-    assert report.startup(alone, "int8").endswith("1 request of 512")
+    alone = fit.fit(INT8, 16 * 10**9, 512, CacheLimits(512))
+    assert report.startup(alone, INT8.kv).endswith("1 request of 512")
 
 
 def test_room_for_all_that_may_run_together_says_what_is_left() -> None:
@@ -64,7 +68,7 @@ def test_room_for_all_that_may_run_together_says_what_is_left() -> None:
 
 def test_a_cache_too_small_for_all_users_is_named() -> None:
     limits = StepLimits(rows=256)
-    made = fit.plan("x", CONFIG, [W4], Demand(2048, 8), 64 * 10**9, "--memory", limits=limits, max_tokens=5000)
+    made = plan(SUBJECT, Demand(2048, 8), LARGE, STORED, limits, CacheLimits(5000))
     kept = "5,056 tokens, as --max-tokens-in-cache keeps it"
     assert report.answer(made) == f"8 users of 2,048 tokens do not fit into a cache of {kept} (2 would fit)"
     assert "no: too few tokens" in report.to_text(made)
@@ -75,7 +79,7 @@ def test_a_single_user_is_one() -> None:
     assert report.answer(make(8 * 10**9, users=1)).startswith("1 user of 2,048 tokens fits with ")
     assert report.answer(make(10**9, users=1)).startswith("1 user of 2,048 tokens does not fit: ")
     limits = StepLimits(rows=256)
-    few = fit.plan("x", CONFIG, [W4], Demand(2048, 1), 64 * 10**9, "--memory", limits=limits, max_tokens=1000)
+    few = plan(SUBJECT, Demand(2048, 1), LARGE, STORED, limits, CacheLimits(1000))
     assert report.answer(few).startswith("1 user of 2,048 tokens does not fit into a cache of 1,024 tokens")
 
 
@@ -85,15 +89,15 @@ def test_the_dict_is_json_and_says_the_same() -> None:
     assert found["fits"]
     assert found["answer"] == report.answer(made)
     for row, plain in zip(made.rows, found["rows"], strict=True):
-        assert (plain["weight_scheme"], plain["kv"], plain["tokens"]) == (row.weights, row.kv, row.fit.tokens)
+        assert (plain["weight_scheme"], plain["kv"], plain["tokens"]) == (row.weights, row.kv.name, row.fit.tokens)
         assert plain["weights"] + plain["step"] + plain["processes"] + plain["cache"] + plain["unused"] == 4 * 10**9
         assert sum(plain["weight_parts"].values()) == plain["weights"]
         assert plain["fits"] == (row.speed is not None)
 
 
 def test_one_way_to_keep_keys_and_values() -> None:
-    for kv in ("kivi2", "nuq4"):
-        made = fit.plan("x", CONFIG, [W4], Demand(2048, 8), 4 * 10**9, "--memory", kv_schemes=(kv,))
+    for kv in (SCHEMES["kivi2"], SCHEMES["nuq4"]):
+        made = plan(SUBJECT, Demand(2048, 8), Hardware(4 * 10**9, "--memory"), Precisions([W4], [kv]))
         assert [row.kv for row in made.rows] == [kv]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from attar.engine.engine import Engine
+from attar.engine.engine import Engine, EngineConfig
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Submit
 from attar.protocol.request import SamplingParams
@@ -47,7 +47,7 @@ def test_a_dynamic_batch_waits_for_company_that_a_static_one_does_not(
     """From the settings that the command line makes to the engine's first step."""
     now = 0.0
     limits = Settings("model", "socket", policy=policy, max_delay=delay).limits()
-    engine = Engine(tiny_decoder(layers=1), None, blocks=4, context=64, limits=limits, clock=lambda: now)
+    engine = Engine(tiny_decoder(layers=1), None, EngineConfig(4, 64, limits), clock=lambda: now)
     engine.submit(Submit("a", (1, 2), SamplingParams(max_tokens=2, temperature=0, seed=0)))
     if after:
         now = 0.9 * after

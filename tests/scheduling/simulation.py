@@ -15,7 +15,7 @@ After every event these hold:
  3. no block has two roles: one place in one sequence's table, one node of the tree (`owners`)
  4. the free list has every free block once (`BlockPool.check`)
  5. a block of the tree contains what its path says, computed and verified (`tags`)
- 6. holders never increase along a path, and the tree is well formed (`RadixCache.check`)
+ 6. holders never increase along a path, and the tree is well formed (`PrefixCache.check`)
  7. no sequence is in two queues or none, its integers agree (`Scheduler.check`, `Sequence.check`)
  8. no more run than may, a step has no more tokens than its budget, and whoever decodes has a row of it (`planned`)
  9. whoever's deadline has come has ended when a step is planned (`deadlines`)
@@ -123,8 +123,8 @@ class Simulation:
         self,
         seed: int,
         events: int = EVENTS,
-        blocks: ModuleType = attar.scheduling.block_pool,
-        radix: ModuleType = attar.scheduling.prefix_cache,
+        block_pool: ModuleType = attar.scheduling.block_pool,
+        prefix_cache: ModuleType = attar.scheduling.prefix_cache,
         scheduler: ModuleType = attar.scheduling.scheduler,
     ) -> None:
         self.rng = rng = random.Random(seed)
@@ -142,8 +142,8 @@ class Simulation:
             max_preemptions=rng.choice([0, 1, 2, 4, 4]),
             headroom=rng.choice([0.0, 0.0, 0.0, 0.2]),
         )
-        self.pool = blocks.BlockPool(max(2, rng.choice([24, 48, 48, 96]) // size), size)
-        self.cache = radix.RadixCache(self.pool, rng.choice([n for n in range(1, size + 1) if size % n == 0]))
+        self.pool = block_pool.BlockPool(max(2, rng.choice([24, 48, 48, 96]) // size), size)
+        self.cache = prefix_cache.PrefixCache(self.pool, rng.choice([n for n in range(1, size + 1) if size % n == 0]))
         self.scheduler = scheduler.Scheduler(self.pool, self.cache, self.limits)
         self.cache.evict = self.evict  # type: ignore[method-assign]
         self.memory: list[list[int | None]] = [[None] * size for _ in range(self.pool.total)]
@@ -226,7 +226,7 @@ class Simulation:
         try:
             yield
         finally:
-            faults.disarm()
+            faults.arm()
             self.fired += fault.fired
 
     def cancel(self) -> None:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import pytest
 
-import attar.engine
+import attar.scheduling
 from tests.scheduling.simulation import failing
 
-ENGINE = Path(attar.engine.__path__[0])
+SOURCE = Path(attar.scheduling.__path__[0])
 SEEDS = 500
 PARTS = 10  # so that workers share them
 ENOUGH = 300  # seeds, which must find any of the bugs below
@@ -62,10 +62,12 @@ BUGS = [
     Bug("a token is appended after the cancellation", "scheduler",
         "if sequence.status is Status.ENDED:\n                continue", "if False:\n                continue"),
     Bug("a preempted sequence goes on where it was", "scheduler",
-        "sequence.blocks, sequence.computed, sequence.planned, sequence.coming = [], 0, 0, 0", "sequence.blocks = []"),
+        "sequence.blocks, sequence.computed, sequence.planned, sequence.inflight_tokens = [], 0, 0, 0",
+        "sequence.blocks = []"),
     Bug("a row that is planned counts as computed", "scheduler", "sequence.planned += rows",
         "sequence.planned += rows; sequence.computed = sequence.planned"),
-    Bug("a token that was chosen is still to come", "scheduler", "sequence.coming -= sequence.max_tokens > 0", "pass"),
+    Bug("a token that was chosen is still to come", "scheduler",
+        "sequence.inflight_tokens -= sequence.max_tokens > 0", "pass"),
     Bug("somebody gives way to a step ahead", "scheduler", "if missing > self.pool.available:", "if False:"),
     Bug("a sequence is preempted without end", "scheduler", "sequence.preemptions += 1", "pass"),
     Bug("whoever may not be preempted is not given all it needs", "scheduler", "if to_the_end else", "if False else"),
@@ -84,31 +86,36 @@ BUGS = [
     Bug("a fault in admission leaves matched blocks held", "scheduler",
         "        finally:\n            if room is None:",
         "        except ZeroDivisionError: ...\n        else:\n            if room is None:"),
-    Bug("a fault after a split leaves the order of use wrong", "radix", "self._touch(upper)  #", "pass  #"),
-    Bug("a fault leaves a root of nothing", "radix", "self._roots.get(salt) or Node(salt, None, array(\"i\"), [])",
-        "self._roots.setdefault(salt, Node(salt, None, array(\"i\"), []))"),
-    Bug("salts are mixed up", "radix", "self._roots.get(salt) or Node",
+    Bug("a fault after a split leaves the order of use wrong", "prefix_cache", "self._touch(upper)  #", "pass  #"),
+    Bug("a fault leaves a root of nothing", "prefix_cache",
+        "self._roots.get(cache_salt) or Node(cache_salt, None, array(\"i\"), [])",
+        "self._roots.setdefault(cache_salt, Node(cache_salt, None, array(\"i\"), []))"),
+    Bug("salts are mixed up", "prefix_cache", "self._roots.get(cache_salt) or Node",
         "next(iter(self._roots.values()), None) or Node"),
-    Bug("a leaf in use is evicted", "radix", "goal and not pool.holders(leaf.blocks[left - 1]):", "goal:"),
-    Bug("the first child is taken for the closest", "radix", "if length > shared:", "if length >= 0:"),
-    Bug("an edge is followed a block too far", "radix", "common(branch.tokens, tokens[at : at + len(branch.tokens)])",
+    Bug("a leaf in use is evicted", "prefix_cache", "goal and not pool.holders(leaf.blocks[left - 1]):", "goal:"),
+    Bug("the first child is taken for the closest", "prefix_cache", "if length > shared:", "if length >= 0:"),
+    Bug("an edge is followed a block too far", "prefix_cache",
+        "common(branch.tokens, tokens[at : at + len(branch.tokens)])",
         "-(-common(branch.tokens, tokens[at : at + len(branch.tokens)]) // size) * size"),
-    Bug("a block enters the tree twice", "radix", "blocks[len(known) : self", "blocks[max(len(known) - 1, 0) : self"),
-    Bug("a duplicate replaces the tree's block and is not let go", "radix",
+    Bug("a block enters the tree twice", "prefix_cache",
+        "blocks[len(known) : self", "blocks[max(len(known) - 1, 0) : self"),
+    Bug("a duplicate replaces the tree's block and is not let go", "prefix_cache",
         "(let_go or self.pool.drop)([blocks[i]])", "pass"),
-    Bug("a leaf that goes on inside its last block is left behind", "radix", "self._remove(branch)  #", "pass  #"),
-    Bug("matches end inside a group", "radix", "length = found - found % self.round_to", "length = found"),
-    Bug("a node is used without its parents", "radix", "node = node.parent\n\n    def _rem", "break\n\n    def _rem"),
-    Bug("an evicted block is not forgotten", "radix", "pool.forget([leaf.blocks[left]])", "pass"),
-    Bug("a freed block is not put back", "blocks", "self._free.append(block)", "pass"),
-    Bug("a cached block counts as free", "blocks", "CACHED if self._kept[block] else FREE\n        before",
+    Bug("a leaf that goes on inside its last block is left behind", "prefix_cache",
+        "self._remove(branch)  #", "pass  #"),
+    Bug("matches end inside a group", "prefix_cache", "length = found - found % self.round_to", "length = found"),
+    Bug("a node is used without its parents", "prefix_cache",
+        "node = node.parent\n\n    def _rem", "break\n\n    def _rem"),
+    Bug("an evicted block is not forgotten", "prefix_cache", "pool.forget([leaf.blocks[left]])", "pass"),
+    Bug("a freed block is not put back", "block_pool", "self._free.append(block)", "pass"),
+    Bug("a cached block counts as free", "block_pool", "CACHED if self._kept[block] else FREE\n        before",
         "FREE\n        before"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = (ENGINE / f"{bug.file}.py").read_text()
+    source = (SOURCE / f"{bug.file}.py").read_text()
     assert source.count(bug.line) == 1, "the line to be broken is not there"
     path = tmp_path / f"{bug.file}.py"
     path.write_text(source.replace(bug.line, bug.instead))

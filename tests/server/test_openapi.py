@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from attar.server.admission import request_limits
-from attar.server.api import schemas
+from attar.server.api import anthropic_schemas
 from attar.server.http.limits import MAX_BODY
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
@@ -50,7 +50,7 @@ def test_the_server_does_what_its_document_says(
     if not SCHEMATHESIS.exists():
         pytest.skip(f"no schemathesis in {SCHEMATHESIS.parents[1].name}")
     monkeypatch.setattr(request_limits, "MAX_LOGPROBS", 2**60)
-    monkeypatch.setattr(schemas, "_check_last", lambda messages: None)
+    monkeypatch.setattr(anthropic_schemas, "_check_last", lambda messages: None)
     server = start(
         ServerOptions(port=0, keys=Keys.of([KEY] if keyed else [])), context=2 * MAX_BODY, longest=3, step=0.0, queue=32
     )

@@ -45,7 +45,7 @@ def failing(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        faults.disarm()
+        faults.arm()
 
 
 def why(server: Running, name: str) -> Any:

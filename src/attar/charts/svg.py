@@ -40,7 +40,7 @@ svg .faint {{ opacity: .4; }}
 
 
 def svg(chart: Chart) -> str:
-    """The chart as one <svg> element. All text that it is given is escaped."""
+    """Return the chart as one <svg> element. All text that it is given is escaped."""
     label = escape(f"{chart.title}: {chart.y.label} against {chart.x.label}", quote=True)
     drawn = "".join(map(_element, laid_out(chart)))
     return f'<svg viewBox="0 0 {chart.width} {chart.height}" role="img" aria-label="{label}">{drawn}</svg>'

@@ -12,7 +12,7 @@ from attar.cli.scheduling import SchedulerOptions
 from attar.cli.terminal import emit, errors, require, tell
 
 if TYPE_CHECKING:
-    from attar.engine.deployment import Hardware, Subject
+    from attar.plan.comparison import Hardware, Subject
     from attar.protocol.settings import Settings
 
 
@@ -62,32 +62,37 @@ class PlanConfig(SchedulerOptions):
 
     def subject(self) -> Subject:
         """Find the model, by name or shape. Raises ValueError where there is none."""
-        from attar.engine.deployment import Subject
+        from attar.engine import deployment
+        from attar.plan.comparison import Subject
 
-        return Subject.checkpoint(self.model) if self.model is not None else Subject.shape(str(self.shape), self.head)
+        if self.model is not None:
+            return deployment.checkpoint(self.model)
+        return Subject.shape(str(self.shape), self.head)
 
     def hardware(self) -> Hardware:
         """Describe a GPU by its data sheet, or measure this machine. Raises ValueError for an unknown GPU model."""
         from attar.engine import deployment
         from attar.plan import gpus
+        from attar.plan.comparison import Hardware
 
         if self.gpu is not None:
-            return deployment.Hardware.of_gpu(gpus.card(self.gpu), self.bandwidth)
+            return Hardware.of_gpu(gpus.card(self.gpu), self.bandwidth)
         if self.device != "cpu":
-            return deployment.Hardware.of_gpu(deployment.gpu_at_hand(self.device), self.bandwidth)
-        return deployment.Hardware.of_machine(self.bandwidth)
+            return Hardware.of_gpu(deployment.gpu_at_hand(self.device), self.bandwidth)
+        return deployment.machine_at_hand(self.bandwidth)
 
     def engine(self) -> Settings:
         """Make the settings that `attar serve` would use. Raises ValueError for an unknown KV format or key."""
         from msgspec.structs import replace
 
-        from attar.kv.schemes import scheme
+        from attar.kv.schemes import check_name
         from attar.protocol.settings import Settings
 
+        check_name(self.kv)
         adapters = tuple((str(number), str(folder)) for number, folder in enumerate(self.adapter or ()))
         return replace(
             Settings(
-                "", "", kv=None if self.kv is None else scheme(self.kv).name, context=self.context, memory=self.memory,
+                "", "", kv=self.kv, context=self.context, memory=self.memory,
                 threads=self.threads, adapters=adapters, tp=self.tp, pp=self.pp,
             ),
             **self.settings(),

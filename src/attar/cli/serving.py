@@ -93,17 +93,18 @@ class ServeConfig(SchedulerOptions):
         """
         from msgspec.structs import replace
 
-        from attar.kv.schemes import scheme
+        from attar.kv.schemes import check_name
         from attar.plan.fit import check_fraction
         from attar.protocol.settings import Settings
         from attar.server.model_names import parse_adapters
 
+        check_name(self.kv)
         given = {key: value for key, value in self.settings().items() if value is not None}
         if given.get("policy", "dynamic") != "dynamic":  # the only policy with a delay
             theirs = {key: value for key, value in theirs.items() if key != "max_delay"}
         settings = replace(
             Settings(
-                str(path), "", activations=self.activations.value, kv=None if self.kv is None else scheme(self.kv).name,
+                str(path), "", activations=self.activations.value, kv=self.kv,
                 context=self.context, memory=self.memory, threads=self.threads, verify=not self.no_verify, tp=self.tp,
                 pp=self.pp, adapters=parse_adapters(self.adapter or (), name), name=name,
             ),

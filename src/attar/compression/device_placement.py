@@ -1,12 +1,12 @@
-"""Where a block lies while it is worked on: in ordinary memory, or on a GPU for as long as that takes.
+"""Placement of a block while it is compressed: in CPU memory, or on a GPU for that time.
 
-The walk reads a block, moves it, solves there and moves what came of it back to be written. Solvers never know: what
-they make lies where their arguments do. Codes are integers and scales are rounded to what is stored before a code is
-chosen, so nothing changes on the way. Hidden states cross with each batch: they are a few percent of the work.
+The block pass reads a block, moves it, solves there and moves the result back to be written. Solvers do not know: their
+results lie on the device of their arguments. Codes are integers, and scales are rounded to their stored dtype before a
+code is chosen, so the transfer changes nothing. Hidden states cross with each batch, a few percent of the work.
 
-Not everything goes there (`check`): methods that learn or rotate, forms whose tables lie in ordinary memory, GGUF
-files. What is done with the whole model rather than a block stays on the CPU too: sampling calibration text, and the
-gradients that weigh tokens. The evaluation at the end is the kernels' there, on both models at once.
+Some work is not supported there (`check`): methods that learn or rotate, forms whose tables lie in CPU memory, GGUF
+files. Work on the whole model stays on the CPU too: sampling calibration text, and the gradients that weigh tokens. The
+final evaluation uses the device's kernels, on both models at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def check(recipe: Recipe, schemes: Iterable[Scheme | None], to_file: bool, device: str) -> None:
-    """Raise ValueError, saying what does not go there, where blocks cannot be compressed on `device`."""
+    """Raise ValueError, naming what is not supported, where blocks cannot be compressed on `device`."""
     if device == "cpu":
         return
     strange = [each.method for each in recipe.passes if not isinstance(each, Awq | Gptq | Hqq | Rtn | SmoothQuant)]
@@ -43,7 +43,7 @@ def check(recipe: Recipe, schemes: Iterable[Scheme | None], to_file: bool, devic
 
 
 def move(block: Block, device: torch.device) -> None:
-    """Every tensor of the block to `device`. What is there already is left alone, and so is all of it on CPUs."""
+    """Move every tensor of the block to `device`. Tensors already there are left alone, and all of them on CPUs."""
     for linear in block.linears():
         _move_linear(linear, device)
     for norm in block.norms():

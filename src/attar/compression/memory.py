@@ -1,10 +1,9 @@
-"""Keeping the memory of a walk to what it uses.
+"""Limits on the memory of a block pass, so that the process holds only what it uses.
 
-glibc keeps freed blocks of up to 32 MB for later use, and before 2.38 it seldom finds an aligned block among them even
-where one of the very size is free: the walk's heap grows to twice what is in it. While a walk runs, blocks beyond
-`LARGE` are therefore taken from the system and given back to it one by one, which costs some percent of the time, and
-`give_back` returns what smaller ones have left, between the steps of the work. C libraries without these calls are left
-as they are.
+glibc keeps freed blocks of up to 32 MB for later use. Before 2.38 it seldom finds an aligned block among them even
+where one of the exact size is free: the heap grows to twice its contents. During a block pass, blocks beyond `LARGE`
+are therefore taken from the system and returned to it one by one, which costs some percent of the time. `give_back`
+returns the free pages of smaller ones between steps. C libraries without these calls are left as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from attar.kernels import dispatch
 
 LARGE = 3 << 20  # above the float32 slices that codecs work in
 USUAL = 32 << 20  # where glibc's own threshold ends up in any process that frees tensors
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # constants of malloc.h
 
 _libc = ctypes.CDLL(None)
 _mallopt, _malloc_trim = (getattr(_libc, name, None) for name in ("mallopt", "malloc_trim"))
@@ -25,7 +24,7 @@ _mallopt, _malloc_trim = (getattr(_libc, name, None) for name in ("mallopt", "ma
 
 @contextmanager
 def large_blocks_apart() -> Iterator[None]:
-    """Within, what is freed of large tensors goes back to the system at once. Holds for the whole process."""
+    """Return freed memory of large tensors to the system at once within the context, in the whole process."""
     _large(LARGE)
     try:
         yield
@@ -37,11 +36,11 @@ def large_blocks_apart() -> Iterator[None]:
 def _large(size: int) -> None:
     if _mallopt is not None:
         _mallopt(_MMAP_THRESHOLD, size)
-        _mallopt(_TRIM_THRESHOLD, 2 * size)  # what glibc itself keeps at the end of the heap, given that threshold
+        _mallopt(_TRIM_THRESHOLD, 2 * size)  # glibc's own choice for that threshold
 
 
 def give_back() -> None:
-    """Return free pages of the heap, and what kernels keep for results, to the system. Takes milliseconds."""
+    """Return free pages of the heap, and the kernels' result buffers, to the system. Takes milliseconds."""
     dispatch.release()
     if _malloc_trim is not None:
         _malloc_trim(0)

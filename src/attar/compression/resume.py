@@ -1,7 +1,7 @@
-"""What a killed computation leaves on disk for the one that resumes it: notes, logs of values, and folders of tensors.
+"""Files on disk that let a killed computation resume: notes, logs of values, and folders of tensors.
 
-Each is whole or absent, and is on disk before anything that relies on it. What it is about is kept with it, or in its
-name, so that a computation takes up nothing but its own.
+Each is complete or absent, and is on disk before anything that relies on it. Its subject is stored with it, or in its
+name, so that a computation resumes only its own files.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from attar.checkpoints.safetensors import TensorFile
 from attar.checkpoints.writer import ShardWriter, plan_files, sync_path
 from attar.formats.scheme import Part
 
-SHORT = 40  # characters of a value that is worth reading: hashes are longer
+SHORT = 40  # characters of a value worth printing: hashes are longer
 FIGURES, SUMS = "figures.json", "sums.json"
 
 
 class Damaged(ValueError):
-    """What a run left is no longer what it wrote; `sentence` says where and why, without the advice that the whole
-    message ends in."""
+    """Files of a run differ from what it wrote. `sentence` says where and why, without the advice that ends the
+    message."""
 
     def __init__(self, folder: Path, why: str) -> None:
         self.sentence = f"{folder}, which an interrupted run left, is damaged: {why}"
@@ -35,7 +35,7 @@ class Damaged(ValueError):
 
 
 def write_note(path: Path, value: Any) -> None:
-    """Write a note (JSON) that outlives a crash, whole. Raises ValueError where a number is not finite."""
+    """Write a note (JSON) atomically, so that it survives a crash. Raises ValueError where a number is not finite."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("w") as file:
         json.dump(value, file, allow_nan=False)
@@ -46,7 +46,7 @@ def write_note(path: Path, value: Any) -> None:
 
 
 def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
-    """Say what differs, with both values where they are short. Empty where nothing does."""
+    """Describe the differences, with both values where they are short. Empty where there are none."""
     found = []
     for key in sorted(now.keys() | then.keys()):
         values = now.get(key), then.get(key)
@@ -57,8 +57,8 @@ def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
 
 
 def save(folder: Path, figures: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write figures (JSON) and tensors to `folder`, which did not exist, and which is whole where it does. The hash of
-    each file lies beside them: what a disk or a copy has changed since would be trained on without a word."""
+    """Write figures (JSON) and tensors to the new `folder` atomically. The hash of each file lies beside them: without
+    it, a change by a disk or a copy would go unnoticed into training."""
     temporary = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
@@ -77,7 +77,8 @@ def save(folder: Path, figures: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def restore(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read what `save` wrote to `folder`. Raises `Damaged` where that is not what lies there now."""
+    """Read the figures and tensors that `save` wrote to `folder`. Raises `Damaged` where the files have changed
+    since."""
     found: dict[str, Tensor] = {}
     try:
         sums = dict(json.loads((folder / SUMS).read_bytes()))
@@ -95,8 +96,8 @@ def restore(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 class Log:
-    """Values by key, on disk as they are made: JSON lines, the first of which says what they are about. Tensors about
-    it are in `folder`, which is there once something is."""
+    """Values by key, on disk as they are made: JSON lines, the first of which states the subject. Tensors of the same
+    subject are in `folder`, which exists once there are some."""
 
     def __init__(self, file: Path, about: str) -> None:
         self._values: dict[str, Any] = {}
@@ -107,7 +108,7 @@ class Log:
             for line in lines[1:]:
                 try:
                     key, value = json.loads(line)
-                except ValueError:  # the line in which a run was killed
+                except ValueError:  # the line that a killed run left unfinished
                     break
                 self._values[key] = value
         elif self.folder.is_dir():
@@ -116,12 +117,12 @@ class Log:
 
     @staticmethod
     def remove(file: Path) -> None:
-        """Forget all that the log `file` holds."""
+        """Delete all that the log `file` holds."""
         file.unlink(missing_ok=True)
         shutil.rmtree(file.with_suffix(".candidates"), ignore_errors=True)
 
     def get(self, key: str) -> Any:
-        """None where there is none."""
+        """Return the value of the key, or None where there is none."""
         return self._values.get(key)
 
     def put(self, key: str, value: Any) -> None:

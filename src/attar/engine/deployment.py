@@ -7,78 +7,40 @@ what measures or reads a checkpoint imports torch: a plan of a published shape o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from msgspec.structs import replace as with_fields
 
 from attar import machine
-from attar.formats.scheme import Scheme
-from attar.model import shapes
-from attar.model.config import ModelConfig
+from attar.kv.schemes import scheme
 from attar.model.split import Share
-from attar.plan import fit
-from attar.plan.costs import Storage
-from attar.plan.fit import Demand, Plan
+from attar.plan import comparison
+from attar.plan.comparison import Hardware, Plan, Precisions, Subject
+from attar.plan.fit import CacheLimits, Demand
 from attar.plan.gpus import GpuSpec
 from attar.plan.steps import StepLimits
 from attar.protocol.settings import Settings
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The model to plan for: its name, its configuration, and the storage of its weights."""
+def checkpoint(name: str) -> Subject:
+    """Read a checkpoint's headers. Raises ValueError as loading it would."""
+    from attar.checkpoints.sources import hub
+    from attar.checkpoints.sources.stored import stored
 
-    name: str
-    config: ModelConfig
-    storage: Storage
-
-    @classmethod
-    def checkpoint(cls, name: str) -> Subject:
-        """Read a checkpoint's headers. Raises ValueError as loading it would."""
-        from attar.checkpoints.sources import hub
-        from attar.checkpoints.sources.stored import stored
-
-        return cls(name, *stored(hub.resolve(name)))
-
-    @classmethod
-    def shape(cls, name: str, head: str | None) -> Subject:
-        """Take a published shape, with an LM head of the scheme `head`. Raises ValueError for unknown ones."""
-        scheme = None if head is None else Scheme.parse(head).with_scale_dtype("bfloat16")
-        return cls(name, shapes.shape(name), Storage(None, scheme))
+    return Subject(name, *stored(hub.resolve(name)))
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """The machine or GPU that is planned for. Memory is in bytes; rates are bytes or int8 operations a second.
+def machine_at_hand(bandwidth: int | None) -> Hardware:
+    """Take this machine's CPU. Its rates are measured where no bandwidth is given; they are None without kernels."""
+    here, rate = machine.examine(), None
+    if bandwidth is None:
+        from attar.kernels.native import extension, limits
 
-    source: where the memory's size comes from, for messages.
-    """
-
-    memory: int
-    source: str
-    bandwidth: int | None = None
-    int8_rate: float | None = None
-    gpu: GpuSpec | None = None
-
-    @classmethod
-    def of_machine(cls, bandwidth: int | None) -> Hardware:
-        """Describe this CPU. Its rates are measured where no bandwidth is given; they are None without kernels."""
-        here, rate = machine.examine(), None
-        if bandwidth is None:
-            from attar.kernels.native import extension, limits
-
-            if extension.loaded():
-                found = limits.measure()
-                bandwidth, rate = int(found.read_gb_s * 1e9), 1e9 * (found.tile_gops or found.int8_gops)
-        return cls(here.memory, here.limited_by, bandwidth, rate)
-
-    @classmethod
-    def of_gpu(cls, gpu: GpuSpec, bandwidth: int | None) -> Hardware:
-        """Describe a GPU by its data sheet, or as it was measured."""
-        if bandwidth is not None:
-            gpu = replace(gpu, bandwidth=float(bandwidth))
-        return cls(gpu.memory, gpu.name, bandwidth, None, gpu)
+        if extension.loaded():
+            found = limits.measure()
+            bandwidth, rate = int(found.read_gb_s * 1e9), 1e9 * (found.tile_gops or found.int8_gops)
+    return Hardware(here.memory, here.limited_by, bandwidth, rate)
 
 
 def gpu_at_hand(device: str) -> GpuSpec:
@@ -118,8 +80,8 @@ def for_users(settings: Settings, users: int) -> Settings:
 def plan(settings: Settings, subject: Subject, demand: Demand, hardware: Hardware) -> Plan:
     """Plan `demand` for every usual precision of weights and KV cache, or the settings' own KV format.
 
-    A memory size in the settings is each process's. Otherwise CPU processes share the machine's memory, and each GPU
-    has its own. Raises ValueError as `fit.plan`.
+    A memory that settings name is each process's. Otherwise CPU processes share what the machine has, and each GPU has
+    its own. Raises ValueError as `comparison.plan`.
     """
     share, limits = Share(0, settings.tp, settings.pp), settings.limits()
     memory, source = settings.memory, "--memory"
@@ -127,13 +89,16 @@ def plan(settings: Settings, subject: Subject, demand: Demand, hardware: Hardwar
         part = machine.SHARE if settings.kv_fraction is None else 1.0
         memory = int(hardware.memory * part) // (share.count if hardware.gpu is None else 1)
         source = hardware.source
-    return fit.plan(
-        subject.name, subject.config, fit.usual(subject.config, subject.storage), demand, memory,
-        source + (f", each of {share.count} processes" if share.count > 1 else ""),
-        limits=StepLimits.of(limits, settings.threads or machine.cores()), max_tokens=settings.max_cached_tokens,
-        kv_schemes=None if settings.kv is None else (settings.kv,), bandwidth=hardware.bandwidth,
-        int8_rate=hardware.int8_rate, adapters=_adapters(settings, subject, limits.max_step_tokens, share),
-        share=share, fraction=settings.kv_fraction, card=hardware.gpu,
+    hardware = replace(
+        hardware, memory=memory, source=source + (f", each of {share.count} processes" * (share.count > 1))
+    )
+    precisions = Precisions.usual(subject, hardware.gpu is not None)
+    if settings.kv is not None:
+        precisions = replace(precisions, kv=(scheme(settings.kv),))
+    return comparison.plan(
+        subject, demand, hardware, precisions, StepLimits.of(limits, settings.threads or machine.cores()),
+        CacheLimits(settings.max_cached_tokens, settings.kv_fraction),
+        _adapters(settings, subject, limits.max_step_tokens, share), share,
     )  # fmt: skip
 
 

@@ -31,16 +31,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from attar.engine.bottleneck import Bounds
 from attar.engine.inflight import Drawn, InflightStep, Launcher
 from attar.engine.outputs import Choice, Request
 from attar.engine.requests import RequestTable
-from attar.execution import cuda_graphs
-from attar.execution import kv_cache as kv_schemes
+from attar.execution import cuda_graphs, kv_cache
 from attar.execution.model_runner import InflightTokens, Runner, horizon
 from attar.faults import point
+from attar.kv.schemes import KvScheme
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Embed, Event, Stats, Submit
 from attar.protocol.request import SamplingParams
@@ -57,39 +57,49 @@ from attar.text.tokenizer import Detokenizer, Tokenizer
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class EngineConfig:
+    """Configuration of an engine: `blocks` blocks of cache, and sequences of at most `context` tokens.
+
+    kv: scheme of the KV cache, by default the lossless one. adapters: names of those that `lora.install` gave the
+    decoder, in the order of their numbers. overlaps: whether steps are launched before the tokens of the one before are
+    known, and tokens chosen without a look at the logits; by default on a GPU.
+    """
+
+    blocks: int
+    context: int
+    limits: SchedulerConfig = field(default_factory=SchedulerConfig)
+    eos_ids: frozenset[int] = frozenset()
+    kv: KvScheme | None = None
+    adapters: tuple[str, ...] = ()
+    overlaps: bool | None = None
+
+
 class Engine:
-    """A model that many requests share. `blocks` is the size of the KV cache in blocks, `context` the longest sequence.
+    """A model that many requests share.
 
     Without a tokenizer there is no text, and stop strings are refused. `clock` gives seconds that never go back.
-    `record` is the runner's. `overlaps` says whether steps are launched before the tokens of the one before are known,
-    and tokens sampled without a look at the logits: by default on a GPU. `meanwhile`, where it is set, is called in
-    every step while the device is busy, with the events so far, and may submit requests and cancel others. `adapters`
-    are the names of those that `lora.install` gave the decoder, in the order of their numbers. `bounds` judges what
-    limits steps; it is optional.
+    `record` is the runner's. `meanwhile`, where it is set, is called in every step while the device is busy, with what
+    there is to say, and may hand in requests and cancel others. `bounds`, where given, finds what limits steps.
     """
 
     def __init__(
         self,
         decoder: Decoder,
         tokenizer: Tokenizer | None,
+        config: EngineConfig,
         *,
-        blocks: int,
-        context: int,
-        limits: SchedulerConfig | None = None,
-        eos_ids: frozenset[int] = frozenset(),
-        kv: str | None = None,
         clock: Callable[[], float] = time.monotonic,
-        adapters: tuple[str, ...] = (),
         record: cuda_graphs.Record | None = None,
-        overlaps: bool | None = None,
         bounds: Bounds | None = None,
         runner: Callable[..., Runner] = Runner,
     ) -> None:
-        self.decoder, self.tokenizer, self.eos_ids, self.clock = decoder, tokenizer, eos_ids, clock
-        limits, scheme = limits or SchedulerConfig(), kv_schemes.of(decoder, kv)
-        bases = kv_schemes.bases(decoder, scheme)
-        self.runner = runner(decoder, blocks, context, scheme, limits.together, bases, record)
-        self.overlaps = self.runner.device.type != "cpu" if overlaps is None else overlaps
+        self.decoder, self.tokenizer, self.eos_ids, self.clock = decoder, tokenizer, config.eos_ids, clock
+        limits, scheme = config.limits, config.kv or decoder.lossless
+        kv_cache.check(decoder, scheme)
+        bases = kv_cache.bases(decoder, scheme)
+        self.runner = runner(decoder, config.blocks, config.context, scheme, limits.together, bases, record)
+        self.overlaps = self.runner.device.type != "cpu" if config.overlaps is None else config.overlaps
         self.bounds = bounds
         self.meanwhile: Callable[[list[Event]], None] | None = None
         self.launcher = Launcher(self.runner, self.overlaps, bounds, lambda event: self.requests.events.append(event))
@@ -100,12 +110,12 @@ class Engine:
         `model`, `mishap`, `numbers` (which the host would wait for), `blocks` (too few)."""
         if self.overlaps and self.runner.waits is not None:
             logger.warning("no step is launched before the tokens of the last are known: %s", self.runner.waits)
-        self._inflight: InflightStep | None = None  # the next step, where it is in flight
-        self.pool = BlockPool(blocks, self.runner.block)
+        self._inflight: InflightStep | None = None  # the next step, where it is on its way
+        self.pool = BlockPool(config.blocks, self.runner.block)
         self.cache = PrefixCache(self.pool, scheme.round_to(self.runner.block))
         self.scheduler = Scheduler(self.pool, self.cache, limits)
-        self.context = context
-        self.adapters = {"": 0, **{name: number for number, name in enumerate(adapters, 1)}}
+        self.context = config.context
+        self.adapters = {"": 0, **{name: number for number, name in enumerate(config.adapters, 1)}}
         self.steps = self.generated = 0
         self.step_seconds = 0.0
         self.requests = RequestTable(self.scheduler, clock)

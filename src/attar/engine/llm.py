@@ -26,9 +26,10 @@ from torch import Tensor
 
 from attar.checkpoints.adapters import lora
 from attar.checkpoints.sources import hub
-from attar.engine.engine import Engine
+from attar.engine.engine import Engine, EngineConfig
 from attar.engine.loader import Parallel, load_model
 from attar.execution.parallel.executor import WorkerLost
+from attar.kernels import dispatch
 from attar.model.cache import BLOCK, ForwardBatch
 from attar.progress import Progress
 from attar.protocol.messages import Delta, Failed, Finished, PromptLogprobs, Submit
@@ -130,6 +131,7 @@ class LLM:
         verify: bool = True,
         progress: Progress | None = None,
     ) -> None:
+        dispatch.require(device)  # before anything is downloaded
         self.model = load_model(
             hub.resolve(model), device=device, dtype=dtype, activations=activations, parallel=parallel, verify=verify,
             progress=progress,
@@ -311,10 +313,8 @@ class LLM:
                 max_running=TOGETHER, max_step_tokens=PREFILL_ROWS, max_waiting=sys.maxsize, headroom=0.0
             )
             tokenizer = self.tokenizer if self.model.has_tokenizer else None
-            self._engine = Engine(
-                self.decoder, tokenizer, blocks=blocks, context=context, limits=limits, eos_ids=self.model.eos_ids,
-                runner=self.model.runner,
-            )  # fmt: skip
+            config = EngineConfig(blocks, context, limits, self.model.eos_ids)
+            self._engine = Engine(self.decoder, tokenizer, config, runner=self.model.runner)
         assert self._engine is not None
         return self._engine
 

@@ -25,20 +25,22 @@ from attar.checkpoints.sources import hub
 from attar.checkpoints.sources.stored import stored
 from attar.engine import bottleneck
 from attar.engine.bottleneck import Bounds, KernelMeter, StreamMeter
-from attar.engine.engine import Engine
+from attar.engine.engine import Engine, EngineConfig
 from attar.engine.loader import LoadedModel, Parallel, load_model
 from attar.engine.memory_profile import GpuMemory, MemoryProfile, ProfileRun, measure
-from attar.execution import kv_cache as kv_schemes
+from attar.execution import kv_cache
 from attar.kernels import dispatch
 from attar.kernels.triton.weights import knows_float8
 from attar.kv import schemes
+from attar.kv.schemes import KvScheme
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.split import Share
 from attar.plan import fit as planning
 from attar.plan import gpus, report
+from attar.plan.comparison import stages
 from attar.plan.costs import BLOCK, Storage
-from attar.plan.fit import Fit
+from attar.plan.fit import CacheLimits, Deployment, Fit
 from attar.plan.roofline import Rates, Roofline
 from attar.plan.steps import StepLimits
 from attar.protocol.messages import Ready
@@ -57,16 +59,16 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     path = hub.resolve(settings.model)
     require_unchanged(settings.files, settings.folders)
     config, storage = stored(path)
+    held = deployment(settings, config, storage)
     if settings.device != "cpu":
-        return _on_card(settings, path, config, storage, limits, threads)
+        return _on_gpu(settings, path, held, limits, threads)
     folders = [Path(folder) for _, folder in settings.adapters]
-    share = Share(0, settings.tp, settings.pp)
-    adapters = lora.memory(folders, config, limits.max_step_tokens, share)
-    found = fit(settings, config, storage, limits, threads, adapters)
-    if share.count > 1:
-        logs.say(f"the first of {share.count} processes, which holds the most:")
-    _tell(settings, limits, found, kv_name(settings))
-    each = max(1, threads // share.count)  # an explicit number holds on any machine
+    adapters = lora.memory(folders, config, limits.max_step_tokens, held.share)
+    found = fit(settings, held, limits, threads, adapters)
+    if held.share.count > 1:
+        logs.say(f"the first of {held.share.count} processes, which holds the most:")
+    _tell(settings, limits, found, held.kv)
+    each = max(1, threads // held.share.count)  # a number that was asked for counts, whatever the machine
     torch.set_num_threads(each)
     rates = bottleneck.cpu_rates(found.weights, settings.activations)
     model = load_model(
@@ -77,10 +79,10 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     for sentence in without_kernels(model.decoder):
         logger.warning("%s", sentence)
     torch.set_num_threads(each)  # which loading may have changed
-    # The time of one stage of several does not judge the step (`bottleneck.py`).
-    roof = _roof(settings, config, storage, kv_name(settings), rates)
+    # The time of one stage of several says nothing of the step (`bottleneck.py`).
+    roof = _roof(held, rates)
     judge = Bounds(roof, KernelMeter()) if settings.pp == 1 else None
-    made = _over(model, found, limits, kv_name(settings), names, judge)
+    made = _over(model, found, limits, held.kv, names, judge)
     return made, _ready(settings, config, found, limits, names)
 
 
@@ -103,29 +105,19 @@ def _over(
     model: LoadedModel,
     found: Fit,
     limits: SchedulerConfig,
-    kv_scheme: str,
+    kv: KvScheme,
     adapters: tuple[str, ...],
     judge: Bounds | None,
 ) -> Engine:
     """Make an engine over a loaded model."""
-    return Engine(
-        model.decoder,
-        model.tokenizer,
-        blocks=found.blocks,
-        context=found.context,
-        limits=limits,
-        eos_ids=model.eos_ids,
-        kv=kv_scheme,
-        adapters=adapters,
-        bounds=judge,
-        runner=model.runner,
-    )
+    config = EngineConfig(found.blocks, found.context, limits, model.eos_ids, kv, adapters)
+    return Engine(model.decoder, model.tokenizer, config, bounds=judge, runner=model.runner)
 
 
-def _tell(settings: Settings, limits: SchedulerConfig, found: Fit, kv_scheme: str) -> None:
+def _tell(settings: Settings, limits: SchedulerConfig, found: Fit, kv: KvScheme) -> None:
     """Print the scheduler's settings, by preset and options, and the use of memory."""
     logs.say(limits.told(settings.preset))
-    logs.say(report.startup(found, kv_scheme))
+    logs.say(report.startup(found, kv))
 
 
 def _install(model: LoadedModel, settings: Settings) -> tuple[str, ...]:
@@ -137,23 +129,20 @@ def _install(model: LoadedModel, settings: Settings) -> tuple[str, ...]:
     return tuple(name for name, _ in settings.adapters)
 
 
-def _roof(
-    settings: Settings, config: ModelConfig, storage: Storage, kv_scheme: str, rates: Rates | None
-) -> Roofline | None:
-    """Make the roofline of each process's part; stages run one after another."""
-    part = planning.shared(config, storage, Share(0, settings.tp))[1]
-    return None if rates is None else Roofline(part, storage, kv_scheme, rates)
+def _roof(held: Deployment, rates: Rates | None) -> Roofline | None:
+    """Return the roofline of what one process computes, None without rates."""
+    return None if rates is None else Roofline(stages(held), held.storage, held.kv, rates)
 
 
-def _on_card(
-    settings: Settings, path: Path, config: ModelConfig, storage: Storage, limits: SchedulerConfig, threads: int
+def _on_gpu(
+    settings: Settings, path: Path, held: Deployment, limits: SchedulerConfig, threads: int
 ) -> tuple[Engine, Ready]:
     """Start an engine on a GPU."""
     dispatch.require(settings.device)
     torch.set_num_threads(threads)
     memory = GpuMemory(torch.device(settings.device))
-    available, most = memory.free(), planning.longest(config, settings.context)
-    room_for_weights(settings, config, storage, available, knows_float8(memory.device))
+    available, most = memory.free(), planning.longest(held.config, settings.context)
+    room_for_weights(settings, held, available, knows_float8(memory.device))
     try:
         rates = _measured(memory.device)
         memory.settle()
@@ -161,8 +150,9 @@ def _on_card(
             path, dtype=settings.computes_in, verify=settings.verify, device=settings.device,
             parallel=Parallel(settings.tp, settings.pp, threads),
         )  # fmt: skip
-        names, scheme = _install(model, settings), kv_schemes.of(model.decoder, kv_name(settings))
-        trial = ProfileRun(model.decoder, scheme, limits, most, runner=model.runner, adapters=len(names))
+        names = _install(model, settings)
+        kv_cache.check(model.decoder, held.kv)
+        trial = ProfileRun(model.decoder, held.kv, limits, most, runner=model.runner, adapters=len(names))
         each = trial.pages // trial.runner.pages[0].blocks
         measured = measure(memory, available, trial)
         del trial
@@ -170,23 +160,23 @@ def _on_card(
         if model.team is not None and model.team.workers.free is not None:
             measured = replace(measured, available=min(available, model.team.workers.free))
         memory.settle()
-        found = on_card(settings, measured, each, most, limits)
-        _tell(settings, limits, found, scheme.name)
-        roof = _roof(settings, config, storage, scheme.name, rates)
+        found = on_gpu(settings, measured, each, most, limits)
+        _tell(settings, limits, found, held.kv)
+        roof = _roof(held, rates)
         judge = None if roof is None else Bounds(roof, StreamMeter(memory.device))
-        made = _over(model, found, limits, scheme.name, names, judge)
+        made = _over(model, found, limits, held.kv, names, judge)
         made.runner.record_all()
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"{path.name} does not fit into the {planning.size(available)} that {settings.device} has free: {error}"
         ) from None
-    return made, _ready(settings, config, found, limits, names)
+    return made, _ready(settings, held.config, found, limits, names)
 
 
-def room_for_weights(settings: Settings, config: ModelConfig, storage: Storage, available: int, float8: bool) -> None:
-    """Raise ValueError, with the shortage, where a GPU has too little memory for its part of the weights alone."""
-    held = planning.shared(config, storage, Share(0, settings.tp, settings.pp))[1]
-    weights = gpus.weight_bytes(held, storage, float8).total
+def room_for_weights(settings: Settings, held: Deployment, available: int, float8: bool) -> None:
+    """Raises ValueError, saying by how much, where a card has too little memory for its part of the weights alone."""
+    part = planning.shared(held.config, held.storage, held.share)[1]
+    weights = gpus.weight_bytes(part, held.storage, float8).total
     memory, source = settings.memory, "--memory"
     if memory is None:
         memory, source = available, f"free on {settings.device}"
@@ -219,17 +209,17 @@ def _ready(
     )  # fmt: skip
 
 
-def on_card(settings: Settings, measured: MemoryProfile, block_bytes: int, most: int, limits: SchedulerConfig) -> Fit:
-    """Divide a GPU's memory, after measurement, for requests of up to `most` tokens. Raises ValueError, with the
-    shortage, where it is too little."""
-    fraction = settings.kv_fraction
+def on_gpu(settings: Settings, measured: MemoryProfile, block_bytes: int, most: int, limits: SchedulerConfig) -> Fit:
+    """Where a card's memory will go, after what was measured, for requests of up to `most` tokens. Raises ValueError,
+    saying by how much, where it is too little."""
+    cache = CacheLimits(settings.max_cached_tokens, settings.kv_fraction)
     memory, source = settings.memory, "--memory"
     if memory is None:
-        memory = int(measured.available * (machine.SHARE if fraction is None else 1.0))
+        memory = int(measured.available * (machine.SHARE if cache.fraction is None else 1.0))
         source = f"free on {settings.device}"
-    taken = measured.weights + measured.step + measured.graphs + measured.driver + block_bytes  # and the spare block
-    blocks = planning.cache_blocks(memory - taken, block_bytes, BLOCK, settings.max_cached_tokens, fraction)
-    if settings.max_cached_tokens is None:
+    taken = measured.weights + measured.step + measured.graphs + measured.driver + block_bytes  # and nobody's block
+    blocks = cache.blocks(memory - taken, block_bytes, BLOCK)
+    if cache.max_tokens is None:
         blocks = min(blocks, planning.useful(limits.together, -(-most // BLOCK), limits.headroom))
     context = most
     if settings.context is None and 0 < blocks * BLOCK < most:
@@ -238,33 +228,33 @@ def on_card(settings: Settings, measured: MemoryProfile, block_bytes: int, most:
     found = Fit(
         memory, measured.weights, measured.step, measured.driver, BLOCK, block_bytes, blocks, context,
         graphs=measured.graphs + block_bytes,
-        kept_by=planning.keeps(blocks * BLOCK, settings.max_cached_tokens, fraction), headroom=limits.headroom,
+        kept_by=cache.option(blocks * BLOCK), headroom=limits.headroom,
     )  # fmt: skip
     planning.require(found, source)
     return found
 
 
-def fit(
-    settings: Settings, config: ModelConfig, storage: Storage, limits: SchedulerConfig, threads: int, adapters: int = 0
-) -> Fit:
-    """Divide the memory. Raises ValueError, with the shortage, where the model does not fit."""
-    here = machine.examine()
-    share = Share(0, settings.tp, settings.pp)
+def fit(settings: Settings, held: Deployment, limits: SchedulerConfig, threads: int, adapters: int = 0) -> Fit:
+    """Divide the memory before a start on CPUs. Raises ValueError, saying by how much, where the model does not fit."""
+    here, share, most = machine.examine(), held.share, held.config.context
     memory, source = settings.memory, "--memory"
     if memory is None:
         memory, source = here.budget if settings.kv_fraction is None else here.memory, here.limited_by
     memory //= share.count
     source += f", of which each of {share.count} processes has its part" if share.count > 1 else ""
-    found = planning.start(
-        config, storage, kv_name(settings), memory, StepLimits.of(limits, threads), settings.context,
-        settings.max_cached_tokens, adapters, share, settings.kv_fraction,
-    )  # fmt: skip
-    if found.context < (settings.context or config.context):
-        logger.info("requests may have %d tokens, what the cache holds, instead of %d", found.context, config.context)
+    cache = CacheLimits(settings.max_cached_tokens, settings.kv_fraction)
+    found = planning.start(held, memory, StepLimits.of(limits, threads), settings.context, cache, adapters)
+    if found.context < (settings.context or most):
+        logger.info("requests may have %d tokens, what the cache holds, instead of %d", found.context, most)
     planning.require(found, source)
     return found
 
 
-def kv_name(settings: Settings) -> str:
-    """Return the KV cache's scheme: by default that of computation. Raises ValueError for an unknown name."""
-    return schemes.scheme(settings.kv or ("bfloat16" if settings.computes_in == "bfloat16" else "float32")).name
+def deployment(settings: Settings, config: ModelConfig, storage: Storage) -> Deployment:
+    """Return the deployment of a model by settings. Raises ValueError for an unknown KV scheme."""
+    return Deployment(config, storage, kv_scheme(settings), Share(0, settings.tp, settings.pp))
+
+
+def kv_scheme(settings: Settings) -> KvScheme:
+    """Return the scheme of keys and values, by default the lossless one. Raises ValueError for an unknown name."""
+    return schemes.scheme(settings.kv or ("bfloat16" if settings.computes_in == "bfloat16" else "float32"))

@@ -264,7 +264,7 @@ def run(
     loaded = time.perf_counter() - since
     numbers = torch.Generator().manual_seed(SEED)
     prompts = torch.randint(0, decoder.config.vocab_size, (load.batch, load.prompt), generator=numbers)
-    scheme = engine_kv.of(decoder, kv)
+    scheme = engine_kv.resolve(decoder, kv)
     bases = engine_kv.bases(decoder, scheme)
     _generate(decoder, prompts[:1, :WARM_UP], 2, scheme, bases)
     first = time.perf_counter() - since
@@ -285,7 +285,7 @@ def run(
         rate, gops = rates.bandwidth / 1e9, rates.operations(None) / 1e9
         if part is not None:
             halfway = [(load.prompt + load.gen // 2, 1, True)] * load.batch
-            reading, computing = Roofline(*part, scheme.name, rates).least(halfway)
+            reading, computing = Roofline(*part, scheme, rates).least(halfway)
             found |= {
                 "roof_fraction": max(reading, computing) / decode,
                 "limited_by": "compute" if computing > reading else "bandwidth",

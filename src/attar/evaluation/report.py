@@ -87,7 +87,7 @@ def evaluate(
     base = None if against is None else load(against, None, computed, told, device=device)
     cache = None
     if kv is not None:
-        scheme = engine_kv.of(loaded, kv)
+        scheme = engine_kv.resolve(loaded, kv)
         cache = partial(loaded.cache, scheme=scheme, bases=engine_kv.bases(loaded, scheme))
         base = loaded if base is None else base
         context = min(KV_CONTEXT, loaded.config.context, base.config.context) if context is None else context

@@ -28,19 +28,22 @@ def bases(decoder: Decoder, scheme: KvScheme) -> list[Bases] | None:
     return kv_basis.calibrate(decoder, sample(decoder), scheme) if scheme.calibrated else None
 
 
-def of(decoder: Decoder, name: str | None) -> KvScheme:
-    """Return the scheme of a name, by default the lossless one.
-
-    Raises ValueError for an unknown name, where the model's heads do not fit the scheme, and where several processes
-    would have to calibrate it.
-    """
+def resolve(decoder: Decoder, name: str | None) -> KvScheme:
+    """Return the scheme of a name, by default the lossless one. Raises ValueError for an unknown name, and as
+    `check`."""
     scheme = decoder.lossless if name is None else schemes.scheme(name)
+    check(decoder, scheme)
+    return scheme
+
+
+def check(decoder: Decoder, scheme: KvScheme) -> None:
+    """Raise ValueError where the model's heads do not fit the scheme, and where several processes would have to
+    calibrate it."""
     if scheme.calibrated and isinstance(decoder, SplitDecoder):
         raise ValueError(
             f"{scheme.name} is calibrated, which several processes do not do yet: --kv int8 or fp8 would do"
         )
     scheme.check(decoder.config.head_dim, BLOCK)
-    return scheme
 
 
 @torch.inference_mode()

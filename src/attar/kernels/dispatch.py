@@ -1,4 +1,4 @@
-"""Which backend computes: the choice for each operation, and what a model's weights and caches are laid out for.
+"""The choice of a backend for each operation, and of the layouts of weights and caches that it reads.
 
 `native/` has C++ for CPUs, `triton/` kernels for NVIDIA's GPUs, and `ref.py` readable PyTorch. The first backend that
 gives no reason against is chosen. `ATTAR_KERNELS=ref` forces the reference. `candidates` shows the choice with every

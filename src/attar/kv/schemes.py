@@ -185,10 +185,15 @@ SCHEMES: Mapping[str, KvScheme] = {
 }
 
 
-def scheme(name: str) -> KvScheme:
-    """Return the scheme of a name. Raises ValueError naming the existing ones."""
-    if name not in SCHEMES:
+def check_name(name: str | None) -> None:
+    """Raise ValueError, naming the existing schemes, for a name that none has. None leaves the choice open."""
+    if name is not None and name not in SCHEMES:
         raise ValueError(f"keys and values are kept as {', '.join(SCHEMES)}, not {name!r}")
+
+
+def scheme(name: str) -> KvScheme:
+    """Return the scheme of a name. Raises ValueError as `check_name`."""
+    check_name(name)
     return SCHEMES[name]
 
 

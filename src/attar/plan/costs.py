@@ -26,11 +26,11 @@ from attar.formats.scheme import ITEM_BITS, Scheme
 from attar.formats.weight_formats import Lookup, Progressive
 from attar.kernels.native import capabilities
 from attar.kernels.native.layouts import layout_of
-from attar.kv.schemes import LENGTH, RANDOM, WRITTEN, scheme
+from attar.kv.schemes import LENGTH, RANDOM, SCHEMES, WRITTEN, KvScheme
 from attar.model.config import ModelConfig
 
 Part = Literal["linears", "head"]
-USUAL_KV = ("float32", "bfloat16", "int8", "int4")
+USUAL_KV = tuple(SCHEMES[name] for name in ("float32", "bfloat16", "int8", "int4"))
 """KV schemes that a plan compares, by falling precision."""
 BLOCK = 64  # slots of a block, as `model.cache.BLOCK`
 LANES = 16  # outputs stored together in the kernels' layout, and slots in that of pages
@@ -227,59 +227,57 @@ def step_bytes(config: ModelConfig, storage: Storage, rows: int = 1) -> int:
 # KV cache
 
 
-def page_bytes(config: ModelConfig, kv: str, block: int = BLOCK) -> int:
+def page_bytes(config: ModelConfig, kv: KvScheme, block: int = BLOCK) -> int:
     """Return the bytes of one block of one layer: keys and values of `block` slots, and the scheme's side data.
 
-    Raises ValueError for a block that is no multiple of 16 slots, for an unknown scheme, and for one that does not
-    support the head size.
+    Raises ValueError for a block that is no multiple of 16 slots, and for a scheme that does not support the head size.
     """
-    return scheme(kv).bytes(config.kv_heads, config.head_dim, block)
+    return kv.bytes(config.kv_heads, config.head_dim, block)
 
 
-def usual_kv(config: ModelConfig) -> tuple[str, ...]:
+def usual_kv(config: ModelConfig) -> tuple[KvScheme, ...]:
     """Return the schemes of `USUAL_KV` that support the model's head size."""
-    return tuple(name for name in USUAL_KV if name != "int4" or config.head_dim % LANES == 0)
+    return tuple(each for each in USUAL_KV if each.name != "int4" or config.head_dim % LANES == 0)
 
 
-def block_bytes(config: ModelConfig, kv: str, block: int = BLOCK) -> int:
+def block_bytes(config: ModelConfig, kv: KvScheme, block: int = BLOCK) -> int:
     """Return the bytes of one block in all layers."""
     return config.layers * page_bytes(config, kv, block)
 
 
-def kv_bytes(config: ModelConfig, kv: str) -> int:
+def kv_bytes(config: ModelConfig, kv: KvScheme) -> int:
     """Return the bytes of one token's keys and values in all layers, in a finished block."""
     return block_bytes(config, kv, BLOCK) // BLOCK
 
 
-def beside_bytes(config: ModelConfig, kv: str, sequences: int, block: int = BLOCK) -> int:
+def beside_bytes(config: ModelConfig, kv: KvScheme, sequences: int, block: int = BLOCK) -> int:
     """Return the bytes that a KV scheme needs besides its blocks.
 
     These are unfinished blocks, where the scheme stores those apart, three for each running sequence. A calibrated
     scheme adds its bases and the memory of calibration.
     """
-    chosen = scheme(kv)
-    unfinished = chosen.recent_bytes(config.kv_heads, config.head_dim, block) * 3 * sequences
-    layers = config.layers * (unfinished + chosen.basis_bytes(config.kv_heads, config.head_dim))
+    unfinished = kv.recent_bytes(config.kv_heads, config.head_dim, block) * 3 * sequences
+    layers = config.layers * (unfinished + kv.basis_bytes(config.kv_heads, config.head_dim))
     return layers + calibration_bytes(config, kv)
 
 
-def calibration_bytes(config: ModelConfig, kv: str) -> int:
+def calibration_bytes(config: ModelConfig, kv: KvScheme) -> int:
     """Return the bytes that KV calibration needs beyond a step of one text, while a model is loaded (`model.kv_basis`).
 
     The first phase holds the int8 cache and the logits of the texts that the model writes. The second holds all texts'
     hidden states, one layer's keys and values, and one head's of them in float64, four times. Freed memory is not given
     to the cache.
     """
-    if not scheme(kv).calibrated:
+    if not kv.calibrated:
         return 0
     length = min(LENGTH, config.context)
     texts = (WRITTEN + RANDOM) * length
-    writing = WRITTEN * (-(-length // BLOCK) * block_bytes(config, "int8") + 16 * config.vocab_size)
+    writing = WRITTEN * (-(-length // BLOCK) * block_bytes(config, SCHEMES["int8"]) + 16 * config.vocab_size)
     rows = 4 * (config.hidden + 2 * config.kv_heads * config.head_dim) + 4 * 8 * config.head_dim
     return max(writing, texts * rows)
 
 
-def kv_read_bytes(config: ModelConfig, kv: str, context: int) -> int:
+def kv_read_bytes(config: ModelConfig, kv: KvScheme, context: int) -> int:
     """Return the bytes that one sequence's attention reads for its next token, with `context` positions filled."""
     seen = sum(context if window is None else min(context, window) for window in config.windows)
     return seen * (kv_bytes(config, kv) // config.layers)

@@ -11,32 +11,20 @@ sequences can use together, so that a small model does not fill a large memory w
 where not one of the model's whole context fits.
 
 A fraction limits the KV cache to that part of the memory left. A number of tokens, which sets the cache's size
-otherwise, is then an upper bound: the smaller of both holds, as in TensorRT-LLM.
-
-Speed: a decode step of `users` sequences reads every weight once (of experts, the chosen ones) and every user's keys
-and values, so it takes at least
-
-    seconds = (weight bytes + users * KV bytes at that context) / bandwidth
-    tokens/s = users / seconds
-
-A given rate of int8 operations adds a second bound: users * operations / rate, with the operations of one token in the
-linears that multiply in int8. The larger of the two is named. Both are limits of the machine and no promise; `attar
-bench` measures what kernels reach of them. Torch-free.
+otherwise, is then an upper bound: the smaller of both holds, as in TensorRT-LLM. Torch-free.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from attar.kv.schemes import KvScheme
 from attar.model.config import ModelConfig
 from attar.model.split import Share, split
 from attar.plan import costs, gpus, steps
 from attar.plan.costs import BLOCK, Storage
 from attar.plan.gpus import GpuSpec
-from attar.plan.roofline import Roofline
 from attar.plan.steps import StepLimits
 
 ENGINE = 300 << 20  # bytes of the engine's process with torch and no model: 255 MB measured
@@ -46,7 +34,53 @@ TOKENIZER = 600  # bytes a token of the vocabulary, in each of the two: 510 meas
 
 WHOLE = Share()  # of a model in one process
 
-USUAL = ("dense", "w8a8", "w4g128", "w3g128")
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A model as it is stored, and what holds it.
+
+    share: of several processes, how they divide the model. gpu: where it lies, None for CPUs.
+    """
+
+    config: ModelConfig
+    storage: Storage
+    kv: KvScheme
+    share: Share = WHOLE
+    gpu: GpuSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLimits:
+    """Bounds of the KV cache.
+
+    max_tokens: positions that set its size, by default what the memory leaves. fraction: part of the memory left, in
+    (0, 1]; with it `max_tokens` is an upper bound.
+    """
+
+    max_tokens: int | None = None
+    fraction: float | None = None
+
+    def blocks(self, left: int, block_bytes: int, block: int) -> int:
+        """Return the blocks of `block` positions for the `left` bytes of memory: all that fit, or enough for
+        `max_tokens`, whether they fit or not.
+
+        With a `fraction` of `left`, the smaller of what fits in that and of those for `max_tokens`. Raises ValueError
+        for a fraction outside (0, 1].
+        """
+        check_fraction(self.fraction)
+        room = int(max(0, left) * (1.0 if self.fraction is None else self.fraction)) // block_bytes
+        if self.max_tokens is None:
+            return room
+        asked = -(-self.max_tokens // block)
+        return asked if self.fraction is None else min(asked, room)
+
+    def option(self, tokens: int) -> str:
+        """Return the command line's option that limits a cache of `tokens` tokens."""
+        by_fraction = self.fraction is not None and (self.max_tokens is None or tokens < self.max_tokens)
+        return "--kv-fraction" if by_fraction else "--max-tokens-in-cache"
+
+
+NO_LIMITS = CacheLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,52 +165,45 @@ class Fit:
 
 
 def fit(
-    config: ModelConfig,
-    storage: Storage,
-    kv: str,
+    deployment: Deployment,
     memory: int,
     context: int | None = None,
+    cache: CacheLimits = NO_LIMITS,
     limits: StepLimits | None = None,
-    max_tokens: int | None = None,
     block: int = BLOCK,
     adapters: int = 0,
-    share: Share = WHOLE,
-    fraction: float | None = None,
-    card: GpuSpec | None = None,
 ) -> Fit:
-    """Divide `memory`, of the machine or of a `card` (`cards.py`).
+    """Divide `memory`, of the machine or of the deployment's GPU.
 
-    `context` is that of a full request, by default the model's. `max_tokens` sets the cache's size in positions, by
-    default what the memory leaves; `fraction` limits it as in `cache_blocks`. `adapters` are the bytes that those take,
-    with their steps. Where several processes share the model, `memory` is each one's, and all sizes are of the first,
-    which holds most.
+    `context` is that of a full request, by default the model's. `adapters` are the bytes that those take, with their
+    steps. Where several processes share the model, `memory` is each one's, and all sizes are of the first, which holds
+    most.
 
     A plan that does not fit is no error here: see `Fit.short` and `require`. Raises ValueError for an impossible
     setting.
     """
     if memory < 0:
         raise ValueError(f"a memory of {memory} bytes is below zero")
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"the cache holds at least one token, not {max_tokens}")
+    if cache.max_tokens is not None and cache.max_tokens < 1:
+        raise ValueError(f"the cache holds at least one token, not {cache.max_tokens}")
+    config, storage, kv, gpu = deployment.config, deployment.storage, deployment.kv, deployment.gpu
     context = config.context if context is None else context
     Demand(context)  # checks it
-    own, held = shared(config, storage, share)
+    own, held = shared(config, storage, deployment.share)
     limits = limits or StepLimits()
-    if card is not None:
-        weights = gpus.weight_bytes(held, storage, card.float8).total
-        each = gpus.block_bytes(own, kv, card.float8, block)
+    if gpu is not None:
+        weights = gpus.weight_bytes(held, storage, gpu.float8).total
+        each = gpus.block_bytes(own, kv, gpu.float8, block)
         step, processes = gpus.step_bytes(own, storage, limits, context), 0
     else:
         weights, each = costs.weight_bytes(held, storage).total, costs.block_bytes(own, kv, block)
         step = steps.largest_step(own, storage, limits, context).total
         step += costs.beside_bytes(own, kv, limits.sequences, block)
         processes = ENGINE + SERVER + 2 * TOKENIZER * config.vocab_size
-    left = memory - weights - adapters - step - processes
-    blocks = cache_blocks(left, each, block, max_tokens, fraction)
-    kept_by = keeps(blocks * block, max_tokens, fraction)
+    blocks = cache.blocks(memory - weights - adapters - step - processes, each, block)
     return Fit(
-        memory, weights, step, processes, block, each, blocks, context, adapters, kept_by=kept_by,
-        headroom=limits.headroom,
+        memory, weights, step, processes, block, each, blocks, context, adapters,
+        kept_by=cache.option(blocks * block), headroom=limits.headroom,
     )  # fmt: skip
 
 
@@ -193,69 +220,35 @@ def blocks_for(requests: int, each: int, headroom: float) -> int:
     return blocks
 
 
-def keeps(tokens: int, max_tokens: int | None, fraction: float | None) -> str:
-    """Return the option that limits a cache of `tokens` tokens: `max_tokens` or `fraction` of `cache_blocks`."""
-    by_fraction = fraction is not None and (max_tokens is None or tokens < max_tokens)
-    return "--kv-fraction" if by_fraction else "--max-tokens-in-cache"
-
-
 def check_fraction(fraction: float | None) -> None:
     """Raise ValueError for a fraction of the memory outside (0, 1]."""
     if fraction is not None and not 0 < fraction <= 1:
         raise ValueError(f"the fraction of the memory for keys and values is above 0 and at most 1, not {fraction:g}")
 
 
-def cache_blocks(
-    left: int, block_bytes: int, block: int, max_tokens: int | None = None, fraction: float | None = None
-) -> int:
-    """Return the blocks of `block` positions for the `left` bytes of memory: all that fit, or enough for `max_tokens`,
-    whether they fit or not.
-
-    With a `fraction` of `left`, the smaller of what fits in that and of those for `max_tokens`. Raises ValueError for a
-    fraction outside (0, 1].
-    """
-    check_fraction(fraction)
-    room = int(max(0, left) * (1.0 if fraction is None else fraction)) // block_bytes
-    if max_tokens is None:
-        return room
-    asked = -(-max_tokens // block)
-    return asked if fraction is None else min(asked, room)
-
-
 def start(
-    config: ModelConfig,
-    storage: Storage,
-    kv: str,
+    deployment: Deployment,
     memory: int,
     limits: StepLimits,
     context: int | None = None,
-    max_tokens: int | None = None,
+    cache: CacheLimits = NO_LIMITS,
     adapters: int = 0,
-    share: Share = WHOLE,
-    fraction: float | None = None,
-    card: GpuSpec | None = None,
 ) -> Fit:
-    """Divide a server's memory as `fit`, with a cache of `max_tokens`. By default it gets what the memory leaves, or a
-    `fraction` of that, up to `ROOM` times what `limits.sequences` full requests need to run together.
+    """Divide a server's memory as `fit`. By default the cache gets what the memory leaves, or a fraction of that, up to
+    `ROOM` times what `limits.sequences` full requests need to run together.
 
     Where no `context` is given and the cache holds less than one request of the model's, the context becomes what the
     cache holds. Raises ValueError as `fit` and `longest`; `require` reports what does not fit.
     """
-    most = longest(config, context)
-
-    def divide(context: int, max_tokens: int | None) -> Fit:
-        return fit(
-            config, storage, kv, memory, context, limits, max_tokens,
-            adapters=adapters, share=share, fraction=fraction, card=card,
-        )  # fmt: skip
-
-    found = divide(most, max_tokens)
+    most = longest(deployment.config, context)
+    found = fit(deployment, memory, most, cache, limits, adapters=adapters)
     kept_by = found.kept_by
     most_blocks = useful(limits.sequences, found.blocks_each, limits.headroom)
-    if max_tokens is None and found.blocks > most_blocks:
-        found = divide(most, most_blocks * BLOCK)
+    if cache.max_tokens is None and found.blocks > most_blocks:
+        found = fit(deployment, memory, most, replace(cache, max_tokens=most_blocks * BLOCK), limits, adapters=adapters)
     if context is None and 0 < found.tokens < most:
-        found = divide(found.tokens, found.tokens)
+        kept = replace(cache, max_tokens=found.tokens)
+        found = fit(deployment, memory, found.tokens, kept, limits, adapters=adapters)
     return replace(found, kept_by=kept_by)
 
 
@@ -306,167 +299,6 @@ def require(found: Fit, source: str) -> None:
 
 def _parts(found: Fit) -> str:
     return ", ".join(f"{what} {size(count)}" for what, count in found.table() if what != "unused" and count)
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Bounds of one decode step of all users at their context."""
-
-    read: int  # bytes
-    tokens_per_second: float
-    limited_by: str  # bandwidth or compute
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"read_bytes": self.read, "tokens_per_second": self.tokens_per_second, "limited_by": self.limited_by}
-
-
-def speed(
-    config: ModelConfig,
-    storage: Storage,
-    kv: str,
-    demand: Demand,
-    bandwidth: float,
-    int8_rate: float | None = None,
-) -> Speed:
-    """Bound the speed at which all users together can decode. `bandwidth` is in bytes a second, `int8_rate` in
-    operations a second.
-
-    Raises ValueError where a rate is not positive.
-    """
-    for name, rate in (("bandwidth", bandwidth), ("rate of operations", int8_rate)):
-        if rate is not None and not rate > 0:
-            raise ValueError(f"the {name} must be above 0, not {rate:g}")
-    context = longest(config, demand.context)
-    read = costs.step_bytes(config, storage, demand.users)
-    read += demand.users * costs.kv_read_bytes(config, kv, context)
-    reading = read / bandwidth
-    computing = 0.0 if int8_rate is None else demand.users * costs.int8_flops(config, storage) / int8_rate
-    slower = max(reading, computing)
-    return Speed(read, demand.users / slower, "compute" if computing > reading else "bandwidth")
-
-
-def card_speed(config: ModelConfig, storage: Storage, kv: str, demand: Demand, card: GpuSpec) -> Speed:
-    """Bound the decode speed of all users on a GPU, with attention's operations."""
-    context = longest(config, demand.context)
-    reading, computing = Roofline(config, storage, kv, card.rates).least([(context - 1, 1, True)] * demand.users)
-    limited_by = "compute" if computing > reading else "bandwidth"
-    return Speed(round(reading * card.bandwidth), demand.users / max(reading, computing), limited_by)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One choice of precisions in a plan."""
-
-    weights: str
-    kv: str
-    fit: Fit
-    weight_bytes: costs.WeightBytes
-    fits: bool  # all users
-    short: int  # bytes missing for them; 0 where they fit, or would in a larger cache than the one asked for
-    speed: Speed | None  # of all users; None where they do not fit, or without a bandwidth
-    references: int  # linears that no kernel multiplies by
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The answer of `attar plan`: every choice of precisions, the stored one first."""
-
-    model: str
-    memory: int
-    source: str
-    context: int  # of a request, as far as it fits
-    users: int
-    limits: StepLimits
-    bandwidth: float | None  # bytes a second
-    int8_rate: float | None  # operations a second
-    rows: tuple[Row, ...]
-    card: GpuSpec | None = None
-
-
-def plan(
-    model: str,
-    config: ModelConfig,
-    storages: Sequence[Storage],
-    demand: Demand,
-    memory: int,
-    source: str,
-    *,
-    kv_schemes: Iterable[str] | None = None,
-    limits: StepLimits | None = None,
-    max_tokens: int | None = None,
-    bandwidth: float | None = None,
-    int8_rate: float | None = None,
-    adapters: int = 0,
-    share: Share = WHOLE,
-    fraction: float | None = None,
-    card: GpuSpec | None = None,
-) -> Plan:
-    """Divide the memory for every storage with every KV scheme (default: the usual ones), each as by `start`.
-
-    `adapters` and `fraction` are as in `fit`, and so is `share`: memory, bandwidth and rate then apply to each process.
-    Pipeline stages run one after another, and communication between processes is not counted. Storages that cannot be
-    split so, or that no GPU kernel supports, are left out, except the first. With a `card`, speeds are of that GPU, and
-    `bandwidth` and `int8_rate` are not used.
-
-    Raises ValueError for an impossible setting, for a context longer than the model's, and where `limits` let fewer
-    sequences run together than there are users.
-    """
-    limits = limits or StepLimits()
-    if demand.users > limits.sequences:
-        raise ValueError(f"{demand.users} users at once, but only {limits.sequences} requests run together")
-    most = longest(config, demand.context)
-    context = demand.context if demand.users == 1 else most
-    rows = []
-    for storage in storages:
-        if card is not None and storage is not storages[0] and gpus.without_kernel(config, storage, card.float8):
-            continue  # at least as large there as dense
-        try:
-            layers = shared(config, storage, Share(0, share.tp))[1]
-        except ValueError:
-            if storage is storages[0]:
-                raise
-            continue
-        for kv in usual_kv(config, card is not None) if kv_schemes is None else kv_schemes:
-            found = start(config, storage, kv, memory, limits, context, max_tokens, adapters, share, fraction, card)
-            short, fast = found.short(demand.users), None
-            fits = found.requests >= demand.users and not short
-            each = Demand(found.context, demand.users)
-            if card is not None and fits:
-                fast = card_speed(layers, storage, kv, each, card)
-            elif bandwidth is not None and fits:
-                fast = speed(layers, storage, kv, each, bandwidth, int8_rate)
-            held = shared(config, storage, share)[1]
-            if card is None:
-                weights, references = costs.weight_bytes(held, storage), len(steps.references(config, storage))
-            else:
-                weights = gpus.weight_bytes(held, storage, card.float8)
-                references = gpus.without_kernel(config, storage, card.float8)
-            rows.append(Row(storage.label, kv, found, weights, fits, short, fast, references))
-    if card is not None:
-        bandwidth, int8_rate = card.bandwidth, card.operations["int8"]
-    return Plan(model, memory, source, most, demand.users, limits, bandwidth, int8_rate, tuple(rows), card)
-
-
-def usual_kv(config: ModelConfig, card: bool) -> tuple[str, ...]:
-    """Return the KV schemes worth comparing for a model, on a GPU or a CPU."""
-    return tuple(name for name in gpus.USUAL_KV if name in costs.usual_kv(config)) if card else costs.usual_kv(config)
-
-
-def usual(config: ModelConfig, first: Storage) -> list[Storage]:
-    """Return the storages worth comparing: `first`, and others of `USUAL` whose groups divide every linear's columns.
-
-    The LM head stays as in `first`, because compression leaves it alone.
-    """
-    chosen = [first]
-    for name in USUAL:
-        storage = Storage.named(name, first.head, first.dtype)
-        try:
-            costs.weight_bytes(config, storage)
-        except ValueError:
-            continue
-        if storage.label != first.label:
-            chosen.append(storage)
-    return chosen
 
 
 def size(count: float) -> str:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from attar.formats.scheme import ITEM_BITS, Grid, Scheme, multiplied_in
 from attar.formats.weight_formats import Fp8Blocks, Progressive
-from attar.kv.schemes import scheme as kv_scheme
+from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model.config import ModelConfig
 from attar.plan import costs, steps
 from attar.plan.costs import BLOCK, Matrix, Storage, WeightBytes
@@ -32,7 +32,7 @@ TILE = 64  # outputs that lie together
 AT_ONCE = 64  # rows whose tokens are sampled together (`sampling/device_sampler.py`)
 LEAST_GROUP, LEAST_ROUNDED = 32, 64  # columns of 4 bits under one scale: rows unrounded, and rounded to int8
 MOST_COLUMNS = 65536  # most 8-by-8-bit products that one 32-bit sum holds
-USUAL_KV = ("bfloat16", "int8", "int4")
+USUAL_KV = tuple(SCHEMES[name] for name in ("bfloat16", "int8", "int4"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,15 +158,14 @@ def weight_bytes(config: ModelConfig, storage: Storage, float8: bool) -> WeightB
     return WeightBytes(parts["linears"], parts["head"], embedding, 2 * (beside + costs.norm_weights(config)))
 
 
-def block_bytes(config: ModelConfig, kv: str, float8: bool, block: int = BLOCK) -> int:
+def block_bytes(config: ModelConfig, kv: KvScheme, float8: bool, block: int = BLOCK) -> int:
     """Return the bytes of one KV block in all layers. Raises ValueError for a scheme that no GPU kernel supports."""
-    chosen = kv_scheme(kv)
-    if chosen.name == "fp8" and not float8:
+    if kv.name == "fp8" and not float8:
         raise ValueError("this card knows no float8, so keys and values cannot be kept in it: --kv int8 takes as much")
-    if chosen.name not in ("float32", "bfloat16", "int8", "fp8", "int4"):
-        raise ValueError(f"a card keeps keys and values as float32, bfloat16, int8, fp8 or int4, not {chosen.name}")
-    scaled = 0 if chosen.unscaled else 4
-    slot = config.head_dim * round(chosen.bits) // 8 + scaled
+    if kv.name not in ("float32", "bfloat16", "int8", "fp8", "int4"):
+        raise ValueError(f"a card keeps keys and values as float32, bfloat16, int8, fp8 or int4, not {kv.name}")
+    scaled = 0 if kv.unscaled else 4
+    slot = config.head_dim * round(kv.bits) // 8 + scaled
     return config.layers * 2 * config.kv_heads * block * slot
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from attar.plan.fit import Fit, Plan, Row, kept_free, size
+from attar.kv.schemes import KvScheme
+from attar.plan.comparison import Plan, Row
+from attar.plan.fit import Fit, kept_free, size
 from attar.plan.gpus import CARDS
 
 CARD_FORMULA = "tokens/s <= users / max((weights read + users x KV read) / bandwidth, operations / their rates)"
 FORMULA = "tokens/s <= users / max((weights read + users x KV read) / bandwidth, users x int8 operations / their rate)"
 
 
-def startup(found: Fit, kv: str) -> str:
+def startup(found: Fit, kv: KvScheme) -> str:
     """Return the table that a server prints before it loads: memory by use, and the capacity of the cache."""
     lines = [f"{what:<13}{size(count):>10}" for what, count in found.table()]
     lines.append(f"{'memory':<13}{size(found.memory):>10}")
     lines.append(
-        f"the cache holds {found.tokens:,} tokens in {found.blocks:,} blocks of {found.block} ({kv}): "
+        f"the cache holds {found.tokens:,} tokens in {found.blocks:,} blocks of {found.block} ({kv.name}): "
         f"{found.requests:,} {'request' if found.requests == 1 else 'requests'} of {found.context:,}"
     )
     if found.requests > 1 and (kept := kept_free(found.blocks, found.headroom)):
@@ -41,19 +43,20 @@ def to_text(plan: Plan) -> str:
     first = plan.rows[0]
     by_compute = " (c: by compute)" if any(_by_compute(row) for row in plan.rows) else ""
     lines += [
-        f"a request is one full context; with {first.weights} weights and {first.kv} keys and values a server has:",
+        f"a request is one full context; with {first.weights} weights and {first.kv.name} keys and values a server "
+        "has:",
         "",
         startup(first.fit, first.kv),
         "",
     ]
-    if plan.card is not None:
-        rates = ", ".join(f"{kind} {rate / 1e12:,.0f}" for kind, rate in plan.card.operations.items())
+    if plan.gpu is not None:
+        rates = ", ".join(f"{kind} {rate / 1e12:,.0f}" for kind, rate in plan.gpu.operations.items())
         lines.append(
-            f"{CARD_FORMULA}, here {plan.card.bandwidth / 1e9:,.0f} GB/s and 10^12 operations/s of "
+            f"{CARD_FORMULA}, here {plan.gpu.bandwidth / 1e9:,.0f} GB/s and 10^12 operations/s of "
             f"{rates}: limits, not promises{by_compute}"
         )
         lines.append("not counted: what driver and graphs take; `attar serve` measures all of it when it starts")
-        if plan.card.name in CARDS:
+        if plan.gpu.name in CARDS:
             lines.append("a data sheet's GB are taken as 10^9 bytes: some cards show up to 7 % more")
         slow = dict.fromkeys(row.weights for row in plan.rows if row.references)
         lines += [
@@ -77,7 +80,9 @@ def answer(plan: Plan) -> str:
     if fitting:
         best = fitting[0]
         fit = "fits" if plan.users == 1 else "fit"
-        room = f"{_users(plan, best.fit.context)} {fit} with {best.weights} weights and {best.kv} keys and values: "
+        room = (
+            f"{_users(plan, best.fit.context)} {fit} with {best.weights} weights and {best.kv.name} keys and values: "
+        )
         room += f"there is room for {best.fit.requests:,}"
         if best.fit.requests >= plan.limits.sequences:
             room += f" ({plan.limits.sequences:,} may run together), and {size(best.fit.unused)} are left"
@@ -85,7 +90,7 @@ def answer(plan: Plan) -> str:
         if fastest is best or fastest.speed is None:
             return room
         rate = f"{fastest.speed.tokens_per_second:,.0f} tokens/s, limited by {fastest.speed.limited_by}"
-        return f"{room}; the fastest that fits, {fastest.weights} with {fastest.kv}, could reach {rate}"
+        return f"{room}; the fastest that fits, {fastest.weights} with {fastest.kv.name}, could reach {rate}"
     least = min(plan.rows, key=lambda row: row.short)
     most = max(row.fit.requests for row in plan.rows)
     held = f"{most} would fit" if most else "not even one would"
@@ -95,7 +100,7 @@ def answer(plan: Plan) -> str:
         return f"{not_fit} into a cache of {kept} ({held})"
     return (
         f"{not_fit}: {size(least.short)} too little even with {least.weights} weights "
-        f"and {least.kv} keys and values ({held})"
+        f"and {least.kv.name} keys and values ({held})"
     )
 
 
@@ -118,7 +123,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     fit = row.fit
     a_token = size(fit.block_bytes / fit.block)
     return (
-        row.weights, row.kv, size(fit.weights), a_token, f"{fit.tokens:,}", f"{fit.requests:,}", short, fast,
+        row.weights, row.kv.name, size(fit.weights), a_token, f"{fit.tokens:,}", f"{fit.requests:,}", short, fast,
     )  # fmt: skip
 
 
@@ -153,14 +158,14 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "step_tokens": plan.limits.rows,
         "bandwidth": plan.bandwidth,
         "int8_rate": plan.int8_rate,
-        "card": None if plan.card is None else plan.card.name,
-        "formula": FORMULA if plan.card is None else CARD_FORMULA,
+        "card": None if plan.gpu is None else plan.gpu.name,
+        "formula": FORMULA if plan.gpu is None else CARD_FORMULA,
         "fits": any(row.fits for row in plan.rows),
         "answer": answer(plan),
         "rows": [
             {
                 "weight_scheme": row.weights,
-                "kv": row.kv,
+                "kv": row.kv.name,
                 "fits": row.fits,
                 "short": row.short,
                 "weight_parts": {

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from attar.formats.scheme import Scheme
+from attar.kv.schemes import KvScheme
 from attar.model.config import ModelConfig
 from attar.plan import costs
 from attar.plan.costs import Matrix, Storage
@@ -46,7 +47,7 @@ class Roofline:
     sequences.
     """
 
-    def __init__(self, config: ModelConfig, storage: Storage, kv: str, rates: Rates) -> None:
+    def __init__(self, config: ModelConfig, storage: Storage, kv: KvScheme, rates: Rates) -> None:
         self._read: dict[float, float] = defaultdict(float)  # seconds to read linears, by their fraction of active rows
         self._product = 0.0  # seconds of one row's products
         for each in costs.matrices(config):

@@ -561,7 +561,7 @@ def test_a_file_answers_a_prompt(kind: str, write: Write) -> None:
     from attar import LLM, SamplingParams
 
     model = LLM(write(kind, TOKENIZER))
-    assert model.eos_ids == {2}
+    assert model.model.eos_ids == {2}
     (answer,) = model.generate("abc", SamplingParams(max_tokens=4, temperature=0.0))
     assert answer.prompt_token_ids[0] == 1
     assert len(answer.token_ids) == 4 or answer.finish_reason == "stop"

@@ -23,7 +23,7 @@ from attar.checkpoints.adapters import lora
 from attar.checkpoints.sources.hub import embedded
 from attar.checkpoints.strict_io import CheckpointError
 from attar.engine import startup
-from attar.engine.engine import Engine
+from attar.engine.engine import Engine, EngineConfig
 from attar.engine.llm import LLM
 from attar.engine.loader import Parallel
 from attar.execution.parallel import executor
@@ -83,10 +83,7 @@ def test_preempted_forked_and_scored_sequences(one: LLM, two: LLM, kv: str | Non
         engine = Engine(
             llm.decoder,
             None,
-            blocks=6,
-            context=160,
-            limits=limits,
-            kv=kv,
+            EngineConfig(6, 160, limits, kv=None if kv is None else SCHEMES[kv]),
             runner=llm.model.runner,
             clock=itertools.count().__next__,
         )
@@ -135,7 +132,7 @@ def test_requests_take_adapters_in_every_process(one: LLM, two: LLM, tone: Path)
         lora.install(llm.decoder, 1, tone)
         limits = SchedulerConfig(max_running=4, max_step_tokens=24)
         engine = Engine(
-            llm.decoder, None, blocks=12, context=64, limits=limits, adapters=("tone",), runner=llm.model.runner
+            llm.decoder, None, EngineConfig(12, 64, limits, adapters=("tone",)), runner=llm.model.runner
         )  # fmt: skip
         params, asks = (
             SamplingParams(max_tokens=6, temperature=0, logprobs=0, ignore_eos=True),
@@ -186,7 +183,7 @@ def test_a_scheme_of_keys_that_is_calibrated_is_refused(two: LLM) -> None:
     from attar.execution import kv_cache as kv
 
     with pytest.raises(ValueError, match="klt4 is calibrated, which several processes do not do yet"):
-        kv.of(two.decoder, "klt4")
+        kv.resolve(two.decoder, "klt4")
 
 
 def test_a_worker_ends_with_its_leader_whatever_it_is_doing(tmp_path: Path) -> None:
@@ -212,7 +209,7 @@ def test_a_worker_whose_gpu_does_not_answer_says_so(tmp_path: Path) -> None:
         "import torch\n"
         "def silent(device):\n    raise RuntimeError('no answer')\n"
         "torch.cuda.mem_get_info = silent\n"
-        "from attar.engine import worker\n"
+        "from attar.execution.parallel import worker\n"
         "raise SystemExit(worker.main())"
     )
     job = encode(Job("model", 1, 2, 1, "cuda:1", "float32", "int8g128", True, 1, str(tmp_path)))
@@ -320,7 +317,7 @@ def test_an_engine_ends_when_a_worker_dies(tmp_path: Path) -> None:
 def tokens(llm: LLM) -> tuple[dict[str, list[int]], Engine]:
     """What an engine of its own gives to three prompts, of which one is scored and one shares a beginning."""
     limits = SchedulerConfig(max_step_tokens=48, headroom=0.0)
-    made = Engine(llm.decoder, None, blocks=8, context=160, limits=limits, runner=llm.model.runner)
+    made = Engine(llm.decoder, None, EngineConfig(8, 160, limits), runner=llm.model.runner)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     for i, prompt in enumerate((range(100, 170), range(100, 150), range(30))):
         scored = replace(params, prompt_logprobs=0) if i == 2 else params
@@ -356,16 +353,16 @@ def test_they_meet_anew_where_their_folder_was_cleaned_away(one: LLM, two: LLM) 
 LATE = """
 import time
 from pathlib import Path
-from attar.engine import team, worker
+from attar.execution.parallel import executor, worker
 
-plain = team.meet_again
+plain = executor.meet_again
 
 def meet_again(job, groups, count):
     plain(job, groups, count)
     time.sleep(0.3)
     Path(job.folder, f"through{count}").touch()
 
-team.meet_again = meet_again
+executor.meet_again = meet_again
 raise SystemExit(worker.main())
 """
 
@@ -397,15 +394,15 @@ def test_nobody_goes_on_before_all_have_met(demo: Path, monkeypatch: pytest.Monk
 
 SHORT = """
 import torch
-from attar.engine import worker
+from attar.execution.parallel import worker
 from attar.model import layers
 
 plain = layers.Attention.forward
 
-def forward(self, x, step, tap=None):
+def forward(self, x, step, hook=None):
     if self.layer == 1 and len(x) > 12:
         raise torch.OutOfMemoryError("no room")
-    return plain(self, x, step, tap)
+    return plain(self, x, step, hook)
 
 layers.Attention.forward = forward
 raise SystemExit(worker.main())

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attar.engine.memory_profile import MemoryProfile
-from attar.engine.startup import on_card
+from attar.engine.startup import on_gpu
 from attar.integrations.triton_server import config as triton_config
 from attar.integrations.triton_server import pbtxt
 from attar.integrations.triton_server.config import Imported, read
 from attar.integrations.triton_server.pbtxt import Message
 from attar.plan.costs import BLOCK
-from attar.plan.fit import cache_blocks
+from attar.plan.fit import CacheLimits
 from attar.protocol.messages import Failed
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
@@ -254,7 +254,8 @@ def test_the_smaller_of_both_holds(free: int, tokens: int | None, fraction: floa
     parameters = {} if tokens is None else {"max_tokens_in_paged_kv_cache": str(tokens)}
     parameters |= {} if fraction is None else {"kv_cache_free_gpu_mem_fraction": str(fraction)}
     settings = read(config(**parameters)).settings()
-    found = cache_blocks(free, BLOCK_BYTES, TOKENS_A_BLOCK, settings.get("max_cached_tokens"), settings["kv_fraction"])
+    cache = CacheLimits(settings.get("max_cached_tokens"), settings["kv_fraction"])
+    found = cache.blocks(free, BLOCK_BYTES, TOKENS_A_BLOCK)
     of_memory = int(free * (0.9 if fraction is None else fraction)) // BLOCK_BYTES
     of_tokens = of_memory if tokens is None else -(-tokens // TOKENS_A_BLOCK)
     assert found == min(of_memory, of_tokens)
@@ -266,9 +267,9 @@ def test_the_same_holds_on_a_card(tokens: int | None, fraction: float) -> None:
     """Row K13, after what was measured there."""
     settings = Settings(model="", socket="", device="cuda", max_cached_tokens=tokens, kv_fraction=fraction)
     measured = MemoryProfile(available=10 * GB, weights=2 * GB, step=GB, graphs=0, driver=0)
-    found = on_card(settings, measured, 4 << 20, 4096, SchedulerConfig())
+    found = on_gpu(settings, measured, 4 << 20, 4096, SchedulerConfig())
     left = 10 * GB - 3 * GB - (4 << 20)  # one block is nobody's
-    assert found.blocks == cache_blocks(left, 4 << 20, BLOCK, tokens, fraction)
+    assert found.blocks == CacheLimits(tokens, fraction).blocks(left, 4 << 20, BLOCK)
     assert found.memory == 10 * GB
     assert found.blocks * found.block_bytes <= fraction * left
     assert found.kept_by == ("--max-tokens-in-cache" if tokens == 10_000 else "--kv-fraction")

@@ -480,15 +480,15 @@ import torch
 from attar.kv.schemes import scheme
 from attar.kernels.native import attention
 from attar.kernels.operands import AttentionForm
-from attar.kv.pages import Pages, Placement
+from attar.kv.pages import AttentionMetadata, PagedKV
 torch.set_num_threads(2)
 def peak():
     with open("/proc/self/status") as status:  # getrusage begins with what the parent had
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
 def run(n):
-    pages = Pages.zeros(n // 64, 64, 1, 16, scheme("{kv}"))
+    pages = PagedKV.zeros(n // 64, 64, 1, 16, scheme("{kv}"))
     batch = (torch.tensor(t).int() for t in ([0, n], [n], [list(range(n // 64))]))
-    place = Placement(*batch, torch.arange(n).int(), None)
+    place = AttentionMetadata(*batch, torch.arange(n).int(), None)
     q, out = torch.zeros(n, 2, 16), torch.zeros(n, 32)
     before = peak()
     attention.paged_attention(q, pages, place, AttentionForm(2, 1, 16, 1.0), out=out)

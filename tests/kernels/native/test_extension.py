@@ -114,7 +114,7 @@ def test_features_agree_with_what_linux_says() -> None:
 def test_a_store_takes_no_more_threads_than_there_are_cores(flag: str | None, expected: int) -> None:
     code = (
         "import torch; from attar import machine; machine.cores = lambda: 1; torch.set_num_threads(3)\n"
-        "from attar.kernels import ops; dispatch.store(); print(torch.get_num_threads())"
+        "from attar.kernels import dispatch; dispatch.store(); print(torch.get_num_threads())"
     )
     environ = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "ATTAR_KERNELS")}
     environ |= {} if flag is None else {"OMP_NUM_THREADS": flag}

@@ -282,7 +282,7 @@ def test_a_last_word_that_could_not_be_taken_is_read_and_forgotten(
         try:
             engine._arrived([last])
         finally:
-            faults.disarm()
+            faults.arm()
         assert answer.ended
         assert late == [last]
         assert not engine.open

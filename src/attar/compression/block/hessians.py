@@ -1,17 +1,17 @@
-"""GPTQ or pruning on one block: which rows of which linears share a Hessian, which Hessians are in memory together.
+"""GPTQ or pruning on one block: which rows of which linears share a Hessian, and which Hessians are in memory together.
 
 Every Hessian costs I x I numbers, and every pass that gathers some costs a run of the block over the calibration text.
-Without more ado the linears that read the same rows share one, and all of a dense block are gathered in one pass, on
-the block as it was. An expert of a mixture that no token was sent to is solved for its weights alone; whoever calls is
-told of it (`coverage`). So is a linear whose inputs were all zero, as behind a `v` of zeros. Three options of the
-recipe change that; what the loss says is taken as far as it says anything (`heeded`):
+By default the linears that read the same rows share one, and all of a dense block are gathered in one pass, on the
+block as it was. An expert of a mixture that received no token is solved for from its weights alone, which `coverage`
+reports. So is a linear whose inputs were all zero, as behind a `v` of zeros. Three options of the recipe change that;
+hints of the loss are used as far as they carry information (`heeded`):
 
-* `guide`: tokens weighted by what the loss minds, with other weights for each group of rows of each linear (`guide`),
-  so that each has a Hessian of its own;
+* `guide`: tokens are weighted by the loss, differently for each group of rows of each linear (`loss_weights`), so that
+  each group has a Hessian of its own;
 * `couple`: a second matrix for each linear, of its outputs (`two_sided`);
-* `correct`: targets corrected for what was compressed before (`qronos`). Then linears are replaced as soon as they are
-  solved, so that those after them in the block see what they will really read, and a twin of the block as it was reads
-  the hidden states of the original model, which take a second pair of files.
+* `correct`: targets are corrected for what was compressed before (`qronos`). Then linears are replaced as soon as they
+  are solved, so that later ones in the block see their real inputs. A twin of the unchanged block reads the hidden
+  states of the original model, which take a second pair of files.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear
 from attar.model.layers import Block, FeedForward, MixtureOfExperts
 
-HESSIANS = 2.5  # how many of a block's widest Hessian, its factor included, are in memory at once
+HESSIANS = 2.5  # multiple of a block's widest Hessian, its factor included, that may be in memory at once
 
 Options = Gptq | SparseGpt | Prune
 
 Group = tuple[str, Sequence[tuple[Linear, Scheme | None]]]
-"""Linears to compress that read the same rows, under the name of the first of all that read them. Those without a
-scheme are pruned, and stay dense."""
+"""Linears to compress that read the same rows, under the name of the first linear that reads them. Linears without a
+scheme are pruned and stay dense."""
 
 
 @dataclass(frozen=True)
 class Solved:
-    """A linear, and the rounded weight it is to get, with what this costs by the measure of that name."""
+    """A linear, the rounded weight that it is to get, and the relative error by the named measure."""
 
     linear: Linear
     scheme: Scheme | None
@@ -60,11 +60,12 @@ class Solved:
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """Rows of linears that one Hessian is for, made from the inputs of the linear `name`, and the tokens' weights."""
+    """Rows of linears that share one Hessian, from the inputs of the linear `name` with tokens weighted by
+    `weights`."""
 
     name: str
     users: tuple[tuple[Linear, Scheme | None, slice], ...]
-    weights: Tensor | None = None  # [N], of all tokens
+    weights: Tensor | None = None  # [N], one weight a token
 
     @property
     def columns(self) -> int:
@@ -73,12 +74,12 @@ class Share:
 
 @dataclass(eq=False)
 class _Statistics:
-    """What is gathered for one share, in one pass over the block."""
+    """Statistics that one pass over the block gathers for one share."""
 
     share: Share
     hessian: Hessian
     drift: qronos.Drift | None
-    seen: int = 0  # tokens
+    seen: int = 0  # number of tokens
 
     @property
     def adds(self) -> bool:
@@ -96,16 +97,16 @@ class _Statistics:
 
 
 def heeded(guide: Mapping[str, Hints]) -> dict[str, Hints]:
-    """The hints without those that say nothing, as the gradients were zero: behind them is a linear of zeros, such as
-    an added block that computes the identity has, or a model that is certain of every token. Rows without weights of
-    tokens heed all alike, and rows that nothing couples are left to themselves."""
+    """Return the hints without those that carry no information because the gradients were zero. Such hints belong to a
+    linear of zeros, as in an added block that computes the identity, or to a model that is certain of every token. Rows
+    without token weights weigh all tokens alike, and rows without coupling are solved for by themselves."""
     return {name: _heeded(hints) for name, hints in guide.items()}
 
 
 def _heeded(hints: Hints) -> Hints:
     weights, outputs = hints.weights, hints.outputs
     if weights is not None:
-        # What is less has lost digits, and one over a sum of it is no number any more.
+        # Smaller values have lost digits, and one over their sum is not finite.
         weights = weights.masked_fill(weights < torch.finfo(weights.dtype).tiny, 0)
         some = weights.any(0)
         weights = weights.masked_fill(~some, 1) if some.any() else None
@@ -129,12 +130,14 @@ def solve(
     original: HiddenStates | None,
     importances: Mapping[str, Tensor],
 ) -> Iterator[Solved]:
-    """Solve for all linears of the groups, in order. `guide` holds, by linear, what the recipe wants to know of the
-    loss, `heeded`; `original` is needed where the recipe corrects. `importances` say what columns count where scales of
-    GGML blocks are searched; of linears that they do not name, the Hessian's diagonal does.
+    """Solve for all linears of the groups, in order.
 
-    Weights are replaced here, each once nobody needs the block as it was any more. Raises ValueError, naming the
-    linear, as the solvers do.
+    `guide` holds the hints of the loss that the recipe uses, by linear, after `heeded`. `original` is required where
+    the recipe corrects targets. `importances` weigh columns where scales of GGML blocks are searched; for linears that
+    they do not name, the Hessian's diagonal does.
+
+    Weights are replaced here, each once no later solve needs the unchanged block. Raises ValueError, naming the linear,
+    as the solvers do.
     """
     correct = not isinstance(options, SparseGpt) and options.correct
     weights = {name: hints.weights for name, hints in guide.items() if hints.weights is not None}
@@ -144,7 +147,7 @@ def solve(
     enders = {each.name for each in _added(block)} if takes_on else set()
 
     def adding(share: Share) -> int:
-        """The rows of a share that are to take on what is wrong in the residual stream."""
+        """Return the number of rows of a share that correct the error in the residual stream."""
         return share.users[0][0].shape[0] if share.name in enders else 0
 
     solved: list[tuple[Linear, Tensor | PackedTensor]] = []
@@ -158,7 +161,7 @@ def solve(
         _gather(block, hidden, twin, original, statistics)
         while statistics:
             found = statistics.pop(0)
-            # Of inputs that were all zero, and of an expert that no token was sent to, nothing is known but weights.
+            # All-zero inputs, and experts that received no token, tell nothing: only the weights are known.
             known = found.hessian.tokens > 0 or isinstance(block.feed_forward, MixtureOfExperts)
             blind = known and found.hessian.silent
             if blind:
@@ -180,7 +183,7 @@ def solve(
                     whole = gptq.stacked(pieces.pop(linear.name))
                     yield Solved(linear, scheme, whole, "weight" if blind else _measure(hints, correct))
                     solved.append((linear, zeros.stored_as(whole.packed, scheme)))
-                if correct or number == len(runs):  # the linears after are to see it, or nobody is
+                if correct or number == len(runs):  # later linears must see it, or none will
                     _install(solved)
             del prepared, found  # before the next factor is made
             give_back()
@@ -245,7 +248,8 @@ def _shares(group: Group, weights: Mapping[str, Tensor]) -> Iterator[Share]:
 def of_inputs(
     block: Block, linear: Linear, hidden: HiddenStates, twin: Block | None, original: HiddenStates | None
 ) -> tuple[Hessian, qronos.Drift | None]:
-    """The Hessian of one linear's inputs and, with a twin of the block as it was, their drift from the original's."""
+    """Return the Hessian of one linear's inputs and, given a twin of the unchanged block, their drift from the
+    original's."""
     columns = linear.shape[1]
     share = Share(linear.name, ((linear, None, slice(0, linear.shape[0])),))
     found = _Statistics(share, Hessian(columns), None if twin is None else qronos.Drift(columns))
@@ -260,12 +264,12 @@ def _gather(
     original: HiddenStates | None,
     statistics: Sequence[_Statistics],
 ) -> None:
-    """Run the block over all calibration states, and its twin over the original model's, and let the statistics see."""
+    """Run the block over all calibration states, and its twin over the original's, and update the statistics."""
     takers: dict[str, list[_Statistics]] = {}
     for each in statistics:
         takers.setdefault(each.share.name, []).append(each)
     originals: dict[str, Tensor] = {}
-    wrong: dict[str, Tensor] = {}  # in the residual stream, where a linear adds to it
+    wrong: dict[str, Tensor] = {}  # the error in the residual stream, where a linear adds to it
 
     def keep(linear: Linear, x: Tensor) -> None:
         if linear.name in takers:
@@ -291,7 +295,7 @@ def _gather(
 
 
 def _added(block: Block) -> list[Linear]:
-    """The linears whose outputs are added to the residual stream as they are."""
+    """Return the linears whose outputs are added to the residual stream unchanged."""
     found = [] if block.attention_post_norm is not None else [block.attention.output]
     if block.feed_forward_post_norm is None and isinstance(block.feed_forward, FeedForward):
         found.append(block.feed_forward.down)
@@ -299,18 +303,15 @@ def _added(block: Block) -> list[Linear]:
 
 
 def _room(block: Block, groups: Sequence[Group]) -> float:
-    """How many float32 numbers Hessians may take together."""
+    """Return how many float32 numbers Hessians may take together."""
     widest = max((members[0][0].shape[1] ** 2 for _, members in groups), default=0)
     return HESSIANS * widest + sum(math.prod(linear.shape) for linear in block.linears()) / 4
 
 
 def waves(groups: Sequence[Sequence[Share]], room: float, apart: bool) -> Iterator[list[Share]]:
-    """The shares of all groups, in order, in runs whose statistics are in memory together; each costs a pass over the
-    block.
-
-    A run takes as much as `HESSIANS` of the widest and half the block in bf16: dense families need one, where Hessians
-    are shared. `apart`: no run reaches beyond a group, and every share has two matrices.
-    """
+    """Yield the shares of all groups, in order, in runs whose statistics are in memory together. Each run costs a pass
+    over the block. A run takes as much as `HESSIANS` of the widest and half the block in bf16. Dense families need one
+    run where Hessians are shared. `apart`: no run reaches beyond a group, and every share has two matrices."""
     wave: list[Share] = []
     for group in groups:
         for share in group:
@@ -326,12 +327,12 @@ def waves(groups: Sequence[Sequence[Share]], room: float, apart: bool) -> Iterat
 
 
 def most(sizes: Sequence[int]) -> int:
-    """The most numbers in memory while each of the Hessians in turn is factored, solved with and dropped."""
+    """Return the peak of numbers in memory while the Hessians in turn are factored, solved with and dropped."""
     return max(sum(sizes[i:]) + size for i, size in enumerate(sizes))
 
 
 def twin_of(block: Block) -> Block:
-    """The same block, whose linears can be replaced without this one's: tensors are shared."""
+    """Return a copy of the block that shares its tensors, and whose linears can be replaced independently."""
     held = [each for linear in block.linears() for each in vars(linear).values() if isinstance(each, Tensor)]
     held += [each for norm in block.norms() for each in vars(norm).values() if isinstance(each, Tensor)]
     return copy.deepcopy(block, {id(each): each for each in held})
@@ -339,7 +340,7 @@ def twin_of(block: Block) -> Block:
 
 @contextmanager
 def naming(linear: Linear, before: str = "") -> Iterator[None]:
-    """Put the linear's name in front of what went wrong in it."""
+    """Prefix the linear's name to the message of a ValueError raised within."""
     try:
         yield
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""Where AutoRound meets a block: the block runs on calibration states with learned weights in place.
+"""AutoRound on one block: the block runs on calibration states with learned weights in place.
 
-It runs on the very inputs that the compressed blocks before it hand on. What it is to give is what it gives with its
-own weights on the states of the original model, so that it makes up for the blocks before, or, without those, on the
-same inputs; these outputs are kept in a file. One step runs a few sequences, in turn. Memory is three float32 copies of
+The inputs are those that the compressed blocks before hand on. The targets are the outputs of the block's own weights
+on the states of the original model, so that it compensates for the blocks before. Without those states the targets use
+the same inputs. Targets are kept in a file. One step runs a few sequences, in turn. Memory is three float32 copies of
 the block's weights (the original, V, and the best V), those of one product and its gradient, and one step's graph.
 """
 
@@ -24,7 +24,7 @@ from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear
 from attar.model.layers import Block
 
-CHECK_RUNS = 4  # of sequences, on which iterates are compared
+CHECK_RUNS = 4  # runs of sequences on which iterates are compared
 
 
 def solve(
@@ -34,15 +34,12 @@ def solve(
     options: AutoRound,
     original: HiddenStates | None = None,
 ) -> tuple[float, float]:
-    """Leave the linears packed; returns the mean squared error of the block's output, rounded to nearest and learned.
-
-    `hidden` are its inputs, and `original`, where given, those of the original model, for whose outputs to aim.
-
-    Raises ValueError naming the linear as `autoround.Rounding` does, and where the block's error is not finite.
-    """
+    """Pack the linears in place; return the block output's mean squared error, rounded to nearest and learned. `hidden`
+    holds the block's inputs. `original`, if given, holds those of the original model, whose outputs are the target.
+    Raises ValueError, naming the linear, as `autoround.Rounding` does, and where the block's error is not finite."""
     roundings = []
     with torch.inference_mode(False), torch.enable_grad():
-        for norm in block.norms():  # what gradients pass through may not belong to inference mode
+        for norm in block.norms():  # gradients cannot pass through inference-mode tensors
             norm.weight, norm.bias = norm.weight.clone(), None if norm.bias is None else norm.bias.clone()
         for linear, scheme in members:
             with naming(linear):
@@ -54,7 +51,7 @@ def solve(
                     wanted.append(block.run(aim.read(batch), aim.step(batch)))
             linears = [linear for linear, _ in members]
             for linear, each in zip(linears, roundings, strict=True):
-                linear.weight = each.packed()  # whose scheme says how rows are rounded
+                linear.weight = each.packed()  # its scheme says how rows are rounded
             learning = _Learning(block, linears, hidden, wanted, options.batch)
             errors = autoround.search(roundings, learning.loss, learning.check, steps=options.steps)
     for linear, each in zip(linears, roundings, strict=True):
@@ -63,7 +60,7 @@ def solve(
 
 
 class _Learning:
-    """The error of a block's output with some weights in place, on runs of calibration sequences, in turn."""
+    """Error of a block's output with given weights in place, on runs of calibration sequences, in turn."""
 
     def __init__(
         self, block: Block, linears: Sequence[Linear], hidden: HiddenStates, wanted: Rows, tokens: int

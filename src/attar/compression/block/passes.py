@@ -1,7 +1,7 @@
-"""What a recipe does to one block, in order: transforms, scales of activations that are fixed, and the rounding.
+"""A recipe on one block, in order: transforms, fixed activation scales, and the rounding.
 
 The solvers know tensors; `transforms` and `roundings` know blocks; `groups` says which linears belong together. Every
-linear ends with a `Record` of what rounding did to it, beside what plain rounding would have done without transforms.
+linear ends with a `Record` of its rounding error, beside that of plain rounding without transforms.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from attar.formats.packing import row_slices
 
 
 class Unsolved(ValueError):
-    """A recipe that a block cannot take, which shows only on the walk."""
+    """A recipe cannot be applied to a block, which is discovered only when the block is reached."""
 
 
 def run(work: BlockWork) -> list[Record]:
-    """Run the recipe: leaves the block's linears packed and its norms folded.
-
-    Raises ValueError naming the linear where a value is not finite, and Unsolved where a solver gives up.
-    """
+    """Run the recipe: pack the block's linears, fold its norms, and return a record for each linear. Raises ValueError
+    naming the linear where a value is not finite, and Unsolved where a solver gives up."""
     compressed = [pair for _, members in work.groups() for pair in members]
     pruned = [linear for _, members in work.pruned() for linear, _ in members]
     for linear in pruned or [linear for linear, _ in compressed]:
@@ -32,14 +30,14 @@ def run(work: BlockWork) -> list[Record]:
     work.guide = hessians.heeded(work.guide)
     try:
         before = work.recipe.passes[:-1]
-        if before and not pruned:  # what prunes is compared with zeroing the smallest, by itself
+        if before and not pruned:  # pruning itself compares with zeroing the smallest
             work.rtn_errors = roundings.rtn_errors(work)
         for each in before:
             transforms.run(work, each)
         if any(scheme.static for _, scheme in compressed):
             roundings.fix_activation_scales(work)
         return roundings.run(work)
-    except CheckpointError:  # of the disk, whatever the recipe
+    except CheckpointError:  # a disk error, whatever the recipe
         raise
     except ValueError as error:
         raise Unsolved(str(error)) from error

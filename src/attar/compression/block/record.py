@@ -1,13 +1,13 @@
-"""What rounding did to a linear, in one figure: the relative squared error as stored, beside that of plain rounding.
+"""The rounding error of a linear as one number: the relative squared error as stored, beside that of plain rounding.
 
-The error is that of the linear's output on calibration rows, or, where a recipe reads none, or none reached an expert,
-that of its weight.
+The error is that of the linear's output on calibration rows. Where a recipe reads none, or none reached an expert, it
+is that of the weight.
 
-Plain rounding is one thing whatever the recipe, and is judged by the same measure: the weight as it was before any
-transform, rounded to nearest, its scales searched as the recipe's rounding searches its own (`scale_search`). So what
-the figures are apart is what transforms and codes gained, not the search. Behind transforms it is measured on the first
-rows of the text, of the weight itself even where the error is of a corrected target, which moves it by some 3 %. Where
-weights are pruned it is to zero the smallest, of what transforms left.
+Plain rounding is the same for every recipe and is judged by the same measure: the weight before any transform, rounded
+to nearest, with scales searched as the recipe's rounding searches them (`scale_search`). So the difference is the gain
+of transforms and codes, not of the search. Behind transforms it is measured on the first rows of the text. It is then
+the weight's own even where the error is of a corrected target, which changes it by about 3 %. For pruned weights the
+baseline zeroes the smallest of the transformed weights.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from attar.formats.packing import row_slices
 
 @dataclass(frozen=True)
 class Record:
-    """The relative squared error of one linear: as stored, and had it been rounded to nearest before any transform."""
+    """Relative squared errors of one linear: as stored, and as rounded to nearest before any transform."""
 
     name: str
     scheme: str
-    measure: str  # "output" on calibration rows, "weight", or "sensitivity": each weight as the loss minds it
+    measure: str  # "output" on calibration rows, "weight", or "sensitivity": weighted by the loss
     error: float
     rtn_error: float
 
 
 def minded_error(x: Tensor, weight: Tensor, packed: PackedTensor, hints: Hints) -> float:
-    """As `output_error`, on the first rows x [N, I] of the calibration text, each token and output counting as the loss
-    minds it: what solvers that are given these hints go by."""
+    """Return the relative output error on the first rows x [N, I] of the calibration text, weighted by the loss.
+    `hints` weigh each token and output. Solvers that are given these hints minimise this error."""
     counts = None
     if hints.weights is not None:
         each = hints.weights[: len(x)].to(x)
@@ -55,22 +55,22 @@ def minded_error(x: Tensor, weight: Tensor, packed: PackedTensor, hints: Hints) 
 
 
 def measure_on(x: Tensor | None) -> str:
-    """What `error_on` measures."""
+    """Return the name of the measure of `error_on`."""
     return "weight" if x is None else "output"
 
 
 def error_on(x: Tensor | None, weight: Tensor, packed: PackedTensor) -> float:
-    """Of the output on rows x [N, I], or, where there are none, of the weight."""
+    """Return the relative error of the output on rows x [N, I], or of the weight where there are none."""
     return weight_error(weight, packed) if x is None else output_error(x, weight, packed)
 
 
 def output_error(x: Tensor, weight: Tensor, packed: PackedTensor) -> float:
-    """|x (W' - W)^T|^2 / |x W^T|^2 of rows x [N, I]."""
+    """Return |x (W' - W)^T|^2 / |x W^T|^2 for rows x [N, I]."""
     return _relative(lambda part: x @ part.T, weight, packed)
 
 
 def weight_error(weight: Tensor, packed: PackedTensor) -> float:
-    """|W' - W|^2 / |W|^2."""
+    """Return |W' - W|^2 / |W|^2."""
     return _relative(lambda part: part, weight, packed)
 
 

@@ -1,8 +1,8 @@
 """The last pass of a recipe on one block: codes, zeros or fewer columns for every linear, and a `Record` of each.
 
-Here a method's solver meets the block: which rows it sees, which linears it takes together, what becomes of an expert
-that no token was sent to. GPTQ and what is solved with Hessians like it has a file of its own (`hessians`), and so has
-what learns on the block's output (`learning`).
+Each method's solver is applied to the block here: which rows it sees, which linears it takes together, and what it does
+with an expert that received no token. Solvers that use Hessians, like GPTQ, are in `hessians`. Those that learn on the
+block's output are in `learning`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ERROR_ROWS = 512  # rows on which a linear's error is reported where no Hessian 
 
 
 def run(work: BlockWork) -> list[Record]:
-    """Round, prune or shrink as the recipe says. Raises ValueError naming the linear where a solver gives up."""
+    """Round, prune or shrink as the recipe says. Raises ValueError, naming the linear, where a solver gives up."""
     options = work.recipe.rounding
     match options:
         case Structured():
@@ -65,10 +65,9 @@ def run(work: BlockWork) -> list[Record]:
 
 
 def rtn_errors(work: BlockWork) -> dict[str, float]:
-    """What rounding to nearest would cost each linear as it is now, by the measure that the recipe's rounding goes by.
-
-    Scales are searched as that searches them: beside codes on searched scales, those that are not would flatter it.
-    """
+    """Return the error of each linear, as it is now, under rounding to nearest, by the measure of the recipe's
+    rounding. Scales are searched as that rounding searches them: unsearched scales would make it look better than it
+    is."""
     groups, found = list(work.groups()), {}
     inputs = _error_rows(work, [name for name, _ in groups])
     largest = shared_largest(members for _, members in groups)
@@ -91,21 +90,21 @@ def rtn_errors(work: BlockWork) -> dict[str, float]:
 
 
 def _error_rows(work: BlockWork, names: Sequence[str]) -> dict[str, Tensor]:
-    """The inputs on which errors of the named linears are reported; none of a linear that reads only zeros, which is
-    judged by its weight, as an expert is that no token was sent to."""
+    """Return the inputs on which errors of the named linears are reported. A linear that reads only zeros, or an expert
+    that received no token, has none and is judged by its weight."""
     return {name: x for name, x in work.inputs(names, ERROR_ROWS).items() if x.any()}
 
 
 def fix_activation_scales(work: BlockWork) -> None:
-    """Static schemes: one scale for all tokens, from the range of |x| that calibration saw. An expert that no token
-    was sent to takes the largest that any other has there."""
-    seen: dict[str, Observer] = {}  # of the groups that tokens reached
+    """Set the activation scales of static schemes: one for all tokens, from the range of |x| on the calibration text.
+    An expert that received no token takes the largest scale of the other experts there."""
+    seen: dict[str, Observer] = {}  # only groups that tokens reached
     groups = ((name, [pair for pair in members if pair[1].static]) for name, members in work.groups())
     fixed = {name: members for name, members in groups if members}
 
     def watcher(name: str) -> Callable[[Tensor], None]:
         form = fixed[name][0][1].activation
-        grid = form if isinstance(form, Grid) else Grid()  # of others no grid decides about the range
+        grid = form if isinstance(form, Grid) else Grid()  # other forms have no grid that determines the range
         new = partial(observers.of_activations, work.recipe.activation_range, grid)
         return lambda x: (seen.get(name) or seen.setdefault(name, new())).observe(x)
 
@@ -114,14 +113,14 @@ def fix_activation_scales(work: BlockWork) -> None:
     for name, members in fixed.items():
         alike = [peak for other, peak in peaks.items() if _role(other) == _role(name)]
         peak = peaks[name] if name in peaks else torch.stack(alike).amax(0)
-        peak = peak.to(work.hidden.device)  # histograms answer in ordinary memory
+        peak = peak.to(work.hidden.device)  # histograms return CPU tensors
         for linear, scheme in members:
             assert scheme.activation is not None
             linear.activation_scale = codec(scheme.activation.kind).fixed_scale(peak, scheme.activation)
 
 
 def _role(name: str) -> str:
-    """What a linear is called whichever expert it belongs to."""
+    """Return a linear's name without its expert's index."""
     return name.rpartition(".")[2]
 
 
@@ -159,7 +158,7 @@ def _rtn(work: BlockWork, options: Rtn | Hqq) -> list[Record]:
 
 
 def _autoround(work: BlockWork, options: AutoRound) -> list[Record]:
-    """All linears of the block together, on the block's output for the inputs that it will really see."""
+    """Round all linears of the block together, by the block's output for the inputs that it will really see."""
     plain = work.rtn_errors or rtn_errors(work)
     groups, records = list(work.groups()), []
     inputs = _error_rows(work, [name for name, _ in groups])
@@ -177,7 +176,7 @@ def _autoround(work: BlockWork, options: AutoRound) -> list[Record]:
 
 
 def _squeeze(work: BlockWork) -> list[Record]:
-    """Tables in the metric of the original model's loss."""
+    """Fit lookup tables in the metric of the original model's loss."""
     records = []
     for _, members in work.groups():
         for linear, scheme in members:
@@ -207,7 +206,7 @@ def _gptq(work: BlockWork, options: Gptq | SparseGpt | Prune) -> list[Record]:
 
 
 def _prune(work: BlockWork, options: Magnitude | Wanda) -> list[Record]:
-    """Zeros by a score of each weight, what is kept being as it was."""
+    """Zero weights by a score of each; kept weights do not change."""
     groups, records = list(work.pruned()), []
     squares = {name: ColumnMean(members[0][0].shape[1], power=2) for name, members in groups}
     if isinstance(options, Wanda):
@@ -216,7 +215,7 @@ def _prune(work: BlockWork, options: Magnitude | Wanda) -> list[Record]:
         for linear, scheme in members:
             weight, pattern, search = fold.dense_weight(linear), options.pattern, options.scale_search
             plain = zeros.solved_as(scheme)
-            # An expert that no token was sent to has its weights alone, and so has what reads only zeros.
+            # An expert that received no token, or a linear that reads only zeros, has its weights alone.
             by_inputs = squares[name].tokens > 0 and bool(squares[name].value.any())
             with naming(linear):
                 if by_inputs:
@@ -231,7 +230,7 @@ def _prune(work: BlockWork, options: Magnitude | Wanda) -> list[Record]:
 
 
 def _stored_as(work: BlockWork, scheme: Scheme | None) -> str:
-    """What a record calls it."""
+    """Return the name of a scheme in a record."""
     pruning = work.recipe.pruning
     sparsity = [] if pruning is None else [pruning.sparsity]
     return "-".join([*sparsity, *([] if scheme is None else [scheme.name])])
@@ -241,7 +240,8 @@ def _stored_as(work: BlockWork, scheme: Scheme | None) -> str:
 
 
 def _shrink(work: BlockWork, options: Structured) -> list[Record]:
-    """Fewer heads, then a narrower feed-forward, chosen and repaired on what a block with fewer heads shows it."""
+    """Remove heads, then columns of the feed-forward, chosen and repaired on the outputs of a block with fewer
+    heads."""
     assert work.sizes is not None
     attention, mlp = work.block.attention, work.block.feed_forward
     assert isinstance(mlp, FeedForward), "sizes are known for dense models only"
@@ -272,7 +272,7 @@ def _shrink_one(
     twin: Block | None,
     records: list[Record],
 ) -> Tensor:
-    """Leave the linear `keep` runs of `width` of its columns; returns which."""
+    """Keep `keep` runs of `width` columns of the linear; return the indices of those kept."""
     hessian, drift = hessians.of_inputs(work.block, linear, work.hidden, twin, work.original)
     measure = "weight" if hessian.silent else "output" if twin is None else "corrected output"
     with naming(linear):

@@ -1,19 +1,19 @@
-"""Structured pruning: whole heads and whole columns of the feed-forward go, and what is left is a smaller dense model.
+"""Structured pruning: whole heads and whole columns of the feed-forward go, and a smaller dense model is left.
 
-What must go together (LLM-Pruner's dependency groups; Ma et al. 2023): a key-value head with its rows of k and v, the
+Removed together are (LLM-Pruner's dependency groups; Ma et al. 2023): a key-value head with its rows of k and v, the
 rows of q of all query heads that share it, and their columns of o; a column of the feed-forward with its rows of gate
 and up and its column of down. Residual width and depth stay. All layers end with the same sizes, since that is all a
 config.json can say, so that transformers loads the result like any model (`Sizes`).
 
-Which ones: those whose loss costs the group's last linear, o or down, the least on the calibration inputs, *after* the
+Removed are groups whose loss costs their last linear, o or down, the least on the calibration inputs, *after* the
 others have made up for it. With H = E[x x^T] of its inputs, removing columns S of W costs, at best,
 
     tr(W_S [(H^-1)_SS]^-1 W_S^T)
 
 (the optimal brain surgeon for groups; for feed-forwards ZipLM, Kurtic et al. 2023). The cheapest goes, W and H^-1 are
-brought up to date, and so on: of two columns that say the same, one stays. At the end what stays is solved for once
-more, W' = W H_:K (H_KK)^-1, which is the repair by least squares. W itself is first corrected for what the blocks
-before have changed (`qronos`). No gradients are needed.
+updated, and so on: one of two redundant columns stays. Finally the kept columns are solved for once more, W' = W H_:K
+(H_KK)^-1, which is the repair by least squares. W itself is first corrected for what the blocks before have changed
+(`qronos`). No gradients are needed.
 
 Tried and left out, as held-out KL was 1.1 to 1.5 times as large (docs/log/2026-11.md): rows of W weighted by the Fisher
 matrix of the linear's outputs, Taylor scores from gradients as LLM-Pruner has them, and activation-weighted norms, all
@@ -38,20 +38,20 @@ from attar.formats.scheme import Part
 from attar.model.config import ModelConfig
 
 RESIZED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Whose config.json, read by transformers, may have fewer heads than hidden_size / head_dim."""
+"""Architectures whose config.json, read by transformers, may have fewer heads than hidden_size / head_dim."""
 
 DIVIDED = ("LlamaForCausalLM",)
-"""Those of which transformers wants a number of heads that divides the hidden size, although it reads head_dim. Of the
-published shapes few numbers do: 32 heads become 16 or stay. To call such a model Mistral's, which computes the same,
-would free it, and have transformers take its tokenizer for Mistral's too."""
+"""Architectures for which transformers wants a number of heads that divides the hidden size, although it reads
+head_dim. Few numbers satisfy this for the published shapes: 32 heads become 16 or stay. Declaring such a model as
+Mistral's, which computes the same, would remove the limit, but transformers would then use Mistral's tokenizer too."""
 
-ROUNDS = 512  # that all columns would take to go
-STEP = 128  # the width stays divisible by this, or by as much of it as it was: kernels and groups of a scheme want it
+ROUNDS = 512  # number of rounds that removing all columns would take
+STEP = 128  # the width stays divisible by this, or by as much of it as it was: for kernels and groups
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a pruned model has of what goes."""
+    """Sizes of a pruned model along the pruned dimensions."""
 
     heads: int
     kv_heads: int
@@ -59,12 +59,10 @@ class Sizes:
 
 
 def sizes(config: ModelConfig, percent: int) -> Sizes:
-    """The sizes at which a block's linears have `percent` fewer weights, as nearly as `STEP` allows.
-
-    Heads give their share rounded down to whole key-value heads, and in the families of `DIVIDED` on to a number of
-    query heads that divides the hidden size; the feed-forward gives the rest. `account` says what became of it. Raises
-    ValueError where the family is another, or the feed-forward too narrow.
-    """
+    """Return the sizes at which a block's linears have `percent` fewer weights, as nearly as `STEP` allows. Heads are
+    reduced by their share, rounded down to whole key-value heads, and in the families of `DIVIDED` to a number of query
+    heads that divides the hidden size. The feed-forward gives the rest; `account` describes the result. Raises
+    ValueError where the family is not supported or the feed-forward is too narrow."""
     if config.architecture not in RESIZED:
         raise ValueError(f"structured pruning knows {', '.join(RESIZED)}, not {config.architecture}")
     shared = config.heads // config.kv_heads
@@ -82,17 +80,17 @@ def sizes(config: ModelConfig, percent: int) -> Sizes:
 
 
 def _share(config: ModelConfig, percent: int) -> int:
-    """How many key-value heads `percent` of them are, rounded down."""
+    """Return how many key-value heads `percent` of them are, rounded down."""
     return config.kv_heads * percent // 100
 
 
 def _loads(config: ModelConfig, heads: int) -> bool:
-    """Whether transformers loads the model with so many query heads."""
+    """Return whether transformers loads the model with so many query heads."""
     return heads == config.heads or config.architecture not in DIVIDED or config.hidden % heads == 0
 
 
 def account(config: ModelConfig, percent: int, new: Sizes) -> str:
-    """What went, of which transformers' rule may have kept heads, in words."""
+    """Describe what was removed, and whether transformers' rule kept more heads."""
     gone, share = config.kv_heads - new.kv_heads, _share(config, percent)
     said = (
         f"structured-p{percent} left out {gone} of {config.kv_heads} key-value heads and "
@@ -107,7 +105,7 @@ def account(config: ModelConfig, percent: int, new: Sizes) -> str:
 
 
 def declared(config: ModelConfig, new: Sizes, tensor: str, part: Part) -> Part:
-    """How a tensor is stored once the model is pruned, given how it is now."""
+    """Return the declaration of a tensor of the pruned model, given that of the original."""
     module = tensor.rpartition(".")[0]
     names, size = config.names, config.head_dim
     rows = {
@@ -126,7 +124,7 @@ def declared(config: ModelConfig, new: Sizes, tensor: str, part: Part) -> Part:
 
 
 def config_json(config: Mapping[str, Any], head_dim: int, new: Sizes) -> dict[str, Any]:
-    """config.json of the pruned model, given its source's."""
+    """Return config.json of the pruned model, given the source's."""
     return {
         **config,
         "num_attention_heads": new.heads,
@@ -138,9 +136,8 @@ def config_json(config: Mapping[str, Any], head_dim: int, new: Sizes) -> dict[st
 
 @dataclass(frozen=True, eq=False)
 class Shrunk:
-    """Which runs of columns of a weight stay, ascending [K] int64, the weight [O, K * width] that makes up for the
-    others, and its error tr(E H E^T) / tr(W H W^T); `plain_error` is that of the runs of the largest norms, unrepaired.
-    """
+    """Result of `shrink`: the kept runs of columns, ascending [K] int64, and the repaired weight [O, K * width]. The
+    error is tr(E H E^T) / tr(W H W^T); `plain_error` is that of keeping the runs of largest norm, unrepaired."""
 
     runs: Tensor
     weight: Tensor
@@ -151,11 +148,9 @@ class Shrunk:
 def shrink(
     weight: Tensor, hessian: Hessian, width: int, keep: int, damping: float = 0.01, drift: Drift | None = None
 ) -> Shrunk:
-    """Keep `keep` of the runs of `width` columns of a weight [O, I] of any float dtype whose inputs `hessian` saw.
-
-    With the `drift` of the inputs the weight is corrected for it first. Where all inputs were zero, the runs of the
-    largest norms stay, as they are. Raises ValueError as `gptq.prepare`.
-    """
+    """Keep `keep` of the runs of `width` columns of a weight [O, I] of any float dtype, given the Hessian of its
+    inputs. With the `drift` of the inputs the weight is corrected for it first. Where all inputs were zero, the runs of
+    largest norm are kept unchanged. Raises ValueError as `gptq.prepare`."""
     prepared = gptq.prepare(hessian, damping, "natural")
     mean = prepared.hessian
     original = weight.to(mean.dtype) if drift is None else qronos.corrected(weight, drift, prepared)
@@ -178,17 +173,15 @@ def shrink(
 
 
 def _survivors(weight: Tensor, hessian: Tensor, width: int, keep: int) -> Tensor:
-    """Which runs of columns are left when the one that costs least has gone, again and again: ascending [keep].
-
-    Of very many, the few that cost least go together.
-    """
+    """Return the runs of columns, ascending [keep], that are left after removing the cheapest again and again. When
+    there are very many, several of the cheapest are removed together."""
     work, inverse = weight.clone(), torch.linalg.inv(hessian)
     groups = len(hessian) // width
     assert 0 < keep <= groups
     alive, left = torch.ones(groups, dtype=torch.bool, device=weight.device), groups
     while left > keep:
         if width == 1:
-            cost = work.square().sum(0) / inverse.diagonal()  # what has gone: 0 / 0
+            cost = work.square().sum(0) / inverse.diagonal()  # removed columns: 0 / 0
         else:
             own = _blocks(inverse, width)  # [G, w, w]
             own[~alive] = torch.eye(width, dtype=own.dtype, device=own.device)
@@ -206,11 +199,11 @@ def _survivors(weight: Tensor, hessian: Tensor, width: int, keep: int) -> Tensor
 
 
 def _blocks(matrix: Tensor, width: int) -> Tensor:
-    """The blocks along the diagonal, [I / w, w, w]: a copy."""
+    """Return a copy of the blocks along the diagonal, [I / w, w, w]."""
     groups = len(matrix) // width
     return matrix.view(groups, width, groups, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1).clone()
 
 
 def columns_of(groups: Tensor, width: int) -> Tensor:
-    """The columns of runs of `width`, given their numbers [K]: int64 [K * width]."""
+    """Return the columns, int64 [K * width], of runs of `width`, given their indices [K]."""
     return (groups[:, None] * width + torch.arange(width, device=groups.device)).reshape(-1)

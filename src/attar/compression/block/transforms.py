@@ -1,8 +1,8 @@
-"""The passes of a recipe that move scale between a block's linears and what feeds them, before anything is rounded.
+"""The passes of a recipe that move scale between a block's linears and their producers, before anything is rounded.
 
-Each leaves the block computing what it did, within the rounding of norms to their dtype (`fold`); all but clipping,
-which narrows the range of weights. What the loss said of a linear follows its rows (`Hints.divided`, `turned`), and
-what its columns count follows its inputs (`_scaled`, `_turned_columns`).
+Each leaves the block's function unchanged, within the rounding of norms to their dtype (`fold`). Clipping is the
+exception: it narrows the range of weights. The hints of the loss follow a linear's rows (`Hints.divided`, `turned`),
+and the importances of columns follow its inputs (`_scaled`, `_turned_columns`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SEARCH_ROWS = 4096  # rows on which AWQ compares block outputs
 
 
 def run(work: BlockWork, options: Pass) -> None:
-    """One transform. Raises ValueError, naming the linear, where what it read or a scale is not finite."""
+    """Apply one transform. Raises ValueError, naming the linear, where an input or a scale is not finite."""
     match options:
         case SmoothQuant():
             _smooth(work, options)
@@ -58,7 +58,7 @@ def _smooth(work: BlockWork, options: SmoothQuant) -> None:
     work.watch({name: statistic.add for name, statistic in largest.items()})
     rows = work.inputs(list(largest), smoothquant.SEARCH_ROWS) if options.alpha == "search" else {}
     for each in places:
-        name = each.linears[-1].name  # which sees every row: in a mixture of experts it is a gate
+        name = each.linears[-1].name  # sees every row: in a mixture of experts it is a gate
         peaks, alpha = largest[name].value, smoothquant.alpha_for(work.architecture)
         if name in rows and any(schemes := _schemes(work, each)):
             weights = [fold.dense_weight(linear) for linear in each.linears]
@@ -73,7 +73,8 @@ def _smooth(work: BlockWork, options: SmoothQuant) -> None:
 
 
 def _schemes(work: BlockWork, place: Fold) -> list[Scheme | None]:
-    """What the linears of a place are rounded to by whoever searches: what is to be pruned is not yet."""
+    """Return the schemes of an input group's linears that a search rounds to; weights to be pruned are not rounded
+    yet."""
     return [zeros.solved_as(work.scheme(linear)) for linear in place.linears]
 
 
@@ -93,7 +94,7 @@ def _smooth_attention(work: BlockWork, options: SmoothAttention) -> None:
         found = smooth_attention.search(seen, turning, kv.scheme("int4"))
     else:
         found = smooth_attention.scales(seen.key_max, turning, options.key_alpha)
-    if attention.q_norm is not None and attention.k_norm is not None:  # which undo what comes before
+    if attention.q_norm is not None and attention.k_norm is not None:  # a norm undoes any scale before it
         taken = fold.into_norm(attention.k_norm, found.amax(0))
         fold.into_norm(attention.q_norm, 1 / taken)
         return
@@ -109,7 +110,7 @@ def _smooth_attention(work: BlockWork, options: SmoothAttention) -> None:
 
 
 def _turn_values(work: BlockWork, seen: Tensor) -> None:
-    """Put a matrix between values and the output matrix, given the sum of v v^T [G, D, D]."""
+    """Fold a matrix between values and the output projection, given the sum of v v^T [G, D, D]."""
     attention = work.block.attention
     source, reader = attention.qkv[-1], attention.output
     turn, back = smooth_attention.between(seen, fold.dense_weight(reader))
@@ -123,12 +124,12 @@ def _turn_values(work: BlockWork, seen: Tensor) -> None:
 
 
 def _turned_columns(work: BlockWork, reader: Linear, turn: Tensor) -> Tensor:
-    """The importances of a linear once the heads x [D] of its inputs are x T, given T [G, D, D] of each group of heads:
-    the diagonal of T^T E[x x^T] T, whose diagonal was known and whose correlations are those on the calibration text.
-    """
+    """Return a linear's importances once the heads x [D] of its inputs become x T, given T [G, D, D] of each group of
+    heads. They are the diagonal of T^T E[x x^T] T: the diagonal of E[x x^T] was known, and its correlations are
+    measured on the calibration text."""
     groups, size, _ = turn.shape
     known = work.importances[reader.name].to(turn.device)
-    moments = torch.zeros(len(known) // size, size, size, dtype=torch.float64)  # of each query head, a sum
+    moments = torch.zeros(len(known) // size, size, size, dtype=torch.float64)  # a sum for each query head
 
     def add(x: Tensor) -> None:
         heads = x.float().unflatten(1, (-1, size)).movedim(1, 0)
@@ -169,7 +170,7 @@ def _awq(work: BlockWork, options: Awq) -> None:
 
 
 def _search(work: BlockWork, place: Fold, inputs: Rows, mean: Tensor, points: int) -> None:
-    """Find the scales of one place of the block, given its inputs, and fold them in."""
+    """Find the scales of one input group of the block, given its inputs, and fold them in."""
     hidden, linears, length = work.hidden, place.linears, work.hidden.shape[1]
     size = hidden.rows_at_once
     if place.mixes:
@@ -181,7 +182,7 @@ def _search(work: BlockWork, place: Fold, inputs: Rows, mean: Tensor, points: in
             step = ForwardBatch(lengths, max(lengths), device=hidden.device)
             yield place.run(inputs.read(some), step)
 
-    # Whatever the place is, its outputs are added to the residual stream.
+    # The outputs of every input group are added to the residual stream.
     with closing(Rows(hidden.path.parent, len(inputs), hidden.shape[2])) as reference:
         for out in outputs():
             reference.append(out)
@@ -190,7 +191,7 @@ def _search(work: BlockWork, place: Fold, inputs: Rows, mean: Tensor, points: in
             kept = [fold.dense_weight(linear) for linear in linears]
             for linear, weight in zip(linears, weights, strict=True):
                 linear.weight = weight
-            give_back()  # what making the candidates took
+            give_back()  # memory of making the candidates
             total = 0.0
             for some, out in zip(inputs.batches(size), outputs(), strict=True):
                 total += float((out - reference.read(some)).double().square().sum())
@@ -217,15 +218,15 @@ def _clip(work: BlockWork) -> None:
 
 
 def _fold(work: BlockWork, place: Fold, scales: Tensor) -> None:
-    """Divide what feeds the place by the scales and multiply its linears' columns."""
+    """Divide the outputs of the group's producer by the scales and multiply its linears' columns."""
     taken = awq.apply(place.before, place.linears, scales)
     _scaled(work, place.linears, taken)
-    if place.before.name in work.guide:  # a linear, whose outputs are divided
+    if place.before.name in work.guide:  # the producer is a linear; its outputs are divided
         work.guide[place.before.name] = work.guide[place.before.name].divided(taken)
 
 
 def _scaled(work: BlockWork, linears: Sequence[Linear], scales: Tensor) -> None:
-    """What the columns of linears count, once their inputs are divided by scales [I]."""
+    """Update the importances of linears' columns once their inputs are divided by scales [I]."""
     for linear in linears:
         if linear.name in work.importances:
             known = work.importances[linear.name]

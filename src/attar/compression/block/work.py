@@ -1,6 +1,6 @@
-"""One block on its way through a recipe: what is known of it, and what its linears read on the calibration text.
+"""One block in the course of a recipe: its state, and the inputs of its linears on the calibration text.
 
-Transforms and roundings take it in turn (`passes`); the solvers behind them see tensors only.
+Transforms and roundings work on it in turn (`passes`); the solvers behind them see tensors only.
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ from attar.model.layers import Block
 
 @dataclass(frozen=True)
 class CalibrationStates:
-    """What enters a block on the calibration text, and what enters it in the original model, where the recipe
-    corrects."""
+    """Inputs of a block on the calibration text, and its inputs in the original model if the recipe corrects
+    targets."""
 
     hidden: HiddenStates
     original: HiddenStates | None = None
 
 
 class BlockWork:
-    """A block, the recipe, and the scheme of each linear by name; those without one stay dense.
-
-    `states` are there where the recipe reads them. `importances` weigh columns, [I] by name, and `guide` is what the
-    loss says of a linear, which both change as the linear does. `sizes` are those that structured pruning leaves.
-    `rtn_errors` are what rounding to nearest would have cost before any transform, where there is one.
-    """
+    """A block, the recipe, and the scheme of each linear by name; linears without one stay dense. `states` are there
+    where the recipe reads them. `importances` weigh columns, [I] by name, and `guide` holds the hints of the loss for a
+    linear; both change as the linear does. `sizes` are those that structured pruning leaves. `rtn_errors` are the
+    errors of rounding to nearest before any transform, where there is one."""
 
     def __init__(
         self,
@@ -64,21 +62,23 @@ class BlockWork:
         return self._schemes.get(linear.name)
 
     def groups(self) -> Iterator[tuple[str, list[tuple[Linear, Scheme]]]]:
-        """The linears to compress with their schemes, by input group, under the name of the group's first linear."""
+        """Yield the linears to compress with their schemes, by input group, under the name of the group's first
+        linear."""
         for group in input_groups(self.block):
             members = [(each, scheme) for each in group if (scheme := self.scheme(each)) is not None]
             if members:
                 yield group[0].name, members
 
     def pruned(self) -> Iterator[tuple[str, list[tuple[Linear, Scheme | None]]]]:
-        """As `groups`, the linears to prune; those without a scheme stay dense."""
+        """Yield the linears to prune, by input group as `groups` does; linears without a scheme stay dense."""
         for group in input_groups(self.block):
             members = [(each, self.scheme(each)) for each in group if self.recipe.pattern_for(each.name) is not None]
             if members:
                 yield group[0].name, members
 
     def watch(self, watchers: Mapping[str, Callable[[Tensor], None]], rows: int | None = None) -> None:
-        """Run the block over the calibration states, or their first `rows`; each watcher sees its linear's inputs."""
+        """Run the block over the calibration states, or their first `rows`; each watcher receives its linear's
+        inputs."""
 
         def hook(linear: Linear, x: Tensor) -> None:
             if linear.name in watchers:
@@ -95,8 +95,8 @@ class BlockWork:
                 return
 
     def inputs(self, names: Sequence[str], rows: int) -> dict[str, Tensor]:
-        """The first `rows` input rows of each named linear, [<= rows, I]; of an expert that no token was sent to, none:
-        it is left out here, and counted in `coverage`."""
+        """Return the first `rows` input rows of each named linear, [<= rows, I]. An expert that received no token has
+        none: it is left out here, and counted in `coverage`."""
         kept: dict[str, list[Tensor]] = {name: [] for name in names}
 
         def keep(pieces: list[Tensor]) -> Callable[[Tensor], None]:

@@ -1,13 +1,13 @@
-"""Whether calibration text says enough about a model: what it never reached is rounded blindly, and somebody is told.
+"""Coverage of a model by its calibration text: warns about channels and experts without calibration data.
 
-Three figures. Fewer tokens than a linear has columns leave its Hessian without full rank, however they are chosen. An
-input channel that was zero at every token weighs nothing, so its column is rounded as if it could never matter: text of
-another kind may use it (ReLU models and mixtures have many such). An expert that no token was sent to is rounded by its
-weights alone (`hessians`), and what searches on its inputs leaves it as it is (`transforms`).
+Three figures are reported. Fewer tokens than a linear has columns leave its Hessian without full rank, however they are
+chosen. An input channel that was zero at every token has no weight, so its column is rounded as if it could never
+matter. Text of another kind may use it (ReLU models and mixtures have many such channels). An expert that received no
+token is rounded by its weights alone (`hessians`), and searches on its inputs leave it unchanged (`transforms`).
 
-What a block's linears read is seen where the block runs compressed, to calibrate the next one: that costs a comparison
-a number. The last block, behind which nothing is calibrated, is run for this alone. Where the walk reads no inputs, it
-is seen where importances are gathered, from the original.
+Inputs of a block's linears are observed where the block runs compressed, to calibrate the next one: that costs a
+comparison a number. The last block, behind which nothing is calibrated, is run for this alone. Where the block pass
+reads no inputs, they are observed where importances are gathered, from the original.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from attar.plan.costs import matrices
 
 
 class Coverage:
-    """What calibration showed one block. `hook` is for the linears' inputs."""
+    """Calibration coverage of one block. `hook` is the hook for the linears' inputs."""
 
     def __init__(self, block: Block) -> None:
         self._experts = list(block.feed_forward.experts) if isinstance(block.feed_forward, MixtureOfExperts) else []
         readers = [block.attention.qkv[0], block.attention.output]
         readers += [linear for each in block.feed_forwards() for linear in (each.up[0], each.down)]
         self._tokens = dict.fromkeys((linear.name for linear in readers), 0)
-        self._seen: dict[str, Tensor] = {}  # of those that tokens reached, bool [I]: channels that were not zero
+        self._seen: dict[str, Tensor] = {}  # linears that tokens reached: bool [I], nonzero channels
 
     def hook(self, linear: Linear, x: Tensor) -> None:
-        """Note rows x [N, I]."""
+        """Update the coverage from rows x [N, I]."""
         if linear.name in self._tokens and len(x):
             found = (x != 0).any(0)
             self._seen[linear.name] = found | self._seen.get(linear.name, found)
             self._tokens[linear.name] += len(x)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: of each linear that tokens reached, the channels that none used and all of them; of the experts,
-        those that none reached, and their number."""
+        """Return JSON-ready counts: for each linear that tokens reached, its unused channels and all of them; for the
+        experts, the unreached ones and their number."""
         idle = [expert.up[0].name for expert in self._experts if not self._tokens[expert.up[0].name]]
         unseen = {name: [int((~seen).sum()), len(seen)] for name, seen in self._seen.items()}
         return {"channels": unseen, "idle": idle, "experts": len(self._experts)}
 
 
 def keep(folder: Path, key: str, layer: int, found: Coverage) -> None:
-    """Note what a block was shown, under the `key` of what it is about."""
+    """Store the coverage of a block under the `key` of its run."""
     resume.write_note(_file(folder, key, layer), found.to_dict())
 
 
 def kept(folder: Path, key: str, layers: int) -> list[dict[str, Any]]:
-    """What the blocks were shown, where that was noted by a run of this key."""
+    """Return the stored coverage of the blocks, where a run of this key stored any."""
     return [json.loads(file.read_text()) for i in range(layers) if (file := _file(folder, key, i)).is_file()]
 
 
@@ -66,14 +66,14 @@ def _file(folder: Path, key: str, layer: int) -> Path:
 
 
 def of(config: ModelConfig, ids: Tensor, folder: Path, key: str) -> tuple[str, ...]:
-    """`warnings` of the calibration text ids [S, L], by what was noted in the folder under the key."""
+    """Return `warnings` of the calibration text ids [S, L], from the coverage stored in the folder under the key."""
     widest = max(each.columns for each in matrices(config) if each.compressible)
     return tuple(warnings(ids.numel(), widest, kept(folder, key, config.layers)))
 
 
 def warnings(tokens: int, widest: int, blocks: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """What is to be said of `tokens` of calibration text for a model whose widest linear has `widest` columns, and of
-    what `Coverage.to_dict` says of its blocks. Nothing, where there is enough."""
+    """Yield warnings about `tokens` of calibration text for a model whose widest linear has `widest` columns, given
+    `Coverage.to_dict` of its blocks. Nothing is yielded where the text is enough."""
     if tokens < widest:
         yield (
             f"the calibration text has {tokens:,} tokens and the widest linear {widest:,} input columns: fewer tokens "

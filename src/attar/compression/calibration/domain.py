@@ -1,12 +1,12 @@
-"""Of what kind texts are: whether calibration text is the model's own, and whether the evaluation text is another one.
+"""The kind of texts: whether calibration text is like the model's own, and whether the evaluation text is separate.
 
-A model that has seen text of some kind is about as surprised by more of it as it expects to be. On a few calibration
-sequences, with the original model: the surprise is the mean of -log p(next token), and what it expects is the mean
-entropy of its predictions at the same places, which is the surprise of whatever it would itself write there, averaged
-over all of that. So nothing need be sampled, and much of the noise of the text is in both. What is above is what text
-of another kind adds: nothing, but for noise, on the model's own samples. In nats a token, over 2,044 tokens (± one
-standard error), and beside it what the kind costs: the KL on a novel of `gptq-w3g128`, over that with a novel to
-calibrate on, for the embedded model, which knows novels and no more.
+A model that has seen text of some kind is about as surprised by more of it as it expects to be. The surprise is the
+mean of -log p(next token) on a few calibration sequences, with the original model. The expectation is the mean entropy
+of its predictions at the same positions: the mean surprise of text that the model itself would write there. So nothing
+need be sampled, and much of the noise of the text is in both. The excess is what text of another kind adds: nothing,
+but for noise, on the model's own samples. The table gives the excess in nats a token, over 2,044 tokens (± one standard
+error). Beside it is the cost of the kind: the KL on a novel of `gptq-w3g128`, over that with a novel to calibrate on,
+for the embedded model, which knows novels only.
 
     its own samples   0.03 ± 0.05            Wikipedia              1.40 ± 0.09   1.6
     a new novel       0.17 ± 0.05   1.0      WikiText-2             2.47 ± 0.12   1.7
@@ -16,11 +16,11 @@ calibrate on, for the embedded model, which knows novels and no more.
 
 A model of short stories gives 0.26 on such, and from 1.39 (novels) to 14.6 (random bytes) on all others. `LIMIT` is in
 the gap, where calibration begins to cost half as much again. It is one-sided: text that repeats itself surprises less
-than expected; unseen channels and idle experts (`coverage`) tell of it. The figure is in the receipt wherever it lies.
+than expected, which unseen channels and idle experts (`coverage`) show. The receipt always has the figure.
 
-Texts that share whole runs of tokens are not two texts, and what is measured on the second says little. Runs are
-compared, not files: the same passage may be in both. Runs of `RUN` tokens are shared by none of two parts of novels,
-0.3 % of two of WikiText-2 and 3.7 % of two of source code, whose files begin alike; half as long, by 0.4, 9 and 9 %.
+Texts that share whole runs of tokens are not separate, and measurements on the second say little. Runs are compared,
+not files: the same passage may be in both. Two parts of novels share no runs of `RUN` tokens; two of WikiText-2 share
+0.3 %, and two of source code, whose files begin alike, 3.7 %. Runs half as long are shared by 0.4, 9 and 9 %.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ from attar.compression.calibration import gradients, hidden_states
 from attar.compression.calibration.hidden_states import HiddenStates
 from attar.model import decoder
 
-TOKENS = 2048  # of calibration text that are looked at: one sequence at least
+TOKENS = 2048  # of calibration text that are measured: one sequence at least
 LIMIT = 1.0  # nats a token above what the model expects
-DIGITS = 4  # of figures in nats: more are noise
-ROWS = 256  # states that are multiplied with the output matrix at once
+DIGITS = 4  # decimals of figures in nats: more are noise
+ROWS = 256  # states that are multiplied with the LM head at once
 
 RUN = 16  # tokens
-SHARED = 0.01  # of the evaluation text
+SHARED = 0.01  # fraction of the evaluation text
 
 
 @dataclass(frozen=True, slots=True)
 class DomainCheck:
-    """Of calibration text under the original model, in nats a token, over so many tokens: as it is, and as expected."""
+    """Surprise of the original model by calibration text, in nats a token: measured and expected, over so many
+    tokens."""
 
     tokens: int
     nats: float
@@ -60,11 +61,9 @@ class DomainCheck:
 
 @torch.inference_mode()
 def surprise(source: Checkpoint, ids: Tensor, folder: Path, device: torch.device | str = "cpu") -> DomainCheck | None:
-    """Of some of the sequences ids [S, L], evenly spread, with one block in memory; None where they have one token, or
-    where the model's predictions are not finite.
-
-    Hidden states are in a file of `folder` meanwhile; blocks run on `device`.
-    """
+    """Measure the surprise on some of the sequences ids [S, L], evenly spread, with one block in memory. Returns None
+    where sequences have one token, or where predictions are not finite. Hidden states are in a file of `folder`
+    meanwhile; blocks run on `device`."""
     length, config = ids.shape[1], source.config
     if length < 2:
         return None
@@ -85,11 +84,9 @@ def surprise(source: Checkpoint, ids: Tensor, folder: Path, device: torch.device
 
 
 def _at_head(source: Checkpoint, states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """-log p of the tokens `wanted` [N] and the entropy of p, both [N], given the last states [N, I].
-
-    With logits x and Z = sum e^x, the entropy is log Z - sum x e^x / Z: both sums grow with the rows of the output
-    matrix, taken relative to the largest logit so far.
-    """
+    """Return -log p of the tokens `wanted` [N] and the entropy of p, both [N], given the last states [N, I]. With
+    logits x and Z = sum e^x, the entropy is log Z - sum x e^x / Z: both sums grow with the rows of the LM head, taken
+    relative to the largest logit so far."""
     config, norm = source.config, decoder.build_final_norm(source.config, source)
     largest = torch.full((len(states),), -torch.inf, dtype=torch.float64)
     total, weighted, found = torch.zeros_like(largest), torch.zeros_like(largest), torch.zeros_like(largest)
@@ -108,10 +105,10 @@ def _at_head(source: Checkpoint, states: Tensor, wanted: Tensor) -> tuple[Tensor
 
 
 def shared(evaluation: Sequence[int], read: Tensor) -> float:
-    """The share of an evaluation text's tokens in runs of `RUN` that sequences [S, L] hold too, cut from their second
-    token on: the first may have been put there."""
+    """Return the fraction of an evaluation text's tokens in runs of `RUN` that sequences [S, L] contain too. The
+    sequences count from their second token on, since the first may be an added BOS."""
     runs = {tuple(run) for row in read[:, 1:].tolist() for run in _cut(row)}
-    covered = 0  # tokens in a run; `end` is where the last one ends
+    covered = 0  # tokens in a run; `end` is the end of the last run
     end = 0
     for at in range(len(evaluation) - RUN + 1):
         if tuple(evaluation[at : at + RUN]) in runs:
@@ -125,14 +122,14 @@ def _cut(row: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def to_dict(found: DomainCheck | None, share: float | None) -> dict[str, Any] | None:
-    """JSON-ready, for the receipt: both figures, or None where there is neither."""
+    """Return both figures JSON-ready for the receipt, or None where there is neither."""
     if found is None and share is None:
         return None
     return {"calibration": None if found is None else asdict(found), "shared": share}
 
 
 def warnings(found: DomainCheck | None, share: float | None) -> Iterator[str]:
-    """What is to be said of the calibration text's surprise and of the share of the evaluation text that it holds."""
+    """Yield warnings about the surprise of the calibration text and the share of the evaluation text in it."""
     if found is not None and found.nats - found.expected > LIMIT:
         yield (
             f"the calibration text surprises the model by {found.nats:.2f} nats a token, and its own would by "

@@ -1,17 +1,18 @@
-"""The gradient of a model's loss at every product, shown block by block from the last to the first, one in memory.
+"""The gradient of a model's loss at every product, block by block from the last to the first, one in memory.
 
-Rounding that knows the loss weighs an error of a linear's output by how much the loss minds it, and for that needs, of
-every token, the rows x [N, I] that a linear reads and the gradient g [N, O] at what it puts out. A forward pass keeps
-what enters each block, in files (`HiddenStates`). At the output matrix the loss is taken; then each block, from the
-last to the first, is run again on its inputs with gradients recorded, and differentiated from the gradient at its
-output to the one at its input, which is the next one's. So memory is one block and the graph of one forward call,
+Rounding that knows the loss weighs an error of a linear's output by its effect on the loss. For that it needs, of every
+token, the rows x [N, I] that a linear reads and the gradient g [N, O] at its output. A forward pass keeps the inputs of
+each block in files (`HiddenStates`). The loss is taken at the LM head. Then each block, from the last to the first,
+runs again on its inputs with gradients recorded. It is differentiated from the gradient at its output to the one at its
+input, which is the output gradient of the block before. So memory is one block and the graph of one forward call,
 whatever the depth; time is that of two forward passes and a backward one.
 
 The loss is the sum over positions of -log p(label), in nats, not a mean: g does not depend on how much text there is.
-Labels are *sampled* from the model's own prediction, one a position, from counters of (seed, sequence). The mean of
-g g^T is then the Fisher matrix, which is the Hessian of KL(model || changed model): what compression is judged by. With
-the text's next tokens as labels it is the "empirical Fisher", which is something else (Kunstner et al. 2019) and is
-there to compare; the last position of a sequence then has no label.
+Labels are *sampled* from the model's own prediction, one a position, from counters of (seed, sequence). The mean of g
+g^T is then the Fisher matrix, which is the Hessian of KL(model
+
+changed model), the measure of compression. With the text's next tokens as labels it is the "empirical Fisher", which is
+something else (Kunstner et al. 2019) and is there to compare; the last position of a sequence then has no label.
 
 Everything is float32, on the reference path. Not done: keeping fewer states and running several blocks again (the disk
 is cheaper than the time); gradients of weights, which are g^T x, the watcher's to sum.
@@ -43,8 +44,8 @@ from attar.model.layers import Block
 from attar.progress import Progress
 
 Watchers = Mapping[str, Callable[[Tensor, Tensor], None]]
-"""Of some linears of a block, by name, who sees the rows [N, I] that each reads and the gradient [N, O] at its output.
-Both are only lent: whoever keeps them copies them."""
+"""Callbacks by the name of a linear of a block: each receives the rows [N, I] that it reads and the gradient [N, O] at
+its output. Both tensors are only lent: copy them to keep them."""
 
 
 LOGITS_AT_ONCE = 1 << 22
@@ -62,18 +63,19 @@ def walk(
     seed: int | None = 0,
     progress: Progress | None = None,
 ) -> float:
-    """Show the gradients of all blocks on token ids [S, L]; returns the mean loss of a label, in nats.
+    """Pass the gradients of all blocks on token ids [S, L] to watchers; return the mean loss of a label, in nats.
 
-    For each block, from the last to the first, `watch(layer, block)` names the watchers, which then see one call after
-    another, the same whenever all else is; after the last, `done(layer)` is called. `folder` takes (layers + 2) x S x L
-    x hidden float32 for as long as it lasts; at most `memory` bytes of it are held in memory as well. May be called
-    where inference mode is on. Raises ValueError where the disk is too small, where no position has a label, and,
-    naming the place, where a loss or a gradient is not finite. Labels are drawn by `seed`; None: they are the text's
-    next tokens.
+    For each block, from the last to the first, `watch(layer, block)` names the watchers, which then receive one call
+    after another, in a deterministic order. After the last call, `done(layer)` is called. `folder` takes (layers + 2) x
+    S x L x hidden float32 during the walk; at most `memory` bytes of it are held in memory as well. Labels are sampled
+    by `seed`; None: they are the text's next tokens. May be called where inference mode is on.
+
+    Raises ValueError where the disk is too small, where no position has a label, and, naming the position, where a loss
+    or a gradient is not finite.
     """
     report = progress or (lambda stage, done, total: None)
     config, shape = source.config, (*ids.shape, source.config.hidden)
-    had = allocated(folder.glob("gradient-*.f32"))  # by a killed run, and used again
+    had = allocated(folder.glob("gradient-*.f32"))  # files of a killed run, which are used again
     require_free(folder, 4 * (config.layers + 2) * ids.numel() * config.hidden - had)
     with torch.inference_mode(False), _states(folder, shape, config.layers + 2, memory, rows_at_once(config)) as states:
         *inputs, gradient = states
@@ -95,7 +97,7 @@ def walk(
 def _states(
     folder: Path, shape: tuple[int, int, int], count: int, memory: int, rows: int
 ) -> Iterator[list[HiddenStates]]:
-    """Files of hidden states that last as long as the context."""
+    """Yield files of hidden states that last as long as the context."""
     paths = [folder / f"gradient-{i}.f32" for i in range(count)]
     made: list[HiddenStates] = []
     try:
@@ -110,7 +112,7 @@ def _states(
 
 
 def _forward(source: Checkpoint, ids: Tensor, inputs: list[HiddenStates], report: Progress) -> None:
-    """Fill `inputs`: what enters each block, and, last, what the final norm reads."""
+    """Fill `inputs` with the inputs of each block and, last, of the final norm."""
     hidden_states.embed(source, ids, inputs[0])
     for layer in range(source.config.layers):
         advance(source, layer, inputs[layer], inputs[layer + 1])
@@ -119,7 +121,7 @@ def _forward(source: Checkpoint, ids: Tensor, inputs: list[HiddenStates], report
 
 @torch.no_grad()
 def advance(source: Checkpoint, layer: int, here: HiddenStates, there: HiddenStates) -> None:
-    """Run block `layer` on the states `here` and write its outputs `there`, which may be the same place."""
+    """Run block `layer` on the states `here` and write its outputs to `there`, which may be the same object."""
     block = build_block(source.config, source, layer)
     device_placement.move(block, torch.device(here.device))
     for linear in block.linears():
@@ -131,7 +133,8 @@ def advance(source: Checkpoint, layer: int, here: HiddenStates, there: HiddenSta
 def through(
     source: Checkpoint, ids: Tensor, states: HiddenStates, done: Callable[[int], None] = lambda blocks: None
 ) -> None:
-    """Leave in `states` what the final norm reads on token ids [S, L]; `done` is told the number of blocks so far."""
+    """Fill `states` with the inputs of the final norm on token ids [S, L]; `done` receives the number of blocks so
+    far."""
     hidden_states.embed(source, ids, states)
     for layer in range(source.config.layers):
         advance(source, layer, states, states)
@@ -147,7 +150,7 @@ def _at_head(
     seed: int | None,
     report: Progress,
 ) -> float:
-    """Write the gradient at the final norm's input; returns the mean loss."""
+    """Write the gradient at the final norm's input; return the mean loss."""
     config, length = source.config, ids.shape[1]
     norm, head = build_final_norm(config, source), build_ends(config, source)[1]
     head.keep_dense = False
@@ -177,7 +180,7 @@ def _at_head(
 
 @torch.enable_grad()
 def _through_block(layer: int, block: Block, inputs: HiddenStates, gradient: HiddenStates) -> None:
-    """Turn the gradient at the block's output into the one at its input, showing it to the linears on the way."""
+    """Replace the gradient at the block's output by the one at its input, and pass it to the watchers on the way."""
     for batch in inputs.batches():
         rows = inputs.read(batch).detach().requires_grad_()
         out = block.run(rows, inputs.step(batch))
@@ -188,7 +191,7 @@ def _through_block(layer: int, block: Block, inputs: HiddenStates, gradient: Hid
 
 
 def draw(logits: Tensor, noise: Tensor) -> Tensor:
-    """One token a row from the softmax of logits [N, V], by numbers `noise` [N] in [0, 1), float64: int64 [N]."""
+    """Sample one token a row from the softmax of logits [N, V], by `noise` [N] in [0, 1), float64; return int64 [N]."""
     drawn = []
     for rows, numbers in zip(runs := in_rows(logits), noise.split([len(run) for run in runs]), strict=True):
         cumulative = rows.double().softmax(-1).cumsum(-1)
@@ -197,10 +200,8 @@ def draw(logits: Tensor, noise: Tensor) -> Tensor:
 
 
 def uniforms(seed: int, sequence: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """`count` numbers in [0, 1) of stream (seed, sequence): the top 53 bits of Philox words, whose values are fixed.
-
-    The counter begins where no text sampled from the model by the same seed (`calibrate.sample_from`) gets to: labels
-    would otherwise be that very text.
-    """
+    """Return `count` numbers in [0, 1) of stream (seed, sequence): the top 53 bits of Philox words, which are fixed.
+    The counter begins beyond the range of text sampled from the model by the same seed (`texts.sample_from`): labels
+    would otherwise be that very text."""
     stream = np.random.Philox(key=np.array([seed, sequence], dtype=np.uint64), counter=np.array([0, 0, 1, 0]))
     return (np.asarray(stream.random_raw(count)) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,10 +1,10 @@
-"""The hidden states that carry calibration from block to block, and what stands at a model's two ends.
+"""Hidden states that carry calibration from block to block, and the two ends of a model.
 
-Hidden states live in two files, one that a block reads and one that it writes, in turn. That is what lets a killed run
-resume to the very bytes it would have written, and lets the states be larger than memory. Up to `memory` bytes they are
-held in memory as well, so that the disk is written but not read. The two tables at the ends of a model can be larger
-than several blocks and are never read whole: of the embedding only the rows that the text needs (`embed`), of the
-output matrix some after others (`head_rows`).
+Hidden states live in two files, one that a block reads and one that it writes, in turn. So a killed run resumes to the
+same bytes, and the states may be larger than memory. Up to `memory` bytes they are held in memory as well, so that the
+disk is written but not read. The embedding and the LM head can be larger than several blocks and are never read whole.
+Of the embedding only the rows that the text needs are read (`embed`); the LM head is read some rows at a time
+(`head_rows`).
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from attar.model.config import ModelConfig
 from attar.model.decoder import build_embedding, build_head
 
 ROWS_AT_ONCE = 2048  # rows of one forward call at most: enough to keep the cores busy
-WIDEST = 32 << 20  # bytes of its widest activation at most, unless one sequence has more
-IN_A_BLOCK = 2 * WIDEST  # what the activations of one forward call take together
-HEAD_ROWS = 4096  # of the output matrix, in memory at once; zero points are packed 32 rows at a time
+WIDEST = 32 << 20  # maximal bytes of its widest activation, unless one sequence has more
+IN_A_BLOCK = 2 * WIDEST  # bytes of all activations of one forward call
+HEAD_ROWS = 4096  # of the LM head, in memory at once; zero points are packed 32 rows at a time
 
 
 def rows_at_once(config: ModelConfig) -> int:
-    """Rows that one forward call of a block may have."""
+    """Return the number of rows that one forward call of a block may have."""
     wide = config.intermediate * (2 if config.gated else 1)
     return max(1, min(ROWS_AT_ONCE, WIDEST // (4 * wide)))
 
 
 class HiddenStates:
-    """The hidden states [S, L, I], float32, of all calibration sequences, in a file and, if they fit, in memory. They
-    are read to `device`."""
+    """Float32 hidden states [S, L, I] of all calibration sequences, in a file and, if they fit, in memory. They are
+    read to `device`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class HiddenStates:
         self._held: dict[int, Tensor] | None = {} if shape[0] * self._row_bytes <= memory else None
 
     def batches(self) -> Iterator[range]:
-        """Sequences in the runs of one forward call."""
+        """Yield the ranges of sequences of each forward call."""
         size = max(1, self.rows_at_once // self.shape[1])
         for start in range(0, self.shape[0], size):
             yield range(start, min(start + size, self.shape[0]))
@@ -67,7 +67,7 @@ class HiddenStates:
         return ForwardBatch((self.shape[1],) * len(batch), self.shape[1], device=self.device)
 
     def read(self, batch: range) -> Tensor:
-        """Rows [len(batch) * L, I]."""
+        """Return rows [len(batch) * L, I]."""
         if self._held is not None and all(s in self._held for s in batch):
             return torch.cat([self._held[s] for s in batch]).to(self.device)
         out = torch.empty(len(batch) * self.shape[1], self.shape[2])
@@ -86,7 +86,7 @@ class HiddenStates:
             self._held.update(zip(batch, rows.split(self.shape[1]), strict=True))
 
     def settle(self) -> None:
-        """Make the file outlive a crash."""
+        """Flush the file to disk, so that it survives a crash."""
         os.fsync(self._file)
 
     def close(self) -> None:
@@ -101,10 +101,8 @@ def embed(
     into: HiddenStates,
     stored: Callable[[Tensor], PackedTensor | None] | None = None,
 ) -> None:
-    """Write what enters the first block on tokens [S, L]; only the rows of the table that are needed are read.
-
-    `stored(rows)` says how rows [R, I] of the table are stored in the end, if not as they are.
-    """
+    """Write the first block's inputs on tokens [S, L]; only the rows of the table that are needed are read.
+    `stored(rows)` returns rows [R, I] of the table in their stored form, if that differs from the source's."""
     used, place = torch.unique(ids, return_inverse=True)
     embedding = build_embedding(replace(checkpoint.config, vocab_size=len(used)), checkpoint.rows(used))
     if stored is not None:
@@ -117,27 +115,25 @@ def embed(
 
 
 def head_rows(checkpoint: hf.Checkpoint) -> Iterator[tuple[Tensor, Linear]]:
-    """The output matrix, `HEAD_ROWS` rows at a time, with their token ids."""
+    """Yield the LM head, `HEAD_ROWS` rows at a time, with their token ids."""
     for ids in torch.arange(checkpoint.config.vocab_size).split(HEAD_ROWS):
         yield ids, build_head(replace(checkpoint.config, vocab_size=len(ids)), checkpoint.rows(ids))
 
 
 class Rows:
-    """At most `limit` rows of `columns` float32, appended as they come and read again and again: a file without a name.
-
-    What a search reads for every candidate would take more memory than the block; from the page cache it costs little.
-    """
+    """At most `limit` rows of `columns` float32, appended as they come and read repeatedly: an unnamed file. A search
+    reads them for every candidate. In memory they could exceed the block; the page cache makes reading cheap."""
 
     def __init__(self, folder: Path, limit: int, columns: int) -> None:
         self.columns, self._limit, self._count = columns, limit, 0
-        self._device = torch.device("cpu")  # where rows come from, and are read to
+        self._device = torch.device("cpu")  # device of the rows, given and read
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
 
     def __len__(self) -> int:
         return self._count
 
     def append(self, x: Tensor) -> None:
-        """Take in rows x [N, columns], as many as there is room for."""
+        """Append rows x [N, columns], up to the limit."""
         self._device = x.device
         x = x[: self._limit - self._count].float().cpu().contiguous()
         _write(self._file.fileno(), x, self._count * self.columns * 4)
@@ -147,7 +143,7 @@ class Rows:
         return (range(start, min(start + size, self._count)) for start in range(0, self._count, size))
 
     def read(self, some: range) -> Tensor:
-        """Rows [len(some), columns]."""
+        """Return rows [len(some), columns]."""
         out = torch.empty(len(some), self.columns)
         whole = _read(self._file.fileno(), out, some.start * self.columns * 4)
         assert whole, "nobody else can reach the file"
@@ -158,7 +154,7 @@ class Rows:
 
 
 def _read(file: int, out: Tensor, offset: int) -> bool:
-    """Fill `out` from a file; false where the file ends before."""
+    """Fill `out` from a file; return False where the file ends before."""
     view, at = byte_view(out), 0
     while at < len(view):
         got = os.preadv(file, [view[at:]], offset + at)

@@ -1,9 +1,9 @@
-"""How much the columns of each linear's weight count: the mean square of its inputs, over calibration text.
+"""Importances of the columns of each linear's weight: the mean square of its inputs, over calibration text.
 
-The damage that rounding does to a linear's output is the sum over columns of error^2 E[x^2], if inputs of different
-columns are uncorrelated: so that is the weight of an error when scales and codes of GGML blocks are searched, and what
-llama.cpp's importance matrices hold. It is measured on the original model, with one block in memory, and depends on no
-recipe: one matrix serves every file made of a model (`attar imatrix`), and those of other programs can be read.
+Rounding damages a linear's output by the sum over columns of error^2 E[x^2], if inputs of different columns are
+uncorrelated. So E[x^2] weighs an error when scales and codes of GGML blocks are searched, and is the content of
+llama.cpp's importance matrices. It is measured on the original model, with one block in memory, and depends on no
+recipe. One matrix serves every file made of a model (`attar imatrix`), and matrices of other programs can be read.
 """
 
 from __future__ import annotations
@@ -39,12 +39,10 @@ from attar.progress import Progress
 def collect(
     checkpoint: Checkpoint, ids: Tensor, folder: Path, key: str, memory: int, progress: Progress
 ) -> dict[str, Tensor]:
-    """E[x^2], float32 [I], of each linear's inputs on the tokens `ids` [S, L], by module name, the output matrix's too.
-
-    Hidden states are kept in files of `folder`, and in memory up to `memory` bytes; what was shown to each block stays
+    """Return E[x^2], float32 [I], of the inputs of each linear, the LM head included, on `ids` [S, L], by module name.
+    Hidden states are kept in files of `folder`, and in memory up to `memory` bytes. The coverage of each block stays
     there, under `key` (`coverage.kept`). Raises ValueError naming the block whose output is not finite, and a linear
-    that no token reached.
-    """
+    that no token reached."""
     config = checkpoint.config
     shape, rows = (*ids.shape, config.hidden), hidden_states.rows_at_once(config)
     spare = (memory - hidden_states.IN_A_BLOCK) // 2
@@ -75,7 +73,7 @@ def collect(
 def kept(
     checkpoint: Checkpoint, ids: Tensor, folder: Path, key: str, memory: int, progress: Progress
 ) -> dict[str, Tensor]:
-    """As `collect`, but computed once: a resumed run finds them in `folder`, under the `key` of what it is about."""
+    """Return the importances of `collect`, computed once: a resumed run finds them in `folder`, under its `key`."""
     path = folder / f"importances-{key}.gguf"
     if not path.exists():
         imatrix.write(path, as_imatrix(collect(checkpoint, ids, folder, key, memory, progress), ids, "calibration"))
@@ -83,16 +81,14 @@ def kept(
 
 
 def as_imatrix(means: dict[str, Tensor], ids: Tensor, dataset: str) -> Imatrix:
-    """Importances as files hold them, under the names of a GGUF file's tensors."""
+    """Convert importances to an `Imatrix`, under the names of a GGUF file's tensors."""
     named = {file_name(f"{module}.weight"): mean for module, mean in means.items()}
     return Imatrix(named, dict.fromkeys(named, ids.numel()), len(ids), ids.shape[1], (dataset,))
 
 
 def known(path: str | Path, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The importances of a file, [I] by module name.
-
-    Raises ValueError where it is malformed, of a model with other columns, or knows none of the model's linears.
-    """
+    """Read the importances of a file, [I] by module name. Raises ValueError where it is malformed, of a model with
+    other columns, or knows none of the model's linears."""
     found, config = imatrix.read(path).means, checkpoint.config
     modules = all_compressible(config)
     importances: dict[str, Tensor] = {}
@@ -114,7 +110,7 @@ def known(path: str | Path, checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _block(block: Block, inputs: HiddenStates, outputs: HiddenStates, layer: int, shown: Coverage) -> dict[str, Tensor]:
-    """What the inputs of a block's linears are, while its outputs are written."""
+    """Return the mean squares of the inputs of a block's linears, and write the block's outputs."""
     groups = {group[0].name: group for group in input_groups(block)}
     means = {name: ColumnMean(group[0].shape[1], 2, name) for name, group in groups.items()}
 
@@ -133,13 +129,13 @@ def _block(block: Block, inputs: HiddenStates, outputs: HiddenStates, layer: int
 
 @dataclass(frozen=True)
 class Made:
-    """What `make` did."""
+    """Result of `make`."""
 
     path: Path
     tokens: int
     matrices: int
     widest: tuple[str, float]  # the matrix whose columns differ most, and its largest importance over its mean
-    warnings: tuple[str, ...] = ()  # of calibration text that says too little
+    warnings: tuple[str, ...] = ()  # about too little calibration text
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -162,10 +158,8 @@ def make(
     progress: Progress | None = None,
 ) -> Made:
     """Measure the importances of the checkpoint `src` (folder, Hub id or `demo`), and write them to the file `dst`.
-
-    `calibration` is as in `pipeline.compress`. The file is of the older form where its name ends in .dat. Raises
-    ValueError for anything a user can mend: an existing output, a text that is too short, a GGUF file as source.
-    """
+    `calibration` is as in `pipeline.compress`. A name that ends in .dat selects the older file form. Raises ValueError
+    for anything a user can mend: an existing output, a text that is too short, a GGUF file as source."""
     source, target = hub.resolve(src), Path(dst)
     if not str(dst) or target.is_dir():
         raise ValueError(f"{str(dst)!r} is no name of a file to write")

@@ -1,24 +1,24 @@
-"""What the loss says of each linear: how much it minds each token's error, how it couples the rows, or each weight.
+"""Hints of the loss about each linear: weights of each token's error, coupling of the rows, or a weight of each entry.
 
 To second order an error E of a linear's weight [O, I] changes the loss by half of the mean over tokens of (g^T E x)^2,
-with x the linear's input and g the gradient of the loss at its output: the quadratic form of the Fisher matrix, which
-has (O I)^2 entries and is made smaller in one of three ways.
+with x the linear's input and g the gradient of the loss at its output. This is the quadratic form of the Fisher matrix,
+which has (O I)^2 entries and is reduced in one of three ways:
 
-* `weights`, as GuidedQuant has it (Kim et al. 2025): products between rows are left out, so that each row j has a
-  Hessian of its own, E[g_j^2 x x^T]; rows in groups share that of their mean. The statistic is one number a token and
-  group, the mean of g_j^2, after which any solver that takes a Hessian takes this one (`gptq.Hessian.add`).
-* `outputs`, as YAQA has it (Tseng et al. 2025, its sketch A): the Kronecker product of E[|x|^2 g g^T], which is the
-  statistic, and the Hessian of the inputs (`two_sided`).
-* `weighed`, as SqueezeLLM has it (Kim et al. 2023): its diagonal alone, one number a weight (`squeezellm`).
+* `weights` (GuidedQuant; Kim et al. 2025): products between rows are left out, so that each row j has a Hessian of its
+  own, E[g_j^2 x x^T]; rows in groups share that of their mean. The statistic is one number a token and group, the mean
+  of g_j^2. Any solver that takes a Hessian takes this one (`gptq.Hessian.add`).
+* `outputs` (YAQA, sketch A; Tseng et al. 2025): the Kronecker product of E[|x|^2 g g^T], which is the statistic, and
+  the Hessian of the inputs (`two_sided`).
+* `weighed` (SqueezeLLM; Kim et al. 2023): its diagonal alone, one number a weight (`squeezellm`).
 
-With labels sampled from the model itself this is the Fisher matrix, and that is the Hessian of the KL divergence
-between the model and the compressed one. With the text's own next tokens it would be something else (`gradients`). The
-gradients are those of the original model: one pass over the text, before the first block is compressed. The input
-Hessians are made later, by the walk over the blocks, from what the compressed blocks before really give: so of weights
-only 4 bytes a token, linear and group go to disk, of outputs 4 O^2 bytes a linear, and 4 a weight that is weighed.
+With labels sampled from the model itself this is the Fisher matrix, the Hessian of the KL divergence between the model
+and the compressed one. With the text's own next tokens it would be something else (`gradients`). The gradients are
+those of the original model: one pass over the text, before the first block is compressed. The block pass makes the
+input Hessians later, from real outputs of the compressed blocks before. So only 4 bytes a token, linear and group go to
+disk for weights, 4 O^2 bytes a linear for outputs, and 4 a weight that is weighed.
 
-Weights and outputs are not for mixtures of experts: the rows that an expert sees are chosen token by token, and not the
-same once the blocks before are compressed.
+Weights and outputs are not for mixtures of experts: the rows that an expert sees are chosen token by token, and change
+once the blocks before are compressed.
 """
 
 from __future__ import annotations
@@ -43,40 +43,41 @@ from attar.progress import Progress
 
 
 def row_groups(rows: int, groups: int) -> list[slice]:
-    """Rows 0 .. `rows` in at most `groups` runs of about the same length."""
+    """Split rows 0 .. `rows` into at most `groups` runs of about the same length."""
     size = -(-rows // groups)
     return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
 
 
 def weights(g: Tensor, groups: int) -> Tensor:
-    """The weights [N, G] of tokens in the Hessians of the groups of rows, of gradients g [N, O]."""
+    """Return the weights [N, G] of tokens in the Hessians of the groups of rows, from gradients g [N, O]."""
     return torch.stack([g[:, rows].square().mean(1) for rows in row_groups(g.shape[1], groups)], 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Hints:
-    """Of one linear: the weights [N, G] of tokens in the order of the calibration text, and the matrix [O, O] of its
-    outputs, what each weight counts [O, I]; each where it was asked for."""
+    """Hints of the loss about one linear, each where it was asked for: the weights [N, G] of tokens in the order of the
+    calibration text, the matrix [O, O] of its outputs, and the weight of each entry [O, I]."""
 
     weights: Tensor | None
     outputs: Tensor | None
     weighed: Tensor | None = None
 
     def divided(self, scales: Tensor) -> Hints:
-        """What they are once the outputs are divided by scales [O]: gradients are multiplied. Not known of weights."""
+        """Return the hints once the outputs are divided by scales [O]: gradients are multiplied. Not defined for entry
+        weights."""
         assert self.weights is None, "rows of a group do not scale alike"
         assert self.weighed is None
         return self if self.outputs is None else Hints(None, self.outputs * scales[:, None] * scales)
 
     def turned(self, inverse: Tensor) -> Hints:
-        """What they are once the outputs y [O] are y T, given T^-1 [O, O]. Not known of weights."""
+        """Return the hints once the outputs y [O] are y T, given T^-1 [O, O]. Not defined for entry weights."""
         assert self.weights is None, "rows of a group are not turned alike"
         assert self.weighed is None
         return self if self.outputs is None else Hints(None, inverse @ self.outputs @ inverse.T)
 
 
 class _Taker:
-    """Gathers the hints of one linear."""
+    """Accumulator of the hints of one linear."""
 
     def __init__(self, shape: tuple[int, int], groups: int, couple: bool, weigh: bool) -> None:
         self.groups, self.pieces = groups, list[Tensor]()
@@ -92,7 +93,7 @@ class _Taker:
             self.weighed.add(x, g)
 
     def numbers(self) -> list[Tensor]:
-        """In the order of `Guide._shapes`."""
+        """Return the hints in the order of `Guide._shapes`."""
         found = [torch.cat(self.pieces)] if self.pieces else []
         found += [] if self.outputs is None else [self.outputs.mean]
         return found + ([] if self.weighed is None else [self.weighed.total])
@@ -100,31 +101,31 @@ class _Taker:
 
 @dataclass(frozen=True)
 class Guide:
-    """The hints of all linears to compress, in a file a block."""
+    """Hints of all linears to compress, in a file a block."""
 
     folder: Path
-    key: str  # what they belong to: another run's are not taken for ours
-    linears: Mapping[int, Mapping[str, tuple[int, int]]]  # by block, those that have hints, with their shapes (O, I)
+    key: str  # identifies the run: another run's hints are not used
+    linears: Mapping[int, Mapping[str, tuple[int, int]]]  # by block, linears with hints and their shapes (O, I)
     tokens: int
-    groups: int  # of rows, at most; 0: no weights
-    couple: bool  # whether there are matrices of outputs
-    weigh: bool = False  # whether each weight has a number
+    groups: int  # groups of rows, at most; 0: no token weights
+    couple: bool  # whether there are output matrices
+    weigh: bool = False  # whether each entry has a weight
 
     @property
     def collected(self) -> bool:
-        """Whether the files are there."""
+        """Return whether the files are there."""
         return all(self._path(layer).is_file() for layer in self.linears)
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """Return the size of all files in bytes."""
         each = (self._shapes(*shape) for linears in self.linears.values() for shape in linears.values())
         return sum(4 * shape[0] * shape[1] for shapes in each for shape in shapes if shape is not None)
 
     def collect(
         self, source: Checkpoint, ids: Tensor, memory: int, seed: int, progress: Progress | None = None
     ) -> None:
-        """Make the files, from token ids [S, L], unless a run before has done so. Raises ValueError as
+        """Make the files, from token ids [S, L], unless an earlier run has done so. Raises ValueError as
         `gradients.walk`."""
         if self.collected:
             return
@@ -148,7 +149,8 @@ class Guide:
         gradients.walk(source, ids, self.folder, watch, done, memory=memory, seed=seed, progress=progress)
 
     def of(self, layer: int) -> dict[str, Hints]:
-        """By name, what a block's linears have. Raises ValueError where the file is not what was written."""
+        """Return the hints of a block's linears by name. Raises ValueError where the file has changed since it was
+        written."""
         numbers = torch.from_numpy(np.fromfile(self._path(layer), dtype="<f4").astype(np.float32, copy=False))
         found, at = {}, 0
         for name, (rows, columns) in self.linears[layer].items():
@@ -166,7 +168,7 @@ class Guide:
         return found
 
     def _shapes(self, rows: int, columns: int) -> list[tuple[int, int] | None]:
-        """Of the fields of `Hints`, as they follow each other in the file."""
+        """Return the shapes of the fields of `Hints`, in file order."""
         return [
             (self.tokens, len(row_groups(rows, self.groups))) if self.groups else None,
             (rows, rows) if self.couple else None,
@@ -178,5 +180,5 @@ class Guide:
 
 
 def key(about: Mapping[str, Any]) -> str:
-    """A name for all that a run is about."""
+    """Return a name for the run, from all that it depends on."""
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]

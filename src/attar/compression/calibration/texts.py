@@ -1,9 +1,8 @@
-"""Calibration: which tokens the statistics come from.
+"""Calibration tokens, from which the statistics come.
 
 Tokens come from a text, from ids, or from the model itself (`sample_from`): a language model's own samples are close
-enough to what it was trained on to calibrate with, and need no data at all. A text is often too short for a method that
-looks closely, whose roundings then fit the text rather than the model: the model may write more to go with it
-(`Amount.drawn`).
+enough to its training text to calibrate with, and need no data. A text is often too short for detailed methods, whose
+rounding then fits the text rather than the model. The model may write more to go with it (`Amount.drawn`).
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ Calibration = str | Path | Sequence[Sequence[int]]
 SELF = "self"
 
 BESIDES = 2 << 32
-"""What the seed of text drawn to go with a calibration text is larger by."""
+"""Offset of the seed of text sampled in addition to a calibration text."""
 
-CACHE_BYTES = 256 << 20  # of keys and values while sampling
+CACHE_BYTES = 256 << 20  # of KV cache while sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """How much text to take, and the seed of what is drawn at random."""
+    """Amount of text to use, and the seed of all sampling."""
 
     samples: int = 128  # sequences
     length: int = 512  # tokens of each
     seed: int = 0
-    drawn: int = 0  # sequences that the model writes besides
+    drawn: int = 0  # additional sequences that the model writes
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.length < 2 or self.seed < 0:
@@ -53,40 +52,41 @@ class Amount:
             raise ValueError(f"0 to {MOST_DRAWN} sequences can be drawn from the model besides, not {self.drawn}")
 
     def besides(self, length: int) -> Amount:
-        """What is drawn besides, in sequences of `length` tokens: another text than `SELF` of the same seed."""
+        """Return the amount of additional text, in sequences of `length` tokens: other text than `SELF` of the same
+        seed."""
         return Amount(self.drawn, length, BESIDES + self.seed)
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Calibration ids: those `given` [S, L], and those `drawn` [D, L] from the model to go with them."""
+    """Calibration ids: those `given` [S, L], and those `drawn` [D, L], sampled from the model in addition."""
 
     given: Tensor
     drawn: Tensor | None = None
 
 
 def is_text(calibration: Calibration | None) -> bool:
-    """Whether it is a text file."""
+    """Return whether the calibration is a text file."""
     return isinstance(calibration, str | Path) and not is_drawn(calibration)
 
 
 def is_drawn(calibration: Calibration | None) -> bool:
-    """Whether the model is to draw it."""
+    """Return whether the model is to write the calibration text."""
     return isinstance(calibration, str | Path) and str(calibration) == SELF
 
 
 def tokenizer_for(calibration: Calibration, folder: Path) -> Tokenizer | None:
-    """The tokenizer of the model in `folder`, where a text needs one: ids and `SELF` do without."""
+    """Return the tokenizer of the model in `folder` where a text needs one: ids and `SELF` need none."""
     return Tokenizer.load(folder) if is_text(calibration) else None
 
 
 def count(calibration: Calibration, amount: Amount) -> int:
-    """How many sequences there will be, at most."""
+    """Return the maximal number of sequences."""
     return amount.samples if isinstance(calibration, str | Path) else len(calibration)
 
 
 def drawn_name(source: str, amount: Amount) -> str:
-    """The name of the file for what is drawn from the model whose files have the hash `source`."""
+    """Return the file name for text sampled from the model whose files have the hash `source`."""
     return f"self-{source[:16]}-{amount.samples}x{amount.length}-{amount.seed}.i32"
 
 
@@ -98,11 +98,9 @@ def tokens(
     drawn: Path,
     progress: StageProgress | None = None,
 ) -> Tensor:
-    """The calibration tokens, int64 [S, L], of whatever the user gave.
-
-    Sampling from the model takes its time, so what it drew is kept in the file `drawn` for a resumed run. Raises
-    ValueError where there is nothing to calibrate on, an id is out of range, or sequences are longer than the context.
-    """
+    """Return the calibration tokens, int64 [S, L], of a text, ids or `SELF`. Sampling from the model takes time, so its
+    text is kept in the file `drawn` for a resumed run. Raises ValueError where there is nothing to calibrate on, an id
+    is out of range, or sequences are longer than the context."""
     config = checkpoint.config
     if not isinstance(calibration, str | Path):
         ids = as_tokens(calibration, config.vocab_size)
@@ -118,8 +116,8 @@ def tokens(
 
 
 def written(checkpoint: hf.Checkpoint, amount: Amount, drawn: Path, progress: StageProgress | None = None) -> Tensor:
-    """What the model writes, int64 [samples, length]: drawn, or from the file `drawn`, where it is kept for a run that
-    resumes. Raises ValueError where that file holds an id out of range."""
+    """Return text that the model writes, int64 [samples, length]: newly sampled, or from the file `drawn`, where a
+    resumed run finds it. Raises ValueError where that file holds an id out of range."""
     shape, config = (amount.samples, amount.length), checkpoint.config
     if drawn.is_file() and drawn.stat().st_size == 4 * shape[0] * shape[1]:
         known = torch.from_numpy(np.fromfile(drawn, dtype="<i4").astype(np.int64)).view(shape)
@@ -137,29 +135,27 @@ def written(checkpoint: hf.Checkpoint, amount: Amount, drawn: Path, progress: St
 
 
 def read(text: str | Path, tokenizer: Tokenizer) -> list[int]:
-    """The token ids of a text file."""
+    """Return the token ids of a text file."""
     return tokenizer.encode(read_text(text), add_special_tokens=False)
 
 
 def within_context(length: int, config: ModelConfig, what: str = "calibration sequences") -> None:
-    """Raise ValueError, beginning with `what`, where sequences are longer than the model can place: with rotary
-    positions it would compute what nobody trained it for, with a table of positions there is no row."""
+    """Raise ValueError, beginning with `what`, where sequences exceed the context: the model is untrained for such
+    rotary positions, and a table of positions has no row for them."""
     if length > config.context:
         raise ValueError(f"{what} of {length} tokens exceed the model's context of {config.context}")
 
 
 def within_vocabulary(ids: Tensor, vocab_size: int, what: str = "calibration") -> None:
-    """Raise ValueError where one of the ids [S, L] is no token of the model's."""
+    """Raise ValueError where one of the ids [S, L] is not in the vocabulary."""
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         raise ValueError(f"a {what} token id lies outside 0..{vocab_size - 1}")
 
 
 def windows(ids: Sequence[int], samples: int, length: int, bos: int | None) -> Tensor:
-    """Cut a text's token ids into at most `samples` windows, evenly spread over it: int64 [S, length].
-
-    Each window begins with `bos` where the tokenizer adds one. A text shorter than one window is used whole.
-    Raises ValueError where there are fewer than two tokens.
-    """
+    """Cut a text's token ids into at most `samples` windows, evenly spread over it: int64 [S, length]. Each window
+    begins with `bos` where the tokenizer adds one. A text shorter than one window is used whole. Raises ValueError
+    where there are fewer than two tokens."""
     if len(ids) < 2:
         raise ValueError(f"the calibration text has {len(ids)} tokens: at least 2 are needed")
     body = min(len(ids), length if bos is None else length - 1)
@@ -167,8 +163,8 @@ def windows(ids: Sequence[int], samples: int, length: int, bos: int | None) -> T
 
 
 def between(ids: Sequence[int], samples: int, length: int, bos: int | None, most: int) -> Tensor | None:
-    """At most `most` of the windows that `windows` does not take, evenly spread: int64 [S, length]. None where it takes
-    all."""
+    """Return at most `most` of the windows that `windows` leaves out, evenly spread: int64 [S, length]. None where it
+    leaves out none."""
     body = length if bos is None else length - 1
     every = range(len(ids) // body)
     left = sorted({*every} - {*_spread(every, samples)})
@@ -185,7 +181,8 @@ def _cut(ids: Sequence[int], which: Sequence[int], body: int, bos: int | None) -
 
 
 def as_tokens(sequences: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
-    """Token ids given by the caller, int64 [S, L]. Raises ValueError where lengths differ or an id is out of range."""
+    """Return token ids given by the caller, int64 [S, L]. Raises ValueError where lengths differ or an id is out of
+    range."""
     lengths = {len(s) for s in sequences}
     if len(lengths) != 1 or not all(lengths):
         raise ValueError(f"calibration sequences must be of one length, not {sorted(lengths)}")
@@ -195,7 +192,7 @@ def as_tokens(sequences: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
 
 
 def token_hash(ids: Tensor) -> str:
-    """SHA-256 of the ids [S, L] as little-endian int32, rows in order, with the shape in front."""
+    """Return the SHA-256 of the ids [S, L] as little-endian int32, rows in order, with the shape in front."""
     shape = f"{ids.shape[0]}x{ids.shape[1]}:".encode()
     return hashlib.sha256(shape + ids.to(torch.int32).numpy().astype("<i4").tobytes()).hexdigest()
 
@@ -207,11 +204,9 @@ def sample_from(
     temperature: float = 1.0,
     progress: StageProgress | None = None,
 ) -> Tensor:
-    """Draw sequences from the model itself: int64 [samples, length].
-
-    Each begins with BOS, or with a random token where the model has none, and takes its random numbers from a counter
-    keyed by (seed, sequence). Raises ValueError where that BOS is no token of the model's.
-    """
+    """Sample sequences from the model itself: int64 [samples, length]. Each begins with BOS, or with a random token
+    where the model has none, and takes its random numbers from a counter keyed by (seed, sequence). Raises ValueError
+    where that BOS is not in the vocabulary."""
     config, samples, length = decoder.config, amount.samples, amount.length
     if config.bos_ids and config.bos_ids[0] >= config.vocab_size:
         raise ValueError(
@@ -238,6 +233,6 @@ def sample_from(
 
 
 def _uniforms(seed: int, sequence: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """`count` numbers in [0, 1) of stream (seed, sequence): the top 53 bits of Philox words, whose values are fixed."""
+    """Return `count` numbers in [0, 1) of stream (seed, sequence): the top 53 bits of Philox words, which are fixed."""
     raw = np.random.Philox(key=np.array([seed, sequence], dtype=np.uint64)).random_raw(count)
     return (np.asarray(raw) >> np.uint64(11)).astype(np.float64) * 2.0**-53

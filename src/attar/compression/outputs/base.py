@@ -1,4 +1,4 @@
-"""The contract between what a recipe makes and what writes it: a folder (`folder`) or one GGUF file (`gguf`)."""
+"""The contract between a recipe's result and its writers: a folder (`folder`) or one GGUF file (`gguf`)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,22 @@ from attar.model.layers import Block
 
 class Output(Protocol):
     """Names, schemes and sizes of what one recipe makes of one checkpoint, decided before any weight is read.
-
     Attributes are for reading. Linears go by their module names. The order of writing is fixed: every block, in order;
     the LM head, if `head` is a scheme; the rest; the config; after tuning some tensors again; the card. Tensors go to a
-    `ShardWriter` made for `plans`, so that a run that was killed finds those of finished blocks (`written`).
-    """
+    `ShardWriter` made for `plans`, so that a run that was killed finds those of finished blocks (`written`)."""
 
     schemes: dict[str, Scheme | None]
-    """The scheme of each matrix that recipes reach; None: it stays as it is."""
+    """The scheme of each matrix that recipes reach; None: it stays unchanged."""
     head: Scheme | None
     """The scheme of the LM head."""
     sizes: Sizes | None
-    """What structured pruning leaves of each dimension, if the recipe prunes so."""
+    """Remaining dimensions after structured pruning, if the recipe prunes so."""
     importances: Mapping[str, Tensor]
-    """How much the columns [I] of a matrix count where the output rounds it; empty: all alike."""
+    """Importances of the columns [I] of a matrix where the output rounds it; empty: all columns count alike."""
     bits_per_weight: float
-    """Stored bits of what is compressed, over its weights."""
+    """Stored bits of the compressed weights, over their number."""
     notes: tuple[str, ...]
-    """What those who load the output elsewhere must know, a sentence each."""
+    """Notes for users who load the output elsewhere, a sentence each."""
 
     def weighing(self, importances: Mapping[str, Tensor]) -> Output:
         """Return this output with importances, or itself where it rounds nothing by them."""

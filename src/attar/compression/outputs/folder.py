@@ -1,14 +1,14 @@
-"""The folder that comes out: what is stored under which name, decided before any weight is read.
+"""The output folder: the stored form and name of every tensor, decided before any weight is read.
 
 Tensors keep the names, dtypes and order of the source; only a compressed linear's weight becomes the parts its scheme
 declares. Everything that belongs to a block is written when the block is done, since transforms change norms and biases
-too; the rest (embeddings, final norm, output matrix) is copied, large tables by rows.
+too; the rest (embeddings, final norm, LM head) is copied, large tables by rows.
 
-A recipe may compress the output matrix. That of a tied model is its embedding as well, and is stored once, as the
-embedding: as large as several blocks, a second copy would outweigh what packing gains. compressed-tensors declares
-packed embeddings, but not every reader has them (`_notes` says what which does). Stored as `lm_head`, the one copy
-would be dropped without a word by readers that skip the output matrix of tied models. Where the source stores both
-tables, they stay two.
+A recipe may compress the LM head. A tied model's LM head is its embedding as well, and is stored once, as the
+embedding: as large as several blocks, a second copy would outweigh the gain of packing. compressed-tensors declares
+packed embeddings, but not every reader has them (`model_card.notes`). Readers that skip the LM head of tied
+models would silently drop the one copy if it were stored as `lm_head`. Where the source stores both tables, they stay
+two.
 """
 
 from __future__ import annotations
@@ -38,15 +38,13 @@ from attar.model.decoder import all_compressible, gates
 from attar.model.layers import Block
 from attar.progress import Progress
 
-COPY_BYTES = 16 << 20  # of a table copied at once
+COPY_BYTES = 16 << 20  # bytes of a table copied at once
 
 
 class FolderOutput:
-    """An `Output` that is a folder: names, schemes and sizes of what one recipe makes of one checkpoint.
-
-    Raises ValueError where the source is compressed already, a group size does not divide, a scheme has no place in the
-    output's format, nothing would change, or a file that belongs beside the weights is a link out of the source.
-    """
+    """An `Output` that is a folder: names, schemes and sizes of what one recipe makes of one checkpoint. Raises
+    ValueError where the source is compressed already, a group size does not divide, a scheme has no place in the
+    output's format, nothing would change, or a file that belongs beside the weights is a link out of the source."""
 
     def __init__(self, checkpoint: Checkpoint, recipe: Recipe) -> None:
         folder, config = checkpoint.folder, checkpoint.config
@@ -57,7 +55,7 @@ class FolderOutput:
         self.recipe = recipe
         ends = [checkpoint.stored_name(name) for name in (config.names.embed, HEAD)]
         tables = [end for end in ends if folder.has(f"{end}.weight")]
-        self.shared = config.tied and len(tables) == 1  # which then serves both ends
+        self.shared = config.tied and len(tables) == 1  # one table serves both ends
         stored = {f"{checkpoint.stored_name(name)}.weight": name for name in all_compressible(config)}
         stored[f"{tables[-1]}.weight"] = HEAD
         shapes = {}
@@ -83,14 +81,14 @@ class FolderOutput:
         used = {scheme for scheme in self.schemes.values() if scheme is not None}
         self._library = export_layouts.library_for(used)
         self._quantization = self._quantization_config(shapes)
-        self._head_parts: dict[str, str] = {}  # tensor of each part of a compressed output matrix
+        self._head_parts: dict[str, str] = {}  # tensor of each part of a compressed LM head
         if self.head is not None:
             self._head_parts = {
                 part: f"{self._modules[HEAD]}.{self._library.stored_part(part, self.head)}"
                 for part in self.head.parts(self.head_shape)
             }
         self.layout: dict[str, Part] = {}
-        self._in_block: dict[str, int] = {}  # which block writes a tensor
+        self._in_block: dict[str, int] = {}  # the block that writes each tensor
         layers = {checkpoint.stored_name(config.names.layer.format(i=i)) + ".": i for i in range(config.layers)}
         packed_bytes = weights = 0
         for tensor in folder.names():
@@ -104,7 +102,7 @@ class FolderOutput:
                 packed_bytes += scheme.bytes(shapes[name])
                 weights += math.prod(shapes[name])
             elif name and (recipe.reshapes(name) or (not changes and name != HEAD)):
-                packed_bytes += parts[tensor].bytes  # zeros, and what is only rotated, are stored like any other weight
+                packed_bytes += parts[tensor].bytes  # pruned and only-rotated weights are stored like any other
                 weights += math.prod(parts[tensor].shape)
             self.layout |= parts
             for prefix, layer in layers.items():
@@ -214,9 +212,9 @@ class FolderOutput:
             report("copying", done, len(rest))
 
     def write_config(self, folder: Path) -> None:
-        """Write config.json with the quantization config, and carry over every file that stays as it is."""
+        """Write config.json with the quantization config, and copy every file that stays unchanged."""
         config: dict[str, Any] = dict(self.checkpoint.folder.config)
-        if self.head is not None:  # two tables that differ now, or one that is found under no name but its own
+        if self.head is not None:  # two different tables, or one that is found by its own name only
             config["tie_word_embeddings"] = self.shared
         if self.sizes is not None:
             config = structured.config_json(config, self.checkpoint.config.head_dim, self.sizes)
@@ -232,7 +230,7 @@ class FolderOutput:
 
     def _quantization_config(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Any] | None:
         if not any(self.schemes.values()):
-            return None  # pruned, and as dense as any checkpoint
+            return None  # pruned only: a dense checkpoint
         modules = [(self._modules[name], scheme) for name, scheme in self.schemes.items()]
         packed = {module: scheme for module, scheme in modules if scheme is not None}
         dense = [module for module, scheme in modules if scheme is None] + self._other_linears()
@@ -251,8 +249,8 @@ class FolderOutput:
         return config
 
     def _other_linears(self) -> list[str]:
-        """Linears that hold no compressed weight, whatever the recipe: the gates of mixtures of experts, and an output
-        matrix that is stored as the embedding."""
+        """Return linears that are never compressed: the gates of mixtures of experts, and an LM head that is stored as
+        the embedding."""
         config = self.checkpoint.config
         found = [HEAD] if self.packed_ends else []
         found += [name for layer in range(config.layers) for name in gates(config, layer)]

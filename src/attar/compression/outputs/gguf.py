@@ -1,12 +1,12 @@
-"""The GGUF file that comes out, an `Output` as the folder is.
+"""The GGUF output file, an `Output` as the folder is.
 
-Every matrix of a file has a type, so there is no "left alone" here but for storing what a matrix has: the embedding and
-the output matrix are in the mix too, norms and biases are F32, as llama.cpp wants them. Which type a matrix gets is
-`formats.ggml_mix`'s rules, unless the recipe overrides one. Types are met as schemes (`forms.GgmlBlocks`), so that
-whatever chooses codes for a scheme can choose them for a file.
+Every matrix of a file has a type, so an uncompressed matrix is stored in the type of its own numbers. The embedding and
+the LM head are in the mix too; norms and biases are F32, as llama.cpp wants them. The rules of `codecs.ggml_mix`
+choose a matrix's type, unless the recipe overrides one. Types are handled as schemes (`GgmlBlocks`), so that
+every solver that chooses codes for a scheme can choose them for a file.
 
-A block that was written is left as a reader of the file has it: the grids that schemes name as such, everything else as
-its blocks. So what is calibrated on it, and the probes of the receipt, see the file's model, and its kernels' rounding.
+A written block is left as a reader of the file has it: the grids that schemes name as such, everything else as its
+blocks. So calibration on it, and the probes of the receipt, use the file's model, and its kernels' rounding.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from attar.formats.weight_formats import GgmlBlocks
 from attar.model.layers import Block
 from attar.progress import Progress
 
-COPY_ROWS = 4096  # of a table at once
+COPY_ROWS = 4096  # rows of a table copied at once
 DENSE: Mapping[str, GgmlType] = {
     "float32": TYPES["F32"],
     "float16": TYPES["F16"],
@@ -53,11 +53,9 @@ DENSE: Mapping[str, GgmlType] = {
 
 class GgufOutput:
     """An `Output` that is a file: names, types and sizes of the file `name` that one recipe makes of one checkpoint.
-
-    `calibrated` says whether importances will be known (`weighing`).
-    Raises ValueError for an architecture or anything of the model that files have no words for, where the source is
-    compressed already, for a recipe of schemes that are no GGML types, and where nothing would change.
-    """
+    `calibrated` says whether importances will be known (`weighing`). Raises ValueError where the file format cannot
+    represent the architecture or a part of the model, and where the source is compressed already. Also raises it for a
+    recipe of schemes that are not GGML types, and where nothing would change."""
 
     def __init__(self, checkpoint: Checkpoint, recipe: Recipe, name: str, calibrated: bool = False) -> None:
         folder, config = checkpoint.folder, checkpoint.config
@@ -73,7 +71,7 @@ class GgufOutput:
         ends = [checkpoint.stored_name(each) for each in (config.names.embed, HEAD)]
         self.shared = config.tied and not all(folder.has(f"{end}.weight") for end in ends)
         self.config = replace(config, tied=self.shared)
-        self._embed = HEAD if self.shared else config.names.embed  # under which name recipes know the embedding
+        self._embed = HEAD if self.shared else config.names.embed  # the embedding's name in recipes
         shapes = self._shapes()
         mixed, self.notes = self._mixed(shapes, calibrated)
         self.schemes: dict[str, Scheme | None] = recipe.schemes(shapes, mixed)
@@ -123,7 +121,7 @@ class GgufOutput:
         return [each for each in self.plan.slots if each.startswith("blk.") and int(each.split(".")[1]) < blocks_done]
 
     def _shapes(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of every matrix, by the name that recipes know it by."""
+        """Return (out, in) of every matrix, by its name in recipes."""
         found = {}
         for module, _, _ in gguf_export.matrices(self.config):
             end = module == self.config.names.embed
@@ -134,7 +132,7 @@ class GgufOutput:
     def _mixed(
         self, shapes: Mapping[str, tuple[int, int]], calibrated: bool
     ) -> tuple[dict[str, Scheme], tuple[str, ...]]:
-        """What the recipe's mix makes of each matrix, and what is to be said about it."""
+        """Return the schemes that the recipe's mix gives each matrix, and the notes about it."""
         config = self.config
         about = ggml_mix.About(config.layers, config.heads, config.kv_heads, self.shared, calibrated)
         found: dict[str, Scheme] = {}
@@ -153,15 +151,15 @@ class GgufOutput:
         return found, notes
 
     def _counted(self) -> list[str]:
-        """What bits a weight are counted over: the linears and the output matrix, those that a recipe reaches; where it
-        is none, the linears as they are."""
+        """Return the names over which bits a weight are counted: the linears and the LM head that a recipe reaches; if
+        it reaches none, all linears."""
         linears = [module for module in self.schemes if module not in (HEAD, self._embed)]
         reached = [module for module in (*linears, HEAD) if self.schemes[module] is not None]
         return reached or linears
 
     def _file_type(self, mixed: Mapping[str, Scheme]) -> int:
-        """`general.file_type`: the mix's where all types are its own, or most matrices have the type that it is named
-        for. Else that of what most have."""
+        """Return `general.file_type`: the mix's, where all types are its own or most matrices have its eponymous type.
+        Otherwise the type of most matrices decides."""
         kinds = {module: self._kind(module) for module in self.schemes}
         found = gguf_export.file_type([kind.name for kind in kinds.values()])
         own = {module: ggml_codec.type_of(scheme) for module, scheme in mixed.items()}
@@ -169,7 +167,7 @@ class GgufOutput:
         return self.mix.file_type if found == named or kinds == own else found
 
     def _kind(self, module: str) -> GgmlType:
-        """The type of the matrix that recipes know as `module`; one that is kept has that of its own numbers."""
+        """Return the type of the matrix that recipes call `module`; a kept matrix has the type of its own numbers."""
         scheme = self.schemes[module]
         if scheme is not None:
             return ggml_codec.type_of(scheme)
@@ -180,7 +178,7 @@ class GgufOutput:
         return self.checkpoint.has(f"{self.config.names.embed}.weight")
 
     def _tensors(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, tuple[GgmlType, tuple[int, ...]]]]:
-        """Every tensor of the file: name, type and shape."""
+        """Yield every tensor of the file: name, type and shape."""
         plain, embed = TYPES["F32"], self.config.names.embed
         if self._factors is not None:
             yield ROPE_FACTORS, (plain, (len(self._factors),))
@@ -192,7 +190,7 @@ class GgufOutput:
                 yield file_name(name), (plain, self._size(name))
 
     def _size(self, name: str) -> tuple[int, ...]:
-        """The shape of a norm or a bias."""
+        """Return the shape of a norm or a bias."""
         return self.checkpoint.folder.info(self.checkpoint.stored_name(name)).shape
 
     # Writing
@@ -219,7 +217,7 @@ class GgufOutput:
                 _write_plain(writer, f"{linear.name}.bias", bias)
 
     def write_again(self, writer: ShardWriter, found: Mapping[str, Tensor]) -> None:
-        """Replace norms and biases, and numbers within the blocks of matrices, by our names."""
+        """Replace norms and biases, and numbers within the blocks of matrices, by attar's names."""
         file = GgufFile(writer.folder / self.name)
         for name, values in found.items():
             module = name.rpartition(".")[0]
@@ -253,7 +251,7 @@ class GgufOutput:
         writer.write_rows(file_name(f"{module}.weight"), (piece.parts["blocks"] for piece in pieces))
 
     def copy_rest(self, writer: ShardWriter, report: Progress) -> None:
-        """Write what belongs to no block, but for an output matrix that `write_head` wrote."""
+        """Write what belongs to no block, except an LM head that `write_head` wrote."""
         _write_plain(writer, self._final, self.checkpoint.tensor(self._final))
         if self._factors is not None:
             _write_plain(writer, ROPE_FACTORS, self._factors)
@@ -265,7 +263,7 @@ class GgufOutput:
             report("copying", done, len(left))
 
     def _table(self, module: str) -> Iterator[Tensor]:
-        """The embedding or the output matrix, some rows at a time, as bytes."""
+        """Yield the embedding or the LM head, some rows at a time, as bytes."""
         stored = self.config.names.embed if module == self._embed and self._stores_embed() else HEAD
         name = self.checkpoint.stored_name(f"{stored}.weight")
         scheme = self.schemes[module]
@@ -277,14 +275,14 @@ class GgufOutput:
                 yield self._rounded(module, scheme, rows).parts["blocks"]
 
     def write_config(self, folder: Path) -> None:
-        """Write nothing: a file says of itself what a folder's config.json does."""
+        """Write nothing: a GGUF file contains its own configuration."""
 
     def write_card(self, folder: Path, size: int, cost: Mapping[str, Any] | None) -> None:
-        """Write nothing: beside a file there is its receipt alone."""
+        """Write nothing: only the receipt lies beside a file."""
 
 
 def as_read(packed: PackedTensor) -> PackedTensor:
-    """A weight in GGML blocks as `GgufCheckpoint` gives it: a grid that a scheme names, or the blocks."""
+    """Return a weight in GGML blocks as `GgufCheckpoint` gives it: a grid that a scheme names, or the blocks."""
     kind = ggml_codec.type_of(packed.scheme)
     return gguf_checkpoint.as_grid(kind, packed.parts["blocks"]) if kind.name in gguf_checkpoint.SCHEMES else packed
 

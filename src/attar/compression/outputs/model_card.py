@@ -1,7 +1,7 @@
-"""The model card of a compressed folder, and the sentences in it: which programs read the output, and how.
+"""The model card of a compressed folder, and its sentences about which programs read the output.
 
-What a sentence says of attar and transformers, tests do. vLLM is not tried, and is named only where its documentation
-names the very format.
+Tests cover the statements about attar and transformers. vLLM is not tried, and is named only where its documentation
+names the exact format.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ DENSE = "safetensors"  # the method of an output in which nothing is packed
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """In which library's format an output is, for its model card."""
+    """The library format of an output, for its model card."""
 
     name: str
-    readers: str = ""  # a sentence on who reads it, where the output's notes do not say so
+    readers: str = ""  # a sentence on its readers, where the output's notes have none
 
 
 def notes(transposed: bool, experts: bool, packed_ends: bool, used: Collection[Scheme], method: str) -> tuple[str, ...]:
-    """What whoever loads the output elsewhere must know, a sentence each. `used` are the schemes in it; `packed_ends`:
-    whether one packed matrix is both ends of the model; `method`: in which library's format it is."""
+    """Return notes for users who load the output elsewhere, a sentence each. `used` are the schemes in it;
+    `packed_ends`: whether one packed matrix is both ends of the model; `method`: the library format."""
     if not used:
         return ()
     if method == own_format.METHOD:
@@ -68,9 +68,9 @@ def notes(transposed: bool, experts: bool, packed_ends: bool, used: Collection[S
 
 
 def readers(used: Collection[Scheme], special: bool, online: bool) -> str:
-    """Who reads an output, where no note says so. What it says of attar and transformers, tests do; vLLM is not tried,
-    and named only where its documentation names the one form. `special`: whether there are experts or a compressed
-    output matrix, of which that says little; `online`: whether inputs are rotated at run time, which has a note."""
+    """Return a sentence on the readers of an output, for use where no note has one. `special`: whether there are
+    experts or a compressed LM head, which the sentence hardly covers; `online`: whether inputs are rotated at run time,
+    which has a note of its own."""
     if online:
         return "attar reads it."
     if not used:
@@ -82,8 +82,8 @@ def readers(used: Collection[Scheme], special: bool, online: bool) -> str:
 
 
 def _known_to_vllm(scheme: Scheme) -> str | None:
-    """Which of the forms that vLLM's documentation names of compressed-tensors a scheme is: INT4 and INT8 weights alone
-    (WNA16) in groups for which it has kernels, INT8 W8A8, and FP8 W8A8. None for any other."""
+    """Return vLLM's name of a scheme among the compressed-tensors forms of its documentation, or None. These are INT4
+    and INT8 weights alone (WNA16) in groups for which it has kernels, INT8 W8A8, and FP8 W8A8."""
     weight, activation = scheme.weight, scheme.activation
     if isinstance(weight, Fp8Blocks):
         return "FP8 in blocks" if activation is not None else None
@@ -103,8 +103,8 @@ def _known_to_vllm(scheme: Scheme) -> str | None:
 def untrained_note(
     names: Sequence[str], schemes: Collection[Scheme | None], method: str, dense: bool
 ) -> tuple[str, ...]:
-    """What is to be said where tuning, whose `method` is named, trains nothing of linears in schemes of these `names`;
-    `dense`: whether it trains the weights of others."""
+    """Return a note where tuning, by the named `method`, trains nothing of linears in schemes of these `names`.
+    `dense`: whether it trains the weights of other linears."""
     if not names:
         return ()
     some = dense or len(names) < len({scheme.name for scheme in schemes if scheme is not None})
@@ -114,7 +114,7 @@ def untrained_note(
 
 
 def wide_codes(used: Collection[Scheme]) -> tuple[str, ...]:
-    """What is to be said of integers of fewer than 8 bits that are stored in 8."""
+    """Return a note about integers of fewer than 8 bits that are stored in 8."""
     plain = [each for each in used if each.layout == "plain" and isinstance(each.weight, Grid)]
     names = ", ".join(sorted(each.name for each in plain if each.grid.bits < 8))
     if not names:
@@ -131,7 +131,7 @@ def text(
     notes: Sequence[str],
     method: Method,
 ) -> str:
-    """README.md of a compressed folder: what it is, how to run it, and what the compression cost."""
+    """Return README.md of a compressed folder: what it is, how to run it, and what the compression cost."""
     measured = "Not measured: `attar eval` does, against the original."
     if cost is not None:
         rows = [("perplexity", "ppl"), ("KL divergence, mean", "kl_mean"), ("KL divergence, 99.9 %", "kl_p999")]

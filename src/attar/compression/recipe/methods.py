@@ -1,7 +1,7 @@
-"""The methods that a recipe names, each with its options and what they may be. Pure data, torch-free.
+"""The methods that a recipe names, with their options and valid ranges. Pure data, torch-free.
 
-An option that is out of range is refused here, by its name, before anything runs. What a method does is said where it
-is done: in `solvers/`, one file each.
+An option that is out of range is rejected here, by its name, before anything runs. `solvers/` describes the methods,
+one file each.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from attar.compression.recipe.pattern import Pattern
 ScaleSearch = Literal["minmax", "mse"]
 Order = Literal["natural", "activation"]
 ActivationRange = Literal["minmax", "average", "percentile", "mse", "kl"]
-"""What a fixed scale of activations is for: the largest that occurred, an exponential average of the largest of each
-batch that begins with the first and moves a tenth of the way to each after it, all but one value in ten thousand, the
-range that rounds with the least error, or that of entropy calibration."""
+"""Ways to choose a fixed activation scale: `minmax` takes the largest magnitude. `average` takes an exponential average
+of the largest of each batch, which begins with the first and moves a tenth of the way to each later one. `percentile`
+covers all but one value in ten thousand, `mse` has the least rounding error, and `kl` is entropy calibration."""
 
-MOST_DRAWN = 4096  # sequences that a model writes, to calibrate or to tune on
+MOST_DRAWN = 4096  # maximal sequences that a model writes, to calibrate or to tune on
 
 
 @dataclass(frozen=True, slots=True)
 class Rotate:
-    """Turn the residual stream, and what each head mixes, by orthogonal matrices that are folded into the weights."""
+    """Rotate the residual stream, and the values of each head, by orthogonal matrices folded into the weights."""
 
     method: ClassVar[str] = "rotate"
-    rotation: Literal["hadamard", "orthogonal"] = "hadamard"  # of the stream: with random signs, or any at random
+    rotation: Literal["hadamard", "orthogonal"] = "hadamard"  # of the stream; hadamard: with random signs
     heads: bool = True  # whether values, and with them the inputs of o, are rotated too
-    balance: bool = True  # whether what o and down read is scaled first, so that no channel is large for nothing
-    online: bool = False  # whether the inputs of down are, at run time: in blocks, the largest power of two that fits
-    across: bool = False  # whether the inputs of o are too, in such blocks, instead of head by head
+    balance: bool = True  # whether inputs of o and down are scaled first, to balance the channels
+    online: bool = False  # whether inputs of down are, at run time: blocks of the largest power of two that fits
+    across: bool = False  # whether inputs of o are too, in such blocks, instead of head by head
 
     def __post_init__(self) -> None:
         _word("rotation", self.rotation, ("hadamard", "orthogonal"))
@@ -43,7 +43,8 @@ class Rotate:
 
 @dataclass(frozen=True, slots=True)
 class QuaRot(Rotate):
-    """The same, and a Hadamard matrix at run time before down, whose inputs no folded rotation reaches."""
+    """Rotate as `Rotate`, and apply a Hadamard matrix at run time before down, whose inputs no folded rotation
+    reaches."""
 
     method: ClassVar[str] = "quarot"
     online: bool = True
@@ -51,8 +52,8 @@ class QuaRot(Rotate):
 
 @dataclass(frozen=True, slots=True)
 class SpinQuant(QuaRot):
-    """The same, the folded rotations learned: those in which what linears read stands out least. In a GGUF file they
-    are all there is: `online` is false there, unless it is asked for, and then refused."""
+    """Learn the folded rotations of `QuaRot`, so that inputs of linears have the fewest outliers. In a GGUF file the
+    folded rotations are all there is: `online` is false there, and an error if it is set."""
 
     method: ClassVar[str] = "spinquant"
     rotation_steps: int = 300
@@ -70,10 +71,10 @@ class SmoothQuant:
 
     method: ClassVar[str] = "smoothquant"
     alpha: float | Literal["search"] | None = None
-    """None: the model family's own, `smoothquant.ALPHA`; `search`: of each place the one whose rounded linears put out
-    least error."""
-    through: bool = False  # also from linear to linear, up to down and v to o, which the paper leaves alone
-    norms: bool = True  # and from norms; without them only from linear to linear
+    """Migration strength; None: the family's own, `smoothquant.ALPHA`; `search`: for each input group the one whose
+    rounded linears have the least output error."""
+    through: bool = False  # also between linears, up to down and v to o, unlike the paper
+    norms: bool = True  # and from norms; without them only between linears
 
     def __post_init__(self) -> None:
         if isinstance(self.alpha, str) and self.alpha != "search":
@@ -88,11 +89,11 @@ class SmoothQuant:
 
 @dataclass(frozen=True, slots=True)
 class SmoothAttention:
-    """Divide keys and multiply queries, channel by channel, for caches that round keys; and turn values."""
+    """Divide keys and multiply queries, channel by channel, for KV caches that round keys; and transform values."""
 
     method: ClassVar[str] = "smoothattention"
-    key_alpha: float | None = None  # the power of max|k|, as published 0.5; None: searched, for a cache of int4
-    values: bool = True  # whether values are turned as well, by a matrix a head that the output matrix takes back
+    key_alpha: float | None = None  # the power of max|k|, as published 0.5; None: searched, for an int4 cache
+    values: bool = True  # whether values are transformed by a matrix a head that the output projection inverts
 
     def __post_init__(self) -> None:
         if self.key_alpha is not None:
@@ -102,7 +103,7 @@ class SmoothAttention:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Limit each group's values to the range whose rounding leaves the least error of its outputs."""
+    """Limit each group's values to the range whose rounding leaves the least output error."""
 
     method: ClassVar[str] = "clip"
 
@@ -133,7 +134,7 @@ class Rtn:
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """Round column by column; later columns make up for the error of earlier ones on the calibration inputs."""
+    """Round column by column; later columns compensate for the error of earlier ones on the calibration inputs."""
 
     method: ClassVar[str] = "gptq"
     needs: ClassVar[Mapping[str, str]] = {"output_damping": "couple", "residual": "correct"}
@@ -144,11 +145,11 @@ class Gptq:
     scale_search: ScaleSearch = "mse"
     static_groups: bool = True  # scales are set before the sweep; false: when it reaches the group, in natural order
     polish: int = 0  # sweeps of coordinate descent over codes, scales and zero points afterwards
-    guide: int = 0  # Hessians a linear, of tokens weighted by how the loss minds each one's rows; 0: one, unweighted
-    couple: bool = False  # whether rows make up for one another, as far as the loss couples them
-    output_damping: float = 0.1  # the same as `damping` for what couples them
-    correct: bool = False  # whether to aim at what the original model computes, from the inputs of the compressed one
-    residual: float = 0.0  # with it, how much of what is wrong in the residual stream what adds to it makes up for
+    guide: int = 0  # gradient-weighted Hessians a linear; 0: one, unweighted
+    couple: bool = False  # whether rows compensate for one another, as the loss couples them
+    output_damping: float = 0.1  # `damping` of the matrix that couples them
+    correct: bool = False  # whether targets are the original model's outputs, from the compressed one's inputs
+    residual: float = 0.0  # with `correct`: fraction of the residual stream's error to correct
 
     def __post_init__(self) -> None:
         _whole("block", self.block, 1)
@@ -172,7 +173,7 @@ class Gptq:
 
 @dataclass(frozen=True, slots=True)
 class Qronos(Gptq):
-    """GPTQ of weights corrected for what the compressed blocks before have changed, polished."""
+    """Apply GPTQ, polished, to weights corrected for what the compressed blocks before have changed."""
 
     method: ClassVar[str] = "qronos"
     polish: int = 4
@@ -182,7 +183,8 @@ class Qronos(Gptq):
 
 @dataclass(frozen=True, slots=True)
 class Guided(Gptq):
-    """GPTQ in the metric of the loss, polished: needs gradients of the original model, one pass over the text."""
+    """Apply GPTQ in the metric of the loss, polished; needs one pass of gradients of the original model over the
+    text."""
 
     method: ClassVar[str] = "guided"
     polish: int = 4
@@ -225,7 +227,7 @@ class Wanda(_Pruning):
 
 @dataclass(frozen=True, slots=True)
 class SparseGpt(_Pruning):
-    """Zero, column by column, what costs least; later columns make up for the error of earlier ones."""
+    """Zero the weights that cost least, column by column; later columns compensate for the error of earlier ones."""
 
     method: ClassVar[str] = "sparsegpt"
     block: int = 128  # columns that share a threshold, unless the sparsity is n:m
@@ -239,13 +241,13 @@ class SparseGpt(_Pruning):
 
 @dataclass(frozen=True, slots=True)
 class Prune(_Pruning):
-    """Search all places of zeros together, then the best weights for them."""
+    """Search the positions of all zeros together, then the best weights for them."""
 
     method: ClassVar[str] = "prune"
-    steps: int = 60  # of the search
+    steps: int = 60  # steps of the search
     damping: float = 0.01
-    guide: int = 0  # as of GPTQ
-    correct: bool = True  # as of GPTQ
+    guide: int = 0  # as for GPTQ
+    correct: bool = True  # as for GPTQ
 
     def __post_init__(self) -> None:
         _Pruning.__post_init__(self)
@@ -260,13 +262,13 @@ Pruning = Magnitude | Wanda | SparseGpt | Prune
 
 @dataclass(frozen=True, slots=True)
 class Structured:
-    """Leave out whole heads and columns of the feed-forward: so many percent of the weights of the blocks' linears."""
+    """Remove whole heads and columns of the feed-forward: so many percent of the weights of the blocks' linears."""
 
     method: ClassVar[str] = "structured"
     percent: int = 25
     damping: float = 0.01
-    correct: bool = True  # as of GPTQ
-    scale_search: ScaleSearch = "mse"  # of an output matrix that is rounded
+    correct: bool = True  # as for GPTQ
+    scale_search: ScaleSearch = "mse"  # of a rounded LM head
 
     def __post_init__(self) -> None:
         _whole("percent", self.percent, 1)
@@ -278,13 +280,14 @@ class Structured:
 
 @dataclass(frozen=True, slots=True)
 class AutoRound:
-    """Learn, block by block, which way to round each weight and how far to clip, from the block's output."""
+    """Learn the rounding direction of each weight and the clipping of each range, block by block, from the block's
+    output."""
 
     method: ClassVar[str] = "autoround"
     steps: int = 200
     batch: int = 2048  # tokens a step
-    scale_search: ScaleSearch = "mse"  # where ranges begin
-    correct: bool = True  # whether to aim at the original model's states, or at the block's own output for its inputs
+    scale_search: ScaleSearch = "mse"  # initial ranges
+    correct: bool = True  # whether targets are from the original's states, else the block's own output
 
     def __post_init__(self) -> None:
         _whole("steps", self.steps, 1)
@@ -295,11 +298,11 @@ class AutoRound:
 
 @dataclass(frozen=True, slots=True)
 class Hqq:
-    """Round to nearest, on scales and zero points for which few errors are large and most small; reads no text."""
+    """Round to nearest, on scales and zero points that make few errors large and most small; reads no text."""
 
     method: ClassVar[str] = "hqq"
     steps: int = 20
-    scale_search: ScaleSearch = "minmax"  # of an output matrix that is rounded
+    scale_search: ScaleSearch = "minmax"  # of a rounded LM head
 
     def __post_init__(self) -> None:
         _whole("steps", self.steps, 0)
@@ -308,10 +311,10 @@ class Hqq:
 
 @dataclass(frozen=True, slots=True)
 class SqueezeLlm:
-    """Tables for each row, by k-means in which a weight counts as the loss minds it: needs gradients, one pass."""
+    """Fit lookup tables for each row, by k-means weighted by the loss; needs gradients, one pass."""
 
     method: ClassVar[str] = "squeezellm"
-    scale_search: ScaleSearch = "mse"  # of an output matrix that is rounded to a grid
+    scale_search: ScaleSearch = "mse"  # of an LM head that is rounded to a grid
 
     def __post_init__(self) -> None:
         _word("scale_search", self.scale_search, ("minmax", "mse"))
@@ -319,13 +322,13 @@ class SqueezeLlm:
 
 @dataclass(frozen=True, slots=True)
 class Tune:
-    """After all blocks: train scales, norms and biases, codes frozen, towards the original's predictions."""
+    """Train scales, norms and biases after all blocks, with codes frozen, towards the original's predictions."""
 
     method: ClassVar[str] = "tune"
     epochs: int = 4  # passes over the calibration text, of which at most `tune.TOKENS` tokens are used
     rate: float = 1e-3  # Adam's largest step, relative to the size of each number
     batch: int = 512  # tokens a step
-    drawn: int = 0  # sequences that the original model writes, to train on besides
+    drawn: int = 0  # additional sequences, written by the original, to train on
 
     def __post_init__(self) -> None:
         _whole("epochs", self.epochs, 1)
@@ -340,8 +343,8 @@ class Tune:
 
 @dataclass(frozen=True, slots=True)
 class Distill(Tune):
-    """Tuning on more text than there is to calibrate on, most of it written by the original model itself (as LLM-QAT
-    has it, Liu et al. 2023): what it would write is what the compressed model is to be right about."""
+    """Tune on more text than is given, most of it written by the original model (LLM-QAT, Liu et al. 2023). The
+    compressed model is to predict what the original would write."""
 
     method: ClassVar[str] = "distill"
     epochs: int = 2

@@ -1,21 +1,21 @@
 """The short name of a recipe, `method[+method]-scheme`, read and written: `rtn-w4g128`, `smoothquant+gptq-w8a8`.
 
-Methods come in two sorts. Transforms (`smoothquant`, `awq`) move scale between a linear and what feeds it; roundings
-(`rtn`, `gptq`) choose codes. A recipe is any transforms followed by one rounding, which is `rtn` where none is named.
-In front of them may stand a rotation, of the whole model before its first block: `rotate+gptq-w8a8` is folded into the
-weights and leaves an ordinary model, which a GGUF file can hold as well (`rotate+gptq-q4_k_m`), `quarot+gptq-w4a4` also
-rotates the inputs of down at run time, and `rotate-keep` rounds nothing. Behind them may stand `tune`, of the whole
-model after its last block, or `distill`, the same on text that the original model writes as well. A pruning
-(`magnitude`, `wanda`, `sparsegpt`, `prune`) stands where a rounding could, and has a sparsity before the scheme, or
-instead of one: `prune-2:4`, `sparsegpt-s50-w4g128`. Without a scheme what it prunes stays dense, in its own dtype.
-`structured-p25` leaves a quarter of the blocks' weights out and a smaller model behind, and stands alone.
+Methods come in two sorts. Transforms (`smoothquant`, `awq`) move scale between a linear and its producer; roundings
+(`rtn`, `gptq`) choose codes. A recipe is any transforms followed by one rounding, which is `rtn` where none is named. A
+rotation of the whole model may stand in front. `rotate+gptq-w8a8` is folded into the weights and leaves an ordinary
+model, which a GGUF file can hold as well (`rotate+gptq-q4_k_m`). `quarot+gptq-w4a4` also rotates the inputs of down at
+run time, and `rotate-keep` rounds nothing. `tune`, of the whole model after its last block, may follow, or `distill`,
+which also trains on text that the original model writes. A pruning (`magnitude`, `wanda`, `sparsegpt`, `prune`) stands
+where a rounding could, and has a sparsity before the scheme, or instead of one: `prune-2:4`, `sparsegpt-s50-w4g128`.
+Without a scheme the pruned weights stay dense, in their own dtype. `structured-p25` removes a quarter of the blocks'
+weights, leaves a smaller model, and stands alone.
 
 SmoothQuant's three presets (Xiao et al. 2022, table 2) are ways to scale the activations, hence spellings of the
 scheme: `w8a8-o1` is w8a8 (per token), `w8a8-o2` w8a8-atensor (per tensor), `w8a8-o3` w8a8-static (fixed at
-calibration). Of a GGUF file the scheme is a mix of types (`formats.ggml_mix`), and may stand alone: `q4_k_m`,
+calibration). The scheme of a GGUF file is a mix of types (`codecs.ggml_mix`), and may stand alone: `q4_k_m`,
 `gptq-iq4_xs`.
 
-A word that is unknown is an error that offers the nearest names. Torch-free.
+An unknown word is an error that offers the nearest names. Torch-free.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from attar.formats.weight_formats import WEIGHT_FORMATS, Progressive, Sparse24
 
 Keep = Literal["keep"]
 KEEP: Keep = "keep"
-"""The word that stands where a scheme could, for a linear that stays as it is."""
+"""The word in place of a scheme for a linear that stays unchanged."""
 
 PRESETS: Mapping[str, str] = {"w8a8-o1": "w8a8", "w8a8-o2": "w8a8-atensor", "w8a8-o3": "w8a8-static"}
 
@@ -54,13 +54,13 @@ _EXAMPLES = (
     "rotate+gptq-w8a8", "quarot+gptq-w4a4", "prune-2:4", "prune-s50",
 )  # fmt: skip
 _KNOWN = (*_EXAMPLES, *ggml_mix.MIXES)
-MOST_OFFERED = 60  # names in a sentence; of a model's linears there are more
+MOST_OFFERED = 60  # names in a sentence; models have more linears
 _SCHEMES = ("w4g128", "w4g64", "w4g32", "w3g128", "w3g64", "w2g64", "w4g128-asym", "w8", "w8a8", "fp8", "fp8-e5m2")
 
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """What a short name says, each method with its defaults. Fields are those of `Recipe`."""
+    """Parsed content of a short name, each method with its defaults. Fields are those of `Recipe`."""
 
     passes: tuple[Pass, ...]
     scheme: Scheme | None
@@ -70,7 +70,7 @@ class Spelling:
 
     @property
     def name(self) -> str:
-        """The canonical one: two spellings of the same have one."""
+        """Return the canonical name: two spellings of one recipe have the same."""
         methods = [*([self.rotate.method] if self.rotate is not None else []), *(p.method for p in self.passes)]
         if len(methods) > 1 and methods[-1] == "rtn":
             methods.pop()
@@ -88,7 +88,7 @@ class Spelling:
 
 
 def parse(name: str) -> Spelling:
-    """Read a short name. Raises ValueError on anything unknown or out of place."""
+    """Parse a short name. Raises ValueError on anything unknown or out of place."""
     try:
         return _parse(name)
     except ValueError:
@@ -98,7 +98,7 @@ def parse(name: str) -> Spelling:
 
 
 def _meant(name: str) -> str | None:
-    """The recipe of a name in capitals, or of a scheme alone; None for any other."""
+    """Return the recipe meant by a name in capitals, or by a scheme alone; None for any other."""
     small = name.lower()
     with suppress(ValueError):
         _parse(small)
@@ -172,7 +172,7 @@ def _with_mix(passes: tuple[Pass, ...], name: str) -> Spelling:
 
 
 def parse_scheme(name: str) -> Scheme:
-    """What a word for a scheme means. Raises ValueError on anything unknown, naming what is near."""
+    """Parse a word for a scheme. Raises ValueError on anything unknown, naming what is near."""
     try:
         return Scheme.parse(PRESETS.get(name, name))
     except ValueError as error:
@@ -180,7 +180,7 @@ def parse_scheme(name: str) -> Scheme:
 
 
 def parse_head(word: object) -> Scheme | Keep:
-    """What a user's word for the output matrix means. Raises ValueError on anything unknown, naming what is near."""
+    """Parse a user's word for the LM head. Raises ValueError on anything unknown, naming what is near."""
     if not isinstance(word, str):
         raise ValueError(f"head is bf16, int8, int4 or a scheme, not {word!r}")
     name = HEADS.get(word, word) or KEEP
@@ -196,7 +196,7 @@ def parse_head(word: object) -> Scheme | Keep:
 
 
 def offer(word: str, known: Iterable[str]) -> str:
-    """The end of an error sentence: the nearest known names, or all of them where none is near."""
+    """Return the end of an error sentence: the nearest known names, or all of them where none is near."""
     names = sorted(known)
     if close := nearest(word, names):
         return close
@@ -206,6 +206,6 @@ def offer(word: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of an error sentence: known names that are near, if any is."""
+    """Return the end of an error sentence: the known names that are near, if any."""
     close = difflib.get_close_matches(word, sorted(known), n=3, cutoff=0.5)
     return f": did you mean {' or '.join(close)}?" if close else ""

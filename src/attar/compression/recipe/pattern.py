@@ -1,8 +1,8 @@
 """Patterns of zeros, by name: `s50` is half of the weights, wherever they are; `2:4` keeps two of every four in a row.
 
-An n:m pattern keeps at most n weights of every m consecutive inputs of an output (NVIDIA's convention, in which 2:4
-has two *non-zeros*). Its zeros are where hardware expects them; those of `s50` are wherever they hurt least, which is
-why it costs less quality. Torch-free: recipes are read by planners too.
+An n:m pattern keeps at most n weights of every m consecutive inputs of an output (NVIDIA's convention, in which 2:4 has
+two *non-zeros*). Its zeros are where hardware expects them; those of `s50` are wherever they hurt least, which costs
+less quality. Torch-free: planners read recipes too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-LARGEST = 16  # m of n:m: what is enumerated, C(m, n) supports, must stay small
+LARGEST = 16  # m of n:m: the C(m, n) supports are enumerated, so it must stay small
 
 _FORM = re.compile(r"s(?P<percent>[1-9][0-9]?)|(?P<n>[1-9][0-9]?):(?P<m>[1-9][0-9]?)")
 
@@ -25,7 +25,7 @@ class Pattern:
 
     @staticmethod
     def parse(name: str) -> Pattern:
-        """`s1` .. `s99`, percent of zeros, or n:m with n < m <= 16. Raises ValueError on anything else."""
+        """Parse `s1` .. `s99`, percent of zeros, or n:m with n < m <= 16. Raises ValueError on anything else."""
         found = _FORM.fullmatch(name)
         if found is None:
             raise ValueError(
@@ -45,10 +45,10 @@ class Pattern:
 
     @property
     def kept(self) -> int:
-        """Weights of every `of` that stay."""
+        """Return how many weights of every `of` stay."""
         return self.of - self.zeros
 
     def check(self, columns: int) -> None:
-        """Raises ValueError where a row of so many inputs does not divide into groups."""
+        """Raise ValueError where a row of so many inputs does not divide into groups."""
         if self.grouped and columns % self.of:
             raise ValueError(f"{self.name} sparsity needs columns divisible by {self.of}, not {columns}")

@@ -1,17 +1,17 @@
-"""A recipe: which passes run over a model, in which order, and which linear is stored in which scheme. Pure data.
+"""A recipe: the passes over a model, their order, and the scheme of each linear. Pure data.
 
-A recipe has a short name, `method[+method]-scheme` (`spelling`): `rtn-w4g128`, `awq-w3g64`, `smoothquant+gptq-w8a8`.
+A recipe has a short name, `method[+method]-scheme` (`parser`): `rtn-w4g128`, `awq-w3g64`, `smoothquant+gptq-w8a8`.
 Options and per-layer overrides come from a YAML file (`recipe_file`).
-The output matrix, `lm_head`, stays unless `head` (or an override, or a `keep` that leaves it out) says otherwise: bf16
-(as it is), int8, int4 (of which a GGUF file has types of its own), or a scheme of weights alone. It can be larger than
-several blocks and is never in memory whole: it is rounded to nearest, rows after rows, whatever the method, with the
-method's `scale_search`.
 
-Whatever is unknown in it is an error that offers the nearest names, and so is an option that none of its schemes reads:
-one that is silently ignored costs hours. `to_dict` is canonical (two spellings of one recipe give one dict, defaults
-written out) because the receipt stores it and a resumed run compares it. Not done: options per layer. An override
-changes the scheme, never the method, so that the walk over the blocks stays the same for every recipe. Torch-free:
-planners read recipes too.
+The LM head, `lm_head`, stays unless `head` (or an override, or a `keep` that leaves it out) says otherwise. `head` is
+bf16 (unchanged), int8, int4 (for which a GGUF file has types of its own), or a scheme of weights alone. The LM head can
+be larger than several blocks and is never in memory whole. It is rounded to nearest, rows after rows, whatever the
+method, with the method's `scale_search`.
+
+Unknown words are errors that offer the nearest names. So are options that none of the schemes reads: a silently ignored
+option costs hours. `to_dict` is canonical (two spellings of one recipe give one dict, defaults written out) because the
+receipt stores it and a resumed run compares it. Not done: options per layer. An override changes the scheme, never the
+method, so that the block pass stays the same for every recipe. Torch-free: planners read recipes too.
 """
 
 from __future__ import annotations
@@ -44,27 +44,28 @@ from attar.formats.scheme import Grid, Scheme
 from attar.formats.weight_formats import Fp4, GgmlBlocks, Lookup, Progressive, Sparse24, WeightFormat
 
 HEAD = "lm_head"
-"""The output matrix of every family."""
+"""The LM head's name in every family."""
 
 KEPT = (HEAD, "*.mlp.gate", "*.block_sparse_moe.gate", "*.shared_expert_gate")
-"""Kept by default: the output matrix, and the routers of mixtures of experts, tiny matrices whose error picks the wrong
+"""Kept by default: the LM head, and the routers of mixtures of experts, tiny matrices whose error picks the wrong
 expert."""
 
 FILE_HEADS: Mapping[str, str] = {"int8": "q8_0", "int4": "q4_0"}
-"""What the words for an output matrix mean in a GGUF file."""
+"""GGUF types of the words for an LM head."""
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """Linears whose module name matches the glob `match` are stored in `scheme`; where it is None, they stay."""
+    """Linears whose module name matches the glob `match` are stored in `scheme`; where it is None, they stay
+    unchanged."""
 
     match: str
     scheme: Scheme | None
 
 
 def _first(overrides: Sequence[Override]) -> Callable[[str], Override | None]:
-    """What finds the first override that matches a name. Where bits were chosen for each linear there are as many as
-    linears, and each names one: those are not tried on all others."""
+    """Return a function that finds the first override matching a name. Where bits were chosen for each linear there are
+    as many overrides as linears, and each names one. Those are looked up, not tried on all other names."""
     named: dict[str, int] = {}
     globs = []
     for at, each in enumerate(overrides):
@@ -83,72 +84,70 @@ def _first(overrides: Sequence[Override]) -> Callable[[str], Override | None]:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The passes to run, the scheme of every linear they reach, and the linears they leave alone.
-
-    Only linears are ever compressed: embeddings and norms stay, whatever a pattern says, but for an embedding that is
-    the output matrix. The first override that matches a linear decides; then `keep`; then the default `scheme`. Of the
-    output matrix `head` decides before them all, unless it is None.
-    """
+    """The passes to run, the scheme of every linear they reach, and the linears they leave alone. Only linears are ever
+    compressed: embeddings and norms stay, whatever a pattern says, but for an embedding that is also the LM head. The
+    first override that matches a linear decides; then `keep`; then the default `scheme`. For the LM head `head` decides
+    before them all, unless it is None."""
 
     passes: tuple[Pass, ...]
-    scheme: Scheme | None  # None: what is pruned, or only rotated, stays dense
+    scheme: Scheme | None  # None: pruned or only rotated weights stay dense
     overrides: tuple[Override, ...] = ()
     keep: tuple[str, ...] = KEPT
     head: Scheme | Keep | None = None
-    tune: Tune | None = None  # what follows after the last block
-    mix: str | None = None  # of a GGUF file: `formats.ggml_mix` says the scheme of each matrix, and nothing is kept
-    rotate: Rotate | None = None  # what comes before the first block
+    tune: Tune | None = None  # training after the last block
+    mix: str | None = None  # of a GGUF file: `codecs.ggml_mix` chooses the scheme of each matrix; nothing is kept
+    rotate: Rotate | None = None  # rotation before the first block
     activation_range: ActivationRange = "minmax"  # of scales that are fixed at calibration
     said: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    """Options that somebody set, and the method of each: those that nothing reads are refused."""
+    """Options that were set explicitly, and the method of each: those that nothing reads are rejected."""
     head_word: str | None = field(default=None, compare=False)
     """The word that `head` was given by, if it was: in a GGUF file it may mean something else."""
 
     @property
     def name(self) -> str:
-        """The canonical short name; it says nothing of options, overrides, `keep` and `head`."""
+        """Return the canonical short name; it omits options, overrides, `keep` and `head`."""
         return Spelling(self.passes, self.scheme, self.mix, self.rotate, self.tune).name
 
     @property
     def pruning(self) -> Pruning | None:
-        """The last pass, where it prunes."""
+        """Return the last pass, where it prunes."""
         last = self.passes[-1]
         return last if isinstance(last, Pruning) else None
 
     @property
     def structured(self) -> Structured | None:
-        """The one pass, where it leaves structures out."""
+        """Return the one pass, where it removes structures."""
         last = self.passes[-1]
         return last if isinstance(last, Structured) else None
 
     def reshapes(self, module: str) -> bool:
-        """Whether the linear with this module name gets zeros, or may lose rows or columns."""
+        """Return whether the linear with this module name gets zeros, or may lose rows or columns."""
         return module != HEAD if self.structured is not None else self.pattern_for(module) is not None
 
     @property
     def rounding(self) -> Rtn | Gptq | AutoRound | Hqq | SqueezeLlm | Pruning | Structured:
-        """The last pass, which chooses the codes."""
+        """Return the last pass, which chooses the codes."""
         last = self.passes[-1]
         assert isinstance(last, Rtn | Gptq | AutoRound | Hqq | SqueezeLlm | Pruning | Structured)
         return last
 
     @property
     def corrects(self) -> bool:
-        """Whether the last pass makes up for what was rounded before, and so reads the original model's states too."""
+        """Return whether the last pass corrects for earlier rounding, and so reads the original model's states too."""
         return isinstance(self.rounding, Gptq | Prune | AutoRound | Structured) and self.rounding.correct
 
     @property
     def guide(self) -> int:
-        """How many Hessians a linear has, of tokens weighted by how the loss minds them; 0: one, unweighted."""
+        """Return the number of gradient-weighted Hessians of a linear; 0: one, unweighted."""
         return self.rounding.guide if isinstance(self.rounding, Gptq | Prune) else 0
 
     @property
     def couples(self) -> bool:
-        """Whether rows make up for one another, as far as the loss couples them."""
+        """Return whether rows compensate for one another, as the loss couples them."""
         return isinstance(self.rounding, Gptq) and self.rounding.couple
 
     def pattern_for(self, module: str) -> Pattern | None:
-        """Where the linear with this module name gets zeros; None where it does not. The output matrix never does."""
+        """Return the pattern of zeros of the linear with this module name, or None. The LM head never has one."""
         if self.pruning is None or module == HEAD:
             return None
         for override in self.overrides:
@@ -159,9 +158,9 @@ class Recipe:
     def scheme_for(
         self, module: str, mixed: Scheme | None = None, first: Callable[[str], Override | None] | None = None
     ) -> Scheme | None:
-        """The scheme of the linear with this module name; None where it stays as it is. `mixed` is what the mix of the
-        recipe makes of it, which only what a user said himself outweighs. `first` is `_first` of the overrides, for
-        whoever asks for many."""
+        """Return the scheme of the linear with this module name; None where it stays unchanged. `mixed` is the scheme
+        by the mix of the recipe, which only an explicit choice of the user overrides. `first` is `_first` of the
+        overrides, for callers with many names."""
         if module == HEAD and self.head is not None:
             return None if self.head == KEEP else self.head
         if (override := (first or _first(self.overrides))(module)) is not None:
@@ -174,13 +173,10 @@ class Recipe:
     def schemes(
         self, shapes: Mapping[str, tuple[int, int]], mixed: Mapping[str, Scheme] | None = None
     ) -> dict[str, Scheme | None]:
-        """The scheme of each linear, given the module name and shape (out, in) of all of them, and, where the recipe
-        has a mix, what that makes of each.
-
-        Raises ValueError where an override matches no linear, and, naming the linear, where a group size does not
-        divide its columns or a scheme is not for the output matrix, and where no scheme reads an option that was set:
-        all before any work is done.
-        """
+        """Return the scheme of each linear, given the module name and shape (out, in) of all of them. `mixed` holds the
+        schemes by the mix, where the recipe has one. Raises ValueError where an override matches no linear, and, naming
+        the linear, where a group size does not divide its columns or a scheme is not for the LM head. Also raises it
+        where no scheme reads an option that was set: all before any work is done."""
         for method, key in self.said:
             self._check_read(method, key)
         for override in self.overrides:
@@ -209,7 +205,7 @@ class Recipe:
         return chosen
 
     def check_read(self, rungs: Sequence[Recipe]) -> None:
-        """Raise ValueError where an option was set that none of these, which are this one with other schemes, reads."""
+        """Raise ValueError where none of `rungs`, this recipe with other schemes, reads an option that was set."""
         for method, key in self.said:
             for at, rung in enumerate(rungs, 1):
                 try:
@@ -220,19 +216,19 @@ class Recipe:
                         raise
 
     def _check_read(self, method: str, key: str) -> None:
-        """Raise ValueError where an option is for schemes that the recipe has none of."""
+        """Raise ValueError where the recipe has no scheme that the option is for."""
         others = [each.scheme for each in self.overrides if each.match != HEAD]
         blocks = [scheme.weight for scheme in (self.scheme, *others) if scheme is not None]
         head = self.scheme_for(HEAD)
         if key == "scale_search":
             of_head = isinstance(self.rounding, Hqq | SqueezeLlm | Structured)
-            if self.pruning is not None:  # what is stored sparse is rounded as it would be dense
+            if self.pruning is not None:  # a sparse weight is rounded as a dense one
                 blocks = [each.values if isinstance(each, Sparse24) and each.values else each for each in blocks]
             read = any(map(_is_searched, [*([] if of_head else blocks), *([] if head is None else [head.weight])]))
             schemes = "grids of integers such as w4g128, for nvfp4 and mxfp4, and for two levels such as qserve-g128"
             what = f"for a head in {schemes}" if of_head else f"for {schemes}"
         elif key == "static_groups":
-            read = any(isinstance(each, Grid | Progressive) for each in blocks)  # of these `_check_rounding` says more
+            read = any(isinstance(each, Grid | Progressive) for each in blocks)  # `_check_rounding` says more
             what = "for grids such as w4g128: all others have their scales from the start"
         elif (method, key) == (Awq.method, "clip"):
             read = any(isinstance(each, Grid | Progressive) for each in blocks)
@@ -243,7 +239,7 @@ class Recipe:
             raise ValueError(f"{key} of {method} is {what}; {self.name} has none, so leave it out")
 
     def _check_rounding(self, name: str, scheme: Scheme, columns: int) -> None:
-        """Raise ValueError where the last pass has no way to round a linear to its scheme."""
+        """Raise ValueError where the last pass cannot round a linear to its scheme."""
         method, form = self.rounding.method, scheme.weight
         integers = isinstance(form, Grid) and form.kind == "int"
         if isinstance(self.rounding, AutoRound | Hqq) and not integers:
@@ -267,7 +263,7 @@ class Recipe:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready and canonical: equal recipes give equal dicts."""
+        """Return a JSON-ready, canonical dict: equal recipes give equal dicts."""
         found = {
             "recipe": self.name,
             "passes": [{"method": p.method, **asdict(p)} for p in self.passes],
@@ -284,7 +280,7 @@ class Recipe:
 
     @property
     def head_name(self) -> str:
-        """The scheme of the output matrix by name, or `keep`; of a mix that decides about it, the mix."""
+        """Return the name of the LM head's scheme, or `keep`; where a mix decides about it, the mix."""
         scheme = self.scheme_for(HEAD, None if self.mix is None else self.scheme)
         if scheme is None:
             return KEEP
@@ -292,16 +288,13 @@ class Recipe:
         return scheme.name if said or self.mix is None else self.mix
 
     def with_head(self, word: object) -> Recipe:
-        """With what a user's word for the output matrix means. Raises ValueError as `parse_head`."""
+        """Return the recipe with a user's word for the LM head. Raises ValueError as `parse_head`."""
         return replace(self, head=parse_head(word), head_word=str(word))
 
     def for_file(self) -> Recipe:
-        """As a GGUF file takes it, where a type stands for the mix of its name, as llama.cpp has it, words for the
-        output matrix for types, and SpinQuant learns the rotations that weights take in, unless somebody asked for
-        more.
-
-        Raises ValueError where its scheme is no type of GGML, and where inputs are to be rotated at run time.
-        """
+        """Return the recipe for a GGUF file. There a type stands for the mix of its name, as in llama.cpp, and words
+        for the LM head stand for types. SpinQuant learns only the rotations that weights absorb, unless more was asked
+        for. Raises ValueError where the scheme is not a GGML type, and where inputs are to be rotated at run time."""
         named = None if self.scheme is None else self.mix or self.scheme.name
         mix = None if named is None else ggml_mix.find(named)
         if mix is None:
@@ -335,5 +328,5 @@ def _check_sparsity(name: str, sparsity: Pattern, scheme: Scheme | None, columns
 
 
 def _is_searched(form: WeightFormat) -> bool:
-    """Whether scales of this form are found by a `scale_search`."""
+    """Return whether a `scale_search` finds the scales of this form."""
     return isinstance(form, Fp4 | Progressive) or (isinstance(form, Grid) and form.kind == "int")

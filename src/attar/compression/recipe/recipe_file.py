@@ -7,10 +7,10 @@
       - {match: "*.down_proj", scheme: w8}
       - {match: "model.layers.0.*", scheme: keep}
 
-An option belongs to the method that has it. Where several have one of its name it stands under the method's own name,
+An option belongs to the method that has it. Where several methods share it, it stands under the method's own name,
 which any option may: `tune: {batch: 4096}`.
 
-Whatever is unknown in it is an error that offers the nearest names: an option that is silently ignored costs hours.
+Anything unknown is an error that offers the nearest names: a silently ignored option costs hours.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
 
 
 def recipe_from_dict(data: object) -> Recipe:
-    """Build a recipe from what its YAML file holds. Raises ValueError as `load_recipe` does."""
+    """Build a recipe from the content of its YAML file. Raises ValueError as `load_recipe` does."""
     if not isinstance(data, dict) or not isinstance(data.get("recipe"), str):
         raise ValueError("a recipe file is a mapping with a name under `recipe`, for example recipe: gptq-w4g128")
     recipe = _named(data["recipe"])
@@ -100,7 +100,7 @@ def recipe_from_dict(data: object) -> Recipe:
 
 
 def _named(name: str) -> Recipe:
-    """The recipe of a short name."""
+    """Return the recipe of a short name."""
     said = parser.parse(name)
     return Recipe(said.passes, said.scheme, mix=said.mix, rotate=said.rotate, tune=said.tune)
 
@@ -118,8 +118,8 @@ def _override(entry: object) -> Override:
 
 
 def _sorted(recipe: Recipe, options: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
-    """The options of each of the recipe's methods: those under its name, and those of which it alone has one so called.
-    Raises ValueError on what is unknown, and where it is not clear whose an option is."""
+    """Sort the options by method: those under its name, and those that only it has. Raises ValueError on unknown
+    options, and where an option's method is ambiguous."""
     methods = {one.method: one for one in (recipe.rotate, *recipe.passes, recipe.tune) if one is not None}
     everything = (*ROTATIONS.values(), *METHODS.values(), *TUNINGS.values())
     found: dict[str, dict[str, Any]] = {method: {} for method in methods}

@@ -1,8 +1,8 @@
-"""What a recipe asks of a model and of calibration text: what speaks against it is said before anything is computed.
+"""Requirements of a recipe on a model and on calibration text, checked before anything is computed.
 
-Which schemes a model's shapes can take is asked before, where the output is laid out (`Recipe.schemes`). What follows
-from the numbers in the weights, a NaN or a solver that gives up, is known in the walk alone; but whether weights are
-2:4 sparse, where a recipe takes them to be, two linears tell for all.
+The layout of the output checks earlier which schemes a model's shapes can take (`Recipe.schemes`). Problems in the
+numbers of the weights, such as a NaN or a solver that gives up, are found only in the block pass. One such property is
+checked here: where a recipe assumes 2:4 sparse weights, two linears are tested for all.
 """
 
 from __future__ import annotations
@@ -34,15 +34,13 @@ from attar.kv.schemes import BUCKET
 from attar.model.config import ModelConfig
 from attar.model.decoder import compressible
 
-HEAD_ROWS = 1024  # of the output matrix that are looked at
+HEAD_ROWS = 1024  # of the LM head that are tested
 
 
 def check(plan: Recipe, config: ModelConfig, schemes: Mapping[str, Scheme | None], sequences: int | None) -> bool:
-    """Whether the recipe reads the inputs of linears. `schemes` are those that it gives the model's, `sequences` how
-    many of calibration text there will be at most, None without any.
-
-    Raises ValueError where it needs what there is not, or takes what it cannot.
-    """
+    """Return whether the recipe reads the inputs of linears. `schemes` are those that it gives the model's linears.
+    `sequences` is the maximal number of calibration sequences, None without any. Raises ValueError where the recipe
+    lacks something it needs, or is given something it cannot use."""
     static = any(scheme.static for scheme in schemes.values() if scheme is not None)
     learned = plan.tune is not None or isinstance(plan.rotate, SpinQuant)
     needs_inputs = static or learned or not isinstance(plan.passes[0], Rtn | Hqq | Magnitude)
@@ -89,8 +87,8 @@ def check(plan: Recipe, config: ModelConfig, schemes: Mapping[str, Scheme | None
 
 
 def check_sparse(plan: Recipe, checkpoint: Checkpoint, schemes: Mapping[str, Scheme | None]) -> None:
-    """Raise ValueError where a linear is to be stored 2:4 sparse that the recipe does not prune so and that is not so
-    already: by the weights of the first and the last of them, since those of all would be the whole model."""
+    """Raise ValueError where a linear is to be stored 2:4 sparse, but is not so already nor pruned so by the recipe.
+    Only the weights of the first and the last such linear are read: all of them would be the whole model."""
     sparse = [name for name, scheme in schemes.items() if scheme is not None and isinstance(scheme.weight, Sparse24)]
     taken = [name for name in sparse if plan.pattern_for(name) is None]
     weights = checkpoint.rows(torch.arange(min(HEAD_ROWS, checkpoint.config.vocab_size)))
@@ -106,7 +104,7 @@ def check_sparse(plan: Recipe, checkpoint: Checkpoint, schemes: Mapping[str, Sch
 
 
 def enough(plan: Recipe, sequences: int) -> None:
-    """Raise ValueError where there are too few sequences of calibration text for what a recipe does with them."""
+    """Raise ValueError where there are too few calibration sequences for the recipe."""
     if plan.tune is not None and sequences < 2:
         raise ValueError(
             f"{plan.name} needs at least 2 calibration sequences, of which tuning trains on some and judges by others: "

@@ -1,4 +1,4 @@
-"""What is asked of `compress`: pure values, held against no model yet (`resolve` does that)."""
+"""A request to `compress` as pure values, not checked against a model (`resolve` does that)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from attar.formats.scheme import Scheme
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the result must keep: `bits` a weight of the blocks' linears that no override decides about, `size` in bytes
-    of all weight files, or the mean `kl` on the tokens that allocation measures on. One of them.
-
-    `ladder` are the schemes to choose among; without it they follow from the recipe.
-    """
+    """One target of the compression: `bits` a weight of the blocks' linears that no override decides about, `size` in
+    bytes of all weight files, or the mean `kl` on the tokens that allocation measures on. `ladder` holds the candidate
+    schemes; without it they follow from the recipe."""
 
     bits: float | None = None
     size: int | None = None
@@ -34,13 +32,13 @@ class Target:
             raise ValueError(f"a target is a positive number, not {given[0]}")
 
     def to_dict(self) -> dict[str, float]:
-        """Return the number to keep under its name, for the receipt, which has the ladder elsewhere."""
+        """Return the target value under its name, for the receipt, which stores the ladder elsewhere."""
         pairs = (("bits", self.bits), ("size", self.size), ("kl", self.kl))
         return {name: value for name, value in pairs if value is not None}
 
 
 def parse_ladder(text: str) -> tuple[Scheme, ...]:
-    """Schemes by name, with commas between. Raises ValueError on an unknown one."""
+    """Parse schemes by name, with commas between. Raises ValueError on an unknown one."""
     return tuple(Scheme.parse(name.strip()) for name in text.split(","))
 
 
@@ -48,20 +46,20 @@ def parse_ladder(text: str) -> tuple[Scheme, ...]:
 class CompressionRequest:
     """Compress the checkpoint `src` (folder, Hub id or `demo`) into the folder `dst`, or the file, if it ends in .gguf.
 
-    `recipe` is a name such as `gptq-w4g128`, a YAML file, or a Recipe; of several names, or `best-w4g128`, the one is
-    kept that does best on calibration text set aside (`best`), and of `ablate-` with a name the steps that help there.
-    `head` is what the output matrix is stored in, whatever the recipe says of it: `bf16` (as it is), `int8`, `int4`, or
-    a scheme of weights alone. With a `target`, each linear gets the scheme of its ladder that `allocate` chooses, by
-    default the recipe's with other bits; an output that misses a target of KL is made anew with more, twice at most,
-    where there is more to choose, and of those that all miss it the nearest is kept.
+    `recipe` is a name such as `gptq-w4g128`, a YAML file, or a Recipe. Of several names, or `best-w4g128`, the one
+    closest to the original on calibration text set aside is kept (`best`); of `ablate-` with a name, the steps that
+    help there. `head` is the scheme of the LM head, whatever the recipe says of it: `bf16` (unchanged), `int8`, `int4`,
+    or a scheme of weights alone. With a `target`, each linear gets the candidate scheme that `allocate` chooses, by
+    default the recipe's with other bits. An output that misses a target of KL is made anew with more bits, twice at
+    most, where there are more to choose. If all miss it, the nearest is kept.
 
     `calibration` is a text file, token ids [S][L], or `self` for text that the model writes: `samples` sequences of
-    `length` tokens. Recipes that only round need none. It is followed by `drawn` sequences that the model writes: what
-    several recipes, or the bits of a target, are chosen by, and what tuning judges by, is the given text alone.
-    `imatrix` is an importance matrix for a GGUF file, which weighs errors by it; calibration alone gives one.
-    `evaluation` is a held-out text file on whose first `eval_tokens` the cost is measured.
+    `length` tokens. Recipes that only round need none. It is followed by `drawn` sequences that the model writes. The
+    given text alone chooses between recipes or bits and judges tuning. `imatrix` is an importance matrix for a GGUF
+    file, which weighs errors by it; calibration alone gives one. `evaluation` is a held-out text file on whose first
+    `eval_tokens` the cost is measured.
 
-    On a `device` that is no CPU each block is moved there, run and solved there, and what came of it comes back to be
+    On a `device` that is not a CPU each block is moved there, run and solved there, and the result comes back to be
     written (`device_placement`); the cost is measured there too, in bfloat16. At most `calib_memory` bytes of
     calibration activations are held in memory. A killed run resumes, unless `resume` is false.
 
@@ -89,8 +87,8 @@ class CompressionRequest:
     resume: bool = True
 
     def __post_init__(self) -> None:
-        drawn = self.amount.drawn  # which is checked where it is made
-        if not str(self.dst):  # an unset variable of a shell, which Path would take for the current folder
+        drawn = self.amount.drawn  # checked by `Amount`
+        if not str(self.dst):  # an unset shell variable; Path would mean the current folder
             raise ValueError("the output's name is empty: give a folder to write")
         if drawn and (self.calibration is None or texts.is_drawn(self.calibration)):
             raise ValueError("text is drawn to go with a calibration text: give one, or more samples of `self`")
@@ -99,27 +97,27 @@ class CompressionRequest:
 
     @property
     def path(self) -> Path:
-        """Where the output will be."""
+        """Return the path of the output."""
         return Path(self.dst)
 
     @property
     def to_file(self) -> bool:
-        """Whether a GGUF file is written, not a folder."""
+        """Return whether the output is a GGUF file, not a folder."""
         return self.path.suffix.lower() == ".gguf"
 
     @property
     def amount(self) -> Amount:
-        """How much calibration text there is to be."""
+        """Return the amount of calibration text to use."""
         return Amount(self.samples, self.length, self.seed, self.drawn)
 
     @property
     def given(self) -> int | None:
-        """How many sequences of calibration text are given, at most; None without any."""
+        """Return the maximal number of given calibration sequences; None without any."""
         return None if self.calibration is None else texts.count(self.calibration, self.amount)
 
     @property
     def sequences(self) -> int | None:
-        """How many there are with what the model writes; None without any."""
+        """Return the number of sequences including those that the model writes; None without any."""
         return None if self.given is None else self.given + self.drawn
 
 

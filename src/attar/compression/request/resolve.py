@@ -1,7 +1,7 @@
-"""What a request means for its model: one recipe held against it, with all that follows before the first block.
+"""Resolution of a request against its model: one recipe with everything that follows before the first block.
 
-A request may try several recipes, and a target changes the bits of one: each is resolved by the same code, which
-refuses what can be refused before anything is computed.
+A request may try several recipes, and a target changes the bits of one. Each is resolved by the same code, which
+rejects invalid combinations before anything is computed.
 """
 
 from __future__ import annotations
@@ -32,19 +32,17 @@ from attar.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, eq=False)
 class ResolvedCompression:
-    """A request with one recipe that nothing speaks against, as it will run.
-
-    `recipe` has the request's head, and the mix of a file. `checkpoint` is what the walk begins with: the `source`,
-    rotated if the recipe says so. `importances` [I] by module name are those of a matrix that was given. `calibration`,
-    its `tokenizer` and the ids `held_out` for the evaluation are there after `with_texts`.
-    """
+    """A request with one recipe that passed all checks, ready to run. `recipe` has the request's head, and the mix of a
+    file. `checkpoint` is the model to compress: the `source`, rotated if the recipe says so. `importances` [I] by
+    module name are those of a matrix that was given. `calibration`, its `tokenizer` and the ids `held_out` for the
+    evaluation are there after `with_texts`."""
 
     request: CompressionRequest
     source: hf.Checkpoint
     recipe: Recipe
     checkpoint: hf.Checkpoint
     output: Output
-    reads: bool  # whether the walk reads the inputs of linears
+    reads: bool  # whether the block pass reads the inputs of linears
     importances: Mapping[str, Tensor] | None
     calibration: Calibration | None = None
     tokenizer: Tokenizer | None = None
@@ -52,11 +50,11 @@ class ResolvedCompression:
 
     @property
     def weighs(self) -> bool:
-        """Whether importances are to be had from calibration text before the walk."""
+        """Return whether calibration text must give importances before the block pass."""
         return _weighs(self.request, self.recipe, self.importances)
 
     def with_texts(self) -> ResolvedCompression:
-        """Read what the texts of the request need. Raises ValueError where the evaluation text is too short."""
+        """Read the texts that the request needs. Raises ValueError where the evaluation text is too short."""
         request, tokenizer, held_out = self.request, None, None
         if texts.is_text(request.calibration) or request.evaluation is not None:
             tokenizer = Tokenizer.load(self.source.folder.path)
@@ -73,7 +71,7 @@ class ResolvedCompression:
         return replace(found, calibration=self.calibration, tokenizer=self.tokenizer, held_out=self.held_out)
 
     def layout(self, recipe: Recipe) -> Output:
-        """Lay out what another choice of bits makes of the same checkpoint."""
+        """Return the layout of the same checkpoint with another choice of bits."""
         return _layout(self.request, recipe, self.checkpoint, self.importances)
 
 
@@ -96,11 +94,9 @@ def resolve(
     targeted: bool = False,
     importances: Mapping[str, Tensor] | None = None,
 ) -> ResolvedCompression:
-    """Hold a recipe against the model. `sequences` is how many of calibration text there will be at most, None without
-    any; `targeted`: its bits are chosen later. Importances that are not given are those of the request's matrix.
-
-    Raises ValueError saying what speaks against it.
-    """
+    """Check a recipe against the model and resolve it. `sequences` is the maximal number of calibration sequences, None
+    without any; `targeted`: its bits are chosen later. Importances default to those of the request's matrix. Raises
+    ValueError with the reason where the recipe cannot be applied."""
     if importances is None and request.imatrix is not None:
         importances = importance.known(request.imatrix, source)
     plan = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
@@ -120,7 +116,7 @@ def resolve(
                 "turns them: leave it out, and give --calib, on which importances of the turned ones are measured"
             )
         checkpoint = rotation.rotated(source, plan, request.seed)
-    # what options are for is known when the schemes are
+    # the schemes determine which options are read
     output = _layout(request, replace(plan, said=()) if targeted else plan, checkpoint, importances)
     device_placement.check(plan, output.schemes.values(), request.to_file, request.device)
     reads = requirements.check(plan, checkpoint.config, output.schemes, sequences)
@@ -131,7 +127,7 @@ def resolve(
 def _layout(
     request: CompressionRequest, plan: Recipe, checkpoint: hf.Checkpoint, importances: Mapping[str, Tensor] | None
 ) -> Output:
-    """Where everything will lie. Raises ValueError naming the linear whose shape a scheme cannot take."""
+    """Return the layout of the output. Raises ValueError naming the linear whose shape a scheme cannot take."""
     if not request.to_file:
         return FolderOutput(checkpoint, plan)
     known = _weighs(request, plan, importances) or importances is not None

@@ -1,9 +1,8 @@
-"""A checkpoint seen in other coordinates: what each stored tensor becomes, computed when it is read.
+"""A checkpoint seen in rotated coordinates: each stored tensor is transformed when it is read.
 
-Nothing is stored twice: a tensor is changed on its way from the file, in float64, and rounded to the dtype that it is
-stored in, unless it is about to be compressed anyway. Whoever reads through the view, from the walk over blocks to
-gradients and tuning, sees an ordinary model. What goes where is decided in `rotation`; here are the changes, as data,
-and the view that makes them.
+Nothing is stored twice. A tensor is changed on its way from the file, in float64, and rounded to its stored dtype,
+unless it is about to be compressed anyway. All readers of the view, from the block pass to gradients and tuning, see an
+ordinary model. `rotation` decides the changes; this module has them as data, and the view that makes them.
 """
 
 from __future__ import annotations
@@ -26,46 +25,47 @@ from attar.model.decoder import Weights
 
 @dataclass(frozen=True, eq=False)
 class Balance:
-    """Scales [n] that outputs of one linear are divided by and inputs of another multiplied: such that the rows of the
-    one, columns multiplied by the weight of `norm`, and the columns of the other have the same norms.
+    """Scales [n] that divide the outputs of one linear and multiply the inputs of another, to balance their norms.
 
-    Of rows that are all alike random, a channel's share of the error after rotation is that of its size, and what that
-    error costs is that of the columns that read it: their product is least where both are the same (Cauchy-Schwarz).
+    Afterwards the rows of the one, columns multiplied by the weight of `norm`, and the columns of the other have the
+    same norms. If rows are all alike random, a channel's share of the error after rotation is that of its size. The
+    cost of that error is that of the columns that read it. Their product is least where both are the same
+    (Cauchy-Schwarz).
     """
 
-    source: str  # the weight whose last n outputs they are
+    source: str  # the weight whose last n outputs are scaled
     norm: str
     reader: str
     size: int  # n
-    head_dim: int  # of channels that are read `groups` times, head after head
+    head_dim: int  # channels of a head, each read `groups` times
     groups: int
     turned: bool
 
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """A linear's weight [O, I], or a table of rows [O, I]: of the stored tensor `source`, columns multiplied by the
-    weight of `norm` or by `times`, then rotated by `inputs`; its `last` rows, or all where that is 0, divided by
-    `over`, then rotated by `outputs`."""
+    """A linear's weight [O, I], or a table of rows [O, I], of the stored tensor `source`. Its columns are multiplied by
+    the weight of `norm` or by `times`, then rotated by `inputs`. Its `last` rows, or all where that is 0, are divided
+    by `over`, then rotated by `outputs`."""
 
     source: str
     norm: str | None = None
     inputs: Rotation | None = None
     outputs: Rotation | None = None
     last: int = 0
-    turned: bool = False  # whether it is stored [I, O]
+    turned: bool = False  # whether the tensor is stored [I, O]
     times: Balance | None = None
     over: Balance | None = None
 
     @property
     def by_rows(self) -> bool:
-        """Whether each stored row can be had alone."""
+        """Return whether each stored row can be computed alone."""
         return self.outputs is None and self.over is None and not self.turned
 
 
 @dataclass(frozen=True, eq=False)
 class Vector:
-    """A linear's bias [O], rotated like the outputs of its weight, plus what that makes of the bias of `norm`."""
+    """A linear's bias [O], rotated like the outputs of its weight, plus that weight times the bias of `norm`."""
 
     source: str
     outputs: Rotation | None = None
@@ -78,14 +78,14 @@ class Vector:
 
 @dataclass(frozen=True, eq=False)
 class NormWeight:
-    """What is left of a norm's weight once the linears behind it have taken it in."""
+    """A norm's weight after the linears behind it have absorbed it."""
 
     value: float
 
 
 @dataclass(frozen=True, eq=False)
 class NormBias:
-    """What is left of a norm's bias: nothing where biases take it in, else (bias / weight) R."""
+    """A norm's bias after folding: zero where biases of linears absorb it, else (bias / weight) R."""
 
     norm: str
     inputs: Rotation | None
@@ -95,9 +95,9 @@ Change = Matrix | Vector | NormWeight | NormBias
 
 
 class RotatedFolder(Folder):
-    """A folder whose tensors come out changed, in the dtypes and shapes that `info` says; `added` are tensors that it
-    has besides, under their names with those they are made of. Tables that are `wide` come at least in float32: whoever
-    asks for them rounds them to something else."""
+    """A folder whose tensors are read with their changes, in the dtypes and shapes that `info` says. `added` maps
+    additional tensors to those they are made of. Tables that are `wide` are read at least in float32: their readers
+    round them to another dtype."""
 
     def __init__(
         self, folder: Folder, changes: Mapping[str, Change], added: Mapping[str, str], config: Mapping[str, object]
@@ -124,7 +124,7 @@ class RotatedFolder(Folder):
             found = self._norm_bias(change).to(dtype)
         elif isinstance(change, Vector):
             found = self._vector(change).to(dtype)
-        elif change.by_rows:  # rows by rows, for tables larger than a block
+        elif change.by_rows:  # some rows at a time, for tables larger than a block
             rows, columns = self.info(name).shape
             found = torch.empty(rows, columns, dtype=_at_least_float32(dtype) if name in self.wide else dtype)
             for some in row_slices(rows, columns):
@@ -134,7 +134,7 @@ class RotatedFolder(Folder):
         return found if out is None else out.copy_(found)
 
     def exact(self, name: str) -> Tensor:
-        """The matrix or bias `name` before it is rounded to the dtype that it is stored in, at least in float32."""
+        """Return the matrix or bias `name` before rounding to its stored dtype, at least in float32."""
         change = self._changes[name]
         assert isinstance(change, Matrix | Vector)
         found = self._matrix(change) if isinstance(change, Matrix) else self._vector(change)
@@ -152,7 +152,7 @@ class RotatedFolder(Folder):
         return self.read(name)[start:stop]
 
     def _columns(self, change: Matrix, weight: Tensor) -> Tensor:
-        """Rows of a matrix with their columns changed."""
+        """Apply the column changes of a matrix to some of its rows."""
         if change.norm is not None:
             weight = weight * self._weight_of(change.norm)
         if change.times is not None:
@@ -191,7 +191,7 @@ class RotatedFolder(Folder):
         return change.inputs.apply(torch.where(bias == 0, 0.0, bias / weight))
 
     def _scales(self, balance: Balance) -> Tensor:
-        """[n], 1 where a row or its columns are zero."""
+        """Return the scales [n], 1 where a row or its columns are zero."""
         if balance not in self._balances:
             weight, reader = self._plain.read(balance.source).double(), self._plain.read(balance.reader).double()
             weight, reader = (weight.T, reader.T) if balance.turned else (weight, reader)
@@ -202,7 +202,7 @@ class RotatedFolder(Folder):
         return self._balances[balance]
 
     def _weight_of(self, norm: str) -> Tensor:
-        """Of a norm, by the name of its module in the files."""
+        """Return the weight of a norm, by the stored name of its module."""
         return self._plain.read(f"{norm}.weight").double()
 
 
@@ -211,17 +211,17 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 class RotatedCheckpoint(Checkpoint):
-    """The view: a checkpoint whose linears `online`, by name, are read by rows that are rotated at run time."""
+    """The rotated checkpoint. Inputs of the linears `online`, by name, are rotated at run time."""
 
     online: Mapping[str, int]
-    rounded: Collection[str]  # linears that get a scheme, whose weights need not be rounded to the stored dtype first
-    stream: Rotation  # of the residual stream
-    heads: Sequence[Rotation | None]  # of what each layer's heads mix
-    untied: bool  # whether the output matrix was the embedding, and is no more
+    rounded: Collection[str]  # linears with a scheme, whose weights are not rounded to the stored dtype first
+    stream: Rotation  # rotation of the residual stream
+    heads: Sequence[Rotation | None]  # rotations of the values of each layer's heads
+    untied: bool  # whether a tied LM head became a tensor of its own
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What whoever loads the result elsewhere must know."""
+        """Return notes for users who load the result elsewhere."""
         said = []
         if self.online:
             said.append(

@@ -1,19 +1,19 @@
 """Rotations folded into a model's weights: the same function, in coordinates where no channel stands out.
 
-Large models have a few channels a hundred times the others, and rounding pays for them with everybody's precision. An
+Large models have a few channels a hundred times the others, and they cost all others precision in rounding. An
 orthogonal matrix spreads them over all channels (QuaRot: Ashkboos et al. 2024; of weights, QuIP: Chee et al. 2023):
 
-* the residual stream, x' = x R. What reads it takes R in, W' = W R; what adds to it, W' = R^T W. RMSNorm without its
+* the residual stream, x' = x R. Its readers become W' = W R, and writers W' = R^T W. RMSNorm without its
   weight commutes with R, so the weights of norms go into the linears that read them first, and ones are left behind.
-  The output matrix takes in the final norm's: a tied one is untied, unless that norm's weights are ones already.
-* what each head mixes, v' = v R_v, which o takes back: one matrix a layer, in every head.
-* `online`: what down reads, by a Hadamard matrix at run time (`Linear.hadamard`), since what comes before is no linear.
-* `across`: what o reads as well, since attention keeps heads apart. (QuaRot turns each head of v by a Hadamard matrix
+The LM head takes in the final norm's: a tied one is untied, unless that norm's weights are ones already.
+* the values of each head, v' = v R_v, which o inverts: one matrix a layer, in every head.
+* `online`: inputs of down, by a Hadamard matrix at run time (`Linear.hadamard`), since no linear feeds them.
+* `across`: inputs of o as well, since attention keeps heads apart. (QuaRot turns each head of v by a Hadamard matrix
   offline, and across heads at run time: multiplied, that is the one matrix of all columns, used here at run time. The
   rotation of heads is then left out, for the two would undo each other within each head.)
 
-A rotation mixes a channel that is large and unimportant, because small weights read it, into all others. So what o and
-down read is scaled first (`balance`): each row of v and up, with the norm's weight in it, and the columns of o and down
+A rotation mixes a channel that is large and unimportant, because small weights read it, into all others. So inputs of o
+and down are scaled first (`balance`): each row of v and up, with the norm's weight in it, and the columns of o and down
 that read it get the same norms. Where channels have been scaled up and their readers down, that takes it back exactly.
 
 LayerNorm subtracts the mean, and commutes with the rotations that leave the vector of ones where it is. Its bias goes
@@ -21,7 +21,7 @@ to the biases of those that read it, or where they have none stays, as (bias / w
 
 A norm behind attention or feed-forward (Gemma 2 and 3) weighs the stream's channels where no linear follows: such
 models are refused, as are sizes of which no Hadamard matrix is known (`rotation: orthogonal` knows all of them). Not
-done: rotating queries and keys at run time, which caches do for themselves (`model.kv_basis`).
+done: rotating queries and keys at run time, which KV caches do themselves (`model.kv_basis`).
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from attar.kernels import hadamard
 from attar.model.config import ModelConfig
 from attar.model.decoder import all_compressible, gates
 
-STREAM = -1  # the number of the residual stream's rotation, beside those of layers
+STREAM = -1  # seed number of the residual stream's rotation; layers count from 0
 
 
 def against(config: ModelConfig) -> str | None:
-    """The reason why a model cannot be rotated, or None where it can."""
+    """Return the reason why a model cannot be rotated, or None where it can."""
     if config.names.attention_post_norm is not None or config.names.feed_forward_post_norm is not None:
         return (
             f"{config.architecture} has norms behind attention and feed-forward, whose weights no linear takes in: "
@@ -63,11 +63,9 @@ def against(config: ModelConfig) -> str | None:
 
 
 def rotated(checkpoint: Checkpoint, recipe: Recipe, seed: int) -> RotatedCheckpoint:
-    """A view of the checkpoint as `recipe.rotate` wants it.
-
-    Raises ValueError where the family cannot be rotated, there is no Hadamard matrix of one of its sizes, or what is to
-    be rotated at run time nowhere can be.
-    """
+    """Return the view of the checkpoint that `recipe.rotate` asks for. Raises ValueError where the family cannot be
+    rotated, or no Hadamard matrix of one of its sizes is known. Also raises it where a rotation at run time is asked
+    for and no linear can take it."""
     assert recipe.rotate is not None
     reason = against(checkpoint.config)
     if reason is not None:
@@ -95,7 +93,7 @@ def rotated(checkpoint: Checkpoint, recipe: Recipe, seed: int) -> RotatedCheckpo
     view.online, view.stream, view.heads = plan.online, plan.stream, plan.heads
     view.untied = plan.untied
     view.rounded = {name for name in all_compressible(config) if recipe.scheme_for(name) is not None}
-    if recipe.mix is not None:  # a GGUF file, in which the tables have types too, and everything else is float32
+    if recipe.mix is not None:  # in a GGUF file tables have types too, and the rest is float32
         ends = {names.embed: HEAD if config.tied else names.embed, HEAD: HEAD}
         rounded = [end for end, known in ends.items() if recipe.scheme_for(known, recipe.scheme) is not None]
         folder.wide = {checkpoint.stored_name(f"{end}.weight") for end in rounded}
@@ -104,7 +102,8 @@ def rotated(checkpoint: Checkpoint, recipe: Recipe, seed: int) -> RotatedCheckpo
 
 
 def _feed_forwards(config: ModelConfig, layer: int) -> Iterator[tuple[list[str], str]]:
-    """Of each feed-forward of a layer, the names of the linears that read its norm, up the last, and of down."""
+    """Yield, for each feed-forward of a layer, the names of the linears that read its norm, up the last, and of
+    down."""
     names, at = config.names, config.names.layer.format(i=layer)
     if config.experts is None or not config.is_sparse(layer):
         yield [f"{at}.{name}" for name in names.gate_up], f"{at}.{names.down}"
@@ -115,7 +114,7 @@ def _feed_forwards(config: ModelConfig, layer: int) -> Iterator[tuple[list[str],
 
 
 class _Plan:
-    """What becomes of every tensor of a checkpoint, layer by layer."""
+    """The changes of every tensor of a checkpoint, layer by layer."""
 
     def __init__(self, checkpoint: Checkpoint, recipe: Recipe, options: Rotate, seed: int) -> None:
         self._compressed = recipe.scheme_for
@@ -123,7 +122,7 @@ class _Plan:
         self.changes: dict[str, Change] = {}
         self.added: dict[str, str] = {}
         self.online: dict[str, int] = {}
-        self.turned = set[str]()  # the options by which they are
+        self.turned = set[str]()  # options that rotate inputs at run time
         self.heads: list[Rotation | None] = []
         self.untied = False
         assert not self.config.norm_offset, "families whose norms have one have norms behind attention too"
@@ -135,7 +134,7 @@ class _Plan:
         self.stream = draw(options.rotation, self.config.hidden, seed, STREAM, self._mean)
 
     def layer(self, layer: int) -> None:
-        """Everything of layer `layer`."""
+        """Plan all tensors of layer `layer`."""
         config, names = self.config, self.config.names
         at = names.layer.format(i=layer)
         norm, qkv, output = f"{at}.{names.attention_norm}", [f"{at}.{n}" for n in names.qkv], f"{at}.{names.output}"
@@ -158,7 +157,7 @@ class _Plan:
         self._reads(norm, readers, overs)
 
     def _at_run_time(self, option: str, name: str) -> Rotation | None:
-        """Has the inputs of a linear rotated in blocks, where the option says so, it is rounded and there are any."""
+        """Rotate the inputs of a linear in blocks, where the option says so, it is rounded and there are any."""
         block = hadamard.block_of(self.checkpoint.linear_shape(name)[1])
         if not getattr(self.options, option) or block == 1 or not self._compressed(name):
             return None
@@ -175,7 +174,7 @@ class _Plan:
         return Balance(*names, size, head_dim, groups, turned)
 
     def ends(self) -> None:
-        """The tables of tokens and positions, the final norm, and the output matrix."""
+        """Plan the tables of tokens and positions, the final norm, and the LM head."""
         config, names, stored = self.config, self.config.names, self.checkpoint.stored_name
         embed, head = (stored(f"{name}.weight") for name in (names.embed, HEAD))
         has_embed, has_head = (self.checkpoint.has(f"{name}.weight") for name in (names.embed, HEAD))
@@ -199,8 +198,8 @@ class _Plan:
     def _reads(
         self, norm: str, linears: list[str], overs: Mapping[str, Balance | None], values: Rotation | None = None
     ) -> None:
-        """Linears that read what `norm` gives; by name those whose last outputs are scaled, as many as their balance
-        has. `values` rotates the last of all, a layer's values."""
+        """Plan the linears that read the output of `norm`. `overs` holds, by name, the balance that divides a linear's
+        last outputs, as many as it has scales. `values` rotates the outputs of the last linear, a layer's values."""
         names, stored = self.config.names, self.checkpoint.stored_name
         biases = self._mean and all(self.checkpoint.has(f"{name}.bias") for name in linears)
         for name in linears:
@@ -213,7 +212,7 @@ class _Plan:
         self._norm(norm, biases)
 
     def _adds(self, name: str, inputs: Rotation | None, times: Balance | None) -> None:
-        """A linear whose products go to the residual stream, from rows scaled and then rotated by `inputs`."""
+        """Plan a linear that adds to the residual stream, whose inputs are scaled and then rotated by `inputs`."""
         stored, turned = self.checkpoint.stored_name, self.config.names.is_transposed(name)
         weight, bias = stored(f"{name}.weight"), stored(f"{name}.bias")
         self.changes[weight] = Matrix(weight, inputs=inputs, outputs=self.stream, turned=turned, times=times)
@@ -221,7 +220,7 @@ class _Plan:
             self.changes[bias] = Vector(bias, self.stream)
 
     def _norm(self, norm: str, biases: bool) -> None:
-        """A norm whose weight the linears behind it have taken in, and, if `biases`, its bias."""
+        """Plan a norm whose weight the linears behind it have absorbed, and, if `biases`, its bias."""
         stored = self.checkpoint.stored_name(norm)
         self.changes[f"{stored}.weight"] = NormWeight(1.0)
         if self._mean:

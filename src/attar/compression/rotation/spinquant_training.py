@@ -1,11 +1,10 @@
-"""SpinQuant's rotations of a whole model, learned from what its linears read: gathers rows, leaves the descent to the
-solver.
+"""Training of SpinQuant's rotations for a whole model: gathers rows, and leaves the descent to the solver.
 
-Of the residual stream the rows are those that norms give, of every layer, and one matrix turns them all; of heads those
-that o reads, and each layer has a matrix of its own. They are seen in the coordinates of the model as it is, but for
-what is folded and scaled whatever the rotation. One block is in memory at a time. What an error of a row costs is taken
-relative to what its linears put out, |W|^2 / mean |W x|^2, so that layers with large weights do not outweigh others.
-Weights have no rows among them: GPTQ makes up for their rounding afterwards.
+For the residual stream the rows are the outputs of norms, of every layer, and one matrix rotates them all. For heads
+they are the inputs of o, and each layer has a matrix of its own. They are seen in the coordinates of the original
+model, but for changes that are folded and scaled whatever the rotation. One block is in memory at a time. The cost of
+an error in a row is relative to the output of its linears, |W|^2 / mean |W x|^2, so that layers with large weights do
+not outweigh others. Weights have no rows among them: GPTQ compensates for their rounding afterwards.
 """
 
 from __future__ import annotations
@@ -28,16 +27,14 @@ from attar.model.cache import ForwardBatch
 from attar.model.decoder import build_block, build_embedding
 from attar.model.layers import Block, MixtureOfExperts
 
-TOKENS = 8192  # that go through the model
-ROWS_BYTES = 512 << 20  # of the rows of the stream that are kept, float32
-ROWS = 65536  # of them, at most
+TOKENS = 8192  # tokens that go through the model
+ROWS_BYTES = 512 << 20  # bytes of the kept rows of the stream, float32
+ROWS = 65536  # maximal number of these rows
 
 
 def learn(source: RotatedCheckpoint, ids: Tensor, options: SpinQuant, folder: Path, key: str, seed: int) -> Learned:
-    """Learn the rotations from token ids [S, L], and make `source` a view by them; returns what became of the stream's.
-
-    What was learned is kept in `folder` under `key` for a resumed run. Raises ValueError where a row is not finite.
-    """
+    """Learn the rotations from token ids [S, L], and make `source` a view by them; return the result of the stream's.
+    Learned matrices are kept in `folder` under `key` for a resumed run. Raises ValueError where a row is not finite."""
     turned = [source.stream, *(each for each in source.heads if each is not None)]
     kept = folder / f"rotations-{key}.f64"
     if kept.is_file() and kept.stat().st_size == 8 * (2 + sum(each.size**2 for each in turned)):
@@ -71,7 +68,7 @@ def _learned(
 
 
 class _Rows:
-    """Rows [N, I], and what an error of each costs, [N], for every rotation: of the stream, then of heads by layer."""
+    """Rows [N, I] and the cost [N] of an error in each, for every rotation: of the stream, then of heads by layer."""
 
     @torch.no_grad()
     def __init__(self, source: RotatedCheckpoint, ids: Tensor) -> None:
@@ -94,7 +91,7 @@ class _Rows:
             def hook(linear: Linear, x: Tensor, seen: dict[str, Tensor] = seen) -> None:
                 if not x.isfinite().all():
                     raise ValueError(f"the input of {linear.name} holds a NaN or an infinity")
-                if len(x) > int(self._chosen[-1]):  # others see what routers sent them
+                if len(x) > int(self._chosen[-1]):  # others see only their routed rows
                     seen[linear.name] = x[self._chosen].clone()
 
             hidden = block.run(hidden, step, hook)
@@ -111,14 +108,14 @@ class _Rows:
 
 
 def _readers(block: Block) -> list[tuple[Linear, ...]]:
-    """What reads each of a block's two norms, last a linear that sees all rows."""
+    """Return the readers of each of a block's two norms, last a linear that sees all rows."""
     mlp = block.feed_forward
     readers = tuple(linear for each in block.feed_forwards() for linear in each.up)
     return [block.attention.qkv, (*readers, mlp.router) if isinstance(mlp, MixtureOfExperts) else readers]
 
 
 def _cost(rows: Tensor, linears: tuple[Linear, ...]) -> float:
-    """|W|^2 over the mean of |W x|^2, of what the linears hold together."""
+    """Return |W|^2 over the mean of |W x|^2, for all weights of the linears together."""
     size = out = 0.0
     for linear in linears:
         assert isinstance(linear.weight, Tensor)

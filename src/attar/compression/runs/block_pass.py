@@ -1,8 +1,8 @@
-"""The walk: one block in memory at a time, read, compressed, written, and run again for what comes next.
+"""The block pass: one block in memory at a time, read, compressed, written, and run again for the next.
 
-Through the blocks go the probes, calibration text, and, where a recipe corrects for what was rounded before, the same
+The probes and calibration text go through the blocks. Where a recipe corrects for earlier rounding, so does the same
 text as the original model sees it. Each stream lies in two files that take turns: block i reads one and writes the
-other, so a killed walk finds the inputs of its block as they were.
+other, so a killed pass finds the inputs of its block unchanged.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from attar.kernels.operands import Linear
 from attar.model.decoder import build_block, build_final_norm
 from attar.progress import Progress
 
-STREAMS = ("probe", "calibration", "original")  # what goes through the blocks; the last as if nothing were compressed
+STREAMS = ("probe", "calibration", "original")  # streams through the blocks; the last uses the original weights
 
 
 class Walk:
-    """The states of every stream go through the blocks, each compressed on the way. To be run once."""
+    """One pass over all blocks: the states of every stream go through, and each block is compressed. Runs once."""
 
     def __init__(
         self,
@@ -47,13 +47,14 @@ class Walk:
         guide: Guide | None,
         name: str,
     ) -> None:
-        """Calibration `ids` [S, L], if any, and the probes go through. What that text showed is noted under `name`."""
+        """Pass calibration `ids` [S, L], if any, and the probes through. The coverage of that text is stored under
+        `name`."""
         self.name = name
         self.guide, self.device = guide, torch.device(resolved.request.device)
         self.checkpoint, self.output, self.recipe = resolved.checkpoint, resolved.output, resolved.recipe
         self.writer, self.state = writer, state
         self.config = self.checkpoint.config
-        self.head_records: list[Record] = []  # not part of the state: a resumed run does the output matrix anew
+        self.head_records: list[Record] = []  # not part of the state: a resumed run does the LM head anew
         # Two files in turn: block i reads number i % 2 and writes the other.
         self.streams: list[tuple[HiddenStates, HiddenStates]] = []
         self.probes = probes
@@ -72,7 +73,7 @@ class Walk:
             self._embed(sources)
 
     def run(self, report: Progress) -> dict[str, Any]:
-        """Compress all blocks that are not done; returns the finished probes. To be called once."""
+        """Compress all blocks that are not done; return the finished probes. To be called once."""
         try:
             report("blocks", self.state.blocks_done, self.config.layers)
             for layer in range(self.state.blocks_done, self.config.layers):
@@ -85,7 +86,7 @@ class Walk:
                 stream.close()
 
     def _embed(self, sources: list[Tensor]) -> None:
-        """Hidden states that enter the first block."""
+        """Write the hidden states that enter the first block."""
         for (first, _), tokens in zip(self.streams, sources, strict=True):
             stored = None if first is self._original(0) else self.output.round_embedding
             hidden_states.embed(self.checkpoint, tokens, first, stored)
@@ -130,11 +131,11 @@ class Walk:
         self.state.finish_block(layer, records, observed)
 
     def _original(self, layer: int) -> HiddenStates | None:
-        """The calibration states that enter block `layer` of the original model, where the recipe needs them."""
+        """Return the calibration states that enter block `layer` of the original model, where the recipe needs them."""
         return self.streams[2][layer % 2] if len(self.streams) > 2 else None
 
     def _probe_rows(self, layer: int) -> Tensor:
-        """The probes' hidden states that enter block `layer`."""
+        """Return the probes' hidden states that enter block `layer`."""
         stream = self.streams[0][layer % 2]
         return stream.read(range(stream.shape[0]))
 
@@ -145,7 +146,7 @@ class Walk:
 
     @torch.inference_mode()
     def _finish(self, report: Progress) -> dict[str, Any]:
-        """The probes' logits, and the output matrix written if it is compressed: one pass over its rows for both."""
+        """Return the probes' logits, and write the LM head if it is compressed: one pass over its rows for both."""
         rows = self._probe_rows(self.config.layers)
         last = rows.view(*self.probes.ids.shape, -1)[:, -1]
         norm = build_final_norm(self.config, self.checkpoint)
@@ -163,7 +164,7 @@ class Walk:
         return self.probes.finish(self.state.observed, found)
 
     def _rounded_head(self, seen: Callable[[Tensor, Linear], None]) -> Iterator[PackedTensor]:
-        """The output matrix as it is stored, shown to `seen` on the way; at the end, its record."""
+        """Yield the LM head as it is stored, passing it to `seen` on the way; at the end, add its record."""
         assert self.output.head is not None
         wrong = whole = 0.0
         for ids, head in hidden_states.head_rows(self.checkpoint):

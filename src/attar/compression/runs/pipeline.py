@@ -1,11 +1,11 @@
-"""`compress`: a checkpoint in, a smaller one out, with a receipt of what it cost.
+"""The function `compress`: it makes a smaller checkpoint, with a receipt of the quality loss.
 
-The walk goes block by block with one block in memory: read it, run the recipe on it, write it at its place in the
-output, and run it again, now compressed, so that the next block is calibrated on what it will really see. Output files
-are laid out before the first block, because their sizes follow from the schemes alone.
+One block is in memory at a time: read it, run the recipe on it, write it at its place in the output. Then run it again,
+now compressed, so that the next block is calibrated on its real inputs. Output files are laid out before the first
+block, because their sizes follow from the schemes alone.
 
 A killed run resumes. Its state on disk is one number, the blocks done, beside the hidden states that enter the next
-block and the records gathered so far; tensors reach the disk before the number does. Everything random is drawn from
+block and the records gathered so far; tensors reach the disk before the number does. All randomness comes from
 counters, so the bytes are those of an uninterrupted run, given the same torch build, instruction set and thread count.
 """
 
@@ -42,25 +42,25 @@ from attar.progress import Progress
 
 @dataclass(frozen=True)
 class Compressed:
-    """What `compress` did. `cost` holds the evaluation figures, None where no text was given."""
+    """Result of `compress`. `cost` holds the evaluation figures, None where no text was given."""
 
     path: Path
     recipe: str
-    head: str  # the scheme of the output matrix, or `keep`
+    head: str  # the scheme of the LM head, or `keep`
     bits_per_weight: float  # stored bits of the compressed linears over their weights
     bytes: int  # of all weight files
     source_bytes: int
     seconds: float
     records: tuple[Record, ...]
     cost: Mapping[str, Any] | None
-    notes: tuple[str, ...]  # what whoever loads it elsewhere must know
-    warnings: tuple[str, ...] = ()  # of calibration text that says too little
-    allocated: float | None = None  # bits a weight of the linears that a target chose for
-    reached: float | None = None  # the KL of what came of them, on the text by which they were chosen
-    selection: Mapping[str, Any] | None = None  # of several recipes: `best.Choice.to_dict`
-    tuned: Mapping[str, Any] | None = None  # what tuning gained: `tune.Tuned.to_dict`
-    texts: Mapping[str, Any] | None = None  # of what kind they are: `domain.to_dict`
-    gain: Mapping[str, Any] | None = None  # over plain rounding, on text that was not read: `gain.Gain.to_dict`
+    notes: tuple[str, ...]  # for users who load it elsewhere
+    warnings: tuple[str, ...] = ()  # about too little calibration text
+    allocated: float | None = None  # bits a weight of the linears that a target decided
+    reached: float | None = None  # the KL of the output, on the text by which bits were chosen
+    selection: Mapping[str, Any] | None = None  # among several recipes: `best.Choice.to_dict`
+    tuned: Mapping[str, Any] | None = None  # gain of tuning: `tune.Tuned.to_dict`
+    texts: Mapping[str, Any] | None = None  # kind of the texts: `domain.to_dict`
+    gain: Mapping[str, Any] | None = None  # over plain rounding, on unread text: `compare_rtn.Gain.to_dict`
 
     def to_dict(self) -> dict[str, Any]:
         figures = dict(self.cost or {})
@@ -98,9 +98,7 @@ def compress(
     progress: Progress | None = None,
 ) -> Compressed:
     """Compress the checkpoint `src` (folder, Hub id or `demo`) into the folder `dst`, or the file, if it ends in .gguf.
-
-    `CompressionRequest` says what the arguments mean, and has more of them for `compress_request`.
-    """
+    `CompressionRequest` describes the arguments, and has more of them for `compress_request`."""
     asked = CompressionRequest(
         src, dst, recipe=recipe, head=head, calibration=calibration, target=target, evaluation=evaluation
     )
@@ -108,11 +106,8 @@ def compress(
 
 
 def compress_request(request: CompressionRequest, progress: Progress | None = None) -> Compressed:
-    """Compress as a request asks.
-
-    Raises ValueError (CheckpointError among them) for anything a user can mend: an unknown recipe word, a group size
-    that does not divide, an existing output, a full disk, a NaN in a named layer.
-    """
+    """Compress as a request asks. Raises ValueError (CheckpointError among them) for anything a user can mend: an
+    unknown recipe word, a group size that does not divide, an existing output, a full disk, a NaN in a named layer."""
     began, report = time.monotonic(), progress or (lambda stage, done, total: None)
     dispatch.require(request.device)
     tries = candidates.candidates(request.recipe)
@@ -151,8 +146,8 @@ def _choice(request: CompressionRequest, source: Checkpoint, tries: Candidates, 
 def _carry_out(
     asked: ResolvedCompression, report: Progress, choice: Choice | None = None, trial: bool = False
 ) -> Compressed:
-    """Make the output, by the bits that the recipe names, or by those that a target chooses until they keep it. A
-    `choice` among recipes was made before; a `trial` is made for one, or to compare with, and nothing is said of it."""
+    """Make the output, by the bits of the recipe, or by those that a target chooses until the output keeps it. A
+    `choice` among recipes was made before. A `trial` is made for a choice, or to compare with, and is not reported."""
     request, chosen, reached, gained = asked.request, None, None, None
     target = request.target
     may_read = asked.reads or asked.weighs or (target is not None and target.ladder is not None)  # activation scales
@@ -180,7 +175,7 @@ def _carry_out(
             reached = run.divergence(chosen.measured)
             if (other := chosen.after(reached)) is None:
                 break
-            begin_anew(work)  # first: a run that is killed here finds nothing of a walk by other bits
+            begin_anew(work)  # first: a run that is killed here finds no pass by other bits
             other.note()
             report("target missed", len(other.missed), bit_budget.WALKS)
             chosen = other
@@ -194,8 +189,8 @@ def _carry_out(
 
 
 def _gain(asked: ResolvedCompression, run: Run, hashes: Mapping[str, str]) -> Gain | None:
-    """The output beside plain rounding, on text that nothing here has read. None where a recipe reads none or there is
-    no more of its kind, and where this machine has too little memory to compare, which is reported."""
+    """Compare the output with plain rounding, on text that nothing here has read. Returns None where a recipe reads
+    none, there is no more text of its kind, or this machine has too little memory to compare, which is reported."""
     rounded, state, request = compare_rtn.plain(run.plan), run.work.state, asked.request
     if asked.calibration is None or run.given is None or rounded is None:
         return None
@@ -212,7 +207,7 @@ def _gain(asked: ResolvedCompression, run: Run, hashes: Mapping[str, str]) -> Ga
     if ids is None:
         return None
     importances = asked.importances
-    if request.to_file and run.plan.rotate is None:  # once is enough, but for turned inputs
+    if request.to_file and run.plan.rotate is None:  # once is enough, but for rotated inputs
         importances = run.output.importances
     plain = replace(
         request, dst=state / ("plain.gguf" if request.to_file else "plain"), recipe=rounded, imatrix=None,
@@ -233,7 +228,7 @@ def _finished(
     reached: float | None,
     gained: Gain | None,
 ) -> Compressed:
-    """What the output cost and what is to be said of it, with the receipt and the model card written."""
+    """Write the receipt and the model card; return the output's cost and its notes."""
     output, about, cost = run.output, dict(run.state.about), run.measure()
     share = run.shared(next((search.read for search in (choice, chosen) if search is not None), run.given))
     warnings, kinds = run.warnings(share), domain.to_dict(run.surprise, share)
@@ -250,7 +245,7 @@ def _finished(
         bits_per_weight=output.bits_per_weight,
         bytes=sum(f.size for f in run.files),
         source_bytes=sum(f.size for f in run.source.folder.files.values()),
-        seconds=0.0,  # known at the very end
+        seconds=0.0,  # set at the very end
         records=tuple(run.records),
         cost=cost,
         notes=output.notes,

@@ -1,8 +1,8 @@
-"""One recipe carried out in a work folder, from what is asked of the original model to what the output cost.
+"""One recipe carried out in a work folder, from measurements of the original model to the cost of the output.
 
-The order is fixed: what is known of the loss is gathered before the first block changes; the walk compresses and writes
-block after block; tuning learns what codes leave free; then the cost is measured. Each step keeps what it found on disk
-under the name of the run, so that one that was killed goes on where it stopped.
+The order is fixed: hints of the loss are gathered before the first block changes. The block pass compresses and writes
+block after block, tuning trains the numbers beside codes, then the cost is measured. Each step keeps its results on
+disk under the name of the run, so that a killed one continues where it stopped.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from attar.model.decoder import Decoder, compressible
 from attar.progress import Progress
 
 OF_THE_ORIGINAL = ("self-*.i32", "rotations-*", "importances-*", "guide-*", "coverage-*", "surprise-*")
-"""What a work folder holds whatever bits are chosen. What was shown to the blocks is among it, because it may have been
-the original's; a walk that shows them something notes it anew."""
+"""Files of a work folder that do not depend on the chosen bits. Coverage is among them, because it may have been the
+original's; a block pass that measures it stores it anew."""
 
 
 def begin_anew(work: Workspace) -> None:
-    """Remove what came of one choice of bits, so that a walk by another can begin. Whoever is killed meanwhile finds
-    no state, and so half a walk is never taken for a whole one."""
+    """Remove the results of one choice of bits, so that a block pass by another can begin. The state goes first, so
+    that a kill meanwhile never leaves half a pass that looks whole."""
     (work.state / state.NAME).unlink(missing_ok=True)
     kept = {path for pattern in OF_THE_ORIGINAL for path in work.state.glob(pattern)}
     for path in {*work.out.iterdir(), *work.state.iterdir()} - kept:
@@ -59,12 +59,10 @@ def begin_anew(work: Workspace) -> None:
 
 
 class Run:
-    """A recipe carried out in a work folder: gather what is known of the loss, walk, tune, measure, in this order.
-
-    `given` [S, L] is calibration text, if it reads any. `name` is of all that is asked, whatever bits are chosen: what
-    an earlier run asked of the original is found again, and no other's. What tuning judges by at the end is kept from
-    everything before.
-    """
+    """A recipe carried out in a work folder: gather hints of the loss, compress the blocks, tune, measure, in this
+    order. `given` [S, L] is calibration text, if the recipe reads any. `name` identifies the whole request, whatever
+    bits are chosen: measurements of the original by an earlier run are found again, and no other run's. The sequences
+    by which tuning judges at the end are kept from all earlier steps."""
 
     def __init__(
         self,
@@ -75,11 +73,9 @@ class Run:
         drawn_at: Path | None = None,
         allocation: Allocation | None = None,
     ) -> None:
-        """`hashes` are those of the source's files. What the model writes to go with the calibration text is kept in
-        the folder `drawn_at`, if other runs read it too. Bits are those that were asked for, or those of an allocation.
-
-        Raises ValueError where an interrupted run was about something else, and as `texts.tokens`.
-        """
+        """Prepare a run. `hashes` are those of the source's files. Additional text that the model writes is kept in the
+        folder `drawn_at`, if other runs read it too. Bits are those that were asked for, or those of an allocation.
+        Raises ValueError where an interrupted run had another subject, and as `texts.tokens`."""
         resolved, request = asked, asked.request
         if allocation is not None and asked.calibration is not None:
             sequences = texts.count(asked.calibration, request.amount) + request.drawn
@@ -97,9 +93,9 @@ class Run:
         self.probes = ProbeRun(self.checkpoint.config, request.seed)
         self.probed: dict[str, Any] = {}
         self.records: list[Record] = []
-        self.learned: dict[str, Any] = {}  # what steps that learn say of themselves, for the receipt
+        self.learned: dict[str, Any] = {}  # results of the steps that learn, for the receipt
         self.guide: Guide | None = None
-        self.surprise: DomainCheck | None = None  # of the calibration text, where it was measured
+        self.surprise: DomainCheck | None = None  # of the calibration text, if measured
         self.ids = self.given if resolved.reads else None
         self.walked: Tensor | None = None
         if self.ids is not None:
@@ -111,7 +107,7 @@ class Run:
         return self._resolved.output
 
     def _texts(self, source: str, drawn_at: Path) -> tuple[Tensor | None, Tensor | None]:
-        """The calibration text [S, L] that the recipe reads, and what the model writes to go with it, [D, L]."""
+        """Return the calibration text [S, L] that the recipe reads, and the additional text of the model, [D, L]."""
         resolved, amount = self._resolved, self.request.amount
         if resolved.calibration is None or not (resolved.reads or resolved.weighs):
             return None, None
@@ -130,7 +126,7 @@ class Run:
         )  # fmt: skip
 
     def _about(self, recipe: Recipe, hashes: Mapping[str, str]) -> dict[str, Any]:
-        """All that is asked, for the receipt and for a run that resumes."""
+        """Return all that determines the run, for the receipt and for a run that resumes."""
         request = self.request
         about = receipt.environment() | {
             "source": receipt.combined_hash(hashes),
@@ -147,8 +143,8 @@ class Run:
         return ids if self._drawn is None else torch.cat([ids, self._drawn])
 
     def gather(self) -> None:
-        """What is asked of the whole original model before the walk: a learned rotation, then importances, of what that
-        turns, and gradients. Raises ValueError also where the disk has no room for the run."""
+        """Measure the original model before the block pass: a learned rotation, then importances and gradients of the
+        rotated model. Raises ValueError also where the disk has no room for the run."""
         if isinstance(self.plan.rotate, SpinQuant):
             assert self.walked is not None
             assert isinstance(self.checkpoint, RotatedCheckpoint)
@@ -165,7 +161,7 @@ class Run:
         if guide or couples or weighs_each:
             assert self.walked is not None
             linears = _guided(self.checkpoint, self.plan, self.output.schemes, whole=guide < 2)
-            about = key({"run": self.name, "linears": linears})  # which a choice of bits can change
+            about = key({"run": self.name, "linears": linears})  # a choice of bits can change these
             self.guide = Guide(self.work.state, about, linears, self.walked.numel(), guide, couples, weighs_each)
         if not self.state.blocks_done:
             self._require_room()
@@ -173,8 +169,8 @@ class Run:
             self.guide.collect(self.checkpoint, self.walked, self.request.calib_memory, self.request.seed, self.report)
 
     def look(self) -> None:
-        """How much calibration text surprises the original: before the walk, whose hours nothing here then costs. Where
-        there is a NaN it says nothing, for the walk names its place."""
+        """Measure the surprise of the original by the calibration text, before the hours of the block pass. A NaN is
+        not reported here, for the block pass names its position."""
         if self.given is None:
             return
         kept = self.work.state / f"surprise-{self.name}.json"
@@ -189,19 +185,19 @@ class Run:
         row, ids, walked = 4 * self.checkpoint.config.hidden, self.ids, self.walked
         streams = self.probes.ids.numel() + (0 if walked is None else (1 + self.plan.corrects) * walked.numel())
         needed = sum(f.size for f in self.files) + 2 * row * streams
-        if ids is not None and self.plan.tune is not None:  # what tuning aims at
+        if ids is not None and self.plan.tune is not None:  # targets of tuning
             own = self.plan.tune.drawn * ids.shape[1]
             needed += row * (ids.numel() + own if own else self._with_drawn(ids).numel())
         if self.guide is not None and self.walked is not None:
             gradients = row * (self.checkpoint.config.layers + 2) * self.walked.numel()
             first = 0 if self.guide.collected else gradients
-            needed = self.guide.bytes + max(first, needed)  # the gradients are gone before the walk begins
+            needed = self.guide.bytes + max(first, needed)  # the gradients are gone before the block pass begins
         had = [*(self.work.out / f.name for f in self.files), *self.work.state.glob("*.f32")]
         had += [] if self.guide is None else self.work.state.glob(f"guide-{self.guide.key}-*")
-        require_free(self.work.out, needed - allocated(had))  # by a killed run, and used again
+        require_free(self.work.out, needed - allocated(had))  # files of a killed run, which are used again
 
     def walk(self) -> None:
-        """Every block compressed and written, and what is no block's."""
+        """Compress and write every block, and write the tensors outside blocks."""
         with ShardWriter(self.work.out, self.files, self.output.written(self.state.blocks_done)) as writer:
             walk = Walk(self._resolved, writer, self.state, self.walked, self.probes, self.guide, self.name)
             self.probed = walk.run(self.report)
@@ -211,7 +207,7 @@ class Run:
         self.output.write_config(self.work.out)
 
     def tune(self) -> None:
-        """Learn scales and norms, where the recipe says so; the probes are those of what came of it."""
+        """Train scales and norms, where the recipe says so; the probes are then those of the tuned model."""
         if self.plan.tune is None:
             return
         assert self.ids is not None
@@ -231,20 +227,20 @@ class Run:
         self.learned["tune"] = tuned.to_dict()
 
     def divergence(self, ids: Tensor) -> float:
-        """Mean KL of what was made from the original, in nats, at every position of token ids [T, L]: in float32 by
-        the reference, as bits are chosen, whatever the device."""
-        windows = [[*row, 0] for row in ids.tolist()]  # no divergence depends on the last token, whatever it is
+        """Return the mean KL of the output from the original, in nats, at every position of token ids [T, L]. It is
+        measured in float32 by the reference, as bits are chosen, whatever the device."""
+        windows = [[*row, 0] for row in ids.tolist()]  # no divergence depends on the last token
         made, base = (opening.load(path, torch.float32) for path in (self.made, self.source.folder.path))
         found = measure(made, windows, base=base, context=ids.shape[1])
         return found.figures["kl_mean"].value
 
     def shared(self, read: Tensor | None) -> float | None:
-        """The part of the evaluation text that is of a calibration text [S, L]; None where there is not both."""
+        """Return the fraction of the evaluation text in a calibration text [S, L]; None unless both exist."""
         held_out = self._resolved.held_out
         return None if held_out is None or read is None else domain.shared(held_out, read)
 
     def warnings(self, shared: float | None) -> tuple[str, ...]:
-        """What calibration text was too little for; `shared` is the part of the evaluation text that is of it."""
+        """Return warnings about the calibration text; `shared` is the fraction of the evaluation text in it."""
         shown: tuple[str, ...] = ()
         if self.given is not None:
             read = self._with_drawn(self.given) if self.walked is None else self.walked
@@ -252,8 +248,8 @@ class Run:
         return *shown, *domain.warnings(self.surprise, shared)
 
     def measure(self) -> dict[str, Any] | None:
-        """What it cost, on the evaluation text, if there is one: by the reference in float32, or on the device as
-        `attar eval` measures there. Raises ValueError where that has no room for both models."""
+        """Measure the cost on the evaluation text, if there is one: by the reference in float32, or on the device as
+        `attar eval` does. Raises ValueError where the device has no room for both models."""
         held_out, tokenizer = self._resolved.held_out, self._resolved.tokenizer
         if held_out is None:
             return None
@@ -282,8 +278,8 @@ class Run:
 def _guided(
     checkpoint: hf.Checkpoint, recipe: Recipe, schemes: Mapping[str, Scheme | None], whole: bool
 ) -> dict[int, dict[str, tuple[int, int]]]:
-    """By block, the linears to compress with their shapes; unless their rows are solved for as a whole, not
-    those whose rows share a scale."""
+    """Return, by block, the linears to compress with their shapes. Those whose rows share a scale are left out, unless
+    rows are solved for as a `whole`."""
     found = {}
     for layer in range(checkpoint.config.layers):
         names = compressible(checkpoint.config, layer)

@@ -1,7 +1,7 @@
-"""What a run remembers on disk, so that a killed one loses at most the block it was in.
+"""State of a run on disk, so that a killed one loses at most the block it was in.
 
-One JSON file: what the run is about (source, recipe, calibration, versions, machine), how many blocks are done, and
-what was measured in them. It is replaced whole, after the tensors and hidden states it vouches for are on disk.
+It is one JSON file: the subject of the run (source, recipe, calibration, versions, machine), how many blocks are done,
+and their measurements. It is replaced atomically, after the tensors and hidden states that it describes are on disk.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ NAME = "state.json"
 
 @dataclass
 class RunState:
-    """How far a run has come, in a file of `folder`."""
+    """Progress of a run, in a file of `folder`."""
 
     folder: Path
     about: Mapping[str, Any]
     blocks_done: int = 0
     records: list[Record] = field(default_factory=list)
     observed: list[Any] = field(default_factory=list)
-    """What the probes showed of each finished block."""
+    """Observations of the probes in each finished block."""
 
     @staticmethod
     def open(folder: Path, about: Mapping[str, Any], resume: bool) -> RunState:
-        """The state an interrupted run left in `folder`, or a new one.
-
-        Raises ValueError where the run left there was about something else: its hours may still be wanted.
-        """
+        """Return the state that an interrupted run left in `folder`, or a new one. Raises ValueError where that run had
+        another subject: its hours of work may still be wanted."""
         path = folder / NAME
         if not resume or not path.is_file():
             return RunState(folder, about)
@@ -56,7 +54,7 @@ class RunState:
         return found
 
     def finish_block(self, layer: int, records: Sequence[Record], observed: Any) -> None:
-        """Note that block `layer` is on disk."""
+        """Record that block `layer` is on disk."""
         assert layer == self.blocks_done, "blocks are done in order"
         self.blocks_done += 1
         self.records += records

@@ -1,18 +1,19 @@
-"""Bit allocation: which linears get how many bits, by what each choice does to the model's predictions.
+"""Bit allocation: the bits of each linear, chosen by the effect of each choice on the model's predictions.
 
 Uniform bits spend as much on linears that hardly matter as on those that do. Here every group of linears is compressed
-alone, with each scheme of a ladder, and the divergence from the original is measured (`sensitivity.py`; forward passes
-only). A multiple-choice knapsack (`knapsack.py`) then spends the budget where it buys most, as if damages added up.
-They do not quite: errors meet in later layers. So the choice is measured whole, then each group one scheme up and one
-down around it, and the knapsack decides again among those neighbours; a step is kept only if the whole model is closer
-for it. (The local search of EvoPress, Sieberling et al. 2024, arXiv:2410.14649, with measured steps for random ones.)
+alone, with each candidate scheme, and the divergence from the original is measured (`sensitivity.py`; forward passes
+only). A multiple-choice knapsack (`knapsack.py`) then spends the budget where it gains most, as if damages added up.
+They do not quite: errors interact in later layers. So the choice is measured as a whole, then each group one scheme up
+and one down around it, and the knapsack decides again among those neighbours. A step is kept only if the whole model is
+closer for it. (The local search of EvoPress, Sieberling et al. 2024, arXiv:2410.14649, with measured steps for random
+ones.)
 
-What comes out is a recipe with an override for each linear, which the usual walk then runs with all of its methods:
-transforms, guides and corrections are not part of the measurements, which the receipt says (`unmeasured`); nor is text
-that the model writes to go with what was given. A rotation is, because it is the rotated model that is measured; of a
-learned one, what it starts from. The output matrix, overrides and what a recipe keeps are left as the recipe says; so
-is what the mix of a GGUF file makes of the ends of a model. What that costs is part of every divergence of the whole
-model, and so of a target of KL (`output_bits.py`).
+The result is a recipe with an override for each linear, which the usual block pass then runs with all of its methods.
+Transforms, guides and corrections are not part of the measurements, which the receipt says (`unmeasured`). Additional
+text that the model writes is not either. A rotation is, because the rotated model is measured; of a learned one, its
+initial matrix. The LM head, overrides and kept linears are left as the recipe says. So is what the mix of a GGUF file
+makes of the ends of a model. Their cost is part of every divergence of the whole model, and so of a target of KL
+(`bit_budget.py`).
 """
 
 from __future__ import annotations
@@ -48,16 +49,14 @@ from attar.formats.scheme import Scheme
 from attar.model.decoder import Decoder
 from attar.progress import Progress
 
-ROUNDS = 3  # of steps around the choice
+ROUNDS = 3  # rounds of steps around the choice
 
 
 @dataclass(frozen=True, eq=False)
 class Allocation:
-    """What was chosen: `choice` [G] indexes `ladder`; `alone` [G][C] are the divergences with one group compressed.
-
-    `measured` is the divergence of the whole model as chosen, `unrefined` that of the first choice, and `uniform` that
-    of each scheme for all groups: all on the same tokens, each group rounded by itself.
-    """
+    """Result of an allocation: `choice` [G] indexes `ladder`; `alone` [G][C] are the divergences with one group
+    compressed. `measured` is the divergence of the whole model as chosen, `unrefined` that of the first choice, and
+    `uniform` that of each scheme for all groups: all on the same tokens, each group rounded by itself."""
 
     recipe: Recipe
     target: Target
@@ -69,15 +68,15 @@ class Allocation:
     measured: float
     uniform: tuple[float, ...]
     tokens: int
-    calibration: str  # the hash of the tokens that calibrated
-    selection: str  # of those that divergences were measured on
+    calibration: str  # hash of the calibration tokens
+    selection: str  # hash of the tokens that divergences were measured on
 
     @property
     def bits_per_weight(self) -> float:
         return bits_per_weight(self.groups, self.ladder, self.choice)
 
     def to_dict(self) -> dict[str, Any]:
-        """For the receipt."""
+        """Return a JSON-ready dict for the receipt."""
         each_uniform = [
             {"bits": bits_per_weight(self.groups, self.ladder, (c,) * len(self.groups)), "kl": kl}
             for c, kl in enumerate(self.uniform)
@@ -108,8 +107,8 @@ class Allocation:
 
 
 def unmeasured(recipe: Recipe, ladder: Sequence[Scheme] = ()) -> list[str]:
-    """What of a recipe and its ladder is not part of measurements, and follows in the walk or when the model runs:
-    methods, options of its rounding, and the rounding of activations, for weights alone are swapped."""
+    """Return the parts of a recipe and its ladder that measurements leave out, and that follow in the block pass or at
+    run time: methods, options of its rounding, and the rounding of activations, since only weights are swapped."""
     found = ["learned rotation"] * isinstance(recipe.rotate, SpinQuant)
     found += [each.method for each in recipe.passes[:-1]]
     found += [name for name in ("polish", "guide", "couple", "correct") if getattr(recipe.rounding, name, False)]
@@ -120,8 +119,8 @@ def unmeasured(recipe: Recipe, ladder: Sequence[Scheme] = ()) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Storage:
-    """How what is chosen will be stored. `bytes_of` says how many bytes the weight files of a recipe have, for a target
-    of bytes; `output`, how all is stored that is not chosen for, None: as it is; `weighs`, whether the walk rounds with
+    """Storage of the chosen schemes. `bytes_of` returns the bytes of a recipe's weight files, for a target of bytes.
+    `output` is how all other tensors are stored, None: unchanged. `weighs` is whether the block pass rounds with
     importances that it measures."""
 
     output: Output | None = None
@@ -131,8 +130,8 @@ class Storage:
 
 
 class Allocator:
-    """Schemes of a ladder chosen for every group of a dense decoder, as often as is asked: each choice costs what none
-    before it has measured. `log` keeps that. Deterministic, given the same torch, machine and threads."""
+    """Choice of a candidate scheme for every group of a dense decoder. Choices may be repeated: each measures only what
+    none before it has measured, and `log` keeps that. Deterministic, given the same torch, machine and threads."""
 
     def __init__(
         self,
@@ -145,12 +144,10 @@ class Allocator:
         progress: Progress | None = None,
         original: Callable[[], Decoder] | None = None,
     ) -> None:
-        """Of the `texts` the first are calibration tokens [S, L], on the others [T, L] divergences are measured. `file`
-        is the log's. `original` loads the model that divergences are from, None: it is `decoder`.
-
-        Raises ValueError where no choice keeps the target, a scheme does not fit a linear, or there is nothing to
-        choose.
-        """
+        """Prepare the measurements. The first of `texts` are calibration tokens [S, L]; on the second [T, L]
+        divergences are measured. `file` is the log's. `original` loads the model that divergences are from, None: it is
+        `decoder`. Raises ValueError where no choice keeps the target, a scheme does not fit a linear, or there is
+        nothing to choose."""
         self._recipe, self._target, self._storage = recipe, target, storage
         self._progress, self._original, self.file = progress, original, file
         groups, ladder = groups_of(decoder, recipe), target.ladder or ladder_for(recipe)
@@ -167,10 +164,8 @@ class Allocator:
         self.log = Log(file, self._experiment.fingerprint(decoder))
 
     def choose(self, decoder: Decoder, aim: float | None = None) -> Allocation:
-        """The choice of what the target asks for. `aim` is for a target of KL that outputs have missed: a lower one.
-
-        Raises ValueError where not even the largest schemes keep a target of KL.
-        """
+        """Return the choice that meets the target. `aim` replaces a target of KL that outputs have missed by a lower
+        one. Raises ValueError where not even the largest schemes keep a target of KL."""
         groups, ladder, count = self._groups, self._ladder, len(self._groups)
         goal, budget, over = self._target.kl, self._budget, cache(self._over)
         aim = goal if aim is None else aim
@@ -183,10 +178,10 @@ class Allocator:
                 self._progress("allocating", done, total)
 
         finished = f"{self._target.to_dict()}, {budget}, {aim}"
-        known = self.log.get(finished)  # there, if the run was killed after this
-        if known is not None and over(tuple(known["choice"])) <= 0:  # files may be cut otherwise by now
+        known = self.log.get(finished)  # present, if the run was killed after this
+        if known is not None and over(tuple(known["choice"])) <= 0:  # file sizes may have changed since
             return self._allocation(known)
-        if goal is not None:  # which outputs may miss, whereupon candidates are wanted again
+        if goal is not None:  # outputs may miss it, and then need candidates again
             size = sum(group.bytes(scheme) for group in groups for scheme in ladder)
             require_free(self.log.folder, size - allocated(self.log.folder.glob("*/*")))
         trial = Trial(decoder, self._experiment, self.log, told, keeps=goal is not None, original=self._original)
@@ -202,7 +197,7 @@ class Allocator:
             first, budget = front.choice(at), int(front.bytes[at])
         else:
             found = _best_within(front, [range(len(ladder))] * count, budget, over)
-            first = (0,) * count if found is None else found  # for which the budget was found to be enough
+            first = (0,) * count if found is None else found  # the budget is known to suffice for it
         unrefined = trial.whole(first)
         choice, refined = refine(trial, first, unrefined, budget, over)
         uniform = [trial.whole((c,) * count) for c in range(len(ladder))]
@@ -214,7 +209,7 @@ class Allocator:
         return self._allocation(value)
 
     def _allocation(self, value: Mapping[str, Any]) -> Allocation:
-        """What the log holds of a choice."""
+        """Return the allocation stored in the log."""
         choice = tuple(value["choice"])
         return Allocation(
             self._with(choice), self._target, self._ladder, tuple(self._groups), tuple(map(tuple, value["alone"])),
@@ -223,16 +218,16 @@ class Allocator:
         )  # fmt: skip
 
     def _with(self, choice: Choice) -> Recipe:
-        """The recipe with what was chosen."""
-        plain = [Scheme.parse(scheme.name) for scheme in self._ladder]  # what stores it says the dtype of its scales
+        """Return the recipe with the chosen schemes."""
+        plain = [Scheme.parse(scheme.name) for scheme in self._ladder]  # the output determines the dtype of scales
         chosen = zip(self._groups, choice, strict=True)
         overrides = [Override(name, plain[c]) for group, c in chosen for name in group.linears]
         return replace(self._recipe, overrides=(*self._recipe.overrides, *overrides))
 
     def _over(self, choice: Choice) -> int:
-        """By how many bytes the weight files of a choice exceed a target of size, 0 for any other target. They are laid
-        out to know: how many parts a linear has differs between schemes, and how all are named, between formats, of
-        which the schemes together decide."""
+        """Return by how many bytes the weight files of a choice exceed a target of size, 0 for any other target. The
+        files are laid out for this: the number of parts of a linear differs between schemes, and names differ between
+        formats, which the schemes together decide."""
         if self._target.size is None:
             return 0
         assert self._storage.bytes_of is not None, "a size is of files, which the caller lays out"
@@ -256,9 +251,9 @@ def _budget(
     ladder: Sequence[Scheme],
     over: Callable[[Choice], int],
 ) -> int | None:
-    """Bytes that the groups may take, for a target of size in files whose headers are those of the smallest choice;
-    None where the target is a divergence. Raises ValueError where the smallest choice takes more, or bits are asked for
-    that the largest does not."""
+    """Return the bytes that the groups may take, or None where the target is a divergence. For a target of size the
+    files' headers are those of the smallest choice. Raises ValueError where the smallest choice takes more, or where
+    the target asks for more bits than the largest."""
     if target.kl is not None:
         return None
     reachable(target, groups, ladder)
@@ -274,11 +269,9 @@ def _budget(
 
 
 def _smallest_within(found: knapsack.Front, goal: float, aim: float, trial: Trial) -> int:
-    """The smallest point of the front whose choice, measured, has at most the divergence `aim`, by bisection: along the
-    front it falls, but for noise far below the difference of most points. The last point, if none has.
-
-    Raises ValueError where even that has more than `goal`.
-    """
+    """Return the smallest point of the front whose measured choice has at most the divergence `aim`, by bisection.
+    Along the front the divergence falls, but for noise far below the difference of most points. The last point, if none
+    has. Raises ValueError where even the last point exceeds `goal`."""
     low, high = -1, len(found) - 1
     if (least := trial.whole(found.choice(high))) > goal:
         raise ValueError(
@@ -297,8 +290,9 @@ def _smallest_within(found: knapsack.Front, goal: float, aim: float, trial: Tria
 def _best_within(
     found: knapsack.Front, options: Sequence[Sequence[int]], budget: int, over: Callable[[Choice], int]
 ) -> Choice | None:
-    """The best choice of a front that takes `budget` bytes at most and is `over` nothing; one that is leaves so much
-    less to those after it. `options` are the schemes of each group on the front. None where no choice is left."""
+    """Return the best choice of a front that takes at most `budget` bytes and for which `over` is not positive. A
+    choice that exceeds it reduces the budget of the following ones by the excess. `options` are the schemes of each
+    group on the front. None where no choice is left."""
     while (at := found.within(budget)) is not None:
         choice = tuple(row[i] for row, i in zip(options, found.choice(at), strict=True))
         if (excess := over(choice)) <= 0:
@@ -310,12 +304,10 @@ def _best_within(
 def refine(
     trial: Trial, choice: Choice, measured: float, budget: int, over: Callable[[Choice], int]
 ) -> tuple[Choice, float]:
-    """Step from a choice, whose divergence is `measured`, to neighbours that the model is closer with, within `budget`
-    bytes and `over` nothing; returns the last choice and its divergence.
-
-    In each round every group is measured one scheme up and one down, the others as chosen. The knapsack takes the best
-    of these steps together; where that is no gain, only the four, then the two that promise most; then the search ends.
-    """
+    """Step from a choice, whose divergence is `measured`, to neighbours closer to the original; return the last choice
+    and its divergence. Choices stay within `budget` bytes, with `over` not positive. In each round every group is
+    measured one scheme up and one down, the others as chosen. The knapsack takes the best of these steps together;
+    where that is no gain, only the four, then the two that promise most; then the search ends."""
     for _ in range(ROUNDS):
         steps = trial.neighbours(choice)
         for limit in (len(choice), 2, 1):
@@ -338,7 +330,7 @@ def _proposed(
     over: Callable[[Choice], int],
     limit: int,
 ) -> Choice:
-    """What the steps promise most of together, of those up the `limit` that gain most a byte, of those down the `limit`
+    """Return the best combination of steps: of those up the `limit` that gain most a byte, of those down the `limit`
     that lose least a byte."""
 
     def size(g: int, c: int) -> int:

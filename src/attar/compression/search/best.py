@@ -1,13 +1,13 @@
-"""Several recipes tried, one kept: the one closest to the original on text that none of them has seen.
+"""Selection among several recipes: the one closest to the original on text that none of them has seen is kept.
 
-Which are tried says `candidates`. Every eighth calibration sequence is set aside for the selection; the others
-calibrate. Each recipe is made, measured there by its mean KL divergence, and deleted; then the winner is made in its
-place, to the same bytes, which is simpler than moving what is finished and adds one run to several. Of equal ones the
-first wins. The receipt holds all that were tried with what each gained (`selection`), and which rungs of a ladder the
-model or the scheme cannot take, with the reason, those among them that gave up on a block: the text on which the cost
-is reported is a third one, which no choice was made on.
+`candidates` determines the recipes. Every eighth calibration sequence is set aside for the selection; the others
+calibrate. Each recipe is made, measured there by its mean KL divergence, and deleted. Then the winner is made in its
+place, to the same bytes, which is simpler than moving a finished output and adds one run to several. The first of equal
+ones wins. The receipt holds every recipe tried with its gain (`selection`). It also lists the candidates that the model
+or the scheme cannot take, with the reason, including those that gave up on a block. The cost is reported on a third
+text, on which no choice was made.
 
-Figures are kept beside the output until it is finished, so that a killed run tries none twice.
+Figures are kept beside the output until it is finished, so that a killed run tries no recipe twice.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from attar.metrics.measure import measure
 from attar.model.decoder import Decoder
 from attar.progress import Progress
 
-EVERY = 8  # sequences, of which one is for the selection
+EVERY = 8  # one sequence in so many is for the selection
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A recipe with its mean KL divergence on the selection, in nats, and the 95 % interval of that."""
+    """A recipe with its mean KL divergence on the selection, in nats, and the 95 % interval of the mean."""
 
     recipe: str
     bits_per_weight: float
@@ -51,28 +51,28 @@ class Tried:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was tried, and the tokens [S][L] that calibrated; `tokens` are those of the selection, and `read` [S, L] all
-    of both. `left_out` are rungs of a ladder with what speaks against each."""
+    """Result of the selection, with the tokens [S][L] that calibrated; `tokens` are those of the selection, and `read`
+    [S, L] all of both. `left_out` maps impossible candidates of a ladder to the reason."""
 
     tried: tuple[Tried, ...]
     calibration: list[list[int]]
     tokens: int
     read: Tensor
     left_out: tuple[tuple[str, str], ...] = ()
-    folder: Path | None = None  # what to remove once the output is there
-    only: str | None = None  # the one rung that was left, which is not tried: then there are neither `tried` nor tokens
+    folder: Path | None = None  # folder to remove once the output is there
+    only: str | None = None  # the only remaining candidate, untried: then `tried` and tokens are empty
 
     @property
     def winner(self) -> str:
         return self.only or min(self.tried, key=lambda each: each.kl).recipe
 
     def forget(self) -> None:
-        """Once the output is there."""
+        """Remove the stored figures, once the output is there."""
         if self.folder is not None:
             shutil.rmtree(self.folder)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, for the receipt."""
+        """Return a JSON-ready dict for the receipt."""
         found = {"tokens": self.tokens, "tried": [asdict(each) for each in self.tried], "kept": self.winner}
         return found | {"left_out": [{"recipe": name, "why": why} for name, why in self.left_out]}
 
@@ -84,16 +84,17 @@ def for_output(
     report: Callable[[str, int, int], None],
     run: Callable[[str, list[list[int]], Path], float],
 ) -> Choice:
-    """Try recipes for the output of a request, beside which a folder keeps what is known until it is there.
+    """Try recipes for the output of a request; a folder beside it keeps the figures until the output is there.
 
-    `run(name, calibration, out)` makes one in the folder `out` and returns its bits a weight. Whether a recipe can be
-    made of so much calibration text is asked of all before the first is made. Of a ladder those that cannot are left
-    out, as long as one remains, and so are those that give up on a block; where one is left at once, it is not tried.
+    `run(name, calibration, out)` makes one in the folder `out` and returns its bits a weight. All recipes are checked
+    against the amount of calibration text before the first is made. Candidates of a ladder that fail are left out, as
+    long as one remains, and so are those that give up on a block. A single remaining candidate is not tried.
+
     Raises ValueError also where there is nothing to calibrate on, where there are fewer than two sequences, and where
     the output exists.
     """
     calibration, amount, dst = request.calibration, request.amount, request.path
-    if dst.exists() and not request.overwrite:  # said now, not after all trials
+    if dst.exists() and not request.overwrite:  # fails now, not after all trials
         raise ValueError(f"{dst} exists and is kept; choose another output, or pass --overwrite")
     if calibration is None:
         raise ValueError("choosing among recipes needs calibration: give --calib a text file, or `self` to sample it")
@@ -117,12 +118,12 @@ def for_output(
         **environment(),
         **drawn_by,
         "source": source,
-        "recipes": [load_recipe(name).to_dict() for name in candidates.names],  # a file may say something else by now
+        "recipes": [load_recipe(name).to_dict() for name in candidates.names],  # a file may have changed by now
         "head": request.head,
         "file": request.to_file,
         "device": request.device,
     }
-    if candidates.count == 1:  # nothing to choose: all of the text calibrates
+    if candidates.count == 1:  # no choice to make: all of the text calibrates
         return Choice((), ids.tolist(), 0, ids, tuple(left_out.items()), kept, candidates.names[0])
     found = choose(candidates, ids, lambda: hf.load(folder, torch.float32), run, kept, report, about)
     return replace(found, left_out=(*left_out.items(), *found.left_out), folder=kept)
@@ -131,8 +132,8 @@ def for_output(
 def _refused(
     candidates: Candidates, request: CompressionRequest, checkpoint: hf.Checkpoint, sequences: int
 ) -> dict[str, str]:
-    """Rungs of a ladder that cannot be, and why. Raises ValueError for recipes that a user named himself, and where no
-    rung is left."""
+    """Return the candidates of a ladder that are impossible, with reasons. Raises ValueError for recipes that the user
+    named, and where no candidate is left."""
     found: dict[str, str] = {}
     for name in candidates.names:
         try:
@@ -147,19 +148,19 @@ def _refused(
 
 
 def _without(candidates: Candidates, refused: Collection[str]) -> Candidates:
-    """The rungs of a ladder that are left."""
+    """Return the remaining candidates of a ladder."""
     if not refused:
         return candidates
     return Listed(tuple(name for name in candidates.names if name not in refused), candidates.ladder)
 
 
 def _aside(count: int) -> Tensor:
-    """Which of so many sequences are for the selection, [count] bool."""
+    """Return which of so many sequences are for the selection, [count] bool."""
     return torch.arange(count) % EVERY == min(EVERY, count) - 1
 
 
 def _calibrating(count: int) -> int:
-    """How many of so many sequences calibrate. Raises ValueError where there are none of the one or the other."""
+    """Return how many of so many sequences calibrate. Raises ValueError where none calibrate or none select."""
     if count < 2:
         raise ValueError("choosing among recipes takes at least 2 calibration sequences: one is for the selection")
     return int((~_aside(count)).sum())
@@ -174,13 +175,13 @@ def choose(
     progress: Progress,
     about: Mapping[str, Any] | None = None,
 ) -> Choice:
-    """Try recipes on token ids [S, L] of the model that `base` loads, which is in memory only while one is measured;
-    `folder` holds what is known so far of a run `about` that. Raises Unsolved where each rung of a ladder gives up, or
-    one recipe that a user named himself."""
+    """Try recipes on token ids [S, L]; return the best. `base` loads the original model, which is in memory only while
+    one is measured. `folder` holds the known figures of a run `about` that subject. Raises Unsolved where each
+    candidate of a ladder gives up, or one recipe that the user named."""
     aside = _aside(len(ids))
     selection, calibration = ids[aside], ids[~aside].tolist()
     about = {**(about or {}), "tokens": texts.token_hash(ids), "names": list(candidates.names)}
-    about = json.loads(json.dumps(about))  # as it will be read again
+    about = json.loads(json.dumps(about))  # in the form in which it is read again
     path, tried, gave_up = folder / "tried.json", list[Tried](), dict[str, str]()
     if path.is_file() and (left := json.loads(path.read_bytes()))["about"] == about:
         tried, gave_up = [Tried(**each) for each in left["tried"]], left.get("gave_up", {})
@@ -193,7 +194,7 @@ def choose(
             if not candidates.ladder:
                 raise
             gave_up[name] = str(error)
-            # Before it is noted: nothing else begins where half of another recipe's output lies.
+            # Before it is noted: no other recipe may begin in a half-deleted output.
             shutil.rmtree(out.with_name(f".{out.name}.attar-partial"), ignore_errors=True)
         else:
             found = measure(opening.load(out, torch.float32), selection.tolist(), base=base()).figures["kl_mean"]

@@ -1,9 +1,9 @@
-"""The bits of one output: chosen before its walk, and chosen anew where what came of them misses a target of KL.
+"""The bits of one output: chosen before its block pass, and chosen anew where the output misses a target of KL.
 
-The walk does what measurements leave out (`allocate.py`), so its output may cost more than was measured. Then less is
-aimed for, by as much as it was missed, and a walk by other bits follows (`Allocated.after`). That choice finds all
-candidates rounded: for a target of KL they stay on disk until the output is there, and those of the default ladder take
-twice the room of a model in 16 bits.
+The block pass does what measurements leave out (`allocate.py`), so its output may cost more than was measured. Then the
+aim is lowered by as much as the target was missed, and a pass by other bits follows (`Allocated.after`). That choice
+finds all candidates rounded. For a target of KL they stay on disk until the output is there, and those of the default
+ladder take twice the space of the model in 16 bits.
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ from attar.model import decoder
 from attar.model.decoder import Decoder, all_compressible
 from attar.progress import Progress
 
-WALKS = 3  # to keep a target of KL, at most
-SLACK = 0.98  # of what would just do, where less is aimed for
+WALKS = 3  # maximal block passes to keep a target of KL
+SLACK = 0.98  # factor on a lowered aim
 
 
 @dataclass(frozen=True, eq=False)
 class Allocated:
-    """An allocation for one output, with the calibration tokens for the walk to go on with, which are those `read`
-    [S, L] that nothing was chosen on; by the others, `measured` [T, L], choices were made."""
+    """An allocation for one output. The block pass continues with the calibration tokens in `read` [S, L] on which
+    nothing was chosen; choices were made by the others, `measured` [T, L]."""
 
     allocation: Allocation
     calibration: list[list[int]]
     read: Tensor
     measured: Tensor
-    aims: tuple[float, ...]  # for a target of KL: it, then what each later walk aimed for
-    missed: tuple[float, ...]  # the divergences of the outputs before this one, each more than the target
+    aims: tuple[float, ...]  # for a target of KL: it, then the aim of each later pass
+    missed: tuple[float, ...]  # divergences of earlier outputs, each more than the target
     _bits: Allocator
     _load: Callable[[], Decoder]  # the original, rotated if the recipe says so
-    _key: str  # of all that outputs depend on: another recipe's misses are not this one's
-    _drawn: Path  # what was drawn from the model to calibrate on, if anything
+    _key: str  # of all that outputs depend on: misses of other recipes do not count
+    _drawn: Path  # calibration text sampled from the model, if any
 
     def finished(self, kl: float) -> dict[str, Any]:
-        """For the receipt, once the output itself has the mean divergence `kl` on `measured`."""
+        """Return the receipt's entry, once the output has the mean divergence `kl` on `measured`."""
         walks = {"kl_aims": list(self.aims), "kl_missed": list(self.missed)}
         return self.allocation.to_dict() | walks | {"kl_finished": kl}
 
     def after(self, kl: float) -> Allocated | None:
-        """What to walk by next, for the output has the mean divergence `kl` on `measured`; None where it is kept.
+        """Return the next allocation, for an output with the mean divergence `kl` on `measured`; None where it is kept.
 
-        The walk does what is not part of measurements, and it rounds what earlier blocks, already rounded, make of the
-        text: so an output may miss its target. Then less is aimed for, until `WALKS` were made or nothing larger is
-        there to choose. Of outputs that all missed the nearest is kept: an earlier one is made again, to the same
-        bytes, which is simpler than keeping them all and takes no room.
+        The block pass does what is not part of measurements, and it rounds for the outputs of earlier blocks that are
+        already rounded: so an output may miss its target. Then the aim is lowered, until `WALKS` passes were made or no
+        larger choice is left. If all outputs missed, the nearest is kept. An earlier one is made again, to the same
+        bytes, which is simpler than keeping them all and takes no space.
         """
         goal, found, missed = self.allocation.target.kl, self.allocation, (*self.missed, kl)
-        if goal is None or kl <= goal or self.aims[-1] in self.aims[:-1]:  # made again, and nearer than all others
+        if goal is None or kl <= goal or self.aims[-1] in self.aims[:-1]:  # remade, as the nearest of all
             return None
         if len(missed) < WALKS and set(found.choice) != {len(found.ladder) - 1}:
-            # Less than was measured, hence another choice than this, unless the front ends before.
+            # Less than was measured, hence another choice, unless the front ends.
             aim = SLACK * min(self.aims[-1], found.measured) * goal / kl
             if (closer := self._choose(aim)).measured < found.measured:
                 return replace(self, allocation=closer, aims=(*self.aims, aim), missed=missed)
@@ -86,11 +86,11 @@ class Allocated:
         return self._bits.choose(self._load(), aim)
 
     def note(self) -> None:
-        """Have a run that resumes go on with this one."""
+        """Record this allocation for a run that resumes."""
         self._bits.log.put(self._key, [self.aims, self.missed])
 
     def warnings(self, kl: float) -> tuple[str, ...]:
-        """What to say of an output that is kept, although its divergence is more than the target allows."""
+        """Return warnings about an output that is kept although its divergence exceeds the target."""
         goal = self.allocation.target.kl
         if goal is None or kl <= goal:
             return ()
@@ -100,22 +100,19 @@ class Allocated:
         )
 
     def forget(self) -> None:
-        """Remove what resuming would need."""
+        """Remove the files that resuming would need."""
         Log.remove(self._bits.file)
         self._drawn.unlink(missing_ok=True)
 
 
 def for_output(resolved: ResolvedCompression, report: Progress) -> Allocated:
-    """Allocate for the target of a request, beside whose output measurements are kept until it is there; a run that
-    resumes goes on with those of a killed one. Whether a recipe can be made is asked for every scheme of the ladder
-    before anything is drawn or measured.
-
-    Raises ValueError as `Allocator`, where there is nothing to calibrate on, and where the output exists.
-    """
+    """Allocate for the target of a request; measurements are kept beside the output until it is there. A run that
+    resumes continues with those of a killed one. Every scheme of the ladder is checked before anything is sampled or
+    measured. Raises ValueError as `Allocator`, where there is nothing to calibrate on, and where the output exists."""
     request, recipe, checkpoint = resolved.request, resolved.recipe, resolved.checkpoint
     target, calibration, amount = request.target, request.calibration, request.amount
     assert target is not None
-    if request.path.exists() and not request.overwrite:  # said now, not after all measurements
+    if request.path.exists() and not request.overwrite:  # fails now, not after all measurements
         raise ValueError(f"{request.path} exists and is kept; choose another output, or pass --overwrite")
     rounding_for(recipe)
     ladder = target.ladder or ladder_for(recipe)
@@ -151,19 +148,19 @@ def for_output(resolved: ResolvedCompression, report: Progress) -> Allocated:
     )
     rest, measured = apart(ids)
     seen = rest
-    if recipe.tune is not None:  # which judges by text that nothing before it has seen
+    if recipe.tune is not None:  # tuning judges by text that nothing before it has seen
         requirements.enough(recipe, len(rest))
         seen = tune.without_judges(rest)
 
     def bytes_of(plan: Recipe) -> int:
-        output = resolved.layout(replace(plan, said=()))  # another choice may read what this one does not
+        output = resolved.layout(replace(plan, said=()))  # another choice may read options that this one does not
         return sum(each.size for each in output.plans(request.max_shard_bytes))
 
     def load() -> Decoder:
         wide = copy.copy(checkpoint)
         wide.dtype = torch.float32
         if isinstance(wide, RotatedCheckpoint):
-            wide.rounded = {*wide.rounded, *free}  # whatever the recipe alone would keep
+            wide.rounded = {*wide.rounded, *free}  # also linears that the recipe alone would keep
         return decoder.build(wide.config, wide)
 
     model = load()
@@ -178,8 +175,9 @@ def for_output(resolved: ResolvedCompression, report: Progress) -> Allocated:
 
 
 def _rungs(checkpoint: hf.Checkpoint, recipe: Recipe, ladder: Sequence[Scheme]) -> Iterator[Recipe]:
-    """The recipe with each scheme of the ladder in turn, to be held against the model: for one linear of each kind and
-    shape that can be chosen for, since overrides for every linear, all experts of a mixture among them, take long."""
+    """Yield the recipe with each scheme of the ladder in turn, to check against the model. Only one linear of each kind
+    and shape that can be chosen for gets an override: overrides for every linear, all experts of a mixture among them,
+    take long."""
     kinds: dict[tuple[str, tuple[int, int]], str] = {}
     for name in undecided(recipe, all_compressible(checkpoint.config)):
         kinds.setdefault((re.sub(r"\d+", "", name), checkpoint.linear_shape(name)), name)

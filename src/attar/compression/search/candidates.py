@@ -1,13 +1,13 @@
-"""Which recipes are tried where one is to be kept (`best`): a list, a ladder of attar's, or one recipe step by step.
+"""Recipes to try where the best is kept (`best`): a list, one of attar's ladders, or one recipe step by step.
 
-`rtn-w4g128,guided-w4g128` names the recipes; `best-w4g128` stands for attar's own ladder at that scheme, from the
-cheapest up (`LADDERS`), less those rungs that the model or the scheme cannot take. What has to be done at run time,
-QuaRot's matrix before down, is a rung only where activations are rounded: there alone it gains what it costs.
+`rtn-w4g128,guided-w4g128` names the recipes. `best-w4g128` stands for attar's own ladder at that scheme, from the
+cheapest up (`LADDERS`), less the candidates that the model or the scheme cannot take. QuaRot's matrix before down,
+which costs run time, is a candidate only where activations are rounded: only there does it gain what it costs.
 
 `ablate-rotate+awq+gptq+tune-w4g128` begins with plain rounding and adds that recipe's steps one at a time: the
-rounding, each transform in its order, the rotation, the tuning. A step stays only if the output came closer to the
-original by it, so what is kept is the recipe less what did not help. Zeros have to be chosen somehow, so a pruning is
-no step; nor is smoothattention, which is for caches that round keys and shows nothing here.
+rounding, each transform in its order, the rotation, the tuning. A step stays only if it brought the output closer to
+the original, so the kept recipe has only the steps that helped. A pruning is no step, since zeros must be chosen
+somehow. Nor is smoothattention, which is for KV caches that round keys and has no effect here.
 
 Torch-free.
 """
@@ -33,12 +33,12 @@ LADDERS: Mapping[str, tuple[str, ...]] = {
     "tables": ("rtn", "squeezellm", "gptq", "qronos", "qronos+tune"),
     "file": ("rtn", "awq", "gptq", "qronos", "guided", "rotate+guided"),
 }  # fmt: skip
-"""Of schemes of weights alone, of those that round activations too, of lookup tables, and of mixes of a GGUF file."""
+"""Candidates for schemes of weights alone, of rounded activations, of lookup tables, and for mixes of a GGUF file."""
 
 
 @dataclass(frozen=True)
 class Listed:
-    """All of these, in order. Of a `ladder`, which attar chose, those that cannot be made may be left out."""
+    """All of these recipes, in order. Impossible ones may be left out of a `ladder`, which attar chose."""
 
     names: tuple[str, ...]
     ladder: bool = False
@@ -48,13 +48,13 @@ class Listed:
         return len(self.names)
 
     def following(self, divergences: Sequence[float]) -> str | None:
-        """What to try after those that left these KL divergences; None after the last."""
+        """Return the next recipe to try, given the KL divergences of those tried; None after the last."""
         return self.names[len(divergences)] if len(divergences) < len(self.names) else None
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """A recipe of which each step is to show that it helps. Raises ValueError where it has none that could go."""
+    """A recipe whose steps must each show that they help. Raises ValueError where it has none that could be removed."""
 
     whole: Spelling
     ladder = False
@@ -67,7 +67,7 @@ class Ablation:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The methods that may stay or go, in the order in which they are added."""
+        """Return the methods that may stay or go, in the order in which they are added."""
         *before, last = self.whole.passes
         found = [last.method] if last.method in ROUNDINGS and not isinstance(last, Rtn) else []
         found += [each.method for each in before if not isinstance(each, SmoothAttention)]
@@ -82,11 +82,12 @@ class Ablation:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is held against the model before the first is made: plain rounding, each step alone, and all."""
+        """Return the recipes to check against the model before the first is made: plain rounding, each step alone, and
+        all."""
         return tuple(dict.fromkeys(map(self._with, ((), *((step,) for step in self.steps), self.steps))))
 
     def following(self, divergences: Sequence[float]) -> str | None:
-        """As of `Listed`."""
+        """Return the next recipe to try, given the KL divergences of those tried; None after the last."""
         if not divergences:
             return self._with(())
         kept, least = list[str](), divergences[0]
@@ -98,7 +99,7 @@ class Ablation:
         return self._with((*kept, left[0])) if left else None
 
     def _with(self, kept: Sequence[str]) -> str:
-        """The name of the recipe with these of its steps."""
+        """Return the name of the recipe with these of its steps."""
         whole, (*before, last) = self.whole, self.whole.passes
         if last.method in self.steps and last.method not in kept:
             last = Rtn()
@@ -112,7 +113,8 @@ Candidates = Listed | Ablation
 
 
 def candidates(name: object) -> Candidates | None:
-    """What a name stands for, or None where it is one recipe's. Raises ValueError on unknown words."""
+    """Return the candidates that a name stands for, or None where it is one recipe's. Raises ValueError on unknown
+    words."""
     if not isinstance(name, str):
         return None
     if name.startswith(LADDER):
@@ -124,7 +126,7 @@ def candidates(name: object) -> Candidates | None:
 
 
 def _kind(scheme: str) -> str:
-    """Which ladder is for a scheme. Raises ValueError on a word for none."""
+    """Return the key of the ladder for a scheme. Raises ValueError on an unknown word."""
     if ggml_mix.find(scheme) is not None:
         return "file"
     found = parse_scheme(scheme)

@@ -1,11 +1,11 @@
-"""What a recipe gained: how far its output is from the original, beside plain rounding to the same schemes.
+"""Comparison of a recipe with plain rounding to the same schemes, by the divergence from the original.
 
-A method can lose. It fits what calibration text shows, and where that is little, or the model lacks what the method is
-for, plain rounding is closer: on 256 tokens `smoothquant` was in front of w4g128 of the embedded model (KL 0.041 on a
-novel, 0.036 without). So what reads a text is compared with what does not, on sequences of the same kind that nothing
-of the run has read: those that lie between the calibration sequences of a long text, or others that the model writes.
-The receipt holds both figures, and who lost is told. Which steps to keep is `best`'s to choose, on such text, where it
-is asked to (`candidates`); a target is compared with what it asked for.
+A method can lose. It fits the calibration text, and plain rounding is closer where that is short, or where the model
+lacks what the method is for. On 256 tokens `smoothquant` before w4g128 of the embedded model had KL 0.041 on a novel,
+and 0.036 without. So recipes that read a text are compared with plain rounding, on sequences of the same kind that
+nothing of the run has read. These lie between the calibration sequences of a long text, or the model writes them. The
+receipt holds both figures, and a loss is reported. `best` can choose the steps to keep, on such text, where it is asked
+to (`candidates`); a target is compared with what it asked for.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from attar.text.tokenizer import Tokenizer
 
 SEQUENCES = 8
 UNREAD = 3 << 32
-"""What the seed of text drawn for this is larger by: nothing else is drawn by it."""
+"""Offset of the seed of text sampled for this comparison: nothing else is sampled by it."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Mean KL divergences from the original in nats on `tokens` that neither has read, of the recipe and of plain
-    rounding, with 95 % intervals, where there are at least two sequences."""
+    """Mean KL divergences from the original in nats, of the recipe and of plain rounding. They are measured on `tokens`
+    that neither has read, with 95 % intervals where there are at least two sequences."""
 
     tokens: int
     kl: float
@@ -48,23 +48,23 @@ class Gain:
     plain_interval: tuple[float, float] | None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, for the receipt."""
+        """Return a JSON-ready dict for the receipt."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Gain:
-        """The inverse."""
+        """Build a gain from the dict of `to_dict`."""
         pairs = {name: None if found[name] is None else tuple(found[name]) for name in ("interval", "plain_interval")}
         return cls(**{**found, **pairs})
 
     def warnings(self, name: str) -> tuple[str, ...]:
-        """What to say of a recipe that lost."""
+        """Return a warning where the recipe lost."""
         if self.kl <= self.plain:
             return ()
         advice = (
             "give it more calibration text, or several recipes to choose from (best-..., or names with commas between)"
         )
-        with suppress(ValueError):  # of some recipes no step can go
+        with suppress(ValueError):  # some recipes have no step to remove
             candidates(f"{ABLATION}{name}")
             advice += f", or leave out what does not help ({ABLATION}{name})"
         return (
@@ -74,8 +74,8 @@ class Gain:
 
 
 def plain(recipe: Recipe) -> Recipe | None:
-    """The recipe without all that may be learned from a text. None where there is no such thing: for zeros, which
-    have to be chosen somehow, for what is only rotated, and where it is the recipe itself."""
+    """Return the recipe without all that may be learned from a text. None where there is none: for zeros, which have to
+    be chosen somehow, for a recipe that only rotates, and where the recipe itself is plain."""
     if recipe.pruning is not None or recipe.structured is not None or (recipe.scheme is None and recipe.mix is None):
         return None
     found = replace(recipe, passes=(Rtn(),), rotate=None, tune=None, said=())
@@ -85,8 +85,8 @@ def plain(recipe: Recipe) -> Recipe | None:
 def sequences(
     calibration: Calibration, checkpoint: hf.Checkpoint, tokenizer: Tokenizer | None, amount: Amount, drawn: Path
 ) -> Tensor | None:
-    """Token ids [S, L] of the calibration's kind that are none of it; None where there are none. What the model writes
-    is kept in the file `drawn`."""
+    """Return token ids [S, L] of the calibration's kind, outside the calibration; None where there are none. Text that
+    the model writes is kept in the file `drawn`."""
     if texts.is_drawn(calibration):
         return texts.written(checkpoint, Amount(SEQUENCES, amount.length, UNREAD + amount.seed), drawn)
     if not texts.is_text(calibration):
@@ -98,19 +98,20 @@ def sequences(
 
 
 def bytes_needed(checkpoint: hf.Checkpoint) -> int:
-    """Memory that comparing takes: two models in float32."""
+    """Return the memory in bytes that comparing takes: two models in float32."""
     folder = checkpoint.folder
     return 2 * 4 * sum(math.prod(folder.info(name).shape) for name in folder.names())
 
 
 def fits(checkpoint: hf.Checkpoint) -> bool:
-    """Whether this machine has the memory to compare."""
+    """Return whether this machine has the memory to compare."""
     return bytes_needed(checkpoint) <= machine.examine().budget
 
 
 def compare(original: Path, made: Path, rounded: Path, ids: Tensor, report: Progress) -> Gain:
-    """Measure what a recipe `made` and what plain rounding made against the original, by the reference in float32."""
-    windows = [[*row, 0] for row in ids.tolist()]  # no divergence depends on the last token, whatever it is
+    """Measure the outputs of a recipe, `made`, and of plain rounding against the original, by the reference in
+    float32."""
+    windows = [[*row, 0] for row in ids.tolist()]  # no divergence depends on the last token
     base, found = opening.load(original, torch.float32), []
     for done, path in enumerate((made, rounded)):
         report("comparing", done, 2)

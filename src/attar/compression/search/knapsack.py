@@ -1,9 +1,9 @@
 """Multiple-choice knapsack: one option for each group, the least damage for every possible size at once.
 
-Sizes are bytes and damages add up. States are merged group by group: all sums of a state and an option, of which those
-stay that no other beats in both size and damage. What is left at the end is the whole front, so that a budget, a goal
-for the damage, or every point between is a look-up. The front is exact until it is longer than `STATES`; then, of
-states whose sizes fall into one of so many equal steps, the one of least damage stays. A budget is kept either way.
+Sizes are bytes and damages add up. States are merged group by group: all sums of a state and an option, less those that
+another beats in both size and damage. The result is the whole front, so that a budget, a goal for the damage, or every
+point between is a look-up. The front is exact until it is longer than `STATES`. Then it is thinned to the state of
+least damage in each of so many equal steps of size. A budget is kept either way.
 
 Not done: a Lagrangian, which is faster but only finds the corners of the front's convex hull, and misses budgets
 between them.
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 STATES = 1 << 15
 
 Option = tuple[int, float]
-"""(bytes, damage)"""
+"""Bytes and damage of an option."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,19 +29,19 @@ class Front:
 
     bytes: NDArray[np.int64]
     damage: NDArray[np.float64]
-    _parents: Sequence[NDArray[np.int64]]  # of each group's states: the state before
+    _parents: Sequence[NDArray[np.int64]]  # for each group's states: the state before
     _options: Sequence[NDArray[np.int64]]  # and the option taken
 
     def __len__(self) -> int:
         return len(self.bytes)
 
     def within(self, budget: int) -> int | None:
-        """The index of the least damage whose size is at most `budget`; None where nothing is so small."""
+        """Return the index of the least damage whose size is at most `budget`; None where every size is larger."""
         found = int(np.searchsorted(self.bytes, budget, side="right")) - 1
         return found if found >= 0 else None
 
     def choice(self, index: int) -> tuple[int, ...]:
-        """The option of each group at a point of the front."""
+        """Return the option of each group at a point of the front."""
         chosen = []
         for parents, options in zip(reversed(self._parents), reversed(self._options), strict=True):
             chosen.append(int(options[index]))
@@ -50,7 +50,7 @@ class Front:
 
 
 def front(groups: Sequence[Sequence[Option]], states: int = STATES) -> Front:
-    """The front of all ways to take one option of each group. Every group has at least one."""
+    """Return the front of all ways to take one option of each group. Every group has at least one."""
     sizes, damage = np.zeros(1, np.int64), np.zeros(1)
     parents, options = [], []
     for group in groups:
@@ -69,8 +69,8 @@ def front(groups: Sequence[Sequence[Option]], states: int = STATES) -> Front:
 
 
 def _thinned(kept: NDArray[np.int64], sizes: NDArray[np.int64], states: int) -> NDArray[np.int64]:
-    """At most `states` of a front in order of size: the last, hence the best, of each equal step of size, and the
-    smallest of all, without which small budgets would find nothing."""
+    """Return at most `states` indices of a front in order of size: the last, hence the best, of each equal step of
+    size, and the smallest of all, without which small budgets would find nothing."""
     if len(kept) <= states:
         return kept
     low, high = int(sizes[kept[0]]), int(sizes[kept[-1]])

@@ -1,17 +1,18 @@
-"""How much the predictions of a model suffer when some of its linears are compressed: what `allocate.py` decides by.
+"""Sensitivity of a model's predictions to compressing some of its linears, which `allocate.py` decides by.
 
-A `Trial` holds the model dense, and every group packed in every scheme of a ladder, by
-the recipe's own kind of rounding: GPTQ on Hessians of the original's inputs, or to nearest, with importances where the
-walk has them. It swaps groups in and out and measures the mean KL divergence from the model as it was. Hidden states
-that enter each block are kept, so that a measurement starts at the block that changed: half a forward pass on average.
+A `Trial` holds the model dense, and every group packed in every candidate scheme. Candidates are rounded by the
+recipe's own kind of rounding: GPTQ on Hessians of the original's inputs, or to nearest, with importances where the
+block pass has them. The trial swaps groups in and out and measures the mean KL divergence from the original. Hidden
+states that enter each block are kept, so that a measurement starts at the block that changed: half a forward pass on
+average.
 
-What nobody chooses for (the output matrix, a packed embedding, what overrides say) is rounded too, as the recipe has
-it, in every measurement of the whole model; a group alone is measured in the model that is otherwise as it was.
+Weights that are not chosen for (the LM head, a packed embedding, overrides) are rounded too, as the recipe has it, in
+every measurement of the whole model. A group alone is measured in the model that is otherwise unchanged.
 
-Some calibration sequences make the Hessians, the last ones are what divergences are measured on (`apart`), and nothing
-else reads those: what is chosen on them is not fitted to them. Predictions are compared at as many evenly spaced
-positions as there is room for the original's logits. Measurements go to a file as they are made,
-by which a killed run resumes; candidates are rounded anew, unless they are kept for a choice that may follow this one.
+Some calibration sequences make the Hessians, and divergences are measured on the last ones (`apart`). Nothing else
+reads those: choices made on them are not fitted to them. Predictions are compared at as many evenly spaced positions as
+there is memory for the original's logits. Measurements go to a file as they are made, by which a killed run resumes.
+Candidates are rounded anew, unless they are kept for a choice that may follow this one.
 
 Legend: S sequences, L tokens of each, N rows, I hidden size, V vocabulary, P positions, G groups, C schemes.
 """
@@ -46,9 +47,9 @@ from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder, Embedding
 from attar.model.layers import Block
 
-MEASURED_TOKENS = 4096  # on which a divergence is measured
+MEASURED_TOKENS = 4096  # tokens on which a divergence is measured
 HESSIAN_TOKENS = 32768
-LOGITS = 1 << 27  # of the original that are kept
+LOGITS = 1 << 27  # maximal number of logits of the original that are kept
 LOGITS_AT_ONCE = 1 << 22
 
 Swap = tuple[Linear, Sequence[PackedTensor]]
@@ -56,10 +57,8 @@ Swap = tuple[Linear, Sequence[PackedTensor]]
 
 
 def apart(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Calibration tokens [S, L] in two: the first calibrate, on the last, a third at most, divergences are measured.
-
-    Raises ValueError where there is one sequence.
-    """
+    """Split calibration tokens [S, L] in two: the first calibrate; on the last, a third at most, divergences are
+    measured. Raises ValueError where there is one sequence."""
     divisible(len(ids))
     count = max(1, min(len(ids) // 3, math.ceil(MEASURED_TOKENS / ids.shape[1])))
     return ids[: len(ids) - count], ids[len(ids) - count :]
@@ -73,11 +72,9 @@ def divisible(sequences: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Experiment:
-    """What is measured: groups of linears, each rounded to every scheme of a ladder.
-
-    Hessians are of calibration tokens `ids` [S, L], divergences of those `measured` [T, L]. `output` says how all else
-    is stored, None: as it is; `weighs`, whether importances are measured, for an output that is given none.
-    """
+    """The subject of measurements: groups of linears, each rounded to every scheme of a ladder. Hessians are of
+    calibration tokens `ids` [S, L], divergences of those `measured` [T, L]. `output` is how all other tensors are
+    stored, None: unchanged; `weighs`, whether importances are measured, for an output that is given none."""
 
     groups: Sequence[Group]
     ladder: Sequence[Scheme]
@@ -88,8 +85,8 @@ class Experiment:
     weighs: bool = False
 
     def fingerprint(self, decoder: Decoder) -> str:
-        """Hash what measurements depend on. A weighted sum of each matrix is enough to tell models apart; a plain
-        one is nearly the same of two rotations."""
+        """Return a hash of all that measurements depend on. A weighted sum of each matrix is enough to tell models
+        apart; the plain sums of two rotations of one matrix are nearly the same."""
         names = [(scheme.name, scheme.scale_dtype) for scheme in self.ladder], [group.linears for group in self.groups]
         sizes = MEASURED_TOKENS, HESSIAN_TOKENS, LOGITS, list(self.ids.shape), list(self.measured.shape)
         machine = str(torch.__version__), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
@@ -108,7 +105,7 @@ class Experiment:
 
 
 class Trial:
-    """A dense model with some groups compressed. Between calls its weights are as they were."""
+    """A dense model with some groups compressed. Between calls its weights are unchanged."""
 
     def __init__(
         self,
@@ -119,10 +116,9 @@ class Trial:
         keeps: bool = False,
         original: Callable[[], Decoder] | None = None,
     ) -> None:
-        """`told` is called after each measurement. `keeps`: whether candidates stay beside the log for another trial.
-        `original` loads the model that divergences are from, where that is not `decoder` as it comes: what is rotated
-        has tables that were rounded once more.
-        """
+        """Prepare the trial. `told` is called after each measurement. `keeps`: whether candidates stay beside the log
+        for another trial. `original` loads the model that divergences are from, where that is not `decoder`: a rotated
+        model has tables that were rounded once more."""
         ids, measured, rounding = experiment.ids, experiment.measured, experiment.rounding
         self.groups, self.ladder = tuple(experiment.groups), tuple(experiment.ladder)
         self._output, self._weighs, self._keeps = experiment.output, experiment.weighs, keeps
@@ -143,10 +139,10 @@ class Trial:
             if scheme is not None and name in self._linears and name not in chosen
         }
         self._packed: dict[tuple[int, int], list[PackedTensor]] = {}
-        self._fixed: list[Swap] = []  # what is rounded whatever is chosen
+        self._fixed: list[Swap] = []  # weights that are rounded whatever is chosen
         self._ids = measured
-        self._original = [self._embedded(measured)]  # what enters each block
-        self._entered = self._original[0]  # what will enter the first
+        self._original = [self._embedded(measured)]  # inputs of each block
+        self._entered = self._original[0]  # inputs of the first, as stored
         last = self._run(self._original[0], 0, self._original)
         if original is not None:
             self._decoder = original()
@@ -158,12 +154,13 @@ class Trial:
     # --- measurements -------------------------------------------------------------------------------------------------
 
     def alone(self) -> tuple[tuple[float, ...], ...]:
-        """The divergence with each group alone in each scheme, [G][C]. To be called first: it rounds the candidates."""
-        states, at = self._embedded(self._rest), 0  # and the block that they enter
+        """Return the divergence with each group alone in each scheme, [G][C]. To be called first: it rounds the
+        candidates."""
+        states, at = self._embedded(self._rest), 0  # `at` is the block that `states` enter
         rows = []
         for layer in range(len(self._decoder.blocks)):
             mine = [g for g, group in enumerate(self.groups) if group.layer == layer]
-            if not self._known(layer, mine):  # blocks that are known run only for one that is not
+            if not self._known(layer, mine):  # known blocks run only to reach one that is not
                 states, at = self._candidates(layer, mine, self._run(states, at, stop=layer)), layer + 1
             for g in mine:
                 rungs = range(len(self.ladder))
@@ -173,12 +170,13 @@ class Trial:
         return tuple(rows)
 
     def whole(self, choice: Choice) -> float:
-        """The divergence with every group as chosen, and all else as the recipe has it."""
+        """Return the divergence with every group as chosen, and all else as the recipe has it."""
         swaps = [*self._swaps(dict(enumerate(choice))), *self._fixed]
         return self._measured(_key(choice), swaps, [self._entered], 0)
 
     def neighbours(self, choice: Choice) -> list[dict[int, float]]:
-        """For each group: the divergence of the whole with it one scheme up and one down, by index of the ladder."""
+        """Return, for each group, the divergence of the whole with it one scheme up and one down, by index of the
+        ladder."""
         states = [self._entered]
         found: list[dict[int, float]] = []
         with self._with([*self._swaps(dict(enumerate(choice))), *self._fixed]):
@@ -194,11 +192,8 @@ class Trial:
         return found
 
     def _measured(self, key: str, swaps: Sequence[Swap], states: Sequence[Tensor], first: int) -> float:
-        """The divergence with `swaps`, from the log or from a pass that starts at block `first`, before which they
-        change nothing.
-
-        `states` are what enters the blocks without them.
-        """
+        """Return the divergence with `swaps`, from the log or from a pass that starts at block `first`, the first that
+        they change. `states` are the inputs of the blocks without them."""
         value: float | None = self._log.get(key)
         if value is None:
             with self._with(swaps):
@@ -209,7 +204,7 @@ class Trial:
 
     @torch.inference_mode()
     def _divergence(self, states: Tensor) -> float:
-        """Mean KL(original || this) in nats over the positions, given the last states [N, I]."""
+        """Return the mean KL(original this) in nats over the positions, given the last states [N, I]."""
         total, at_once = 0.0, max(1, LOGITS_AT_ONCE // self._base.shape[1])
         for base, rows in zip(self._base.split(at_once), self._rows.split(at_once), strict=True):
             log_q = self._decoder.logits(states[rows]).log_softmax(-1)
@@ -222,13 +217,13 @@ class Trial:
 
     @torch.inference_mode()
     def _embedded(self, ids: Tensor, embedding: Embedding | None = None) -> Tensor:
-        """What enters the first block, [N, I]."""
+        """Return the inputs of the first block, [N, I]."""
         step = ForwardBatch((self._length,) * len(ids), self._length)
         return (embedding or self._decoder.embedding).forward(ids.reshape(-1), step.positions).float()
 
     def _run(self, states: Tensor, first: int, kept: list[Tensor] | None = None, stop: int | None = None) -> Tensor:
-        """Through the blocks from `first` on, to `stop` or the last: the last states [N, I]. `kept` takes in what
-        leaves each block."""
+        """Run the blocks from `first` on, to `stop` or the last; return the last states [N, I]. `kept` receives the
+        output of each block."""
         for block in self._decoder.blocks[first:stop]:
             states = self._through(block, states)
             if kept is not None:
@@ -242,7 +237,7 @@ class Trial:
         return torch.cat([block.run(part, step, hook) for part, step in zip(parts, steps, strict=True)])
 
     def _swaps(self, changes: Mapping[int, int]) -> list[Swap]:
-        """The groups (keys) in schemes of the ladder (values)."""
+        """Return the swaps of the groups (keys) to schemes of the ladder (values)."""
         return [
             (self._linears[name], (packed,))
             for g, c in changes.items()
@@ -251,7 +246,7 @@ class Trial:
 
     @contextmanager
     def _with(self, swaps: Sequence[Swap]) -> Iterator[None]:
-        """The linears so while the context lasts."""
+        """Install the swapped weights while the context lasts."""
         before = [(linear, linear.weight) for linear, _ in swaps]
         try:
             for linear, pieces in swaps:
@@ -265,14 +260,14 @@ class Trial:
     # --- candidates ---------------------------------------------------------------------------------------------------
 
     def _wanted(self, layer: int, mine: Sequence[int]) -> dict[str, tuple[Scheme, ...]]:
-        """The schemes to round the linears of a block to: every one of the ladder for its groups, for what overrides
-        decide about theirs."""
+        """Return the schemes to round the linears of a block to: every one of the ladder for its groups, the override's
+        own for other linears."""
         linears = self._decoder.blocks[layer].linears()
         wanted = {name: self.ladder for g in mine for name in self.groups[g].linears}
         return wanted | {each.name: (self._decided[each.name],) for each in linears if each.name in self._decided}
 
     def _known(self, layer: int, mine: Sequence[int]) -> bool:
-        """Take the candidates of a block as an earlier trial kept them; false where none did."""
+        """Load the candidates of a block that an earlier trial kept; return False where none did."""
         if not self._keeps or not (kept := self._log.folder / f"block-{layer}").is_dir():
             return False
         parts = restore(kept)[1]
@@ -293,7 +288,7 @@ class Trial:
         save(self._log.folder / f"block-{layer}", {}, parts)
 
     def _take(self, mine: Sequence[int], made: Mapping[str, list[PackedTensor]]) -> None:
-        """Have the candidates of a block, by linear in the order of `_wanted`."""
+        """Store the candidates of a block, by linear in the order of `_wanted`."""
         for g in mine:
             for c in range(len(self.ladder)):
                 self._packed[g, c] = [made[name][c] for name in self.groups[g].linears]
@@ -301,7 +296,7 @@ class Trial:
 
     @torch.inference_mode()
     def _candidates(self, layer: int, mine: Sequence[int], states: Tensor) -> Tensor:
-        """Round the linears of a block, which `states` enter; returns what enters the next one."""
+        """Round the linears of a block with inputs `states`; return the inputs of the next one."""
         block, wanted = self._decoder.blocks[layer], self._wanted(layer, mine)
         shared = [[each for each in linears if each.name in wanted] for linears in input_groups(block)]
         shared = [linears for linears in shared if linears]
@@ -344,7 +339,7 @@ class Trial:
         if hessian is None or not isinstance(self._rounding, Gptq):
             return None
         if not hessian.tokens and self._decoder.config.experts is not None:
-            hessian.mean.fill_diagonal_(1.0)  # an expert that no token was sent to has its weights alone
+            hessian.mean.fill_diagonal_(1.0)  # an expert that received no token has its weights alone
         return gptq.prepare(hessian, self._rounding.damping, self._rounding.order)
 
     def _rounded(
@@ -361,8 +356,8 @@ class Trial:
 
     @torch.inference_mode()
     def _round_ends(self, states: Tensor) -> None:
-        """Round embedding and output matrix as the output stores them, given, where importances are measured, the last
-        states on calibration text."""
+        """Round embedding and LM head as the output stores them. `states` are the last states on calibration text,
+        where importances are measured."""
         output, decoder = self._output, self._decoder
         if output is None:
             return
@@ -385,8 +380,8 @@ class Trial:
 
 
 def _as_stored(weight: Tensor, scheme: Scheme) -> Tensor:
-    """In the dtype that a checkpoint stores it in, which scales have too, and which some codecs compute in; what is not
-    of that dtype, because a rotation made it, as it is."""
+    """Return a weight in the stored dtype of a checkpoint, which scales have too, and in which some codecs compute. A
+    weight of another dtype, because a rotation made it, is returned unchanged."""
     stored = weight.to(getattr(torch, scheme.scale_dtype))
     return stored if torch.equal(stored.to(weight.dtype), weight) else weight
 

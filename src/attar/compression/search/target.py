@@ -1,7 +1,7 @@
-"""What bits can be chosen for, and among which: groups of linears that share a scheme, and ladders of schemes.
+"""The subjects of bit allocation: groups of linears that share a scheme, and ladders of candidate schemes.
 
-Linears are taken in groups that must be of one scheme, because engines run them as one: q, k and v; gate and up; in a
-mixture, those of all experts.
+Linears are grouped where they must have one scheme, because engines fuse them: q, k and v; gate and up; in a mixture,
+those of all experts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
 
 
 def rounding_for(recipe: Recipe) -> Gptq | Rtn:
-    """The rounding by which a target tries schemes. Raises ValueError where the recipe's is none that can be tried."""
+    """Return the rounding by which a target tries schemes. Raises ValueError where the recipe's rounding cannot be
+    tried."""
     if isinstance(recipe.rounding, Gptq | Rtn):
         return recipe.rounding
     raise ValueError(
@@ -37,10 +38,8 @@ def rounding_for(recipe: Recipe) -> Gptq | Rtn:
 
 
 def ladder_for(recipe: Recipe) -> tuple[Scheme, ...]:
-    """The schemes that a recipe chooses among where nobody says otherwise: its own grid with other bits, or K-quants.
-
-    Raises ValueError where its scheme is neither a grid of integers in groups nor a type of GGUF files.
-    """
+    """Return a recipe's default candidate schemes: its own grid with other bits, or K-quants. Raises ValueError where
+    its scheme is neither a grid of integers in groups nor a type of GGUF files."""
     scheme = recipe.scheme
     if scheme is not None and isinstance(scheme.weight, GgmlBlocks):
         return tuple(map(Scheme.parse, K_QUANTS))
@@ -57,7 +56,7 @@ def ladder_for(recipe: Recipe) -> tuple[Scheme, ...]:
 
 
 def undecided(recipe: Recipe, names: Sequence[str]) -> list[str]:
-    """The linears about which neither an override nor `keep` decides."""
+    """Return the linears about which neither an override nor `keep` decides."""
     decided = [*(override.match for override in recipe.overrides), *recipe.keep]
     return [name for name in names if not any(fnmatch.fnmatchcase(name, match) for match in decided)]
 
@@ -79,10 +78,8 @@ class Group:
 
 
 def groups_of(decoder: Decoder, recipe: Recipe) -> list[Group]:
-    """What can be chosen for, block by block: the linears about which neither an override nor `keep` decides.
-
-    Raises ValueError where that is none.
-    """
+    """Return the groups to choose for, block by block: the linears about which neither an override nor `keep` decides.
+    Raises ValueError where there are none."""
     found = []
     for layer, block in enumerate(decoder.blocks):
         for linears in _fused(block):
@@ -107,19 +104,19 @@ def _fused(block: Block) -> Iterator[tuple[Linear, ...]]:
 
 
 def bits_per_weight(groups: Sequence[Group], ladder: Sequence[Scheme], choice: Choice) -> float:
-    """Stored bits over weights, of groups in the schemes of the ladder that `choice` indexes."""
+    """Return stored bits over weights, of groups in the schemes of the ladder that `choice` indexes."""
     size = sum(group.bytes(ladder[chosen]) for group, chosen in zip(groups, choice, strict=True))
     return 8 * size / sum(group.weights for group in groups)
 
 
 def reachable(target: Target, groups: Sequence[Group], ladder: Sequence[Scheme]) -> None:
-    """Raise ValueError where a target of bits lies outside what the ladder can give."""
+    """Raise ValueError where a target of bits lies outside the range of the ladder."""
     if target.bits is None or len(ladder) < 2:
         return
     ends = sorted((bits_per_weight(groups, (scheme,), (0,) * len(groups)), scheme.name) for scheme in ladder)
     (least, smallest), (most, largest) = ends[0], ends[-1]
     if not least <= target.bits <= most:
-        least, most = math.ceil(1e3 * least) / 1e3, math.floor(1e3 * most) / 1e3  # both can be asked for
+        least, most = math.ceil(1e3 * least) / 1e3, math.floor(1e3 * most) / 1e3  # inwards: reachable
         raise ValueError(
             f"{target.bits:g} bits a weight are out of reach: the linears take {least:g} with {smallest} everywhere, "
             f"and {most:g} with {largest}"

@@ -1,18 +1,17 @@
-"""QLoRA (Dettmers et al. 2023): train a low-rank adapter on a model that stays as it is, compressed or not.
+"""QLoRA (Dettmers et al. 2023): train a low-rank adapter on a frozen model, compressed or not.
 
-The base is whatever attar reads: NF4 as in the paper, any other format, or a dense model (then it is LoRA). Its weights
-never move; every product reads them as they are stored and makes float32 of them a matrix at a time, on the way there
-and again on the way back, so that memory is the stored model, the graph of one block (`whole`) and 16 bytes for each
+The base is any model that attar reads: NF4 as in the paper, any other format, or a dense model (then it is LoRA). Its
+weights never change. Every product reads them as they are stored and makes float32 of them a matrix at a time, forwards
+and again backwards. So memory is the stored model, the graph of one block (`trainable_model`) and 16 bytes for each
 number of the adapter. Each chosen linear gets (alpha / r) B A added, A from a uniform distribution over 1 / sqrt(I) and
 B zero: the first step begins at the base itself. The loss is the mean negative log-likelihood of the next token; Adam,
 the gradient's norm clipped, a warm-up and a cosine.
 
-What comes out is a folder that PEFT, and `checkpoints.lora`, read. A killed run resumes: every `save_every` steps the
-adapter, Adam's moments and the losses so far go to disk, and all that is random comes from counters, so the bytes are
-those of an uninterrupted run, given the same torch build, instruction set and thread count: with others no run is
-resumed. The last two saves stay, and the newer one counts unless it is no longer what was written. The adapter is
-float32 throughout; on CPUs bfloat16 would save little and round the small steps away. Not done: dropout, paged moments,
-packing texts of different lengths.
+The output is a folder that PEFT, and `adapters.lora`, read. A killed run resumes: every `save_every` steps the
+adapter, Adam's moments and the losses so far go to disk. All randomness comes from counters, so the bytes are those of
+an uninterrupted run, given the same torch build, instruction set and thread count: with others no run is resumed. The
+last two saves stay, and the newer one counts unless it is damaged. The adapter is float32 throughout; on CPUs bfloat16
+would save little and round the small steps away. Not done: dropout, paged moments, packing texts of different lengths.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from attar.progress import Progress
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
-CLIP = 1.0  # of the gradient's norm
+CLIP = 1.0  # limit of the gradient's norm
 NO_LABEL = -100
 LEARNED = "sequences to learn from"
 GENERATIONS = 2  # saves that are kept: should the newest be damaged, few steps are lost
@@ -55,7 +54,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class FineTuning:
-    """What is trained, and how. `targets` are patterns of module names; raises ValueError on what makes no sense."""
+    """Settings of the training. `targets` are patterns of module names. Raises ValueError on invalid values."""
 
     rank: int = 16
     alpha: float = 32.0
@@ -75,8 +74,8 @@ class FineTuning:
 
 @dataclass(frozen=True)
 class FineTuned:
-    """What came out: the adapter's folder, how many parameters it has, and the mean loss in nats of every step.
-    `notes` say what else whoever asked for it should know, a sentence each."""
+    """Result of `finetune`: the adapter's folder, its number of parameters, and the mean loss in nats of every step.
+    `notes` are further sentences for the user."""
 
     path: Path
     parameters: int
@@ -84,7 +83,7 @@ class FineTuned:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return a JSON-ready dict."""
         return {
             "path": str(self.path),
             "parameters": self.parameters,
@@ -94,7 +93,7 @@ class FineTuned:
 
 
 def refuse_file(base: Path) -> None:
-    """Raise ValueError for a GGUF file, which is read for running alone."""
+    """Raise ValueError for a GGUF file, which can be run but not trained on."""
     if is_gguf(base):
         raise ValueError(
             f"{base} is a GGUF file, and adapters are trained on folders: give the one it was made from, compressed or "
@@ -103,10 +102,8 @@ def refuse_file(base: Path) -> None:
 
 
 def read_ids(base: Path, text: Path, samples: int, length: int) -> Tensor:
-    """Token ids [S, L] of at most `samples` windows of a text file, by the tokenizer of the model `base`.
-
-    Raises ValueError where there is no such file, it has fewer than two tokens, or `length` is beyond the context.
-    """
+    """Return token ids [S, L] of at most `samples` windows of a text file, by the tokenizer of the model `base`. Raises
+    ValueError where there is no such file, it has fewer than two tokens, or `length` is beyond the context."""
     refuse_file(base)
     within_context(length, Checkpoint.open(base).config, LEARNED)
     tokenizer = Tokenizer.load(base)
@@ -127,10 +124,12 @@ def finetune(
 ) -> FineTuned:
     """Train an adapter of the model `base` on token ids [S, L], at least two a sequence, into the folder `out`.
 
-    At most `memory` bytes are used (by default what this machine gives). Raises ValueError where the model has no place
-    for such sequences, no linear matches, the memory is too little, an interrupted run of this output had other
-    settings, was made elsewhere or left nothing that is whole, or a loss is not finite. An existing adapter is replaced
-    only with `overwrite`, and nothing but an adapter is.
+    At most `memory` bytes are used (by default all that this machine allows). An existing adapter is replaced only with
+    `overwrite`, and nothing but an adapter is.
+
+    Raises ValueError where the sequences exceed the model's context, no linear matches, the memory is too little, or a
+    loss is not finite. Also raises it where an interrupted run of this output had other settings, was made elsewhere or
+    left no undamaged save.
     """
     if ids.shape[1] < 2:
         raise ValueError("sequences of one token have no next token to learn from")
@@ -187,7 +186,7 @@ class _Learner(WholeModel):
 
 
 def _uniform(seed: int, stream: int, shape: tuple[int, int]) -> Tensor:
-    """Float32 in [-1, 1), drawn from a counter of (seed, stream)."""
+    """Return float32 numbers in [-1, 1), drawn from a counter of (seed, stream)."""
     words = np.random.Philox(key=np.array([seed, stream], dtype=np.uint64), counter=np.array([0, 0, 3, 0]))
     raw = np.asarray(words.random_raw(math.prod(shape))) >> np.uint64(11)
     return torch.from_numpy((raw.astype(np.float64) * 2.0**-52 - 1).astype(np.float32)).view(shape)
@@ -201,7 +200,7 @@ def _train(
     saves: _Saves,
     report: Progress,
 ) -> list[float]:
-    """Train from the beginning, or from where an earlier run was saved; returns the loss of every step."""
+    """Train from the beginning, or from the save of an earlier run; return the loss of every step."""
     parameters = learner.parameters()
     adam = torch.optim.Adam(parameters, lr=options.rate)
     losses = saves.resume(learner, adam)
@@ -228,29 +227,29 @@ def _train(
 
 
 def _next_token(ids: Tensor) -> Callable[[Tensor, slice], Tensor]:
-    """The mean loss of the next token over all of the sequences [S, L], of some of its rows."""
+    """Return the loss of some rows: their share of the mean next-token loss over all of the sequences [S, L]."""
     wanted = F.pad(ids[:, 1:], (0, 1), value=NO_LABEL).reshape(-1)
     count = len(ids) * (ids.shape[1] - 1)
     return lambda logits, rows: F.cross_entropy(logits, wanted[rows], ignore_index=NO_LABEL, reduction="sum") / count
 
 
 class _Saves:
-    """What runs of one output leave in the folder `state` for one that resumes, each after so many steps. `about` is
-    all that decides the bytes."""
+    """Saves of an output's runs in the folder `state`, each after so many steps, to resume from. `about` is all that
+    determines the bytes."""
 
     def __init__(self, state: Path, about: Mapping[str, Any], resumes: bool) -> None:
         self._state, self._about, self._resumes = state, about, resumes
         self.notes: list[str] = []
 
     def _steps(self) -> list[int]:
-        """After how many steps there are saves, the newest first."""
+        """Return the step numbers of the saves, the newest first."""
         return sorted((int(path.name.removeprefix("step-")) for path in self._state.glob("step-*[0-9]")), reverse=True)
 
     def _folder(self, step: int) -> Path:
         return self._state / f"step-{step}"
 
     def put(self, learner: _Learner, adam: torch.optim.Adam, losses: Sequence[float]) -> None:
-        """Save what has been learned. Older saves go once this one is on disk, but for `GENERATIONS`."""
+        """Save the learned state. Once it is on disk, older saves are deleted, but for `GENERATIONS`."""
         tensors: dict[str, Tensor] = {}
         for i, each in enumerate(learner.parameters()):
             tensors |= {f"{i}.value": each.detach(), **{f"{i}.{key}": adam.state[each][key] for key in MOMENTS}}
@@ -259,8 +258,8 @@ class _Saves:
             shutil.rmtree(self._folder(older))
 
     def resume(self, learner: _Learner, adam: torch.optim.Adam) -> list[float]:
-        """Put the learner where the newest save that is whole left it; returns the losses until then. Raises ValueError
-        where none is, or where it is of another run."""
+        """Restore the learner from the newest undamaged save; return the losses until then. Raises ValueError where
+        there is none, or where it is of another run."""
         damaged: dict[int, str] = {}
         for step in self._steps() if self._resumes else ():
             try:
@@ -273,7 +272,7 @@ class _Saves:
                     f"an interrupted run of this output differs in {differs}: repeat its settings to resume it, or "
                     "pass --restart to discard it"
                 )
-            for newer, why in damaged.items():  # which the steps to come write again
+            for newer, why in damaged.items():  # later steps write these saves again
                 self.notes.append(f"The run went on after step {step}, not {newer}: {why}.")
                 shutil.rmtree(self._folder(newer))
             for i, each in enumerate(learner.parameters()):
@@ -291,7 +290,7 @@ class _Saves:
 
 
 def _write(folder: Path, learner: _Learner, options: FineTuning, base: list[str]) -> None:
-    """The adapter as PEFT stores it, and of which base it is."""
+    """Write the adapter in PEFT's form, with the name of its base."""
     tensors: dict[str, Tensor] = {}
     for name, (down, up) in learner.factors.items():
         tensors |= {f"{lora.PREFIX}{name}{lora.DOWN}": down.detach(), f"{lora.PREFIX}{name}{lora.UP}": up.detach()}

@@ -1,8 +1,8 @@
-"""A whole model that can be differentiated: what tuning scales and training adapters have in common.
+"""A whole model that can be differentiated: common to tuning scales and training adapters.
 
-Weights stay as they are stored and take float32 a matrix at a time; of the graph of a step, what enters each block is
-kept and the rest made again on the way back, unless the whole graph fits (`recompute`). The output matrix meets a few
-rows at a time, forwards and backwards, so that no more logits than `LOGITS_AT_ONCE` exist.
+Weights stay as they are stored and become float32 a matrix at a time. Of the graph of a step, the inputs of each block
+are kept and the rest is computed again on the way back, unless the whole graph fits (`recompute`). The LM head is
+applied to a few rows at a time, forwards and backwards, so that no more logits than `LOGITS_AT_ONCE` exist.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from attar.model import decoder
 from attar.model.cache import ForwardBatch
 
 LOGITS_AT_ONCE = 1 << 22
-WARM_UP = 0.05  # of the steps
+WARM_UP = 0.05  # fraction of the steps
 
 
 class WholeModel:
-    """The model of a checkpoint, of any format, in memory. A subclass puts what it learns in place by `install`."""
+    """The model of a checkpoint, of any format, in memory. A subclass installs its learned numbers by `install`."""
 
     def __init__(self, checkpoint: Checkpoint | GgufCheckpoint) -> None:
         self.config = config = checkpoint.config
@@ -38,12 +38,11 @@ class WholeModel:
             linear.keep_dense = False
 
     def install(self, layer: int) -> None:
-        """Put what is learned of block `layer` in place, or, where that is the number of blocks, of the final norm.
-
-        Runs before each forward pass of theirs, so that the graph has a path to it."""
+        """Install the learned numbers of block `layer`, or, where that is the number of blocks, of the final norm. It
+        runs before each forward pass of the block or norm, so that the graph has a path to them."""
 
     def states(self, ids: Tensor) -> Tensor:
-        """What the final norm reads, [S * L, I], for token ids [S, L]."""
+        """Return the inputs of the final norm, [S * L, I], for token ids [S, L]."""
         step = ForwardBatch((ids.shape[1],) * len(ids), ids.shape[1])
         hidden = self.embedding.forward(ids.reshape(-1), step.positions).float()
         for layer in range(self.config.layers):
@@ -61,11 +60,12 @@ class WholeModel:
         return out
 
     def losses(self, hidden: Tensor, loss: Callable[[Tensor, slice], Tensor]) -> list[Tensor]:
-        """`loss` of the logits of some rows, and which those are, for all rows [N, I] that the final norm reads."""
+        """Return `loss` of the logits of some rows, and of the slice of these rows, for all rows [N, I] before the
+        final norm."""
         return [loss(self._logits(hidden[rows]), rows) for rows in self._parts(len(hidden))]
 
     def learn(self, ids: Tensor, loss: Callable[[Tensor, slice], Tensor]) -> float:
-        """Add to the gradients of what is learned those of the sum of `loss`; returns the sum."""
+        """Add the gradients of the sum of `loss` to those of the learned numbers; return the sum."""
         hidden = self.states(ids)
         leaf, total = hidden.detach().requires_grad_(), 0.0
         for rows in self._parts(len(leaf)):
@@ -84,12 +84,13 @@ class WholeModel:
         return [slice(at, min(at + at_once, rows)) for at in range(0, rows, at_once)]
 
     def fit(self, rows: int, learned: int, memory: int | None, what: str) -> None:
-        """Decide whether blocks run twice, for steps of so many rows and so many learned numbers, in so many bytes (by
-        default what this machine gives). Raises ValueError, beginning with `what`, where even that is too little."""
+        """Decide whether blocks run twice, for steps of so many rows and learned numbers, in so many bytes of memory
+        (by default all that this machine allows). Raises ValueError, beginning with `what`, where even that is too
+        little."""
         limit = machine.examine().budget if memory is None else memory
         sizes = [sum(math.prod(linear.shape) for linear in block.linears()) for block in self.blocks]
         heads = (self.config.heads + self.config.kv_heads) * self.config.head_dim
-        graph = 4 * rows * (8 * self.config.hidden + 5 * heads + 6 * self.config.intermediate)  # of a block
+        graph = 4 * rows * (8 * self.config.hidden + 5 * heads + 6 * self.config.intermediate)  # graph of a block
         least = 2 * sum(sizes) + 2 * 4 * math.prod(self.head.shape) + 6 * 4 * learned + 3 * 4 * max(sizes)
         least += 4 * math.prod(self.head.shape) if self.head.keep_dense else 0
         least += 4 * self.config.layers * rows * self.config.hidden + graph + 6 * 4 * LOGITS_AT_ONCE
@@ -98,17 +99,17 @@ class WholeModel:
         self.recompute = limit - least < 4 * sum(sizes) + self.config.layers * graph
 
 
-# What runs of Adam have in common
+# Common parts of runs of Adam
 
 
 def schedule(done: float) -> float:
-    """The learning rate at a share of all steps: up in a straight line, down as a cosine."""
+    """Return the learning rate at a fraction of all steps: a linear rise, then a cosine."""
     if done < WARM_UP:
         return done / WARM_UP
     return (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP))) / 2
 
 
 def shuffled(items: Sequence[int], seed: int, epoch: int) -> list[int]:
-    """The items in an order drawn from a counter of (seed, epoch)."""
+    """Return the items in an order drawn from a counter of (seed, epoch)."""
     stream = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64), counter=np.array([0, 0, 2, 0]))
     return [items[i] for i in np.argsort(np.asarray(stream.random_raw(len(items))), kind="stable").tolist()]

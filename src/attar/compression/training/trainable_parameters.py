@@ -1,18 +1,18 @@
-"""What tuning trains of a model (`tune`): the continuous numbers that are stored beside frozen codes.
+"""Trainable parameters of tuning (`tune`): the continuous numbers that are stored beside frozen codes.
 
-Which number that is of a linear follows from its form alone (`part_of`), so that it can be said before there is a
-model of which linears nothing is trained:
+A linear's form alone determines its trained part (`part_of`), so that untrained linears are known before there is a
+model:
 
 * a scale, of whatever it covers (groups, rows, blocks), or the magnitudes that stand for one;
 * where magnitudes or scales are quantized in their turn, the number above them, as far as that is a float: of NF4 the
   largest of 256 magnitudes, of NVFP4 the one for the tensor, which linears that read one input share. E4M3 scales move
   by 6 to 12 % or not at all, and tuning moves numbers by less than that;
-* tables that codes look up; the values of 2:4 sparse weights that are no codes; all weights of a pruned linear that
+* tables that codes look up; the values of 2:4 sparse weights that are not codes; all weights of a pruned linear that
   stays dense, but for its zeros;
 * in GGUF files the float16 numbers that scale a block: codes, and scales of few bits, stay.
 
-Nothing is trained of MXFP4, whose scales are powers of two, nor of GGML's types in a folder; nor zero points, which are
-integers.
+MXFP4, whose scales are powers of two, has no trained part, nor have GGML's types in a folder. Zero points are integers
+and are not trained.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ Stored = Checkpoint | GgufCheckpoint
 
 @dataclass(eq=False)
 class Knob:
-    """A stored number, or many: `base` + `size` times what is learned, and where its value goes before the model runs.
-    Several tensors that must stay equal are one knob."""
+    """A stored tensor, or several that must stay equal: `base` + `size` times the learned numbers, with the function
+    that installs its value before the model runs."""
 
     name: str
-    base: Tensor  # as it is stored
-    size: Tensor  # float32, of its shape or a single number
+    base: Tensor  # the stored value
+    size: Tensor  # float32, of the shape of `base`, or a single number
     install: Callable[[Tensor], None]
     others: dict[str, Callable[[Tensor], None]] = field(default_factory=dict)
-    """Tensors that are stored equal, by name, and where their value goes."""
+    """Tensors that are stored equal, by name, with the functions that install their value."""
 
     def __post_init__(self) -> None:
         self.learned = torch.zeros(self.base.shape, requires_grad=True)
@@ -71,17 +71,17 @@ class Knob:
         return (self.name, *self.others)
 
     def put(self) -> None:
-        """Have the model run with the value."""
+        """Install the value in the model."""
         value = self.value()
         for install in (self.install, *self.others.values()):
             install(value)
 
     def stored(self) -> Tensor:
-        """As it goes into the file."""
+        """Return the value in its stored form."""
         return self._exact().detach().to(self.base.dtype)
 
     def value(self) -> Tensor:
-        """What is stored, in float32, with the gradient of what is learned."""
+        """Return the stored value, in float32, with the gradient of the learned numbers."""
         exact = self._exact()
         return self.stored().float() + (exact - exact.detach())
 
@@ -90,7 +90,7 @@ class Knob:
 
 
 def part_of(form: WeightFormat) -> str | None:
-    """Which part of a weight of this form is trained; None: none, because all that is stored are codes."""
+    """Return the part of a weight of this form that is trained, or None where all stored parts are codes."""
     if isinstance(form, Grid | Progressive | Fp8Blocks):
         return "scale"
     if isinstance(form, Int8Rows):
@@ -107,24 +107,26 @@ def part_of(form: WeightFormat) -> str | None:
 
 
 def untrained(schemes: Iterable[Scheme | None]) -> tuple[str, ...]:
-    """The names of those of the schemes of which nothing is trained in a folder."""
+    """Return the names of the schemes without a trained part in a folder."""
     return tuple(sorted({each.name for each in schemes if each is not None and part_of(each.weight) is None}))
 
 
 def untrained_in_file(schemes: Iterable[Scheme | None]) -> tuple[str, ...]:
-    """The same of a GGUF file, where schemes are GGML's; plain numbers are none."""
+    """Return the names of the schemes without a trained part in a GGUF file, where schemes are GGML's; plain numbers
+    have no scheme."""
     forms = [each.weight for each in schemes if each is not None]
     kinds = [form.type for form in forms if isinstance(form, GgmlBlocks) and form.type.elements > 1]
     return tuple(sorted({kind.name.lower() for kind in kinds if kind.name not in ggml_blocks.CODED}))
 
 
 def of_block(checkpoint: Stored, block: Block, dense: Collection[str] = ()) -> Iterator[Knob]:
-    """The knobs of a block. `dense` names the linears whose weights, but for zeros, are trained themselves."""
+    """Yield the trainable parameters of a block. `dense` names the linears whose weights, but for zeros, are trained
+    themselves."""
     first = {linear.name: members[0].name for members in input_groups(block) for linear in members}
     shared: dict[str, Knob] = {}
     for linear in block.linears():
         if (knob := of_weight(checkpoint, linear, linear.name in dense)) is not None:
-            # Engines fuse linears that read one input, and then have one of NVFP4's numbers for all: they stay equal.
+            # Engines fuse linears that read one input, with one NVFP4 tensor scale for all: these stay equal.
             fused = isinstance(linear.weight, PackedTensor) and linear.weight.scheme.weight == NVFP4
             one = shared.setdefault(first.get(linear.name, linear.name), knob) if fused else knob
             if one is not knob and torch.equal(one.base, knob.base):
@@ -137,7 +139,7 @@ def of_block(checkpoint: Stored, block: Block, dense: Collection[str] = ()) -> I
 
 
 def of_weight(checkpoint: Stored, linear: Linear, dense: bool = False) -> Knob | None:
-    """That of a linear's weight, if there is one."""
+    """Return the trainable parameter of a linear's weight, if there is one."""
     if isinstance(checkpoint, GgufCheckpoint):
         return of_blocks(linear) if isinstance(linear.weight, PackedTensor) else None
     module, weight = checkpoint.stored_name(linear.name), linear.weight
@@ -153,7 +155,8 @@ def of_weight(checkpoint: Stored, linear: Linear, dense: bool = False) -> Knob |
 
 
 def of_blocks(linear: Linear) -> Knob | None:
-    """The numbers that scale the blocks of a weight in a GGUF file, [O, blocks of a row, 1 or 2] under its name."""
+    """Return the numbers that scale the blocks of a weight in a GGUF file, [O, blocks of a row, 1 or 2], under its
+    name."""
     packed = linear.weight
     assert isinstance(packed, PackedTensor)
     form = packed.scheme.weight
@@ -184,7 +187,7 @@ def _of_bias(checkpoint: Stored, owner: Linear | Norm) -> Iterator[Knob]:
 
 
 def of_norm(checkpoint: Stored, norm: Norm) -> Iterator[Knob]:
-    """Those of a norm."""
+    """Yield the trainable parameters of a norm."""
     size = (norm.weight.float() + norm.offset).abs()
     name = f"{_stored_name(checkpoint, norm.name)}.weight"
     yield Knob(name, norm.weight, size, lambda value: setattr(norm, "weight", value))
@@ -192,7 +195,7 @@ def of_norm(checkpoint: Stored, norm: Norm) -> Iterator[Knob]:
 
 
 def _stored_name(checkpoint: Stored, module: str) -> str:
-    """What a module is called where its numbers are stored; of a GGUF file what we call it."""
+    """Return the stored name of a module; in a GGUF file, attar's own."""
     return module if isinstance(checkpoint, GgufCheckpoint) else checkpoint.stored_name(module)
 
 
@@ -205,7 +208,8 @@ def _rms(x: Tensor) -> Tensor:
 
 
 def _size(part: str, base: Tensor) -> Tensor:
-    """What a part's numbers are trained in units of: their own size, but what may be near zero the size of all."""
+    """Return the unit in which a part's numbers are trained: their own size, or for numbers that may be near zero the
+    size of all."""
     if part == "table":
         return base.float().square().mean(1, keepdim=True).sqrt()
     if part == "values":
@@ -217,10 +221,10 @@ def _into_weight(linear: Linear, turned: bool) -> Callable[[Tensor], None]:
     return lambda value: setattr(linear, "weight", value.T if turned else value)
 
 
-# Weights of frozen codes and another value of the part that is trained
+# Weights from frozen codes and another value of the trained part
 
 Made = Callable[[Tensor], Tensor]
-"""The weight [O, I], float32, for a value of the part. It is `PackedTensor.dequantize`'s to the bit."""
+"""Function from a value of the part to the weight [O, I], float32, equal to `PackedTensor.dequantize` to the bit."""
 
 
 def _made(packed: PackedTensor) -> Made:
@@ -245,13 +249,14 @@ def _made(packed: PackedTensor) -> Made:
 
 
 def _unit(packed: PackedTensor, *parts: str) -> Tensor:
-    """The weight, were these parts 1: differences of codes, and floats of 4 or 8 bits, which bfloat16 holds exactly."""
+    """Return the weight as if these parts were 1: differences of codes, and floats of 4 or 8 bits, which bfloat16 holds
+    exactly."""
     ones = {part: torch.ones(packed.parts[part].shape).to(packed.parts[part].dtype) for part in parts}
     return PackedTensor(packed.scheme, packed.shape, {**packed.parts, **ones}).dequantize(torch.bfloat16)
 
 
 def _over_blocks(value: Tensor, size: int, shape: tuple[int, int]) -> Tensor:
-    """Numbers of square blocks at each of their weights."""
+    """Expand numbers of square blocks to each of their weights."""
     rows, columns = shape
     return value.repeat_interleave(size, 1)[:, :columns].repeat_interleave(size, 0)[:rows]
 

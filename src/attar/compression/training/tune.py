@@ -1,32 +1,33 @@
 """Frozen-code tuning: after all codes are chosen, train the few continuous numbers that are stored beside them.
 
-Block by block, rounding can only make each block's output right; what the whole model then predicts is nobody's
-business. Here it is: the scales of groups, the weights of norms and the biases move, by Adam, towards the least
-KL(original || compressed) over the whole vocabulary, on the calibration text (the "E2E-QP" of EfficientQAT, Chen et al.
-2024, with the original's predictions instead of labels, and codes that never move). It adds no bit: every such number
-is stored anyway, in the same dtype as before.
+Block by block, rounding can only correct each block's output, not the predictions of the whole model. Here the scales
+of groups, the weights of norms and the biases move, by Adam, towards the least KL(original
+
+compressed) over the whole vocabulary, on the calibration text. (The "E2E-QP" of EfficientQAT, Chen et al. 2024, with
+the original's predictions instead of labels, and codes that never move.) It adds no bit: every such number is stored
+anyway, in the same dtype as before.
 
 * Each number moves relative to its own size: w = w0 + |w0| d, d trained from 0 (biases, which may be zero, by the root
   mean square of theirs). One learning rate then fits scales of 1e-3 and norms of 10, and a weight of zero stays.
-* A pruned model that stays dense has no codes to freeze: what is frozen is where its zeros are. All other weights of
-  what was pruned are trained, by the root mean square of their matrix, in the dtype in which they are stored.
+* A pruned model that stays dense has no codes: the positions of its zeros are frozen. All other weights of pruned
+  linears are trained, by the root mean square of their matrix, in the dtype in which they are stored.
 * Rounding is in the loop: every forward pass computes with what would be stored, and the gradient passes straight
-  through the rounding to d, which is float32. So what was measured is what is written.
+  through the rounding to d, which is float32. So the measured values are the written ones.
 * One sequence in `HELD` is not trained on. On these the iterate after each epoch is compared with the untuned model,
   and the best is kept: the result is never worse there, and `Tuned` reports both figures.
-* The original is walked once, block by block; only the states before its final norm are kept, and its logits are made
-  anew for the few rows at hand. Of the compressed model the codes stay in memory at two bytes a weight and the tables
-  as they are stored (`whole`).
+* The original runs once, block by block; only the states before its final norm are kept, and its logits are computed
+  again for the few rows at hand. Of the compressed model the codes stay in memory at two bytes a weight and the tables
+  as they are stored (`trainable_model`).
 
-A calibration text is little to train on: what it says about scales is soon all said, and is more about that text than
-about the model. So the original may write more, by its own probabilities: what is learned from it is what the
-compressed model would get wrong on its way. It is written for tuning alone (`Tune.drawn`, and `distill`, whose default
-it is), or is what the walk was calibrated on (`Amount.drawn`). The calibration text that was given alone judges.
+A calibration text is soon exhausted: what it says about scales is more about that text than about the model. So the
+original may write more text, by its own probabilities, on which the compressed model learns from its likely mistakes.
+That text is written for tuning alone (`Tune.drawn`, and `distill`, whose default it is), or is also what the blocks
+were calibrated on (`Amount.drawn`). The calibration text that was given alone judges.
 
-Which numbers those are, form by form, is in `knobs`. Not done: scales of a packed output matrix. Codes were tried, by
-straight-through rounding from what `guided` had chosen: the KL of the 57,000 tokens trained on falls by a fifth, that
+`trainable_parameters` lists the numbers, form by form. Not done: scales of a packed LM head. Codes were tried, by
+straight-through rounding from what `guided` had chosen. The KL of the 57,000 tokens trained on falls by a fifth, that
 of other text of their kind no further than scales alone bring it, and that of text of another kind rises. A killed run
-begins anew, to the same bytes: the model's files are touched only when all is found.
+begins anew, to the same bytes: the model's files are changed only when all numbers are found.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ from attar.model.cache import ForwardBatch
 from attar.progress import Progress
 
 TOKENS = 1 << 16
-"""Of the calibration text, at most: more would make this training rather than compression."""
+"""Maximal number of calibration tokens trained on: more would make this training rather than compression."""
 
 DRAWN = 1 << 32
-"""What the seed of text drawn to train on is larger by: calibration text that was drawn is another."""
+"""Offset of the seed of text sampled to train on, which differs from sampled calibration text."""
 
 HELD = 8
 BETAS = (0.9, 0.99)  # a few hundred steps: the usual 0.999 remembers them all
@@ -71,21 +72,21 @@ FOUND = "tuned"
 
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning found: the numbers to store, by their names in a folder's files (of a GGUF file by ours), and the
-    mean KL in nats on held-out sequences of the calibration text before and after."""
+    """Result of tuning: the numbers to store, by their names in a folder's files (in a GGUF file by attar's own), and
+    the mean KL in nats on held-out sequences of the calibration text before and after."""
 
     kl_before: float
     kl_after: float
-    kl_epochs: tuple[float, ...]  # the same after each epoch
-    epoch: int  # of the iterate that was kept; 0: nothing was better than the untuned model
+    kl_epochs: tuple[float, ...]  # mean KL after each epoch
+    epoch: int  # epoch of the kept iterate; 0: the untuned model was best
     steps: int
     trained_tokens: int
     held_out_tokens: int
-    untrained: tuple[str, ...]  # schemes of linears of which nothing is trained: their norms and biases are
+    untrained: tuple[str, ...]  # schemes without a trained part; norms and biases are trained
     tensors: dict[str, Tensor] = field(repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, without the tensors."""
+        """Return a JSON-ready dict, without the tensors."""
         found = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "tensors"}
         return found | {"untrained": list(self.untrained)}
 
@@ -101,17 +102,18 @@ def run(
     progress: Progress | None = None,
     dense: Collection[str] = (),
 ) -> Tuned:
-    """Tune the finished model `made` from `source`, a folder or a GGUF file, on tokens that were given, and on those
-    drawn, unless the options have other text drawn. The caller stores the tensors. `dense` names the linears whose
-    weights, but for zeros, are trained themselves.
+    """Tune the finished model `made` from `source`, a folder or a GGUF file; the caller stores the tensors.
 
-    What is found is kept in the folder `state`, from which a run that was killed while it stored them takes it again.
-    Raises ValueError where this machine gives too little memory, where there is only one sequence, where the compressed
-    model's predictions are not finite, and where what was kept is damaged.
+    The tokens are those given and those drawn, unless the options have other text drawn. `dense` names the linears
+    whose weights, but for zeros, are trained themselves. The result is kept in the folder `state`, from which a run
+    that was killed while storing the tensors takes it again.
+
+    Raises ValueError where this machine has too little memory, where there is only one sequence, where the compressed
+    model's predictions are not finite, and where the kept result is damaged.
     """
     kept = state / FOUND
     if kept.is_dir():
-        figures, tensors = restore(kept)  # damaged, nothing else would do: the model may hold some of it already
+        figures, tensors = restore(kept)  # raises if damaged: the model may hold some of it already
         lists = {name: tuple(figures[name]) for name in ("kl_epochs", "untrained")}
         return Tuned(**{**figures, **lists}, tensors=tensors)
     ids, drawn = tokens.given, tokens.drawn
@@ -142,20 +144,21 @@ def run(
 
 
 def aside(ids: Tensor) -> list[int]:
-    """The sequences of a calibration text [S, L] by which tuning judges: nothing before it should have seen them."""
+    """Return the sequences of a calibration text [S, L] by which tuning judges; nothing before tuning should have seen
+    them."""
     taken = _taken(ids)
     every = min(HELD, len(taken))
     return [s for i, s in enumerate(taken) if i % every == every - 1]
 
 
 def without_judges(ids: Tensor) -> Tensor:
-    """The other sequences of a calibration text [S, L], in order."""
+    """Return the other sequences of a calibration text [S, L], in order."""
     judges = set(aside(ids))
     return ids[[s for s in range(len(ids)) if s not in judges]]
 
 
 def _taken(ids: Tensor) -> list[int]:
-    """The sequences that tuning uses, evenly spread."""
+    """Return the sequences that tuning uses, evenly spread."""
     count = min(len(ids), max(2, TOKENS // ids.shape[1]))
     return [i * len(ids) // count for i in range(count)]
 
@@ -168,7 +171,7 @@ def _opened(made: Path) -> Checkpoint | GgufCheckpoint:
 
 @torch.inference_mode()
 def probes(made: Path, seed: int) -> dict[str, Any]:
-    """The probes of the finished model, for its receipt: those that the walk took are of what it was."""
+    """Return the probes of the finished model, for its receipt: those of the block pass are of the untuned model."""
     checkpoint = _opened(made)
     config, run = checkpoint.config, ProbeRun(checkpoint.config, seed)
     embedding, head = decoder.build_ends(config, checkpoint)
@@ -190,11 +193,11 @@ def probes(made: Path, seed: int) -> dict[str, Any]:
 
 
 class _Student(WholeModel):
-    """The compressed model and its knobs by block; the last are the final norm's."""
+    """The compressed model and its trainable parameters by block; the last are the final norm's."""
 
     def __init__(self, checkpoint: Checkpoint | GgufCheckpoint, dense: Collection[str] = ()) -> None:
         super().__init__(checkpoint)
-        self.head.keep_dense = isinstance(self.head.weight, PackedTensor)  # it meets a few rows at a time
+        self.head.keep_dense = isinstance(self.head.weight, PackedTensor)  # it is applied to a few rows at a time
         self.in_file = isinstance(checkpoint, GgufCheckpoint)
         self.knobs = [list(trainable_parameters.of_block(checkpoint, block, dense)) for block in self.blocks]
         self.knobs.append(list(trainable_parameters.of_norm(checkpoint, self.final_norm)))
@@ -207,7 +210,7 @@ class _Student(WholeModel):
             knob.put()
 
     def untrained(self) -> tuple[str, ...]:
-        """The schemes of linears of which nothing is trained."""
+        """Return the schemes of linears without a trained part."""
         weights = [linear.weight for block in self.blocks for linear in block.linears()]
         schemes = [weight.scheme for weight in weights if isinstance(weight, PackedTensor)]
         return (
@@ -216,7 +219,7 @@ class _Student(WholeModel):
 
 
 class _Teacher:
-    """The original: its states before the final norm, its final norm and its output matrix."""
+    """The original: its states before the final norm, its final norm and its LM head."""
 
     def __init__(self, source: Checkpoint, final: HiddenStates) -> None:
         self._config, self._final = source.config, final
@@ -225,7 +228,7 @@ class _Teacher:
         self._head.keep_dense = False
 
     def states(self, sequences: Sequence[int]) -> Tensor:
-        """What the final norm reads, [len(sequences) * L, I]."""
+        """Return the inputs of the final norm, [len(sequences) * L, I]."""
         return torch.cat([self._final.read(range(s, s + 1)) for s in sequences])
 
     @torch.no_grad()
@@ -237,7 +240,8 @@ class _Teacher:
 
 
 class _Tuning:
-    """One run of Adam over the knobs of a student. Some of the first `judged` sequences of `ids` are not trained on."""
+    """One run of Adam over the parameters of a student. Some of the first `judged` sequences of `ids` are not trained
+    on."""
 
     def __init__(
         self, student: _Student, teacher: _Teacher, ids: Tensor, judged: int, options: Tune, seed: int
@@ -248,7 +252,7 @@ class _Tuning:
         self.trained = sorted({*range(len(ids))} - {*self.held})
 
     def run(self, sequences: int, report: Progress) -> Tuned:
-        """Train `sequences` sequences a step; returns the best of the untuned model and the iterate of every epoch."""
+        """Train `sequences` sequences a step; return the best of the untuned model and the iterate of every epoch."""
         trained = self.student.all_knobs()
         adam = torch.optim.Adam([knob.learned for knob in trained], lr=self.options.rate, betas=BETAS)
         before = least = self._held_out(sequences)
@@ -280,7 +284,7 @@ class _Tuning:
 
     @torch.no_grad()
     def _held_out(self, at_once: int) -> float:
-        """The mean KL over the tokens of the held-out sequences."""
+        """Return the mean KL over the tokens of the held-out sequences."""
         total, count = 0.0, len(self.held) * self.ids.shape[1]
         for at in range(0, len(self.held), at_once):
             some = self.held[at : at + at_once]
@@ -291,7 +295,7 @@ class _Tuning:
         return total
 
     def _divergence(self, sequences: Sequence[int], count: int) -> Callable[[Tensor, slice], Tensor]:
-        """KL(original || compressed) of some rows of these sequences, summed, over `count`."""
+        """Return KL(original compressed) of some rows of these sequences, summed, over `count`."""
         wanted = self.teacher.states(sequences)
 
         def loss(logits: Tensor, rows: slice) -> Tensor:

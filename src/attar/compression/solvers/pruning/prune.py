@@ -1,4 +1,4 @@
-"""Pruning as one problem: all places of a linear's zeros together, then the best weights for them.
+"""Pruning as one problem: all positions of a linear's zeros together, then the best weights for them.
 
 SparseGPT decides column by column and never looks back; what it leaves behind is not even the best weight matrix with
 its own zeros. Both can be had. With the Hessian H of the inputs, the loss of W' is tr((W - W') H (W - W')^T).
@@ -42,14 +42,14 @@ from attar.formats.scheme import Scheme
 
 FIRST, LAST = 0.02, 5.0  # rho, beside a Hessian with ones on its diagonal
 DESCENTS = 20
-ROUNDS = 2  # of improving codes
-COLUMNS_AT_ONCE = 128  # of one product with all columns: speed, not results
+ROUNDS = 2  # rounds of improving codes
+COLUMNS_AT_ONCE = 128  # columns of one product with all columns: speed, not results
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared(gptq.Prepared):
-    """What `solve` needs beside a factor of H: H damped, the roots of its diagonal, and, of H divided by them, the
-    eigenvalues and, in columns, eigenvectors."""
+    """Factor of H for `solve` with: H damped, the roots of its diagonal, and, of H divided by them, the eigenvalues
+    and, in columns, eigenvectors."""
 
     damped: Tensor  # [I, I]
     root: Tensor  # [I]
@@ -58,7 +58,7 @@ class Prepared(gptq.Prepared):
 
 
 def prepare(hessian: Hessian, damping: float = 0.01) -> Prepared:
-    """Raises ValueError as `gptq.prepare` does."""
+    """Damp and factor a Hessian. Raises ValueError as `gptq.prepare` does."""
     known = gptq.prepare(hessian, damping, "natural")
     mean = known.hessian
     level = mean.diagonal().mean()
@@ -79,11 +79,8 @@ def solve(
     steps: int = 60,
     scale_search: ScaleSearch = "mse",
 ) -> GptqResult:
-    """Prune a weight [O, I] of any float dtype whose inputs are those that `prepared` knows.
-
-    The result's `rtn_error` is that of pruning by magnitude. Raises ValueError where the groups of the pattern, or of
-    the scheme, do not divide I.
-    """
+    """Prune a weight [O, I] of any float dtype whose inputs are those of `prepared`. The result's `rtn_error` is that
+    of pruning by magnitude. Raises ValueError where the groups of the pattern, or of the scheme, do not divide I."""
     pattern.check(weight.shape[1])
     original = weight.to(prepared.hessian.dtype, copy=True)
     original[:, prepared.hessian.diagonal() == 0] = 0
@@ -94,10 +91,8 @@ def solve(
 
 
 def places(weight: Tensor, prepared: Prepared, pattern: Pattern, steps: int) -> Tensor:
-    """A weight with the pattern's zeros at good places, [O, I], by `steps` of the alternating directions.
-
-    The other weights are close to the best for these places.
-    """
+    """Return a weight [O, I] with the pattern's zeros at good positions, by `steps` of the alternating directions. The
+    other weights are close to the best for these positions."""
     strengths, vectors = prepared.strengths, prepared.vectors
     whole = weight * prepared.root
     pull = (whole @ vectors) * strengths  # W H, in the eigenvectors' basis
@@ -112,7 +107,7 @@ def places(weight: Tensor, prepared: Prepared, pattern: Pattern, steps: int) -> 
 
 
 def refit(start: Tensor, weight: Tensor, hessian: Tensor, gone: Tensor) -> Tensor:
-    """The best weights [O, I] that are zero where `gone` is, from a `start` that is so too."""
+    """Return the best weights [O, I] that are zero where `gone` is, from a `start` that has these zeros too."""
     found = start.clone()
     scale = 1 / hessian.diagonal()
     residual = ((weight - found) @ hessian).masked_fill_(gone, 0)
@@ -121,7 +116,7 @@ def refit(start: Tensor, weight: Tensor, hessian: Tensor, gone: Tensor) -> Tenso
     for _ in range(DESCENTS):
         turned = (direction @ hessian).masked_fill_(gone, 0)
         length = strength / (direction * turned).sum(1, keepdim=True)
-        length = length.nan_to_num(0.0, 0.0, 0.0)  # a row that is there already
+        length = length.nan_to_num(0.0, 0.0, 0.0)  # a row that has converged already
         found += length * direction
         residual -= length * turned
         before, ahead = strength, residual * scale
@@ -131,7 +126,7 @@ def refit(start: Tensor, weight: Tensor, hessian: Tensor, gone: Tensor) -> Tenso
 
 
 def _rounded(target: Tensor, prepared: Prepared, scheme: Scheme, search: ScaleSearch) -> PackedTensor:
-    """The levels [O, I] near a pruned target in what they cost; its zeros stay."""
+    """Return the levels [O, I] near a pruned target, by their cost; its zeros stay."""
     gone = (target == 0).T
     levels = Uniform.of(target, scheme, search)
     found, codes = sparsegpt.sweep(target, prepared, gone.T, levels)

@@ -1,4 +1,4 @@
-"""SparseGPT (Frantar & Alistarh 2023): prune column by column; the columns still to come make up for the error.
+"""SparseGPT (Frantar & Alistarh 2023): prune column by column; later columns compensate for the error.
 
 The paper reads everything from the upper Cholesky factor U of H^-1 = U^T U: weight i of those from i on costs
 w_i^2 / U_ii^2 to remove, w being the weights with all updates so far. Here it comes, as GPTQ does, from a factor of H
@@ -12,7 +12,7 @@ several columns are compared before any of them is fixed (a block of 128 for s50
 weights of all of them are w_B + E_F V_FB V_BB^-1: the same product, and a triangular solve. Masks and weights are then
 those of the authors' code, which the tests hold it to.
 
-With a scheme, kept weights are rounded to its levels as the sweep reaches them, and later columns make up for that too.
+With a scheme, kept weights are rounded to its levels as the sweep reaches them, and later columns compensate for it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,10 @@ def solve(
     block: int = 128,
     scale_search: ScaleSearch = "mse",
 ) -> GptqResult:
-    """Prune a weight [O, I] of any float dtype whose inputs are those that `prepared`, in natural order, knows.
-
-    `block` is how many columns share one threshold where the pattern is not n:m, and the unit of the work's lazy
-    updates everywhere. The result's `rtn_error` is that of pruning by magnitude. Raises ValueError where the groups of
-    the pattern, or of the scheme, do not divide I.
-    """
+    """Prune a weight [O, I] of any float dtype whose inputs are those of `prepared`, in natural order. `block` is how
+    many columns share one threshold where the pattern is not n:m, and the unit of lazy updates everywhere. The result's
+    `rtn_error` is that of pruning by magnitude. Raises ValueError where the groups of the pattern, or of the scheme, do
+    not divide I."""
     pattern.check(weight.shape[1])
     hessian = prepared.hessian
     original = weight.to(hessian.dtype, copy=True)
@@ -56,10 +54,8 @@ def solve(
 def sweep(
     weight: Tensor, prepared: Prepared, pattern: Pattern | Tensor, levels: Uniform | None = None, block: int = 128
 ) -> tuple[Tensor, Tensor]:
-    """The sweep itself, from a weight [O, I] in the Hessian's dtype: the pruned weight and its codes, each [I, O].
-
-    Instead of a pattern it takes the mask [O, I] of a search that is over. Without levels there are no codes, [0].
-    """
+    """Sweep a weight [O, I] in the Hessian's dtype; return the pruned weight and its codes, each [I, O]. Instead of a
+    pattern it takes the mask [O, I] of a finished search. Without levels there are no codes, [0]."""
     assert prepared.order == "natural", "groups of a pattern are neighbours"
     columns = weight.shape[1]
     if isinstance(pattern, Pattern) and pattern.grouped:
@@ -96,6 +92,6 @@ def sweep(
 
 
 def _scores(here: Tensor, target: Tensor, within: Tensor, pivots: Tensor) -> Tensor:
-    """What removing each weight of some columns costs, [b, O], all columns before them being fixed."""
+    """Return the cost of removing each weight of some columns, [b, O], all columns before them being fixed."""
     ahead: Tensor = torch.linalg.solve_triangular(within, target, upper=False, unitriangular=True)
     return (here + ahead).square() * pivots[:, None]

@@ -1,15 +1,15 @@
 """Pruning: which weights become zero.
 
-Four methods choose, each better and dearer than the one before:
+Four methods choose, each better and more expensive than the one before:
 
 * magnitude: the smallest |w| of the matrix. Needs no data;
 * Wanda (Sun et al. 2023): the smallest |w_ij| |x_j|_2 of each row, by the norm of every input over the calibration
   tokens (`means`). What stays is left as it is;
-* SparseGPT (Frantar & Alistarh 2023): what raises the error of the output least, column by column, and the columns to
-  come make up for it (`sparsegpt`);
-* `prune`: attar's own: all places at once, and then the best weights for them.
+* SparseGPT (Frantar & Alistarh 2023): the weights of least output error, column by column; later
+  columns compensate for it (`sparsegpt`);
+* `prune`: attar's own: all positions at once, and then the best weights for them.
 
-Here is what they share, and the first two. A score [O, I] and a `Pattern` give the mask: n:m within every m
+This module has their common parts, and the first two. A score [O, I] and a `Pattern` give the mask: n:m within every m
 consecutive inputs, others over the whole matrix or within each row. Counts are exact, and equal scores go by place, so
 that the same weights always give the same mask. With a scheme, what is kept is rounded to its grid, which holds zero
 exactly whether it is symmetric or not.
@@ -43,10 +43,8 @@ Unit = Literal["row", "matrix"]
 
 
 def mask(score: Tensor, pattern: Pattern, unit: Unit = "matrix") -> Tensor:
-    """The mask, bool [O, I], of the weights to zero: the smallest of a finite score [O, I].
-
-    n:m patterns compare within their groups whatever the unit. Raises ValueError where groups do not divide I.
-    """
+    """Return the mask, bool [O, I], of the weights to zero: the smallest of a finite score [O, I]. n:m patterns compare
+    within their groups whatever the unit. Raises ValueError where groups do not divide I."""
     rows, columns = score.shape
     pattern.check(columns)
     if pattern.grouped:
@@ -58,13 +56,14 @@ def mask(score: Tensor, pattern: Pattern, unit: Unit = "matrix") -> Tensor:
 
 
 def _lowest(score: Tensor, count: int) -> Tensor:
-    """Marks the `count` smallest of each last dimension."""
+    """Mark the `count` smallest of each last dimension."""
     chosen = score.argsort(dim=-1, stable=True)[..., :count]
     return torch.zeros(score.shape, dtype=torch.bool, device=score.device).scatter_(-1, chosen, True)
 
 
 def _lowest_of_all(score: Tensor, count: int) -> Tensor:
-    """The same of a vector, without the indices of a sort, which would be larger than a matrix of weights."""
+    """Mark the `count` smallest of a vector, without the indices of a sort, which would be larger than a matrix of
+    weights."""
     if count == 0:
         return torch.zeros(len(score), dtype=torch.bool, device=score.device)
     edge = score.kthvalue(count).values
@@ -74,7 +73,7 @@ def _lowest_of_all(score: Tensor, count: int) -> Tensor:
 
 
 def rounded(weight: Tensor, gone: Tensor, scheme: Scheme | None, search: ScaleSearch) -> Tensor | PackedTensor:
-    """A weight [O, I] of any float dtype with zeros where `gone` says, and the rest rounded to nearest."""
+    """Return a weight [O, I] of any float dtype with zeros where `gone` says, and the rest rounded to nearest."""
     sparse = weight.masked_fill(gone, 0)
     return sparse if scheme is None else rtn.solve(sparse, scheme, scale_search=search)
 
@@ -92,11 +91,9 @@ def by_wanda(
     search: ScaleSearch,
     unit: Unit = "row",
 ) -> GptqResult:
-    """Zero the smallest |w| sqrt(mean x^2) of each row of a matrix [O, I], given the mean squares [I].
-
-    Errors are those of outputs whose inputs are uncorrelated: of the Hessian, Wanda knows the diagonal. The result's
-    `rtn_error` is that of pruning by magnitude.
-    """
+    """Zero the smallest |w| sqrt(mean x^2) of each row of a matrix [O, I], given the mean squares [I]. Errors are those
+    of outputs with uncorrelated inputs: Wanda knows only the Hessian's diagonal. The result's `rtn_error` is that of
+    pruning by magnitude."""
     wide = weight.float()
     found = rounded(weight, mask(wide.abs() * squares.sqrt(), pattern, unit), scheme, search)
     plain = rounded(weight, mask(wide.abs(), pattern), scheme, search)
@@ -113,17 +110,15 @@ def result(
     scheme: Scheme | None,
     search: ScaleSearch,
 ) -> GptqResult:
-    """What a solver found for a weight [O, I], with its cost on these inputs and that of pruning by magnitude."""
+    """Return a solver's weight [O, I] as a result, with its cost on these inputs and that of pruning by magnitude."""
     plain = rounded(weight, mask(weight.abs(), pattern), scheme, search)
     cost, plain_cost = (damage(weight - values(each).to(weight.dtype), hessian) for each in (found, plain))
     return GptqResult(found, cost, plain_cost, damage(weight, hessian))
 
 
 def solved_as(scheme: Scheme | None) -> Scheme | None:
-    """The scheme to solve in for a weight that is to be stored in `scheme`.
-
-    Of values and places, a group of kept values spans twice as many columns.
-    """
+    """Return the scheme to solve in for a weight that is to be stored in `scheme`. In a scheme of values and positions,
+    a group of kept values spans twice as many columns."""
     if scheme is None or not isinstance(scheme.weight, Sparse24):
         return scheme
     grid = scheme.weight.values
@@ -135,7 +130,7 @@ def solved_as(scheme: Scheme | None) -> Scheme | None:
 
 
 def stored_as(found: Tensor | PackedTensor, scheme: Scheme | None) -> Tensor | PackedTensor:
-    """A weight [O, I] that was solved for in `solved_as(scheme)`, as it is stored: the same numbers."""
+    """Return a weight [O, I] that was solved for in `solved_as(scheme)` in its stored form: the same numbers."""
     if scheme is None or not isinstance(scheme.weight, Sparse24):
         return found
     if isinstance(found, Tensor):
@@ -144,18 +139,18 @@ def stored_as(found: Tensor | PackedTensor, scheme: Scheme | None) -> Tensor | P
     assert isinstance(grid, Grid)
     kept, places = sparse24.pack_24(found.dequantize())
     _, scale, zero = affine.decode(found)
-    codes = affine.round_to_grid(kept, scale.float(), zero, grid)  # of what lies on the grid: exact
+    codes = affine.round_to_grid(kept, scale.float(), zero, grid)  # exact, for values on the grid
     half = affine.encode(codes, scale, zero, Scheme(grid, scale_dtype=scheme.scale_dtype), (rows, columns // 2))
     return PackedTensor(scheme, found.shape, {**half.parts, "places": places})
 
 
 def values(weight: Tensor | PackedTensor) -> Tensor:
-    """The weight [O, I] in float32 or wider, whatever it is stored as."""
+    """Return the weight [O, I] in float32 or wider, from any stored form."""
     if isinstance(weight, PackedTensor):
         return weight.dequantize()
     return weight if weight.dtype == torch.float64 else weight.float()
 
 
 def damage(delta: Tensor, hessian: Tensor) -> float:
-    """tr(delta H delta^T) of a difference [O, I], summed in float64."""
+    """Return tr(delta H delta^T) of a difference [O, I], summed in float64."""
     return sum(float(((part @ hessian) * part).sum(dtype=torch.float64)) for part in delta.split(ROWS_AT_ONCE))

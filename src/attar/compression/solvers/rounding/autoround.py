@@ -1,4 +1,4 @@
-"""AutoRound (Cheng et al. 2023): learn which way to round, and how far to clip, from the error of a block's output.
+"""AutoRound (Cheng et al. 2023): learn rounding directions and clipping from the error of a block's output.
 
 Rounding to nearest decides for every weight alone. Here all weights of a block are rounded together,
 
@@ -6,9 +6,9 @@ Rounding to nearest decides for every weight alone. Here all weights of a block 
 
 where V in [-1/2, 1/2] moves a weight over the border to the next code, and s and z follow from the ends of its group's
 range, each times a factor in [1/2, 3/2]. V and the factors are found by descent on the squared error of the block's
-output: rounding passes gradients on as if it were not there, and since such gradients have little to say but their
-sign, each step moves every number by the learning rate against it (signSGD), which falls in a straight line to zero.
-With a rate of 1 over the number of steps, V can get half a code away and back within one run.
+output: rounding passes gradients through unchanged. Only the sign of such gradients is informative, so each step moves
+every number by the rate against it (signSGD). The rate falls linearly to zero. With a rate of 1 over the number of
+steps, V can get half a code away and back within one run.
 
 Ranges begin at those with the least error of rounding (`scale_search`), as GPTQ's do, not at the extremes. Scales are
 rounded to the dtype they are stored in before codes are chosen, so what is measured is what is stored. The error is
@@ -32,15 +32,13 @@ from attar.formats.affine import by_scale
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 
-LOW, HIGH = 0.5, 1.5  # of the factors
+LOW, HIGH = 0.5, 1.5  # limits of the factors
 CHECKS = 8  # how often the iterate is compared with the best so far
 
 
 class Rounding:
-    """A weight [O, I] and what its rounding learns: V [O, I], and a factor for each end of each range [O, G] (or [1]).
-
-    Raises ValueError on a NaN or an infinity, where the group size does not divide I, and off the integer grids.
-    """
+    """A weight [O, I] and its learned rounding: V [O, I], and a factor for each end of each range [O, G] (or [1]).
+    Raises ValueError on a NaN or an infinity, where the group size does not divide I, and off the integer grids."""
 
     def __init__(self, weight: Tensor, scheme: Scheme, scale_search: ScaleSearch = "mse") -> None:
         grid = scheme.grid
@@ -62,20 +60,21 @@ class Rounding:
         return self.shift, self.bottom, self.top
 
     def value(self) -> Tensor:
-        """W' [O, I], float32, with the gradient of what is learned."""
+        """Return W' [O, I], float32, with the gradient of the learned numbers."""
         codes, scale, zero = self._parts()
         return ((codes if zero is None else codes - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).flatten(-2)
 
     @torch.no_grad()
     def packed(self) -> PackedTensor:
-        """The same as it is stored."""
+        """Return W' in its stored form."""
         codes, scale, zero = self._parts()
         whole = (self.weight.shape[0], self.weight.shape[1])
         stored = None if zero is None else zero.to(torch.int8)
         return affine.encode(codes.flatten(-2).to(torch.int8), scale.to(self.scale_dtype), stored, self.scheme, whole)
 
     def step(self, gradients: Sequence[Tensor | None], rate: float) -> None:
-        """Move what is learned against the signs of its gradients; None where the loss does not depend on it."""
+        """Move the learned numbers against the signs of their gradients; None where the loss does not depend on
+        them."""
         limits = ((-0.5, 0.5), (LOW, HIGH), (LOW, HIGH))
         with torch.no_grad():
             for number, gradient, (low, high) in zip(self.learned, gradients, limits, strict=True):
@@ -83,7 +82,7 @@ class Rounding:
                     number.sub_(gradient.sign_(), alpha=rate).clamp_(low, high)
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes as floats [O, G, I/G], scale and zero point [O, G] (or [1]) as stored, in float32."""
+        """Return codes as floats [O, G, I/G], scale and zero point [O, G] (or [1]) as stored, in float32."""
         grid, groups = self.grid, self.low.shape[-1]
         low, high = (self.low * self.bottom).clamp(max=0), (self.high * self.top).clamp(min=0)
         steps = grid.qmax - grid.qmin
@@ -103,7 +102,7 @@ class Rounding:
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """Half-even, with the gradient of x."""
+    """Round half to even, with the gradient of x."""
     return x.detach().round() + (x - x.detach())
 
 
@@ -114,12 +113,10 @@ def search(
     *,
     steps: int = 200,
 ) -> tuple[float, float]:
-    """Learn the roundings of all weights of a block together; returns what `check` gave before and after.
-
+    """Learn the roundings of all weights of a block together; return the values of `check` before and after.
     `loss(weights, step)` is the mean squared error of the block's output with the weights W' in place, on the rows of
-    that step, its graph recorded; `check(weights)` the same on rows that are always the same, without. Neither may keep
-    the weights. Raises ValueError where an error is not finite.
-    """
+    that step, with its graph recorded. `check(weights)` is the same on fixed rows, without a graph. Neither may keep
+    the weights. Raises ValueError where an error is not finite."""
     numbers = [number for each in roundings for number in each.learned]
 
     def checked() -> float:

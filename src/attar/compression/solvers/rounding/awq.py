@@ -6,12 +6,12 @@ Statistic: the mean |x| of every input channel (`means`; texts that say "absmax"
 
 A group of linears that share an input (q/k/v, gate/up) shares s; alpha is the one that minimises the mean squared error
 of the block's output with W replaced by Q(W diag(s)) diag(s)^-1 and x left alone, which equals the folded form
-(diag(s)^-1 on x, never on the output side). alpha = 0 is plain rounding and in the grid, so that on the search tokens
-the searched objective is never above RTN's. The grid includes 1, which the authors' i/20 never reaches.
+(diag(s)^-1 on x, never on the output side). alpha = 0 is plain rounding and in the grid, so on the search tokens the
+searched objective is never above RTN's. The grid includes 1, which the authors' i/20 never reaches.
 
-This module never runs a block: what surrounds the linears is the caller's, which passes `loss`. The scales then fold
-into a norm or the rows of the linear before (`fold`). Second, `clip` shrinks the range of each (row, group) where that
-lowers the error of its product with the inputs; the authors leave out q and k, whose products are multiplied again.
+This module never runs a block: the caller knows it and passes `loss`. The scales then fold into a norm or the rows of
+the linear before (`fold`). Second, `clip` shrinks the range of each (row, group) where that lowers the error of its
+product with the inputs; the authors leave out q and k, whose products are multiplied again.
 
 Not done: the w_mean term that others add to s ("duo scaling").
 """
@@ -31,7 +31,7 @@ from attar.formats.scheme import Scheme
 from attar.formats.weight_formats import Progressive
 from attar.kernels.operands import Linear, Norm
 
-SMALLEST = 1e-4  # of a scale before normalisation: channels that are silent in the calibration inputs
+SMALLEST = 1e-4  # smallest scale before normalisation, for channels silent in calibration
 CLIP_STEPS = 10  # ratios 1, 0.95 .. 0.55
 CLIP_STEP = 0.05
 CLIP_TOKENS = 512
@@ -40,7 +40,7 @@ CHUNK_ELEMENTS = 1 << 20  # weights clipped at a time
 
 @dataclass(frozen=True, eq=False)
 class Search:
-    """What `search_scales` found: the scales [I], their alpha, and the loss of every alpha tried, in order from 0."""
+    """Result of `search_scales`: the scales [I], their alpha, and the loss of every alpha tried, in order from 0."""
 
     scales: Tensor
     alpha: float
@@ -49,16 +49,16 @@ class Search:
 
 
 def scales_from(stat: Tensor, alpha: float) -> Tensor:
-    """Scales [I], float32, from mean|x| [I]: the geometric mean of the largest and the smallest is 1."""
+    """Return scales [I], float32, from mean|x| [I]: the geometric mean of the largest and the smallest is 1."""
     powers = stat.float().pow(alpha).clamp(min=SMALLEST)
     return powers / (powers.max() * powers.min()).sqrt()
 
 
 def scaled_rounding(weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
-    """Q(W diag(s)) diag(s)^-1 for a weight [O, I]: what the linear computes with, seen from its unscaled input."""
+    """Return Q(W diag(s)) diag(s)^-1 for a weight [O, I]: the effective weight on the unscaled input."""
     found = torch.empty_like(weight)
     rows, columns = weight.shape
-    whole = not scheme.weight.by_row  # then all rows share a scale
+    whole = not scheme.weight.by_row  # if true, all rows share a scale
     for part in [slice(0, rows)] if whole else row_slices(rows, columns):
         scaled = (weight[part].float() * scales).to(weight.dtype)
         found[part] = _rounded(scaled, scheme) / scales
@@ -73,12 +73,10 @@ def search_scales(
     *,
     points: int = 20,
 ) -> Search:
-    """The best scales for a group of linears that read one input.
-
-    `weights` [O, I] and their `schemes` (None: stays dense) are those of the group; `stat` [I] is mean|x|. `loss` gets
-    one dense tensor for each weight, in order, and returns the mean squared error of the block's output (of whatever
-    the group feeds) with those in place. The first of equal losses wins. Raises ValueError where a loss is not finite.
-    """
+    """Return the best scales for a group of linears that read one input. `weights` [O, I] and their `schemes` (None:
+    stays dense) are those of the group; `stat` [I] is mean|x|. `loss` gets one dense tensor for each weight, in order,
+    and returns the mean squared error of the block's output (downstream of the group) with those in place. The first of
+    equal losses wins. Raises ValueError where a loss is not finite."""
     assert points >= 2, "the grid holds 0 and 1"
     tried: list[float] = []
     for i in range(points):
@@ -96,28 +94,27 @@ def search_scales(
 
 
 def apply(before: Norm | Linear, linears: Sequence[Linear], scales: Tensor) -> Tensor:
-    """Fold scales [I] into what feeds the linears and into their columns; returns the scales [I] as stored.
-
+    """Fold scales [I] into the producer of the linears' input and into their columns; return the scales [I] as stored.
     `before` is the norm before q/k/v and gate/up (then `linears` must be all that read it), `up` before `down`, and `v`
-    before `o` where `foldable` says so.
-    """
+    before `o` where `foldable` is true."""
     taken = fold.into_norm(before, scales) if isinstance(before, Norm) else fold.into_rows(before, scales)
     fold.into_columns(linears, taken)
     return taken
 
 
 def foldable(before: Linear, after: Linear) -> bool:
-    """Whether each input column of `after` is one output row of `before`: false for v and o under grouped queries."""
+    """Return whether each input column of `after` is one output row of `before`: false for v and o under grouped
+    queries."""
     return before.shape[0] == after.shape[1]
 
 
 def clip(weight: Tensor, x: Tensor, scheme: Scheme) -> Tensor:
-    """The weight [O, I] with the values of each (row, group) limited to its best range, in the weight's dtype.
+    """Return the weight [O, I] with the values of each (row, group) limited to its best range, in the weight's dtype.
 
-    Both ends of each range are shrunk to 1, 0.95 .. 0.55 of what they are, and the ratio is kept that minimises the
+    Both ends of each range are shrunk to 1, 0.95 .. 0.55 of their size, and the ratio is kept that minimises the
     squared error of the group's product with the inputs `x` [N, I], of which at most 512 rows, evenly spaced, are used.
-    Errors of different groups may add up in a row's output, so a row that is worse off as a whole stays as it was: on
-    those tokens no row is ever worse than unclipped. Min-max scales of the result are those of the shrunk ranges.
+    Errors of different groups may add up in a row's output, so a row that becomes worse as a whole is left unchanged:
+    on those tokens no row is ever worse than unclipped. Min-max scales of the result are those of the shrunk ranges.
     """
     rows, columns = weight.shape
     x = x[:: -(-len(x) // CLIP_TOKENS)].float()  # [N, I]
@@ -139,7 +136,7 @@ def _clip_rows(weight: Tensor, x: Tensor, factors: Tensor, scheme: Scheme) -> Te
     low, high = parts.amin(over, keepdim=True), parts.amax(over, keepdim=True)
 
     def error(candidate: Tensor) -> Tensor:
-        """Squared error of what [G, R, g] rounds to: [G, R, 1], or [G, 1, 1] where rows share a scale."""
+        """Return the squared error of rounding [G, R, g]: [G, R, 1], or [G, 1, 1] where rows share a scale."""
         rounded = _rounded(candidate.transpose(0, 1).flatten(1), scheme).unflatten(1, (len(factors), -1))
         delta = rounded.transpose(0, 1) - parts.float()
         errors: Tensor = delta @ factors.mT

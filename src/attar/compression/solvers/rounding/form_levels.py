@@ -1,12 +1,12 @@
-"""Levels of forms that are no grid, for solvers that go by columns: 4-bit floats, NF4, FP8 blocks, int8 rows, tables.
+"""Levels of forms without a grid, for solvers that go by columns: 4-bit floats, NF4, FP8 blocks, int8 rows, tables.
 
-What these have in common is that all but the codes can be fixed beforehand: scales, or the table of each row, are those
-that rounding to nearest finds (a table by k-means, weighted by how much each column counts). A solver then only chooses
-codes, and `pack` puts them into that weight in place of its own. NF4's magnitudes are themselves rounded; codes are
-chosen for what they became, not for what they were. An outlier beside a table takes whatever value is wanted of it.
+In all of these everything but the codes can be fixed beforehand. Scales, or the table of each row, are those of
+rounding to nearest (a table by k-means, weighted by the importance of each column). A solver then only chooses codes,
+and `pack` puts them into that weight in place of its own. NF4's magnitudes are themselves rounded; codes are chosen for
+the rounded ones. An outlier beside a table takes any value that the solver wants.
 
-Nothing but NVFP4's scales is fitted to codes afterwards: powers of two are too coarse to gain from it, and most other
-numbers here are shared beyond one row and group.
+Only NVFP4's scales are fitted to codes afterwards: powers of two are too coarse to gain from it, and most other numbers
+here are shared beyond one row and group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from attar.formats.weight_formats import Fp4, Fp8Blocks, Int8Rows, Lookup, Nf4
 from attar.kernels.operands import Linear
 
 LEVELLED = (Fp4, Fp8Blocks, Int8Rows, Lookup, Nf4)
-"""The forms that are known here."""
+"""The forms that this module supports."""
 
 
 def levels_of(
@@ -37,11 +37,9 @@ def levels_of(
     search: ScaleSearch = "mse",
     largest: Tensor | None = None,
 ) -> Scaled | Tables:
-    """The levels that the values of a weight [O, I] ask for.
-
-    `importance` [I] is what the squared error of each column counts, for tables; `search` is of 4-bit floats' scales,
-    and `largest` [1] as in `fp4.quantize`. Raises ValueError as the codecs do.
-    """
+    """Return the levels for the values of a weight [O, I]. `importance` [I] weighs the squared error of each column,
+    for tables; `search` is for the scales of 4-bit floats, and `largest` [1] as in `fp4.quantize`. Raises ValueError as
+    the codecs do."""
     weight, form = weight.float(), scheme.weight
     if isinstance(form, Lookup):
         counts = None if importance is None else importance.float().expand(weight.shape)
@@ -57,8 +55,8 @@ def levels_of(
 
 
 def shared_largest(groups: Iterable[Sequence[tuple[Linear, Scheme | None]]]) -> dict[str, Tensor]:
-    """The largest magnitude [1] of all NVFP4 weights of each group of linears that read one input, by linear: engines
-    fuse them, and then have one of NVFP4's numbers for all."""
+    """Return the largest magnitude [1] of all NVFP4 weights of each group of linears that read one input, by linear.
+    Engines fuse these linears, which then share one NVFP4 tensor scale."""
     found: dict[str, Tensor] = {}
     for members in groups:
         floats = [linear for linear, scheme in members if scheme is not None and scheme.weight == NVFP4]
@@ -69,14 +67,14 @@ def shared_largest(groups: Iterable[Sequence[tuple[Linear, Scheme | None]]]) -> 
 
 
 class _Codes(Protocol):
-    """How one family spells values that were divided by their scales; codes are uint8."""
+    """Coding of one family for values divided by their scales; codes are uint8."""
 
     def scales(self, packed: PackedTensor) -> Tensor:
-        """What each group of columns is multiplied by, float32 [O, G]."""
+        """Return the multiplier of each group of columns, float32 [O, G]."""
         ...
 
     def group(self, packed: PackedTensor) -> int:
-        """Columns of a group."""
+        """Return the columns of a group."""
         ...
 
     def encode(self, x: Tensor) -> Tensor: ...
@@ -84,7 +82,7 @@ class _Codes(Protocol):
     def decode(self, codes: Tensor) -> Tensor: ...
 
     def store(self, codes: Tensor) -> Tensor:
-        """The part `codes` of a weight with the codes [O, I]."""
+        """Return the part `codes` of a weight with the codes [O, I]."""
         ...
 
 
@@ -180,7 +178,7 @@ class Scaled:
         return self._decode(self._encode(weight, scale), scale)
 
     def refit(self, columns: slice, codes: Tensor, pull: Tensor, own: Tensor) -> Tensor | None:
-        """NVFP4's scales, to the nearest E4M3 number; of zero or less they stay as they were."""
+        """Refit NVFP4's scales, to the nearest E4M3 number; scales of zero or less stay unchanged."""
         if self.packed.scheme.weight != NVFP4:
             return None
         group, divisor = columns.start // self.width, self.packed.parts["global"]
@@ -210,10 +208,10 @@ class Scaled:
 
 
 class Tables:
-    """Levels that are a table for each row, and any number at all for its outliers."""
+    """Levels that are a table for each row, with arbitrary values for its outliers."""
 
     code_dtype = torch.uint8
-    width = 128  # nothing is fitted: as many columns as a solver takes at once
+    width = 128  # nothing is fitted: the columns that a solver takes at once
 
     def __init__(self, packed: PackedTensor) -> None:
         self.packed = packed

@@ -1,4 +1,4 @@
-"""GPTQ (Frantar et al. 2022): round a weight column by column; the columns still to come make up for the error.
+"""GPTQ (Frantar et al. 2022): round a weight column by column; later columns compensate for the error.
 
 Statistic: H = E[x x^T], the mean over calibration tokens of a linear's inputs (`Hessian`). Replacing W by W' costs
 tr((W - W') H (W - W')^T), the mean squared error of the outputs. Solve: once column k is fixed, the best change of the
@@ -53,19 +53,17 @@ COLUMNS_AT_ONCE = 1024
 
 
 class Hessian:
-    """E[x x^T] of a linear's I inputs: the running mean, over all rows seen, in one matrix of `dtype`.
-
-    float32 is enough: entries are means of squares, and what rounding is left lies far below the damping. The value
-    depends on how rows were split into calls, in the last bits only; the same calls give the same bits. The matrix lies
-    where the rows do.
-    """
+    """E[x x^T] of a linear's I inputs: the running mean, over all rows seen, in one matrix of `dtype`. float32 is
+    enough: entries are means of squares, and its rounding errors lie far below the damping. The value depends on how
+    rows were split into calls, in the last bits only; the same calls give the same bits. The matrix lies on the device
+    of the rows."""
 
     def __init__(self, columns: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> None:
         self.mean = torch.zeros((columns, columns), dtype=dtype, device=device)
-        self.tokens = 0.0  # that were seen, or what their weights add up to
+        self.tokens = 0.0  # number of tokens seen, or the sum of their weights
 
     def add(self, x: Tensor, weights: Tensor | None = None) -> None:
-        """Take in rows x [N, I] of any float dtype, each as often as its weight [N] says, which is not negative."""
+        """Add rows x [N, I] of any float dtype, each counted by its non-negative weight [N]."""
         if self.mean.device != x.device:
             assert not self.tokens, "rows of two devices"
             self.mean = torch.zeros_like(self.mean, device=x.device)
@@ -80,7 +78,7 @@ class Hessian:
                 self.tokens = total
 
     def merge(self, other: Hessian) -> None:
-        """Take in the rows that `other` saw."""
+        """Add the rows that `other` saw."""
         total = self.tokens + other.tokens
         if total:
             self.mean.mul_(self.tokens / total).add_(other.mean, alpha=other.tokens / total)
@@ -88,22 +86,20 @@ class Hessian:
 
     @property
     def silent(self) -> bool:
-        """Whether it says nothing: no row was seen, or all were zero, or so small that their squares are lost."""
+        """Return whether the matrix has no information: no row was seen, or all were zero, or too small to square."""
         return bool(self.mean.diagonal().max() < torch.finfo(self.mean.dtype).tiny)
 
     def weigh_alike(self) -> None:
-        """Have all columns count the same and none go with another, as of inputs of which nothing is known."""
+        """Make all columns count alike and independently, for inputs of which nothing is known."""
         self.mean.zero_().fill_diagonal_(1.0)
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """All that `solve` needs to know of the inputs; linears that read the same rows share it.
-
-    `sweep` is the order of columns. `upper` holds V of H = V D V^T in that order, as the Cholesky factor U^T U of H in
-    the reverse order: reversal turns the lower triangle that LAPACK offers into the upper one wanted, V_jk =
-    U[n-1-k, n-1-j] / U[n-1-k, n-1-k]. Turning slices around when they are needed saves a third matrix.
-    """
+    """The factored inputs for `solve`; linears that read the same rows share it. `sweep` is the order of columns.
+    `upper` holds V of H = V D V^T in that order, as the Cholesky factor U^T U of H in the reverse order: reversal turns
+    the lower triangle of LAPACK into the upper one wanted, V_jk = U[n-1-k, n-1-j] / U[n-1-k, n-1-k]. Reversing slices
+    when they are needed saves a third matrix."""
 
     hessian: Tensor  # [I, I], undamped
     sweep: Tensor  # [I] int64
@@ -111,13 +107,13 @@ class Prepared:
     order: Order
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """V^T for columns start .. stop of the sweep: [stop - start, stop], unit lower triangular at its end."""
+        """Return V^T for columns start .. stop of the sweep: [stop - start, stop], unit lower triangular at its end."""
         n = len(self.upper)
         part = self.upper[n - stop : n - start, n - stop :].flip(0, 1)
         return part / part[:, start:].diagonal()[:, None]
 
     def solve(self, right: Tensor) -> Tensor:
-        """H^-1 right of the damped H, for right [I, N]."""
+        """Return H^-1 right of the damped H, for right [I, N]."""
         backwards = self.sweep.flip(0)
         found = torch.cholesky_solve(right[backwards], self.upper, upper=True)
         return found.index_select(0, backwards.argsort())
@@ -125,11 +121,9 @@ class Prepared:
 
 @dataclass(frozen=True, eq=False)
 class GptqResult:
-    """The compressed weight and what it costs: `damage` is tr(E H E^T), E the difference to the weight asked for, and
-    `energy` tr(W H W^T). `rtn_damage` is what rounding to nearest on the same levels, as first found, would cost.
-
-    Errors are relative: the squared error of the outputs over the outputs, on the calibration tokens.
-    """
+    """The compressed weight and its cost: `damage` is tr(E H E^T), E the difference to the weight asked for, and
+    `energy` tr(W H W^T). `rtn_damage` is the cost of rounding to nearest on the initial levels. Errors are relative:
+    the squared error of the outputs over the outputs, on the calibration tokens."""
 
     packed: PackedTensor | Tensor  # a tensor where weights are pruned and stay dense
     damage: float
@@ -146,7 +140,7 @@ class GptqResult:
 
 
 def stacked(parts: Sequence[GptqResult]) -> GptqResult:
-    """The result of a weight whose rows were solved for some at a time, in order."""
+    """Stack the results of a weight's rows that were solved for some at a time, in order."""
     if len(parts) == 1:
         return parts[0]
     damage, rtn_damage, energy = (
@@ -170,11 +164,9 @@ def stacked(parts: Sequence[GptqResult]) -> GptqResult:
 
 
 def prepare(hessian: Hessian, damping: float = 0.01, order: Order = "activation") -> Prepared:
-    """Damp and factor a Hessian, whose matrix is kept, unchanged, beside the factor. Of one that is `silent`, though it
-    saw tokens, columns are made to count alike first.
-
-    Raises ValueError where it saw no token, holds a NaN or an infinity, or is not positive definite after damping.
-    """
+    """Damp and factor a Hessian, whose matrix is kept, unchanged, beside the factor. The columns of one that is
+    `silent`, though it saw tokens, are made to count alike first. Raises ValueError where it saw no token, holds a NaN
+    or an infinity, or is not positive definite after damping."""
     mean = hessian.mean
     diagonal = mean.diagonal()
     if not diagonal.isfinite().all():
@@ -215,13 +207,10 @@ def solve(
     largest: Tensor | None = None,
     importance: Tensor | None = None,
 ) -> GptqResult:
-    """Compress a weight [O, I] of any float dtype whose inputs are those that `prepared` knows.
-
-    The options' `block` sets how many columns share one product with all before them: speed, not results. Groups that
-    are not static are their own blocks; only natural order has them. Then come their sweeps of `polish.descend`.
-    `largest` and `importance` are as in `begin`.
-    Raises ValueError as `affine.min_max` and `affine.qparams` do.
-    """
+    """Compress a weight [O, I] of any float dtype whose inputs are those of `prepared`. The options' `block` sets how
+    many columns share one product with all before them: speed, not results. Groups that are not static are their own
+    blocks; only natural order has them. The sweeps of `polish.descend` follow. `largest` and `importance` are as in
+    `begin`. Raises ValueError as `affine.min_max` and `affine.qparams` do."""
     assert options.static_groups or prepared.order == "natural", "activation order visits groups in pieces"
     columns = weight.shape[1]
     hessian, sweep = prepared.hessian, prepared.sweep
@@ -243,10 +232,10 @@ def solve(
             wanted = target[k].addmv_(work[start : start + k].T, within[k, :k])  # [O]
             code, value = levels.nearest(place, wanted)
             codes[place] = code
-            work[start + k] -= value  # from here on the row holds the difference w_k - w'_k
+            work[start + k] -= value  # the row now holds the difference w_k - w'_k
     back = sweep.argsort()
     if options.polish:
-        del work  # in place of which comes a matrix of the same size
+        del work  # a matrix of the same size follows
         work = descend(codes, levels, weight, hessian, options.polish, options.damping)
         back = torch.arange(columns, device=sweep.device)
     damage = sum(_damage(work[:, some].T.index_select(1, back), hessian) for some in _slices(len(weight)))
@@ -261,12 +250,9 @@ def begin(
     largest: Tensor | None = None,
     importance: Tensor | None = None,
 ) -> tuple[Tensor, Uniform | Ggml | Scaled | Tables]:
-    """The weight [O, I] in the solver's dtype, columns without input zero, and the levels that it asks for.
-
-    Scales of GGML blocks, and tables, are found for how much each column counts: `importance` [I], such as a matrix
-    measured on more text than there is here, or else its input's mean square. `largest` [1] is that of all NVFP4
-    weights that engines fuse with this one.
-    """
+    """Return the weight [O, I] in the solver's dtype, columns without input zero, and the levels for it. Scales of GGML
+    blocks, and tables, are weighted by columns: by `importance` [I], such as a matrix measured on more text, or else by
+    the mean square of each input. `largest` [1] is that of all NVFP4 weights that engines fuse with this one."""
     original, seen = weight.to(prepared.hessian.dtype, copy=True), prepared.hessian.diagonal().float()
     original[:, seen == 0] = 0
     importance = seen if importance is None else importance.to(seen)
@@ -287,10 +273,8 @@ def _begin(
     largest: Tensor | None,
     importance: Tensor | None,
 ) -> tuple[Uniform | Ggml | Scaled | Tables, Tensor, float, float]:
-    """(levels, work, tr(W H W^T), damage of rounding to nearest) before the first column is rounded.
-
-    `work` [I, O] is the weight transposed, one row a column, in the order of the sweep.
-    """
+    """Return (levels, work, tr(W H W^T), damage of rounding to nearest) before the first column is rounded. `work` [I,
+    O] is the weight transposed, one row a column, in the order of the sweep."""
     hessian = prepared.hessian
     original, levels = begin(weight, prepared, scheme, scale_search, largest, importance)
     work = torch.empty((weight.shape[1], weight.shape[0]), dtype=hessian.dtype, device=weight.device)
@@ -308,7 +292,8 @@ def _slices(rows: int) -> Iterator[slice]:
 
 
 def _damage(delta: Tensor, hessian: Tensor) -> float:
-    """tr(delta H delta^T) of [R, I], summed in float64. H is symmetric: blocks below its diagonal count twice."""
+    """Return tr(delta H delta^T) of [R, I], summed in float64. H is symmetric: blocks below its diagonal count
+    twice."""
     total = 0.0
     for start in range(0, len(hessian), COLUMNS_AT_ONCE):
         stop = start + COLUMNS_AT_ONCE

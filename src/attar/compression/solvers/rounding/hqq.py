@@ -1,4 +1,4 @@
-"""HQQ (Badri and Shaji 2023): scales and zero points for which rounding errs little, as robust statistics count it.
+"""HQQ (Badri and Shaji 2023): scales and zero points of least rounding error by a robust norm.
 
 No calibration. A few large weights pull a group's range apart; the squared error would follow them. HQQ minimises the
 sum of |W - W'|^p, p = 0.7, instead, under which a large error costs little more than a middling one, by half-quadratic
@@ -36,10 +36,8 @@ STEPS = 20
 
 
 def solve(weight: Tensor, scheme: Scheme, *, steps: int = STEPS) -> PackedTensor:
-    """The weight [O, I], any float dtype, on the grids that `steps` steps find.
-
-    Raises ValueError on a NaN or an infinity, where the group size does not divide I, and off the integer grids.
-    """
+    """Return the weight [O, I], any float dtype, on the grids found in `steps` steps. Raises ValueError on a NaN or an
+    infinity, where the group size does not divide I, and off the integer grids."""
     grid = scheme.grid
     if grid.kind != "int":
         raise ValueError(f"hqq moves zero points and scales of integer grids, not of {scheme.name}")
@@ -56,8 +54,8 @@ def solve(weight: Tensor, scheme: Scheme, *, steps: int = STEPS) -> PackedTensor
 
 
 def fit(weight: Tensor, grid: Grid, scale_dtype: torch.dtype, steps: int) -> tuple[Tensor, Tensor | None]:
-    """Scale in `scale_dtype` and zero point int8 (None on a symmetric grid) of each group of rows [R, I]: [R, G] or
-    [1]."""
+    """Return scale in `scale_dtype` and zero point int8 (None on a symmetric grid) of each group of rows [R, I]: [R, G]
+    or [1]."""
     scale, zero = affine.qparams(*affine.min_max(weight, grid), grid, scale_dtype)
     x = by_scale(weight, scale.shape[-1])  # [R, G, I/G]
     over = (0, 2) if grid.granularity == "tensor" else (2,)
@@ -92,6 +90,6 @@ def fit(weight: Tensor, grid: Grid, scale_dtype: torch.dtype, steps: int) -> tup
 
 
 def shrink(x: Tensor, beta: float, power: float = POWER) -> Tensor:
-    """HQQ's step towards the least |e|^p + beta/2 (x - e)^2: sign(x) max(0, |x| - |x|^(p - 1) / beta)."""
+    """Return HQQ's step towards the least |e|^p + beta/2 (x - e)^2: sign(x) max(0, |x| - |x|^(p - 1) / beta)."""
     size = x.abs()
     return x.sign() * (size - size.clamp_min(torch.finfo(x.dtype).tiny).pow(power - 1) / beta).clamp_min(0)

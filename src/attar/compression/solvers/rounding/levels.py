@@ -1,13 +1,13 @@
-"""The values that the columns of a weight may take: what a solver that goes column by column knows of a scheme.
+"""Values that the columns of a weight may take, for solvers that go column by column.
 
-GPTQ and its polish decide, for one column of all rows at a time, which of the representable values comes nearest to
-what they want. How those follow from scales and zero points is here, so that a solver serves every scheme whose scales
-can be set before its codes.
+GPTQ and its polish choose, for one column of all rows at a time, the nearest representable values to their targets.
+This module derives these values from scales and zero points, so that a solver serves every scheme whose scales can be
+set before its codes.
 
 Uniform grids: value = (code - zero) * scale in the solver's dtype, on scales rounded to the dtype they are stored in.
-Their scales and zero points can also be fitted to codes (`refit`): the damage tr(E H E^T), E = W' - W, is a parabola in
-each of them, so the best that can be stored is the one nearest to its lowest point. With c = code - zero in the columns
-g of one group:
+Their scales and zero points can also be fitted to codes (`refit`). The damage tr(E H E^T), E = W' - W, is a parabola in
+each of them, so the best storable value is the one nearest to its lowest point. With c = code - zero in the columns g
+of one group:
 
     scale       s <- s - (E H)_g c / (c^T H_gg c)
     zero point  z <- nearest(z + (E H)_g 1 / (s 1^T H_gg 1))
@@ -29,37 +29,35 @@ from attar.formats.scheme import FLOAT8, Grid, Scheme
 
 
 class Levels(Protocol):
-    """What each column of a weight [O, I] may become. Codes of all columns are [I, O], in `code_dtype`."""
+    """Representable values of each column of a weight [O, I]. Codes of all columns are [I, O], in `code_dtype`."""
 
     @property
     def code_dtype(self) -> torch.dtype: ...
 
     @property
     def width(self) -> int:
-        """How many columns share what `refit` fits."""
+        """Return how many columns share the numbers that `refit` fits."""
         ...
 
     def nearest(self, column: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes, and the values they stand for, that come nearest to x [O]: both in the dtype of x, [O]."""
+        """Return codes and their values nearest to x [O]: both in the dtype of x, [O]."""
         ...
 
     def values(self, columns: slice, codes: Tensor) -> Tensor:
-        """What codes [w, O] of some columns of one group stand for, [w, O]."""
+        """Return the values [w, O] of codes [w, O] of some columns of one group."""
         ...
 
     def rounded(self, weight: Tensor, rows: slice) -> Tensor:
-        """Rows [R, I] of the weight, each value rounded to nearest."""
+        """Return rows [R, I] of the weight, each value rounded to nearest."""
         ...
 
     def refit(self, columns: slice, codes: Tensor, pull: Tensor, own: Tensor) -> Tensor | None:
-        """Fit what the columns of one group share to their codes [w, O]; returns by how much values change, [w, O].
-
-        `pull` [w, O] is (E H)^T in those columns, `own` [w, w] is H there. None: nothing can be fitted.
-        """
+        """Fit the shared numbers of one group's columns to their codes [w, O]; return the change of the values, [w, O].
+        `pull` [w, O] is (E H)^T in those columns, `own` [w, w] is H there. Returns None where nothing can be fitted."""
         ...
 
     def pack(self, codes: Tensor) -> PackedTensor:
-        """The weight as it is stored."""
+        """Return the weight in its stored form."""
         ...
 
 
@@ -72,7 +70,8 @@ class Uniform:
 
     @staticmethod
     def of(weight: Tensor, scheme: Scheme, search: ScaleSearch) -> Uniform:
-        """Those that the values of a weight [O, I] ask for. Raises ValueError as `affine.min_max` and `qparams` do."""
+        """Return the levels for the values of a weight [O, I]. Raises ValueError as `affine.min_max` and `qparams`
+        do."""
         scale, zero = rtn.group_scales(weight, scheme.grid, getattr(torch, scheme.scale_dtype), search)
         return Uniform(scale, zero, scheme, (weight.shape[0], weight.shape[1]))
 
@@ -98,7 +97,7 @@ class Uniform:
         return _nearest(x, *self._at(column, x.dtype), self.grid)
 
     def nearest_at(self, rows: Tensor, columns: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """As `nearest`, of single elements x [n] at these rows and columns."""
+        """Return codes and values nearest to single elements x [n] at these rows and columns."""
         scale, zero = self.scale, self.zero
         if scale.ndim == 2:
             groups = columns // self.width
@@ -106,13 +105,13 @@ class Uniform:
         return _nearest(x, scale.to(x.dtype), None if zero is None else zero.to(x.dtype), self.grid)
 
     def part(self, rows: slice) -> Uniform:
-        """The levels of some rows: the very same, for whoever changes them."""
+        """Return the levels of some rows; they share memory, so changes are visible here."""
         zero = self.zero if self.zero is None or self.scale.ndim == 1 else self.zero[rows]
         scale = self.scale if self.scale.ndim == 1 else self.scale[rows]
         return Uniform(scale, zero, self.scheme, (len(range(self.shape[0])[rows]), self.shape[1]))
 
     def copy(self) -> tuple[Tensor, Tensor | None]:
-        """What `restore` puts back."""
+        """Return the state that `restore` puts back."""
         return self.scale.clone(), None if self.zero is None else self.zero.clone()
 
     def restore(self, kept: tuple[Tensor, Tensor | None]) -> None:
@@ -133,7 +132,7 @@ class Uniform:
         return _nearest(parts, wide, shift, self.grid)[1].flatten(1)
 
     def refit(self, columns: slice, codes: Tensor, pull: Tensor, own: Tensor) -> Tensor | None:
-        """Scales stay positive. One scale of a whole tensor is not fitted."""
+        """Fit scale and zero point of one group. Scales stay positive. One scale of a whole tensor is not fitted."""
         if self.scale.ndim == 1:
             return None
         group, dtype = columns.start // self.width, codes.dtype
@@ -160,7 +159,7 @@ class Uniform:
         return PackedTensor(self.scheme, self.shape, {"codes": codes, "scale": self.scale})
 
     def _at(self, column: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Scale and zero point of a column in a solver's dtype, [O], or [1] for the whole tensor."""
+        """Return scale and zero point of a column in a solver's dtype, [O], or [1] for the whole tensor."""
         scale, zero = self.scale, self.zero
         if scale.ndim == 2:
             at = column // self.width
@@ -169,7 +168,7 @@ class Uniform:
 
 
 def _nearest(x: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Codes and values of x, with scale and zero in its dtype and broadcast to it: the codecs' arithmetic."""
+    """Return codes and values of x, with scale and zero in its dtype and broadcast to it, by the codecs' arithmetic."""
     scaled = x / scale
     if zero is not None:
         scaled += zero

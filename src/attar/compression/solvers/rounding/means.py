@@ -13,10 +13,8 @@ ROWS_AT_ONCE = 512
 
 
 class ColumnMean:
-    """The mean |x|^power, 1 or 2, of each of I input channels over all rows seen so far, summed in float64.
-
-    `reader` is who reads the rows, for the sentence that none came.
-    """
+    """The mean |x|^power, 1 or 2, of each of I input channels over all rows seen so far, summed in float64. `reader`
+    names the reader of the rows, for the error that none came."""
 
     def __init__(self, columns: int, power: int, reader: str = "these linears") -> None:
         assert power in (1, 2)
@@ -24,7 +22,7 @@ class ColumnMean:
         self.total = torch.zeros(columns, dtype=torch.float64)
 
     def add(self, x: Tensor) -> None:
-        """Take in rows x [N, I]. Raises ValueError on a NaN, an infinity, or what overflows when squared."""
+        """Add rows x [N, I]. Raises ValueError on a NaN, an infinity, or a value that overflows when squared."""
         total = torch.zeros_like(self.total, device=x.device)
         for part in x.split(ROWS_AT_ONCE):  # a sum in float64 begins with a copy in float64
             each = part.float().square() if self.power == 2 else part.abs()
@@ -36,7 +34,7 @@ class ColumnMean:
 
     @property
     def value(self) -> Tensor:
-        """Float32 [I]. Raises ValueError where no row was seen."""
+        """Return the mean, float32 [I]. Raises ValueError where no row was seen."""
         if self.tokens == 0:
             raise ValueError(f"no calibration token reached {self.reader}: give more calibration text")
         return (self.total / self.tokens).float()

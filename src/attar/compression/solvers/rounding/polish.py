@@ -1,4 +1,4 @@
-"""Coordinate descent on what GPTQ leaves: codes, scales and zero points, one at a time, each at its best.
+"""Coordinate descent after GPTQ: codes, scales and zero points, one at a time, each at its best.
 
 Statistic: the Hessian that GPTQ used. GPTQ fixes a column once, knowing only those before it; afterwards every column
 can be rounded again knowing all others. With E = W' - W the damage tr(E H E^T) is a parabola in any one value of W', so
@@ -22,19 +22,15 @@ from torch import Tensor
 
 from attar.compression.solvers.rounding.levels import Levels
 
-COLUMNS_AT_ONCE = 128  # whose products with all other columns are one matrix product: speed, not results
+COLUMNS_AT_ONCE = 128  # they share one matrix product with all others: speed, not results
 
 
 def descend(
     codes: Tensor, levels: Levels, target: Tensor, hessian: Tensor, sweeps: int, damping: float = 0.01
 ) -> Tensor:
-    """Improve codes [I, O] and what `levels` can refit, both in place, towards `target` [O, I], given H [I, I].
-
-    Returns the error E^T that is left, [I, O].
-
-    tr(E H' E^T) never rises, where H' is H with `damping` times its mean diagonal added to the diagonal. Columns whose
-    input was always zero are drawn to zero, whatever the target.
-    """
+    """Improve codes [I, O] and the fitted numbers of `levels`, both in place, towards `target` [O, I], given H [I, I].
+    Returns the remaining error E^T, [I, O]. tr(E H' E^T) never rises, where H' is H with `damping` times its mean
+    diagonal added to the diagonal. Columns whose input was always zero are drawn to zero, whatever the target."""
     diagonal = hessian.diagonal()
     ridge = damping * diagonal.mean() + torch.where(diagonal == 0, diagonal.mean(), 0)  # [I]
     error = torch.empty_like(codes, dtype=hessian.dtype)  # [I, O]
@@ -57,7 +53,7 @@ def descend(
 
 
 def _pull(some: slice, error: Tensor, hessian: Tensor, ridge: Tensor) -> Tensor:
-    """(E H')^T of some columns, [w, O]."""
+    """Return (E H')^T of some columns, [w, O]."""
     return (hessian[some] @ error).add_(ridge[some, None] * error[some])
 
 
@@ -65,7 +61,7 @@ def _round(some: slice, codes: Tensor, levels: Levels, error: Tensor, hessian: T
     """Choose the codes of some columns anew, one column after another."""
     pull, own = _pull(some, error, hessian, ridge), hessian[some, some]
     value = levels.values(some, codes[some].to(error.dtype))  # [w, O]
-    moved = torch.zeros_like(pull)  # by how much each column's values changed
+    moved = torch.zeros_like(pull)  # change of each column's values
     for k, curve in enumerate((own.diagonal() + ridge[some]).tolist()):
         wanted = value[k] - pull[k].addmv_(moved[:k].T, own[k, :k]) / curve
         code, found = levels.nearest(some.start + k, wanted)

@@ -1,8 +1,8 @@
-"""Levels of weights of two levels, (code * factor - offset) * scale (`formats.progressive`), for solvers that go by
+"""Levels of weights of two levels, (code * factor - offset) * scale (`codecs.progressive`), for solvers that go by
 columns.
 
-For one column that is a uniform grid: steps of factor * scale around a zero point that need not be a code. What differs
-is what can be fitted to codes afterwards. Scales of groups are whole multiples of the row's, so they are not moved to
+For one column that is a uniform grid: steps of factor * scale around a zero point that need not be a code. Only
+the fit to codes differs. Scales of groups are whole multiples of the row's, so they are not moved to
 the lowest point of a parabola but chosen: with pull = E H, own = H in the columns of a group and code vector c,
 changing factor and offset by (f, o) changes the damage tr(E H E^T) by
 
@@ -41,7 +41,7 @@ class TwoLevel(Uniform):
 
     @staticmethod
     def of(weight: Tensor, scheme: Scheme, search: ScaleSearch) -> TwoLevel:
-        """Those that the values of a weight [O, I] ask for. Raises ValueError as `progressive.quantize`."""
+        """Return the levels for the values of a weight [O, I]. Raises ValueError as `progressive.quantize`."""
         return TwoLevel(*progressive.levels_of(weight, scheme, search), scheme, (weight.shape[0], weight.shape[1]))
 
     def nearest(self, column: int, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ class TwoLevel(Uniform):
             getattr(self, name).copy_(tensor)
 
     def refit(self, columns: slice, codes: Tensor, pull: Tensor, own: Tensor) -> Tensor:
-        """Never raises the damage: the factor and the offset that are there are among the choices."""
+        """Fit factor and offset; the damage never rises, since the present ones are among the choices."""
         group, dtype = columns.start // self.width, codes.dtype
         row, factor, offset = (
             each.to(dtype) for each in (self.row[:, 0], self.factor[:, group], self.offset[:, group])
@@ -82,7 +82,7 @@ class TwoLevel(Uniform):
         both = row.square()
         square, mixed, ones = both * (pulled * units).sum(0), both * pulled.sum(0), both * own.sum()
         least = torch.zeros_like(row)
-        more, further = torch.zeros_like(row), torch.zeros_like(row)  # by how much factor and offset change
+        more, further = torch.zeros_like(row), torch.zeros_like(row)  # changes of factor and offset
         for candidate in range(1, LARGEST_FACTOR + 1):
             f = candidate - factor
             to = (offset + (by_ones + mixed * f) / ones).round()
@@ -107,7 +107,7 @@ _FITTED = ("factor", "offset", "scale", "zero", "top")
 
 
 def _nearest(x: Tensor, scale: Tensor, zero: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and values of x, all broadcast to it."""
+    """Return codes and values of x, all broadcast to it."""
     scale, zero = scale.to(x.dtype), zero.to(x.dtype)
     code = torch.minimum((x / scale + zero).round_().clamp_(min=-MIDDLE), top.to(x.dtype))
     return code, (code - zero) * scale

@@ -30,12 +30,10 @@ def solve(
     importance: Tensor | None = None,
     largest: Tensor | None = None,
 ) -> PackedTensor:
-    """The weight [O, I], any float dtype, rounded to nearest.
-
-    `importance` [I] are the mean squares of the columns' inputs, for blocks of GGML, which are searched; `largest` [1]
-    the largest magnitude of all weights that share NVFP4's number for a tensor with this one. Raises ValueError on a
-    NaN or an infinity, where the group size does not divide I, and where a scale overflows.
-    """
+    """Return the weight [O, I], any float dtype, rounded to nearest. `importance` [I] holds the mean squares of the
+    columns' inputs, for the search of GGML blocks. `largest` [1] is the largest magnitude of all weights that share the
+    NVFP4 tensor scale with this one. Raises ValueError on a NaN or an infinity, where the group size does not divide I,
+    and where a scale overflows."""
     if isinstance(scheme.weight, Fp4):
         return fp4.quantize(weight, scheme, "mse" if scale_search == "mse" else fp4.RULE, largest)
     if isinstance(scheme.weight, GgmlBlocks):
@@ -50,7 +48,7 @@ def solve(
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     parts = [slice(None)] if grid.granularity == "tensor" else list(row_slices(rows, columns))
     scales, zeros = [], []
-    for part in parts:  # no float32 copy of a matrix that may have the size of a vocabulary
+    for part in parts:  # avoids a float32 copy of a matrix with a row for each token of a vocabulary
         some = weight[part].float()
         scale, zero = group_scales(some, grid, scale_dtype, scale_search)
         codes[part] = affine.round_to_grid(some, scale, zero, grid)
@@ -62,10 +60,8 @@ def solve(
 def group_scales(
     weight: Tensor, grid: Grid, scale_dtype: torch.dtype, search: ScaleSearch
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale, rounded to `scale_dtype`, and zero point of every part of a weight [O, I] that shares one.
-
-    Shapes are `affine.qparams`': [O, G], or [1] for the whole tensor.
-    """
+    """Return scale, rounded to `scale_dtype`, and zero point of every part of a weight [O, I] that shares one. Shapes
+    are those of `affine.qparams`: [O, G], or [1] for the whole tensor."""
     if search == "mse" and grid.kind == "int":
         low, high = observers.mse_range(weight, grid, scale_dtype)
     else:

@@ -3,20 +3,20 @@
 YAQA (Tseng et al. 2025). To second order an error E of a weight [O, I] changes the loss by half of its quadratic form
 in the Fisher matrix, which is taken for the Kronecker product of two: tr(Ho E H E^T). H, of the inputs, is GPTQ's. Ho,
 of the outputs, says how the loss couples the rows: the mean of g g^T over tokens, g being the gradient of the loss at
-the linear's output, each token weighted by |x|^2 (the statistic, `guide`). With labels sampled from the model that loss
-is the KL divergence from it. GPTQ is the case Ho = 1, in which rows cannot make up for one another.
+the linear's output, each token weighted by |x|^2 (`loss_weights`). With labels sampled from the model that loss
+is the KL divergence from it. GPTQ is the case Ho = 1, in which rows cannot compensate for one another.
 
 With Ho = Vo Do Vo^T and H = V D V^T, both V unit upper triangular, the form is the sum over rows i and columns k of
 Do_i D_k (Vo^T E V)_ik^2: so the code of (i, k) is the nearest to
 
     w_ik + sum over the rest of the rows before and columns before of Vo_ji E_jl V_lk
 
-What this waits for are elements above and to the left. So a tile's elements on one antidiagonal are rounded together,
-tiles follow one another, and what earlier tiles contribute is two matrix products. Codes do not depend on tiles.
+It depends on elements above and to the left. So a tile's elements on one antidiagonal are rounded together, tiles
+follow one another, and what earlier tiles contribute is two matrix products. Codes do not depend on tiles.
 
 Afterwards the rows are polished in turn (`polish`): with all other rows fixed, row i is best aimed at its weight less
-sum over j of Ho_ij E_j / Ho_ii, by the input Hessian alone. Rows far apart take their turns together; if together they
-do harm, they are put back and tried in halves.
+sum over j of Ho_ij E_j / Ho_ii, by the input Hessian alone. Rows far apart are polished together; if together they do
+harm, they are put back and tried in halves.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from attar.formats.scheme import Scheme
 
 TILE = 128  # rows and columns of a tile: speed, not results
 TOGETHER = 64  # rows polished at a time
-FEWEST = 4  # where more together do harm
+FEWEST = 4  # fewest rows polished together where more do harm
 
 
 def solve(
@@ -48,13 +48,9 @@ def solve(
     *,
     importance: Tensor | None = None,
 ) -> GptqResult:
-    """Compress a weight [O, I] of any float dtype, by the Hessians of its inputs and of its outputs.
-
-    Both are damped already, for the sweep; the options' `damping` and `output_damping` are for the `polish` sweeps
-    afterwards. `importance` is as in `gptq.begin`.
-
-    Damages and energy are tr(Ho E H E^T). Raises ValueError as `gptq.solve`.
-    """
+    """Compress a weight [O, I] of any float dtype, by the Hessians of its inputs and of its outputs. Both are damped
+    already, for the sweep; the options' `damping` and `output_damping` are for the `polish` sweeps afterwards.
+    `importance` is as in `gptq.begin`. Damages and energy are tr(Ho E H E^T). Raises ValueError as `gptq.solve`."""
     original, levels = gptq.begin(weight, inputs, scheme, options.scale_search, importance=importance)
     if not isinstance(levels, Uniform | Ggml):
         raise ValueError(f"rows of {scheme.name} cannot make up for one another here: leave `couple` off")
@@ -87,7 +83,7 @@ class _Tile:
 
     def __init__(self, weight: Tensor, above: Tensor, left: Tensor, push: Tensor, pull: Tensor) -> None:
         self.weight, self.above, self.base = weight, above, weight + above + left
-        self.push, self.pull = push.tril(-1), pull.tril(-1)  # what the tile's own elements contribute
+        self.push, self.pull = push.tril(-1), pull.tril(-1)  # contributions within the tile
         self.error_t = torch.zeros_like(weight.T, memory_format=torch.contiguous_format)  # [c, b]
         self.reach = torch.zeros_like(weight, memory_format=torch.contiguous_format)
 
@@ -96,7 +92,7 @@ class _Tile:
         return self.error_t.T
 
     def round(self, levels: Uniform | Ggml, down: Tensor, across: Tensor) -> Tensor:
-        """The codes [b, c]; rows and columns of the tile are those of the weight that `down` and `across` name."""
+        """Return the codes [b, c]; `down` and `across` index the tile's rows and columns in the weight."""
         height, width = self.weight.shape
         codes = torch.empty_like(self.weight)
         rows = torch.arange(height, device=codes.device)
@@ -120,10 +116,8 @@ def _polish(
     outputs: Tensor,
     options: Gptq,
 ) -> None:
-    """Improve codes [I, O] and levels in place, towards `target` [O, I], given H [I, I] and Ho [O, O].
-
-    tr(Ho' E H' E^T) never rises, both damped.
-    """
+    """Improve codes [I, O] and levels in place, towards `target` [O, I], given H [I, I] and Ho [O, O]. tr(Ho' E H' E^T)
+    never rises, both damped."""
     ridge, coupling = options.damping * inputs.diagonal().mean(), outputs.clone()
     coupling.diagonal().add_(options.output_damping * outputs.diagonal().mean())
     apart = max(1, len(target) // TOGETHER)
@@ -153,7 +147,7 @@ def _polish(
 
 
 def _damage(error: Tensor, outputs: Tensor, inputs: Tensor) -> float:
-    """tr(Ho E H E^T) of E [O, I], summed in float64."""
+    """Return tr(Ho E H E^T) of E [O, I], summed in float64."""
     total = 0.0
     for columns in _tiles(len(inputs)):
         total += float(((error @ inputs[:, columns]) * (outputs @ error[:, columns])).sum(dtype=torch.float64))

@@ -1,7 +1,7 @@
-"""Per-channel scales that change no output: divide what feeds a group of linears, multiply their columns.
+"""Per-channel scales that change no output: divide the input of a group of linears, multiply their columns.
 
 y = (x diag(s)^-1) (diag(s) W^T) for any s > 0 (SmoothQuant, eq. 3). SmoothQuant and AWQ differ only in how they choose
-s; where the division goes is the same for both, and is decided by what produces x:
+s; the division goes to the producer of x in both:
 
 * a norm, before q/k/v and before gate/up: its weight and bias are divided (`into_norm`);
 * a linear whose output columns are x's columns, up before down (the gate is multiplied in afterwards) and v before o
@@ -27,7 +27,7 @@ from attar.kernels.operands import Linear, Norm
 
 
 def dense_weight(linear: Linear) -> Tensor:
-    """The weight [O, I] of a linear that is not compressed yet. Raises ValueError on one that is."""
+    """Return the weight [O, I] of a linear that is not compressed yet. Raises ValueError on one that is."""
     if isinstance(linear.weight, PackedTensor):
         raise ValueError(f"{linear.name} is compressed already: start from the original checkpoint")
     assert isinstance(linear.weight, Tensor)
@@ -35,11 +35,9 @@ def dense_weight(linear: Linear) -> Tensor:
 
 
 def into_norm(norm: Norm, scales: Tensor) -> Tensor:
-    """Divide the norm's outputs by `scales` [I]; returns the scales [I], float32, that the linears must take up.
-
-    They differ from `scales` by the rounding of the norm's dtype, and are 1 where the norm's weight is zero. Raises
-    ValueError where the dtype cannot hold the quotient.
-    """
+    """Divide the norm's outputs by `scales` [I]; return the scales [I], float32, for the linears. They differ from
+    `scales` by the rounding of the norm's dtype, and are 1 where the norm's weight is zero. Raises ValueError where the
+    dtype cannot hold the quotient."""
     original = norm.weight.float() + norm.offset
     stored = (original / scales - norm.offset).to(norm.weight.dtype)
     divided = stored.float() + norm.offset
@@ -55,7 +53,7 @@ def into_norm(norm: Norm, scales: Tensor) -> Tensor:
 
 
 def into_rows(linear: Linear, scales: Tensor) -> Tensor:
-    """Divide the outputs of a dense linear by `scales` [O]; returns the scales [O], float32, for its consumers."""
+    """Divide the outputs of a dense linear by `scales` [O]; return the scales [O], float32, for its consumers."""
     weight = dense_weight(linear)
     divided = torch.empty_like(weight)
     for part in row_slices(*weight.shape):
@@ -79,8 +77,8 @@ def into_columns(linears: Iterable[Linear], scales: Tensor) -> None:
 
 
 def between(source: Linear, reader: Linear, turn: Tensor, back: Tensor) -> None:
-    """Multiply the last outputs of a dense linear, G heads of D, by matrices T [G, D, D], and what reads heads of these
-    columns, as many of each in turn, by their inverses, `back`."""
+    """Multiply the last outputs of a dense linear, G heads of D, by matrices T [G, D, D]. The columns of `reader`,
+    several heads for each in turn, are multiplied by their inverses, `back`."""
     groups, size, _ = turn.shape
     weight, dtype = dense_weight(source), dense_weight(source).dtype
     first = len(weight) - groups * size

@@ -20,7 +20,7 @@ from attar.kernels import hadamard
 @dataclass(eq=False)
 class Rotation:
     """An orthogonal matrix R [n, n] of float64: D H / sqrt(n) of signs D and a Hadamard matrix H, one that leaves the
-    ones alone, or whatever is `matrix`."""
+    vector of ones alone, or any `matrix`."""
 
     size: int
     signs: Tensor  # [n], float64
@@ -28,7 +28,7 @@ class Rotation:
     matrix: Tensor | None = None  # [n, n]
 
     def apply(self, x: Tensor) -> Tensor:
-        """Rows x [..., m n] times R in each of their m blocks of columns."""
+        """Return rows x [..., m n] times R in each of their m blocks of columns."""
         blocks: Tensor = x.unflatten(-1, (-1, self.size))
         if self.matrix is not None:
             turned = blocks @ self.matrix
@@ -41,7 +41,7 @@ class Rotation:
 
 
 def draw(kind: str, size: int, seed: int, number: int, keeps_mean: bool = False) -> Rotation:
-    """Rotation `number` of a seed. Raises ValueError, naming the size, where there is no Hadamard matrix of it."""
+    """Draw rotation `number` of a seed. Raises ValueError, naming the size, where there is no Hadamard matrix of it."""
     raw = np.random.Philox(key=np.array([seed, number % 2**64], dtype=np.uint64), counter=np.array([0, 0, 3, 0]))
     signs = torch.from_numpy((raw.random_raw(size) >> np.uint64(63)).astype(np.float64)) * 2 - 1
     if kind == "orthogonal":
@@ -58,7 +58,7 @@ def draw(kind: str, size: int, seed: int, number: int, keeps_mean: bool = False)
 
 
 def _orthogonal(size: int, raw: np.random.Philox) -> Tensor:
-    """Q of the QR decomposition of Gaussian numbers, its columns' signs those that make R's diagonal positive."""
+    """Return Q of the QR decomposition of Gaussian numbers, with column signs that make R's diagonal positive."""
     words = torch.from_numpy((raw.random_raw(size * size) >> np.uint64(11)).astype(np.float64)) * 2.0**-53
     gaussian = torch.erfinv((2 * words - 1).clamp(-1 + 2.0**-52, 1 - 2.0**-52)).view(size, size)
     q, r = torch.linalg.qr(gaussian)

@@ -1,4 +1,4 @@
-"""SmoothAttention (Lin et al. 2024, QServe): move outliers of keys into queries, which no cache has to hold.
+"""SmoothAttention (Lin et al. 2024, QServe): move outliers of keys into queries, which no KV cache holds.
 
 q . k = (q L) . (k L^-1) for any diagonal L > 0, so the outlier channels that make a key cost more bits than its other
 channels are divided down, and the queries that meet them multiplied; both are folded into the projections. A cache
@@ -17,9 +17,9 @@ after which an error is alike in all channels and counts for what queries make o
 
 A factor common to all channels of a head changes nothing but how large the numbers are: the geometric mean of L is one.
 
-Nothing turns values, so between them and the output matrix a whole matrix may stand: v' = v T, and T^-1 goes into the
-columns of o, of all query heads that mix these values. A cache that rotates before it rounds leaves an error alike in
-all directions, in proportion to |v'|^2. With C = E[v v^T] and M what an error of v costs after o, that is
+No rotary embedding turns values, so a whole matrix may follow them: v' = v T, and T^-1 goes into the columns of o, of
+all query heads that mix these values. A cache that rotates before it rounds leaves an error alike in all directions, in
+proportion to |v'|^2. With C = E[v v^T] and M what an error of v costs after o, that is
 
     tr(T^T C T) tr(T^-1 M T^-T)    least where T T^T = C^-1/2 (C^1/2 M C^1/2)^1/2 C^-1/2
 
@@ -35,14 +35,14 @@ from torch import Tensor
 from attar.kv import bit_planes
 from attar.kv.schemes import KvScheme
 
-SMALLEST = 1e-5  # of a magnitude: what is below is taken for it
+SMALLEST = 1e-5  # smallest magnitude: smaller ones are replaced by it
 POWERS = (0.0, 0.25, 0.5, 0.75, 1.0)
-KEYS = 1024  # of a head, on which powers are compared
-RIDGE = 1e-4  # of the mean of the diagonal, added to it: no direction of values may be free
+KEYS = 1024  # keys of a head on which powers are compared
+RIDGE = 1e-4  # fraction of the mean diagonal that is added to the diagonal: no direction may be free
 
 
 class Channels:
-    """The statistic of one layer, over all rows seen: G key-value heads of D channels."""
+    """Statistics of one layer's keys, queries and values over all rows seen: G key-value heads of D channels."""
 
     def __init__(self, kv_heads: int, head_dim: int) -> None:
         self.key_max = torch.zeros(kv_heads, head_dim)
@@ -53,7 +53,7 @@ class Channels:
         self.kept: list[Tensor] = []  # the first `KEYS` keys [N, G, D]
 
     def add(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Take in queries [N, H, D], keys and values [N, G, D], rotated. Raises ValueError on a NaN or an infinity."""
+        """Add queries [N, H, D], keys and values [N, G, D], rotated. Raises ValueError on a NaN or an infinity."""
         if not all(each.isfinite().all() for each in (q, k, v)):
             raise ValueError("queries, keys or values hold a NaN or an infinity")
         room = KEYS - sum(map(len, self.kept))
@@ -68,12 +68,13 @@ class Channels:
 
 
 def scales(largest: Tensor, turning: int, alpha: float) -> Tensor:
-    """As published: L [G, D] from max|k| [G, D], of which the first `turning` channels turn in pairs (i, i + half)."""
+    """Return the published L [G, D] from max|k| [G, D], of which the first `turning` channels turn in pairs (i, i +
+    half)."""
     return _centred(tied(largest.float(), turning).clamp(min=SMALLEST) ** alpha)
 
 
 def search(seen: Channels, turning: int, scheme: KvScheme) -> Tensor:
-    """The best L [G, D] found for keys that are kept as `scheme`, one of planes in a rotation, keeps them."""
+    """Return the best L [G, D] found for keys in a KV cache of `scheme`, which has planes in a rotation."""
     heads, size = seen.key_max.shape
     basis = bit_planes.rotation(heads, size, scheme.units(size))
     keys = torch.cat(seen.kept)
@@ -94,14 +95,15 @@ def search(seen: Channels, turning: int, scheme: KvScheme) -> Tensor:
 
 
 def between(values: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """T and T^-1, both [G, D, D] float64, from the sum of v v^T [G, D, D] and the output matrix [O, H * D]."""
+    """Return T and T^-1, both [G, D, D] float64, from the sum of v v^T [G, D, D] and the output projection [O, H *
+    D]."""
     groups, size, _ = values.shape
     heads = output.double().view(len(output), groups, -1, size)  # [O, G, H / G, D]
     metric = torch.einsum("ogrd,ogre->gde", heads, heads)
     one = torch.eye(size, dtype=torch.float64)
     found = []
     for c, m in zip(values.double(), metric, strict=True):
-        if not (c.trace() > 0 and m.trace() > 0):  # nothing comes of this head
+        if not (c.trace() > 0 and m.trace() > 0):  # this head contributes nothing
             found.append(one)
             continue
         c, m = (each / each.trace() * size + RIDGE * one for each in (c, m))
@@ -113,14 +115,14 @@ def between(values: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _power(x: Tensor, power: float) -> Tensor:
-    """Of a symmetric matrix without negative eigenvalues."""
+    """Return a power of a symmetric matrix without negative eigenvalues."""
     values, axes = torch.linalg.eigh((x + x.T) / 2)
     found: Tensor = (axes * values.clamp(min=float(values[-1]) * 1e-12) ** power) @ axes.T
     return found
 
 
 def tied(x: Tensor, turning: int) -> Tensor:
-    """Numbers of channels [G, D], of the two of a pair the larger."""
+    """Return numbers of channels [G, D], with the larger one of each rotary pair for both."""
     pair = torch.maximum(*x[:, :turning].chunk(2, -1)) if turning else x[:, :0]
     return torch.cat((pair, pair, x[:, turning:]), -1)
 

@@ -6,13 +6,13 @@ Statistic: the largest |x| of every input channel over the calibration tokens (`
 
 with the weight's maximum over all linears that read the same input. The scales are static and folded into what produces
 x, so they cost nothing at run time; only the rounding of activations to 8 bits happens there, in one of the paper's
-three ways (`spelling.PRESETS`). Texts also print (max|x| / max|w|)^alpha, which agrees with the paper at alpha = 0.5
+three ways (`parser.PRESETS`). Texts also print (max|x| / max|w|)^alpha, which agrees with the paper at alpha = 0.5
 only. At 0.5 both sides end with the same maximum in every channel; larger alphas move more of the difficulty to the
 weights.
 
 The best alpha depends on how large a family's outliers are. `ALPHA` holds the authors' published choices; everything
-else starts at the paper's 0.5. `search` finds one for each place instead, by what its linears put out once weights and
-activations are rounded: what the model as a whole would lose by it is not asked.
+else starts at the paper's 0.5. `search` finds one for each input group instead, by its linears' output error once
+weights and activations are rounded; the loss of the whole model is not measured.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear, Norm
 
 ALPHA: Mapping[str, float] = {"llama": 0.85, "mistral": 0.8, "mixtral": 0.8}
-"""By family, the architecture's name up to `ForCausalLM`, in lower case."""
+"""Published alphas by family, the architecture's name up to `ForCausalLM`, in lower case."""
 
 DEFAULT_ALPHA = 0.5
 GRID = tuple(i / 20 for i in range(21))  # alphas that `search` tries
 SEARCH_ROWS = 2048
-SMALLEST = 1e-5  # of a maximum and of a scale: what is below is taken for it
+SMALLEST = 1e-5  # smallest maximum and scale: smaller ones are replaced by it
 
 
 def alpha_for(architecture: str) -> float:
-    """The migration strength for a config.json architecture such as `LlamaForCausalLM`."""
+    """Return the migration strength for a config.json architecture such as `LlamaForCausalLM`."""
     return ALPHA.get(architecture.removesuffix("ForCausalLM").lower(), DEFAULT_ALPHA)
 
 
@@ -48,7 +48,7 @@ class AbsMax:
         self.value = torch.zeros(columns)
 
     def add(self, x: Tensor) -> None:
-        """Take in rows x [N, I]. Raises ValueError on a NaN or an infinity."""
+        """Add rows x [N, I]. Raises ValueError on a NaN or an infinity."""
         largest = x.abs().amax(0).float()
         if not largest.isfinite().all():
             raise ValueError(f"input channel {int((~largest.isfinite()).nonzero()[0])} holds a NaN or an infinity")
@@ -56,10 +56,9 @@ class AbsMax:
 
 
 def scales(act_max: Tensor, weights: Sequence[Tensor], alpha: float) -> Tensor:
-    """Equation 4: the scale of each input channel, float32 [I], from max|x| [I] and the weights [O, I] that read it.
-
-    A channel that is zero in the calibration inputs or in every weight has nothing to balance: its scale is 1.
-    """
+    """Return the scale of each input channel by equation 4, float32 [I], from max|x| [I] and the weights [O, I] that
+    read it. A channel that is zero in the calibration inputs or in every weight has nothing to balance: its scale is
+    1."""
     weight_max = torch.stack([w.abs().amax(0).float() for w in weights]).amax(0)
     act_max = act_max.float()
     chosen = act_max.clamp(min=SMALLEST) ** alpha / weight_max.clamp(min=SMALLEST) ** (1 - alpha)
@@ -69,9 +68,9 @@ def scales(act_max: Tensor, weights: Sequence[Tensor], alpha: float) -> Tensor:
 def search(
     x: Tensor, act_max: Tensor, weights: Sequence[Tensor], schemes: Sequence[Scheme | None]
 ) -> tuple[float, tuple[float, ...]]:
-    """The alpha of `GRID` whose scales leave the least squared error of the products of rows x [N, I] with weights
-    [O, I], each rounded as its scheme says, the rows too (None: neither is); and the errors of all. Fixed scales of
-    activations are for `act_max` [I], the largest |x| of all rows there are. The first of equal errors wins."""
+    """Return the alpha of `GRID` with the least squared output error, and the errors of all. The error is of the
+    products of rows x [N, I] with weights [O, I], both rounded by each weight's scheme (None: neither is). Fixed
+    activation scales are for `act_max` [I], the largest |x| of all rows. The first of equal errors wins."""
     exact = [x @ weight.float().T for weight in weights]
 
     def error(alpha: float) -> float:
@@ -94,12 +93,10 @@ def search(
 
 
 def smooth(norm: Norm, linears: Sequence[Linear], act_max: Tensor, alpha: float) -> Tensor:
-    """Fold the scales into the norm and into all the linears [O, I] that read its output; returns the scales [I].
-
+    """Fold the scales into the norm and into all the linears [O, I] that read its output; return the scales [I].
     `linears` must be all of them: one left out would see divided inputs. The function computed stays the same up to
     rounding; max|x| of the smoothed input is `act_max` over the returned scales. Raises ValueError where a linear is
-    compressed already, or where the norm's dtype cannot hold its divided weight.
-    """
+    compressed already, or where the norm's dtype cannot hold its divided weight."""
     taken = fold.into_norm(norm, scales(act_max, [fold.dense_weight(linear) for linear in linears], alpha))
     fold.into_columns(linears, taken)
     return taken

@@ -1,4 +1,4 @@
-"""SpinQuant (Liu et al. 2024): of all rotations, one in which what is rounded stands out least, found by descent.
+"""SpinQuant (Liu et al. 2024): learn, by descent, a rotation that leaves the fewest outliers to round.
 
 SpinQuant descends on the loss of the network with rounded activations, which takes the whole network in memory and a
 backward pass a step. What a rotation R changes in that loss is how coarse the scales are, and this is known without the
@@ -7,7 +7,7 @@ error in proportion to max|r R|^2, whichever way that points. Hence here
 
     L(R) = mean over rows of c_r max_j (r R)_j^2,
 
-with c_r what an error of the row costs. The number of bits drops out, and with it the network. Where R turns each of m
+with c_r the cost of an error of the row. The number of bits drops out, and with it the network. Where R turns each of m
 blocks of a row, as it does the heads whose mixed values o reads, the maximum is over all of them.
 
 R stays orthogonal: a step goes along the skew part A of the gradient, R <- (1 + t/2 A)^-1 (1 - t/2 A) R (Cayley; Li,
@@ -31,7 +31,7 @@ LARGEST_TURN = 0.15  # radians, of the plane that a step turns most: how far the
 
 @dataclass(frozen=True)
 class Learned:
-    """The rotation [I, I], float64, and the loss of all rows by the one it began with and by it."""
+    """The rotation [I, I], float64, and the loss of all rows by the initial rotation and by it."""
 
     matrix: Tensor
     before: float
@@ -39,7 +39,7 @@ class Learned:
 
 
 def loss(rows: Tensor, costs: Tensor, matrix: Tensor) -> Tensor:
-    """The mean over rows [N, m I] of cost [N] times the square of the largest entry of blocks times matrix [I, I]."""
+    """Return the mean over rows [N, m I] of cost [N] times the squared largest entry of blocks times matrix [I, I]."""
     return (costs * _turned(rows, matrix).abs().amax(1).square()).mean()
 
 
@@ -60,11 +60,11 @@ def solve(rows: Tensor, costs: Tensor, start: Tensor, *, steps: int, batch: int,
         momentum = MOMENTUM * momentum + gradient
         skew = momentum @ matrix.T
         skew = skew - skew.T
-        momentum = skew @ matrix / 2  # what of it is along the orthogonal matrices
+        momentum = skew @ matrix / 2  # its part tangent to the orthogonal matrices
         turn = LARGEST_TURN * (1 - step / steps)
         skew *= turn / _spectral_norm(skew)
         matrix = torch.linalg.solve(eye + skew / 2, (eye - skew / 2) @ matrix)
-    # What rounding errors of the steps have added up to goes: the nearest orthogonal matrix.
+    # Project to the nearest orthogonal matrix, which removes accumulated rounding errors.
     u, _, vt = torch.linalg.svd(matrix)
     matrix = u @ vt
     after = float(loss(rows, costs, matrix.float()))
@@ -72,7 +72,7 @@ def solve(rows: Tensor, costs: Tensor, start: Tensor, *, steps: int, batch: int,
 
 
 def _gradient(rows: Tensor, costs: Tensor, matrix: Tensor) -> Tensor:
-    """Of `loss` by the matrix: of each row, only the column where it is largest counts."""
+    """Return the gradient of `loss` by the matrix: for each row, only the column where it is largest counts."""
     turned, size = _turned(rows, matrix), len(matrix)
     where = turned.abs().argmax(1, keepdim=True)
     slopes = torch.zeros_like(turned).scatter_(1, where, 2 * turned.gather(1, where) * costs[:, None] / len(rows))
@@ -84,7 +84,7 @@ def _turned(rows: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _spectral_norm(skew: Tensor) -> float:
-    """Nearly: by a few rounds of the power method, and never less than of the mean."""
+    """Return the approximate spectral norm, by a few rounds of the power method, at least the root mean square."""
     x = torch.ones(len(skew), 1, dtype=skew.dtype) / math.sqrt(len(skew))
     for _ in range(8):
         x = skew.T @ (skew @ x)
