@@ -125,7 +125,7 @@ class Served:
     def engine(self) -> int:
         """The engine's process id."""
         found = children(self.process.pid)
-        return next(pid for pid in found if b"engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        return next(pid for pid in found if b"engine.main" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
     async def ready(self, status: int = 200, seconds: float = START_SECONDS) -> float:
         """Wait until /readyz gives `status`; returns the seconds that took. Raises RuntimeError."""
