@@ -4,7 +4,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import attar
-from attar import SamplingParams
+from attar import CompressionRequest, SamplingParams
 from attar.evaluation.table import Row, cost_table
 
 MODEL = "demo"  # a folder or a Hub id does as well
@@ -18,7 +18,8 @@ rows = []
 with TemporaryDirectory() as folder:
     for recipe in RECIPES:
         out = Path(folder, recipe)
-        attar.compress(MODEL, out, recipe=recipe, calibration="self", samples=16, length=64)
+        request = CompressionRequest(MODEL, out, recipe=recipe, calibration="self", samples=16, length=64)
+        attar.compress_request(request)
         report = attar.evaluate(out, against=MODEL, tokens=held_out)
         rows.append(Row.of(recipe, out, report))
 print(cost_table(rows))
