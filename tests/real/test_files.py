@@ -48,7 +48,8 @@ def test_plan_counts_the_bytes_that_are_read_and_held(name: str, path: Path, llm
 def test_a_real_model_keeps_its_receipt(real_model: Callable[[str], Path], shared: Path, tmp_path: Path) -> None:
     original, out = dense(real_model("smollm2-135m"), tmp_path / "dense"), tmp_path / "out"
     text = shared / "data" / "text" / "wikitext2_test.txt"
-    done = attar.compress(original, out, recipe="rtn-w4g64", evaluation=text, eval_tokens=256)
+    request = attar.CompressionRequest(original, out, recipe="rtn-w4g64", evaluation=text, eval_tokens=256)
+    done = attar.compress_request(request)
     assert done.bits_per_weight == pytest.approx(4.25, abs=0.01)
     assert done.cost is not None
     assert RTN_KL[0] < done.cost["kl_mean"] < RTN_KL[1]
