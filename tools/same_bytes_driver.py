@@ -1,8 +1,9 @@
 """Run the steps of `same_bytes.py` under one commit, whose `src` is on PYTHONPATH: its command line and facade alone.
 
 A job is a line of JSON on stdin, {"folder", "log", "steps", "seconds"}, and its answer a line on stdout: null, or why
-it failed. Torch is imported once, and each step runs in a fork of that process, which is twice as quick as a process
-for each. A step is a line of shell words, and `> NAME` keeps the last line that it prints in the job's folder:
+it failed. Torch and the facade are imported once, and each step runs in a fork of that process, which is several times
+as quick as a process for each. A step is a line of shell words, and `> NAME` keeps the last line that it prints in the
+job's folder:
 
     attar WORDS...                the command line, as `python -m attar` runs it
     facade MODEL OUT              `attar.compress`
@@ -122,6 +123,8 @@ def main() -> None:
     attar = importlib.import_module("attar")  # first: it says how threads wait, which torch reads once
     importlib.import_module("torch")
     assert str(attar.__file__).startswith(os.environ["PYTHONPATH"]), f"{attar.__file__} is not this commit's"
+    for name in attar.__all__:
+        getattr(attar, name)  # imports what is behind it
     for line in sys.stdin:
         sys.stdout.write(json.dumps(run(json.loads(line))) + "\n")
         sys.stdout.flush()

@@ -147,7 +147,7 @@ def repository(tmp_path: Path) -> Path:
     """A repository of three commits of a package that writes a file; tags `one`, `renamed` and `other`."""
     package = tmp_path / "repository" / "src" / "attar"
     package.mkdir(parents=True)
-    (package / "__init__.py").touch()
+    (package / "__init__.py").write_text("__all__ = ()\n")
 
     def git(*words: str) -> None:
         author = ("-c", "user.name=a", "-c", "user.email=a@example.org")
