@@ -60,7 +60,11 @@ RECIPES = (
     Case("gptq-facade", ("facade models/qwen2 out",)),
     Case("gptq-options", (compress("recipes/mixed.yaml"), "generate out > text.json")),
     Case("gptq-asym", (compress("gptq-w3g64-asym", "models/phi3"),)),
-    Case("gptq-drawn", (compress("gptq-w4g64", "models/qwen3", f"{TEXT} --drawn 4 --head int4"),)),
+    Case("gptq-drawn", (Spelling(
+            compress("gptq-w4g64", "models/qwen3", f"{TEXT} --drawn 4 --head int4"),
+            compress("gptq-w4g64", "models/qwen3", f"{TEXT} --self-samples 4 --head int4"),
+        ),
+    )),
     Case("gptq-self", (compress("gptq-w4g128", "models/qwen2", "--calib self --samples 4 --length 48 --quiet"),)),
     Case("gptq-experts", (compress("gptq-w4g128", "models/mixtral"), "generate out > text.json")),
     Case("gptq-shared-expert", (compress("gptq-w4g128", "models/qwen2moe"),)),
@@ -93,7 +97,11 @@ RECIPES = (
     Case("tune", (compress("gptq+tune-w3g64", "models/llama"),)),
     Case("distill", (compress("recipes/distill.yaml"),)),
     Case("target-bits", (compress("gptq-w4g128", options=f"{TEXT} --target-bits 3.5"),)),
-    Case("target-kl", (compress("rtn-w4g64", options=f"{TEXT} --target-kl 0.2 --ladder w2g64,w4g64,w8"),)),
+    Case("target-kl", (Spelling(
+            compress("rtn-w4g64", options=f"{TEXT} --target-kl 0.2 --ladder w2g64,w4g64,w8"),
+            compress("rtn-w4g64", options=f"{TEXT} --target-kl 0.2 --candidates w2g64,w4g64,w8"),
+        ),
+    )),
     Case("best", (compress("rtn-w4g128,gptq-w4g128"),)),
     Case("ablate", (compress("ablate-awq+gptq-w4g128"),)),
     Case("head", (compress("rtn-w8", options="--quiet --head int8"), "generate out > text.json")),
@@ -133,7 +141,8 @@ FILES = (
     Case("adapter", (
         compress("rtn-nf4", "demo", "--quiet"),
         "attar finetune out adapter --text calib.txt --samples 8 --length 64 --batch 256 --rank 4 --quiet",
-        "attar merge demo adapter merged", "generate out adapter > text.json", "generate merged > merged.json",
+        "attar merge demo adapter merged", "generate merged > merged.json",
+        "attar generate out --adapter adapter --prompt Once --max-tokens 64 --seed 3 --json -q > text.json",
     )),
     Case("tritonserver", (
         Spelling(
@@ -142,7 +151,10 @@ FILES = (
         ),
     )),
     Case("plan", (
-        "attar plan --shape llama-3.1-8b --card h100 --users 8 --json > h100.json",
+        Spelling(
+            "attar plan --shape llama-3.1-8b --card h100 --users 8 --json > h100.json",
+            "attar plan --shape llama-3.1-8b --gpu h100 --users 8 --json > h100.json",
+        ),
         "attar plan demo --memory 2GB --bandwidth 10GB --threads 2 --json > cpu.json",
     )),
 )  # fmt: skip

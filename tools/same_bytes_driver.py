@@ -7,7 +7,7 @@ job's folder:
 
     attar WORDS...                the command line, as `python -m attar` runs it
     facade MODEL OUT              `attar.compress`
-    generate MODEL [ADAPTER]      `attar.LLM`, every mode of PROMPTS, to one line of JSON
+    generate MODEL                `attar.LLM`, every mode of PROMPTS, to one line of JSON
     serve MODEL OPTIONS...        a server's completions, to one line of JSON
 """
 
@@ -38,11 +38,11 @@ CHANGING = {"id", "created"}
 """Fields of an HTTP answer that no two answers share."""
 
 
-def generate(model: str, adapter: str | None = None) -> None:
+def generate(model: str) -> None:
     """Print the completions of every mode, each alone and in a batch of four. JSON keeps each float to the bit."""
     from attar import LLM, SamplingParams
 
-    llm, found = LLM(model, adapter=adapter), dict[str, Any]()
+    llm, found = LLM(model), dict[str, Any]()
     for name, mode in (("greedy", GREEDY), ("seeded", SEEDED), ("filtered", FILTERED)):
         params = SamplingParams(**mode)  # type: ignore[arg-type]
         found[f"{name}, alone"] = [each.to_dict() for each in llm.generate(PROMPTS[0], params)]
@@ -51,10 +51,11 @@ def generate(model: str, adapter: str | None = None) -> None:
 
 
 def facade(model: str, output: str) -> None:
-    """Compress by the Python facade."""
+    """Compress by the Python facade, on eight sequences of 64 token ids."""
     import attar
 
-    attar.compress(model, output, recipe="gptq-w4g128", calibration="calib.txt", samples=8, length=64)
+    ids = [[(97 * i + 31 * j) % 4096 for j in range(TOKENS)] for i in range(8)]
+    attar.compress(model, output, recipe="gptq-w4g128", calibration=ids)
 
 
 def serve(*words: str) -> None:
