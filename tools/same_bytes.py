@@ -45,6 +45,11 @@ CARRIED = "converted.receipts"  # hashes of receipts, which differ where their v
 SHOWN = 5  # differences of one file that are printed
 FIGURES = ("prefill_tok_s", "decode_tok_s")
 SLOWEST = 0.98  # of the old commit's speed
+SITE = """import sys
+
+sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in type(each).__module__]
+"""
+"""The `sitecustomize` of both commits: an editable install of attar would come before PYTHONPATH."""
 
 Files = Mapping[str, Mapping[str, Any]]
 """What a case left: of each file by name its `sha256`, with `tensors` of safetensors, or its `json`."""
@@ -152,6 +157,7 @@ class Place:
                 archive.mkdir()
                 subprocess.run(["tar", "-x", "-C", archive], input=self.git("archive", commit), check=True)
                 tree.parent.mkdir(exist_ok=True)
+                (archive / "src" / "sitecustomize.py").write_text(SITE)
                 archive.rename(tree)
         if (tree / "CMakeLists.txt").exists():
             extension = self._extension(tree)

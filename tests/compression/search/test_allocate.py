@@ -850,7 +850,7 @@ def test_drawn_text_is_its_models(tiny: Path, tmp_path: Path, monkeypatch: pytes
     shutil.copytree(tiny, other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    settings: dict[str, Any] = {"target": Target(bits=4.0), "ladder": schemes(), "samples": 3, "length": 8}
+    settings: dict[str, Any] = {"target": Target(bits=4.0, ladder=schemes()), "samples": 3, "length": 8}
     for source in (tiny, other, tiny):
         with pytest.raises(Stop):
             compress_request(

@@ -125,7 +125,9 @@ def compress_request(request: CompressionRequest, progress: Progress | None = No
     if tries is not None:
         choice = _choice(request, source, tries, report)
         request = replace(request, recipe=choice.winner, calibration=choice.calibration)
-    done = _carry_out(resolve(request, source, request.recipe, request.sequences), report, choice)
+    targeted = request.target is not None
+    resolved = resolve(request, source, request.recipe, request.sequences, targeted=targeted)
+    done = _carry_out(resolved, report, choice)
     return replace(done, seconds=time.monotonic() - began)
 
 
