@@ -9,12 +9,13 @@ INSTALL := $(PIP) install --quiet --constraint constraints-cpu.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/version.py $(wildcard src/attar/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint soak soak-load soak-api soak-faults soak-invariance sanitize neon test-triton gpu-check bench-compressors bench-quality \
+.PHONY: help demo test test-slow lint soak soak-load soak-api soak-faults soak-invariance sanitize neon test-triton gpu-check bench-compressors bench-quality \
   bench-hostile bench-peers bench-serving bench-lm-eval bench-real real-models clean
 
 help:
 	@echo "make demo              compress the embedded model, print the cost table, generate text before and after"
-	@echo "make test              run lint and all tests: everything that must pass"
+	@echo "make test              run lint and the tests, but those of test-slow"
+	@echo "make test-slow         run the tests that take long, and those that read real models (ATTAR_REAL_MODELS)"
 	@echo "make lint              run ruff, mypy and import-linter"
 	@echo "make soak              run the scheduler simulation with 20,000 seeds (about 7 minutes)"
 	@echo "make soak-load         load-test a server in eight parts with pass criteria (about an hour)"
@@ -40,8 +41,13 @@ demo: $(VENV)/.installed
 	@$(BIN)/attar demo
 
 # The tests come last, so that their last line ends the output. Each worker has one thread, because two workers share the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
+
 test: lint .venv-clients/.installed
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
+	@$(PYTEST) -m "not slow and not real"
+
+test-slow: $(VENV)/.installed-dev .venv-clients/.installed
+	@$(PYTEST) -m "slow or real"
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check .

@@ -25,7 +25,7 @@ from compressors import DATA, group_size
 from lanes import LENGTH, slug, texts
 
 from attar.checkpoints.sources import hf, hub
-from attar.compression.request.request import CompressionRequest, Target, parse_ladder
+from attar.compression.request.request import CompressionRequest, Target, parse_candidates
 from attar.compression.runs.pipeline import compress_request
 from attar.evaluation.report import evaluate
 from attar.metrics.bootstrap import LEVEL, resamples
@@ -58,7 +58,7 @@ def main() -> None:
     size = group_size(hf.Checkpoint.open(source))
     read = texts(source, args.calib, args.text, args.other, args.samples, args.tokens, args.seed)
     decoder = hf.load(source, torch.float32)
-    ladder = None if args.ladder is None else parse_ladder(args.ladder)
+    candidates = None if args.candidates is None else parse_candidates(args.candidates)
     uniform = [f"w2g{min(size, 64)}", f"w3g{size}", f"w3g{min(size, 64)}", f"w3g{min(size, 32)}", f"w4g{size}"]
     found: dict[str, Any] = {}
 
@@ -69,7 +69,7 @@ def main() -> None:
                 source,
                 out,
                 recipe=recipe,
-                target=target and replace(target, ladder=ladder),
+                target=target and replace(target, candidates=candidates),
                 calibration=read.calibration,
                 seed=args.seed,
                 overwrite=True,

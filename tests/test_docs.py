@@ -30,6 +30,7 @@ PAGES = {
     for name in (
         "README.md",
         "docs/command_line.md",
+        "docs/errors.md",
         "docs/recipes.md",
         "docs/formats.md",
         "docs/quality.md",

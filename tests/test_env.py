@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from attar import env
+from tests.errors import user_error
 
 
 def test_no_flag_is_set_by_default() -> None:
@@ -24,12 +25,12 @@ def test_an_empty_value_is_an_unset_flag() -> None:
 
 @pytest.mark.parametrize(("flag", "value"), [("ATTAR_CPU", "AVX2"), ("ATTAR_CPU", "sse"), ("ATTAR_KERNELS", "1")])
 def test_a_bad_value_names_the_good_ones(flag: str, value: str) -> None:
-    with pytest.raises(ValueError, match=rf"{flag}='{value}'.*takes (portable or .* or amx|ref)$"):
+    with user_error("option_malformed"):
         env.read({flag: value})
 
 
 def test_an_unknown_flag_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"unknown environment flag ATTAR_KERNEL: did you mean ATTAR_KERNELS\?"):
+    with user_error("name_unknown"):
         env.read({"ATTAR_KERNEL": "ref"})
 
 

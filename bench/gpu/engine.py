@@ -230,7 +230,7 @@ def block(name: str, samples: int, length: int, recipe: str) -> Iterator[Row]:
     """One block compressed on the card: statistics gathered, linears solved for, in order."""
     from attar.compression import device_placement
     from attar.compression.block import passes
-    from attar.compression.block.work import BlockWork, CalibrationStates
+    from attar.compression.block.work import BlockWork
     from attar.compression.calibration.hidden_states import HiddenStates, rows_at_once
     from attar.compression.recipe.recipe_file import load_recipe
     from attar.model.decoder import build_block
@@ -247,7 +247,7 @@ def block(name: str, samples: int, length: int, recipe: str) -> Iterator[Row]:
         for batch in states.batches():
             states.write(batch, torch.randn(len(batch) * length, config.hidden, device=DEVICE))
         began = time.perf_counter()
-        records = passes.run(BlockWork(made, CalibrationStates(states), plan, schemes, config.architecture))
+        records = passes.run(BlockWork(made, (states, None), plan, schemes, config.architecture))
         device_placement.move(made, device_placement.CPU)
         took = time.perf_counter() - began
     worse = [record.name for record in records if record.error > record.rtn_error]
@@ -262,7 +262,7 @@ def block_as_on_a_cpu() -> tuple[float, float]:
     """Relative difference of what GPTQ leaves, on the card and on the CPU."""
     from attar.compression import device_placement
     from attar.compression.block import passes
-    from attar.compression.block.work import BlockWork, CalibrationStates
+    from attar.compression.block.work import BlockWork
     from attar.compression.calibration.hidden_states import HiddenStates
     from attar.compression.recipe.recipe_file import load_recipe
     from attar.model.decoder import build_block
@@ -279,7 +279,7 @@ def block_as_on_a_cpu() -> tuple[float, float]:
                 rows = torch.randn(64, config.hidden, generator=torch.Generator().manual_seed(s))
                 states.write(range(s, s + 1), rows)
             schemes = {linear.name: plan.scheme for linear in made.linears()}
-            work = BlockWork(made, CalibrationStates(states), plan, schemes, config.architecture)
+            work = BlockWork(made, (states, None), plan, schemes, config.architecture)
             errors.append([record.error for record in passes.run(work)])
             for linear, weight in zip(made.linears(), weights, strict=True):
                 linear.weight = weight

@@ -39,7 +39,7 @@ def main() -> None:
     args = parser.parse_args()
     assert args.prompt <= llm.PREFILL_ROWS, "one step"
     load = decode_speed.Load(args.prompt, 8, 1)
-    found = decode_speed.run(partial(decode_speed.load, args.file), load, "exact")
+    found = decode_speed.run(partial(decode_speed.load, args.file), load, decode_speed.Setup(activations="exact"))
     bound = float32_gops()
     work = found["compute_fraction"] * found["int8_gops"]
     print(json.dumps(found | {"float32_gops": bound, "float32_fraction": work / bound}))

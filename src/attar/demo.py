@@ -21,6 +21,7 @@ from attar.checkpoints.sources import hf, hub
 from attar.compression.calibration import texts as calibrate
 from attar.compression.request.request import CompressionRequest
 from attar.compression.runs.pipeline import compress_request
+from attar.errors import UserError
 from attar.evaluation.report import evaluate
 from attar.evaluation.table import Row, cost_table
 from attar.progress import Progress
@@ -42,8 +43,7 @@ class Demonstration:
 
     def text(self) -> str:
         """Return the cost table and the continuations as text for a terminal."""
-        written = [f"\n{name}:\n{PROMPT}{text}" for name, text in self.texts.items()]
-        return "\n".join([cost_table(self.rows), *written])
+        return "\n".join([cost_table(self.rows), *(f"\n{name}:\n{PROMPT}{text}" for name, text in self.texts.items())])
 
     def to_dict(self) -> dict[str, Any]:
         return {"models": [row.to_dict() for row in self.rows], "prompt": PROMPT, "texts": dict(self.texts)}
@@ -76,8 +76,7 @@ def demonstrate(folder: Path | None, progress: Progress, overwrite: bool = False
             llm.generate(PROMPT, GREEDY)  # warm-up
             began = time.perf_counter()
             written = llm.generate(PROMPT, GREEDY)[0]
-            rate = len(written.token_ids) / (time.perf_counter() - began)
-            rows.append(Row.of(name, path, report, rate))
+            rows.append(Row.of(name, path, report, len(written.token_ids) / (time.perf_counter() - began)))
             texts[name] = written.text
     return Demonstration(rows, texts)
 
@@ -85,10 +84,12 @@ def demonstrate(folder: Path | None, progress: Progress, overwrite: bool = False
 def _check(folder: Path, overwrite: bool) -> None:
     there = [name for name in RECIPES if (folder / name).exists()]
     if there and not overwrite:
-        raise ValueError(f"{folder}: {', '.join(there)} exists and is kept; choose another folder, or pass --overwrite")
+        message = f"{folder}: {', '.join(there)} exists and is kept; choose another folder, or pass --overwrite"
+        raise UserError("output_exists", message)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(f"{folder}: nothing can be written there: {(error.strerror or str(error)).lower()}") from None
+        message = f"{folder}: nothing can be written there: {(error.strerror or str(error)).lower()}"
+        raise UserError("output_invalid", message) from None

@@ -35,8 +35,17 @@ def examine() -> Report:
     """
     return {
         "versions": _versions(),
-        "cpu": _cpu(),
-        "threads": _threads(),
+        "cpu": {
+            "architecture": platform.machine(),
+            "features": dict(extension.features()),
+            "level": extension.cpu_level() if extension.loaded() else None,
+        },
+        "threads": {
+            "physical_cores": machine.cores(),
+            "torch": torch.get_num_threads(),
+            "openmp": extension.openmp(),
+            "openmp_runtimes": openmp_runtimes(),
+        },
         "devices": _devices(),
         "environment": env.table(env.get()),
         "kernels": _kernels(),
@@ -46,42 +55,32 @@ def examine() -> Report:
 def to_text(report: Report) -> str:
     """Return the report as a page of text for a terminal."""
     cpu, threads = report["cpu"], report["threads"]
-    runtimes = "unknown" if threads["openmp_runtimes"] is None else threads["openmp_runtimes"]
-    lines = [
-        *_section("versions", {name: version or "not installed" for name, version in report["versions"].items()}),
-        *_section(
-            "cpu",
-            {
-                "architecture": cpu["architecture"],
-                "instruction sets": " ".join(name for name, present in cpu["features"].items() if present) or "unknown",
-                "kernel level": cpu["level"] or "none: the compiled extension does not load",
-            },
-        ),
-        *_section(
-            "threads",
-            {
-                "physical cores allowed": threads["physical_cores"],
-                "torch": threads["torch"],
-                "kernels": "as torch" if threads["openmp"] else "1 (built without OpenMP)",
-                "OpenMP runtimes loaded": runtimes,
-            },
-        ),
-        *_section("devices", {device["name"]: device["description"] for device in report["devices"]}),
-        *_section(
-            "environment", {f["name"]: f["value"] or f"unset (may be: {f['type']})" for f in report["environment"]}
-        ),
-        "kernels",
-    ]
+    sections: dict[str, dict[str, Any]] = {
+        "versions": {name: version or "not installed" for name, version in report["versions"].items()},
+        "cpu": {
+            "architecture": cpu["architecture"],
+            "instruction sets": " ".join(name for name, present in cpu["features"].items() if present) or "unknown",
+            "kernel level": cpu["level"] or "none: the compiled extension does not load",
+        },
+        "threads": {
+            "physical cores allowed": threads["physical_cores"],
+            "torch": threads["torch"],
+            "kernels": "as torch" if threads["openmp"] else "1 (built without OpenMP)",
+            "OpenMP runtimes loaded": "unknown" if (count := threads["openmp_runtimes"]) is None else count,
+        },
+        "devices": {device["name"]: device["description"] for device in report["devices"]},
+        "environment": {f["name"]: f["value"] or f"unset (may be: {f['type']})" for f in report["environment"]},
+        "kernels": {},
+    }
+    lines: list[str] = []
+    for title, rows in sections.items():
+        lines += [title, *(f"  {name:<24}{value}" for name, value in rows.items())]
     for where, chosen in report["kernels"].items():
         lines.append(f"  {where}")
         for op, choice in chosen.items():
             against = [f"{c['backend']} {c['reason']}" for c in choice["candidates"] if c["reason"]]
             lines.append(f"    {op:<20}{choice['backend'] or 'none':<8}{'; '.join(against)}".rstrip())
     return "\n".join(lines)
-
-
-def _section(title: str, rows: dict[str, Any]) -> list[str]:
-    return [title, *(f"  {name:<24}{value}" for name, value in rows.items())]
 
 
 def _versions() -> dict[str, str | None]:
@@ -92,23 +91,6 @@ def _versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             versions[name] = None
     return versions
-
-
-def _cpu() -> dict[str, Any]:
-    return {
-        "architecture": platform.machine(),
-        "features": dict(extension.features()),
-        "level": extension.cpu_level() if extension.loaded() else None,
-    }
-
-
-def _threads() -> dict[str, Any]:
-    return {
-        "physical_cores": machine.cores(),
-        "torch": torch.get_num_threads(),
-        "openmp": extension.openmp(),
-        "openmp_runtimes": openmp_runtimes(),
-    }
 
 
 def openmp_runtimes(maps: Path = Path("/proc/self/maps")) -> int | None:
@@ -127,21 +109,16 @@ def _devices() -> list[dict[str, str]]:
     found = [{"name": "cpu", "description": platform.machine()}]
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "name": f"cuda:{index}",
-                "description": f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute {gpu.major}.{gpu.minor}",
-            }
-        )
+        described = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute {gpu.major}.{gpu.minor}"
+        found.append({"name": f"cuda:{index}", "description": described})
     return found
 
 
 def _kernels() -> dict[str, dict[str, Any]]:
     """Return, per device type and dtype of the rows, each operation's backend and every candidate with its reason."""
-    types = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return {
         f"{device} {str(dtype).removeprefix('torch.')}": {op: _choice(op, device, dtype) for op in dispatch.OPS}
-        for device in types
+        for device in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]
         for dtype in DTYPES
     }
 

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from attar.errors import UserError
+
 PREFIX = "ATTAR_"
 
 Cpu = Literal["portable", "neon", "avx2", "avxvnni", "avx512", "amx"]
@@ -29,42 +31,28 @@ Kernels = Literal["ref"]
 class Env:
     """Values of the flags. Each flag is optional: its type gives the allowed values, None stands for an unset flag."""
 
-    cpu: Cpu | None = field(
-        default=None,
-        metadata={
-            "doc": "Instruction set level of the CPU kernels; an error where the machine cannot run it. "
-            "Default: the highest it can."
-        },
-    )
-    kernels: Kernels | None = field(
-        default=None,
-        metadata={
-            "doc": "`ref` makes every operation run its readable PyTorch reference. "
-            "Default: the first backend with no reason against it."
-        },
-    )
-    api_key: str | None = field(
-        default=None,
-        metadata={
-            "doc": "Key that `attar serve` asks of its clients, 32 characters or more; `--api-key-file` takes several.",
-            "secret": True,
-        },
-    )
-    faults: str | None = field(
-        default=None,
-        metadata={
-            "doc": "Makes requests fail on purpose, at the named points of `attar/faults.py`: "
-            "NAME[:after=N][:times=N][:every=N][:key=PREFIX],..."
-        },
-    )
-    test_data: Path | None = field(
-        default=None,
-        metadata={"doc": "Folder of the models and texts that tests use. Default: `shared` beside the repository."},
-    )
-    real_models: Path | None = field(
-        default=None,
-        metadata={"doc": "Folder of the real models that tests and benches read. Default: these tests are skipped."},
-    )
+    cpu: Cpu | None = field(default=None, metadata={
+        "doc": "Instruction set level of the CPU kernels; an error where the machine cannot run it. "
+        "Default: the highest it can.",
+    })  # fmt: skip
+    kernels: Kernels | None = field(default=None, metadata={
+        "doc": "`ref` makes every operation run its readable PyTorch reference. "
+        "Default: the first backend with no reason against it.",
+    })  # fmt: skip
+    api_key: str | None = field(default=None, metadata={
+        "doc": "Key that `attar serve` asks of its clients, 32 characters or more; `--api-key-file` takes several.",
+        "secret": True,
+    })  # fmt: skip
+    faults: str | None = field(default=None, metadata={
+        "doc": "Makes requests fail on purpose, at the named points of `attar/faults.py`: "
+        "NAME[:after=N][:times=N][:every=N][:key=PREFIX],...",
+    })  # fmt: skip
+    test_data: Path | None = field(default=None, metadata={
+        "doc": "Folder of the models and texts that tests use. Default: `shared` beside the repository.",
+    })  # fmt: skip
+    real_models: Path | None = field(default=None, metadata={
+        "doc": "Folder of the real models that tests and benches read. Default: these tests are skipped.",
+    })  # fmt: skip
 
 
 @functools.cache
@@ -80,14 +68,10 @@ def read(environ: Mapping[str, str]) -> Env:
         if name.startswith(PREFIX) and name not in kinds:
             known = [kind.removeprefix(PREFIX) for kind in kinds]
             near = difflib.get_close_matches(name.removeprefix(PREFIX), known) or known
-            raise ValueError(f"unknown environment flag {name}: did you mean {' or '.join(map(flag_name, near))}?")
-    return Env(
-        **{
-            name.removeprefix(PREFIX).lower(): _parse(name, kind, environ[name])
-            for name, kind in kinds.items()
-            if environ.get(name)
-        }
-    )
+            message = f"unknown environment flag {name}: did you mean {' or '.join(map(flag_name, near))}?"
+            raise UserError("name_unknown", message)
+    given = {name: _parse(name, kind, environ[name]) for name, kind in kinds.items() if environ.get(name)}
+    return Env(**{name.removeprefix(PREFIX).lower(): value for name, value in given.items()})
 
 
 def flag_name(field_name: str) -> str:
@@ -125,5 +109,6 @@ def _parse(flag: str, kind: Any, text: str) -> Any:
         return kind(text)
     words = get_args(kind)
     if text not in words:
-        raise ValueError(f"{flag}={text!r} is not a value of this flag: it takes {' or '.join(words)}")
+        message = f"{flag}={text!r} is not a value of this flag: it takes {' or '.join(words)}"
+        raise UserError("option_malformed", message)
     return text

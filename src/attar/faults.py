@@ -30,6 +30,8 @@ import logging
 import threading
 from dataclasses import dataclass, field
 
+from attar.errors import UserError
+
 POINTS = {
     "http.door": "A request has a name, and may or may not be let in.",
     "http.read_body": "A piece of its body is about to be read.",
@@ -118,9 +120,10 @@ class Fault:
         if self.name not in POINTS:
             near = difflib.get_close_matches(self.name, POINTS, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
-            raise ValueError(f"unknown fault point {self.name!r}{hint}: known are {', '.join(POINTS)}")
+            raise UserError("name_unknown", f"unknown fault point {self.name!r}{hint}: known are {', '.join(POINTS)}")
         if self.after < 0 or self.times < 0 or self.every < 1:
-            raise ValueError(f"fault {self.name}: after and times are at least 0, every at least 1")
+            message = f"fault {self.name}: after and times are at least 0, every at least 1"
+            raise UserError("option_out_of_range", message)
 
     def due(self, key: str) -> bool:
         """Count a hit and return whether it must raise."""
@@ -167,8 +170,7 @@ def arm_from(text: str | None) -> None:
     parse."""
     if not text:
         return
-    faults = parse(text)
-    arm(*faults)
+    arm(*parse(text))
     logger.warning("FAULTS ARE ARMED: requests will fail on purpose (ATTAR_FAULTS=%s)", text)
 
 
@@ -185,6 +187,7 @@ def parse(text: str) -> list[Fault]:
             elif what in ("after", "times", "every") and value.isdecimal():
                 counts[what] = int(value)
             else:
-                raise ValueError(f"fault {name}: {setting!r} is not after=N, times=N, every=N or key=PREFIX")
+                message = f"fault {name}: {setting!r} is not after=N, times=N, every=N or key=PREFIX"
+                raise UserError("option_malformed", message)
         faults.append(Fault(name, key=key, **counts))
     return faults

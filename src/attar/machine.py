@@ -66,7 +66,7 @@ def memory_limits(root: Path = Path("/")) -> Iterator[tuple[str, int]]:
     subtracted, except from the limit on address space, which is this process's own. The kernel frees cached file pages
     that were not read lately before a limit is reached, so they do not count as used.
     """
-    own = _meminfo(root / "proc/self/status", "RssAnon") or 0
+    own = (_number_of(root / "proc/self/status", "RssAnon:") or 0) * 1024
     for version, controller, limit, usage, idle in (
         ("2", "", "memory.max", "memory.current", "inactive_file"),
         ("1", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -76,16 +76,15 @@ def memory_limits(root: Path = Path("/")) -> Iterator[tuple[str, int]]:
             most = _number(folder / limit)
             if most is None or most >= UNLIMITED:
                 continue
-            others = (_number(folder / usage) or 0) - _stat(folder / "memory.stat", idle) - own
+            others = (_number(folder / usage) or 0) - (_number_of(folder / "memory.stat", idle) or 0) - own
             left.append(max(0, most - max(0, others)))
         if left:
             yield f"left in control group (v{version})", min(left)
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
         yield "limit on address space", soft
-    available = _meminfo(root / "proc/meminfo", "MemAvailable")
-    if available is not None:
-        yield "available memory", available + own
+    if (available := _number_of(root / "proc/meminfo", "MemAvailable:")) is not None:
+        yield "available memory", available * 1024 + own
     else:
         yield "physical memory", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -197,18 +196,10 @@ def _number(path: Path) -> int | None:
     return int(words[0]) if len(words) == 1 and words[0].isdecimal() else None
 
 
-def _stat(path: Path, key: str) -> int:
-    """Return a number of a control group's statistics by its key; 0 where it is missing."""
+def _number_of(path: Path, key: str) -> int | None:
+    """Return the number behind the first word `key` of a line; None where there is none."""
     for line in _lines(path):
-        name, _, number = line.partition(" ")
-        if name == key and number.isdecimal():
-            return int(number)
-    return 0
-
-
-def _meminfo(path: Path, key: str) -> int | None:
-    for line in _lines(path):
-        name, _, rest = line.partition(":")
-        if name == key and rest.split()[0].isdecimal():
-            return int(rest.split()[0]) * 1024
+        match line.split():
+            case [name, number, *_] if name == key and number.isdecimal():
+                return int(number)
     return None

@@ -238,8 +238,7 @@ def _scalar(value: Any, path: Any, at: int | None = None) -> None:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            where = _where(path, at)
-            raise JSONError(f"a lone surrogate, which is not Unicode, in the text at {where}") from error
+            raise JSONError(f"a lone surrogate, which is not Unicode, in the text at {_where(path, at)}") from error
 
 
 def _where(path: Any, at: int | None = None) -> str:

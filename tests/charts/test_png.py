@@ -8,11 +8,12 @@ import pytest
 
 from attar.charts import png
 from attar.charts.chart import SOFT, Axis, Chart, Point, Series
+from tests.errors import user_error
 
 
 def test_a_png_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(png.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"PNGs need matplotlib, which is not installed: .*, or draw none"):
+    with user_error("package_missing"):
         png.check("draw none")
 
 

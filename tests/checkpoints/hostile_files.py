@@ -36,7 +36,7 @@ from attar.checkpoints.folder import INDEX, Folder
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.sources import opening
-from attar.checkpoints.sources.stored import stored
+from attar.checkpoints.sources.opening import stored
 from attar.checkpoints.strict_io import CheckpointError
 from attar.compression.runs.pipeline import compress
 from attar.formats.codecs import ggml_search

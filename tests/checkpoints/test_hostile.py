@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load, save
 
 from attar.checkpoints.inspect import inspect
-from attar.checkpoints.strict_io import CheckpointError
 from attar.compression.recipe.recipe_file import load_recipe
 from attar.formats.weight_formats import WEIGHT_FORMATS, GgmlBlocks
 from tests.checkpoints.hostile_files import (
@@ -26,6 +25,7 @@ from tests.checkpoints.hostile_files import (
     Corpus,
     examine,
 )
+from tests.errors import user_error
 
 SEED, DAMAGED, EVERY, TENSORS = 11, 60, 9, 40
 BYTES = 32 << 20  # and four times the header
@@ -74,7 +74,7 @@ def test_headers_that_are_made_to_cost_much_do_not(corpus: Corpus, tmp_path: Pat
         outcome = examine(case.write(tmp_path / "model"))
         assert outcome.refused is not None, case.kind
         seconds = outcome.seconds
-        for _ in range(2):  # what the system did meanwhile is booked as ours
+        for _ in range(4):  # what the system did meanwhile is booked as ours
             if seconds >= SECONDS:
                 seconds = min(seconds, examine(case.write(tmp_path / "model")).seconds)
         assert seconds < SECONDS, f"{case.kind}: {seconds} s"
@@ -94,18 +94,18 @@ def test_tensors_that_are_not_what_they_should_be(kind: str, corpus: Corpus, tmp
 @pytest.mark.parametrize(
     "shape, words",
     [
-        (torch.tensor(64), "weight_shape must be two whole numbers, outputs and inputs, not int64 \\[\\]"),
-        (torch.zeros(100_000, dtype=torch.int64), "two whole numbers.*not int64 \\[100000\\]"),
-        (torch.ones(2), "two whole numbers.*not float32"),
-        (torch.tensor([-64, 64]), "not a matrix: its shape is \\[-64, 64\\]"),
-        (torch.tensor([1 << 62, 64]), "not a matrix"),
+        (torch.tensor(64), "quantization_invalid"),
+        (torch.zeros(100_000, dtype=torch.int64), "quantization_invalid"),
+        (torch.ones(2), "quantization_invalid"),
+        (torch.tensor([-64, 64]), "quantization_invalid"),
+        (torch.tensor([1 << 62, 64]), "quantization_invalid"),
     ],
 )
 def test_shapes_of_packed_weights_are_bounded(shape: torch.Tensor, words: str, corpus: Corpus, tmp_path: Path) -> None:
     files = corpus.sound["safetensors, 4 bits"]
     tensors = load(files[WEIGHTS]) | {"model.layers.0.mlp.up_proj.weight_shape": shape}
     path = Case("shape", "", {**files, WEIGHTS: save(tensors)}).write(tmp_path / "model")
-    with pytest.raises(CheckpointError, match=words):
+    with user_error(words):
         inspect(path)
 
 

@@ -36,7 +36,7 @@ def watch(event, arguments):
         seen.append([event, str(arguments[0])])
 
 from pathlib import Path
-from attar.checkpoints.sources.stored import stored
+from attar.checkpoints.sources.opening import stored
 from attar.text.tokenizer import Tokenizer
 
 folder = Path(sys.argv[1])

@@ -27,6 +27,7 @@ from attar.checkpoints.safetensors import TensorFile
 from attar.checkpoints.strict_io import NEAR, CheckpointError
 from attar.checkpoints.writer import ShardWriter, plan_files
 from attar.formats.scheme import Part
+from tests.errors import user_error
 
 SECONDS_PER_REFUSAL = 1.0  # of the processor; what is held to is 0.2, and this machine may be busy
 
@@ -351,7 +352,7 @@ def test_the_number_of_tensors_is_capped(
     if excess <= 0:
         assert len(TensorFile(path).names()) == 1000 + excess
     else:
-        with pytest.raises(CheckpointError, match="1001 tensors; attar accepts 1000"):
+        with user_error("checkpoint_too_large"):
             TensorFile(path)
 
 
@@ -362,18 +363,18 @@ def test_a_file_of_100_000_tensors_is_read(write: Callable[[bytes], Path]) -> No
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("300,000 tensors", r"a header of 16988891 bytes, and attar accepts 16777216.*max_shard_size"),
-        ("empty tensors and a hole", "tensor 't' leaves a hole of 4 bytes"),
-        ("tensors in no order and a hole", "tensor 'z' leaves a hole"),
-        ("a wide character", "nor metadata of at most 4000000 bytes"),
-        ("a wide character in metadata", "leaves a hole"),
-        ("as many wide characters in names as may be", "leaves a hole"),
-        ("wide characters in names", "'-' and '_' take over 4000000 bytes together"),
-        ("too many keys of metadata", "more than 400000 quotation marks in __metadata__"),
+        ("300,000 tensors", "checkpoint_too_large"),
+        ("empty tensors and a hole", "checkpoint_malformed"),
+        ("tensors in no order and a hole", "checkpoint_malformed"),
+        ("a wide character", "checkpoint_malformed"),
+        ("a wide character in metadata", "checkpoint_malformed"),
+        ("as many wide characters in names as may be", "checkpoint_malformed"),
+        ("wide characters in names", "checkpoint_too_large"),
+        ("too many keys of metadata", "checkpoint_too_large"),
     ],
 )
 def test_what_would_cost_much_is_refused_for_what_it_is(kind: str, words: str, write: Callable[[bytes], Path]) -> None:
-    with pytest.raises(CheckpointError, match=words):
+    with user_error(words):
         TensorFile(write(COSTLY[kind]()))
 
 
@@ -513,20 +514,20 @@ def test_near_misses_are_looked_for_among_few_names(
     seen: list[str] = []
     monkeypatch.setattr(difflib, "get_close_matches", lambda name, names, **_: seen.extend(names) or [])
     many = {f"t{i}": entry("U8", [1], [i, i + 1]) for i in range(2 * NEAR)}
-    with pytest.raises(CheckpointError, match="has no tensor 't'"):
+    with user_error("checkpoint_incomplete"):
         TensorFile(write(pack(many, bytes(len(many))))).info("t")
     assert len(seen) == NEAR
 
 
 def test_an_unknown_name_offers_the_nearest(write: Callable[[bytes], Path]) -> None:
     file = TensorFile(write(one(name="model.embed_tokens.weight")))
-    with pytest.raises(CheckpointError, match=r"did you mean 'model\.embed_tokens\.weight'"):
+    with user_error("checkpoint_incomplete"):
         file.read("embed_tokens.weight")
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth", ".ckpt"])
 def test_pickle_suffixes_are_refused_unopened(suffix: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="save_pretrained"):
+    with user_error("file_unsafe"):
         TensorFile(tmp_path / f"absent{suffix}")
 
 
@@ -535,15 +536,15 @@ def test_only_regular_files_are_opened_and_links_are_followed(tmp_path: Path) ->
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "folder").mkdir()
     for name, words in {
-        "fifo": "not a regular file",
-        "folder": "not a regular file",
-        "loop": "cannot be opened: Too many levels",
-        "absent": "cannot be opened: No such file",
-        "a\0b": "cannot be opened: embedded null",
+        "fifo": "file_wrong_kind",
+        "folder": "file_wrong_kind",
+        "loop": "file_failed",
+        "absent": "file_not_found",
+        "a\0b": "value_invalid",
     }.items():
-        with pytest.raises(CheckpointError, match=words):
+        with user_error(words):
             TensorFile(tmp_path / name)
-    with pytest.raises(CheckpointError, match="not a regular file"):
+    with user_error("file_wrong_kind"):
         TensorFile("/dev/zero")
     (tmp_path / "blob").write_bytes(GOOD)
     (tmp_path / "link.safetensors").symlink_to("blob")
@@ -553,7 +554,7 @@ def test_only_regular_files_are_opened_and_links_are_followed(tmp_path: Path) ->
 def test_a_sparse_terabyte_costs_nothing_to_open(tmp_path: Path) -> None:
     path = tmp_path / "sparse"
     path.write_bytes(pack({"a": entry("I8", (1 << 40,), (0, 1 << 40))}))
-    with pytest.raises(CheckpointError, match="truncated"):
+    with user_error("checkpoint_incomplete"):
         TensorFile(path)
     try:
         os.truncate(path, path.stat().st_size + (1 << 40))
@@ -566,7 +567,7 @@ def test_a_file_that_shrinks_is_an_error_not_a_crash(write: Callable[[bytes], Pa
     path = write(GOOD)
     file = TensorFile(path)
     os.truncate(path, len(GOOD) - 4)
-    with pytest.raises(CheckpointError, match="shrank"):
+    with user_error("checkpoint_changed"):
         file.read("a")
 
 
@@ -610,6 +611,6 @@ def test_a_file_is_hashed_once(write: Callable[[bytes], Path], monkeypatch: pyte
     """And progress reaches its end all the same."""
     file, seen = TensorFile(write(GOOD)), list[int]()
     digest = file.sha256()
-    monkeypatch.setattr(file, "_fill", lambda *_: pytest.fail("it was read again"))
+    monkeypatch.setattr(file, "fill", lambda *_: pytest.fail("it was read again"))
     assert file.sha256(seen.append) == digest
     assert seen == [len(GOOD)]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from attar.checkpoints.strict_io import MAX_NAME, MAX_WIDE, NEAR, WORD, CheckpointError, check_name, near, parse_json
+from attar.checkpoints.strict_io import MAX_NAME, MAX_WIDE, NEAR, WORD, check_name, near, parse_json
+from tests.errors import user_error
 
 
 def test_near_misses_are_looked_for_among_few_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +63,7 @@ def test_other_names_are_names(name: str) -> None:
     ],
 )
 def test_json_that_is_refused(text: bytes, wrong: str) -> None:
-    with pytest.raises(CheckpointError, match=r"^config\.json: ") as found:
+    with user_error("file_malformed", "config.json") as found:
         parse_json(text, Path("config.json"))
     assert wrong in str(found.value)
 

@@ -59,21 +59,21 @@ def test_training_anew_replaces_an_adapter_when_told_to(place: Path) -> None:
         f"finetune demo {place}/again --text {place}/text.txt --samples 2 --length 32 --rank 2 --targets *.0.*q_proj"
     )
     assert attar(command).exit_code == 0
-    refused(attar(command), BAD_INPUT, "exists and is kept", "--overwrite")
+    refused(attar(command), BAD_INPUT, "output_exists", "--overwrite")
     result = attar(f"{command} --overwrite --json")
     assert result.exit_code == 0, result.output
     assert last_json(result)["notes"] == []
-    refused(attar(f"{command} --overwrite --length 513"), BAD_INPUT, "513", "context of 512")
+    refused(attar(f"{command} --overwrite --length 513"), BAD_INPUT, "context_exceeded", "513")
     assert (place / "again" / "adapter_model.safetensors").exists()
 
 
 def test_mistakes(place: Path) -> None:
     for command, words in (
-        (f"generate demo --prompt a --adapter {place}/none", ("adapter",)),
-        (f"generate demo --prompt a --adapter {place}", ("adapter",)),
-        (f"eval demo --text {place}/text.txt --adapter {place}", ("adapter",)),
-        (f"serve demo --adapter {place}/adapter", ("NAME=FOLDER",)),
-        (f"serve demo --adapter a={place}", ("--adapter a", "adapter_config.json")),
-        (f"generate {place}/adapter --prompt a", ("an adapter (LoRA), not a model", "--adapter")),
+        (f"generate demo --prompt a --adapter {place}/none", ("file_not_found", "adapter")),
+        (f"generate demo --prompt a --adapter {place}", ("file_not_found", "adapter")),
+        (f"eval demo --text {place}/text.txt --adapter {place}", ("file_not_found", "adapter")),
+        (f"serve demo --adapter {place}/adapter", ("option_malformed", "NAME=FOLDER")),
+        (f"serve demo --adapter a={place}", ("adapter_invalid", "adapter_config.json")),
+        (f"generate {place}/adapter --prompt a", ("file_wrong_kind", "--adapter")),
     ):
         refused(attar(command), BAD_INPUT, *words)

@@ -148,9 +148,9 @@ def test_the_key_comes_from_a_file_or_the_environment(
     file.write_text("of-a-file\n")
     assert last_json(bench(fake, f"{SMALL} --clients 1 --api-key-file {file}"))
     assert sent() == {b"Bearer of-a-file"}
-    for content, count in (("", 0), ("one\ntwo\n", 2)):
+    for content in ("", "one\ntwo\n"):
         file.write_text(content)
-        refused(bench(fake, f"{SMALL} --clients 1 --api-key-file {file}"), 2, f"holds {count} keys", as_json=True)
+        refused(bench(fake, f"{SMALL} --clients 1 --api-key-file {file}"), 2, "key_invalid", as_json=True)
 
 
 def test_no_key_is_taken_from_the_command_line(fake: Fake) -> None:
@@ -163,21 +163,21 @@ def test_no_key_is_taken_from_the_command_line(fake: Fake) -> None:
 @pytest.mark.parametrize(
     "options, words",
     [
-        ("--rates 1 --clients 1", "not both"),
-        ("--rates none", "--rates"),
-        ("--arrivals trace", "--arrivals trace takes the times of a trace"),
-        ("--arrivals trace --rates 2", "name its file with --trace"),
-        ("--clients inf", "--clients 'inf' is not a list of whole numbers"),
-        ("--clients nan", "--clients 'nan' is not a list of whole numbers"),
-        ("--clients 1,1.7", "--clients '1,1.7' is not a list of whole numbers"),
-        ("--clients 1 --extra ''", "--extra is a JSON object"),
+        ("--rates 1 --clients 1", "option_conflict"),
+        ("--rates none", "option_malformed"),
+        ("--arrivals trace", "option_missing"),
+        ("--arrivals trace --rates 2", "option_missing"),
+        ("--clients inf", "option_malformed"),
+        ("--clients nan", "option_malformed"),
+        ("--clients 1,1.7", "option_malformed"),
+        ("--clients 1 --extra ''", "option_malformed"),
         ("--seconds 0", "should be greater than or equal to 0.1"),
-        ("--clients 1 --slo fast", "'fast' is no limit"),
-        ("--clients 1 --extra [1]", "--extra is a JSON object"),
-        ("--clients 1 --extra {", 'such as {"top_k": 1}: Expecting property name'),
-        ("--clients 1 --plot load.pdf", "a .html or a .png"),
-        ("--clients 1 --plot missing/load.html", "there is no folder missing"),
-        ("--clients 1 --trace missing.jsonl", "missing.jsonl"),
+        ("--clients 1 --slo fast", "option_malformed"),
+        ("--clients 1 --extra [1]", "option_malformed"),
+        ("--clients 1 --extra {", "option_malformed"),
+        ("--clients 1 --plot load.pdf", "output_invalid"),
+        ("--clients 1 --plot missing/load.html", "file_not_found"),
+        ("--clients 1 --trace missing.jsonl", "file_not_found"),
     ],
 )
 def test_mistakes_are_one_sentence_and_send_nothing(fake: Fake, options: str, words: str) -> None:

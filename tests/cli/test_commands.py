@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 
 from attar.cli.main import app
 from attar.cli.terminal import BAD_INPUT, CHECK_FAILED, INTERRUPTED, PIPE_CLOSED
+from attar.errors import CODES, UserError, code_of
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
@@ -64,21 +65,36 @@ def last_json(result: Result) -> dict[str, Any]:
     return value
 
 
-def refused(result: Result, status: int, *words: str, as_json: bool = False) -> None:
-    """One sentence on stderr that has the words, the same in JSON if that was asked for, no traceback."""
+def ended_with(error: BaseException | None) -> str | None:
+    """The code of the error that a command ended with, from the chain of what was raised meanwhile."""
+    while error is not None:
+        if isinstance(error, UserError | OSError):
+            return code_of(error)
+        error = error.__context__
+    return None
+
+
+def refused(result: Result, status: int, *expected: str, as_json: bool = False) -> None:
+    """One sentence on stderr, the same in JSON if that was asked for, no traceback. `expected`: the code of the error,
+    and words of the sentence."""
     assert result.exit_code == status, result.output
     assert isinstance(result.exception, SystemExit)
     lines = [line for line in result.stderr.splitlines() if "no receipt: nothing" not in line]
     assert len(lines) == 1 or lines[0].startswith("Usage:"), result.stderr
     assert lines[-1].startswith(("attar: ", "Error: "))
-    for word in words:
-        assert word in lines[-1]
     if as_json:
         said = json.loads(result.stdout.splitlines()[-1])
-        assert said == {"error": said["error"]}
+        assert said.keys() == {"error", "code"}
         assert said["error"] in lines[-1]
+        code = said["code"]
     else:
         assert "{" not in result.stdout
+        code = ended_with(result.exception)
+    for word in expected:
+        if word in CODES:
+            assert code == word, lines[-1]
+        else:
+            assert word in lines[-1]
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +166,7 @@ def test_eval_of_keys_and_values_in_few_bits(out: str) -> None:
     args = ["eval", out, "--text", "heldout.txt", "--max-tokens", "50", "--json"]
     cost = {kv: last_json(attar(*args, "--kv", kv))["kl_mean"] for kv in ("int8", "int4")}
     assert 0 < cost["int8"] < cost["int4"]
-    refused(attar(*args[:-1], "--kv", "int5"), BAD_INPUT, "keys and values are kept as float32, bfloat16, int8")
+    refused(attar(*args[:-1], "--kv", "int5"), BAD_INPUT, "kv_unknown")
 
 
 def test_generate(out: str) -> None:
@@ -312,83 +328,83 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("compress", ("Missing argument",)),
     ("eval ./model --txt heldout.txt", ("No such option", "--text")),
     # models
-    ("inspect ./mdel", ("no model folder", "did you mean 'model'")),
-    ("inspect ''", ("the model's name is empty",)),
-    ("eval ./model --against '' --text heldout.txt", ("the model's name is empty",)),
-    ("inspect text.txt", ("is a file", "give the folder")),
-    ("inspect .", ("no config.json",)),
-    ("inspect truncated", ("truncated", "download or copy it again")),
-    ("generate truncated --prompt a", ("truncated",)),
-    ("inspect pickle", ("pytorch_model.bin", "convert")),
-    ("inspect unknown", ("unknown architecture 'LlammaForCausalLM'", "LlamaForCausalLM")),
-    ("inspect json", ("config.json", "not valid JSON")),
-    ("inspect sharded", ("1 of 1 weight files missing", "model-00001-of-00002.safetensors")),
+    ("inspect ./mdel", ("file_not_found",)),
+    ("inspect ''", ("option_missing",)),
+    ("eval ./model --against '' --text heldout.txt", ("option_missing",)),
+    ("inspect text.txt", ("file_wrong_kind",)),
+    ("inspect .", ("file_wrong_kind",)),
+    ("inspect truncated", ("checkpoint_incomplete", "truncated")),
+    ("generate truncated --prompt a", ("checkpoint_incomplete", "truncated")),
+    ("inspect pickle", ("file_unsafe", "pytorch_model.bin", "convert")),
+    ("inspect unknown", ("architecture_unsupported", "LlamaForCausalLM")),
+    ("inspect json", ("file_malformed", "config.json")),
+    ("inspect sharded", ("checkpoint_incomplete", "model-00001-of-00002.safetensors")),
     # compress
-    ("compress ./model ./out --recipe rtn-w4g128", ("exists and is kept", "--overwrite")),
-    ("compress ./model ./model --recipe rtn-w4g128 --overwrite", ("would replace the model",)),
-    ("compress ./model . --recipe rtn-w4g128 --overwrite", ("would replace the model",)),
-    ("compress ./model '' --recipe rtn-w4g128 --overwrite", ("the output's name is empty",)),
-    ("compress ./linked ./new --recipe rtn-w4g128", ("tokenizer.json: a link out of the folder",)),
-    ("compress ./tiny text.txt --recipe rtn-w4g128 --overwrite", ("is a file and is kept",)),
-    ("compress ./model text.txt/new --recipe rtn-w4g128", ("cannot be written",)),
-    ("compress ./out ./new --recipe rtn-w4g128", ("compressed already",)),
-    ("compress ./model ./new", ("needs calibration", "self")),
-    ("compress ./model ./new --recipe gtpq-w4g128", ("unknown method 'gtpq'", "did you mean gptq")),
-    ("compress ./model ./new --recipe gptq-w4g128x", ("w4g128",)),
-    ("compress ./model ./new --recipe gptq", ("method[+method]-scheme",)),
-    ("compress ./model ./new --recipe fp8", ("did you mean rtn-fp8?",)),
-    ("compress ./model ./new --recipe rtn-w9", ("2 to 8 bits",)),
-    ("compress ./model ./new --recipe rtn-w4g0", ("unknown scheme 'w4g0'",)),
-    ("compress ./model ./new --recipe rtn-w4g96", ("q_proj: group size 96 does not divide 256", "128")),
-    ("compress ./model ./new --recipe rtn-w4g128 --head int9", ("unknown head 'int9'", "int8")),
-    ("compress ./model ./new --recipe rtn-w4g128 --head w4g96", ("lm_head: group size 96 does not divide 256", "128")),
-    ("compress ./model ./new --recipe rtn-w4g128 --head w8a8", ("lm_head", "of weights alone", "not w8a8")),
-    ("compress ./model ./new --recipe absent.yaml", ("absent.yaml: no such file",)),
-    ("compress ./model ./new --recipe baad.yaml", ("no such file", "did you mean 'bad.yaml'")),
-    ("compress ./model ./new --recipe bad.yaml", ("unknown key 'dampin'", "damping")),
-    ("compress ./model ./new --recipe broken.yaml", ("broken.yaml is not valid YAML",)),
-    ("compress ./model ./new --calib empty.txt", ("empty.txt is empty",)),
-    ("compress ./model ./new --calib binary.txt", ("not UTF-8 text: byte 3",)),
-    ("compress ./model ./new --calib absent.txt", ("absent.txt: no such file",)),
-    ("compress ./model ./new --calib ''", ("name of a text file is empty",)),
-    ("compress ./model ./new --calib texts.txt", ("texts.txt: no such file", "did you mean 'text.txt'")),
-    ("compress ./model ./new --calib model", ("model is a folder",)),
+    ("compress ./model ./out --recipe rtn-w4g128", ("output_exists", "--overwrite")),
+    ("compress ./model ./model --recipe rtn-w4g128 --overwrite", ("output_is_source",)),
+    ("compress ./model . --recipe rtn-w4g128 --overwrite", ("output_is_source",)),
+    ("compress ./model '' --recipe rtn-w4g128 --overwrite", ("output_invalid",)),
+    ("compress ./linked ./new --recipe rtn-w4g128", ("file_unsafe",)),
+    ("compress ./tiny text.txt --recipe rtn-w4g128 --overwrite", ("output_invalid",)),
+    ("compress ./model text.txt/new --recipe rtn-w4g128", ("file_failed",)),
+    ("compress ./out ./new --recipe rtn-w4g128", ("source_compressed",)),
+    ("compress ./model ./new", ("calibration_missing", "self")),
+    ("compress ./model ./new --recipe gtpq-w4g128", ("method_unknown",)),
+    ("compress ./model ./new --recipe gptq-w4g128x", ("scheme_unknown", "w4g128")),
+    ("compress ./model ./new --recipe gptq", ("recipe_malformed", "method[+method]-scheme")),
+    ("compress ./model ./new --recipe fp8", ("recipe_unknown",)),
+    ("compress ./model ./new --recipe rtn-w9", ("scheme_unsupported",)),
+    ("compress ./model ./new --recipe rtn-w4g0", ("scheme_unknown",)),
+    ("compress ./model ./new --recipe rtn-w4g96", ("group_size_indivisible", "128")),
+    ("compress ./model ./new --recipe rtn-w4g128 --head int9", ("scheme_unknown", "int8")),
+    ("compress ./model ./new --recipe rtn-w4g128 --head w4g96", ("group_size_indivisible", "128")),
+    ("compress ./model ./new --recipe rtn-w4g128 --head w8a8", ("scheme_unsupported", "lm_head")),
+    ("compress ./model ./new --recipe absent.yaml", ("file_not_found",)),
+    ("compress ./model ./new --recipe baad.yaml", ("file_not_found",)),
+    ("compress ./model ./new --recipe bad.yaml", ("method_option_unknown", "damping")),
+    ("compress ./model ./new --recipe broken.yaml", ("file_malformed",)),
+    ("compress ./model ./new --calib empty.txt", ("text_empty",)),
+    ("compress ./model ./new --calib binary.txt", ("text_not_utf8",)),
+    ("compress ./model ./new --calib absent.txt", ("file_not_found",)),
+    ("compress ./model ./new --calib ''", ("option_missing",)),
+    ("compress ./model ./new --calib texts.txt", ("file_not_found",)),
+    ("compress ./model ./new --calib model", ("file_wrong_kind",)),
     ("compress ./model ./new --calib one.txt", ("at least 2",)),
-    ("compress ./model ./new --calib text.txt --length 513", ("context of 512",)),
+    ("compress ./model ./new --calib text.txt --length 513", ("context_exceeded",)),
     ("compress ./model ./new --calib text.txt --samples 0", ("--samples",)),
     ("compress ./model ./new --calib text.txt --calib-memory 2XB", ("'2XB' is not a size", "2GiB")),
-    ("compress ./model ./new --calib text.txt --eval absent.txt", ("absent.txt: no such file",)),
-    ("compress ./model ./new --calib text.txt --eval one.txt", ("one.txt has 1 token",)),
-    ("compress ./truncated ./new --calib text.txt", ("truncated",)),
+    ("compress ./model ./new --calib text.txt --eval absent.txt", ("file_not_found",)),
+    ("compress ./model ./new --calib text.txt --eval one.txt", ("text_too_short",)),
+    ("compress ./truncated ./new --calib text.txt", ("checkpoint_incomplete", "truncated")),
     # eval
-    ("eval ./model", ("--text heldout.txt",)),
-    ("eval ./model --text absent.txt", ("no such file",)),
-    ("eval ./model --text binary.txt", ("not UTF-8",)),
+    ("eval ./model", ("option_missing",)),
+    ("eval ./model --text absent.txt", ("file_not_found",)),
+    ("eval ./model --text binary.txt", ("text_not_utf8",)),
     ("eval ./model --text one.txt", ("at least 2",)),
-    ("eval ./model --text heldout.txt --context 513", ("longer than the 512 positions",)),
-    ("eval ./model --text heldout.txt --stride 600", ("stride",)),
+    ("eval ./model --text heldout.txt --context 513", ("context_exceeded",)),
+    ("eval ./model --text heldout.txt --stride 600", ("window_invalid", "stride")),
     ("eval ./model --text heldout.txt --dtype int4", ("float32", "bfloat16")),
-    ("eval ./model --against ./tiny --text heldout.txt", ("vocabularies of 4096 and 256",)),
-    ("eval ./tiny --text heldout.txt", ("has no tokenizer",)),
+    ("eval ./model --against ./tiny --text heldout.txt", ("vocabulary_mismatch",)),
+    ("eval ./tiny --text heldout.txt", ("tokenizer_missing",)),
     # generate and chat
     ("generate ./model --prompt a --temperature -1", ("0",)),
-    ("generate ./model --prompt a --temperature inf", ("finite",)),
-    ("generate ./model --prompt a --top-p 2", ("top_p must be above 0 and at most 1",)),
+    ("generate ./model --prompt a --temperature inf", ("option_malformed", "finite")),
+    ("generate ./model --prompt a --top-p 2", ("option_out_of_range",)),
     ("generate ./model --prompt a --top-k -1", ("0",)),
-    ("generate ./model --prompt a --min-p 1.5", ("min_p",)),
+    ("generate ./model --prompt a --min-p 1.5", ("option_out_of_range", "min_p")),
     ("generate ./model --prompt a --max-tokens 0", ("1",)),
     ("generate ./model --prompt a --max-tokens many", ("--max-tokens",)),
-    ("generate ./model --prompt a --repetition-penalty 0", ("repetition_penalty",)),
-    ("generate ./model --prompt a --presence-penalty 3", ("presence_penalty",)),
-    ("generate ./model --prompt a --logprobs 21", ("logprobs", "20")),
-    ("generate ./model --prompt a --seed 18446744073709551616", ("seed",)),
-    ("generate ./tiny --prompt a", ("has no tokenizer",)),
-    ("chat ./dumb", ("no chat template: use generate with a plain prompt",)),
-    ("verify ./mdel", ("no model folder",)),
+    ("generate ./model --prompt a --repetition-penalty 0", ("option_out_of_range", "repetition_penalty")),
+    ("generate ./model --prompt a --presence-penalty 3", ("option_out_of_range", "presence_penalty")),
+    ("generate ./model --prompt a --logprobs 21", ("option_out_of_range", "logprobs", "20")),
+    ("generate ./model --prompt a --seed 18446744073709551616", ("option_out_of_range", "seed")),
+    ("generate ./tiny --prompt a", ("tokenizer_missing",)),
+    ("chat ./dumb", ("template_missing",)),
+    ("verify ./mdel", ("file_not_found",)),
     # others
     ("plan ./model --memory 4", ("'--memory': '4' is a number of bytes", "such as 4GB")),
     ("convert ./model ./new --to exl2", ("'--to': 'exl2' is not one of 'gguf'",)),
-    ("imatrix ./model new/m.dat", ("new: no such folder",)),
+    ("imatrix ./model new/m.dat", ("output_invalid",)),
 ]
 
 
@@ -417,7 +433,7 @@ def test_a_prompt_longer_than_the_context() -> None:
 
 
 def test_a_prompt_on_stdin_that_is_no_text() -> None:
-    refused(attar("generate", "./model", stdin=b"abc\xff"), BAD_INPUT, "stdin is not UTF-8 text: byte 3")
+    refused(attar("generate", "./model", stdin=b"abc\xff"), BAD_INPUT, "text_not_utf8")
 
 
 def test_out_of_memory_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

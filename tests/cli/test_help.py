@@ -156,14 +156,14 @@ def test_the_keys_of_the_scheduler_are_listed_with_defaults() -> None:
 @pytest.mark.parametrize(
     "given, says",
     [
-        ("max-wait=3", "one of policy, max-step-tokens, max-waiting, max-delay, max-preemptions; did you mean max-wai"),
-        ("policy", "--scheduler 'policy' is not KEY=VALUE with one of policy, max-step-tokens"),
-        ("=3", "is not KEY=VALUE"),
-        ("max-waiting=many", "--scheduler max-waiting: 'many' is not a number"),
-        ("max-waiting=1.5", "--scheduler max-waiting: '1.5' is not a number"),
-        ("max-waiting=0", "at least one sequence must be able to run, and one to wait"),
-        ("policy=fifo", "unknown policy 'fifo': known are none, static, dynamic, continuous"),
-        ("max-step-tokens=2", "a step of 2 tokens has not one for each of 32 sequences"),
+        ("max-wait=3", "name_unknown"),
+        ("policy", "option_malformed"),
+        ("=3", "name_unknown"),
+        ("max-waiting=many", "option_malformed"),
+        ("max-waiting=1.5", "option_malformed"),
+        ("max-waiting=0", "option_out_of_range"),
+        ("policy=fifo", "name_unknown"),
+        ("max-step-tokens=2", "option_conflict"),
     ],
 )
 def test_a_wrong_setting_of_the_scheduler_names_the_keys(given: str, says: str) -> None:
@@ -174,4 +174,4 @@ def test_a_wrong_setting_of_the_scheduler_names_the_keys(given: str, says: str) 
 
 def test_a_setting_of_the_scheduler_is_given_once() -> None:
     twice = ["--scheduler", "max-waiting=3", "--scheduler", "max-waiting=4", "--json"]
-    refused(CliRunner().invoke(app, ["serve", "demo", *twice]), 2, "max-waiting is given twice", as_json=True)
+    refused(CliRunner().invoke(app, ["serve", "demo", *twice]), 2, "option_conflict", as_json=True)

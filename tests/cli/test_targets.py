@@ -31,8 +31,8 @@ def test_what_the_options_say() -> None:
     target = parse_target(None, 1_500_000, None, "w2g64,w4")
     assert target is not None
     assert target.to_dict() == {"size": 1_500_000}
-    assert target.ladder is not None
-    assert [scheme.name for scheme in target.ladder] == ["w2g64", "w4"]
+    assert target.candidates is not None
+    assert [scheme.name for scheme in target.candidates] == ["w2g64", "w4"]
     for wrong in ((3.0, 10**6, None, None), (None, None, 0.0, None), (3.0, None, None, "w9")):
         with pytest.raises(ValueError):
             parse_target(*wrong)

@@ -9,6 +9,7 @@ from collections.abc import Generator
 import pytest
 
 from attar.cli.terminal import Progress, parse_bytes, print_pieces
+from tests.errors import user_error
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_a_forgotten_unit_is_asked_for() -> None:
-    with pytest.raises(ValueError, match="'4' is a number of bytes: write the unit as well, such as 4GB"):
+    with user_error("option_malformed"):
         parse_bytes("4")
     assert parse_bytes("4 B") == 4
 

@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from attar.checkpoints.strict_io import CheckpointError
 from attar.cli.terminal import INTERRUPTED
 from attar.compression.request.request import CompressionRequest
 from attar.compression.runs.pipeline import compress, compress_request
+from tests.errors import user_error
 
 Ids = list[list[int]]
 
@@ -102,7 +102,7 @@ def test_what_is_asked_for_is_what_the_walk_reserves(
         free = needed - 1
 
     monkeypatch.setattr("attar.checkpoints.writer.shutil.disk_usage", lambda path: Usage)
-    with pytest.raises(CheckpointError, match="are needed"):
+    with user_error("disk_full"):
         compress(tiny, tmp_path / "out", recipe=recipe, calibration=ids)
     Usage.free = needed
     compress(tiny, tmp_path / "out", recipe=recipe, calibration=ids)
@@ -131,7 +131,7 @@ def test_a_disk_too_small_is_refused_and_the_run_goes_on_once_there_is_room(
     kilobytes: int, tiny: Path, calibration: Ids, expected: dict[str, str], disk: Disk
 ) -> None:
     disk.resize(kilobytes << 10)
-    with pytest.raises(CheckpointError, match="free some space"):
+    with user_error("disk_full"):
         compress(tiny, disk.path / "out", recipe=RECIPE, calibration=calibration)
     assert not (disk.path / "out").exists()
     disk.resize(ENOUGH)
@@ -150,7 +150,7 @@ def test_a_disk_that_fills_up_on_the_way_costs_a_block_at_most(
             with filler.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, disk.free)
 
-    with pytest.raises(CheckpointError, match="free some space"):
+    with user_error("disk_full"):
         compress(tiny, disk.path / "out", recipe=RECIPE, calibration=calibration, progress=fill)
     assert not (disk.path / "out").exists()
     filler.unlink()
@@ -184,7 +184,7 @@ def file_size_limit(size: int) -> Iterator[None]:
 def test_files_that_may_not_grow_are_a_full_disk(
     kilobytes: int, tiny: Path, calibration: Ids, expected: dict[str, str], tmp_path: Path
 ) -> None:
-    with file_size_limit(kilobytes << 10), pytest.raises(CheckpointError, match="free some space"):
+    with file_size_limit(kilobytes << 10), user_error("disk_full"):
         compress(tiny, tmp_path / "out", recipe=RECIPE, calibration=calibration)
     assert not (tmp_path / "out").exists()
     compress(tiny, tmp_path / "out", recipe=RECIPE, calibration=calibration)
@@ -204,7 +204,7 @@ def test_ctrl_c_and_a_second_run_of_the_same_output(tiny: Path, tmp_path: Path) 
     )
     state = tmp_path / ".out.attar-partial" / "state"
     wait_for(state, child)
-    with pytest.raises(CheckpointError, match="another process is writing it"):
+    with user_error("output_locked"):
         compress_request(CompressionRequest(tiny, out, recipe="awq-w4g32", calibration="self", samples=64, length=64))
     wait_for(state / "state.json", child)
     child.send_signal(signal.SIGINT)

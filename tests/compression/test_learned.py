@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attar.checkpoints.sources import hf
 from attar.checkpoints.sources.hf import Checkpoint
-from attar.compression.calibration.texts import Amount, Tokens, sample_from
+from attar.compression.calibration.texts import Amount, sample_from
 from attar.compression.recipe.methods import Tune
 from attar.compression.recipe.recipe_file import recipe_from_dict
 from attar.compression.runs.pipeline import compress
@@ -53,6 +53,7 @@ def divergence(base: Decoder, folder: Path, ids: Tensor) -> float:
     return float(compare(*logits, ids.flatten()).kl.mean())
 
 
+@pytest.mark.slow
 def test_autoround(
     demo: Path, base: Decoder, rounded: Path, calibration: Tensor, held_out: Tensor, tmp_path: Path
 ) -> None:
@@ -66,7 +67,7 @@ def test_tuning(
 ) -> None:
     (tmp_path / "state").mkdir()
     options = Tune(epochs=3, rate=3e-3, batch=128)
-    found = tune.run(Checkpoint.open(demo), rounded, tmp_path / "state", Tokens(calibration), options)
+    found = tune.run(Checkpoint.open(demo), rounded, tmp_path / "state", (calibration, None), options)
     tuned = tmp_path / "tuned"
     shutil.copytree(rounded, tuned)
     tensors = load_file(tuned / "model.safetensors") | found.tensors

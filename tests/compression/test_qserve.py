@@ -19,6 +19,7 @@ from attar.formats.codecs import progressive
 from attar.formats.packed import PackedTensor
 from attar.formats.weight_formats import Progressive
 from attar.model.cache import ForwardBatch
+from tests.errors import user_error
 
 HIDDEN, VOCAB, LENGTH = 128, 64, 24
 SAME = 1e-5  # of float32, over the largest output
@@ -114,16 +115,16 @@ def test_stored_read_back_tuned_and_run_with_a_cache_of_four_bits(source: Path, 
 
 
 def test_what_has_no_place_for_it_says_so(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="qserve-g32 has no place in a GGUF file"):
+    with user_error("gguf_inexpressible"):
         attar.compress(source, tmp_path / "out.gguf", recipe="rtn-qserve-g32")
-    with pytest.raises(ValueError, match="autoround is for grids such as w4g128; qserve-g32 is for rtn and gptq"):
+    with user_error("scheme_unsupported"):
         attar.compress(source, tmp_path / "out", recipe="autoround-qserve-g32", calibration=calibration())
     dynamic = recipe_from_dict({"recipe": "gptq-qserve-g32", "order": "natural", "static_groups": False})
-    with pytest.raises(ValueError, match="leave static_groups on"):
+    with user_error("recipe_conflict"):
         attar.compress(source, tmp_path / "out", recipe=dynamic, calibration=calibration())
-    with pytest.raises(ValueError, match="groups of 128, which do not divide 96"):
+    with user_error("group_size_indivisible"):
         load_recipe("rtn-qserve-g128").schemes({"model.layers.0.mlp.down_proj": (8, 96)})
     attar.compress(source, tmp_path / "out", recipe="rtn-qserve-g32")
     for target in ("awq", "gptq", "gguf"):  # compressed-tensors holds its 8-bit level
-        with pytest.raises(ValueError, match="qserve-g32"):
+        with user_error("conversion_inexact"):
             convert.convert(tmp_path / "out", tmp_path / ("a.gguf" if target == "gguf" else target), to=target)

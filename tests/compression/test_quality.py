@@ -23,6 +23,8 @@ from attar.metrics.measure import Report, measure
 from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 
+pytestmark = pytest.mark.slow
+
 CALIBRATION, HELD_OUT = Amount(24, 256, seed=0), Amount(16, 256, seed=1)
 
 POLISHED = "gptq polished"  # as guided and qronos are, with all else that they do left out

@@ -48,6 +48,7 @@ CASES = (
 IDS = torch.randint(0, 120, (4, 16), generator=torch.Generator().manual_seed(3)).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "recipe"), CASES, ids=[recipe for _, recipe in CASES])
 def test_a_model_is_compressed_there(family: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plan = write(tmp_path / "model", FAMILIES[family]), load_recipe(recipe)

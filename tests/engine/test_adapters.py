@@ -13,7 +13,6 @@ from torch import Tensor
 
 from attar.checkpoints.adapters import lora
 from attar.checkpoints.sources import hf
-from attar.checkpoints.strict_io import CheckpointError
 from attar.compression.runs.pipeline import compress
 from attar.engine import startup
 from attar.engine.engine import Engine
@@ -27,6 +26,7 @@ from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 from tests.conftest import token_ids
 from tests.engine.conftest import Answers, answers, make_engine, run
+from tests.errors import user_error
 from tests.model import test_families as families
 
 SAME = 1e-4  # max |difference| / max |reference| against merged float32 weights
@@ -180,5 +180,5 @@ def test_an_adapter_that_does_not_fit_ends_the_start_before_a_weight_is_read(
     save(tmp_path / "other", {"model.layers.0.mlp.up_proj": (8, 8)}, 0)
     monkeypatch.setattr(startup, "load_model", lambda *given, **more: pytest.fail("the model was loaded"))
     settings = Settings(str(tiny), "", adapters=(("other", str(tmp_path / "other")),))
-    with pytest.raises(CheckpointError, match=r"up_proj is \[256, 128\] and its rank 4, which A .* do not fit"):
+    with user_error("adapter_mismatch"):
         startup.start_engine(settings)

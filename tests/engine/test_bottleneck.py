@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attar.engine import bottleneck, startup
-from attar.engine.bottleneck import Bounds, KernelMeter, StreamMeter
+from attar.engine.bottleneck import Bottlenecks, KernelMeter, StreamMeter
 from attar.engine.engine import Engine
 from attar.formats.scheme import Scheme
 from attar.kernels import dispatch
@@ -69,7 +69,7 @@ def roofline(decoder: Decoder, reads: bool) -> Roofline:
     return Roofline(decoder.config, Storage(dtype="float32"), SCHEMES["float32"], rates)
 
 
-def judged(decoder: Decoder, judge: Bounds | None, step: int = 48) -> Engine:
+def judged(decoder: Decoder, judge: Bottlenecks | None, step: int = 48) -> Engine:
     return make_engine(
         decoder, limits=SchedulerConfig(max_step_tokens=step, max_running=8), clock=Clock(), bounds=judge
     )
@@ -92,14 +92,14 @@ def reports(made: Engine, *asks: Submit | Embed) -> dict[str, Report]:
     [(0.0, True, "overhead"), (0.0, False, "overhead"), (1e9, True, "bandwidth"), (1e9, False, "compute")],
 )
 def test_each_limit(decoder: Decoder, busy: float, reads: bool, limit: str) -> None:
-    made = judged(decoder, Bounds(roofline(decoder, reads), Told(busy)))
+    made = judged(decoder, Bottlenecks(roofline(decoder, reads), Told(busy)))
     assert reports(made, Submit("a", (1, 2, 3), GREEDY))["a"].limited_by == {limit: 6}
 
 
 def test_overhead_begins_at_half_of_a_step(decoder: Decoder) -> None:
     """The clock is looked at twice from a step's beginning to its count: two seconds."""
     for busy, limit in ((0.9, "overhead"), (1.1, "bandwidth")):
-        made = judged(decoder, Bounds(roofline(decoder, True), Told(busy)))
+        made = judged(decoder, Bottlenecks(roofline(decoder, True), Told(busy)))
         found = reports(made, Submit("a", (1, 2, 3), GREEDY))["a"].limited_by
         assert found == {limit: 6}
         assert made.step_seconds == 2.0 * made.steps
@@ -108,32 +108,32 @@ def test_overhead_begins_at_half_of_a_step(decoder: Decoder) -> None:
 def test_what_the_roofline_would_allow_is_told_as_a_part_of_what_was_taken(decoder: Decoder) -> None:
     """Of a step that waits for its cores, next to nothing, whatever it is said to be limited by."""
     roof = roofline(decoder, True)
-    made = judged(decoder, Bounds(roof, Told(1e9)))
+    made = judged(decoder, Bottlenecks(roof, Told(1e9)))
     plans: list[StepPlan] = []
     plan = made.scheduler.plan
     made.scheduler.plan = lambda now: plans.append(plan(now)) or plans[-1]  # type: ignore[method-assign, func-returns-value]
     found = reports(made, Submit("a", (1, 2, 3), GREEDY))["a"].roof_fraction
     least = sum(max(roof.least(chunk[1:] for chunk in each.chunks)) for each in plans if each.chunks)
     assert found == pytest.approx(least / made.step_seconds)
-    assert reports(judged(decoder, Bounds(None, Told(0.0))), Submit("a", (1,), GREEDY))["a"].roof_fraction is None
+    assert reports(judged(decoder, Bottlenecks(None, Told(0.0))), Submit("a", (1,), GREEDY))["a"].roof_fraction is None
 
 
 def test_a_request_of_one_step_hears_of_it(decoder: Decoder) -> None:
-    made = judged(decoder, Bounds(roofline(decoder, True), Told(1e9)))
+    made = judged(decoder, Bottlenecks(roofline(decoder, True), Told(1e9)))
     one = SamplingParams(max_tokens=1, temperature=0, seed=0)
     found = reports(made, Submit("a", (1, 2), one), Embed("b", (1, 2, 3)))
     assert found["a"].limited_by == found["b"].limited_by == {"bandwidth": 1}
 
 
 def test_several_choices_share_a_step_that_counts_once(decoder: Decoder) -> None:
-    made = judged(decoder, Bounds(roofline(decoder, True), Told(1e9)))
+    made = judged(decoder, Bottlenecks(roofline(decoder, True), Told(1e9)))
     found = reports(made, Submit("a", (1, 2, 3), GREEDY, n=3), Submit("b", (4, 5), GREEDY))
     assert sum(found["a"].limited_by.values()) <= made.steps < 3 * 6
     assert found["b"].limited_by == {"bandwidth": 6}
 
 
 def test_those_that_end_early_hear_of_the_steps_that_they_had(decoder: Decoder) -> None:
-    made = judged(decoder, Bounds(roofline(decoder, True), Told(1e9)))
+    made = judged(decoder, Bottlenecks(roofline(decoder, True), Told(1e9)))
     ran = steps(made, Submit("a", (1, 2, 3), GREEDY), Submit("b", (4, 5), GREEDY))
     for _ in range(3):
         next(ran)
@@ -146,7 +146,7 @@ def test_those_that_end_early_hear_of_the_steps_that_they_had(decoder: Decoder) 
 def test_steps_of_a_device_that_is_not_waited_for_are_judged_together(decoder: Decoder) -> None:
     """Two pieces of a prompt come back at once, and the third waits for all: by itself it would be overhead."""
     late = Told(2.5, late=True)
-    made = judged(decoder, Bounds(roofline(decoder, True), late), step=8)
+    made = judged(decoder, Bottlenecks(roofline(decoder, True), late), step=8)
     one = SamplingParams(max_tokens=1, temperature=0, seed=0)
     ran = steps(made, Submit("a", tuple(range(1, 25)), one))
     next(ran)
@@ -171,7 +171,7 @@ def test_steps_that_nobody_waits_for_are_not_gathered_without_end(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bottleneck, "OPEN", 3)
-    made = judged(decoder, Bounds(roofline(decoder, True), Told(1e9, late=True)), step=8)
+    made = judged(decoder, Bottlenecks(roofline(decoder, True), Told(1e9, late=True)), step=8)
     told = steps(made, Submit("a", tuple(range(1, 65)), SamplingParams(max_tokens=1, temperature=0, seed=0)))
     heard = []
     for _ in range(7):
@@ -182,7 +182,7 @@ def test_steps_that_nobody_waits_for_are_not_gathered_without_end(
 
 
 def test_without_a_roofline_there_are_no_kernels_and_all_is_overhead(decoder: Decoder) -> None:
-    assert reports(judged(decoder, Bounds(None, Told(0.0))), Submit("a", (1,), GREEDY))["a"].limited_by == {
+    assert reports(judged(decoder, Bottlenecks(None, Told(0.0))), Submit("a", (1,), GREEDY))["a"].limited_by == {
         "overhead": 6
     }
 
@@ -212,7 +212,7 @@ def test_a_served_model_is_judged_by_this_machine(demo: Path, monkeypatch: pytes
 
 
 def test_one_stage_of_several_on_cpus_is_not_judged(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    judges: list[Bounds | None] = []
+    judges: list[Bottlenecks | None] = []
     decoder = SimpleNamespace(store=SimpleNamespace(refused={}))
     model = SimpleNamespace(decoder=decoder, tokenizer=None, eos_ids=frozenset(), runner=None)
     monkeypatch.setattr(startup, "load_model", lambda *args, **kwargs: model)

@@ -10,6 +10,7 @@ from attar.plan import gpus
 from attar.plan.comparison import Hardware, Subject
 from attar.plan.fit import Demand
 from attar.protocol.settings import Settings
+from tests.errors import user_error
 
 GB = 10**9
 
@@ -36,7 +37,7 @@ def test_users_raise_what_was_left_open(settings: Settings, users: int, raised: 
 
 
 def test_users_are_no_more_than_the_tokens_that_a_step_was_given() -> None:
-    with pytest.raises(ValueError, match="600 users at once need as many tokens a step: raise max-step-tokens"):
+    with user_error("option_conflict"):
         deployment.for_users(with_limits(tokens=512), 600)
 
 
@@ -46,7 +47,7 @@ def test_cpu_processes_share_a_memory_and_gpus_have_their_own(fraction: float | 
     settings = Settings("", "", kv="int8", tp=2, kv_fraction=fraction)
     here = deployment.plan(settings, subject, demand, Hardware(80 * GB, "free", GB))
     assert (here.memory, here.source) == (int(80 * GB * share) // 2, "free, each of 2 processes")
-    there = deployment.plan(settings, subject, demand, Hardware.of_gpu(gpus.card("h100"), None))
+    there = deployment.plan(settings, subject, demand, Hardware.of_gpu(gpus.gpu_spec("h100"), None))
     assert (there.memory, there.source) == (int(80 * GB * share), "h100, each of 2 processes")
     given = deployment.plan(
         Settings("", "", kv="int8", tp=2, memory=24 * GB), subject, demand, Hardware(80 * GB, "free", GB)
@@ -57,6 +58,6 @@ def test_cpu_processes_share_a_memory_and_gpus_have_their_own(fraction: float | 
 def test_a_bandwidth_that_is_given_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attar.kernels.native.limits.measure", lambda: pytest.fail("measured"))
     assert deployment.machine_at_hand(7 * GB).bandwidth == 7 * GB
-    gpu = Hardware.of_gpu(gpus.card("h100"), 300 * GB).gpu
+    gpu = Hardware.of_gpu(gpus.gpu_spec("h100"), 300 * GB).gpu
     assert gpu is not None
     assert gpu.bandwidth == 300e9

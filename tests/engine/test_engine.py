@@ -233,7 +233,7 @@ def test_samplers_of_a_request_share_its_prompt_and_none_is_made_for_a_refused_o
     monkeypatch.setattr("attar.engine.engine.Sampler", None)
     monkeypatch.setattr("attar.engine.engine.distinct", None)
     made.submit(Submit("b", (5, 6), params))
-    assert [event.code for event in made.said() if isinstance(event, Failed)] == ["full"]
+    assert [event.code for event in made.requests.take() if isinstance(event, Failed)] == ["full"]
 
 
 def test_requests_of_neighbouring_seeds_share_no_choices(decoder: Decoder) -> None:
@@ -274,7 +274,7 @@ def test_who_is_cancelled_between_steps_is_not_kept_until_somebody_else_comes(
     for _ in range(steps):
         made.step()
     made.cancel("x")
-    assert [event.id for event in made.said()] == ["x"]
+    assert [event.id for event in made.requests.take()] == ["x"]
     assert not made.idle
     assert made.runnable
     made.step()

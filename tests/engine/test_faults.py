@@ -25,7 +25,7 @@ CONTEXT = 320
 BLOCKS = 9  # so few that requests have to give way to each other
 LIMITS = SchedulerConfig(max_step_tokens=48, headroom=0.0)
 LATE = 10**9  # hits, which never come
-MOMENTS = int(os.environ.get("TEST_FAULT_MOMENTS", "3"))
+MOMENTS = int(os.environ.get("TEST_FAULT_MOMENTS", "2"))
 """At how many moments of a scene each point raises; `make soak-faults` asks for a hundred."""
 
 BEGINNING = tuple(i * 13 % 97 for i in range(150))  # of the victim's prompt and a canary's

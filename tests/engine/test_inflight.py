@@ -23,7 +23,7 @@ from torch import Tensor
 from attar import faults
 from attar.checkpoints.sources import opening
 from attar.engine import inflight
-from attar.engine.bottleneck import Bounds
+from attar.engine.bottleneck import Bottlenecks
 from attar.engine.engine import Engine
 from attar.execution.model_runner import InflightTokens, Runner, Wanted, waits
 from attar.faults import Fault
@@ -518,7 +518,7 @@ class _Meter:
 def test_each_step_is_judged_by_its_own_time(decoder: Decoder) -> None:
     """Another has begun by then. The clock of a step that was launched ahead runs from the end of the one before."""
     now, busy = itertools.count(), list[float]()
-    judge = Bounds(None, _Meter())
+    judge = Bottlenecks(None, _Meter())
     count = judge.count
     judge.count = lambda plan, seconds, own, requests: (busy.append(own()), count(plan, seconds, own, requests))  # type: ignore
     made = make_engine(decoder, overlaps=True, bounds=judge, clock=lambda: float(next(now)))

@@ -78,5 +78,5 @@ def test_a_server_that_never_pauses_does_not_keep_the_engine_from_its_steps(
     with listen(tmp_path / "socket") as listener:
         loop = Loop(engine, Ready("tiny", 128, 97, 8, 64, 256, ()), listener, None)
         loop._server = Endless()  # type: ignore[assignment]
-        monkeypatch.setattr(main, "_readable", lambda *_: True)
+        monkeypatch.setattr(main, "polled", lambda *_: True)
         loop._read(0.01)

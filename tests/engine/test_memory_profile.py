@@ -17,6 +17,7 @@ from attar.plan.costs import BLOCK
 from attar.plan.fit import ROOM, Fit
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
+from tests.errors import user_error
 from tests.execution.test_cuda_graphs import Again
 
 GB = 10**9
@@ -142,11 +143,11 @@ def test_the_cache_has_room_for_prompts_besides_all_requests_together_and_no_mor
 @pytest.mark.parametrize(
     "changed, sentence",
     [
-        ({"memory": 6 * GB}, r"the model needs 6.75 GB, but there are 6 GB \(--memory\)"),
-        ({"context": 131072, "memory": 7 * GB}, "less than one request"),
-        ({"context": 4096, "max_cached_tokens": 10**7}, r"\(free on cuda\)"),
+        ({"memory": 6 * GB}, "memory_insufficient"),
+        ({"context": 131072, "memory": 7 * GB}, "plan_does_not_fit"),
+        ({"context": 4096, "max_cached_tokens": 10**7}, "memory_insufficient"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_numbers(changed: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+    with user_error(sentence):
         divided(**changed)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from attar.checkpoints.sources import hf
 from attar.evaluation.outliers import Spread, profile
 from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
+from tests.errors import user_error
 
 Make = Callable[..., Decoder]
 
@@ -84,10 +85,10 @@ def test_kurtosis_of_a_gaussian_is_three_and_of_equal_numbers_none() -> None:
 
 
 def test_what_is_refused(tiny_decoder: Make) -> None:
-    with pytest.raises(ValueError, match="nothing to profile on"):
+    with user_error("text_empty"):
         profile(tiny_decoder(), [])
     broken = tiny_decoder(tensors={"model.layers.1.input_layernorm.weight": torch.full((64,), torch.nan)})
-    with pytest.raises(ValueError, match=r"input of model\.layers\.1\.self_attn\.q_proj holds a NaN"):
+    with user_error("not_finite", "model.layers.1.self_attn.q_proj"):
         profile(broken, [[1, 2]])
 
 

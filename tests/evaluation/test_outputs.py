@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from attar.checkpoints.strict_io import CheckpointError
 from attar.compression.runs.pipeline import compress
 from attar.evaluation.outputs import Figure, Layer, Speed, front, read, tell_apart
+from tests.errors import user_error
 
 BENCH = {"decode_tok_s": 30.5, "prefill_tok_s": 700.0, "batch": 1, "threads": 2, "isa": "amx"}
 
@@ -70,7 +70,7 @@ def test_what_compares(output: Path) -> None:
     ],
 )
 def test_damaged_receipts_are_refused(output: Path, damage: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match="the receipt is damaged"):
+    with user_error("receipt_invalid"):
         read(change(output, **damage))
 
 
@@ -82,7 +82,7 @@ def test_a_source_that_is_no_text_compares_as_one(output: Path) -> None:
 
 def test_an_output_needs_a_receipt(output: Path) -> None:
     (output / "receipt.json").unlink()
-    with pytest.raises(CheckpointError, match="no receipt"):
+    with user_error("receipt_invalid"):
         read(output)
 
 
@@ -122,5 +122,5 @@ def test_the_front_of_a_published_table() -> None:
 def test_speed() -> None:
     assert Speed.of(BENCH, "f") == Speed(30.5, 700.0, 1, 2, "amx")
     for key in ("decode_tok_s", "batch"):
-        with pytest.raises(ValueError, match="f is not what `attar bench --json` prints"):
+        with user_error("file_wrong_kind"):
             Speed.of(BENCH | {key: None}, "f")

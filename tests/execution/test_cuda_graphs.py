@@ -25,6 +25,7 @@ from attar.sampling import device_sampler
 from attar.sampling.sampler import BadLogits, Sampler, sample
 from tests.engine.conftest import ROOM, TIGHT, answers, make_engine, run
 from tests.engine.test_engine import some_requests
+from tests.errors import user_error
 from tests.pretend import Late
 
 Make = Callable[..., Decoder]
@@ -221,7 +222,7 @@ def test_steps_of_a_whole_cache_in_a_graph(decoder: Decoder) -> None:
         decoder.forward(torch.tensor([4, 5, 6, 7, 8, 9]), ForwardBatch((3, 3), 6, held))
         decoding = Decoding(decoder, held, 6, how)
         found.append([decoding.step([i, i + 1]).clone() for i in range(3)])
-        with pytest.raises(ValueError, match="it is full"):
+        with user_error("context_exceeded"):
             decoding.step([1, 2])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert record.recorded == [2]

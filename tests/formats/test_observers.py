@@ -13,6 +13,7 @@ from torch import Tensor
 from attar.formats import affine, observers, packing
 from attar.formats.observers import KL, MSE, Histogram, MinMax, Observer, Percentile, kl_threshold, mse_range
 from attar.formats.scheme import Grid
+from tests.errors import user_error
 
 INT8 = Grid("int", 8, granularity="tensor")
 BIN = 2.0 / observers.FINE_BINS  # of the largest magnitude, at most
@@ -42,10 +43,10 @@ def rounding_error(x: Tensor, extremes: tuple[Tensor, Tensor], grid: Grid) -> fl
 @pytest.mark.parametrize("name", ALL)
 def test_contract(name: str) -> None:
     observer = ALL[name]()
-    with pytest.raises(ValueError, match="no values were observed"):
+    with user_error("linear_without_tokens"):
         observer.range()
     for bad in (torch.nan, torch.inf):
-        with pytest.raises(ValueError, match="NaN or an infinity"):
+        with user_error("not_finite"):
             observer.observe(torch.tensor([[1.0, bad]]))
     x = heavy_tailed().view(100, 200)
     observer.observe(x.bfloat16())

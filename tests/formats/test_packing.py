@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attar.formats import packing
 from attar.formats.packing import pack_awq, pack_words, unpack_awq, unpack_gptq, unpack_words
+from tests.errors import user_error
 
 BITS = range(2, 9)
 
@@ -55,7 +56,7 @@ def test_slices_do_not_show(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrong_width_is_refused() -> None:
-    with pytest.raises(ValueError, match="take 5 words a row, not 4"):
+    with user_error("checkpoint_malformed"):
         unpack_words(torch.zeros(2, 4, dtype=torch.int32), 4, 33)
 
 

@@ -14,6 +14,7 @@ from attar.metrics import greedy
 from attar.metrics.measure import measure
 from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
+from tests.errors import user_error
 
 Make = Callable[..., Decoder]
 EMBED = {"model.embed_tokens.weight": 0.1 * torch.randn(97, 64, generator=torch.Generator().manual_seed(5))}
@@ -86,10 +87,10 @@ def test_measure_has_them_with_their_protocol(tiny_decoder: Make) -> None:
 
 def test_what_cannot_be_is_refused_first(tiny_decoder: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny_decoder(0, tensors=EMBED)
-    with pytest.raises(ValueError, match="the text has 11 prompts of 8 tokens, not 12"):
+    with user_error("text_too_short"):
         measure(base, IDS, base=base, context=16, prompts=12)
-    with pytest.raises(ValueError, match="compared with those of a base"):
+    with user_error("option_missing"):
         measure(base, IDS, context=16, prompts=2)
     monkeypatch.setattr(greedy, "LENGTH", 60)
-    with pytest.raises(ValueError, match="take 68 positions, and the model supports 64"):
+    with user_error("context_exceeded"):
         measure(base, IDS, base=base, context=16, prompts=2)

@@ -11,6 +11,7 @@ import torch
 
 from attar.metrics.measure import SHOWN, measure
 from attar.model.decoder import Decoder
+from tests.errors import user_error
 
 Make = Callable[..., Decoder]
 LOSS = 1e-5  # relative: two implementations in float32
@@ -91,20 +92,20 @@ def test_context_defaults_to_what_both_models_support(tiny_decoder: Make) -> Non
 
 def test_bad_input_is_named(tiny_decoder: Make) -> None:
     model = tiny_decoder(0, layers=1)
-    with pytest.raises(ValueError, match="empty"):
+    with user_error("text_empty"):
         measure(model, [])
-    with pytest.raises(ValueError, match="at least 2"):
+    with user_error("text_too_short"):
         measure(model, [4])
-    with pytest.raises(ValueError, match="token id 97 lies outside"):
+    with user_error("token_out_of_vocabulary"):
         measure(model, [1, 97])
-    with pytest.raises(ValueError, match="longer than the 64 positions"):
+    with user_error("context_exceeded"):
         measure(model, IDS, context=65)
-    with pytest.raises(ValueError, match="vocabularies of 97 and 90"):
+    with user_error("vocabulary_mismatch"):
         measure(model, IDS, base=tiny_decoder(0, layers=1, vocab=90))
 
 
 def test_nan_weights_are_named(tiny_decoder: Make) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     broken = tiny_decoder(0, layers=1, tensors={name: torch.full((64, 128), torch.nan)})
-    with pytest.raises(ValueError, match="logits of the model hold a NaN"):
+    with user_error("not_finite"):
         measure(broken, IDS)

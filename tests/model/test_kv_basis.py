@@ -15,6 +15,7 @@ from attar.kv.schemes import scheme
 from attar.model import kv_basis
 from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
+from tests.errors import user_error
 
 Make = Callable[..., Decoder]
 GAIN = 0.5
@@ -84,5 +85,5 @@ def test_errors_count_less_than_in_the_plain_rotation() -> None:
 
 
 def test_texts_that_do_not_fit(decoder: Decoder) -> None:
-    with pytest.raises(ValueError, match="calibration texts have 2 to"):
+    with user_error("context_exceeded"):
         kv_basis.calibrate(decoder, torch.zeros((2, decoder.config.context + 1), dtype=torch.int64), scheme("klt4"))

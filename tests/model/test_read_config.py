@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from attar.model.config import Experts, ModelConfig, Rope
 from attar.model.families import ARCHITECTURES, read_config
+from tests.errors import user_error
 
 HUB: dict[str, dict[str, Any]] = {
     "Llama-3.2-1B": {
@@ -269,7 +270,7 @@ def test_end_of_text_ids() -> None:
     assert read_config(raw, {"eos_token_id": 151643, "bos_token_id": 7}).bos_ids == (7,)
     assert read_config(raw, {"eos_token_id": None, "temperature": 0.6}).eos_ids == (151645,)
     assert read_config({**raw, "eos_token_id": None}).eos_ids == ()
-    with pytest.raises(ValueError, match=r"generation_config.json: eos_token_id"):
+    with user_error("config_invalid", "generation_config.json"):
         read_config(raw, {"eos_token_id": [1, -1]})
 
 
@@ -331,97 +332,97 @@ def test_phi3_rotates_a_part() -> None:
     [("LLaMAForCausalLM", "LlamaForCausalLM"), ("Qwen2ForCausaLM", "Qwen2ForCausalLM")],
 )
 def test_unknown_architectures_list_the_known(architecture: str, near: str) -> None:
-    with pytest.raises(ValueError, match=f"did you mean .*{near}") as error:
+    with user_error("architecture_unsupported") as error:
         read_config({"architectures": [architecture]})
     assert all(known in str(error.value) for known in ARCHITECTURES)
 
 
 @pytest.mark.parametrize("config", [{}, {"architectures": None}, {"architectures": []}, {"architectures": "Llama"}])
 def test_no_architecture(config: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="architectures"):
+    with user_error("config_invalid"):
         read_config(config)
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("Llama-3.2-1B", {"hidden_size": 0}, "hidden_size must be a whole number"),
-    ("Llama-3.2-1B", {"hidden_size": True}, "hidden_size must be a whole number"),
-    ("Llama-3.2-1B", {"hidden_size": 2048.0}, "hidden_size must be a whole number"),
-    ("Llama-3.2-1B", {"hidden_size": "2048"}, "hidden_size must be a whole number"),
-    ("Llama-3.2-1B", {"hidden_size": 1 << 40}, "hidden_size must be a whole number"),
-    ("Llama-3.2-1B", {"hidden_size": 2047, "head_dim": None}, "does not divide hidden_size"),
-    ("Llama-3.2-1B", {"num_hidden_layers": 10**9}, "num_hidden_layers"),
-    ("Llama-3.2-1B", {"num_key_value_heads": 7}, "num_key_value_heads is 7, which does not divide"),
-    ("Llama-3.2-1B", {"head_dim": 63}, "must be even"),
-    ("Llama-3.2-1B", {"rms_norm_eps": math.nan}, "rms_norm_eps must be a number.*not nan"),
-    ("Llama-3.2-1B", {"rms_norm_eps": math.inf}, "rms_norm_eps"),
-    ("Llama-3.2-1B", {"rms_norm_eps": -1e-5}, "rms_norm_eps"),
-    ("Llama-3.2-1B", {"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
-    ("Llama-3.2-1B", {"hidden_act": "siluu"}, "hidden_act is 'siluu': supported are silu, .*did you mean silu"),
-    ("Llama-3.2-1B", {"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'"),
-    ("Llama-3.2-1B", {"torch_dtype": "float64"}, "dtype is 'float64': supported are float32, float16, bfloat16"),
-    ("Llama-3.2-1B", {"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
-    ("Llama-3.2-1B", {"attention_bias": "no"}, "attention_bias must be true or false"),
-    ("Llama-3.2-1B", {"rope_theta": 1.0}, "rope_theta"),
-    ("Llama-3.2-1B", {"rope_scaling": [8.0]}, "rope_scaling must be an object"),
-    ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "yarm"}}, "rope_type is 'yarm': supported are .*did you mean yarn"),
-    ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
-    ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor must be a number above 0"),
-    ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "mrope", "mrope_section": [1, 2]}}, "mrope_section"),
-    ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-    ("Llama-3.2-1B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("Llama-3.2-1B", {"hidden_size": 0}, "config_invalid"),
+    ("Llama-3.2-1B", {"hidden_size": True}, "config_invalid"),
+    ("Llama-3.2-1B", {"hidden_size": 2048.0}, "config_invalid"),
+    ("Llama-3.2-1B", {"hidden_size": "2048"}, "config_invalid"),
+    ("Llama-3.2-1B", {"hidden_size": 1 << 40}, "config_invalid"),
+    ("Llama-3.2-1B", {"hidden_size": 2047, "head_dim": None}, "config_invalid"),
+    ("Llama-3.2-1B", {"num_hidden_layers": 10**9}, "config_invalid"),
+    ("Llama-3.2-1B", {"num_key_value_heads": 7}, "config_invalid"),
+    ("Llama-3.2-1B", {"head_dim": 63}, "config_invalid"),
+    ("Llama-3.2-1B", {"rms_norm_eps": math.nan}, "config_invalid"),
+    ("Llama-3.2-1B", {"rms_norm_eps": math.inf}, "config_invalid"),
+    ("Llama-3.2-1B", {"rms_norm_eps": -1e-5}, "config_invalid"),
+    ("Llama-3.2-1B", {"rms_norm_eps": "1e-5"}, "config_invalid"),
+    ("Llama-3.2-1B", {"hidden_act": "siluu"}, "feature_unsupported"),
+    ("Llama-3.2-1B", {"hidden_act": "quick_gelu"}, "feature_unsupported"),
+    ("Llama-3.2-1B", {"torch_dtype": "float64"}, "feature_unsupported"),
+    ("Llama-3.2-1B", {"tie_word_embeddings": 1}, "config_invalid"),
+    ("Llama-3.2-1B", {"attention_bias": "no"}, "config_invalid"),
+    ("Llama-3.2-1B", {"rope_theta": 1.0}, "config_invalid"),
+    ("Llama-3.2-1B", {"rope_scaling": [8.0]}, "config_invalid"),
+    ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "yarm"}}, "feature_unsupported"),
+    ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "linear"}}, "config_invalid"),
+    ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "config_invalid"),
+    ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "mrope", "mrope_section": [1, 2]}}, "feature_unsupported"),
+    ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "feature_unsupported"),
+    ("Llama-3.2-1B", {"partial_rotary_factor": 0.5}, "feature_unsupported"),
     (
         "Llama-3.2-1B",
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
-        "low_freq_factor is 4: it must be below",
+        "config_invalid",
     ),
-    ("Llama-3.2-1B", {"kv_lora_rank": 512}, "kv_lora_rank is set: multi-head latent attention"),
-    ("Llama-3.2-1B", {"pruned_heads": {"1": [2]}}, "pruned_heads"),
-    ("Llama-3.2-1B", {"eos_token_id": "</s>"}, "eos_token_id"),
-    ("Llama-3.2-1B", {"eos_token_id": [True]}, "eos_token_id"),
-    ("Mistral-7B-v0.1", {"sliding_window": 0}, "sliding_window"),
-    ("Qwen2.5-0.5B", {"layer_types": ["sliding_attention"] * 24}, "layer_types has sliding layers, but"),
-    ("Qwen2.5-0.5B", {"layer_types": ["full_attention"] * 3}, "layer_types must be a list of 24"),
-    ("Qwen2.5-0.5B", {"layer_types": ["linear_attention"] * 24}, "layer_types is 'linear_attention'"),
+    ("Llama-3.2-1B", {"kv_lora_rank": 512}, "feature_unsupported"),
+    ("Llama-3.2-1B", {"pruned_heads": {"1": [2]}}, "feature_unsupported"),
+    ("Llama-3.2-1B", {"eos_token_id": "</s>"}, "config_invalid"),
+    ("Llama-3.2-1B", {"eos_token_id": [True]}, "config_invalid"),
+    ("Mistral-7B-v0.1", {"sliding_window": 0}, "config_invalid"),
+    ("Qwen2.5-0.5B", {"layer_types": ["sliding_attention"] * 24}, "config_invalid"),
+    ("Qwen2.5-0.5B", {"layer_types": ["full_attention"] * 3}, "config_invalid"),
+    ("Qwen2.5-0.5B", {"layer_types": ["linear_attention"] * 24}, "feature_unsupported"),
     (
         "Qwen2.5-0.5B",
         {"use_sliding_window": True, "sliding_window": None, "layer_types": ["sliding_attention"] * 24},
-        "sliding_window null",
+        "config_invalid",
     ),
-    ("gemma-2-2b", {"sliding_window": None}, "sliding_window is null"),
-    ("gemma-2-2b", {"final_logit_softcapping": 0.0}, "final_logit_softcapping"),
-    ("gemma-2-2b", {"query_pre_attn_scalar": -256}, "query_pre_attn_scalar"),
-    ("gemma-3-1b-pt", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-    ("gemma-3-1b-pt", {"use_bidirectional_attention": True}, "attention to later tokens"),
-    ("gemma-3-1b-pt", {"rope_parameters": {"rope_type": "default"}}, "nests its ropes"),
-    ("gemma-3-4b-it", {"text_config": [1]}, "text_config must be an object"),
-    ("Phi-3-mini-128k-instruct", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "are default, longrope"),
+    ("gemma-2-2b", {"sliding_window": None}, "config_invalid"),
+    ("gemma-2-2b", {"final_logit_softcapping": 0.0}, "config_invalid"),
+    ("gemma-2-2b", {"query_pre_attn_scalar": -256}, "config_invalid"),
+    ("gemma-3-1b-pt", {"attn_logit_softcapping": 50.0}, "feature_unsupported"),
+    ("gemma-3-1b-pt", {"use_bidirectional_attention": True}, "feature_unsupported"),
+    ("gemma-3-1b-pt", {"rope_parameters": {"rope_type": "default"}}, "config_invalid"),
+    ("gemma-3-4b-it", {"text_config": [1]}, "config_invalid"),
+    ("Phi-3-mini-128k-instruct", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "feature_unsupported"),
     (
         "Phi-3-mini-128k-instruct",
         {"rope_scaling": {"type": "su", "short_factor": [1.0] * 47, "long_factor": [1.0] * 48}},
-        "short_factor must be a list of 48",
+        "config_invalid",
     ),
     (
         "Phi-3-mini-128k-instruct",
         {"rope_scaling": {"type": "su", "short_factor": [math.nan] * 48, "long_factor": [1.0] * 48}},
-        "short_factor must be a number",
+        "config_invalid",
     ),
-    ("opt-125m", {"do_layer_norm_before": False}, "do_layer_norm_before is False.*OPT-350M"),
-    ("opt-125m", {"word_embed_proj_dim": 512}, "word_embed_proj_dim is 512"),
-    ("opt-125m", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
-    ("opt-125m", {"ffn_dim": -1}, "ffn_dim must be"),
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-    ("gpt2", {"add_cross_attention": True}, "cross-attention"),
-    ("gpt2", {"n_embd": 770}, "n_head is 12, which does not divide hidden_size 770"),
-    ("Mixtral-8x7B-v0.1", {"num_experts_per_tok": 9}, "num_experts_per_tok must be a whole number from 1 to 8"),
-    ("Mixtral-8x7B-v0.1", {"num_local_experts": 10**9}, "num_local_experts"),
-    ("Qwen1.5-MoE-A2.7B", {"mlp_only_layers": [-1]}, "mlp_only_layers"),
-    ("Qwen1.5-MoE-A2.7B", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+    ("opt-125m", {"do_layer_norm_before": False}, "feature_unsupported"),
+    ("opt-125m", {"word_embed_proj_dim": 512}, "feature_unsupported"),
+    ("opt-125m", {"layer_norm_elementwise_affine": False}, "feature_unsupported"),
+    ("opt-125m", {"ffn_dim": -1}, "config_invalid"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "feature_unsupported"),
+    ("gpt2", {"add_cross_attention": True}, "feature_unsupported"),
+    ("gpt2", {"n_embd": 770}, "config_invalid"),
+    ("Mixtral-8x7B-v0.1", {"num_experts_per_tok": 9}, "config_invalid"),
+    ("Mixtral-8x7B-v0.1", {"num_local_experts": 10**9}, "config_invalid"),
+    ("Qwen1.5-MoE-A2.7B", {"mlp_only_layers": [-1]}, "config_invalid"),
+    ("Qwen1.5-MoE-A2.7B", {"decoder_sparse_step": 0}, "config_invalid"),
 ]
 
 
 @pytest.mark.parametrize("model, change, message", BAD)
 def test_bad_values_are_named(model: str, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         read_config({**HUB[model], **change})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attar.model.shapes import SHAPES, shape
+from tests.errors import user_error
 
 PARAMETERS = {"llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248, "qwen2.5-0.5b": 494_032_768}
 
@@ -20,5 +21,5 @@ def test_parameters(name: str) -> None:
 
 def test_every_shape_is_a_configuration() -> None:
     assert all(shape(name).layers > 0 for name in SHAPES)
-    with pytest.raises(ValueError, match="unknown shape 'gpt5'"):
+    with user_error("name_unknown"):
         shape("gpt5")

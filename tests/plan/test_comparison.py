@@ -15,6 +15,7 @@ from attar.plan.comparison import Hardware, Plan, Precisions, Subject, plan, usu
 from attar.plan.costs import USUAL_KV, Storage
 from attar.plan.fit import CacheLimits, Demand, Deployment
 from attar.plan.steps import StepLimits
+from tests.errors import user_error
 
 CONFIG, LARGER = shape("llama-3.2-1b"), shape("llama-3.1-8b")
 W4 = Storage.named("w4g128")
@@ -92,7 +93,7 @@ def test_what_cannot_be_shared_is_left_out_of_a_plan() -> None:
     subject, hardware, int8 = Subject("m", LARGER, storages[0]), Hardware(8 * GB, "x"), [SCHEMES["int8"]]
     made = plan(subject, Demand(1024), hardware, Precisions(storages, int8), share=share)
     assert [row.weights for row in made.rows] == ["bf16", "w8a8"]
-    with pytest.raises(ValueError, match="multiples of 128"):
+    with user_error("parallel_indivisible"):
         plan(subject, Demand(1024), hardware, Precisions(storages[1:], int8), share=share)
 
 
@@ -106,13 +107,13 @@ def test_several_users_want_the_whole_context() -> None:
 
 
 @pytest.mark.parametrize("demand, sentence", [
-    (Demand(131_073), "past the 131,072 positions of"), (Demand(10, 33), "33 users at once, but only 32"),
+    (Demand(131_073), "context_exceeded"), (Demand(10, 33), "option_conflict"),
 ])  # fmt: skip
 def test_impossible_demands(demand: Demand, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+    with user_error(sentence):
         plan(Subject("x", CONFIG, W4), demand, Hardware(GB, "m"), Precisions([W4], costs.USUAL_KV))
 
 
 def test_a_rate_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="bandwidth must be above 0, not 0"):
+    with user_error("option_out_of_range"):
         comparison.speed(INT8, Demand(1), 0.0)

@@ -27,6 +27,7 @@ from attar.model.families import read_config
 from attar.model.shapes import shape
 from attar.plan import costs
 from attar.plan.costs import Storage
+from tests.errors import user_error
 
 SMALL: Mapping[str, Any] = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -157,7 +158,7 @@ def test_the_reasons_against_are_the_kernels_own(name: str) -> None:
 def test_a_block_holds_what_pages_hold(kv: str, head_dim: int, kv_heads: int, block: int) -> None:
     config = llama(3, kv_heads, head_dim, heads=kv_heads)
     if kv == "int4" and head_dim % 16:
-        with pytest.raises(ValueError, match="a multiple of 16 columns"):
+        with user_error("kv_unsupported"):
             costs.page_bytes(config, scheme(kv), block)
         return
     pages = PagedKV.zeros(5, block, kv_heads, head_dim, scheme(kv))
@@ -273,15 +274,15 @@ def test_storages_by_name() -> None:
     assert Storage.named("bf16").linears is None
     assert Storage.named("dense", dtype="float16").label == "fp16"
     assert Storage.named("w4g128", dtype="float16").linears == Scheme.parse("w4g128").with_scale_dtype("float16")
-    with pytest.raises(ValueError, match="unknown scheme 'q9_9'"):
+    with user_error("scheme_unknown"):
         Storage.named("q9_9")
 
 
 def test_impossible_settings_are_named() -> None:
     config = shape("tiny")
-    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn\.q_proj: group size 96 does not divide 256"):
+    with user_error("group_size_indivisible", "model.layers.0.self_attn.q_proj"):
         costs.weight_bytes(config, Storage.named("w4g96"))
-    with pytest.raises(ValueError, match=r"kept as float32, bfloat16, .* kivi2, klt2, not 'fp16'"):
+    with user_error("kv_unknown"):
         costs.page_bytes(config, scheme("fp16"))
     with pytest.raises(ValueError, match="a multiple of 16 slots, not 24"):
         costs.page_bytes(config, scheme("int8"), 24)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attar.checkpoints.sources import shards
-from attar.checkpoints.sources.stored import stored
+from attar.checkpoints.sources.opening import stored
 from attar.formats.scheme import Scheme
 from attar.kernels import dispatch
 from attar.kernels.operands import Prepared

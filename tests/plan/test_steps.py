@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import re
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +20,7 @@ from attar.plan import steps
 from attar.plan.costs import Storage
 from attar.plan.steps import StepLimits
 from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
+from tests.errors import user_error
 
 ROWS, SEQUENCES = 60, 3
 SLACK = 1.35  # of the bound over what is counted: it holds for every family and every scheme
@@ -176,7 +176,7 @@ IMPOSSIBLE: Mapping[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("sentence", IMPOSSIBLE)
 def test_impossible_limits(sentence: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(sentence)):
+    with user_error("option_out_of_range"):
         StepLimits(**IMPOSSIBLE[sentence])
 
 

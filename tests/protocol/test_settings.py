@@ -15,6 +15,7 @@ from attar.checkpoints.fingerprints import fingerprints
 from attar.engine import startup
 from attar.protocol import settings
 from attar.protocol.settings import CHANGED, Settings
+from tests.errors import user_error
 
 
 @pytest.fixture
@@ -56,17 +57,17 @@ def test_a_model_that_is_replaced_while_it_is_loaded_is_not_served(
     del engine
     install = startup._install
 
-    def replaced(*given: object) -> tuple[str, ...]:
+    def replaced(*given: object) -> None:
         os.utime(folder / "model.safetensors")
-        return install(*given)  # type: ignore[arg-type]
+        install(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(startup, "_install", replaced)
-    with pytest.raises(ValueError, match="changed on disk"):
+    with user_error("checkpoint_changed"):
         startup.start_engine(asked)
 
 
 def test_no_memory_is_not_all_of_it(demo: Path) -> None:
-    with pytest.raises(ValueError, match=r"there are 0 bytes \(--memory\)"):
+    with user_error("memory_insufficient"):
         startup.start_engine(Settings(str(demo), "", memory=0))
 
 

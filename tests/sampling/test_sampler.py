@@ -30,6 +30,7 @@ from attar.sampling.sampler import (
     sample,
     uniform,
 )
+from tests.errors import user_error
 
 PROBABILITY_ATOL = 1e-12  # the same formulas in float64, sums in another order
 CHI2_999 = 24.32  # 99.9 % quantile of 7 degrees of freedom, the most there are below
@@ -541,7 +542,7 @@ def test_logprobs_of_a_row_without_numbers_are_none_and_others_keep_theirs() -> 
 
 
 def test_refuses_a_prompt_outside_the_vocabulary() -> None:
-    with pytest.raises(ValueError, match="prompt token 9"):
+    with user_error("token_out_of_vocabulary"):
         Sampler(SamplingParams(repetition_penalty=1.2), [1, 9], 4)
 
 

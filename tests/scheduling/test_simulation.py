@@ -100,7 +100,7 @@ BUGS = [
     Bug("a block enters the tree twice", "prefix_cache",
         "blocks[len(known) : self", "blocks[max(len(known) - 1, 0) : self"),
     Bug("a duplicate replaces the tree's block and is not let go", "prefix_cache",
-        "(let_go or self.pool.drop)([blocks[i]])", "pass"),
+        "(drop or self.pool.drop)([blocks[i]])", "pass"),
     Bug("a leaf that goes on inside its last block is left behind", "prefix_cache",
         "self._remove(branch)  #", "pass  #"),
     Bug("matches end inside a group", "prefix_cache", "length = found - found % self.round_to", "length = found"),

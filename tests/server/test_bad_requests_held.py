@@ -35,6 +35,7 @@ def served() -> Iterator[Served]:
         made.end()
 
 
+@pytest.mark.slow
 def test_bad_requests_leave_real_answers_as_they_were(served: Served) -> None:
     address = served.address
     connections = [http.client.HTTPConnection(address.host, address.port, timeout=60) for _ in CANARIES]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from attar.server import request_context
+from attar.server import request_handler
 from attar.server.fair_thread_pool import LARGE, THREADS
 from tests.server.conftest import Running
 from tests.server.http.test_limits import connect, post
@@ -89,7 +89,7 @@ def test_leaving_the_queue(server: Running) -> None:
 
 def test_leaving_a_stream_before_its_status(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        request_context, "PROMPT_ANSWER", 1000.0
+        request_handler, "PROMPT_ANSWER", 1000.0
     )  # nothing but the leaving ends the wait for the first word
     server.engine.held = True
     try:

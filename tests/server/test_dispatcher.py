@@ -17,8 +17,7 @@ from attar.server.engine_client.client import EngineClient
 from attar.server.errors import APIError
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
-from attar.server.request_context import LATE_ANSWER, PROMPT_ANSWER, RequestContext
-from attar.server.request_handler import RequestHandler
+from attar.server.request_handler import LATE_ANSWER, PROMPT_ANSWER, RequestContext, RequestHandler
 from tests.server.api.test_routes import CHAT, COMPLETIONS, SEEDED
 from tests.server.bad_requests import USER
 from tests.server.conftest import Running

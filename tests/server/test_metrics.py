@@ -12,7 +12,7 @@ import pytest
 
 from attar.protocol.messages import Delta, Submit
 from attar.protocol.request import SamplingParams
-from attar.server.admission.fair_queue import Places
+from attar.server.admission.fair_queue import FairQueue
 from attar.server.admission.rate_limits import Caller
 from attar.server.engine_client.response_stream import ResponseStream
 from attar.server.request_handler import RequestHandler
@@ -48,7 +48,7 @@ def test_the_time_between_tokens_is_of_each_token(server: Running) -> None:
     count, total = (metric(server, f"attar_inter_token_seconds_{each}") for each in ("count", "sum"))
     caller = Caller("several", time.monotonic(), b"")
     command = Submit("several", (1,), SamplingParams())
-    answer = ResponseStream([command], 1, lambda answer, batch: None, lambda ids, tell: None, Places())
+    answer = ResponseStream([command], 1, lambda answer, batch: None, lambda ids, tell: None, FairQueue())
     made = RequestHandler(caller, [(1,)], 1, answer, server.server.context)
     made._note([Delta("several", 0, (1,), "a")])
     made._last["several", 0] -= 0.9

@@ -20,8 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from attar.server.admission import request_limits
-from attar.server.api import anthropic_schemas
+from attar.server.api import anthropic, sampling_params
 from attar.server.http.limits import MAX_BODY
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
@@ -43,14 +42,15 @@ GOOD_BODIES = {
 }  # of the coverage phase, at least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "open"])
 def test_the_server_does_what_its_document_says(
     start: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keyed: bool
 ) -> None:
     if not SCHEMATHESIS.exists():
         pytest.skip(f"no schemathesis in {SCHEMATHESIS.parents[1].name}")
-    monkeypatch.setattr(request_limits, "MAX_LOGPROBS", 2**60)
-    monkeypatch.setattr(anthropic_schemas, "_check_last", lambda messages: None)
+    monkeypatch.setattr(sampling_params, "MAX_LOGPROBS", 2**60)
+    monkeypatch.setattr(anthropic, "_check_last", lambda messages: None)
     server = start(
         ServerOptions(port=0, keys=Keys.of([KEY] if keyed else [])), context=2 * MAX_BODY, longest=3, step=0.0, queue=32
     )

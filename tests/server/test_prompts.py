@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from attar.server import prompts
-from attar.server.admission import request_limits
 from attar.server.api import schemas
 from attar.text.token_bounds import TokenBounds
 from attar.text.tokenizer import Tokenizer
@@ -28,7 +27,7 @@ def test_many_token_ids_are_looked_at_beside_the_loop(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str, field: str, status: int
 ) -> None:
     looked: list[threading.Thread] = []
-    kinds, known = schemas._check_prompts, request_limits.in_vocabulary
+    kinds, known = schemas._check_prompts, prompts.in_vocabulary
 
     def check(given: str | Sequence[object], name: str, most: int, noun: str) -> None:
         looked.append(threading.current_thread())

@@ -18,8 +18,7 @@ from attar.server.admission.rate_limits import Caller
 from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client import client
 from attar.server.engine_client.client import EngineClient
-from attar.server.request_context import RequestContext
-from attar.server.request_handler import RequestHandler
+from attar.server.request_handler import RequestContext, RequestHandler
 from tests.server.api.test_routes import CHAT, COMPLETIONS, SEEDED
 from tests.server.bad_requests import USER
 from tests.server.conftest import Running

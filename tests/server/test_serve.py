@@ -18,13 +18,15 @@ import pytest
 
 HERE = Path(__file__).parent
 SERVE = """
+import asyncio
 import sys
 from pathlib import Path
 from attar.server.options import ServerOptions
-from attar.server.serve import serve
+from attar.server.serve import Server
 from attar.text.tokenizer import Tokenizer
 options = ServerOptions(port=0, drain_seconds=float(sys.argv[3]))
-serve(Path(sys.argv[1]), Tokenizer.load(Path(sys.argv[2])), options, lambda url: print(url, flush=True))
+server = Server(Path(sys.argv[1]), Tokenizer.load(Path(sys.argv[2])), options)
+asyncio.run(server.run(lambda url: print(url, flush=True)))
 assert "torch" not in sys.modules
 assert "numpy" not in sys.modules
 print("ended", flush=True)

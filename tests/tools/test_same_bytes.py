@@ -162,6 +162,7 @@ def repository(tmp_path: Path) -> Path:
     return package.parent.parent
 
 
+@pytest.mark.slow
 def test_commits_are_compared_and_results_kept(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

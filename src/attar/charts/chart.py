@@ -101,10 +101,8 @@ def ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return tick values: 1, 2 and 5 of each power of ten.
-
-    Over many powers these become 1 and 3, then the powers alone; over less than half a power they are round steps.
-    """
+    """Return tick values: 1, 2 and 5 of each power of ten. Over many powers these become 1 and 3, then the powers
+    alone; over less than half a power they are round steps."""
     decades = math.log10(high / low)
     if decades < 0.4:
         return ticks(low, high, 4)
@@ -205,8 +203,7 @@ def laid_out(chart: Chart) -> list[Piece]:
 def _axes(chart: Chart, frame: _Frame) -> Iterator[Piece]:
     for axis, along_x in ((chart.x, True), (chart.y, False)):
         low, high = frame.x if along_x else frame.y
-        few = 6 if chart.width > 300 else 4
-        marks = log_ticks(10**low, 10**high) if axis.log else ticks(low, high, few)
+        marks = log_ticks(10**low, 10**high) if axis.log else ticks(low, high, 6 if chart.width > 300 else 4)
         if axis.whole:
             marks = [t for t in marks if t == int(t)]
         for mark in marks:

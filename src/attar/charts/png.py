@@ -26,6 +26,7 @@ from attar.charts.chart import (
     laid_out,
     shape_of,
 )
+from attar.errors import UserError
 
 TITLE = 22  # height of a chart's title
 LINE = 18  # height of a line of the legend
@@ -46,7 +47,9 @@ MARKERS = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D", "down"
 def check(instead: str) -> None:
     """Raise ValueError, which names what to do `instead`, unless `save` can draw here: asked before the work."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"PNGs need matplotlib, which is not installed: pip install 'attar[plot]', or {instead}")
+        raise UserError(
+            "package_missing", f"PNGs need matplotlib, which is not installed: pip install 'attar[plot]', or {instead}"
+        )
 
 
 def save(charts: Sequence[Chart], path: Path, title: str = "") -> None:

@@ -66,8 +66,8 @@ def _element(piece: Piece) -> str:
     )
 
 
-def _shape(shape: str, x: float, y: float, size: float = 4.0) -> str:
-    s = size
+def _shape(shape: str, x: float, y: float) -> str:
+    s = 4.0
     return {
         "circle": f"M{x - s:.1f} {y:.1f}a{s} {s} 0 1 0 {2 * s} 0a{s} {s} 0 1 0 {-2 * s} 0z",
         "square": f"M{x - s * 0.9:.1f} {y - s * 0.9:.1f}h{s * 1.8}v{s * 1.8}h{-s * 1.8}z",

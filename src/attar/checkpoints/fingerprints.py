@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from attar.errors import UserError
+
 READ = (
     "*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer.*", "special_tokens_map.json", "vocab.json",
     "merges.txt",
@@ -16,8 +18,11 @@ reports or other files beside a model are not among them."""
 PIECES, PIECE = 4, 64 << 10  # of a file, and bytes of each, that tell files of equal size and date apart
 
 
-class ChangedError(ValueError):
+class ChangedError(UserError):
     """An error for a model's files that differ from those a server was started with."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("checkpoint_changed", message)
 
 
 def fingerprints(folders: Iterable[str]) -> dict[str, str]:

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attar.checkpoints.safetensors import TensorFile
-from attar.checkpoints.strict_io import CONVERT, PICKLES, CheckpointError, near, parse_json
+from attar.checkpoints.strict_io import CONVERT, PICKLES, CheckpointError, OnDisk, near, parse_json
+from attar.errors import code_of
 from attar.formats.scheme import Part
 from attar.progress import StageProgress
 
@@ -37,29 +38,13 @@ MAX_MARKS = 500_000  # braces, brackets and commas of a config: one with 80,000 
 MAX_ENTRIES = 300_000  # entries of an index; the largest published have two thirds of it
 
 CARRIED = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer.model.v[0-9]*",
-    "tokenizer_config.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "*.tiktoken",
-    "tiktoken.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
+    "tokenizer.json", "tokenizer.model", "tokenizer.model.v[0-9]*", "tokenizer_config.json", "spiece.model",
+    "sentencepiece.bpe.model", "*.tiktoken", "tiktoken.model", "tekken.json", "vocab.json", "vocab.txt", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates/*.jinja", "generation_config.json", "preprocessor_config.json", "processor_config.json",
     "video_preprocessor_config.json",
     *(name + suffix for name in ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY") for suffix in ("", ".txt", ".md")),
-)
+)  # fmt: skip
 """Files that belong to a model besides its weights and config. The list names the wanted files: code, pickles and
 optimizer states are left out without being named."""
 
@@ -76,15 +61,15 @@ def read_json(path: Path, limit: int, marks: int = MAX_MARKS) -> dict[str, Any]:
 def read_bytes(path: Path, limit: int) -> bytes:
     """Read a regular file of at most `limit` bytes. Raises CheckpointError."""
     if not path.is_file():
-        raise CheckpointError(f"{path}: not a regular file")
+        raise CheckpointError("file_wrong_kind", f"{path}: not a regular file")
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             text = file.read(limit + 1) if size <= limit else b""
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        raise CheckpointError(code_of(error), f"{path}: cannot be read: {error.strerror}") from error
     if max(size, len(text)) > limit:
-        raise CheckpointError(f"{path}: larger than {limit} bytes")
+        raise CheckpointError("file_too_large", f"{path}: larger than {limit} bytes")
     return text
 
 
@@ -95,10 +80,12 @@ def json_object(text: bytes, path: Path, marks: int = MAX_MARKS) -> dict[str, An
     CheckpointError.
     """
     if (count := sum(map(text.count, (b"{", b"[", b",")))) > marks:
-        raise CheckpointError(f"{path}: has {count} braces, brackets and commas; attar accepts {marks}")
+        raise CheckpointError(
+            "file_too_large", f"{path}: has {count} braces, brackets and commas; attar accepts {marks}"
+        )
     value = parse_json(text, path)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object, not {type(value).__name__}")
+        raise CheckpointError("file_malformed", f"{path}: must hold a JSON object, not {type(value).__name__}")
     return value
 
 
@@ -107,7 +94,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-class Folder:
+class Folder(OnDisk):
     """An open checkpoint folder with its config read and its weight files checked.
 
     `config` is config.json as a dict; `files` maps each weight file's name to the open file. Raises CheckpointError
@@ -117,26 +104,24 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise CheckpointError(f"{self.path}: no such folder")
+            raise self.error("file_not_found", "no such folder")
         self._refuse_other_kinds()
         self.config = read_json(self.path / CONFIG, MAX_CONFIG)
         self.mapped = False  # whether `read` may give tensors on the pages of the files (`TensorFile.map`)
-        self.files: dict[str, TensorFile] = {}
         self._where: dict[str, TensorFile] = {}
         index = self._index()
-        for shard in [self._single()] if index is None else sorted(set(index.values())):
-            self.files[shard] = TensorFile(self.path / shard)
+        shards = [self._single()] if index is None else sorted(set(index.values()))
+        self.files = {shard: TensorFile(self.path / shard) for shard in shards}
         for shard, file in self.files.items():
             for name in file.names():
                 if index is not None and index.get(name) != shard:
                     place = f"places it in {index[name]} instead" if name in index else "does not list it"
-                    raise CheckpointError(f"{file.path}: holds tensor {name!r}, but {INDEX} {place}")
+                    raise file.error("checkpoint_mismatch", f"holds tensor {name!r}, but {INDEX} {place}")
                 self._where[name] = file
         for name, shard in (index or {}).items():
             if name not in self.files[shard]:
-                raise CheckpointError(
-                    f"{self.path / shard}: has no tensor {reprlib.repr(name)}, which {INDEX} places in it"
-                )
+                problem = f"has no tensor {reprlib.repr(name)}, which {INDEX} places in it"
+                raise self.files[shard].error("checkpoint_mismatch", problem)
 
     def names(self) -> tuple[str, ...]:
         """Return all tensors' names, file by file, in the order of their data."""
@@ -173,8 +158,9 @@ class Folder:
             target = by_name[name].resolve()
             if not any(target.is_relative_to(home) for home in homes):
                 raise CheckpointError(
+                    "file_unsafe",
                     f"{self.path / name}: a link out of the folder, to {target}: put a copy in its place if that file "
-                    "belongs to the model"
+                    "belongs to the model",
                 )
         return tuple(names)
 
@@ -210,22 +196,23 @@ class Folder:
 
     def _file(self, name: str) -> TensorFile:
         if name not in self._where:
-            raise CheckpointError(f"{self.path}: has no tensor {name!r}{near(name, self._where)}")
+            raise self.error("checkpoint_incomplete", f"has no tensor {name!r}{near(name, self._where)}")
         return self._where[name]
 
     def _refuse_other_kinds(self) -> None:
         if (self.path / CONFIG).is_file():
             return
         if (self.path / "adapter_config.json").is_file():
-            raise CheckpointError(
-                f"{self.path}: an adapter (LoRA), not a model: name its base, with --adapter {self.path}, or merge it "
-                "into that: attar merge BASE ADAPTER OUT"
+            raise self.error(
+                "file_wrong_kind",
+                f"an adapter (LoRA), not a model: name its base, with --adapter {self.path}, or merge it "
+                "into that: attar merge BASE ADAPTER OUT",
             )
         inner = sorted(p.parent.name for p in self.path.glob(f"*/{CONFIG}"))[:5]
         hint = f"; its subfolder {' or '.join(inner)} has one" if inner else ""
         if not inner and any(self.path.glob("*.gguf")):
             hint = "; it holds GGUF files: give the path of one of them"
-        raise CheckpointError(f"{self.path}: no {CONFIG}: not a Hugging Face model folder{hint}")
+        raise self.error("file_wrong_kind", f"no {CONFIG}: not a Hugging Face model folder{hint}")
 
     def _index(self) -> dict[str, str] | None:
         """Return the index's map of tensor to shard, checked; None where there is no index."""
@@ -234,21 +221,27 @@ class Folder:
             return None
         weight_map = read_json(path, MAX_INDEX, MAX_ENTRIES).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{path}: needs a weight_map that lists each tensor with its file")
+            raise CheckpointError(
+                "checkpoint_malformed", f"{path}: needs a weight_map that lists each tensor with its file"
+            )
         for shard in weight_map.values():
             # A bare name, because the index is untrusted and must not reach out of the folder.
             name = shard if isinstance(shard, str) else ""
             if not name.endswith(".safetensors") or not name.isprintable() or name[0] == "." or "/" in name:
-                raise CheckpointError(f"{path}: {reprlib.repr(shard)} is not the name of a safetensors file")
+                raise CheckpointError(
+                    "checkpoint_malformed", f"{path}: {reprlib.repr(shard)} is not the name of a safetensors file"
+                )
         shards = sorted(set(weight_map.values()))
         if missing := [shard for shard in shards if not (self.path / shard).exists()]:
-            raise CheckpointError(
-                f"{self.path}: {len(missing)} of {len(shards)} weight files missing: {', '.join(missing[:5])}"
-                f"{', ...' if len(missing) > 5 else ''}; download or copy them again"
+            raise self.error(
+                "checkpoint_incomplete",
+                f"{len(missing)} of {len(shards)} weight files missing: {', '.join(missing[:5])}"
+                f"{', ...' if len(missing) > 5 else ''}; download or copy them again",
             )
         if (self.path / SINGLE).exists() and SINGLE not in shards:
-            raise CheckpointError(
-                f"{self.path}: holds both {SINGLE} and {INDEX}, which names other files; remove the one that is stale"
+            raise self.error(
+                "checkpoint_mismatch",
+                f"holds both {SINGLE} and {INDEX}, which names other files; remove the one that is stale",
             )
         return weight_map
 
@@ -260,8 +253,10 @@ class Folder:
         if len(found) == 1:
             return found[0]
         if found:
-            raise CheckpointError(f"{self.path}: {len(found)} safetensors files but no {INDEX} to say what is where")
+            raise self.error(
+                "checkpoint_incomplete", f"{len(found)} safetensors files but no {INDEX} to say what is where"
+            )
         pickles = sorted(p.name for p in self.path.iterdir() if p.suffix in PICKLES)
         if pickles:
-            raise CheckpointError(f"{self.path}: its weights are pickles ({', '.join(pickles[:3])}). {CONVERT}")
-        raise CheckpointError(f"{self.path}: has no safetensors file; download or copy the weights again")
+            raise self.error("file_unsafe", f"its weights are pickles ({', '.join(pickles[:3])}). {CONVERT}")
+        raise self.error("checkpoint_incomplete", "has no safetensors file; download or copy the weights again")

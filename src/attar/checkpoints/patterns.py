@@ -11,7 +11,7 @@ import math
 import re
 import string
 
-from attar.checkpoints.strict_io import CheckpointError
+from attar.checkpoints.strict_io import CheckpointError, invalid, unsupported
 
 MAX_PATTERN = 256
 MAX_WAYS = 50_000  # to share a name of LONGEST characters: some milliseconds. `.*a.*b.*c` has 47,905
@@ -35,25 +35,29 @@ class Patterns:
         regular expression."""
         self._count += 1
         if self._count > MAX_PATTERNS:
-            raise CheckpointError(f"{where}: more than the {MAX_PATTERNS} patterns that attar accepts in a config")
+            raise CheckpointError(
+                "checkpoint_too_large", f"{where}: more than the {MAX_PATTERNS} patterns that attar accepts in a config"
+            )
         if len(text) > MAX_PATTERN:
             raise CheckpointError(
-                f"{where}: the pattern {text[:MAX_PATTERN]!r}... is longer than {MAX_PATTERN} characters"
+                "checkpoint_too_large",
+                f"{where}: the pattern {text[:MAX_PATTERN]!r}... is longer than {MAX_PATTERN} characters",
             )
         try:
             compiled = re.compile(text)
         except (re.error, OverflowError, RecursionError) as error:
-            raise CheckpointError(f"{where}: the pattern {text!r} is not a regular expression: {error}") from None
+            raise invalid(f"{where}: the pattern {text!r} is not a regular expression: {error}") from None
         ways = _ways(_TOKEN.findall(text))
         self._ways += ways if isinstance(ways, int) else 0
         if isinstance(ways, int) and ways > MAX_WAYS:
             ways = f"its parts can share a name in {ways} ways; attar accepts {MAX_WAYS}"
         if isinstance(ways, str):
-            raise CheckpointError(f"{where}: the pattern {text!r} is not accepted: {ways}")
+            raise unsupported(f"{where}: the pattern {text!r} is not accepted: {ways}")
         if self._ways > MAX_WAYS_OF_ALL:
             raise CheckpointError(
+                "checkpoint_too_large",
                 f"{where}: the patterns up to {text!r} can share a name in {self._ways} ways; attar accepts "
-                f"{MAX_WAYS_OF_ALL} in a config"
+                f"{MAX_WAYS_OF_ALL} in a config",
             )
         return compiled
 

@@ -29,7 +29,6 @@ import mmap
 import os
 import re
 import reprlib
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -40,10 +39,10 @@ from attar.checkpoints.strict_io import (
     MAX_NAME,
     PICKLES,
     CheckpointError,
+    OpenFile,
     check_name,
     kind_of,
     near,
-    open_regular,
     parse_json,
 )
 from attar.formats.scheme import ITEM_BITS, Part
@@ -60,19 +59,10 @@ MAX_RANK = 16
 MAPPED = 1 << 20  # bytes from which mapping pays
 
 DTYPES: Mapping[str, str] = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F16": "float16", "BF16": "bfloat16", "F32": "float32",
     "F64": "float64",
-}
+}  # fmt: skip
 """Names of dtypes: safetensors' -> torch's."""
 
 _CHUNK = 1 << 22
@@ -115,15 +105,18 @@ def parse_header(
     CheckpointError naming the tensor.
     """
     if header[:1] != b"{":
-        raise CheckpointError(f"{where}: the header does not begin with '{{': not a safetensors file")
+        raise CheckpointError(
+            "file_wrong_kind", f"{where}: the header does not begin with '{{': not a safetensors file"
+        )
     if (count := header.count(b'"data_offsets"')) > MAX_TENSORS:
         raise CheckpointError(
-            f"{where}: {count} tensors; attar accepts {MAX_TENSORS} in a file: save the model in several{_SPLIT}"
+            "checkpoint_too_large",
+            f"{where}: {count} tensors; attar accepts {MAX_TENSORS} in a file: save the model in several{_SPLIT}",
         )
     names, parts, begins, ends, metadata = _read(header, where)
     if len(set(names)) != len(names):
         twice, _ = Counter(names).most_common(1)[0]
-        raise CheckpointError(f"{where}: header: key {reprlib.repr(twice)} is given twice")
+        raise _malformed(where, f"header: key {reprlib.repr(twice)} is given twice")
     places: Iterable[int] = range(len(names))
     if [*begins, data_bytes] != [0, *ends]:
         places = _tiling(names, begins, ends, data_bytes, where)
@@ -139,14 +132,15 @@ def _tiling(names: list[str], begins: list[int], ends: list[int], data_bytes: in
     for i in order:
         if (begin := begins[i]) != at:
             what = "overlaps the one before it" if begin < at else f"leaves a hole of {begin - at} bytes"
-            raise CheckpointError(f"{where}: tensor {names[i]!r} {what} (begins at {begin}, not {at})")
+            raise _malformed(where, f"tensor {names[i]!r} {what} (begins at {begin}, not {at})")
         at = ends[i]
     if data_bytes < at:
         raise CheckpointError(
-            f"{where}: truncated: expected {at} bytes of tensors, the file has {data_bytes}; download or copy it again"
+            "checkpoint_incomplete",
+            f"{where}: truncated: expected {at} bytes of tensors, the file has {data_bytes}; download or copy it again",
         )
     if data_bytes > at:
-        raise CheckpointError(f"{where}: {data_bytes - at} bytes after the last tensor; download or copy it again")
+        raise _malformed(where, f"{data_bytes - at} bytes after the last tensor; download or copy it again")
     return order
 
 
@@ -179,7 +173,8 @@ def _read(
         at = entry.end()
         if plain is None and (odd := odd + len(raw)) > MAX_ODD:
             raise CheckpointError(
-                f"{where}: names with more than letters, digits, '.', '-' and '_' take over {MAX_ODD} bytes together"
+                "checkpoint_too_large",
+                f"{where}: names with more than letters, digits, '.', '-' and '_' take over {MAX_ODD} bytes together",
             )
         name = _name(raw, where) if plain is None else plain.decode()
         if (form := known.get((dtype, shape))) is None:
@@ -190,31 +185,36 @@ def _read(
         first, last = int(begin), int(end)
         if last - first != size:
             what = f"takes {size} bytes, but its data_offsets [{first}, {last}] span {last - first}"
-            raise CheckpointError(f"{where}: tensor {name!r}: {dtype.decode()} {list(part.shape)} {what}")
+            raise _malformed(where, f"tensor {name!r}: {dtype.decode()} {list(part.shape)} {what}")
         names.append(name)
         parts.append(part)
         begins.append(first)
         ends.append(last)
     if header[at:].strip(b" \t\n\r"):
-        raise CheckpointError(f"{where}: header: not valid JSON: text follows its end")
+        raise _malformed(where, "header: not valid JSON: text follows its end")
     if "__metadata__" in names:
-        raise CheckpointError(f"{where}: __metadata__ must map strings to strings")
+        raise _malformed(where, "__metadata__ must map strings to strings")
     return names, parts, begins, ends, metadata or {}
 
 
+def _malformed(where: str | Path, text: str) -> CheckpointError:
+    return CheckpointError("checkpoint_malformed", f"{where}: {text}")
+
+
 def _neither(header: bytes | bytearray, at: int, where: str | Path) -> CheckpointError:
-    return CheckpointError(
-        f"{where}: header: neither a tensor, with dtype, shape and data_offsets and nothing else, nor metadata of at "
-        f"most {MAX_METADATA} bytes: {reprlib.repr(bytes(header[at : at + 64]))}"
+    return _malformed(
+        where,
+        "header: neither a tensor, with dtype, shape and data_offsets and nothing else, nor metadata of at "
+        f"most {MAX_METADATA} bytes: {reprlib.repr(bytes(header[at : at + 64]))}",
     )
 
 
 def _metadata(text: bytes, where: str | Path) -> dict[str, str]:
     if text.count(b'"') > MAX_MARKS:
-        raise CheckpointError(f"{where}: more than {MAX_MARKS} quotation marks in __metadata__")
+        raise CheckpointError("checkpoint_too_large", f"{where}: more than {MAX_MARKS} quotation marks in __metadata__")
     value = parse_json(text, f"{where}: header")
     if not all(isinstance(each, str) for each in value.values()):
-        raise CheckpointError(f"{where}: __metadata__ must map strings to strings")
+        raise _malformed(where, "__metadata__ must map strings to strings")
     return dict(value)
 
 
@@ -224,9 +224,9 @@ def _name(raw: bytes, where: str | Path) -> str:
         if "\\" in name:
             name = str(_JSON.raw_decode(f'"{name}"')[0])
     except ValueError as error:
-        raise CheckpointError(f"{where}: header: not valid JSON: {error}") from None
+        raise _malformed(where, f"header: not valid JSON: {error}") from None
     if problem := check_name(name):
-        raise CheckpointError(f"{where}: a tensor has {problem}")
+        raise _malformed(where, f"a tensor has {problem}")
     return name
 
 
@@ -235,10 +235,10 @@ def _form(dtype: bytes, shape: bytes, name: str, where: str | Path) -> tuple[Par
     sizes = tuple(map(int, shape.split(b","))) if shape else ()
     count = math.prod(sizes)
     if (count or math.prod(filter(None, sizes))) >= 2**60:
-        raise CheckpointError(f"{where}: tensor {name!r}: shape {list(sizes)} must hold fewer than 2^60 elements")
+        raise _malformed(where, f"tensor {name!r}: shape {list(sizes)} must hold fewer than 2^60 elements")
     if dtype not in _KNOWN:
         what = f"dtype {dtype.decode()!r} is unknown: attar reads {', '.join(DTYPES)}"
-        raise CheckpointError(f"{where}: tensor {name!r}: {what}")
+        raise _malformed(where, f"tensor {name!r}: {what}")
     kind, item = _KNOWN[dtype]
     return Part(kind, sizes), item * count
 
@@ -252,19 +252,16 @@ def byte_view(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())) if size else memoryview(b"")
 
 
-class TensorFile:
+class TensorFile(OpenFile):
     """One open safetensors file with a checked header. Reading is thread-safe.
 
-    Raises CheckpointError where the file is missing, not a regular file (links are followed: the Hub's cache is made of
-    them), truncated, of another format, or malformed.
+    Raises CheckpointError as `OpenFile` does, and where the file is truncated, of another format, or malformed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        if self.path.suffix in PICKLES:
-            raise CheckpointError(f"{self.path}: not safetensors. {CONVERT}")
-        self._fd, self.size = open_regular(self.path)
-        self.close = weakref.finalize(self, os.close, self._fd)
+        if (where := Path(path)).suffix in PICKLES:
+            raise CheckpointError("file_unsafe", f"{where}: not safetensors. {CONVERT}")
+        super().__init__(path)
         self._sha256: str | None = None
         try:
             self._data, self._slots, self.metadata = self._open()
@@ -274,25 +271,26 @@ class TensorFile:
 
     def _open(self) -> tuple[int, dict[str, Slot], dict[str, str]]:
         prefix = bytearray(min(64, self.size))
-        self._fill(memoryview(prefix), 0)
+        self.fill(memoryview(prefix), 0)
         length = int.from_bytes(prefix[:8], "little")
-        if self.size < 8 or length > min(MAX_HEADER, self.size - 8) or prefix[8:9] != b"{":
-            if prefix[8:9] != b"{" and (kind := kind_of(bytes(prefix))):
-                raise CheckpointError(f"{self.path}: not safetensors: it is {kind}")
-            if self.size < 8:
-                raise CheckpointError(f"{self.path}: truncated: {self.size} bytes; download or copy it again")
-            if length > MAX_HEADER:
-                raise CheckpointError(
-                    f"{self.path}: its first 8 bytes mean a header of {length} bytes, and attar accepts {MAX_HEADER}: "
-                    f"not a safetensors file, or one to save in several{_SPLIT}"
-                )
-            if length > self.size - 8:
-                raise CheckpointError(
-                    f"{self.path}: truncated: expected {length} bytes of header, the file has {self.size - 8}; "
-                    "download or copy it again"
-                )
+        if prefix[8:9] != b"{" and (kind := kind_of(bytes(prefix))):
+            raise self.error("file_wrong_kind", f"not safetensors: it is {kind}")
+        if self.size < 8:
+            raise self.error("checkpoint_incomplete", f"truncated: {self.size} bytes; download or copy it again")
+        if length > MAX_HEADER:
+            raise self.error(
+                "checkpoint_too_large",
+                f"its first 8 bytes mean a header of {length} bytes, and attar accepts {MAX_HEADER}: not a safetensors "
+                f"file, or one to save in several{_SPLIT}",
+            )
+        if length > self.size - 8:
+            raise self.error(
+                "checkpoint_incomplete",
+                f"truncated: expected {length} bytes of header, the file has {self.size - 8}; download or copy it "
+                "again",
+            )
         header = bytearray(length)
-        self._fill(memoryview(header), 8)
+        self.fill(memoryview(header), 8)
         slots, metadata = parse_header(header, self.size - 8 - length, self.path)
         return 8 + length, slots, metadata
 
@@ -325,7 +323,7 @@ class TensorFile:
         if size < MAPPED or at % dtype.itemsize:
             return self.read(name)
         start = at // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        pages = mmap.mmap(self._fd, at - start + size, offset=start, access=mmap.ACCESS_COPY)
+        pages = mmap.mmap(self.fd, at - start + size, offset=start, access=mmap.ACCESS_COPY)
         if hasattr(mmap, "MADV_POPULATE_READ"):
             pages.madvise(mmap.MADV_POPULATE_READ)
         return torch.frombuffer(pages, dtype=dtype, count=size // dtype.itemsize, offset=at - start).view(
@@ -338,10 +336,8 @@ class TensorFile:
         shape = slot.part.shape
         assert len(shape) > 0, name
         assert 0 <= start <= stop <= shape[0], (name, shape, start, stop)
-        row = Part(slot.part.dtype, shape[1:])
-        return self._read(
-            Part(row.dtype, (stop - start, *row.shape)), self._data + slot.begin + start * row.bytes, None
-        )
+        row, rows = (Part(slot.part.dtype, (*lead, *shape[1:])) for lead in ((), (stop - start,)))
+        return self._read(rows, self._data + slot.begin + start * row.bytes, None)
 
     def sha256(self, progress: Callable[[int], None] | None = None) -> str:
         """Return the whole file's SHA-256 in hex, computed once. `progress` is called with the size of each hashed
@@ -354,7 +350,7 @@ class TensorFile:
         buffer = memoryview(bytearray(min(_CHUNK, self.size)))
         while at < self.size:
             chunk = buffer[: self.size - at]
-            self._fill(chunk, at)
+            self.fill(chunk, at)
             digest.update(chunk)
             at += len(chunk)
             if progress is not None:
@@ -364,7 +360,7 @@ class TensorFile:
 
     def _slot(self, name: str) -> Slot:
         if name not in self._slots:
-            raise CheckpointError(f"{self.path}: has no tensor {name!r}{near(name, self._slots)}")
+            raise self.error("checkpoint_incomplete", f"has no tensor {name!r}{near(name, self._slots)}")
         return self._slots[name]
 
     def _read(self, part: Part, offset: int, out: Tensor | None) -> Tensor:
@@ -374,16 +370,5 @@ class TensorFile:
         if out is None:
             out = torch.empty(part.shape, dtype=dtype)
         assert (out.dtype, tuple(out.shape)) == (dtype, part.shape), (out.dtype, out.shape, part)
-        self._fill(byte_view(out), offset)
+        self.fill(byte_view(out), offset)
         return out
-
-    def _fill(self, view: memoryview, offset: int) -> None:
-        """Read exactly len(view) bytes from `offset`. One call moves 2 GiB at most, hence the loop."""
-        while len(view):
-            try:
-                count = os.preadv(self._fd, [view], offset)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: reading failed at byte {offset}: {error.strerror}") from error
-            if count == 0:
-                raise CheckpointError(f"{self.path}: the file shrank while it was read; copy it again")
-            view, offset = view[count:], offset + count

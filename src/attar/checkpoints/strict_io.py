@@ -10,12 +10,15 @@ import difflib
 import os
 import reprlib
 import stat
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from attar import strict_json
+from attar.errors import Code, UserError, code_of
 
 MAX_WIDE = 8_000_000  # bytes of JSON that is not plain ASCII: each may take eight in memory
 MAX_NAME = 1024  # bytes of a tensor's name
@@ -44,12 +47,76 @@ _KINDS: tuple[tuple[bytes, str], ...] = (
 )
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """An error for a checkpoint that cannot be used as it is; the message names the file and the remedy."""
+
+
+def invalid(message: str) -> CheckpointError:
+    """Return an error for compressed weights, or a config of them, that contradict themselves."""
+    return CheckpointError("quantization_invalid", message)
+
+
+def unsupported(message: str) -> CheckpointError:
+    """Return an error for compressed weights of a kind that attar does not read."""
+    return CheckpointError("quantization_unsupported", message)
 
 
 class VerificationError(CheckpointError):
     """An error for a readable checkpoint that does not compute what its receipt says."""
+
+
+class OnDisk:
+    """A file or folder at `path`, which its errors name."""
+
+    path: Path
+
+    def error(self, code: Code, text: str) -> CheckpointError:
+        return CheckpointError(code, f"{self.path}: {text}")
+
+
+class OpenFile(OnDisk):
+    """A file of `size` bytes, open for reading at any place, by several threads at a time. `close` may be called early.
+
+    Raises CheckpointError where it is missing, or no regular file (links are followed: the Hub's cache is made of
+    them).
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            # O_NONBLOCK: opening a pipe must not wait for its writer.
+            self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:
+            raise self.error(code_of(error), f"cannot be opened: {getattr(error, 'strerror', error)}") from error
+        self.close = weakref.finalize(self, os.close, self.fd)
+        status = os.fstat(self.fd)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise self.error("file_wrong_kind", "not a regular file")
+        self.size = status.st_size
+
+    def fill(self, view: memoryview, offset: int) -> None:
+        """Read exactly len(view) bytes from `offset`. One call moves 2 GiB at most, hence the loop."""
+        while len(view):
+            try:
+                count = os.preadv(self.fd, [view], offset)
+            except OSError as error:
+                raise self.error(code_of(error), f"reading failed at byte {offset}: {error.strerror}") from error
+            if count == 0:
+                raise self.error("checkpoint_changed", "the file shrank while it was read; copy it again")
+            view, offset = view[count:], offset + count
+
+
+@contextmanager
+def naming(where: object, code: Code | None = None) -> Iterator[None]:
+    """Raise a ValueError of the body as a CheckpointError that begins with `where`, of its own code unless one is
+    given. A CheckpointError passes: it names its file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(code or code_of(error), f"{where}: {error}") from None
 
 
 def parse_json(text: bytes | bytearray, where: str | Path) -> Any:
@@ -58,11 +125,13 @@ def parse_json(text: bytes | bytearray, where: str | Path) -> Any:
     Raises CheckpointError beginning with `where`.
     """
     if len(text) > MAX_WIDE and not (text.isascii() and b"\\u" not in text):
-        raise CheckpointError(f"{where}: of more than {MAX_WIDE} bytes attar reads plain ASCII alone, without \\u")
+        raise CheckpointError(
+            "file_malformed", f"{where}: of more than {MAX_WIDE} bytes attar reads plain ASCII alone, without \\u"
+        )
     try:
         return strict_json.parse(text)
     except strict_json.JSONError as error:
-        raise CheckpointError(f"{where}: not valid JSON: {error}") from None
+        raise CheckpointError("file_malformed", f"{where}: not valid JSON: {error}") from None
 
 
 def check_name(name: str) -> str | None:
@@ -98,18 +167,3 @@ def near(name: str, known: Iterable[str]) -> str:
     short = [each for each in islice(known, NEAR) if len(each) <= WORD]
     close = difflib.get_close_matches(name, short, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
-
-
-def open_regular(path: Path) -> tuple[int, int]:
-    """Return a descriptor to read the file with, and its size. Raises CheckpointError where it is missing, or no
-    regular file (links are followed)."""
-    try:
-        # O_NONBLOCK: opening a pipe must not wait for its writer.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be opened: {getattr(error, 'strerror', error)}") from error
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        raise CheckpointError(f"{path}: not a regular file")
-    return fd, status.st_size

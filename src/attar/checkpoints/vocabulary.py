@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from attar.checkpoints.gguf.file import GgufFile
-from attar.checkpoints.strict_io import CheckpointError
+from attar.checkpoints.strict_io import naming
 from attar.text.gguf import tokenizer_from_gguf
 from attar.text.tokenizer import Tokenizer
 
@@ -22,12 +22,8 @@ def tokenizer(path: Path) -> Tokenizer:
     if not is_gguf(path):
         return Tokenizer.load(path)
     file = GgufFile(path)
-    try:
+    with naming(path):
         return tokenizer_from_gguf(file.metadata)
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from None
 
 
 def has_tokenizer(path: Path) -> bool:

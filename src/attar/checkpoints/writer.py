@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from attar.checkpoints.folder import CONFIG, INDEX, SINGLE
 from attar.checkpoints.safetensors import DTYPES, Slot, byte_view
 from attar.checkpoints.strict_io import CheckpointError, check_name
+from attar.errors import code_of
 from attar.formats.scheme import ITEM_BITS, Part
 
 if TYPE_CHECKING:
@@ -84,11 +85,8 @@ def _plan_file(file: str, parts: Mapping[str, Part]) -> FilePlan:
     at = 0
     for name, part in sorted(parts.items(), key=lambda item: -ITEM_BITS[item[1].dtype]):  # stable
         slots[name] = Slot(part, at, at + part.bytes)
-        entries[name] = {
-            "dtype": _SAFETENSORS[part.dtype],
-            "shape": list(part.shape),
-            "data_offsets": [at, at + part.bytes],
-        }
+        place = [at, at + part.bytes]
+        entries[name] = {"dtype": _SAFETENSORS[part.dtype], "shape": list(part.shape), "data_offsets": place}
         at += part.bytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8
@@ -111,8 +109,9 @@ def require_free(path: str | os.PathLike[str], needed: int) -> None:
     free = shutil.disk_usage(place).free
     if free < needed:
         raise CheckpointError(
+            "disk_full",
             f"{place}: {needed / 1e9:.3g} GB are needed and {free / 1e9:.3g} GB are free; free some space, or choose "
-            "an output on another disk"
+            "an output on another disk",
         )
 
 
@@ -127,10 +126,20 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def disk_error(path: Path, error: OSError) -> CheckpointError:
     if error.errno in FULL:
         return CheckpointError(
+            "disk_full",
             f"{path}: no room for it ({error.strerror}); free some space, or choose an output on another disk; what "
-            "attar compress has done already is kept"
+            "attar compress has done already is kept",
         )
-    return CheckpointError(f"{path}: cannot be written: {error.strerror}")
+    return CheckpointError(code_of(error), f"{path}: cannot be written: {error.strerror}")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise an OSError of the body as `disk_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(path, error) from error
 
 
 class ShardWriter:
@@ -148,7 +157,8 @@ class ShardWriter:
         self.written = set(written)
         self._home = {name: plan for plan in self.plans for name in plan.slots}
         if unknown := self.written - self._home.keys():
-            raise CheckpointError(f"{self.folder}: tensor {min(unknown)!r} is not in the plan; start again")
+            tensor = f"{self.folder}: tensor {min(unknown)!r}"
+            raise CheckpointError("state_damaged", f"{tensor} is not in the plan; start again")
         self._fds: dict[str, int] = {}
         kept = [plan for plan in self.plans if not self.written.isdisjoint(plan.slots)]
         new = [plan for plan in self.plans if self.written.isdisjoint(plan.slots)]
@@ -165,22 +175,19 @@ class ShardWriter:
 
     def _create(self, plan: FilePlan) -> None:
         fd = self._open(plan, os.O_CREAT | os.O_TRUNC)
-        try:
+        with writing(self.folder / plan.name):
             os.posix_fallocate(fd, 0, plan.size)
             _pwrite(fd, memoryview(plan.header), 0)
-        except OSError as error:
-            raise disk_error(self.folder / plan.name, error) from error
 
     def _reopen(self, plan: FilePlan) -> None:
         fd = self._open(plan, 0)
         if os.fstat(fd).st_size != plan.size or os.pread(fd, len(plan.header), 0) != plan.header:
-            raise CheckpointError(f"{self.folder / plan.name}: not the file that was begun; remove it and start again")
+            problem = "not the file that was begun; remove it and start again"
+            raise CheckpointError("state_damaged", f"{self.folder / plan.name}: {problem}")
 
     def _open(self, plan: FilePlan, flags: int) -> int:
-        try:
+        with writing(self.folder / plan.name):
             fd = os.open(self.folder / plan.name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
-        except OSError as error:
-            raise disk_error(self.folder / plan.name, error) from error
         self._fds[plan.name] = fd
         return fd
 
@@ -200,10 +207,8 @@ class ShardWriter:
             if not fits or at + found.bytes > begin + slot.part.bytes:
                 raise ValueError(f"tensor {name!r} was planned as {slot.part}, not {found}")
             block = block.detach().cpu().contiguous()
-            try:
+            with writing(self.folder / plan.name):
                 _pwrite(self._fds[plan.name], byte_view(block), at)
-            except OSError as error:
-                raise disk_error(self.folder / plan.name, error) from error
             at += found.bytes
         if at != begin + slot.part.bytes:
             raise ValueError(f"tensor {name!r}: {at - begin} of {slot.part.bytes} bytes given")
@@ -212,20 +217,16 @@ class ShardWriter:
     def sync(self) -> None:
         """Force written data to disk. Only after this may a state file record it."""
         for name, fd in self._fds.items():
-            try:
+            with writing(self.folder / name):
                 os.fsync(fd)
-            except OSError as error:
-                raise disk_error(self.folder / name, error) from error
 
     def finish(self) -> None:
         """Check that every tensor was written, add the index where there are several files, sync and close."""
         if missing := sorted(self._home.keys() - self.written):
             raise ValueError(f"{len(missing)} tensors were never written: {', '.join(missing[:5])}")
         if len(self.plans) > 1:
-            try:
+            with writing(self.folder / INDEX):
                 (self.folder / INDEX).write_bytes(index_json(self.plans))
-            except OSError as error:
-                raise disk_error(self.folder / INDEX, error) from error
         self.sync()
         self.close()
 
@@ -277,12 +278,11 @@ def atomic_folder(
     partial = target.parent / f".{target.name}.attar-partial"
     work, old = Workspace(partial / "out", partial / "state"), partial / "old"
     _check_target(target, overwrite, known_by)
-    lock = take_lock(partial, target)
-    try:
+    with locked(partial, target, work.out, work.state, old):
         if old.exists() and not target.exists():  # killed between the two renames of `_replace`
             old.rename(target)
         if not work.out.exists():  # killed after them: the state describes a finished run
-            _remove(old, work.state)
+            remove(old, work.state)
         _check_target(target, overwrite, known_by)  # again: the previous holder of the lock may have made it
         work.out.mkdir(exist_ok=True)
         work.state.mkdir(exist_ok=True)
@@ -296,11 +296,23 @@ def atomic_folder(
             raise
         _sync_tree(work.out)
         _replace(work.out, target, old, overwrite)
-        _remove(old, work.state)
+
+
+@contextlib.contextmanager
+def locked(partial: Path, target: Path, *folders: Path) -> Iterator[None]:
+    """Hold the lock of the folder `partial`, in which `target` grows. At the end it goes, with its `folders`, unless an
+    exception leaves files there that can be resumed.
+
+    Raises CheckpointError where another process holds the lock, and where the body finds the disk full.
+    """
+    lock = take_lock(partial, target)
+    try:
+        yield
+        remove(*folders)
         give_up_lock(partial)
     except BaseException as error:
         if not any(partial.glob("*/*")):  # nothing to resume: leave no trace
-            _remove(work.out, work.state)
+            remove(*folders)
             give_up_lock(partial)
         if isinstance(error, OSError) and error.errno in FULL:
             raise disk_error(target, error) from error
@@ -313,33 +325,33 @@ def _check_target(target: Path, overwrite: bool, known_by: str) -> None:
     if not target.exists():
         return
     if not overwrite:
-        raise CheckpointError(f"{target} exists and is kept; choose another output, or pass --overwrite")
+        raise CheckpointError(
+            "output_exists", f"{target} exists and is kept; choose another output, or pass --overwrite"
+        )
     if not target.is_dir():
-        raise CheckpointError(f"{target} is a file and is kept; choose another output")
+        raise CheckpointError("output_invalid", f"{target} is a file and is kept; choose another output")
     if any(target.iterdir()) and not (target / known_by).is_file():
         kind = "model folder" if known_by == CONFIG else f"folder with {known_by}"
-        raise CheckpointError(f"{target} is no {kind} and is kept; choose another output or remove it yourself")
+        raise CheckpointError(
+            "output_invalid", f"{target} is no {kind} and is kept; choose another output or remove it yourself"
+        )
 
 
 def take_lock(partial: Path, target: Path) -> int:
     """Take the lock of a partial folder. Return a descriptor that holds it until it is closed (or the process dies)."""
     while True:
-        try:
+        with writing(target):
             partial.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise disk_error(target, error) from error
-        try:
-            fd = os.open(partial / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        except FileNotFoundError:  # the holder has just finished and removed the folder
-            continue
-        except OSError as error:
-            raise disk_error(target, error) from error
+            try:
+                fd = os.open(partial / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            except FileNotFoundError:  # the holder has just finished and removed the folder
+                continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
             raise CheckpointError(
-                f"{target}: another process is writing it; wait for it, or choose another output"
+                "output_locked", f"{target}: another process is writing it; wait for it, or choose another output"
             ) from None
         # The previous holder may have removed the file between our open and our lock.
         with contextlib.suppress(FileNotFoundError):
@@ -355,12 +367,12 @@ def _replace(out: Path, target: Path, old: Path, overwrite: bool) -> None:
         out.rename(target)
     except OSError as error:
         raise CheckpointError(
-            f"{target}: the finished folder {out} cannot be renamed to it: {error.strerror}"
+            code_of(error), f"{target}: the finished folder {out} cannot be renamed to it: {error.strerror}"
         ) from error
     sync_path(target.parent)
 
 
-def _remove(*folders: Path) -> None:
+def remove(*folders: Path) -> None:
     for folder in folders:
         if folder.exists():
             shutil.rmtree(folder)
@@ -374,16 +386,14 @@ def give_up_lock(partial: Path) -> None:
 
 def _sync_tree(folder: Path) -> None:
     for place, _, files in os.walk(folder):
-        for name in files:
+        for name in (*files, "."):
             sync_path(Path(place, name))
-        sync_path(Path(place))
 
 
 def sync_path(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
-    except OSError as error:
-        raise disk_error(path, error) from error
+        with writing(path):
+            os.fsync(fd)
     finally:
         os.close(fd)

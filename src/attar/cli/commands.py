@@ -22,10 +22,13 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from attar.cli.terminal import emit
+from attar.errors import Code, UserError
 
 Config = TypeVar("Config")
 
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # UsageError, of whichever click this typer is built on
+
+RANGE_ERRORS = ("less_than", "less_than_equal", "greater_than", "greater_than_equal")
 
 GROUPS = (
     "Model", "Recipe", "Mixed precision", "Data", "Calibration", "Comparison", "Prompt", "Sampling", "Adapter",
@@ -40,13 +43,11 @@ def configured(config: type[Config]) -> Callable[[Callable[[Config], None]], Cal
     hints = get_type_hints(config, include_extras=True)
     parameters = [
         Parameter(
-            each.name,
-            Parameter.KEYWORD_ONLY,
+            each.name, Parameter.KEYWORD_ONLY, annotation=hints[each.name],
             default=Parameter.empty if each.default is MISSING else each.default,
-            annotation=hints[each.name],
         )
         for each in fields(config)  # type: ignore[arg-type]  # a dataclass, which no type says
-    ]
+    ]  # fmt: skip
 
     def decorate(function: Callable[[Config], None]) -> Callable[..., None]:
         @wraps(function)
@@ -60,15 +61,9 @@ def configured(config: type[Config]) -> Callable[[Callable[[Config], None]], Cal
 
 
 def option(
-    group: str,
-    metavar: str,
-    help: str,
-    *names: str,
-    min: float | None = None,
-    max: float | None = None,
-    parser: Callable[[str], Any] | None = None,
-    default: str | None = None,
-) -> Any:
+    group: str, metavar: str, help: str, *names: str, min: float | None = None, max: float | None = None,
+    parser: Callable[[str], Any] | None = None, default: str | None = None,
+) -> Any:  # fmt: skip
     """Annotate an option of a group that takes a value; help shows `default` where the value is computed."""
 
     def parsed(given: Any) -> Any:  # typer hands a default to the parser, too
@@ -85,9 +80,26 @@ def flag(group: str, help: str, *names: str) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=group)
 
 
-def write_help(text: str, formatter: Any) -> None:
-    """Write a docstring as help: examples as they are, other paragraphs wrapped."""
-    for paragraph in inspect.cleandoc(text).split("\n\n"):
+def _usage_code(error: Any) -> Code:
+    """Return the code of an invalid command line: by what was wrong, and for a value by the parser's own error."""
+    kind = type(error).__name__
+    if kind in ("MissingParameter", "NoArgsIsHelpError") or error.message == "Missing command.":
+        return "option_missing"
+    if kind == "NoSuchOption" or error.message.startswith("No such command"):
+        return "name_unknown"
+    found: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()  # those of typer's conversion library
+    about: dict[str, Any] = found[0] if found else {"type": ""}
+    if about["type"] in RANGE_ERRORS:
+        return "option_out_of_range"
+    if about["type"] == "value_error":
+        inner = about["ctx"]["error"]
+        return inner.code if isinstance(inner, UserError) else "name_unknown"  # not one of the choices
+    return "option_malformed"
+
+
+def write_help(command: Any, _: Any, formatter: Any) -> None:
+    """Write a command's docstring, purpose and examples, as help: examples as they are, other paragraphs wrapped."""
+    for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
         formatter.write_paragraph()
         with formatter.indentation():
             if paragraph.startswith("Examples:"):
@@ -99,6 +111,8 @@ def write_help(text: str, formatter: Any) -> None:
 class Commands(TyperGroup):
     """A table of commands; an invalid command line with --json prints a JSON object as well."""
 
+    format_help_text: Any = write_help
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta["json"] = "--json" in args
         return super().parse_args(ctx, args)
@@ -109,16 +123,14 @@ class Commands(TyperGroup):
         except USAGE_ERROR as error:
             error.message = error.message.replace("Value error, ", "")  # prefix of typer's conversion library
             if ctx.parent is None:
-                emit(ctx.meta["json"], {"error": error.format_message()})
+                emit(ctx.meta["json"], {"error": error.format_message(), "code": _usage_code(error)})
             raise
-
-    def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """Write purpose and examples."""
-        write_help(self.help or "", formatter)
 
 
 class Command(TyperCommand):
     """A command whose help shows options in groups, and arguments without typer's brackets."""
+
+    format_help_text: Any = write_help
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """List what follows the command's name: brackets mean optional, dots repeatable."""
@@ -128,10 +140,6 @@ class Command(TyperCommand):
                 name = _name(each) + ("..." if each.nargs != 1 else "")
                 pieces.append(name if each.required else f"[{name}]")
         return pieces
-
-    def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """Write purpose and examples."""
-        write_help(self.help or "", formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write a section for the arguments and one for each group of options."""

@@ -12,6 +12,7 @@ import typer
 from attar.cli import options
 from attar.cli.commands import configured, option
 from attar.cli.terminal import emit, errors, parse_bytes, progress, tell, tell_doubt
+from attar.errors import UserError
 
 if TYPE_CHECKING:
     from attar.compression.request.request import Target
@@ -84,13 +85,14 @@ class CompressConfig(options.OutputConfig):
 
 def parse_target(bits: float | None, size: int | None, kl: float | None, candidates: str | None) -> Target | None:
     """Make a target of the options. Raises ValueError for two targets, or candidates without one."""
-    from attar.compression.request.request import Target, parse_ladder
+    from attar.compression.request.request import Target, parse_candidates
 
     if bits is None and size is None and kl is None:
         if candidates is not None:
-            raise ValueError("--candidates is what a target chooses among: give --target-bits, -size or -kl as well")
+            message = "--candidates is what a target chooses among: give --target-bits, -size or -kl as well"
+            raise UserError("option_missing", message)
         return None
-    return Target(bits, size, kl, None if candidates is None else parse_ladder(candidates))
+    return Target(bits, size, kl, None if candidates is None else parse_candidates(candidates))
 
 
 @configured(CompressConfig)

@@ -11,6 +11,7 @@ import typer
 from attar.cli import options
 from attar.cli.commands import configured, flag, option
 from attar.cli.terminal import CHECK_FAILED, Progress, emit, errors, fail, progress, require, tell_doubt, tell_shared
+from attar.errors import UserError
 
 if TYPE_CHECKING:
     from attar.evaluation.tasks import TaskReport
@@ -79,9 +80,9 @@ def _on_text(config: EvalConfig, bar: Progress) -> Report:
     from attar.evaluation.report import evaluate as run
 
     if config.text is None:
-        raise ValueError("give the text to measure on: --text heldout.txt, or a --task")
+        raise UserError("option_missing", "give the text to measure on: --text heldout.txt, or a --task")
     if config.limit is not None:
-        raise ValueError("--limit is of a --task; of a text, --max-tokens")
+        raise UserError("option_unused", "--limit is of a --task; of a text, --max-tokens")
     subject, tokenizer, beside = _subject(config, bar)
     return run(
         subject, against=config.against, text=config.text, tokenizer=tokenizer, context=config.context,
@@ -96,7 +97,8 @@ def _on_task(config: EvalConfig, task: str, bar: Progress) -> TaskReport:
 
     others = (config.text, config.against, config.stride, config.max_tokens, config.kv)
     if config.greedy or any(given is not None for given in others):
-        raise ValueError("--text, --against, --stride, --max-tokens, --greedy and --kv are not for a --task")
+        message = "--text, --against, --stride, --max-tokens, --greedy and --kv are not for a --task"
+        raise UserError("option_conflict", message)
     name, path = parse_task(task)
     subject, tokenizer, beside = _subject(config, bar)
     return evaluate_task(
@@ -116,13 +118,13 @@ def _subject(config: EvalConfig, bar: Progress) -> tuple[str | Decoder, Tokenize
 
     tell_shared(config.device, config.tp, config.pp)
     path, computed = hub.resolve(config.model), hf.compute_dtype(config.dtype, config.device)
-    team = ParallelExecutor(
+    executor = ParallelExecutor(
         path, config.tp, config.pp, device=config.device, dtype=computed, native=config.device != "cpu",
         progress=lambda done, total: bar("loading", done, total),
     )  # fmt: skip
     if config.adapter is not None:
-        lora.attach(team.decoder, config.adapter)
-    return team.decoder, vocabulary.tokenizer(path), None
+        lora.attach(executor.decoder, config.adapter)
+    return executor.decoder, vocabulary.tokenizer(path), None
 
 
 def verify(

@@ -8,28 +8,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from attar.cli import options
+from attar.cli import options, terminal
 from attar.cli.commands import configured, flag, option
-from attar.cli.terminal import (
-    NO_RECEIPT,
-    Progress,
-    emit,
-    errors,
-    print_pieces,
-    progress,
-    read_stdin,
-    require,
-    tell,
-    tell_doubt,
-    tell_shared,
-)
+from attar.cli.terminal import emit, errors, print_pieces, progress, read_stdin, require, tell, tell_doubt, tell_shared
+from attar.errors import Code, UserError
 
 if TYPE_CHECKING:
     from attar.engine.llm import LLM
     from attar.protocol.request import Completion, SamplingParams
 
 
-def _load(config: options.RunConfig, bar: Progress) -> LLM:
+def _load(config: options.RunConfig, bar: terminal.Progress) -> LLM:
     """Load the model, and print on stderr what a user should know of it."""
     from attar.engine.llm import LLM
     from attar.engine.loader import Parallel
@@ -43,7 +32,7 @@ def _load(config: options.RunConfig, bar: Progress) -> LLM:
         llm.attach(config.adapter)
     bar.close()
     if llm.model.receipt is None:
-        tell(NO_RECEIPT)
+        tell(terminal.NO_RECEIPT)
     tell_doubt(config.adapter, llm.model.path)
     return llm
 
@@ -202,7 +191,8 @@ def bench(config: BenchConfig) -> None:
         from attar.evaluation import decode_speed
 
         if (config.model is None) == (config.shape is None):
-            raise ValueError("name a model or a --shape, one of the two")
+            code: Code = "option_missing" if config.model is None else "option_conflict"
+            raise UserError(code, "name a model or a --shape, one of the two")
         require(config.device)
         setup = decode_speed.Setup(config.device, config.activations.value, config.kv, config.tp, config.pp)
         load = decode_speed.Load(config.prompt, config.gen, config.batch)

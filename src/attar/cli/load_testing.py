@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from attar.cli.commands import configured, flag, option
 from attar.cli.options import OutputConfig
 from attar.cli.terminal import CHECK_FAILED, emit, errors, fail, progress, tell
+from attar.errors import UserError
 
 if TYPE_CHECKING:
     from attar.load.sweep import Options
@@ -85,15 +86,16 @@ class BenchServeConfig(OutputConfig):
         from attar.text.tokenizer import Tokenizer
 
         unsaid = self.rates is None and self.clients is None and self.trace is None
+        clients = "1,4,16" if unsaid else self.clients
         return sweep.Options(
             self.url, _key(self.api_key_file), self.model, self.chat, self.text,
             decode=None if self.tokenizer is None else Tokenizer.load(self.tokenizer).decode, trace=self.trace,
             synthetic=Synthetic(self.prompt, self.gen, self.spread, self.prefixes, self.prefix_tokens),
             requests=self.requests, divisor=self.divisor, longest=self.longest, vocabulary=self.vocabulary,
-            rates=sweep.numbers("--rates", self.rates),
-            clients=sweep.counts("--clients", "1,4,16" if unsaid else self.clients), arrivals=self.arrivals.value,
-            seed=self.seed, slo={} if self.slo is None else measures.parse_slo(self.slo), temperature=self.temperature,
-            ignore_eos=not self.no_ignore_eos, timeout=self.timeout, seconds=self.seconds,
+            rates=sweep.parse_list("--rates", self.rates, float),
+            clients=sweep.parse_list("--clients", clients, int),
+            arrivals=self.arrivals.value, seed=self.seed, slo={} if self.slo is None else measures.parse_slo(self.slo),
+            temperature=self.temperature, ignore_eos=not self.no_ignore_eos, timeout=self.timeout, seconds=self.seconds,
             extra={} if self.extra is None else _object(self.extra),
         )  # fmt: skip
 
@@ -130,9 +132,9 @@ def _object(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f'--extra is a JSON object such as {{"top_k": 1}}: {error}') from None
+        raise UserError("option_malformed", f'--extra is a JSON object such as {{"top_k": 1}}: {error}') from None
     if not isinstance(found, dict):
-        raise ValueError('--extra is a JSON object such as {"top_k": 1}')
+        raise UserError("option_malformed", '--extra is a JSON object such as {"top_k": 1}')
     return found
 
 
@@ -148,5 +150,5 @@ def _key(file: Path | None) -> str | None:
         return os.environ.get(KEY_VARIABLE) or None
     keys = file.read_text(encoding="utf-8").split()
     if len(keys) != 1:
-        raise ValueError(f"{file} holds {len(keys)} keys: a client sends one")
+        raise UserError("key_invalid", f"{file} holds {len(keys)} keys: a client sends one")
     return keys[0]

@@ -1,4 +1,4 @@
-"""The command line: one table of subcommands, each importing only what it runs.
+"""The command line: one table of subcommands, each importing only what it runs. `doctor` and `demo` are here.
 
 `commands.py` declares commands and writes help. `terminal.py` has what all commands share at run time: exit statuses,
 JSON, errors in one sentence, progress.
@@ -9,12 +9,15 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from attar.cli import compression, evaluation, files, generation, load_testing, machine, planning, serving, tritonserver
-from attar.cli.commands import Command, Commands
+from attar.cli import compression, evaluation, files, generation, load_testing, planning, serving, tritonserver
+from attar.cli.commands import Command, Commands, option
+from attar.cli.options import Json, Overwrite, Quiet
+from attar.cli.terminal import emit, errors, progress
 from attar.version import __version__
 
 app = typer.Typer(
@@ -34,25 +37,56 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def doctor(as_json: Json = False) -> None:
+    """Show versions, instruction sets, threads and kernels.
+
+    For each operation it names the kernel that runs here, and the reason against each other one.
+
+    Examples:
+      attar doctor
+      attar doctor --json
+    """
+    with errors(as_json):
+        from attar.doctor import examine, to_text
+
+        found = examine()
+        print(to_text(found))
+        emit(as_json, found)
+
+
+def demo(
+    folder: Annotated[
+        Path | None, option("Output", "DIR", "Keep the compressed models here.", default="a temporary folder")
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compress the embedded model with each method.
+
+    The command prints the cost, and a text generated before and after. It needs neither data nor network.
+
+    Examples:
+      attar demo
+      attar demo --folder ./demos
+    """
+    with errors(as_json), progress(quiet) as bar:
+        from attar.demo import demonstrate
+
+        shown = demonstrate(folder, bar, overwrite)
+        bar.close()
+        print(shown.text())
+        emit(as_json, shown.to_dict())
+
+
 COMMANDS: dict[str, Callable[..., Any]] = {
-    "compress": compression.compress,
-    "eval": evaluation.evaluate,
-    "report": evaluation.report,
-    "generate": generation.generate,
-    "chat": generation.chat,
-    "serve": serving.serve,
-    "bench-serve": load_testing.bench_serve,
-    "bench": generation.bench,
-    "plan": planning.plan,
-    "inspect": files.inspect,
-    "verify": evaluation.verify,
-    "convert": files.convert,
-    "imatrix": files.imatrix,
-    "finetune": compression.finetune,
-    "merge": compression.merge,
-    "doctor": machine.doctor,
-    "demo": machine.demo,
-}
+    "compress": compression.compress, "eval": evaluation.evaluate, "report": evaluation.report,
+    "generate": generation.generate, "chat": generation.chat, "serve": serving.serve,
+    "bench-serve": load_testing.bench_serve, "bench": generation.bench, "plan": planning.plan,
+    "inspect": files.inspect, "verify": evaluation.verify, "convert": files.convert, "imatrix": files.imatrix,
+    "finetune": compression.finetune, "merge": compression.merge, "doctor": doctor, "demo": demo,
+}  # fmt: skip
 for name, command in COMMANDS.items():
     app.command(name, cls=Command)(command)
 app.add_typer(tritonserver.app, name="tritonserver")

@@ -11,6 +11,7 @@ import typer
 
 from attar.cli.commands import flag, option
 from attar.cli.terminal import parse_bytes
+from attar.errors import UserError
 
 FOLDER = "A local folder, a Hub id such as org/name[@revision], or `demo`, the embedded model."
 MODEL = FOLDER.replace("folder,", "folder, a GGUF file,")
@@ -19,7 +20,7 @@ MODEL = FOLDER.replace("folder,", "folder, a GGUF file,")
 def parse_size(text: str) -> int:
     """Parse a size as `parse_bytes` does. Raises ValueError also for 0, which does not stand for the default."""
     if not (size := parse_bytes(text)):
-        raise ValueError(f"{text!r} is nothing: leave the option out for its default")
+        raise UserError("option_out_of_range", f"{text!r} is nothing: leave the option out for its default")
     return size
 
 

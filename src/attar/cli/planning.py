@@ -10,6 +10,7 @@ from attar.cli.commands import configured, option
 from attar.cli.options import Json, Memory, OptionalModel, Pp, Threads, Tp, parse_size
 from attar.cli.scheduling import SchedulerOptions
 from attar.cli.terminal import emit, errors, require, tell
+from attar.errors import Code, UserError
 
 if TYPE_CHECKING:
     from attar.plan.comparison import Hardware, Subject
@@ -53,11 +54,12 @@ class PlanConfig(SchedulerOptions):
     def check(self) -> None:
         """Raise ValueError for options that contradict each other, and for a device that is not available."""
         if (self.model is None) == (self.shape is None):
-            raise ValueError("name a model or a --shape, one of the two")
+            code: Code = "option_missing" if self.model is None else "option_conflict"
+            raise UserError(code, "name a model or a --shape, one of the two")
         if self.model is not None and self.head is not None:
-            raise ValueError("--head is of a shape: a model's LM head is as it is stored")
+            raise UserError("option_unused", "--head is of a shape: a model's LM head is as it is stored")
         if self.gpu is not None and self.device != "cpu":
-            raise ValueError("name a --device or a --gpu, one of the two")
+            raise UserError("option_conflict", "name a --device or a --gpu, one of the two")
         require(self.device)
 
     def subject(self) -> Subject:
@@ -76,7 +78,7 @@ class PlanConfig(SchedulerOptions):
         from attar.plan.comparison import Hardware
 
         if self.gpu is not None:
-            return Hardware.of_gpu(gpus.card(self.gpu), self.bandwidth)
+            return Hardware.of_gpu(gpus.gpu_spec(self.gpu), self.bandwidth)
         if self.device != "cpu":
             return Hardware.of_gpu(deployment.gpu_at_hand(self.device), self.bandwidth)
         return deployment.machine_at_hand(self.bandwidth)
@@ -121,18 +123,12 @@ def plan(config: PlanConfig) -> None:
         asked, subject = config.engine(), config.subject()
         settings = deployment.for_users(asked, config.users)
         if settings != asked:
-            tell(f"for {config.users} users at once, as with {raised(settings, asked)}")
+            steps = f" --scheduler max-step-tokens={settings.max_step_tokens}"
+            more = "" if settings.max_step_tokens == asked.max_step_tokens else steps
+            tell(f"for {config.users} users at once, as with --max-running {settings.max_running}{more}")
         hardware = config.hardware()
         if hardware.bandwidth is None and hardware.gpu is None:
             tell("the kernels do not load, so how fast memory reads is not known: give --bandwidth")
         made = deployment.plan(settings, subject, Demand(config.context, config.users), hardware)
         print(f"{report.to_text(made)}\n{settings.limits().told(settings.preset)}")
         emit(config.as_json, report.to_dict(made))
-
-
-def raised(settings: Settings, asked: Settings) -> str:
-    """Spell the options by which `settings` allow more users than those asked for."""
-    options = f"--max-running {settings.max_running}"
-    if settings.max_step_tokens != asked.max_step_tokens:
-        options += f" --scheduler max-step-tokens={settings.max_step_tokens}"
-    return options

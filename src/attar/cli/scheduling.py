@@ -13,6 +13,7 @@ import typer
 
 from attar.cli.commands import option
 from attar.cli.options import KvFraction, MaxTokensInCache
+from attar.errors import Code, UserError
 
 
 @dataclass(frozen=True)
@@ -26,25 +27,21 @@ class Key:
 
 KEYS = {
     "policy": Key(
-        str,
-        "name",
+        str, "name",
         "When new sequences join: at every step (continuous), once the running batch ends (static), the same after "
         "max-delay or max-running waiting sequences (dynamic), or one at a time (none).",
     ),
     "max-step-tokens": Key(int, "number", "Tokens of a step. Small: even gaps between tokens. Large: cheaper prompts."),
     "max-waiting": Key(
-        int,
-        "number",
+        int, "number",
         "Waiting sequences; excess requests get 429. With several API keys, half of the queue is reserved in equal "
         "parts, and with m waiting keys each may hold at most 1/m.",
     ),
     "max-delay": Key(float, "number of seconds", "How long the policy dynamic waits for a batch to fill."),
     "max-preemptions": Key(
-        int,
-        "number",
-        "Preemptions of a sequence; 0: reserve a sequence's full KV cache before starting it.",
+        int, "number", "Preemptions of a sequence; 0: reserve a sequence's full KV cache before starting it."
     ),
-}
+}  # fmt: skip
 
 
 def show_keys(given: list[str] | None) -> list[str] | None:
@@ -70,13 +67,14 @@ def parse_scheduler(given: Sequence[str]) -> dict[str, Any]:
         name, equals, value = pair.partition("=")
         if not equals or name not in KEYS:
             known = ", ".join(KEYS)
-            raise ValueError(f"--scheduler {pair!r} is not KEY=VALUE with one of {known}{nearest(name, KEYS)}")
+            code: Code = "name_unknown" if equals else "option_malformed"
+            raise UserError(code, f"--scheduler {pair!r} is not KEY=VALUE with one of {known}{nearest(name, KEYS)}")
         try:
             parsed = KEYS[name].parse(value)
         except ValueError:
-            raise ValueError(f"--scheduler {name}: {value!r} is not a {KEYS[name].kind}") from None
+            raise UserError("option_malformed", f"--scheduler {name}: {value!r} is not a {KEYS[name].kind}") from None
         if found.setdefault(name.replace("-", "_"), parsed) != parsed:
-            raise ValueError(f"--scheduler {name} is given twice, with different values")
+            raise UserError("option_conflict", f"--scheduler {name} is given twice, with different values")
     return found
 
 
@@ -93,22 +91,14 @@ class SchedulerOptions:
     scheduler: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY=VALUE",
-            help="Another setting of the scheduler; `--scheduler help` lists them.",
-            rich_help_panel="Scheduler",
-            callback=show_keys,
-            is_eager=True,
+            metavar="KEY=VALUE", help="Another setting of the scheduler; `--scheduler help` lists them.",
+            rich_help_panel="Scheduler", callback=show_keys, is_eager=True,
         ),
-    ] = None
+    ] = None  # fmt: skip
     max_tokens_in_cache: MaxTokensInCache = None
     kv_fraction: KvFraction = None
 
     def settings(self) -> dict[str, Any]:
         """Return the options as fields of the engine's settings."""
-        return {
-            "preset": self.preset,
-            "max_running": self.max_running,
-            **parse_scheduler(self.scheduler or ()),
-            "max_cached_tokens": self.max_tokens_in_cache,
-            "kv_fraction": self.kv_fraction,
-        }
+        given = {"preset": self.preset, "max_running": self.max_running, **parse_scheduler(self.scheduler or ())}
+        return given | {"max_cached_tokens": self.max_tokens_in_cache, "kv_fraction": self.kv_fraction}

@@ -17,6 +17,7 @@ from attar.cli import options
 from attar.cli.commands import configured, option
 from attar.cli.scheduling import SchedulerOptions
 from attar.cli.terminal import emit, errors, require_apart, tell, tell_shared
+from attar.errors import UserError
 
 if TYPE_CHECKING:
     from attar.protocol.scheduler_config import SchedulerConfig
@@ -96,7 +97,7 @@ class ServeConfig(SchedulerOptions):
         from attar.kv.schemes import check_name
         from attar.plan.fit import check_fraction
         from attar.protocol.settings import Settings
-        from attar.server.model_names import parse_adapters
+        from attar.server.options import parse_adapters
 
         check_name(self.kv)
         given = {key: value for key, value in self.settings().items() if value is not None}
@@ -113,7 +114,8 @@ class ServeConfig(SchedulerOptions):
         limits = settings.limits()
         check_fraction(settings.kv_fraction)
         if settings.max_delay is not None and limits.policy != "dynamic":
-            raise ValueError(f"max-delay is of the policy dynamic; with {limits.policy} nothing waits for a batch")
+            message = f"max-delay is of the policy dynamic; with {limits.policy} nothing waits for a batch"
+            raise UserError("option_unused", message)
         return settings
 
     def http(self, keys: Keys, origins: frozenset[str], limits: SchedulerConfig) -> ServerOptions:
@@ -150,7 +152,7 @@ def serve(config: ServeConfig) -> None:
         from attar.server import supervisor
         from attar.server.http.security import Keys, check_host, find_keys, parse_origin
         from attar.server.http.sockets import explained
-        from attar.server.model_names import check_name, name_of
+        from attar.server.options import check_name, name_of
 
         check_host(config.host)
         origins = frozenset(map(parse_origin, config.origin or ()))

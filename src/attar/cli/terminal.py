@@ -1,9 +1,9 @@
 """Output that all commands share, for a person at a terminal, a pipe, or a script.
 
 Results go to stdout, everything else to stderr. With `--json` the last line of stdout is one JSON object: after an
-error, {"error": sentence}. Exit status 0 is success, 1 a check that failed, 2 bad usage or input, 130 Ctrl-C, 141 a
-closed stdout (as other tools under `| head`). An error that a user can mend is one sentence; any other error is a bug,
-and keeps its traceback.
+error, {"error": sentence, "code": code}, whose codes are in `errors.py`. Exit status 0 is success, 1 a check that
+failed, 2 bad usage or input, 130 Ctrl-C, 141 a closed stdout (as other tools under `| head`). An error that a user can
+mend is one sentence; any other error is a bug, and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import typer
+
+from attar.errors import Code, UserError, code_of
 
 CHECK_FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 LEAST = 10**6  # the least bytes that a number without a unit may mean
@@ -28,11 +30,12 @@ NO_RECEIPT = "no receipt: nothing says what this checkpoint should compute, so n
 
 ASK = """
 import sys
+from attar.errors import code_of
 from attar.kernels import dispatch
 try:
     dispatch.require(sys.argv[1])
 except ValueError as error:
-    print(error)
+    print(code_of(error), error)
 """
 
 Result = TypeVar("Result")
@@ -63,7 +66,7 @@ def read_stdin() -> str:
     try:
         text = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"stdin is not UTF-8 text: byte {error.start} does not decode") from None
+        raise UserError("text_not_utf8", f"stdin is not UTF-8 text: byte {error.start} does not decode") from None
     return text.removesuffix("\n").removesuffix("\r")
 
 
@@ -76,47 +79,50 @@ def parse_bytes(text: str) -> int:
     try:
         size = float(number) * units[unit]
     except (ValueError, KeyError):
-        raise ValueError(f"{text!r} is not a size: write it like 512MiB, 2GiB or 5GB") from None
+        raise UserError("option_malformed", f"{text!r} is not a size: write it like 512MiB, 2GiB or 5GB") from None
     if not 0 <= size < 2**63:
-        raise ValueError(f"{text!r} is not a size a machine could have")
+        raise UserError("option_out_of_range", f"{text!r} is not a size a machine could have")
     if not unit and 0 < size < LEAST:
-        raise ValueError(f"{text!r} is a number of bytes: write the unit as well, such as {number.strip()}GB")
+        message = f"{text!r} is a number of bytes: write the unit as well, such as {number.strip()}GB"
+        raise UserError("option_malformed", message)
     return int(size)
 
 
 @contextmanager
 def errors(as_json: bool, after_interrupt: str | None = None) -> Iterator[None]:
-    """Turn errors that a user can mend into a sentence on stderr, {"error": sentence} with --json, and an exit status.
+    """Turn errors that a user can mend into a sentence on stderr, {"error": sentence, "code": code} with --json, and an
+    exit status.
 
     `after_interrupt` says what a user can do after Ctrl-C, where there is something.
     """
 
-    def end(sentence: str, status: int) -> NoReturn:
-        emit(as_json, {"error": sentence})
+    def end(sentence: str, code: Code, status: int) -> NoReturn:
+        emit(as_json, {"error": sentence, "code": code})
         fail(sentence, status)
 
     try:
         yield
         sys.stdout.flush()
     except KeyboardInterrupt:
-        end("interrupted" + (f": {after_interrupt}" if after_interrupt else ""), INTERRUPTED)
+        end("interrupted" + (f": {after_interrupt}" if after_interrupt else ""), "interrupted", INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # buffered output is discarded
         raise typer.Exit(PIPE_CLOSED) from None
     except (ValueError, OSError) as error:
         from attar.checkpoints.strict_io import VerificationError
 
-        end(_sentence(error), CHECK_FAILED if isinstance(error, VerificationError) else BAD_INPUT)
+        end(_sentence(error), code_of(error), CHECK_FAILED if isinstance(error, VerificationError) else BAD_INPUT)
     except (MemoryError, RuntimeError) as error:
         # torch has no class of its own for running out of memory on a CPU.
         if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
             raise
-        end("out of memory: close other programs, or take a smaller model, batch or --calib-memory", BAD_INPUT)
+        sentence = "out of memory: close other programs, or take a smaller model, batch or --calib-memory"
+        end(sentence, "memory_insufficient", BAD_INPUT)
 
 
 def _sentence(error: ValueError | OSError) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror.lower()}" if error.filename is not None else error.strerror.lower()
+        return ("" if error.filename is None else f"{error.filename}: ") + error.strerror.lower()
     return " ".join(str(error).split("\n"))
 
 
@@ -139,9 +145,11 @@ def require_apart(device: str) -> None:
     if device != "cpu":
         asked = subprocess.run([sys.executable, "-c", ASK, device], stdout=subprocess.PIPE, text=True, check=False)
         if asked.returncode:  # it has printed why on stderr, unless a signal ended it
-            raise ValueError(f"cannot compute on {device}: the process that was to try ended with {asked.returncode}")
+            message = f"cannot compute on {device}: the process that was to try ended with {asked.returncode}"
+            raise UserError("device_unavailable", message)
         if asked.stdout:
-            raise ValueError(f"{asked.stdout.strip()}; --device cpu needs none, whatever --triton-config says")
+            code, _, sentence = asked.stdout.strip().partition(" ")
+            raise UserError(cast(Code, code), f"{sentence}; --device cpu needs none, whatever --triton-config says")
 
 
 def tell_shared(device: str, tp: int, pp: int) -> None:

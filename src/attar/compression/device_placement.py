@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attar.compression.recipe.methods import Awq, Gptq, Hqq, Rtn, SmoothQuant
 from attar.compression.recipe.recipe import Recipe
+from attar.errors import UserError
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid, Scheme
 from attar.formats.weight_formats import Fp8Blocks
@@ -39,7 +40,9 @@ def check(recipe: Recipe, schemes: Iterable[Scheme | None], to_file: bool, devic
     strange += ["tuning"] if recipe.tune is not None else []
     strange += ["a GGUF file"] if to_file else []
     if strange:
-        raise ValueError(f"{recipe.name} is compressed on the CPU: {strange[0]} is not for {device} yet")
+        raise UserError(
+            "device_unsupported", f"{recipe.name} is compressed on the CPU: {strange[0]} is not for {device} yet"
+        )
 
 
 def move(block: Block, device: torch.device) -> None:

@@ -44,8 +44,7 @@ def folds(block: Block) -> list[Fold]:
     """Return every point of the block where a per-channel scale can move without changing the block's function."""
     attention, mlp = block.attention, block.feed_forward
     found = [Fold(block.attention_norm, attention.qkv, attention.forward, mixes=True)]
-    apart = len(attention.qkv) == 3 and not attention.output.hadamard
-    if apart and awq.foldable(attention.qkv[2], attention.output):
+    if len(attention.qkv) == 3 and not attention.output.hadamard and awq.foldable(attention.qkv[2], attention.output):
         found.append(_through(attention.qkv[2], attention.output))
     readers = [linear for each in block.feed_forwards() for linear in each.up]
     if isinstance(mlp, MixtureOfExperts):

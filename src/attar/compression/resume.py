@@ -19,19 +19,20 @@ from torch import Tensor
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.safetensors import TensorFile
 from attar.checkpoints.writer import ShardWriter, plan_files, sync_path
+from attar.errors import UserError
 from attar.formats.scheme import Part
 
 SHORT = 40  # characters of a value worth printing: hashes are longer
 FIGURES, SUMS = "figures.json", "sums.json"
 
 
-class Damaged(ValueError):
+class Damaged(UserError):
     """Files of a run differ from what it wrote. `sentence` says where and why, without the advice that ends the
     message."""
 
     def __init__(self, folder: Path, why: str) -> None:
         self.sentence = f"{folder}, which an interrupted run left, is damaged: {why}"
-        super().__init__(f"{self.sentence}; --restart begins anew")
+        super().__init__("state_damaged", f"{self.sentence}; --restart begins anew")
 
 
 def write_note(path: Path, value: Any) -> None:

@@ -100,30 +100,21 @@ class _Step(NamedTuple):
     busy: Callable[[], float]
 
 
-class Bounds:
+class Bottlenecks:
     """Judges an engine's steps, by the roofline of its model; None where there are no kernels."""
 
     def __init__(self, roof: Roofline | None, meter: Meter) -> None:
         self.roof, self.meter = roof, meter
         self._open: list[_Step] = []
 
-    def begin(self) -> None:
-        """Begin the model's part of a step."""
-        self.meter.begin()
-
-    def end(self) -> Callable[[], float]:
-        """End it, run or launched; returns a function that gives the device's seconds."""
-        return self.meter.end()
-
     def count(self, plan: StepPlan, seconds: float, busy: Callable[[], float], requests: Collection[Request]) -> None:
-        """Judge a step that took `seconds`, of which `end` gave `busy`, and add the verdict to its `requests`."""
+        """Judge a step that took `seconds`, of which the meter gave `busy`, and add the verdict to its `requests`."""
         otherwise, least = "overhead", 0.0
         if self.roof is not None:
             reading, computing = self.roof.least(chunk[1:] for chunk in plan.chunks)
             otherwise, least = "compute" if computing > reading else "bandwidth", max(reading, computing)
         self._open.append(_Step(requests, otherwise, least, seconds, busy))
-        sampled = any(chunk.samples for chunk in plan.chunks)
-        if self.meter.late and not sampled and len(self._open) < OPEN:
+        if self.meter.late and not any(chunk.samples for chunk in plan.chunks) and len(self._open) < OPEN:
             return
         steps, self._open = self._open, []
         overhead = sum(step.busy() for step in steps) < sum(step.seconds for step in steps) / 2
@@ -174,14 +165,10 @@ def card_limits(device: torch.device) -> tuple[float, dict[str, float]]:
         found["int8"] = work / _seconds(lambda: torch._int_mm(codes[0], codes[1].t()))
         found["fp8"] = found["bf16"]
         if knows_float8(device):
-            eights, one = [each.to(torch.float8_e4m3fn) for each in (a, b)], torch.ones((), device=device)
-
-            def by_tensor() -> object:
-                return torch._scaled_mm(
-                    eights[0], eights[1].t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
-                )
-
-            found["fp8"] = work / _seconds(by_tensor)
+            one, (x, y) = torch.ones((), device=device), (each.to(torch.float8_e4m3fn) for each in (a, b))
+            found["fp8"] = work / _seconds(
+                lambda: torch._scaled_mm(x, y.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+            )
     return 2 * size / copied / 1e9, found
 
 

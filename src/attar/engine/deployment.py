@@ -6,13 +6,13 @@ what measures or reads a checkpoint imports torch: a plan of a published shape o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from msgspec.structs import replace as with_fields
 
 from attar import machine
+from attar.errors import UserError
 from attar.kv.schemes import scheme
 from attar.model.split import Share
 from attar.plan import comparison
@@ -26,7 +26,7 @@ from attar.protocol.settings import Settings
 def checkpoint(name: str) -> Subject:
     """Read a checkpoint's headers. Raises ValueError as loading it would."""
     from attar.checkpoints.sources import hub
-    from attar.checkpoints.sources.stored import stored
+    from attar.checkpoints.sources.opening import stored
 
     return Subject(name, *stored(hub.resolve(name)))
 
@@ -56,25 +56,23 @@ def gpu_at_hand(device: str) -> GpuSpec:
     try:
         gb_s, gops = bottleneck.card_limits(place)
     except torch.OutOfMemoryError:
-        raise ValueError(f"{device} has too little memory free to be measured: name its model with --gpu") from None
-    rates = {kind: 1e9 * rate for kind, rate in gops.items()}
-    name = f"free on {device}, {torch.cuda.get_device_name(place)}"
-    return GpuSpec(name, free, 1e9 * gb_s, rates, knows_float8(place))
+        raise UserError(
+            "memory_insufficient", f"{device} has too little memory free to be measured: name its model with --gpu"
+        ) from None
+    rates, name = {kind: 1e9 * rate for kind, rate in gops.items()}, torch.cuda.get_device_name(place)
+    return GpuSpec(f"free on {device}, {name}", free, 1e9 * gb_s, rates, knows_float8(place))
 
 
 def for_users(settings: Settings, users: int) -> Settings:
-    """Raise the number of sequences to `users`, and tokens a step with it, where settings leave it open.
-
-    Raises ValueError where the tokens of a step were set, and are fewer.
-    """
+    """Raise the number of sequences to `users`, and tokens a step with it, where settings leave it open. Raises
+    ValueError where the tokens of a step were set, and are fewer."""
     limits = settings.limits()
     if settings.max_running is not None or users <= limits.max_running:
         return settings
     if settings.max_step_tokens is not None and users > settings.max_step_tokens:
-        raise ValueError(f"{users} users at once need as many tokens a step: raise max-step-tokens")
-    if users <= limits.max_step_tokens:
-        return with_fields(settings, max_running=users)
-    return with_fields(settings, max_running=users, max_step_tokens=users)
+        raise UserError("option_conflict", f"{users} users at once need as many tokens a step: raise max-step-tokens")
+    tokens = settings.max_step_tokens if users <= limits.max_step_tokens else users
+    return with_fields(settings, max_running=users, max_step_tokens=tokens)
 
 
 def plan(settings: Settings, subject: Subject, demand: Demand, hardware: Hardware) -> Plan:
@@ -95,18 +93,13 @@ def plan(settings: Settings, subject: Subject, demand: Demand, hardware: Hardwar
     precisions = Precisions.usual(subject, hardware.gpu is not None)
     if settings.kv is not None:
         precisions = replace(precisions, kv=(scheme(settings.kv),))
+    adapters = 0  # bytes, with those of their products in a step
+    if settings.adapters:
+        from attar.checkpoints.adapters import lora
+
+        folders = [Path(folder) for _, folder in settings.adapters]
+        adapters = lora.memory(folders, subject.config, limits.max_step_tokens, share)
     return comparison.plan(
         subject, demand, hardware, precisions, StepLimits.of(limits, settings.threads or machine.cores()),
-        CacheLimits(settings.max_cached_tokens, settings.kv_fraction),
-        _adapters(settings, subject, limits.max_step_tokens, share), share,
+        CacheLimits(settings.max_cached_tokens, settings.kv_fraction), adapters, share,
     )  # fmt: skip
-
-
-def _adapters(settings: Settings, subject: Subject, rows: int, share: Share) -> int:
-    """Count the bytes of adapters and of their products in a step."""
-    if not settings.adapters:
-        return 0
-    from attar.checkpoints.adapters import lora
-
-    folders: Sequence[Path] = [Path(folder) for _, folder in settings.adapters]
-    return lora.memory(folders, subject.config, rows, share)

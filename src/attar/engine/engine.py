@@ -30,10 +30,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from attar.engine.bottleneck import Bounds
+from attar.engine.bottleneck import Bottlenecks
 from attar.engine.inflight import Drawn, InflightStep, Launcher
 from attar.engine.outputs import Choice, Request
 from attar.engine.requests import RequestTable
@@ -91,7 +91,7 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         record: cuda_graphs.Record | None = None,
-        bounds: Bounds | None = None,
+        bounds: Bottlenecks | None = None,
         runner: Callable[..., Runner] = Runner,
     ) -> None:
         self.decoder, self.tokenizer, self.eos_ids, self.clock = decoder, tokenizer, config.eos_ids, clock
@@ -103,8 +103,7 @@ class Engine:
         self.bounds = bounds
         self.meanwhile: Callable[[list[Event]], None] | None = None
         self.launcher = Launcher(self.runner, self.overlaps, bounds, lambda event: self.requests.events.append(event))
-        self.ahead = 0
-        """Steps that were launched before the one before was waited for."""
+        self.ahead = 0  # steps that were launched before the one before was waited for
         self.alone: Counter[str] = Counter()
         """Times that an engine that overlaps launched no step ahead, by reason, also where there was none to launch:
         `model`, `mishap`, `numbers` (which the host would wait for), `blocks` (too few)."""
@@ -147,8 +146,7 @@ class Engine:
                 request.seen = distinct(ask.prompt, self.decoder.config.vocab_size)
             for number in range(ask.n):
                 bypass = request.of_prompt is not None and number == 0
-                sequence = self._sequence(request, number, longest, ask, bypass)
-                request.choices.append(self._choice(request, number, sequence))
+                request.choices.append(self._choice(request, number, longest, ask, bypass))
             self.requests.add(request)
         except Exception as error:
             self.requests.refuse(ask.id, error)
@@ -158,16 +156,7 @@ class Engine:
         try:
             request = self._new(ask.id, ask.prompt, SamplingParams(max_tokens=0, temperature=0, seed=0))
             request.pooling = ask.pooling
-            whole = Submit(
-                ask.id,
-                ask.prompt,
-                request.params,
-                cache_salt=ask.cache_salt,
-                deadline=ask.deadline,
-                adapter=ask.adapter,
-            )
-            sequence = self._sequence(request, 0, 0, whole, bypass=ask.pooling == "mean")
-            request.choices.append(self._choice(request, 0, sequence))
+            request.choices.append(self._choice(request, 0, 0, ask, bypass=ask.pooling == "mean"))
             self.requests.add(request)
         except Exception as error:
             self.requests.refuse(ask.id, error)
@@ -176,24 +165,14 @@ class Engine:
         """Cancel a request; its `Failed` comes with the next events."""
         self.requests.fail(id, "cancelled")
 
-    def told(self, ids: Iterable[str]) -> list[Event]:
-        """Return the state of the requests in `ids` that have not ended."""
-        return self.requests.told(ids)
-
-    def drop(self, id: str) -> None:
-        """End a request without further events."""
-        self.requests.drop(id)
-
     def close(self) -> list[Event]:
         """End everything."""
         self.requests.fail_all("shutdown")
         return self.requests.take()
 
     def step(self) -> list[Event]:
-        """Do one step, if there is one to do; returns all new events.
-
-        Plan and launch, sample tokens, launch the next step behind them where it need not wait, commit.
-        """
+        """Do one step, if there is one to do; returns all new events. Plan and launch, sample tokens, launch the next
+        step behind them where it need not wait, commit."""
         inflight, self._inflight = self._inflight or self._planned(), None
         if inflight is not None:
             self.launcher.choose(inflight)
@@ -207,28 +186,16 @@ class Engine:
             self.requests.settle()
         return self.requests.take()
 
-    def said(self) -> list[Event]:
-        """Return the events before the next step: of requests that were refused or cancelled since the last."""
-        return self.requests.take()
-
     def stats(self, blocks: bool = False) -> Stats:
         """Return the present state; with `blocks` also each block's."""
-        running = len(self.scheduler.running)
+        running, pool, cache = len(self.scheduler.running), self.pool, self.cache
         return Stats(
-            running=running,
-            waiting=len(self.scheduler.sequences) - running,
-            blocks_free=self.pool.free,
-            blocks_active=self.pool.active,
-            blocks_cached=self.pool.cached,
-            steps=self.steps,
-            prompt_tokens=self.cache.asked,
-            reused_tokens=self.cache.reused,
-            generated_tokens=self.generated,
-            preemptions=self.scheduler.preemptions,
-            step_seconds=self.step_seconds,
-            steps_ahead=self.ahead,
-            blocks=self.pool.states() if blocks else b"",
-        )
+            running=running, waiting=len(self.scheduler.sequences) - running,
+            blocks_free=pool.free, blocks_active=pool.active, blocks_cached=pool.cached,
+            blocks=pool.states() if blocks else b"", steps=self.steps, steps_ahead=self.ahead,
+            step_seconds=self.step_seconds, prompt_tokens=cache.asked, reused_tokens=cache.reused,
+            generated_tokens=self.generated, preemptions=self.scheduler.preemptions,
+        )  # fmt: skip
 
     # ---- taking requests
 
@@ -247,33 +214,24 @@ class Engine:
         ending = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
         return Request(id, prompt, params, ending)
 
-    def _sequence(self, request: Request, number: int, longest: int, ask: Submit, bypass: bool) -> Tokens:
+    def _choice(self, request: Request, number: int, longest: int, ask: Submit | Embed, bypass: bool) -> Choice:
         if ask.adapter not in self.adapters:
             raise Refused("invalid", f"the engine has no adapter {ask.adapter[:80]!r}")
         adapter = self.adapters[ask.adapter]
-        made = Tokens(
-            id=f"{request.id}#{number}",
-            prompt_ids=request.prompt,
-            max_tokens=longest,
-            priority=ask.priority,
+        sequence = Tokens(
+            id=f"{request.id}#{number}", prompt_ids=request.prompt, max_tokens=longest, bypass=bypass, adapter=adapter,
+            priority=ask.priority if isinstance(ask, Submit) else 0,
             deadline=None if ask.deadline is None else self.clock() + ask.deadline,
-            cache_salt=adapter.to_bytes(4, "little")
-            + ask.cache_salt,  # fixed length: no salt reads as another adapter's
-            bypass=bypass,
-            adapter=adapter,
-        )
+            cache_salt=adapter.to_bytes(4, "little") + ask.cache_salt,  # fixed length: no salt reads as another's
+        )  # fmt: skip
         if self.runner.grows:  # rotary angles depend on the sequence's length
-            made.cache_salt += horizon(made).to_bytes(8, "little")
-        return made
-
-    def _choice(self, request: Request, number: int, sequence: Tokens) -> Choice:
+            sequence.cache_salt += horizon(sequence).to_bytes(8, "little")
         point("engine.choice", sequence.id)
         params = request.params
         assert params.seed is not None
         own = replace(params, seed=seed_of_choice(params.seed, number))
         vocab = self.decoder.config.vocab_size
-        prompt = request.prompt if request.seen is None else request.seen
-        sampler = Sampler(own, prompt, vocab, name=sequence.id)
+        sampler = Sampler(own, request.prompt if request.seen is None else request.seen, vocab, name=sequence.id)
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.prompt)
         return Choice(request, number, sequence, sampler, detokenizer, StopChecker(own.stop))
 
@@ -334,11 +292,9 @@ class Engine:
         """Return whether the next step may hold a piece of a prompt whose numbers the host waits for."""
         scheduler = self.scheduler
         room = scheduler.limits.together - len(scheduler.running)
-        for sequence in (*scheduler.running, *scheduler.waiting[:room]):
-            request = self.requests.choices[sequence.id].request
-            if sequence.planned < sequence.prompt and (request.pooling or request.of_prompt is not None):
-                return True
-        return False
+        soon = [self.requests.choices[each.id] for each in (*scheduler.running, *scheduler.waiting[:room])]
+        starting = (choice.request for choice in soon if choice.sequence.planned < choice.sequence.prompt)
+        return any(request.pooling or request.of_prompt is not None for request in starting)
 
     def _advance(self, choice: Choice, draw: Drawn) -> Outcome:
         if choice.sequence.ending is not None:  # cancelled while the step ran

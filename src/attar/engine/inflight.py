@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attar.engine.bottleneck import Bounds
+from attar.engine.bottleneck import Bottlenecks
 from attar.engine.outputs import Choice, Request
 from attar.execution.model_runner import InflightTokens, Runner, Wanted
 from attar.model.cache import sent
@@ -34,8 +34,7 @@ from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 
-Drawn = SampledToken | BadLogits | None
-"""Outcome of a row: None where its sampling raised."""
+Drawn = SampledToken | BadLogits | None  # outcome of a row: None where its sampling raised
 
 
 @dataclass(eq=False, slots=True)
@@ -47,16 +46,12 @@ class InflightStep:
     began: float
     logits: Tensor | None
     """Logits [S, V] of the chunks that sample, without those of `failed`; None once tokens are sampled from them."""
-    failed: set[str]
-    """Ids of sequences for which the step raised."""
-    busy: Callable[[], float]
-    """Seconds of the device at the step, as a meter gives them."""
+    failed: set[str]  # ids of sequences for which the step raised
+    busy: Callable[[], float]  # seconds of the device at the step, as a meter gives them
     takers: list[Choice] = field(default_factory=list)
     """Choices whose tokens are sampled: not those that had ended, or want none."""
-    chosen: Chosen | None = None
-    """Sampled tokens of `takers`, which the device may not have computed yet."""
-    known: list[Drawn] = field(default_factory=list)
-    """Sampled tokens of `takers` that the host knows already."""
+    chosen: Chosen | None = None  # sampled tokens of `takers`, which the device may not have computed yet
+    known: list[Drawn] = field(default_factory=list)  # sampled tokens of `takers` that the host knows already
 
     @property
     def whole(self) -> bool:
@@ -75,24 +70,22 @@ class Launcher:
     """Launches steps of `runner`, and samples tokens behind them; on a device that `overlaps`, without a look at the
     logits. `say` takes events that a step itself gives rise to."""
 
-    def __init__(self, runner: Runner, overlaps: bool, bounds: Bounds | None, say: Callable[[Event], None]) -> None:
+    def __init__(
+        self, runner: Runner, overlaps: bool, bounds: Bottlenecks | None, say: Callable[[Event], None]
+    ) -> None:
         self.runner, self.overlaps, self.bounds, self.say = runner, overlaps, bounds, say
         self.rows: int | None = None
         """Most tokens of a step for which the device had memory; None while no step was too large."""
 
     def launch(
-        self,
-        plan: StepPlan,
-        choices: Mapping[Sequence, Choice],
-        began: float,
-        inflight_tokens: InflightTokens | None = None,
+        self, plan: StepPlan, choices: Mapping[Sequence, Choice], began: float, inflight_tokens: InflightTokens | None
     ) -> InflightStep:
         """Run the model, or on a GPU launch it. `inflight_tokens` are tokens of the step before that the host does not
         know yet. Raises torch.AcceleratorError where the device is beyond use."""
         failed: set[str] = set()
         pooled = _pooled(choices.values())
         if self.bounds is not None:
-            self.bounds.begin()
+            self.bounds.meter.begin()
         try:
             logits = self._whole(plan, choices, inflight_tokens)
         except torch.AcceleratorError:  # the device is beyond use: the process ends, and a new one starts
@@ -101,7 +94,7 @@ class Launcher:
             logger.exception("a step of %d sequences raised: once more, one by one", len(plan.chunks))
             _restore(pooled)
             logits, failed = self._apart(plan, choices, inflight_tokens)
-        busy = float if self.bounds is None else self.bounds.end()
+        busy = float if self.bounds is None else self.bounds.meter.end()
         return InflightStep(plan, choices, began, logits, failed, busy)
 
     def choose(self, inflight: InflightStep) -> None:
@@ -157,9 +150,8 @@ class Launcher:
                 if piece.tokens < 2:
                     raise
                 _restore(pooled)
-                half = -(-piece.tokens // 2)
-                self.rows = half
-                logger.warning("too little memory for %d tokens at once: from now on %d", piece.tokens, self.rows)
+                self.rows = half = -(-piece.tokens // 2)
+                logger.warning("too little memory for %d tokens at once: from now on %d", piece.tokens, half)
                 left = [smaller for each in (piece, *left) for smaller in each.pieces(half)]
             else:
                 logits.append(found.clone() if left or logits else found)
@@ -169,8 +161,7 @@ class Launcher:
         self, plan: StepPlan, choices: Mapping[Sequence, Choice], inflight_tokens: InflightTokens | None
     ) -> tuple[Tensor, set[str]]:
         """Run a step sequence by sequence: logits [S, V] as `Runner.run` without those that raise, and their ids."""
-        empty = torch.empty((0, self.runner.decoder.config.vocab_size), device=self.runner.device)
-        logits, failed = [empty], set()
+        logits, failed = [torch.empty((0, self.runner.decoder.config.vocab_size), device=self.runner.device)], set()
         self.runner.release()  # recordings may be half made
         for sequence in plan.sequences:
             chunks = [chunk for chunk in plan.chunks if chunk.sequence is sequence]
@@ -198,8 +189,7 @@ class Launcher:
         return wanted
 
     def _score(self, request: Request, chunk: ScheduledTokens, first: int, logits: Tensor) -> None:
-        found = request.score(chunk.start + first, logits.cpu())
-        if found is not None:
+        if (found := request.score(chunk.start + first, logits.cpu())) is not None:
             self.say(found)
 
 

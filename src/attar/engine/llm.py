@@ -11,7 +11,6 @@ queues, until they are read.
 from __future__ import annotations
 
 import itertools
-import logging
 import sys
 import threading
 from collections import deque
@@ -28,6 +27,7 @@ from attar.checkpoints.adapters import lora
 from attar.checkpoints.sources import hub
 from attar.engine.engine import Engine, EngineConfig
 from attar.engine.loader import Parallel, load_model
+from attar.errors import UserError
 from attar.execution.parallel.executor import WorkerLost
 from attar.kernels import dispatch
 from attar.model.cache import BLOCK, ForwardBatch
@@ -37,8 +37,6 @@ from attar.protocol.request import Completion, FinishReason, SamplingParams, Tok
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.text.template import render_chat
 from attar.text.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 PREFILL_ROWS = 2048  # rows of one step: bounds the memory of activations
 TOGETHER = 16  # prompts
@@ -61,14 +59,11 @@ class Answer:
     of_prompt: tuple[TokenLogprob, ...] | None = None
     reason: FinishReason | None = None
 
-    def __post_init__(self) -> None:
-        self.params = self.params.seeded()
-
     def take(self, event: Said) -> None:
         """Add an event. Raises ValueError where the request has failed."""
         match event:
             case Failed():
-                raise ValueError(event.message)
+                raise UserError("request_refused", event.message)
             case Finished():
                 self.reason = event.reason
             case PromptLogprobs():
@@ -92,8 +87,7 @@ class Call:
 
     answers: dict[str, Answer]
     said: deque[Said] = field(default_factory=deque)
-    broken: bool = False
-    """True where the engine was lost with the call's requests."""
+    broken: bool = False  # True where the engine was lost with the call's requests
 
 
 class LLM:
@@ -175,48 +169,47 @@ class LLM:
     def generate(self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | None = None) -> list[Completion]:
         """Continue each prompt (text or token ids); one completion a prompt, in order. They run together."""
         several: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
-        answers = [Answer(self._prompt(prompt), params or SamplingParams()) for prompt in several]
+        answers = [self._answer(prompt, params) for prompt in several]
         for _ in self._run(answers):
             pass
         return [answer.completion() for answer in answers]
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> Completion:
-        """Answer a conversation of {"role", "content"} messages through the model's chat template.
-
-        `template` are further variables of the template, such as `tools` or `enable_thinking`.
-        """
-        answer = self.stream_chat(messages, params, **template)
-        while True:
-            try:
-                next(answer)
-            except StopIteration as end:
-                completion: Completion = end.value
-                return completion
+        """Answer a conversation of {"role", "content"} messages through the model's chat template. `template` are
+        further variables of the template, such as `tools` or `enable_thinking`."""
+        return self.generate([self._rendered(messages, template)], params)[0]
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
     ) -> Generator[str, None, Completion]:
         """Answer like `chat`, and yield the text piece by piece; the generator's return value is the Completion."""
-        tokenizer = self.tokenizer
-        text = render_chat(
-            tokenizer.chat_template(bool(template.get("tools"))), messages,
-            bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **template,
-        )  # fmt: skip
-        return self.stream(tokenizer.encode_chat(text), params)
+        return self.stream(self._rendered(messages, template), params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, Completion]:
         """Yield the text piece by piece, never half a character; the generator's return value is the Completion."""
-        answer = Answer(self._prompt(prompt), params or SamplingParams())
+        answer = self._answer(prompt, params)
         for delta in self._run([answer]):
             if delta.text:
                 yield delta.text
         return answer.completion()
 
-    def _prompt(self, prompt: Prompt) -> tuple[int, ...]:
+    def _rendered(self, messages: Sequence[Message], template: Mapping[str, Any]) -> list[int]:
+        """Return a conversation as token ids."""
+        tokenizer = self.tokenizer
+        text = render_chat(
+            tokenizer.chat_template(bool(template.get("tools"))), messages,
+            bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **template,
+        )  # fmt: skip
+        return tokenizer.encode_chat(text)
+
+    def _answer(self, prompt: Prompt, params: SamplingParams | None) -> Answer:
         ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if len(ids) >= self.context:
-            raise ValueError(f"the prompt has {len(ids)} tokens and the model a context of {self.context}: shorten it")
-        return tuple(ids)
+            raise UserError(
+                "context_exceeded",
+                f"the prompt has {len(ids)} tokens and the model a context of {self.context}: shorten it",
+            )
+        return Answer(tuple(ids), (params or SamplingParams()).seeded())
 
     def _run(self, answers: Sequence[Answer]) -> Iterator[Delta]:
         """Run requests to their ends, and yield their new tokens. Raises ValueError for one that fails, RuntimeError
@@ -227,7 +220,10 @@ class LLM:
         call = Call({f"{next(self._ids)}": answer for answer in answers})
         left = set(call.answers)
         try:
-            self._submit(call, engine)
+            with self._alone():
+                self._calls |= dict.fromkeys(call.answers, call)
+                for id, answer in call.answers.items():
+                    engine.submit(Submit(id, answer.prompt, answer.params))
             del engine  # a larger one may replace it before all is read
             while left:
                 while not call.said:
@@ -243,19 +239,13 @@ class LLM:
         finally:  # the reader may stop early
             self._let_go(left)
 
-    def _submit(self, call: Call, engine: Engine) -> None:
-        with self._alone():
-            self._calls |= dict.fromkeys(call.answers, call)
-            for id, answer in call.answers.items():
-                engine.submit(Submit(id, answer.prompt, answer.params))
-
     def _step(self) -> None:
         """Run a step of all open requests, and queue its events for their calls."""
         with self._alone():
             engine = self._engine
             assert engine is not None
             while self._left:
-                engine.drop(self._left.pop())
+                engine.requests.drop(self._left.pop())
             if engine.idle:
                 raise RuntimeError("the engine has nothing more to say, and an answer has not ended")
             try:
@@ -282,7 +272,7 @@ class LLM:
             self._left.append(id)
         if self._engine is not None and not self._busy.locked():
             while self._left:
-                self._engine.drop(self._left.pop())
+                self._engine.requests.drop(self._left.pop())
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -322,10 +312,10 @@ class LLM:
         """Return token ids as a list, each in the vocabulary; for an empty prompt, the model's BOS."""
         ids = [int(i) for i in token_ids] or list(self.decoder.config.bos_ids[:1])
         if not ids:
-            raise ValueError("the prompt is empty and the model has no BOS token to begin from")
+            raise UserError("prompt_empty", "the prompt is empty and the model has no BOS token to begin from")
         vocab = self.decoder.config.vocab_size
         if not all(0 <= i < vocab for i in ids):
-            raise ValueError(f"a token id lies outside the model's vocabulary 0..{vocab - 1}")
+            raise UserError("token_out_of_vocabulary", f"a token id lies outside the model's vocabulary 0..{vocab - 1}")
         return ids
 
 

@@ -18,11 +18,10 @@ from attar.execution.parallel.executor import ParallelExecutor
 from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 from attar.model.split import Share
+from attar.progress import Progress
 from attar.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +39,23 @@ class Parallel:
 
 @dataclass
 class LoadedModel:
-    """A checkpoint with loaded weights. `team` has the processes that share it, where there are several; `receipt` is
-    the folder's, or None."""
+    """A checkpoint with loaded weights. `executor` has the processes that share it, where there are several;
+    `receipt` is the folder's, or None."""
 
     path: Path
     decoder: Decoder
-    team: ParallelExecutor | None
+    executor: ParallelExecutor | None
     receipt: Receipt | None
 
     @property
     def runner(self) -> Callable[..., Runner]:
         """The class or function that makes the runner of an engine on this model."""
-        return Runner if self.team is None else self.team.runner
+        return Runner if self.executor is None else self.executor.runner
 
     def close(self) -> None:
         """End the processes that share the model, where there are several."""
-        if self.team is not None:
-            self.team.close()
+        if self.executor is not None:
+            self.executor.close()
 
     @cached_property
     def has_tokenizer(self) -> bool:
@@ -95,32 +94,26 @@ def load_model(
     dispatch.require(device)
     computed = hf.compute_dtype(dtype, device)
     parallel = parallel or Parallel()
-    loading = partial(progress or (lambda stage, done, total: None), "loading")
-    team: ParallelExecutor | None = None
-    decoder: Decoder
-    if Share(0, parallel.tp, parallel.pp).count > 1:
-        team = ParallelExecutor(
+    loading = None if progress is None else partial(progress, "loading")
+    executor: ParallelExecutor | None = None
+    if Share(0, parallel.tp, parallel.pp).count <= 1:
+        store = None if computed is None else dispatch.store(activations, device, computed)
+        decoder = opening.load(path, computed, loading, store)
+    else:
+        executor = ParallelExecutor(
             path, parallel.tp, parallel.pp, device=device, dtype=computed, activations=activations,
             threads=parallel.threads, progress=loading,
         )  # fmt: skip
-        decoder = team.decoder
-    else:
-        store = None if computed is None else dispatch.store(activations, device, computed)
-        decoder = opening.load(path, computed, loading, store)
+        decoder = executor.decoder
     found = receipt.read_receipt(path)
-    if verify and found is not None:
-        _verify(path, decoder, shared=team is not None)
-    return LoadedModel(path, decoder, team, found)
-
-
-def _verify(path: Path, decoder: Decoder, shared: bool) -> None:
-    """Replay one probe of the receipt. Raises VerificationError where the result differs."""
-    if shared:
+    if verify and found is not None and executor is not None:
         logger.warning("the receipt's probe is not replayed in several processes: `attar verify` does so in one")
-        return
-    verdict = receipt.verify(path, decoder, hashes=False, probes="one")
-    if not verdict.ok:
-        raise VerificationError(
-            f"{path} does not compute what its receipt says: it diverges at {verdict.first_divergence}. "
-            "`attar verify` checks the files; --no-verify loads it all the same"
-        )
+    elif verify and found is not None:
+        verdict = receipt.verify(path, decoder, hashes=False, probes="one")
+        if not verdict.ok:
+            raise VerificationError(
+                "checkpoint_diverges",
+                f"{path} does not compute what its receipt says: it diverges at {verdict.first_divergence}. "
+                "`attar verify` checks the files; --no-verify loads it all the same",
+            )
+    return LoadedModel(path, decoder, executor, found)

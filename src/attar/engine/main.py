@@ -24,7 +24,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,23 +34,9 @@ from attar.checkpoints.fingerprints import ChangedError
 from attar.engine import startup
 from attar.engine.engine import Engine
 from attar.engine.outbox import Outbox, framed
-from attar.execution.parallel.executor import ParallelRunner
-from attar.protocol import framing
-from attar.protocol.messages import (
-    BEAT_SECONDS,
-    MAX_FRAME,
-    Beat,
-    Cancel,
-    Command,
-    Drain,
-    Embed,
-    Event,
-    QueryStatus,
-    Ready,
-    Stats,
-    Submit,
-    encode,
-)
+from attar.execution.parallel.executor import ParallelRunner, polled
+from attar.protocol import framing, messages
+from attar.protocol.messages import BEAT_SECONDS, Beat, Cancel, Command, Drain, Embed, Event, QueryStatus, Ready, Submit
 from attar.protocol.settings import CHANGED, HOPELESS, Settings
 
 MAX_UNSENT = 64 << 20
@@ -78,14 +63,10 @@ class Loop:
         self._outbox: Outbox | None = None
         self._decoder = msgspec.msgpack.Decoder(list[Command])
         self._in = bytearray()
-        self._told = 0.0
-        self._said_idle = True
-        self._left: float | None = None
-        """Time at which the step began; None between steps."""
-        self._step_seconds = 0.0
-        """Duration of the last step."""
-        self._stopped = threading.Event()
-        self._socket = _place(listener)
+        self._told, self._said_idle = 0.0, True
+        self._left: float | None = None  # time at which the step began; None between steps
+        self._step_seconds = 0.0  # duration of the last step
+        self._stopped, self._socket = threading.Event(), _place(listener)
         if engine.overlaps:
             engine.meanwhile = self._attend
 
@@ -111,7 +92,8 @@ class Loop:
     def _beat(self) -> None:
         last, busy, alone = None, 0.0, 0.0
         while not self._stopped.wait(BEAT_SECONDS):
-            alone = alone + BEAT_SECONDS if self._orphaned() else 0.0
+            orphaned = self.parent is not None and polled(self.parent, 0, 0.0)  # nobody can write to the parent's pipe
+            alone = alone + BEAT_SECONDS if orphaned else 0.0
             if alone > ORPHAN_SECONDS:
                 path = Path(self.listener.getsockname())
                 machine.remove_private_folder(path.parent, path.name)
@@ -121,15 +103,7 @@ class Loop:
             last = left
             if outbox is not None:
                 with contextlib.suppress(OSError):  # the loop sees it by itself
-                    outbox.beat(encode([Beat(busy)]))
-
-    def _orphaned(self) -> bool:
-        """Return whether no process can write to the pipe that the parent keeps open; nothing of it is read."""
-        if self.parent is None:
-            return False
-        poll = select.poll()
-        poll.register(self.parent, 0)  # POLLHUP is always reported
-        return bool(poll.poll(0))
+                    outbox.beat(messages.encode([Beat(busy)]))
 
     def _attend(self, events: list[Event]) -> None:
         """Send events and read commands while the device works at a step."""
@@ -162,7 +136,7 @@ class Loop:
             self._hang_up("another server came")
         self._server, _ = self.listener.accept()
         self._selector.register(self._server, selectors.EVENT_READ)
-        self._outbox = Outbox(self._server, encode([self.ready]))
+        self._outbox = Outbox(self._server, messages.encode([self.ready]))
         self._write()
 
     def _read(self, seconds: float) -> None:
@@ -185,9 +159,10 @@ class Loop:
                 return
             told += events
             left = limit - time.monotonic()
-            if left <= 0 or not _readable(self._server, min(left, REST_SECONDS) if self._in else 0):
+            if left <= 0 or not polled(self._server, select.POLLIN, min(left, REST_SECONDS) if self._in else 0):
                 break
-        if events := [*told, *self.engine.said()]:
+        # Requests that were refused or cancelled need no step.
+        if events := [*told, *self.engine.requests.take()]:
             self._say(events)
 
     def _heard(self) -> list[Event] | None:
@@ -195,31 +170,25 @@ class Loop:
         told: list[Event] = []
         while True:
             try:
-                if (body := framing.take(self._in, MAX_FRAME)) is None:
+                if (body := framing.take(self._in, messages.MAX_FRAME)) is None:
                     return told
                 commands = self._decoder.decode(body)
             except (msgspec.MsgspecError, ValueError) as error:
                 what = "too long" if isinstance(error, framing.FrameTooLong) else "not of commands"
                 self._hang_up(f"a frame is {what}")
                 return None
-            told += self._obey(commands)
-
-    def _obey(self, commands: Sequence[Command]) -> list[Event]:
-        """Execute commands; returns the reports asked for."""
-        told: list[Event] = []
-        for command in commands:
-            match command:
-                case Submit():
-                    self.engine.submit(command)
-                case Embed():
-                    self.engine.embed(command)
-                case Cancel():
-                    self.engine.cancel(command.id)
-                case Drain():
-                    self.draining = True
-                case QueryStatus():
-                    told += self.engine.told(command.ids)
-        return told
+            for command in commands:
+                match command:
+                    case Submit():
+                        self.engine.submit(command)
+                    case Embed():
+                        self.engine.embed(command)
+                    case Cancel():
+                        self.engine.cancel(command.id)
+                    case Drain():
+                        self.draining = True
+                    case QueryStatus():
+                        told += self.engine.requests.told(command.ids)
 
     def _say(self, events: list[Event]) -> None:
         now, idle = time.monotonic(), self.engine.idle
@@ -227,13 +196,12 @@ class Loop:
             return
         if idle or now >= self._told + STATS_SECONDS or idle != self._said_idle:  # always before a pause
             self._told, self._said_idle = now, idle
-            stats: Stats = self.engine.stats(blocks=True)
-            events = [*events, stats]
+            events = [*events, self.engine.stats(blocks=True)]
         if events:
             lost: set[str] = set()
             self._write(framed(events, lost))
             for id in lost:
-                self.engine.drop(id)
+                self.engine.requests.drop(id)
 
     def _write(self, frames: bytes = b"") -> None:
         assert self._server is not None
@@ -262,13 +230,6 @@ class Loop:
         # Temporary folders are cleaned, also of needed files.
         if not (self.draining or self.ended or _place(self.listener) == self._socket):
             _end_at_once("the engine's socket was removed: no server can connect any more")
-
-
-def _readable(server: socket.socket, seconds: float) -> bool:
-    """Return whether there is something to read, or the end, within `seconds`."""
-    poll = select.poll()
-    poll.register(server, select.POLLIN)
-    return bool(poll.poll(1000 * seconds))
 
 
 def grown(busy: float, left: float | None, now: float) -> float:

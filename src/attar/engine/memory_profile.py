@@ -5,8 +5,7 @@ memory, libraries with workspaces, weights that are rearranged at their first us
 the largest step that the limits allow is run on a cache of one block (`ProfileRun`), and tokens are sampled from its
 logits. The largest graph is recorded. The allocator is asked each time what it holds. The first step also compiles the
 kernels, which would otherwise delay the first request. With adapters a step takes more, so it is run once more with
-each of
-them: their products run one after another, so a step of several takes no more than the worst.
+each of them: their products run one after another, so a step of several takes no more than the worst.
 
 The figure that counts is what torch's allocator has reserved, not the tensors' part of it: gaps between tensors are
 used up too. Memory unknown to torch, the driver's own and the kernels' code, is the rest of what the GPU has lost.
@@ -17,7 +16,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -33,42 +31,26 @@ from attar.scheduling.sequence import Sequence as Tokens
 from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
 
-class Memory(Protocol):
-    """A device's memory, in bytes."""
-
-    def free(self) -> int:
-        """Return the bytes free to any process."""
-        ...
-
-    def held(self) -> int:
-        """Return the bytes that this process has reserved for tensors."""
-        ...
-
-    def peak(self) -> int:
-        """Return the most bytes reserved since `settle`."""
-        ...
-
-    def settle(self) -> None:
-        """Wait for the device, release unused memory, and restart the peak."""
-        ...
-
-
 class GpuMemory:
-    """Memory of a CUDA device, as reported by torch's allocator and the driver."""
+    """Memory of a CUDA device in bytes, as reported by torch's allocator and the driver."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def free(self) -> int:
+        """Return the bytes free to any process."""
         return torch.cuda.mem_get_info(self.device)[0]
 
     def held(self) -> int:
+        """Return the bytes that this process has reserved for tensors."""
         return torch.cuda.memory_reserved(self.device)
 
     def peak(self) -> int:
+        """Return the most bytes reserved since `settle`."""
         return torch.cuda.max_memory_reserved(self.device)
 
     def settle(self) -> None:
+        """Wait for the device, release unused memory, and restart the peak."""
         gc.collect()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
@@ -102,14 +84,12 @@ class ProfileRun:
     ) -> None:
         self.most, vocab = limits.together, decoder.config.vocab_size
         self.runner = runner(decoder, 1, context, scheme, self.most, None, record)
-        self.pages = sum(pages.nbytes for pages in self.runner.pages)
-        """Bytes of the KV cache."""
+        self.pages = sum(pages.nbytes for pages in self.runner.pages)  # bytes of the KV cache
         rows = [max(1, min(context, limits.max_step_tokens - self.most + 1)), *[1] * (self.most - 1)]
         self._plans = [_plan(rows, self.runner.block, adapter) for adapter in range(adapters + 1)]
         params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, seed=0)
         self._samplers = [Sampler(params, (0,), vocab) for _ in rows]
-        self.others = 0
-        """Bytes of their own of the graphs smaller than the largest: logits, and block tables twice."""
+        self.others = 0  # bytes of their own of the graphs smaller than the largest: logits, and block tables twice
         if self.runner.graphs is not None:
             width = -(-context // self.runner.block)
             self.others = sum(4 * rows * (vocab + 2 * width) for rows in self.runner.graphs.sizes[:-1])
@@ -128,20 +108,15 @@ class ProfileRun:
 def _plan(rows: Sequence[int], block: int, adapter: int) -> StepPlan:
     """Plan a step with `rows[i]` rows of sequence i. All use the adapter but the last, if it is not alone: an adapter's
     rows are gathered where there are others, which takes more memory than all rows in place."""
-    takes = [adapter] * max(1, len(rows) - 1) + [0] * (len(rows) > 1)
-    return StepPlan(
-        [ScheduledTokens(_sequence(n, block, number), 0, n, True) for n, number in zip(rows, takes, strict=True)]
-    )
+    takes, plan = [adapter] * max(1, len(rows) - 1) + [0] * (len(rows) > 1), StepPlan()
+    for tokens, number in zip(rows, takes, strict=True):
+        sequence = Tokens(id="trial", prompt_ids=[0] * tokens, max_tokens=1, adapter=number)
+        sequence.blocks = [0] * -(-tokens // block)  # all block 0: the values that it reads are meaningless
+        plan.chunks.append(ScheduledTokens(sequence, 0, tokens, True))
+    return plan
 
 
-def _sequence(tokens: int, block: int, adapter: int) -> Tokens:
-    """Make a sequence whose blocks are all block 0: the values that it reads are meaningless."""
-    made = Tokens(id="trial", prompt_ids=[0] * tokens, max_tokens=1, adapter=adapter)
-    made.blocks = [0] * -(-tokens // block)
-    return made
-
-
-def measure(memory: Memory, available: int, trial: ProfileRun) -> MemoryProfile:
+def measure(memory: GpuMemory, available: int, trial: ProfileRun) -> MemoryProfile:
     """Run the trial and measure. Raises torch.OutOfMemoryError where not even that fits."""
     trial.step()
     memory.settle()
@@ -153,10 +128,5 @@ def measure(memory: Memory, available: int, trial: ProfileRun) -> MemoryProfile:
     trial.record()
     memory.settle()
     recorded = memory.held()
-    return MemoryProfile(
-        available=available,
-        weights=before - trial.pages,
-        step=peak - before,
-        graphs=recorded - settled + trial.others,
-        driver=max(0, available - memory.free() - recorded),
-    )
+    graphs, driver = recorded - settled + trial.others, max(0, available - memory.free() - recorded)
+    return MemoryProfile(available, before - trial.pages, peak - before, graphs, driver)

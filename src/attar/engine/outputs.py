@@ -47,7 +47,10 @@ class Choice:
             text = self._shown(self.detokenizer.push(token))
         last = self.sampler.index == self.sequence.max_tokens
         if (self.reason or last) and self.detokenizer is not None and not self.stops.done:
-            text += self._rest(self.detokenizer)
+            point("detokenizer.flush", self.sequence.id)
+            text += self._shown(self.detokenizer.flush())
+            if not self.stops.done:
+                text += self.stops.flush()
         if self.stops.done:
             self.reason = "stop"
         elif last and self.reason is None:
@@ -78,12 +81,6 @@ class Choice:
         point("stops.push", self.sequence.id)
         return self.stops.push(text)
 
-    def _rest(self, detokenizer: Detokenizer) -> str:
-        """Return the text that was held back, at the end."""
-        point("detokenizer.flush", self.sequence.id)
-        text = self._shown(detokenizer.flush())
-        return text if self.stops.done else text + self.stops.flush()
-
 
 @dataclass(eq=False, slots=True)
 class Request:
@@ -94,29 +91,21 @@ class Request:
     params: SamplingParams
     ending: frozenset[int]
     choices: list[Choice] = field(default_factory=list)
-    open: int = 0
-    """Choices that have not ended."""
-    seen: Tensor | None = None
-    """The prompt's tokens as `sampler.distinct` returns them, where a penalty needs them."""
+    open: int = 0  # choices that have not ended
+    seen: Tensor | None = None  # the prompt's tokens as `sampler.distinct` returns them, where a penalty needs them
     of_prompt: dict[int, TokenLogprob] | None = None
     """Log probabilities of the prompt's tokens by position, until they are sent; None where not requested."""
     unscorable: bool = False
     """True where a prompt token has no valid log probability: the request fails, as with invalid logits."""
-    pooling: str = ""
-    """Pooling of an embedding: mean or last; empty for other requests."""
-    pooled: Tensor | None = None
-    """Pooled state, float64 [D]: the last hidden state, or the sum of all so far."""
-    limited_by: Counter[str] = field(default_factory=Counter)
-    """Count of the request's steps, by bottleneck."""
-    least: float = 0.0
-    stepped: float = 0.0
-    """Seconds of those steps: `least` by the roofline, `stepped` as measured."""
+    pooling: str = ""  # pooling of an embedding: mean or last; empty for other requests
+    pooled: Tensor | None = None  # pooled state, float64 [D]: the last hidden state, or the sum of all so far
+    limited_by: Counter[str] = field(default_factory=Counter)  # count of the request's steps, by bottleneck
+    least: float = 0.0  # seconds of those steps by the roofline
+    stepped: float = 0.0  # seconds of those steps as measured
 
     def pool(self, before: Tensor | None, hidden: Tensor) -> None:
-        """Take the hidden states [N, D] of the next piece of the prompt, where `pooled` was `before`.
-
-        A repeated call with the same arguments changes nothing: a step may have to be run again.
-        """
+        """Take the hidden states [N, D] of the next piece of the prompt, where `pooled` was `before`. A repeated call
+        with the same arguments changes nothing: a step may have to be run again."""
         point("engine.pool", self.id)
         if self.pooling == "last":
             self.pooled = hidden[-1].double()
@@ -127,10 +116,8 @@ class Request:
             self.pooled = rows.cumsum(0)[-1]  # row by row: chunking must not change the sum
 
     def score(self, start: int, logits: Tensor) -> PromptLogprobs | None:
-        """Take the logits [N, V] behind the prompt's tokens from `start` on; return the event once all are known.
-
-        Where the largest of a row is a NaN or an infinity the prompt is `unscorable`. Others may be -inf.
-        """
+        """Take the logits [N, V] behind the prompt's tokens from `start` on; return the event once all are known. Where
+        the largest of a row is a NaN or an infinity the prompt is `unscorable`. Others may be -inf."""
         if self.of_prompt is None:
             return None
         point("engine.prompt_logprobs", self.id)
@@ -155,15 +142,10 @@ class Request:
             return max(choice.sequence.spent(status, now) for choice in self.choices)
 
         return Report(
-            queued=leader.spent(Status.QUEUED, now),
-            prefill=leader.spent(Status.PREFILL, now),
-            decode=longest(Status.DECODE),
-            preempted=longest(Status.PREEMPTED),
-            preemptions=sum(choice.sequence.preemptions for choice in self.choices),
-            prompt_tokens=len(self.prompt),
-            reused_tokens=leader.reused,
-            reuse_ended=leader.reuse_ended,
-            differs_at=leader.differs_at,
+            queued=leader.spent(Status.QUEUED, now), prefill=leader.spent(Status.PREFILL, now),
+            decode=longest(Status.DECODE), preempted=longest(Status.PREEMPTED),
+            preemptions=sum(choice.sequence.preemptions for choice in self.choices), prompt_tokens=len(self.prompt),
+            reused_tokens=leader.reused, reuse_ended=leader.reuse_ended, differs_at=leader.differs_at,
             limited_by=dict(self.limited_by),
             roof_fraction=self.least / self.stepped if self.least and self.stepped else None,
-        )
+        )  # fmt: skip

@@ -33,9 +33,7 @@ class RequestTable:
         self.requests: dict[str, Request] = {}
         self.choices: dict[str, Choice] = {}
         self.events: list[Event] = []
-        self._late: list[
-            tuple[Choice, SampledToken]
-        ] = []  # of the last step: their text is made while the next one runs
+        self._late: list[tuple[Choice, SampledToken]] = []  # of the last step: their text is made while the next runs
         self._scheduler, self._clock = scheduler, clock
 
     def add(self, request: Request) -> None:
@@ -48,8 +46,7 @@ class RequestTable:
     def refuse(self, id: str, error: Exception) -> None:
         """Add the event that a request was refused."""
         if isinstance(error, ValueError):
-            code = error.code if isinstance(error, Refused) else "invalid"
-            self.events.append(Failed(id, code, str(error)))
+            self.events.append(Failed(id, error.code if isinstance(error, Refused) else "invalid", str(error)))
         else:
             logger.error("request %s failed before it began", id, exc_info=error)
             self.events.append(Failed(id, "internal", SENTENCES["internal"]))

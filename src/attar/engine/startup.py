@@ -22,12 +22,13 @@ from attar import logs, machine
 from attar.checkpoints.adapters import lora
 from attar.checkpoints.fingerprints import require_unchanged
 from attar.checkpoints.sources import hub
-from attar.checkpoints.sources.stored import stored
+from attar.checkpoints.sources.opening import stored
 from attar.engine import bottleneck
-from attar.engine.bottleneck import Bounds, KernelMeter, StreamMeter
+from attar.engine.bottleneck import Bottlenecks, KernelMeter, StreamMeter
 from attar.engine.engine import Engine, EngineConfig
 from attar.engine.loader import LoadedModel, Parallel, load_model
 from attar.engine.memory_profile import GpuMemory, MemoryProfile, ProfileRun, measure
+from attar.errors import UserError
 from attar.execution import kv_cache
 from attar.kernels import dispatch
 from attar.kernels.triton.weights import knows_float8
@@ -54,8 +55,7 @@ BY_REFERENCE = "by the reference, so a text's bits may depend on what runs besid
 
 def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     """Load the model of `settings`. Raises ValueError where it cannot be loaded, fails its probe, or does not fit."""
-    limits = settings.limits()
-    threads = settings.threads or machine.cores()
+    limits, threads = settings.limits(), settings.threads or machine.cores()
     path = hub.resolve(settings.model)
     require_unchanged(settings.files, settings.folders)
     config, storage = stored(path)
@@ -63,8 +63,7 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     if settings.device != "cpu":
         return _on_gpu(settings, path, held, limits, threads)
     folders = [Path(folder) for _, folder in settings.adapters]
-    adapters = lora.memory(folders, config, limits.max_step_tokens, held.share)
-    found = fit(settings, held, limits, threads, adapters)
+    found = fit(settings, held, limits, threads, lora.memory(folders, config, limits.max_step_tokens, held.share))
     if held.share.count > 1:
         logs.say(f"the first of {held.share.count} processes, which holds the most:")
     _tell(settings, limits, found, held.kv)
@@ -75,15 +74,13 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
         path, dtype=settings.computes_in, activations=settings.activations, verify=settings.verify,
         parallel=Parallel(settings.tp, settings.pp, threads),
     )  # fmt: skip
-    names = _install(model, settings)
+    _install(model, settings)
     for sentence in without_kernels(model.decoder):
         logger.warning("%s", sentence)
     torch.set_num_threads(each)  # which loading may have changed
     # The time of one stage of several says nothing of the step (`bottleneck.py`).
-    roof = _roof(held, rates)
-    judge = Bounds(roof, KernelMeter()) if settings.pp == 1 else None
-    made = _over(model, found, limits, held.kv, names, judge)
-    return made, _ready(settings, config, found, limits, names)
+    judge = Bottlenecks(_roof(held, rates), KernelMeter()) if settings.pp == 1 else None
+    return _made(settings, held, limits, model, found, judge)
 
 
 def without_kernels(decoder: Decoder) -> list[str]:
@@ -101,17 +98,24 @@ def without_kernels(decoder: Decoder) -> list[str]:
     ]
 
 
-def _over(
+def _made(
+    settings: Settings,
+    held: Deployment,
+    limits: SchedulerConfig,
     model: LoadedModel,
     found: Fit,
-    limits: SchedulerConfig,
-    kv: KvScheme,
-    adapters: tuple[str, ...],
-    judge: Bounds | None,
-) -> Engine:
-    """Make an engine over a loaded model."""
-    config = EngineConfig(found.blocks, found.context, limits, model.eos_ids, kv, adapters)
-    return Engine(model.decoder, model.tokenizer, config, bounds=judge, runner=model.runner)
+    judge: Bottlenecks | None,
+) -> tuple[Engine, Ready]:  # fmt: skip
+    """Make an engine over a loaded model, and its first message."""
+    names = tuple(name for name, _ in settings.adapters)
+    config = EngineConfig(found.blocks, found.context, limits, model.eos_ids, held.kv, names)
+    made = Engine(model.decoder, model.tokenizer, config, bounds=judge, runner=model.runner)
+    require_unchanged(settings.files, settings.folders)  # nor while it was read
+    ready = Ready(
+        settings.served_as, found.context, held.config.vocab_size, found.blocks, found.block, limits.max_waiting,
+        found.table(), names, limits.together,
+    )  # fmt: skip
+    return made, ready
 
 
 def _tell(settings: Settings, limits: SchedulerConfig, found: Fit, kv: KvScheme) -> None:
@@ -120,13 +124,12 @@ def _tell(settings: Settings, limits: SchedulerConfig, found: Fit, kv: KvScheme)
     logs.say(report.startup(found, kv))
 
 
-def _install(model: LoadedModel, settings: Settings) -> tuple[str, ...]:
-    """Give the model its adapters; returns their names, in the order of their numbers."""
+def _install(model: LoadedModel, settings: Settings) -> None:
+    """Give the model its adapters, in the order of their numbers."""
     for number, (_, folder) in enumerate(settings.adapters, 1):
         if (sentence := lora.doubt(Path(folder), model.path)) is not None:
             logger.warning("%s", sentence)
         lora.install(model.decoder, number, Path(folder))
-    return tuple(name for name, _ in settings.adapters)
 
 
 def _roof(held: Deployment, rates: Rates | None) -> Roofline | None:
@@ -150,27 +153,28 @@ def _on_gpu(
             path, dtype=settings.computes_in, verify=settings.verify, device=settings.device,
             parallel=Parallel(settings.tp, settings.pp, threads),
         )  # fmt: skip
-        names = _install(model, settings)
+        _install(model, settings)
         kv_cache.check(model.decoder, held.kv)
-        trial = ProfileRun(model.decoder, held.kv, limits, most, runner=model.runner, adapters=len(names))
+        trial = ProfileRun(model.decoder, held.kv, limits, most, runner=model.runner, adapters=len(settings.adapters))
         each = trial.pages // trial.runner.pages[0].blocks
         measured = measure(memory, available, trial)
         del trial
         # The first holds the most, and may not have the most memory.
-        if model.team is not None and model.team.workers.free is not None:
-            measured = replace(measured, available=min(available, model.team.workers.free))
+        if model.executor is not None and model.executor.workers.free is not None:
+            measured = replace(measured, available=min(available, model.executor.workers.free))
         memory.settle()
         found = on_gpu(settings, measured, each, most, limits)
         _tell(settings, limits, found, held.kv)
         roof = _roof(held, rates)
-        judge = None if roof is None else Bounds(roof, StreamMeter(memory.device))
-        made = _over(model, found, limits, held.kv, names, judge)
+        judge = None if roof is None else Bottlenecks(roof, StreamMeter(memory.device))
+        made, ready = _made(settings, held, limits, model, found, judge)
         made.runner.record_all()
     except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"{path.name} does not fit into the {planning.size(available)} that {settings.device} has free: {error}"
+        raise UserError(
+            "memory_insufficient",
+            f"{path.name} does not fit into the {planning.size(available)} that {settings.device} has free: {error}",
         ) from None
-    return made, _ready(settings, held.config, found, limits, names)
+    return made, ready
 
 
 def room_for_weights(settings: Settings, held: Deployment, available: int, float8: bool) -> None:
@@ -181,9 +185,10 @@ def room_for_weights(settings: Settings, held: Deployment, available: int, float
     if memory is None:
         memory, source = available, f"free on {settings.device}"
     if weights > memory:
-        raise ValueError(
+        raise UserError(
+            "memory_insufficient",
             f"the weights need {planning.size(weights)}, but there are {planning.size(memory)} ({source}): "
-            f"{planning.size(weights - memory)} too little"
+            f"{planning.size(weights - memory)} too little",
         )
 
 
@@ -197,16 +202,6 @@ def _measured(device: torch.device) -> Rates | None:
     except RuntimeError as error:
         logger.warning("the rates of %s could not be measured, so nothing says what limits steps: %s", device, error)
         return None
-
-
-def _ready(
-    settings: Settings, config: ModelConfig, found: Fit, limits: SchedulerConfig, adapters: tuple[str, ...]
-) -> Ready:
-    require_unchanged(settings.files, settings.folders)  # nor while it was read
-    return Ready(
-        settings.served_as, found.context, config.vocab_size, found.blocks, found.block, limits.max_waiting,
-        found.table(), adapters, limits.together,
-    )  # fmt: skip
 
 
 def on_gpu(settings: Settings, measured: MemoryProfile, block_bytes: int, most: int, limits: SchedulerConfig) -> Fit:

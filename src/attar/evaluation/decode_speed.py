@@ -38,9 +38,10 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.sources import hf, opening
-from attar.checkpoints.sources.stored import stored
+from attar.checkpoints.sources.opening import stored
 from attar.engine import bottleneck
 from attar.engine.llm import PREFILL_ROWS
+from attar.errors import UserError
 from attar.execution import kv_cache as engine_kv
 from attar.execution.parallel.executor import ParallelExecutor
 from attar.execution.recorded_step import Decoding
@@ -68,7 +69,6 @@ WARM_UP = 16  # tokens of the warm-up prompt, untimed except its first token
 SEED = 20
 REPEATED = 64  # rows of a form that is not a grid
 
-
 Part = tuple[ModelConfig, Storage]
 """A model, or the part of it that one of several processes computes, and the storage of its weights."""
 
@@ -94,10 +94,8 @@ class Setup:
 
 
 class RandomWeights:
-    """Random `Weights` of a configuration, made on request: codes are random bits, scales keep outputs small.
-
-    Raises ValueError for models with experts or without RMSNorm.
-    """
+    """Random `Weights` of a configuration, made on request: codes are random bits, scales keep outputs small. Raises
+    ValueError for models with experts or without RMSNorm."""
 
     dtype = torch.float32
 
@@ -107,7 +105,7 @@ class RandomWeights:
         self.head = head_scheme(head)
         self._device, self._here = device, torch.Generator().manual_seed(SEED)
         if config.experts is not None or config.norm != "rms":
-            raise ValueError("random weights are of dense models with RMSNorm")
+            raise UserError("architecture_unsupported", "random weights are of dense models with RMSNorm")
 
     @cached_property
     def _numbers(self) -> torch.Generator:
@@ -167,16 +165,13 @@ def head_scheme(head: str) -> Scheme | None:
     """Return the scheme of an LM head by its name, None where it is dense. Raises ValueError that names the known
     ones."""
     if head not in HEADS:
-        raise ValueError(f"unknown head {head!r}: known are {', '.join(HEADS)}")
+        raise UserError("name_unknown", f"unknown head {head!r}: known are {', '.join(HEADS)}")
     return None if (name := HEADS[head]) is None else Scheme.parse(name)
 
 
 def quantized(size: tuple[int, int], scheme: Scheme, numbers: torch.Generator) -> PackedTensor:
     """Return normal weights in a form that random bits do not spell, in host memory, because not every codec supports
-    others.
-
-    Where rows can be quantized separately, the first ones are repeated, because some forms take a search.
-    """
+    others. Where rows can be quantized separately, the first ones are repeated, because some forms take a search."""
     rows = min(size[0], REPEATED) if scheme.weight.by_row else size[0]
     some = torch.empty((rows, size[1])).normal_(0, size[1] ** -0.5, generator=numbers)
     if isinstance(scheme.weight, Sparse24):
@@ -211,60 +206,48 @@ def measure_model(path: Path, options: Load, setup: Setup) -> dict[str, Any]:
     config, storage = stored(path)
     if setup.tp * setup.pp == 1:
         part = config, storage
-        return run(lambda store: load(path, store), options, setup.activations, setup.kv, setup.device, part)
-    teams: list[ParallelExecutor] = []
+        return run(lambda store: load(path, store), options, setup, part)
+    executors: list[ParallelExecutor] = []
 
     def make(store: BackendWeights) -> Decoder:
         dtype = hf.compute_dtype(None, setup.device)
-        teams.append(
+        executors.append(
             ParallelExecutor(path, setup.tp, setup.pp, device=setup.device, dtype=dtype, activations=setup.activations)
         )
-        return teams[0].decoder
+        return executors[0].decoder
 
     part = shared(config, storage, Share(0, setup.tp))[1], storage  # stages run one after another
     try:
-        found = run(make, options, setup.activations, setup.kv, setup.device, part)
-        return found | {"tp": setup.tp, "pp": setup.pp}
+        return run(make, options, setup, part) | {"tp": setup.tp, "pp": setup.pp}
     finally:
-        for team in teams:
-            team.close()
+        for executor in executors:
+            executor.close()
 
 
 def measure_shape(name: str, scheme: str, head: str, options: Load, setup: Setup) -> dict[str, Any]:
     """Measure random weights of a known shape as `run` does. Raises ValueError for several processes."""
     if setup.tp * setup.pp > 1:
-        raise ValueError("--tp and --pp are of a model: a --shape is measured in one process")
-    found = run(
-        lambda store: build(name, scheme, head, store), options, setup.activations, setup.kv, setup.device,
-        part(name, scheme, head),
-    )  # fmt: skip
+        raise UserError("option_conflict", "--tp and --pp are of a model: a --shape is measured in one process")
+    found = run(lambda store: build(name, scheme, head, store), options, setup, part(name, scheme, head))
     return found | {"shape": name, "scheme": scheme, "head": "bf16" if scheme == "bf16" else head}
 
 
 def run(
-    make: Callable[[BackendWeights], Decoder],
-    load: Load,
-    activations: str = "int8g128",
-    kv: str | None = None,
-    device: str = "cpu",
-    part: Part | None = None,
+    make: Callable[[BackendWeights], Decoder], load: Load, setup: Setup = Setup(), part: Part | None = None
 ) -> dict[str, Any]:
-    """Measure on `device`, with the KV cache in the scheme `kv`, by default unquantized.
-
-    `part` is what a process computes of the model, for a GPU's roofline, which is left out without it. Raises
-    ValueError for an unknown setting, and where nothing can run natively here.
-    """
-    since, floor = time.perf_counter(), _resident()
+    """Measure in one process. `part` is what it computes of the model, for a GPU's roofline, which is left out without
+    it. Raises ValueError for an unknown setting, and where nothing can run natively here."""
+    since, floor, device, activations = time.perf_counter(), _resident(), setup.device, setup.activations
     computed = hf.compute_dtype(None, device)
     assert computed is not None
     store = dispatch.store(activations, device, computed)
     if store is None:
-        raise ValueError(f"there is nothing to measure: {dispatch.candidates('linear')[0][1]}")
+        raise UserError("device_unsupported", f"there is nothing to measure: {dispatch.candidates('linear')[0][1]}")
     decoder = make(store)
     loaded = time.perf_counter() - since
     numbers = torch.Generator().manual_seed(SEED)
     prompts = torch.randint(0, decoder.config.vocab_size, (load.batch, load.prompt), generator=numbers)
-    scheme = engine_kv.resolve(decoder, kv)
+    scheme = engine_kv.resolve(decoder, setup.kv)
     bases = engine_kv.bases(decoder, scheme)
     _generate(decoder, prompts[:1, :WARM_UP], 2, scheme, bases)
     first = time.perf_counter() - since
@@ -273,57 +256,31 @@ def run(
     per_token = sum(each.weight.read_bytes for each in linears if isinstance(each.weight, Prepared))
     work = 2 * sum(each.shape[0] * each.shape[1] for each in linears[1:]) * load.prompt * load.batch
     decode = statistics.mean(steps)
-    found = {
-        "device": device,
-        "prefill_tok_s": load.prompt * load.batch / prefill,
-        "decode_tok_s": load.batch / decode,
-        "step_ms": 1e3 * decode,
-        "bytes_per_token": per_token,
-    }
+    found: dict[str, Any] = {"device": device, "prefill_tok_s": load.prompt * load.batch / prefill}
+    found |= {"decode_tok_s": load.batch / decode, "step_ms": 1e3 * decode, "bytes_per_token": per_token}
     if isinstance(store, GpuWeights):
         peak, rates = torch.cuda.max_memory_reserved(decoder.device), bottleneck.card_rates(decoder.device)
         rate, gops = rates.bandwidth / 1e9, rates.operations(None) / 1e9
         if part is not None:
             halfway = [(load.prompt + load.gen // 2, 1, True)] * load.batch
             reading, computing = Roofline(*part, scheme, rates).least(halfway)
-            found |= {
-                "roof_fraction": max(reading, computing) / decode,
-                "limited_by": "compute" if computing > reading else "bandwidth",
-            }
-        found |= {
-            "card": torch.cuda.get_device_name(decoder.device),
-            "read_gb_s": rate,
-            "read_fraction": per_token / decode / 1e9 / rate,
-            "bf16_gops": gops,
-            "compute_fraction": work / prefill / 1e9 / gops,
-            "peak_mb": peak / 1e6,
-        }
+            limited_by = "compute" if computing > reading else "bandwidth"
+            found |= {"roof_fraction": max(reading, computing) / decode, "limited_by": limited_by}
+        found |= {"card": torch.cuda.get_device_name(decoder.device), "read_gb_s": rate}
+        found |= {"read_fraction": per_token / decode / 1e9 / rate, "bf16_gops": gops}
+        found |= {"compute_fraction": work / prefill / 1e9 / gops, "peak_mb": peak / 1e6}
     else:
         peak = _peak()  # before measuring the limits takes memory
         limit = limits.measure()
-        found |= {
-            "read_gb_s": limit.read_gb_s,
-            "read_fraction": per_token / decode / 1e9 / limit.read_gb_s,
-            "int8_gops": limit.int8_gops,
-            "compute_fraction": work / prefill / 1e9 / limit.int8_gops,
-            "tile_gops": limit.tile_gops,
-            "tile_fraction": None if limit.tile_gops is None else work / prefill / 1e9 / limit.tile_gops,
-            "python_fraction": 1 - busy / sum(steps),
-            "peak_rss_mb": (peak - floor) / 1e6,
-            "cache_mb": _cache() / 1e6,
-            "isa": extension.cpu_level(),
-            "activations": activations,
-        }
-    return found | {
-        "recorded": recorded,
-        "load_s": loaded,
-        "first_token_s": first,
-        "reference_linears": store.refused,
-        "threads": torch.get_num_threads(),
-        "kv": scheme.name,
-        "kv_bits": scheme.bits_per_value(decoder.config.head_dim, BLOCK),
-        **vars(load),
-    }
+        of_tiles = None if limit.tile_gops is None else work / prefill / 1e9 / limit.tile_gops
+        found |= {"read_gb_s": limit.read_gb_s, "read_fraction": per_token / decode / 1e9 / limit.read_gb_s}
+        found |= {"int8_gops": limit.int8_gops, "compute_fraction": work / prefill / 1e9 / limit.int8_gops}
+        found |= {"tile_gops": limit.tile_gops, "tile_fraction": of_tiles}
+        found |= {"python_fraction": 1 - busy / sum(steps), "peak_rss_mb": (peak - floor) / 1e6}
+        found |= {"cache_mb": _cache() / 1e6, "isa": extension.cpu_level(), "activations": activations}
+    bits = scheme.bits_per_value(decoder.config.head_dim, BLOCK)
+    found |= {"recorded": recorded, "load_s": loaded, "first_token_s": first, "reference_linears": store.refused}
+    return found | {"threads": torch.get_num_threads(), "kv": scheme.name, "kv_bits": bits, **vars(load)}
 
 
 @torch.inference_mode()

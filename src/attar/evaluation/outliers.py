@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from attar.compression.groups import input_groups
+from attar.errors import UserError
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
 from attar.kernels.operands import Linear
@@ -31,7 +32,6 @@ from attar.progress import StageProgress
 
 FACTOR = 10.0  # times the median channel's maximum
 TOP = 5  # channels that a table names
-ROWS_AT_ONCE = 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +65,7 @@ class Profile:
 
     def top(self, count: int = TOP) -> list[tuple[int, float]]:
         """Return the `count` largest channels with max|x|."""
-        order = self.inputs.argsort(descending=True, stable=True)[:count]
-        return [(int(c), float(self.inputs[c])) for c in order]
+        return [(int(c), float(self.inputs[c])) for c in self.inputs.argsort(descending=True, stable=True)[:count]]
 
 
 class Spread:
@@ -104,12 +103,11 @@ def profile(
     decoder: Decoder, sequences: Sequence[Sequence[int]], progress: StageProgress | None = None
 ) -> list[Profile]:
     """Profile every place of a decoder that computes by the reference, over token sequences, in order of execution.
-
-    Raises ValueError where the sequences are empty or an activation is not finite.
-    """
+    Raises ValueError where the sequences are empty or an activation is not finite."""
     if not any(sequences):
-        raise ValueError("there is nothing to profile on: the text is empty")
+        raise UserError("text_empty", "there is nothing to profile on: the text is empty")
     batches = [(torch.tensor(list(s)), ForwardBatch((len(s),), len(s))) for s in sequences if s]
+    hidden: list[tuple[Tensor, Tensor | None]]
     hidden = [(decoder.embedding.forward(ids, step.positions), None) for ids, step in batches]
     found = []
     for layer, block in enumerate(decoder.blocks):
@@ -120,14 +118,11 @@ def profile(
             if linear.name in seen:
                 seen[linear.name].add(x)
 
-        streams: list[tuple[Tensor, Tensor | None]] = []
-        for (stream, delta), (_, step) in zip(hidden, batches, strict=True):
-            streams.append(block.forward(stream, delta, step, hook))
-        hidden = streams  # type: ignore[assignment]
+        hidden = [block.forward(*states, step, hook) for states, (_, step) in zip(hidden, batches, strict=True)]
         for group in groups:
             inputs = seen[group[0].name]
             if not inputs.largest.isfinite().all():
-                raise ValueError(f"the input of {group[0].name} holds a NaN or an infinity")
+                raise UserError("not_finite", f"the input of {group[0].name} holds a NaN or an infinity")
             weights = Spread(group[0].shape[1])
             for linear in group:
                 _weights(linear, weights)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from attar.checkpoints.inspect import inspect
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources import hub
 from attar.checkpoints.strict_io import CheckpointError
+from attar.errors import UserError
 
 TARGETS = {"bits": "{:g} bits a weight", "size": "{:,.0f} bytes", "kl": "a KL of {:g}"}
 """Phrases for an allocation's target, by its key in receipts."""
@@ -93,7 +95,7 @@ class Allocation:
     and `kl` are the choice's, `kl_unrefined` its KL before refinement, all on the same tokens."""
 
     target: str
-    ladder: tuple[str, ...]
+    candidates: tuple[str, ...]
     tokens: int
     bits: float
     kl: float
@@ -151,7 +153,7 @@ class Speed:
         decode, prefill = (_finite(report.get(key)) for key in ("decode_tok_s", "prefill_tok_s"))
         batch, threads, isa = report.get("batch"), report.get("threads"), report.get("isa")
         if decode is None or prefill is None or not isinstance(batch, int) or not isinstance(threads, int):
-            raise ValueError(f"{place} is not what `attar bench --json` prints")
+            raise UserError("file_wrong_kind", f"{place} is not what `attar bench --json` prints")
         return Speed(decode, prefill, batch, threads, str(isa))
 
 
@@ -201,7 +203,7 @@ def read(output: str | Path, speed: Speed | None = None) -> Compressed:
     path = hub.resolve(output)
     found = receipt.read_receipt(path)
     if found is None:
-        raise CheckpointError(f"{path}: {receipt.missing(path)}")
+        raise CheckpointError("receipt_invalid", f"{path}: {receipt.missing(path)}")
     value, seen = found.value, inspect(path)
     place = str(receipt.receipt_path(path))
     for key in ("recipe", "evaluation", "source", "versions"):
@@ -242,10 +244,8 @@ def tell_apart(outputs: Sequence[Compressed]) -> list[Compressed]:
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return the indices of the points (x, y) on the Pareto front, both the smaller the better, from left to right.
-
-    A point is beaten by one that is at least as good in both and better in one.
-    """
+    """Return the indices of the points (x, y) on the Pareto front, both the smaller the better, from left to right. A
+    point is beaten by one that is at least as good in both and better in one."""
     kept: list[int] = []
     for i in sorted(range(len(points)), key=lambda i: points[i]):
         last = points[kept[-1]] if kept else None
@@ -277,27 +277,31 @@ def _figures(evaluation: Mapping[str, Any], place: str) -> dict[str, Figure]:
     return figures
 
 
+@contextmanager
+def _reading(place: str, what: str) -> Iterator[None]:
+    """Raise CheckpointError, naming a part of a receipt, where what is read within is not what it should be."""
+    try:
+        yield
+    except (AssertionError, KeyError, TypeError, AttributeError, ValueError):
+        raise _damaged(place, what) from None
+
+
 def _layer(value: object, place: str) -> Layer:
-    if not isinstance(value, dict):
-        raise _damaged(place, "layers")
-    error, rtn_error = (_finite(value.get(key)) for key in ("error", "rtn_error"))
-    words = [value.get(key) for key in ("name", "scheme")]
-    if (
-        error is None
-        or rtn_error is None
-        or min(error, rtn_error) < 0
-        or not all(isinstance(word, str) for word in words)
-    ):
-        raise _damaged(place, "layers")
-    return Layer(str(words[0]), str(words[1]), str(value.get("measure", "weight")), error, rtn_error)
+    with _reading(place, "layers"):
+        assert isinstance(value, dict)
+        error, rtn_error = _number(value["error"]), _number(value["rtn_error"])
+        assert min(error, rtn_error) >= 0
+        return Layer(
+            _text(value["name"]), _text(value["scheme"]), str(value.get("measure", "weight")), error, rtn_error
+        )
 
 
 def _allocation(value: object, place: str) -> Allocation:
     """Read an allocation's receipt. Raises CheckpointError where a part is not what `compression.search.allocate`
     writes."""
-    try:
+    with _reading(place, "allocation"):
         assert isinstance(value, dict)
-        ladder = tuple(map(_text, value["ladder"]))
+        candidates = tuple(map(_text, value["ladder"]))
         ((kind, most),) = value["target"].items()
         target = TARGETS[kind].format(_number(most))
         uniform = tuple((_number(each["bits"]), _number(each["kl"])) for each in value["uniform"])
@@ -306,20 +310,18 @@ def _allocation(value: object, place: str) -> Allocation:
             names, kl = tuple(map(_text, each["linears"])), tuple(map(_number, each["kl"]))
             chosen = _text(each["chosen"])
             assert names
-            assert chosen in ladder
-            assert len(kl) == len(ladder)
+            assert chosen in candidates
+            assert len(kl) == len(candidates)
             groups.append(Choice(int(_number(each["layer"])), names, kl, chosen))
         bits, whole, unrefined = (_number(value[key]) for key in ("bits", "kl", "kl_unrefined"))
         without = tuple(map(_text, value.get("without", [])))
         tokens = int(_number(value["tokens"]))
-        return Allocation(target, ladder, tokens, bits, whole, unrefined, uniform, tuple(groups), without)
-    except (AssertionError, KeyError, TypeError, AttributeError, ValueError):
-        raise _damaged(place, "allocation") from None
+        return Allocation(target, candidates, tokens, bits, whole, unrefined, uniform, tuple(groups), without)
 
 
 def _selection(value: object, place: str) -> Selection:
     """Read a selection's receipt. Raises CheckpointError where a part is not what `compression.search.best` writes."""
-    try:
+    with _reading(place, "selection"):
         assert isinstance(value, dict)
         tried = []
         for each in value["tried"]:
@@ -329,17 +331,13 @@ def _selection(value: object, place: str) -> Selection:
         left_out = tuple((_text(each["recipe"]), _text(each["why"])) for each in value.get("left_out", []))
         assert tried or left_out
         return Selection(int(_number(value["tokens"])), tuple(tried), left_out)
-    except (AssertionError, KeyError, TypeError, AttributeError, ValueError):
-        raise _damaged(place, "selection") from None
 
 
 def _tuning(value: object, place: str) -> Tuning:
     """Read tuning's receipt. Raises CheckpointError where a part is not what `compression.training.tune` writes."""
-    try:
+    with _reading(place, "tune"):
         assert isinstance(value, dict)
         return Tuning(int(_number(value["held_out_tokens"])), _number(value["kl_before"]), _number(value["kl_after"]))
-    except (AssertionError, KeyError, ValueError):
-        raise _damaged(place, "tune") from None
 
 
 def _text(value: object) -> str:
@@ -354,4 +352,4 @@ def _number(value: object) -> float:
 
 
 def _damaged(place: str, what: str) -> CheckpointError:
-    return CheckpointError(f"{place}: the receipt is damaged: `{what}` is not what it should be")
+    return CheckpointError("receipt_invalid", f"{place}: the receipt is damaged: `{what}` is not what it should be")

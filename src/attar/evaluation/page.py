@@ -23,17 +23,9 @@ from markupsafe import Markup
 from attar.charts import png
 from attar.charts.chart import SOFT, Chart, Series
 from attar.charts.svg import STYLE, THEMES, key, svg
+from attar.evaluation import page_charts
 from attar.evaluation.outliers import FACTOR, Profile
 from attar.evaluation.outputs import LEAST, Compressed, Figure
-from attar.evaluation.page_charts import (
-    allocation_charts,
-    channel_charts,
-    error_charts,
-    error_series,
-    peak_charts,
-    plain,
-    trade_offs,
-)
 from attar.evaluation.table import size
 from attar.version import __version__
 
@@ -55,6 +47,10 @@ def html(contents: Contents) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     outputs = sorted(contents.outputs, key=lambda each: each.bytes)
     architectures = sorted({each.architecture for each in outputs})
+    plain = " or ".join(page_charts.plain(outputs))
+    # The errors are unfolded of the first output that differs from the plain way, else of the first.
+    differ = (each for each in outputs if each.gain is not None and round(each.gain, 2) != 1)
+    unfolded = next(differ, next(iter(outputs), None))
     return environment.from_string(text).render(
         title=TITLE,
         lead=f"{_count(len(outputs), 'compressed model')} of {' and '.join(architectures)}, from their receipts.",
@@ -62,12 +58,12 @@ def html(contents: Contents) -> str:
         chart_style=Markup(STYLE),
         warnings=_warnings(outputs),
         summary=_summary(outputs),
-        trade_offs=[_shown_trade_off(chosen, pieces) for chosen, pieces in trade_offs(outputs)],
+        trade_offs=[_shown_trade_off(chosen, pieces) for chosen, pieces in page_charts.trade_offs(outputs)],
         gains=[_gains(each) for each in outputs if each.selection is not None or each.tuning is not None],
         allocations=[_allocation(each) for each in outputs if each.allocation is not None],
-        layers=[_layers(each, each is _unfolded(outputs)) for each in outputs],
-        layers_key=Markup(key(error_series([], " or ".join(plain(outputs))))),
-        plain=" or ".join(plain(outputs)),
+        layers=[_layers(each, each is unfolded) for each in outputs],
+        layers_key=Markup(key(page_charts.error_series([], plain))),
+        plain=plain,
         outliers=_outliers(contents) if contents.profiles else None,
         sources=[_source(each) for each in outputs],
         version=__version__,
@@ -76,17 +72,16 @@ def html(contents: Contents) -> str:
 
 def pictures(contents: Contents) -> dict[str, list[Chart]]:
     """Return the charts that become PNGs, by the name of the file."""
-    found = {}
-    drawn = trade_offs(contents.outputs)
+    found, drawn = {}, page_charts.trade_offs(contents.outputs)
     for number, (_, pieces) in enumerate(drawn, 1):
         found["trade-off" + (f"-{number}" if len(drawn) > 1 else "")] = pieces
     for number, each in enumerate(contents.outputs, 1):
         after = f"-{number}" if len(contents.outputs) > 1 else ""
-        found[f"errors{after}"] = error_charts(each)
+        found[f"errors{after}"] = page_charts.error_charts(each)
         if each.allocation is not None:
-            found[f"allocation{after}"] = allocation_charts(each.allocation)
-    if contents.profiles:
-        found["outliers"] = [*peak_charts(contents.profiles), *channel_charts(contents.profiles)]
+            found[f"allocation{after}"] = page_charts.allocation_charts(each.allocation)
+    if profiles := contents.profiles:
+        found["outliers"] = [*page_charts.peak_charts(profiles), *page_charts.channel_charts(profiles)]
     return {name: pieces for name, pieces in found.items() if pieces}
 
 
@@ -137,15 +132,13 @@ def _summary(outputs: Sequence[Compressed]) -> dict[str, Any]:
     if len(base) == 1:
         note += f"The original's perplexity is {base.pop():.4f}. "
     if "error / plain" in columns:
-        way = " or ".join(plain(outputs))
+        way = " or ".join(page_charts.plain(outputs))
         note += f"Last: the geometric mean over linears of the error as stored over that of the plain way: {way}."
     return {"names": list(columns), "rows": rows, "note": note}
 
 
 def _ends(figure: Figure, form: str) -> str:
-    if figure.low is None or figure.high is None:
-        return ""
-    return f"{figure.low:{form}} to {figure.high:{form}}"
+    return "" if figure.low is None or figure.high is None else f"{figure.low:{form}} to {figure.high:{form}}"
 
 
 def _warnings(outputs: Sequence[Compressed]) -> list[str]:
@@ -220,12 +213,6 @@ def _gains(output: Compressed) -> dict[str, Any]:
 # --- linear by linear -------------------------------------------------------------------------------------------------
 
 
-def _unfolded(outputs: Sequence[Compressed]) -> Compressed | None:
-    """Return the output whose errors are unfolded: the first that differs from the plain way, else the first."""
-    differ = (each for each in outputs if each.gain is not None and round(each.gain, 2) != 1)
-    return next(differ, next(iter(outputs), None))
-
-
 def _layers(output: Compressed, shown: bool) -> dict[str, Any]:
     rows = [
         (each.name, each.scheme, each.measure, f"{each.error:.4g}", f"{each.rtn_error:.4g}",
@@ -234,7 +221,7 @@ def _layers(output: Compressed, shown: bool) -> dict[str, Any]:
     ]  # fmt: skip
     gain = f", {output.gain:.2f} of the plain way's error on average" if output.gain is not None else ""
     note = f"{len(rows)} linears{gain}"
-    drawn = [_drawn(each) for each in error_charts(output)]
+    drawn = [_drawn(each) for each in page_charts.error_charts(output)]
     return {"label": output.label, "note": note, "charts": drawn, "rows": rows, "shown": shown}
 
 
@@ -251,23 +238,21 @@ def _allocation(output: Compressed) -> dict[str, Any]:
         cells = []
         for block in blocks:
             group = by_layer.get(block)
-            rank = -1 if group is None else found.ladder.index(group.chosen)
-            share = round(8 + 62 * rank / max(1, len(found.ladder) - 1)) if group else 0
-            costs = [] if group is None else [f"{n} {kl:.3g}" for n, kl in zip(found.ladder, group.kl, strict=True)]
+            rank = -1 if group is None else found.candidates.index(group.chosen)
+            share = round(8 + 62 * rank / max(1, len(found.candidates) - 1)) if group else 0
+            costs = [] if group is None else [f"{n} {kl:.3g}" for n, kl in zip(found.candidates, group.kl, strict=True)]
             cells.append({"share": share, "text": "" if group is None else group.chosen, "title": ", ".join(costs)})
         rows.append({"kind": kind, "cells": cells})
-    pieces = allocation_charts(found)
     without = f" Measured without {' and '.join(found.without)}, which followed." if found.without else ""
-    named = Series("one scheme", [], SOFT, "line"), Series("chosen", [], 0, "dots")
     return {
         "label": output.label,
-        "lead": f"At most {found.target}. Chosen among {', '.join(found.ladder)}, by the KL divergence that each group "
-        f"of linears causes alone over {found.tokens} calibration tokens: {found.bits:.3f} bits a weight, KL "
+        "lead": f"At most {found.target}. Chosen among {', '.join(found.candidates)}, by the KL divergence that each "
+        f"group of linears causes alone over {found.tokens} calibration tokens: {found.bits:.3f} bits a weight, KL "
         f"{found.kl:.4g} as a whole ({found.kl_unrefined:.4g} before steps between neighbours were measured).{without}",
         "layers": [f"block {block}" for block in blocks],
         "rows": rows,
-        "charts": [_drawn(each) for each in pieces],
-        "key": Markup(key(named)),
+        "charts": [_drawn(each) for each in page_charts.allocation_charts(found)],
+        "key": Markup(key((Series("one scheme", [], SOFT, "line"), Series("chosen", [], 0, "dots")))),
     }
 
 
@@ -276,7 +261,7 @@ def _allocation(output: Compressed) -> dict[str, Any]:
 
 def _outliers(contents: Contents) -> dict[str, Any]:
     profiles = contents.profiles
-    peaks = peak_charts(profiles)
+    peaks = page_charts.peak_charts(profiles)
     tokens = max(place.tokens for places in profiles.values() for place in places)
     rows = []
     for label, places in profiles.items():
@@ -292,7 +277,7 @@ def _outliers(contents: Contents) -> dict[str, Any]:
         f"largest one is; above {FACTOR:g} the table counts a channel as an outlier. Kurtosis is 3 for a Gaussian.",
         "key": Markup(key(peaks[0].series)),
         "charts": [_drawn(each) for each in peaks],
-        "details": [_drawn(each) for each in channel_charts(profiles)],
+        "details": [_drawn(each) for each in page_charts.channel_charts(profiles)],
         "names": ("model", "block", "linears", "tokens", f"channels over {FACTOR:g} x", "largest / median",
                   "largest channels (max |x|)", "kurtosis of x", "of w"),
         "rows": rows,

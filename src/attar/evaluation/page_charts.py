@@ -55,8 +55,7 @@ def _trade_off(
     kl = [each.figures["kl_mean"] for each in outputs]
     best = front([(-x if faster else x, one.value) for x, one in zip(xs, kl, strict=True)])
     series = [Series("beaten by none", [Point(xs[i], kl[i].value) for i in best], SOFT, "line", dashed=True)]
-    methods = sorted({_method(each) for each in outputs})
-    for number, method in enumerate(methods):
+    for number, method in enumerate(sorted({_method(each) for each in outputs})):
         points = [
             Point(x, one.value, each.label, one.low, one.high)
             for each, x, one in zip(outputs, xs, kl, strict=True)
@@ -120,13 +119,12 @@ def error_charts(output: Compressed) -> list[Chart]:
 def allocation_charts(found: Allocation) -> list[Chart]:
     """Return charts of the whole model against uniform bits, then of each kind of group alone: a line a scheme, and the
     choice."""
-    uniform = [Point(bits, kl, name) for (bits, kl), name in zip(found.uniform, found.ladder, strict=False)]
-    chosen = Point(found.bits, found.kl, "chosen")
+    uniform = [Point(bits, kl, name) for (bits, kl), name in zip(found.uniform, found.candidates, strict=False)]
     drawn = [
         Chart(
             "the whole model", Axis("bits per weight"), Axis("mean KL, nats", log=True),
             [Series("one scheme for all", uniform, SOFT, labelled=True),
-             Series("chosen", [chosen], 0, "dots", labelled=True)], 280, 200,
+             Series("chosen", [Point(found.bits, found.kl, "chosen")], 0, "dots", labelled=True)], 280, 200,
         )
     ]  # fmt: skip
     kinds: dict[str, list[Choice]] = defaultdict(list)
@@ -134,15 +132,15 @@ def allocation_charts(found: Allocation) -> list[Chart]:
         kinds[group.kind].append(group)
     costs = [cost for group in found.groups for cost in group.kl if cost > 0]
     axes = Axis("block", whole=True), Axis("mean KL, nats", log=True, ends=(min(costs), max(costs)) if costs else None)
-    beside = 20 + round(CHARACTER * max(map(len, found.ladder)))
+    beside = 20 + round(CHARACTER * max(map(len, found.candidates)))
     for kind, groups in kinds.items():
         last = groups[-1]  # at whose end a line has its name
         series = [
             Series("one scheme", [Point(g.layer, g.kl[c], name if g is last else "") for g in groups], SOFT, "line",
                    labelled=True)
-            for c, name in enumerate(found.ladder)
+            for c, name in enumerate(found.candidates)
         ]  # fmt: skip
-        points = [Point(g.layer, g.kl[found.ladder.index(g.chosen)], g.chosen) for g in groups]
+        points = [Point(g.layer, g.kl[found.candidates.index(g.chosen)], g.chosen) for g in groups]
         drawn.append(Chart(f"{kind} alone", *axes, [*series, Series("chosen", points, 0, "dots")], 280, 200, beside))
     return drawn
 
@@ -152,29 +150,25 @@ def allocation_charts(found: Allocation) -> list[Chart]:
 
 def peak_charts(profiles: Mapping[str, Sequence[Profile]]) -> list[Chart]:
     """Return a small chart for each kind of place: how far its largest channel stands out, block by block."""
-    kinds = list(dict.fromkeys(place.kind for places in profiles.values() for place in places))
+    axes = Axis("block", whole=True), Axis("largest / median", log=True)
     found = []
-    for kind in kinds:
+    for kind in dict.fromkeys(place.kind for places in profiles.values() for place in places):
         series = []
         for label, colour in _colours(profiles).items():
             some = [place for place in profiles[label] if place.kind == kind and place.tokens]
             many = len({place.layer for place in some}) < len(some)
             points = [Point(place.layer, place.peak, f"{label}, {place.linears[0]}") for place in some]
             series.append(Series(label, points, colour, "dots" if many else "both", dashed=colour == SOFT))
-        found.append(
-            Chart(f"input of {kind}", Axis("block", whole=True), Axis("largest / median", log=True), series, 280, 200)
-        )
+        found.append(Chart(f"input of {kind}", *axes, series, 280, 200))
     return found
 
 
 def channel_charts(profiles: Mapping[str, Sequence[Profile]]) -> list[Chart]:
     """Return charts of the channels of the places that stand out most: largest activation, and largest weight."""
     first = next(iter(profiles.values()))
-    worst = sorted(
-        range(len(first)), key=lambda i: -max(places[i].peak for places in profiles.values() if i < len(places))
-    )[:WORST]
+    peaks = [max(places[i].peak for places in profiles.values() if i < len(places)) for i in range(len(first))]
     found = []
-    for i in worst:
+    for i in sorted(range(len(first)), key=lambda i: -peaks[i])[:WORST]:
         place = first[i]
         where = f"block {place.layer}, {place.kind}"
         for what, of in (("largest activation", "inputs"), ("largest weight", "weights")):

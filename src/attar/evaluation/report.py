@@ -16,6 +16,7 @@ import torch
 from attar.checkpoints import vocabulary
 from attar.checkpoints.adapters import lora
 from attar.checkpoints.sources import hf, hub, opening
+from attar.errors import UserError
 from attar.execution import kv_cache as engine_kv
 from attar.kernels import dispatch
 from attar.metrics.measure import Report, measure
@@ -64,11 +65,14 @@ def evaluate(
     are not finite, and models that cannot be loaded.
     """
     if (text is None) == (tokens is None):
-        raise ValueError("give what to evaluate on: either a text or token ids")
+        raise UserError(
+            "option_missing" if text is None else "option_conflict",
+            "give what to evaluate on: either a text or token ids",
+        )
     dispatch.require(device)
     computed = hf.compute_dtype(dtype, device)
     if max_tokens is not None and max_tokens < 2:
-        raise ValueError(f"max_tokens is {max_tokens}: at least 2 tokens are needed")
+        raise UserError("option_out_of_range", f"max_tokens is {max_tokens}: at least 2 tokens are needed")
     content = None if text is None else read_text(text)
     told = progress or (lambda stage, done, total: None)
     folder = None if isinstance(model, Decoder) else hub.resolve(model)
@@ -78,7 +82,9 @@ def evaluate(
     ids: list[list[int]]
     if content is not None:
         if tokenizer is None:
-            raise ValueError("a loaded decoder has no tokenizer: pass one, or token ids instead of a text")
+            raise UserError(
+                "tokenizer_missing", "a loaded decoder has no tokenizer: pass one, or token ids instead of a text"
+            )
         ids = [tokenizer.encode(content, add_special_tokens=False)[:max_tokens]]
         bos = tokenizer.added_bos
     else:
@@ -92,17 +98,9 @@ def evaluate(
         base = loaded if base is None else base
         context = min(KV_CONTEXT, loaded.config.context, base.config.context) if context is None else context
     return measure(
-        loaded,
-        ids,
-        base=base,
-        bos=bos,
-        context=context,
-        stride=stride,
-        bytes_of=tokenizer,
-        cache=cache,
-        prompts=prompts,
-        progress=lambda done, total: told("evaluating", done, total),
-    )
+        loaded, ids, base=base, bos=bos, context=context, stride=stride, bytes_of=tokenizer, cache=cache,
+        prompts=prompts, progress=partial(told, "evaluating"),
+    )  # fmt: skip
 
 
 def _first_tokens(sequences: Sequence[Sequence[int]], max_tokens: int | None) -> list[list[int]]:
@@ -124,13 +122,10 @@ def load(
     device: str = "cpu",
 ) -> Decoder:
     """Return `model` where it is a decoder, else load it from `folder` (None: resolve it), with the adapter of a
-    folder.
-
-    Raises ValueError for a decoder and an adapter together: the caller attaches one itself.
-    """
+    folder. Raises ValueError for a decoder and an adapter together: the caller attaches one itself."""
     if isinstance(model, Decoder):
         if adapter is not None:
-            raise ValueError("a decoder that is loaded already takes its adapter by lora.attach")
+            raise UserError("option_conflict", "a decoder that is loaded already takes its adapter by lora.attach")
         return model
     path = folder or hub.resolve(model)
     found = opening.load_on(path, device, dtype, lambda done, total: progress("loading", done, total))

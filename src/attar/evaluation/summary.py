@@ -15,6 +15,7 @@ import torch
 from attar.charts import png
 from attar.checkpoints import vocabulary
 from attar.checkpoints.sources import hub, opening
+from attar.errors import UserError
 from attar.evaluation import decode_speed as bench
 from attar.evaluation import page, page_charts
 from attar.evaluation.outliers import Profile, profile
@@ -27,11 +28,9 @@ PROFILE_WINDOW = 512  # tokens of one forward pass of a profile
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a report.
-
-    `page` is the file to write, `png` a folder for pictures. `bench` measures speed here; `speeds` are OUT=FILE pairs
-    of earlier measurements. With a text in `profile`, the outputs and `source` run over its first `profile_tokens`.
-    """
+    """Options of a report. `page` is the file to write, `png` a folder for pictures. `bench` measures speed here;
+    `speeds` are OUT=FILE pairs of earlier measurements. With a text in `profile`, the outputs and `source` run over its
+    first `profile_tokens`."""
 
     page: Path
     png: Path | None = None
@@ -43,28 +42,26 @@ class Options:
 
 
 def write(names: Sequence[str], options: Options, progress: Progress) -> dict[str, Any]:
-    """Write the page and pictures. Return the paths and figures as JSON-compatible values.
-
-    Raises ValueError before any measurement where an output has no receipt, a speed names no output, or pictures cannot
-    be drawn here. It also does where the page is no .html file or would replace another file than an earlier report.
-    """
+    """Write the page and pictures. Return the paths and figures as JSON-compatible values. Raises ValueError before any
+    measurement where an output has no receipt, a speed names no output, or pictures cannot be drawn here. It also does
+    where the page is no .html file or would replace another file than an earlier report."""
     if options.page.suffix not in (".html", ".htm"):
-        raise ValueError(f"the page is a .html file, not {options.page.name!r}")
+        raise UserError("output_invalid", f"the page is a .html file, not {options.page.name!r}")
     if options.page.is_dir() or not options.page.absolute().parent.is_dir():
-        raise ValueError(f"{options.page} cannot be written: name a file in a folder that exists")
+        raise UserError("output_invalid", f"{options.page} cannot be written: name a file in a folder that exists")
     if options.page.exists() and f"<title>{page.TITLE}</title>".encode() not in options.page.read_bytes():
-        raise ValueError(f"{options.page} exists and is no report of attar's: choose another file")
+        raise UserError("output_exists", f"{options.page} exists and is no report of attar's: choose another file")
     if options.png is not None:
         png.check("leave out --png")
     if options.source is not None and options.profile is None:
-        raise ValueError("--source is the model that a --profile compares with: give the text to profile on")
+        raise UserError(
+            "option_missing", "--source is the model that a --profile compares with: give the text to profile on"
+        )
     known = _speeds(options.speeds, names)
     outputs = tell_apart([read(name, known.get(name)) for name in names])
     if options.bench:
         outputs = [_benched(each, number, len(outputs), progress) for number, each in enumerate(outputs)]
-    profiles: dict[str, Sequence[Profile]] = {}
-    if options.profile is not None:
-        profiles = _profiles(outputs, options, progress)
+    profiles = {} if options.profile is None else _profiles(outputs, options, progress)
     contents = page.Contents(outputs, profiles, "" if options.profile is None else options.profile.name)
     options.page.write_text(page.html(contents), encoding="utf-8", errors="replace")  # lone surrogates of JSON
     saved = [] if options.png is None else page.save_pictures(contents, options.png)
@@ -82,7 +79,9 @@ def _speeds(given: Sequence[str], names: Sequence[str]) -> dict[str, Speed]:
     for pair in given:
         name, equals, file = pair.rpartition("=")
         if not equals or name not in names:
-            raise ValueError(f"a speed is given as OUT=FILE with OUT among the outputs, not {pair!r}")
+            raise UserError(
+                "option_malformed", f"a speed is given as OUT=FILE with OUT among the outputs, not {pair!r}"
+            )
         lines = read_text(file).splitlines()
         try:
             value = json.loads(lines[-1])
@@ -110,7 +109,10 @@ def _profiles(outputs: Sequence[Compressed], options: Options, progress: Progres
     for label, path in paths.items():
         decoder, stage = opening.load(path, torch.float32), f"profile {label}"
         if ids and max(ids) >= decoder.config.vocab_size:
-            raise ValueError(f"{path} has another vocabulary than {next(iter(paths.values()))}: profile them apart")
+            raise UserError(
+                "vocabulary_mismatch",
+                f"{path} has another vocabulary than {next(iter(paths.values()))}: profile them apart",
+            )
         first = [] if tokenizer.added_bos is None else [tokenizer.added_bos]
         size = min(PROFILE_WINDOW, decoder.config.context) - len(first)
         windows = [first + ids[at : at + size] for at in range(0, len(ids), size)]

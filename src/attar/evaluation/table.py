@@ -38,10 +38,6 @@ class Row:
         value = (self.figures or {}).get(name)
         return None if value is None else float(value)
 
-    def half_width(self, name: str) -> float | None:
-        pair = ((self.figures or {}).get("intervals") or {}).get(name)
-        return None if pair is None else (pair[1] - pair[0]) / 2
-
 
 def size(count: int) -> str:
     """Return bytes as text, in powers of ten as for disks and downloads."""
@@ -54,10 +50,10 @@ def size(count: int) -> str:
 
 
 def _with_interval(row: Row, name: str) -> str | None:
-    value, half = row.figure(name), row.half_width(name)
-    if value is None:
+    if (value := row.figure(name)) is None:
         return None
-    return f"{value:.3g}" + ("" if half is None else f" ± {half:.1g}")
+    pair = ((row.figures or {}).get("intervals") or {}).get(name)
+    return f"{value:.3g}" + ("" if pair is None else f" ± {(pair[1] - pair[0]) / 2:.1g}")
 
 
 def _number(value: float | None, form: str) -> str | None:
@@ -80,8 +76,7 @@ def cost_table(rows: Sequence[Row]) -> str:
     names = ["model", *(name for name, cell in _COLUMNS.items() if any(cell(row) is not None for row in rows))]
     cells = [[row.name, *(_COLUMNS[name](row) or "-" for name in names[1:])] for row in rows]
     widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
-    lines = [names, ["-" * width for width in widths], *cells]
-    return "\n".join("  ".join(_aligned(line, widths)) for line in lines)
+    return "\n".join("  ".join(_aligned(line, widths)) for line in [names, ["-" * width for width in widths], *cells])
 
 
 def _aligned(line: Sequence[str], widths: Sequence[int]) -> list[str]:

@@ -30,6 +30,7 @@ import torch
 
 from attar.checkpoints import vocabulary
 from attar.checkpoints.sources import hf, hub
+from attar.errors import UserError
 from attar.evaluation.report import Model, load
 from attar.kernels import dispatch
 from attar.metrics import bootstrap
@@ -111,15 +112,15 @@ class TaskReport:
 
 
 def lambada(path: Path) -> list[Item]:
-    """Read LAMBADA (Paperno et al. 2016, arXiv:1606.06031): the last word of each text, given the rest.
-
-    The file is .jsonl with a text a line under `text`. Raises ValueError where a line has none, or no space in it.
-    """
+    """Read LAMBADA (Paperno et al. 2016, arXiv:1606.06031): the last word of each text, given the rest. The file is
+    .jsonl with a text a line under `text`. Raises ValueError where a line has none, or no space in it."""
     items = []
     for number, text in enumerate(read_texts(path), 1):
         context, _, word = text.rpartition(" ")
         if not context.strip() or not word:
-            raise ValueError(f"{path}, text {number}: it needs a word to predict behind a context and a space")
+            raise UserError(
+                "task_malformed", f"{path}, text {number}: it needs a word to predict behind a context and a space"
+            )
         before = context.rstrip()
         items.append(Item(before, text[len(before) :]))
     return items
@@ -132,7 +133,9 @@ def parse_task(text: str) -> tuple[str, Path]:
     """Parse NAME=FILE. Raises ValueError for another form, or an unknown name."""
     name, equals, path = text.partition("=")
     if name not in TASKS or not equals or not path:
-        raise ValueError(f"a task is given as NAME=FILE with NAME among {', '.join(TASKS)}, not {text!r}")
+        raise UserError(
+            "option_malformed", f"a task is given as NAME=FILE with NAME among {', '.join(TASKS)}, not {text!r}"
+        )
     return name, Path(path)
 
 
@@ -149,14 +152,12 @@ def evaluate_task(
     adapter: Path | None = None,
     progress: Progress | None = None,
 ) -> TaskReport:
-    """Score a model on the first `limit` items of a task of `TASKS`.
-
-    `context` is the most tokens of an item, by default the model's; `adapter` is the folder of one that the model
-    computes with. A decoder given as `model` has no tokenizer of its own: `tokenizer` stands in. Raises ValueError for
-    an unknown task, a file that does not hold it, a model that cannot be loaded, and logits that are not finite.
-    """
+    """Score a model on the first `limit` items of a task of `TASKS`. `context` is the most tokens of an item, by
+    default the model's; `adapter` is the folder of one that the model computes with. A decoder given as `model` has no
+    tokenizer of its own: `tokenizer` stands in. Raises ValueError for an unknown task, a file that does not hold it, a
+    model that cannot be loaded, and logits that are not finite."""
     if task not in TASKS:
-        raise ValueError(f"unknown task {task!r}: known are {', '.join(TASKS)}")
+        raise UserError("name_unknown", f"unknown task {task!r}: known are {', '.join(TASKS)}")
     dispatch.require(device)
     computed = hf.compute_dtype(dtype, device)
     items = TASKS[task](path)[:limit]
@@ -164,12 +165,15 @@ def evaluate_task(
     folder = None if isinstance(model, Decoder) else hub.resolve(model)
     if tokenizer is None:
         if folder is None:
-            raise ValueError("a loaded decoder has no tokenizer: pass one")
+            raise UserError("tokenizer_missing", "a loaded decoder has no tokenizer: pass one")
         tokenizer = vocabulary.tokenizer(folder)
     decoder = load(model, folder, computed, told, adapter, device)
     supported = decoder.config.context
     if context is not None and context > supported:
-        raise ValueError(f"a context of {context} is longer than the {supported} positions that the model supports")
+        raise UserError(
+            "context_exceeded",
+            f"a context of {context} is longer than the {supported} positions that the model supports",
+        )
     encoded = [encode(tokenizer, item, context or supported) for item in items]
     scores: list[Score] = []
     for batch in _batches(encoded):
@@ -180,15 +184,14 @@ def evaluate_task(
 
 def encode(tokenizer: Tokenizer, item: Item, context: int) -> Encoded:
     """Encode an item as at most `context` tokens and one more: the last is only predicted. A longer context loses its
-    beginning.
-
-    Raises ValueError where the target has more tokens than that.
-    """
+    beginning. Raises ValueError where the target has more tokens than that."""
     alone, whole = tokenizer.encode(item.context), tokenizer.encode(item.context + item.target)
     shared = next((at for at, (a, b) in enumerate(zip(alone, whole, strict=False)) if a != b), len(alone))
     first = max(1, min(shared, len(whole) - 1))  # leaves a token to predict, and one to predict it from
     if len(whole) - first > context:
-        raise ValueError(f"the target {item.target!r} has {len(whole) - first} tokens: {context} fit")
+        raise UserError(
+            "context_exceeded", f"the target {item.target!r} has {len(whole) - first} tokens: {context} fit"
+        )
     return Encoded(tuple(whole[-(context + 1) :]), len(whole) - first)
 
 
@@ -205,14 +208,14 @@ def score(decoder: Decoder, batch: Sequence[Encoded]) -> list[Score]:
     step = ForwardBatch(lengths, lengths, device=decoder.device)
     logits = decoder.forward(ids, step, torch.tensor(rows, device=decoder.device)).cpu()  # [R, V]
     if not logits.isfinite().all():
-        raise ValueError("the logits of the model hold a NaN or an infinity: its weights are damaged")
+        raise UserError("not_finite", "the logits of the model hold a NaN or an infinity: its weights are damaged")
     targets = torch.tensor([token for item in batch for token in item.ids[-item.targets :]])
     losses = nll(logits, targets)
-    likeliest = logits.gather(1, targets[:, None])[:, 0] == logits.amax(1)
+    top_1 = logits.gather(1, targets[:, None])[:, 0] == logits.amax(1)
     counts = [item.targets for item in batch]
     return [
         Score(-loss.sum().item(), len(loss), bool(best.all()))
-        for loss, best in zip(losses.split(counts), likeliest.split(counts), strict=True)
+        for loss, best in zip(losses.split(counts), top_1.split(counts), strict=True)
     ]
 
 

@@ -35,8 +35,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,16 +47,14 @@ from attar.model.decoder import Decoder
 from attar.model.parallel import SplitDecoder
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+class Recorded(NamedTuple):
     """A recorded call: `replay` repeats it on the same tensors, and `result` is its result."""
 
     replay: Callable[[], None]
     result: Tensor
 
 
-Record = Callable[[Callable[[], Tensor]], Recorded]
-"""A function that records a call, which it makes once or more."""
+Record = Callable[[Callable[[], Tensor]], Recorded]  # a function that records a call, which it makes once or more
 
 
 class CudaRecorder:
@@ -69,8 +66,7 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def __call__(self, call: Callable[[], Tensor]) -> Recorded:
         outside = torch.cuda.current_stream(self.device)
@@ -107,8 +103,8 @@ def sizes(most: int) -> tuple[int, ...]:
     return (*powers, most)
 
 
-class Mark(Protocol):
-    """A point in the work queued on a device."""
+class Mark:
+    """A point in the work queued on a device: nothing on a CPU, whose calls return only when their work is done."""
 
     def set(self) -> None:
         """Move the mark behind all work queued until now."""
@@ -117,7 +113,7 @@ class Mark(Protocol):
         """Wait until the device has reached the mark."""
 
 
-class CudaMark:
+class CudaMark(Mark):
     """A mark on the current stream of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -130,18 +126,8 @@ class CudaMark:
         self._event.synchronize()
 
 
-class Here:
-    """A mark on a CPU, whose calls return only when their work is done."""
-
-    def set(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
-
-
 def mark(device: torch.device) -> Mark:
-    return CudaMark(device) if device.type == "cuda" else Here()
+    return CudaMark(device) if device.type == "cuda" else Mark()
 
 
 class Inputs:
@@ -168,9 +154,8 @@ class Inputs:
                 piece[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape) for piece, (dtype, shape) in pieces
             ]
 
-        self._ids, self._slots, self._positions, self._lengths, self._tables = (
-            part.numpy() for part in parts(self._host)
-        )
+        host = [part.numpy() for part in parts(self._host)]
+        self._ids, self._slots, self._positions, self._lengths, self._tables = host
         self.ids, slots, positions, filled, tables = parts(self._there)
         starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self.place = AttentionMetadata(starts, filled, tables, positions, slots)
@@ -214,13 +199,6 @@ class _Told(KVCache):
 
     told: AttentionMetadata
 
-    @classmethod
-    def by(cls, told: AttentionMetadata, pages: list[PagedKV], tables: Tensor) -> _Told:
-        made = cls.over(pages, tables, [0] * len(tables))
-        assert isinstance(made, _Told)
-        made.told = told
-        return made
-
     def place(self, lengths: tuple[int, ...]) -> AttentionMetadata:
         return self.told
 
@@ -242,12 +220,13 @@ class Graph:
         first: Callable[[Inputs], None] | None = None,
     ) -> None:
         width, block = -(-context // pages[0].block), pages[0].block
-        self.inputs = Inputs(rows, width, block, spare, pages[0].keys.device)
-        self.rows = rows
+        self.rows, self.inputs = rows, Inputs(rows, width, block, spare, pages[0].keys.device)
         if first is not None:
             first(self.inputs)
         self.inputs.send()
-        view = _Told.by(self.inputs.place, pages, torch.zeros((rows, width), dtype=torch.int32))
+        view = _Told.over(pages, torch.zeros((rows, width), dtype=torch.int32), [0] * rows)
+        assert isinstance(view, _Told)
+        view.told = self.inputs.place
 
         def call() -> Tensor:
             view.filled = [0] * rows
@@ -258,9 +237,7 @@ class Graph:
 
     def run(self, count: int, complete: Callable[[Tensor], None] | None = None) -> Tensor:
         """Return the logits behind the first `count` rows, float32 [count, vocab]. The next step overwrites them.
-
-        `complete` writes token ids that only the device knows among those that were put [rows].
-        """
+        `complete` writes token ids that only the device knows among those that were put [rows]."""
         if count < self.rows:
             self.inputs.rest(count)
         self.inputs.send()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.execution.recorded_step import Decoding
 from attar.kv import schemes
 from attar.kv.pages import Bases
@@ -40,18 +41,17 @@ def check(decoder: Decoder, scheme: KvScheme) -> None:
     """Raise ValueError where the model's heads do not fit the scheme, and where several processes would have to
     calibrate it."""
     if scheme.calibrated and isinstance(decoder, SplitDecoder):
-        raise ValueError(
-            f"{scheme.name} is calibrated, which several processes do not do yet: --kv int8 or fp8 would do"
+        raise UserError(
+            "kv_unsupported",
+            f"{scheme.name} is calibrated, which several processes do not do yet: --kv int8 or fp8 would do",
         )
     scheme.check(decoder.config.head_dim, BLOCK)
 
 
 @torch.inference_mode()
 def sample(decoder: Decoder, written: int = WRITTEN, random: int = RANDOM, seed: int = SEED) -> Tensor:
-    """Return token ids [written + random, L], of `LENGTH` tokens or as many as the model's context allows.
-
-    They are written with an int8 KV cache: a quarter of the memory, and equally likely text.
-    """
+    """Return token ids [written + random, L], of `LENGTH` tokens or as many as the model's context allows. They are
+    written with an int8 KV cache: a quarter of the memory, and equally likely text."""
     length, vocabulary = min(LENGTH, decoder.config.context), decoder.config.vocab_size
     numbers = torch.Generator().manual_seed(seed)
     noise = torch.randint(0, vocabulary, (random, length), generator=numbers)

@@ -19,7 +19,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from attar.execution import cuda_graphs
 from attar.execution.recorded_step import Decoding
 from attar.faults import InjectedFault, point
 from attar.kernels import dispatch, ops
-from attar.kv.pages import Bases, PagedKV
+from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
 from attar.model import cache
 from attar.model.cache import ForwardBatch, KVCache, Tails, sent
@@ -40,7 +39,6 @@ from attar.scheduling.step_plan import Copy, ScheduledTokens, StepPlan
 logger = logging.getLogger(__name__)
 
 RECORDINGS = 4  # numbers of sequences whose decode step is kept ready
-
 LOGIT_ROWS = 32  # rows of one chunk whose logits are made at once, where all are wanted
 
 Watch = Callable[[ScheduledTokens, int, Tensor], None]
@@ -51,8 +49,7 @@ waits.
 """
 
 
-@dataclass(slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """Additional results of a chunk: the logits of all its rows, or the hidden states that the LM head reads."""
 
     logits: Watch | None = None
@@ -96,8 +93,7 @@ class _Rows(NamedTuple):
             ids[late] = self.inflight_tokens.tokens[places]
 
 
-@dataclass(slots=True)
-class _Batch:
+class _Batch(NamedTuple):
     """A recorded decode step, and the blocks listed by each row of its block table."""
 
     decoding: Decoding
@@ -120,8 +116,7 @@ class Unfinished:
     """
 
     def __init__(self, sequences: int) -> None:
-        self.lasting = 2 * sequences
-        self.count = 3 * sequences
+        self.lasting, self.count = 2 * sequences, 3 * sequences
         self._free = list(range(self.lasting))
         self._held: dict[Sequence, dict[int, int]] = {}
 
@@ -166,9 +161,7 @@ class Runner:
             else:
                 record = cuda_graphs.CudaRecorder(self.device)
         tails, blocks = self._unfinished.count, blocks + (record is not None)
-        self.pages: list[PagedKV] = cache.pool(
-            decoder.config, blocks, self.scheme, str(self.device), tails=tails, bases=bases
-        )
+        self.pages = cache.pool(decoder.config, blocks, self.scheme, str(self.device), tails=tails, bases=bases)
         self.block = self.pages[0].block
         self.grows = any(rope is not None and rope.grows for rope in decoder.config.ropes)
         """True where keys depend on the greatest length of their sequence: then no other sequence can use them."""
@@ -213,7 +206,10 @@ class Runner:
             rows = _Rows.of(chunks, inflight_tokens)
             if self.graphs is None:
                 return self._replay(chunks, rows)
-            return _replayed(self.graphs.of(len(chunks)), chunks, rows)
+            graph = self.graphs.of(len(chunks))
+            for row, (token, chunk) in enumerate(zip(rows.ids, chunks, strict=True)):
+                graph.inputs.put(row, token, chunk.start, chunk.sequence.blocks)
+            return graph.run(len(chunks), rows.complete)
         return self._run(chunks, wanted or {}, inflight_tokens)
 
     def _copy(self, copy: Copy) -> None:
@@ -274,8 +270,7 @@ class Runner:
             if (want := wanted.get(chunk.sequence.id)) is not None:
                 start = end - chunk.rows
                 if want.hidden is not None:
-                    hidden = ops.norm(*_rows(stream, delta, start, end), self.decoder.final_norm)[1]
-                    want.hidden(chunk, 0, hidden)
+                    want.hidden(chunk, 0, ops.norm(*_rows(stream, delta, start, end), self.decoder.final_norm)[1])
                 if want.logits is not None:
                     for at in range(start, end, LOGIT_ROWS):
                         rows = slice(at, min(at + LOGIT_ROWS, end))
@@ -293,10 +288,8 @@ class Runner:
         return torch.empty((0, self.decoder.config.vocab_size), device=self.device)
 
     def release(self) -> None:
-        """Release the memory of results; recordings on a CPU go with it.
-
-        Graphs stay: each step writes all their inputs, so none is ever half made.
-        """
+        """Release the memory of results; recordings on a CPU go with it. Graphs stay: each step writes all their
+        inputs, so none is ever half made."""
         self._batches.clear()
         dispatch.release()
         if self.device.type == "cuda":
@@ -304,17 +297,9 @@ class Runner:
 
 
 def waits(decoder: Decoder) -> str | None:
-    """Return why the host waits for the device within a step of this model; None where it does not.
-
-    It is None on CPUs too. The reference on a device waits in every layer's attention, but only comparisons use it.
-    """
+    """Return why the host waits for the device within a step of this model; None where it does not. It is None on CPUs
+    too. The reference on a device waits in every layer's attention, but only comparisons use it."""
     return None if decoder.device.type == "cpu" else decoder.by_token
-
-
-def _replayed(graph: cuda_graphs.Graph, chunks: List[ScheduledTokens], rows: _Rows) -> Tensor:
-    for row, (token, chunk) in enumerate(zip(rows.ids, chunks, strict=True)):
-        graph.inputs.put(row, token, chunk.start, chunk.sequence.blocks)
-    return graph.run(len(chunks), rows.complete)
 
 
 def _rows(stream: Tensor, delta: Tensor | None, start: int, end: int) -> tuple[Tensor, Tensor | None]:

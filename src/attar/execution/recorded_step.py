@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.execution import cuda_graphs
 from attar.kernels.native import extension
 from attar.model.cache import ForwardBatch, KVCache
@@ -41,13 +42,10 @@ class Decoding:
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """Append one token to each sequence; return the logits behind them, float32 [sequences, vocab].
-
-        The next step overwrites them. Raises ValueError where the cache is full.
-        """
+        """Append one token to each sequence; return the logits behind them, float32 [sequences, vocab]. The next step
+        overwrites them. Raises ValueError where the cache is full."""
         if not self.recorded:
-            ids = torch.tensor(tokens, device=self.decoder.device)
-            return self.decoder.forward(ids, self._next(), None)
+            return self.decoder.forward(torch.tensor(tokens, device=self.decoder.device), self._next(), None)
         if self._record_graph is not None:
             return self._replay_graph(tokens, self._record_graph)
         self.ids.numpy()[:] = tokens
@@ -79,7 +77,7 @@ class Decoding:
 
     def _require_room(self) -> None:
         if max(self.cache.filled) >= min(self.cache.capacity, self.horizon):
-            raise ValueError(f"the KV cache holds {self.cache.capacity} positions: it is full")
+            raise UserError("context_exceeded", f"the KV cache holds {self.cache.capacity} positions: it is full")
 
     def _record(self) -> None:
         self._step = step = self._next()

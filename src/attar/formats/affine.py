@@ -16,9 +16,12 @@ GPTQ rounds at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats.packed import ALL, PackedTensor
 from attar.formats.packing import pack_words, row_slices, unpack_words
 from attar.formats.scheme import Grid, Scheme
@@ -30,11 +33,8 @@ def by_scale(x: Tensor, groups: int) -> Tensor:
 
 
 def min_max(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Return the smallest and largest value of each part of x [..., I] that shares a scale.
-
-    Each is [..., G], or [1] for a tensor. Raises ValueError where x holds a NaN or an infinity, and where the group
-    size does not divide I.
-    """
+    """Return the smallest and largest value of each part of x [..., I] that shares a scale. Each is [..., G], or [1]
+    for a tensor. Raises ValueError where x holds a NaN or an infinity, and where the group size does not divide I."""
     if grid.granularity == "tensor":
         low, high = (extreme.reshape(1) for extreme in x.aminmax())
     else:
@@ -43,7 +43,7 @@ def min_max(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     if not finite.all():
         at = (~finite).nonzero()[0].tolist()
         where = "the tensor" if grid.granularity == "tensor" else f"row {at[:-1]}, group {at[-1]}"
-        raise ValueError(f"cannot quantize: {where} holds a NaN or an infinity")
+        raise UserError("not_finite", f"cannot quantize: {where} holds a NaN or an infinity")
     return low, high
 
 
@@ -70,7 +70,9 @@ def qparams(
         zero = shift.nan_to_num(0.0).round().to(torch.int8)  # NaN is 0/0: a part that is all zero
     stored = scale.to(scale_dtype or scale.dtype)
     if not stored.isfinite().all():
-        raise ValueError(f"a scale overflows {str(stored.dtype).removeprefix('torch.')}: store scales as float32")
+        raise UserError(
+            "not_finite", f"a scale overflows {str(stored.dtype).removeprefix('torch.')}: store scales as float32"
+        )
     return stored.masked_fill(stored == 0, torch.finfo(stored.dtype).eps), zero
 
 
@@ -96,12 +98,10 @@ def _scaled(x: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid) -> Tensor
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> PackedTensor:
-    """Round a weight [O, I] to nearest on grids that span each part's own minimum and maximum.
-
-    The arithmetic is done in the wider of the weight's dtype and the scheme's scale dtype; give the scheme the weight's
-    dtype (`Scheme.with_scale_dtype`) to get compressed-tensors' bits. Raises ValueError on a NaN or an infinity, on a
-    group size that does not divide I and on a scale that overflows.
-    """
+    """Round a weight [O, I] to nearest on grids that span each part's own minimum and maximum. The arithmetic is done
+    in the wider of the weight's dtype and the scheme's scale dtype; give the scheme the weight's dtype
+    (`Scheme.with_scale_dtype`) to get compressed-tensors' bits. Raises ValueError on a NaN or an infinity, on a group
+    size that does not divide I and on a scale that overflows."""
     grid, scale_dtype = scheme.grid, getattr(torch, scheme.scale_dtype)
     wide = torch.promote_types(weight.dtype, scale_dtype)
     low, high = min_max(weight, grid)
@@ -112,11 +112,25 @@ def quantize(weight: Tensor, scheme: Scheme) -> PackedTensor:
     return encode(codes, scale, zero, scheme, (weight.shape[0], weight.shape[1]))
 
 
+def fitted(weight: Tensor, scheme: Scheme, scales: Callable[[Tensor], tuple[Tensor, Tensor | None]]) -> PackedTensor:
+    """Round a weight [O, I] of any float dtype to nearest on the scales and zero points that `scales` finds for rows of
+    it, float32 [R, I]. The rows go in slices, unless one scale is for the whole tensor: no float32 copy is made of a
+    matrix with a row for each token of a vocabulary."""
+    rows, columns = weight.shape
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    found, zeros = list[Tensor](), list[Tensor]()
+    for part in [slice(None)] if scheme.grid.granularity == "tensor" else row_slices(rows, columns):
+        some = weight[part].float()
+        scale, zero = scales(some)
+        codes[part] = round_to_grid(some, scale, zero, scheme.grid)
+        found.append(scale)
+        zeros += [] if zero is None else [zero]
+    return encode(codes, torch.cat(found), torch.cat(zeros) if zeros else None, scheme, (rows, columns))
+
+
 def encode(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, shape: tuple[int, int]) -> PackedTensor:
     """Store codes [O, I], scale and zero ([O, G], or [1]; zero None on a symmetric grid) as `scheme` lays them out.
-
-    Codes and zero points are signed. Raises ValueError where dtypes or shapes are not those of the scheme.
-    """
+    Codes and zero points are signed. Raises ValueError where dtypes or shapes are not those of the scheme."""
     grid, packed = scheme.grid, scheme.layout == "packed"
     assert (zero is None) == grid.symmetric, "a zero point goes with an asymmetric grid, and only with it"
     parts = {"codes": pack_words(codes, grid.bits) if packed else codes.to(torch.int8), "scale": scale}
@@ -129,10 +143,8 @@ def encode(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, sh
 
 
 def decode(packed: PackedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (codes int8 [O, I], scale, zero int8 or None); undoes `encode`.
-
-    Scale and zero are [O, G], or [1] for a tensor.
-    """
+    """Return (codes int8 [O, I], scale, zero int8 or None); undoes `encode`. Scale and zero are [O, G], or [1] for a
+    tensor."""
     codes, grid = packed.parts["codes"], packed.scheme.grid
     if packed.scheme.layout == "packed":
         codes = unpack_words(codes, grid.bits, packed.shape[1])
@@ -142,11 +154,9 @@ def decode(packed: PackedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
 def dequantize(
     packed: PackedTensor, dtype: torch.dtype = torch.float32, rows: slice = ALL, out: Tensor | None = None
 ) -> Tensor:
-    """Return the weight [O, I] in `dtype`, or some of its rows: (code - zero) * scale.
-
-    The arithmetic is done in the wider of `dtype` and the scale's dtype. In the scale's own dtype the values are
-    compressed-tensors', bit for bit: integer and product fit float32's 24 bits, so either way rounds once.
-    """
+    """Return the weight [O, I] in `dtype`, or some of its rows: (code - zero) * scale. The arithmetic is done in the
+    wider of `dtype` and the scale's dtype. In the scale's own dtype the values are compressed-tensors', bit for bit:
+    integer and product fit float32's 24 bits, so either way rounds once."""
     columns, grid, stored = packed.shape[1], packed.scheme.grid, packed.parts["codes"][rows]
     scale, zero = _rows(packed.parts["scale"], _zero(packed), rows)
     wide = scale.to(torch.promote_types(dtype, scale.dtype))
@@ -161,11 +171,9 @@ def dequantize(
 
 def fake_quantize(x: Tensor, grid: Grid, scale: Tensor | None = None, zero: Tensor | None = None) -> Tensor:
     """Round x [..., I] to the grid and back, in x's dtype: the input of a linear layer with quantized activations.
-
     Without `scale` the range is taken from x itself (dynamic), per token, group or tensor; with a scale [1] (and a zero
     point, on an asymmetric grid) it is fixed (static). Values are compressed-tensors' for the same arguments. Raises
-    ValueError on a NaN or an infinity in x: a static range would otherwise clip an infinity silently.
-    """
+    ValueError on a NaN or an infinity in x: a static range would otherwise clip an infinity silently."""
     low, high = min_max(x, grid)
     if scale is None:
         scale, zero = qparams(low, high, grid)
@@ -183,9 +191,7 @@ def fixed_scale(largest: Tensor, form: Grid) -> Tensor:
 
 def _zero(packed: PackedTensor) -> Tensor | None:
     grid, zero = packed.scheme.grid, packed.parts.get("zero")
-    if zero is None or zero.dtype == torch.int8:
-        return zero
-    return unpack_words(zero.t(), grid.bits, packed.shape[0]).t()
+    return zero if zero is None or zero.dtype == torch.int8 else unpack_words(zero.t(), grid.bits, packed.shape[0]).t()
 
 
 def _rows(scale: Tensor, zero: Tensor | None, part: slice) -> tuple[Tensor, Tensor | None]:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from attar.errors import UserError
 from attar.formats.scheme import Grid, Layout, Scheme
 from attar.formats.weight_formats import (
     Fp4,
@@ -48,7 +49,9 @@ def units(scheme: Scheme) -> Mapping[str, Units]:
     """Return the units of every part but `shape`. Raises ValueError for weights that cannot be cut."""
     found = _units(scheme.weight, scheme.layout)
     if found is None:
-        raise ValueError(f"{scheme.name} weights cannot be cut: what is stored of a row depends on others")
+        raise UserError(
+            "parallel_unsupported", f"{scheme.name} weights cannot be cut: what is stored of a row depends on others"
+        )
     return found
 
 
@@ -71,13 +74,11 @@ def _units(form: WeightFormat, layout: Layout) -> dict[str, Units] | None:
         case Lookup() if not form.outliers:
             return {"codes": (ONE, _words(form.bits)), "table": (ONE, None)}
         case Sparse24():
-            inner: dict[str, Units] | None = (
-                {"values": (ONE, ONE)} if form.values is None else _units(form.values, "packed")
-            )
+            plain: dict[str, Units] = {"values": (ONE, ONE)}
+            inner = plain if form.values is None else _units(form.values, "packed")
             if inner is None:
                 return None
-            halves = {name: _doubled(dimensions) for name, dimensions in inner.items()}
-            return halves | {"places": (ONE, Unit(8))}
+            return {name: _doubled(dimensions) for name, dimensions in inner.items()} | {"places": (ONE, Unit(8))}
         case _:
             return None
 

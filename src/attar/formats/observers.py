@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats.affine import by_scale, min_max, qparams, round_to_grid, to_values
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Grid
@@ -42,11 +43,9 @@ The norm above 2 is GPTQ's authors' choice: it spares the large weights, which m
 
 
 class Observer(Protocol):
-    """An observer of tensors of any shape and float dtype, which answers with a range.
-
-    `observe` raises ValueError on a NaN or an infinity, `range` where nothing was observed. `range` returns (minimum,
-    maximum), both float32 [1], the arguments of `affine.qparams`.
-    """
+    """An observer of tensors of any shape and float dtype, which answers with a range. `observe` raises ValueError on a
+    NaN or an infinity, `range` where nothing was observed. `range` returns (minimum, maximum), both float32 [1], the
+    arguments of `affine.qparams`."""
 
     def observe(self, x: Tensor) -> None: ...
 
@@ -73,7 +72,9 @@ class MinMax:
 
     def range(self) -> tuple[Tensor, Tensor]:
         if self._range is None:
-            raise ValueError("no values were observed: calibration reached this layer with no tokens")
+            raise UserError(
+                "linear_without_tokens", "no values were observed: calibration reached this layer with no tokens"
+            )
         return self._range
 
 
@@ -117,7 +118,7 @@ class Histogram:
 
     def observe(self, x: Tensor) -> None:
         self._extremes.observe(x)
-        low, high = self.range()
+        low, high = self.extremes()
         _, exponent = torch.frexp(torch.maximum(low.abs(), high.abs()))  # magnitudes are below 2^exponent
         self._widen(int(exponent))
         flat = x.detach().flatten()
@@ -126,84 +127,69 @@ class Histogram:
             index = (values.abs() / self.width).long() + self.bins * (values >= 0)
             self.counts += torch.bincount(index, minlength=2 * self.bins).view(2, self.bins)
 
-    def range(self) -> tuple[Tensor, Tensor]:
+    def extremes(self) -> tuple[Tensor, Tensor]:
         low, high = self._extremes.range()
         return low.cpu(), high.cpu()
 
     def _widen(self, exponent: int) -> None:
         while self.exponent < exponent:
-            merged = self.counts.view(2, self.bins // 2, 2).sum(-1)
-            self.counts = torch.nn.functional.pad(merged, (0, self.bins // 2))
+            self.counts = torch.nn.functional.pad(self.counts.view(2, self.bins // 2, 2).sum(-1), (0, self.bins // 2))
             self.exponent += 1
 
 
-class Percentile:
-    """The range that leaves at most (100 - percentile) % of the values out at either end, to a bin's width.
-
-    It is rounded outwards; at 100 it is exactly `MinMax`.
-    """
+class Percentile(Histogram):
+    """The range that leaves at most (100 - percentile) % of the values out at either end, to a bin's width. It is
+    rounded outwards; at 100 it is exactly `MinMax`."""
 
     def __init__(self, percentile: float = 99.99) -> None:
         if not 50 < percentile <= 100:
             raise ValueError(f"a percentile is above 50 and at most 100, not {percentile}")
+        super().__init__(FINE_BINS)
         self._outside = 1 - percentile / 100
-        self._histogram = Histogram(FINE_BINS)
-
-    def observe(self, x: Tensor) -> None:
-        self._histogram.observe(x)
 
     def range(self) -> tuple[Tensor, Tensor]:
-        low, high = self._histogram.range()
-        counts, centres = self._histogram.occurrences, self._histogram.centres
+        low, high = self.extremes()
+        counts, centres = self.occurrences, self.centres
         spare = self._outside * int(counts.sum())
-        half = self._histogram.width / 2
+        half = self.width / 2
         first = int((counts.cumsum(0) > spare).int().argmax())  # the first bin not left out
         last = counts.numel() - 1 - int((counts.flip(0).cumsum(0) > spare).int().argmax())
         return torch.maximum(low, centres[first] - half), torch.minimum(high, centres[last] + half)
 
 
-class MSE:
+class MSE(Histogram):
     """The shrunk range with the least error over all values seen, each taken at its bin's centre."""
 
     def __init__(self, grid: Grid, steps: int = STEPS, lowest: float = LOWEST, norm: float = 2.0) -> None:
+        super().__init__(FINE_BINS)
         self._grid, self._search = grid, (steps, lowest, norm)
-        self._histogram = Histogram(FINE_BINS)
-
-    def observe(self, x: Tensor) -> None:
-        self._histogram.observe(x)
 
     def range(self) -> tuple[Tensor, Tensor]:
-        low, high = self._histogram.range()
-        seen = self._histogram.occurrences > 0
-        values, mass = self._histogram.centres[seen][None], self._histogram.occurrences[seen][None]
-        return _shrink(values, mass, low, high, self._grid, None, *self._search)
+        seen = self.occurrences > 0
+        values, mass = self.centres[seen][None], self.occurrences[seen][None]
+        return _shrink(values, mass, *self.extremes(), self._grid, None, self._search)
 
 
-class KL:
+class KL(Histogram):
     """Entropy calibration for symmetric grids of `bits`; the range is cut to [-t, t], and to the values seen."""
 
     def __init__(self, bits: int = 8) -> None:
+        super().__init__(KL_BINS)
         self._levels = 1 << (bits - 1)
-        self._histogram = Histogram(KL_BINS)
-
-    def observe(self, x: Tensor) -> None:
-        self._histogram.observe(x)
 
     def range(self) -> tuple[Tensor, Tensor]:
-        low, high = self._histogram.range()
-        threshold = kl_threshold(self._histogram.counts.sum(0), self._levels) * self._histogram.width
+        low, high = self.extremes()
+        threshold = kl_threshold(self.counts.sum(0), self._levels) * self.width
         return low.clamp(min=-threshold), high.clamp(max=threshold)
 
 
 def kl_threshold(counts: Tensor, levels: int = 128) -> int:
-    """Return how many leading bins to keep, given a histogram of magnitudes `counts` [B], B > levels.
-
-    For each i in levels .. B, P is the first i bins with all mass beyond them added to the last; Q is the first i bins
-    without that mass, averaged over `levels` runs (bin j in run floor(j * levels / i)), each average spread over the
-    nonempty bins of its run. The result is the i with the least KL(P || Q), both normalised, the smallest among equals
+    """Return how many leading bins to keep, given a histogram of magnitudes `counts` [B], B > levels. For each i in
+    levels .. B, P is the first i bins with all mass beyond them added to the last; Q is the first i bins without that
+    mass, averaged over `levels` runs (bin j in run floor(j * levels / i)), each average spread over the nonempty bins
+    of its run. The result is the i with the least KL(P || Q), both normalised, the smallest among equals
     (`SAME_DIVERGENCE`). A cut whose last bin is empty but receives outliers has an infinite divergence. Prefix sums
-    give every run, so all cuts are scored at once.
-    """
+    give every run, so all cuts are scored at once."""
     histogram = counts.double()
     cuts = torch.arange(levels, counts.numel() + 1)
     mass, filled = (torch.nn.functional.pad(each.cumsum(0), (1, 0)) for each in (histogram, (histogram > 0).double()))
@@ -232,19 +218,16 @@ def mse_range(
     norm: float = NORM,
 ) -> tuple[Tensor, Tensor]:
     """Return the range of each group of `weight` [O, I] whose grid rounds it with the least error: (minimum, maximum).
-
     Tries (p * min, p * max) for p = 1 down to `lowest` in `steps` steps and keeps the least sum of |error|^norm, the
     larger p among equals, for every [O, G] (or [1]) on its own. p = 1 is among them, so no group comes out worse than
     by `min_max`; by its squared error where norm is 2. Errors are those of the codes and scales of `qparams` and
-    `round_to_grid`, with scales in `scale_dtype`. Raises ValueError like `min_max` and `qparams`.
-    """
+    `round_to_grid`, with scales in `scale_dtype`. Raises ValueError like `min_max` and `qparams`."""
     low, high = min_max(weight, grid)
+    search = steps, lowest, norm
     if low.ndim == 1:
-        return _shrink(weight, None, low, high, grid, scale_dtype, steps, lowest, norm)
+        return _shrink(weight, None, low, high, grid, scale_dtype, search)
     for part in row_slices(*weight.shape):
-        low[part], high[part] = _shrink(
-            weight[part], None, low[part], high[part], grid, scale_dtype, steps, lowest, norm
-        )
+        low[part], high[part] = _shrink(weight[part], None, low[part], high[part], grid, scale_dtype, search)
     return low, high
 
 
@@ -255,18 +238,17 @@ def _shrink(
     high: Tensor,
     grid: Grid,
     scale_dtype: torch.dtype | None,
-    steps: int,
-    lowest: float,
-    norm: float,
+    search: tuple[int, float, float],
 ) -> tuple[Tensor, Tensor]:
-    """Return `mse_range` for given extremes; `mass` counts how often each x [R, C] occurs."""
+    """Return `mse_range` for given extremes; `mass` counts how often each x [R, C] occurs. `search` is steps, lowest
+    and norm."""
+    steps, lowest, norm = search
     best_low, best_high = low.clone(), high.clone()
     least = torch.full(low.shape, torch.inf, dtype=torch.float32, device=x.device)
     for step in range(steps + 1):
         factor = 1 - (1 - lowest) * step / steps
         scale, zero = qparams(low * factor, high * factor, grid, scale_dtype)
-        values = to_values(round_to_grid(x, scale, zero, grid), scale, zero)
-        errors = (values.float() - x).abs_().pow_(norm)
+        errors = (to_values(round_to_grid(x, scale, zero, grid), scale, zero).float() - x).abs_().pow_(norm)
         if mass is not None:
             errors *= mass
         error = errors.sum().reshape(1) if low.ndim == 1 else by_scale(errors, low.shape[-1]).sum(-1)

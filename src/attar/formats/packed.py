@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import attar.vml  # noqa: F401 - before anything is computed with weights
+from attar.errors import UserError
 from attar.formats.scheme import Scheme
 from attar.formats.weight_formats import WeightFormat
 
@@ -23,10 +24,8 @@ ALL = slice(None)
 
 @dataclass(frozen=True, eq=False)
 class PackedTensor:
-    """A weight of `shape` (out, in), stored as the parts that `scheme.parts(shape)` declares.
-
-    Raises ValueError on construction where a part is missing, unknown, or of another dtype or shape.
-    """
+    """A weight of `shape` (out, in), stored as the parts that `scheme.parts(shape)` declares. Raises ValueError on
+    construction where a part is missing, unknown, or of another dtype or shape."""
 
     scheme: Scheme
     shape: tuple[int, int]
@@ -35,13 +34,16 @@ class PackedTensor:
     def __post_init__(self) -> None:
         declared = self.scheme.parts(self.shape)
         if declared.keys() != self.parts.keys():
-            raise ValueError(f"{self.scheme.name} stores {sorted(declared)}, not {sorted(self.parts)}")
+            raise UserError(
+                "checkpoint_malformed", f"{self.scheme.name} stores {sorted(declared)}, not {sorted(self.parts)}"
+            )
         for name, part in declared.items():
             tensor = self.parts[name]
             if tensor.dtype != getattr(torch, part.dtype) or tuple(tensor.shape) != part.shape:
-                raise ValueError(
+                raise UserError(
+                    "checkpoint_malformed",
                     f"part {name!r} of {self.scheme.name} {self.shape} must be {part.dtype} {part.shape}, "
-                    f"not {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+                    f"not {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}",
                 )
 
     @property
@@ -59,11 +61,8 @@ class PackedTensor:
 
 
 class Codec(Protocol):
-    """The functions of a codec's module.
-
-    `fake_quantize` exists where activations can have the format; `fixed_scale` where they can have it with a scale [1]
-    that calibration found from their `largest` magnitude [1].
-    """
+    """The functions of a codec's module. `fake_quantize` exists where activations can have the format; `fixed_scale`
+    where they can have it with a scale [1] that calibration found from their `largest` magnitude [1]."""
 
     def dequantize(self, packed: PackedTensor, dtype: torch.dtype, rows: slice, out: Tensor | None) -> Tensor: ...
 
@@ -75,18 +74,10 @@ class Codec(Protocol):
 
 
 _CODECS: Mapping[str, str] = {
-    "int": "affine",
-    "e4m3": "floats",
-    "e5m2": "floats",
-    "ggml": "codecs.ggml_codec",
-    "fp8-block": "codecs.fp8_blocks",
-    "fp4": "codecs.fp4",
-    "nf4": "codecs.nf4",
-    "progressive": "codecs.progressive",
-    "llm-int8": "codecs.llm_int8",
-    "lookup": "codecs.lookup",
-    "sparse24": "codecs.sparse24",
-}
+    "int": "affine", "e4m3": "floats", "e5m2": "floats", "ggml": "codecs.ggml_codec", "fp8-block": "codecs.fp8_blocks",
+    "fp4": "codecs.fp4", "nf4": "codecs.nf4", "progressive": "codecs.progressive", "llm-int8": "codecs.llm_int8",
+    "lookup": "codecs.lookup", "sparse24": "codecs.sparse24",
+}  # fmt: skip
 """Codec module of each `WeightFormat.kind`."""
 
 

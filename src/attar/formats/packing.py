@@ -26,6 +26,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
+
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Output column, of eight, that nibble i of an AWQ word holds."""
 
@@ -42,9 +44,7 @@ def row_slices(rows: int, columns: int) -> Iterator[slice]:
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
     """Pack signed codes [R, C] (any integer dtype, -2^(bits-1) .. 2^(bits-1)-1) into int32 words [R, ceil(C*bits/32)].
-
-    Bits past a row's last element are zero.
-    """
+    Bits past a row's last element are zero."""
     rows, columns = codes.shape
     half = 1 << (bits - 1)
     words = torch.zeros((rows, -(-columns * bits // 32)), dtype=torch.int32, device=codes.device)
@@ -70,13 +70,14 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_words(words: Tensor, bits: int, columns: int) -> Tensor:
-    """Unpack int32 words [R, W] to signed codes, int8 [R, columns]; undoes `pack_words`.
-
-    Raises ValueError where `columns` elements do not take W words.
-    """
+    """Unpack int32 words [R, W] to signed codes, int8 [R, columns]; undoes `pack_words`. Raises ValueError where
+    `columns` elements do not take W words."""
     rows, stored = words.shape
     if stored != -(-columns * bits // 32):
-        raise ValueError(f"{columns} elements of {bits} bits take {-(-columns * bits // 32)} words a row, not {stored}")
+        raise UserError(
+            "checkpoint_malformed",
+            f"{columns} elements of {bits} bits take {-(-columns * bits // 32)} words a row, not {stored}",
+        )
     codes = torch.empty((rows, columns), dtype=torch.uint8, device=words.device)
     period, width = _period(bits)
     runs = -(-columns // period)
@@ -107,19 +108,16 @@ def _period(bits: int) -> tuple[int, int]:
 
 
 def unpack_gptq(qweight: Tensor, bits: int) -> Tensor:
-    """Unpack GPTQ's qweight, int32 [I*bits/32, O] packed down the input dimension, to signed codes, int8 [O, I].
-
-    A GPTQ qzeros, int32 [groups, O*bits/32], is in the dense order along its rows: `unpack_words(qzeros, bits, O)`.
-    Version 1 of the format stores zero points minus one; the reader adds it.
-    """
+    """Unpack GPTQ's qweight, int32 [I*bits/32, O] packed down the input dimension, to signed codes, int8 [O, I]. A GPTQ
+    qzeros, int32 [groups, O*bits/32], is in the dense order along its rows: `unpack_words(qzeros, bits, O)`. Version 1
+    of the format stores zero points minus one; the reader adds it."""
     return unpack_words(qweight.t(), bits, qweight.shape[0] * 32 // bits)
 
 
 def unpack_awq(words: Tensor) -> Tensor:
     """Unpack AWQ's qweight [I, O/8] or qzeros [groups, O/8], int32, to signed 4-bit codes, int8 [I or groups, O]."""
     in_nibble_order = unpack_words(words, 4, words.shape[1] * 8).view(*words.shape, 8)
-    nibble_of = [AWQ_ORDER.index(column) for column in range(8)]
-    return in_nibble_order[..., nibble_of].flatten(1)
+    return in_nibble_order[..., [AWQ_ORDER.index(column) for column in range(8)]].flatten(1)
 
 
 def pack_awq(codes: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
+from attar.errors import UserError
 from attar.formats.weight_formats import ITEM_BITS as ITEM_BITS
 from attar.formats.weight_formats import (
     WEIGHT_FORMATS,
@@ -48,12 +49,10 @@ FLOAT8 = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The values that a quantized tensor may take, and how much of the tensor shares one scale.
-
-    `tensor` has one scale; `channel` one per output row of a weight; `token` one per row of activations; `group` one
-    per `group_size` consecutive elements along the input dimension. Raises ValueError on construction where the fields
-    do not fit each other.
-    """
+    """The values that a quantized tensor may take, and how much of the tensor shares one scale. `tensor` has one scale;
+    `channel` one per output row of a weight; `token` one per row of activations; `group` one per `group_size`
+    consecutive elements along the input dimension. Raises ValueError on construction where the fields do not fit each
+    other."""
 
     kind: Kind = "int"
     bits: int = 8
@@ -64,12 +63,12 @@ class Grid:
     def __post_init__(self) -> None:
         if self.kind == "int":
             if not 2 <= self.bits <= 8:
-                raise ValueError(f"integer grids have 2 to 8 bits, not {self.bits}")
+                raise UserError("scheme_unsupported", f"integer grids have 2 to 8 bits, not {self.bits}")
         elif self.kind in FLOAT8:
             if self.bits != 8:
-                raise ValueError(f"{self.kind} has 8 bits, not {self.bits}")
+                raise UserError("scheme_unsupported", f"{self.kind} has 8 bits, not {self.bits}")
             if not self.symmetric:
-                raise ValueError(f"{self.kind} is a signed float: it has no asymmetric form")
+                raise UserError("scheme_unsupported", f"{self.kind} is a signed float: it has no asymmetric form")
         else:
             raise ValueError(f"unknown kind {self.kind!r}: known are int, e4m3, e5m2")
         if self.granularity not in ("tensor", "channel", "group", "token"):
@@ -77,7 +76,7 @@ class Grid:
         if (self.granularity == "group") != (self.group_size is not None):
             raise ValueError("group_size goes with granularity 'group', and only with it")
         if self.group_size is not None and self.group_size < 1:
-            raise ValueError(f"group_size must be positive, not {self.group_size}")
+            raise UserError("quantization_invalid", f"group_size must be positive, not {self.group_size}")
 
     @property
     def qmin(self) -> float:
@@ -86,11 +85,8 @@ class Grid:
 
     @property
     def qmax(self) -> float:
-        """Largest code (int) or largest finite value (float), before scaling.
-
-        Asymmetric codes are stored signed too: code and zero point are both shifted by 2^(bits-1), which leaves their
-        difference unchanged.
-        """
+        """Largest code (int) or largest finite value (float), before scaling. Asymmetric codes are stored signed too:
+        code and zero point are both shifted by 2^(bits-1), which leaves their difference unchanged."""
         return {"int": float(2 ** (self.bits - 1) - 1), "e4m3": 448.0, "e5m2": 57344.0}[self.kind]
 
     @property
@@ -134,9 +130,10 @@ class Grid:
             return 1
         if columns % self.group_size:
             divisors = [g for g in (256, 128, 64, 32, 16, 8) if columns % g == 0]
-            raise ValueError(
+            raise UserError(
+                "group_size_indivisible",
                 f"group size {self.group_size} does not divide {columns} input columns"
-                + (f"; {', '.join(map(str, divisors))} would" if divisors else "")
+                + (f"; {', '.join(map(str, divisors))} would" if divisors else ""),
             )
         return columns // self.group_size
 
@@ -156,14 +153,12 @@ ROUNDS: Mapping[str, WeightFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The storage of one linear layer's weight, and the rounding of its input before the product.
-
-    `layout` is for grids: `packed` (codes back to back in int32 words, none wasted, the order of compressed-tensors'
-    pack-quantized) or `plain` (one int8 or float8 an element). Other formats have their own and say `plain`. `static`
-    activations use a scale fixed at calibration, which belongs to the linear layer; dynamic ones are scaled from the
-    current values. NVFP4's do both: groups are scaled from the values, under one fixed number. Raises ValueError on
-    construction where the fields do not fit each other.
-    """
+    """The storage of one linear layer's weight, and the rounding of its input before the product. `layout` is for
+    grids: `packed` (codes back to back in int32 words, none wasted, the order of compressed-tensors' pack-quantized) or
+    `plain` (one int8 or float8 an element). Other formats have their own and say `plain`. `static` activations use a
+    scale fixed at calibration, which belongs to the linear layer; dynamic ones are scaled from the current values.
+    NVFP4's do both: groups are scaled from the values, under one fixed number. Raises ValueError on construction where
+    the fields do not fit each other."""
 
     weight: WeightFormat
     activation: WeightFormat | None = None
@@ -174,27 +169,32 @@ class Scheme:
     def __post_init__(self) -> None:
         weight, activation = self.weight, self.activation
         if isinstance(weight, Grid) and weight.granularity == "token":
-            raise ValueError("a weight has no tokens: its granularity is tensor, channel or group")
+            raise UserError("scheme_unsupported", "a weight has no tokens: its granularity is tensor, channel or group")
         if isinstance(activation, Grid) and activation.granularity == "channel":
-            raise ValueError("activations are quantized per tensor, token or group, not per channel")
+            raise UserError(
+                "scheme_unsupported", "activations are quantized per tensor, token or group, not per channel"
+            )
         grids = isinstance(weight, Grid) and isinstance(activation, Grid)
         if activation is not None and not grids and activation != ROUNDS.get(weight.name):
-            raise ValueError(f"{weight.name} weights do not go with {activation.name} activations")
+            raise UserError("scheme_unsupported", f"{weight.name} weights do not go with {activation.name} activations")
         per_tensor = isinstance(activation, Grid) and activation.granularity == "tensor"
         if self.static and not per_tensor and activation != NVFP4:
-            raise ValueError("static activation scales are per tensor")
+            raise UserError("scheme_unsupported", "static activation scales are per tensor")
         if self.layout == "packed" and weight.kind != "int":
-            raise ValueError(
+            raise UserError(
+                "scheme_unsupported",
                 "float8 weights are stored plain: one byte an element"
                 if isinstance(weight, Grid)
-                else f"{weight.name} has one layout, its own, and no packed one"
+                else f"{weight.name} has one layout, its own, and no packed one",
             )
 
     @property
     def grid(self) -> Grid:
         """The weight's grid. Raises ValueError where its values lie on none."""
         if not isinstance(self.weight, Grid):
-            raise ValueError(f"{self.name} is no uniform grid, such as w4g128, which is what is needed here")
+            raise UserError(
+                "scheme_unsupported", f"{self.name} is no uniform grid, such as w4g128, which is what is needed here"
+            )
         return self.weight
 
     def check(self, columns: int) -> None:
@@ -217,7 +217,7 @@ class Scheme:
 
     def with_scale_dtype(self, dtype: str) -> Scheme:
         if dtype not in get_args(ScaleDtype):
-            raise ValueError(f"scales are float32, float16 or bfloat16, not {dtype}")
+            raise UserError("quantization_unsupported", f"scales are float32, float16 or bfloat16, not {dtype}")
         return replace(self, scale_dtype=cast(ScaleDtype, dtype))
 
     @property
@@ -248,7 +248,10 @@ class Scheme:
             inner = name.removeprefix(SPARSE)
             values = None if inner.startswith(SPARSE) else Scheme.parse(inner)
             if values is None or values.layout != "packed":
-                raise ValueError(f"unknown scheme {name!r}: the values of {SPARSE}... are weights alone, such as w4g64")
+                raise UserError(
+                    "scheme_unknown",
+                    f"unknown scheme {name!r}: the values of {SPARSE}... are weights alone, such as w4g64",
+                )
             return Scheme(Sparse24(values.weight), layout="plain")
         match = re.fullmatch(
             r"(?:w(?P<bits>\d)(?:a(?P<abits>[48]))?|(?P<fp8>fp8)(?P<e5m2>-e5m2)?)(?:g(?P<group>[1-9]\d*))?"
@@ -256,10 +259,11 @@ class Scheme:
             name,
         )
         if match is None:
-            raise ValueError(
+            raise UserError(
+                "scheme_unknown",
                 f"unknown scheme {name!r}: a scheme is w<bits> with optional g<group>, a8, -asym "
                 f"(w4g128, w3g64-asym, w8, w8a8, w8a8-static), or fp8, fp8-e5m2, {SPARSE}w4g64, "
-                f"{', '.join(WEIGHT_FORMATS)}"
+                f"{', '.join(WEIGHT_FORMATS)}",
             )
         group = int(match["group"]) if match["group"] else None
         granularity: Granularity = "group" if group else "tensor" if match["tensor"] else "channel"
@@ -269,16 +273,16 @@ class Scheme:
         if match["abits"] or (match["fp8"] and not match["wonly"]):
             activation = Grid(kind, int(match["abits"] or 8), True, "tensor" if match["act"] else "token")
         elif match["act"]:
-            raise ValueError(f"scheme {name!r} has an activation suffix but no quantized activations")
+            raise UserError(
+                "scheme_unsupported", f"scheme {name!r} has an activation suffix but no quantized activations"
+            )
         plain = activation is not None or kind != "int"
         return Scheme(weight, activation, match["act"] == "-static", layout="plain" if plain else "packed")
 
 
 def multiplied_in(scheme: Scheme | None) -> Literal["bf16", "int8", "fp8"]:
     """Return the number format in which a GPU's tensor cores multiply a weight of this scheme; None is a dense weight.
-
-    It selects the GPU's peak rate with which its products are compared, where a kernel exists.
-    """
+    It selects the GPU's peak rate with which its products are compared, where a kernel exists."""
     rounding = None if scheme is None else scheme.activation
     if rounding is None:
         return "bf16"

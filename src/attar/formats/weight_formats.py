@@ -17,24 +17,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
+from attar.errors import UserError
 from attar.formats.codecs.ggml import TYPES, GgmlType
 
 ScaleDtype = Literal["float32", "float16", "bfloat16"]
 
 ITEM_BITS: Mapping[str, int] = {
-    "int8": 8,
-    "uint8": 8,
-    "int16": 16,
-    "int32": 32,
-    "int64": 64,
-    "float16": 16,
-    "bfloat16": 16,
-    "float32": 32,
-    "float64": 64,
-    "float8_e4m3fn": 8,
-    "float8_e5m2": 8,
-    "bool": 8,
-}
+    "int8": 8, "uint8": 8, "int16": 16, "int32": 32, "int64": 64, "float16": 16, "bfloat16": 16, "float32": 32,
+    "float64": 64, "float8_e4m3fn": 8, "float8_e5m2": 8, "bool": 8,
+}  # fmt: skip
 """Bits of one stored element, by torch dtype name."""
 
 
@@ -66,10 +57,7 @@ class WeightFormat(Protocol):
     @property
     def by_row(self) -> bool:
         """Return whether the stored data of a row depends on that row alone, and lies at that row of every part but
-        `shape`.
-
-        If so, rows can be quantized and written some at a time.
-        """
+        `shape`. If so, rows can be quantized and written some at a time."""
         ...
 
     def check(self, columns: int) -> None:
@@ -79,6 +67,13 @@ class WeightFormat(Protocol):
     def parts(self, shape: tuple[int, int], scale_dtype: ScaleDtype) -> dict[str, Part]:
         """Return every array of a stored weight of `shape` (out, in). Raises ValueError like `check`."""
         ...
+
+
+def _runs(columns: int, size: int, what: str) -> int:
+    """Return the runs of `size` in a row of `columns` elements. Raises ValueError where they do not divide it."""
+    if columns % size:
+        raise UserError("group_size_indivisible", f"{what} of {size}, which do not divide {columns} input columns")
+    return columns // size
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +115,9 @@ class Fp8Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Fp4:
-    """E2M1, two codes a byte, in groups with a scale of eight bits. Codec `fp4`.
-
-    `mxfp4` (OCP): groups of 32 under a power of two, E8M0. `nvfp4` (NVIDIA): groups of 16 under an E4M3 number, divided
-    by a float32 number for the whole tensor.
-    """
+    """E2M1, two codes a byte, in groups with a scale of eight bits. Codec `fp4`. `mxfp4` (OCP): groups of 32 under a
+    power of two, E8M0. `nvfp4` (NVIDIA): groups of 16 under an E4M3 number, divided by a float32 number for the whole
+    tensor."""
 
     kind: ClassVar[str] = "fp4"
 
@@ -139,8 +132,7 @@ class Fp4:
         return 32 if self.name == "mxfp4" else 16
 
     def check(self, columns: int) -> None:
-        if columns % self.group:
-            raise ValueError(f"{self.name} has groups of {self.group}, which do not divide {columns} input columns")
+        _runs(columns, self.group, f"{self.name} has groups")
 
     def parts(self, shape: tuple[int, int], scale_dtype: ScaleDtype) -> dict[str, Part]:
         rows, columns = shape
@@ -153,10 +145,7 @@ class Fp4:
 @dataclass(frozen=True, slots=True)
 class Nf4:
     """NF4: sixteen quantiles of a normal distribution, times the largest magnitude of 64 weights, as bitsandbytes
-    stores it.
-
-    With `double`, that magnitude is quantized to eight bits in turn. Codec `nf4`.
-    """
+    stores it. With `double`, that magnitude is quantized to eight bits in turn. Codec `nf4`."""
 
     kind: ClassVar[str] = "nf4"
     by_row: ClassVar[bool] = False  # a second-level scale covers 256 blocks, wherever rows end
@@ -171,8 +160,7 @@ class Nf4:
         return "nf4" if self.double else "nf4-single"
 
     def check(self, columns: int) -> None:
-        if columns % self.block:
-            raise ValueError(f"nf4 has blocks of {self.block}, which do not divide {columns} input columns")
+        _runs(columns, self.block, "nf4 has blocks")
 
     def parts(self, shape: tuple[int, int], scale_dtype: ScaleDtype) -> dict[str, Part]:
         self.check(shape[1])
@@ -191,11 +179,8 @@ class Nf4:
 
 @dataclass(frozen=True, slots=True)
 class Progressive:
-    """QServe's format: four bits in groups upon int8 in rows.
-
-    A group's codes times a whole number, less another, are int8; one float a row turns these into weights. Codec
-    `progressive`.
-    """
+    """QServe's format: four bits in groups upon int8 in rows. A group's codes times a whole number, less another, are
+    int8; one float a row turns these into weights. Codec `progressive`."""
 
     kind: ClassVar[str] = "progressive"
     by_row: ClassVar[bool] = True
@@ -212,9 +197,7 @@ class Progressive:
 
     def groups(self, columns: int) -> int:
         """Return the groups of a row of `columns` elements. Raises ValueError where their size does not divide it."""
-        if columns % self.group:
-            raise ValueError(f"{self.name} has groups of {self.group}, which do not divide {columns} input columns")
-        return columns // self.group
+        return _runs(columns, self.group, f"{self.name} has groups")
 
     def parts(self, shape: tuple[int, int], scale_dtype: ScaleDtype) -> dict[str, Part]:
         rows, columns = shape
@@ -229,10 +212,8 @@ class Progressive:
 
 @dataclass(frozen=True, slots=True)
 class Int8Rows:
-    """LLM.int8()'s weights: int8 with the largest magnitude of each row, as bitsandbytes stores them.
-
-    Outliers of the inputs are not rounded. Codec `llm_int8`.
-    """
+    """LLM.int8()'s weights: int8 with the largest magnitude of each row, as bitsandbytes stores them. Outliers of the
+    inputs are not rounded. Codec `llm_int8`."""
 
     kind: ClassVar[str] = "llm-int8"
     name: ClassVar[str] = "llm-int8"
@@ -247,10 +228,8 @@ class Int8Rows:
 
 @dataclass(frozen=True, slots=True)
 class Outliers:
-    """LLM.int8()'s activations: a row's values of at least `threshold` stay, the others are int8.
-
-    The scale is the row's largest remaining magnitude. No weight has this format. Codec `llm_int8`.
-    """
+    """LLM.int8()'s activations: a row's values of at least `threshold` stay, the others are int8. The scale is the
+    row's largest remaining magnitude. No weight has this format. Codec `llm_int8`."""
 
     kind: ClassVar[str] = "llm-int8"
     by_row: ClassVar[bool] = True
@@ -275,11 +254,9 @@ NUMBERS: Mapping[ScaleDtype, str] = {"float16": "", "float32": "-f32", "bfloat16
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """Codes of `bits` bits into a table of each row's own, plus `outliers` (a share of the matrix) that are added to
-    it.
-
-    Outliers are stored row by row (CSR). This is SqueezeLLM's format, with its names for 0.05 and 0.45 %, s5 and s45.
-    attar writes float16 `numbers` and those shares; SqueezeLLM's own files have float32 and any count. Codec `lookup`.
-    """
+    it. Outliers are stored row by row (CSR). This is SqueezeLLM's format, with its names for 0.05 and 0.45 %, s5 and
+    s45. attar writes float16 `numbers` and those shares; SqueezeLLM's own files have float32 and any count. Codec
+    `lookup`."""
 
     kind: ClassVar[str] = "lookup"
 
@@ -290,8 +267,7 @@ class Lookup:
     @staticmethod
     def of(bits: int, count: int, shape: tuple[int, int], numbers: ScaleDtype) -> Lookup:
         """Return the format of a matrix with `count` outliers, equal to what `parse` makes of its name."""
-        share = float(f"{10_000 * count / (shape[0] * shape[1]):.12g}") / 10_000
-        return Lookup(bits, share, numbers)
+        return Lookup(bits, float(f"{10_000 * count / (shape[0] * shape[1]):.12g}") / 10_000, numbers)
 
     @staticmethod
     def parse(name: str) -> Lookup | None:
@@ -336,10 +312,8 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Sparse24:
-    """Two of every four consecutive weights, and which: half the numbers and one bit a weight.
-
-    The numbers have another format in turn, as rows of half the columns, or the scale's dtype. Codec `sparse24`.
-    """
+    """Two of every four consecutive weights, and which: half the numbers and one bit a weight. The numbers have another
+    format in turn, as rows of half the columns, or the scale's dtype. Codec `sparse24`."""
 
     kind: ClassVar[str] = "sparse24"
 
@@ -355,7 +329,10 @@ class Sparse24:
 
     def check(self, columns: int) -> None:
         if columns % 8:
-            raise ValueError(f"2:4 sparse rows are stored eight columns a byte, which does not divide {columns}")
+            raise UserError(
+                "group_size_indivisible",
+                f"2:4 sparse rows are stored eight columns a byte, which does not divide {columns}",
+            )
         if self.values is not None:
             self.values.check(columns // 2)
 
@@ -371,12 +348,7 @@ _GGML = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
 
 _ALL: tuple[WeightFormat, ...] = (
     *(GgmlBlocks(TYPES[name]) for name in _GGML),
-    Fp8Blocks(),
-    Fp4("nvfp4"),
-    Fp4("mxfp4"),
-    Nf4(),
-    Nf4(double=False),
-    Int8Rows(),
+    *(Fp8Blocks(), Fp4("nvfp4"), Fp4("mxfp4"), Nf4(), Nf4(double=False), Int8Rows()),
     *(Progressive(group) for group in (128, 64, 32)),
     Sparse24(),
     *(Lookup(bits, share) for bits in (4, 3, 2) for share in (0.0, 0.0005, 0.0045)),

@@ -97,9 +97,7 @@ class Group:
 
     def abort(self) -> None:
         """End every exchange under way in this process, because another process is gone. Any thread may call it.
-
-        Between CPUs this does nothing: connections to a lost process break by themselves.
-        """
+        Between CPUs this does nothing: connections to a lost process break by themselves."""
         _abort(self._made)
 
     def leave(self) -> None:

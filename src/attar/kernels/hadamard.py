@@ -26,6 +26,8 @@ import math
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
+
 LARGEST_BASE = 1024  # a product with a base of b columns costs b operations an element
 
 
@@ -36,9 +38,7 @@ def block_of(columns: int) -> int:
 
 def factors(size: int) -> tuple[int, int]:
     """Return (b, s) with b s = `size`, s a power of two and b 1 or the smallest order of a Paley matrix that fits.
-
-    Raises ValueError, naming the size, where no such matrix is known here.
-    """
+    Raises ValueError, naming the size, where no such matrix is known here."""
     power = block_of(size) if size > 0 else 0
     base = size // power if power else 0
     if base == 1:
@@ -47,7 +47,7 @@ def factors(size: int) -> tuple[int, int]:
         if _paley_prime(base) is not None:
             return base, power
         base, power = base * 2, power // 2
-    raise ValueError(f"no Hadamard matrix of order {size} is known here")
+    raise UserError("architecture_unsupported", f"no Hadamard matrix of order {size} is known here")
 
 
 def matrix(size: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -57,10 +57,8 @@ def matrix(size: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def rotate(x: Tensor, size: int, transposed: bool = False) -> Tensor:
-    """Multiply x [..., m size] by H / sqrt(size), or its transpose, in each of its m blocks of columns.
-
-    The arithmetic is float32 where x has fewer bits. Raises ValueError like `factors`.
-    """
+    """Multiply x [..., m size] by H / sqrt(size), or its transpose, in each of its m blocks of columns. The arithmetic
+    is float32 where x has fewer bits. Raises ValueError like `factors`."""
     base, power = factors(size)
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     y = _sylvester(wide.reshape(-1, power))
@@ -114,6 +112,5 @@ def _paley(order: int) -> Tensor:
         found = core + identity
     else:  # C is symmetric: I becomes [[1, -1], [-1, -1]], each entry of C itself times [[1, 1], [1, -1]]
         sums = torch.tensor([[1, 1], [1, -1]], dtype=torch.int8)
-        corner = torch.tensor([[1, -1], [-1, -1]], dtype=torch.int8)
-        found = torch.kron(core, sums) + torch.kron(identity, corner)
+        found = torch.kron(core, sums) + torch.kron(identity, torch.tensor([[1, -1], [-1, -1]], dtype=torch.int8))
     return found * found[0]

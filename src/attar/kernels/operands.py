@@ -54,6 +54,9 @@ class PreparedAdapter:
     up: Linear
 
 
+AnyAdapter = Adapter | PreparedAdapter
+
+
 class Routes:
     """The adapter of each row of a call: `numbers` [N] on the CPU, 0 for none.
 
@@ -94,8 +97,8 @@ class Linear:
     input_scale: Tensor | None = None  # [I]
     activation_scale: Tensor | None = None  # [1], float32
     hadamard: int = 0  # a power of two that divides I; 0: x is not rotated
-    adapter: Adapter | PreparedAdapter | None = None  # of every row
-    adapters: dict[int, Adapter | PreparedAdapter] = field(default_factory=dict, repr=False)
+    adapter: AnyAdapter | None = None  # of every row
+    adapters: dict[int, AnyAdapter] = field(default_factory=dict, repr=False)
     """Adapters by number, for the rows that a call's `Routes` give that number."""
     dense: Tensor | None = field(default=None, repr=False)
     """The dequantized weight in the compute dtype, filled by the reference backend on first use."""
@@ -107,6 +110,12 @@ class Linear:
     @property
     def shape(self) -> tuple[int, int]:
         return (self.weight.shape[0], self.weight.shape[1])
+
+    @property
+    def vectors(self) -> tuple[int | None, ...]:
+        """Addresses of the vectors by which x' is made: linear layers of equal ones read the same rows."""
+        vectors = (self.permutation, self.input_scale, self.activation_scale)
+        return tuple(None if vector is None else vector.data_ptr() for vector in vectors)
 
 
 @dataclass(eq=False)

@@ -23,39 +23,25 @@ programs, and rounding with it. `ref` uses torch's matrix products and guarantee
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attar.formats.packed import PackedTensor
-from attar.kernels import dispatch, hadamard, ref, ref_attention
+from attar.kernels import dispatch, hadamard, operands, ref, ref_attention
 from attar.kernels.dispatch import BackendWeights, Table
 from attar.kernels.native import attention as native_attention
 from attar.kernels.native import linear as products
 from attar.kernels.native import rows
-from attar.kernels.native.linear import Activations as Activations
 from attar.kernels.native.rows import Table as NativeTable
 from attar.kernels.native.store import CpuWeights
-from attar.kernels.operands import (
-    Activation,
-    ActivationHook,
-    Adapter,
-    AttentionForm,
-    Linear,
-    Norm,
-    PreparedAdapter,
-    Routes,
-)
+from attar.kernels.operands import Activation, ActivationHook, Adapter, AttentionForm, Linear, Norm, Routes
 from attar.kernels.triton import backend as gpu
 from attar.kernels.triton import store as gpu_store
 from attar.kernels.triton.pages import NibblePages, PlainPages
 from attar.kernels.triton.store import TritonTable
 from attar.kernels.triton.weights import TritonWeight
 from attar.kv.pages import AttentionMetadata, PagedKV, Rotation
-
-if TYPE_CHECKING:
-    pass
 
 
 def argmax(rows: Tensor) -> Tensor:
@@ -66,7 +52,7 @@ def argmax(rows: Tensor) -> Tensor:
     on a GPU does not define ties.
     """
     if dispatch.candidates("argmax", rows.device.type, torch.float32)[0] == ("triton", None):
-        found: Tensor = dispatch.triton("sampling").argmax(rows)
+        found: Tensor = dispatch.triton("rows").argmax(rows)
         return found
     return torch.from_numpy(rows.numpy().argmax(-1)) if rows.device.type == "cpu" else rows.argmax(-1)
 
@@ -85,11 +71,15 @@ def embed(
     The scale is rounded to that dtype, as models that have one were trained. Rows `positions + offset` of a table of
     learned positions are added, where there is one. Raises ValueError where tables or positions do not fit.
     """
-    if isinstance(table, TritonTable):
-        return gpu_store.embed(table, ids, dtype, scale, position_table, positions, offset)
     if isinstance(table, NativeTable):
         return rows.embed(table, ids, scale, position_table, positions, offset)
-    return ref.embed(table, ids, dtype, scale, position_table, positions, offset)
+    if isinstance(table, TritonTable):
+        hidden = gpu_store.embed(table, ids, dtype, scale)
+    else:
+        hidden = ref.embed(table, ids, dtype, scale)
+    if position_table is not None and positions is not None:
+        hidden = hidden + position_table[positions + offset].to(dtype)
+    return hidden
 
 
 def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tensor]:
@@ -123,40 +113,34 @@ def linear(
             hook(each, x)
     out = _products(x, linears)
     if any(each.adapter is not None for each in linears):
-        _adapt(out, x, linears, slice(None), [each.adapter for each in linears])
+        _adapt(out, x, slice(None), [(each, each.adapter) for each in linears])
     for number, group in () if routes is None else routes.groups:
         if any(number in each.adapters for each in linears):
             every = len(group) == len(x)
             where = slice(None) if every else group
-            _adapt(out, x if every else x[where], linears, where, [each.adapters.get(number) for each in linears])
+            _adapt(out, x if every else x[where], where, [(each, each.adapters.get(number)) for each in linears])
     return out
 
 
 def _adapt(
-    out: Tensor,
-    x: Tensor,
-    linears: Sequence[Linear],
-    where: slice | Tensor,
-    adapters: Sequence[Adapter | PreparedAdapter | None],
+    out: Tensor, x: Tensor, where: slice | Tensor, linears: Sequence[tuple[Linear, operands.AnyAdapter | None]]
 ) -> None:
     """Add to rows `where` of `out` the products of each linear layer's adapter with x, which are these rows."""
     at = 0
-    for each, adapter in zip(linears, adapters, strict=True):
-        if isinstance(adapter, PreparedAdapter):
+    for each, adapter in linears:
+        if isinstance(adapter, operands.PreparedAdapter):
             out[where, at : at + each.shape[0]] += _products(_products(x, (adapter.down,)), (adapter.up,))
         elif adapter is not None:
             out[where, at : at + each.shape[0]] += adapter.product(x)
         at += each.shape[0]
 
 
-def prepare_adapter(adapter: Adapter, into: BackendWeights | None, device: torch.device) -> Adapter | PreparedAdapter:
-    """Prepare an adapter for a model on `device` whose weights are in `into`.
-
-    On CPUs it takes the layout of the kernels; a GPU multiplies by it in float32, like the reference.
-    """
+def prepare_adapter(adapter: Adapter, into: BackendWeights | None, device: torch.device) -> operands.AnyAdapter:
+    """Prepare an adapter for a model on `device` whose weights are in `into`. On CPUs it takes the layout of the
+    kernels; a GPU multiplies by it in float32, like the reference."""
     if not isinstance(into, CpuWeights):
         return adapter.to(device)
-    made = PreparedAdapter(Linear("adapter's A", adapter.down), Linear("adapter's B", adapter.up))
+    made = operands.PreparedAdapter(Linear("adapter's A", adapter.down), Linear("adapter's B", adapter.up))
     into.take(made.down)
     into.take(made.up)
     return made
@@ -176,10 +160,8 @@ def _products(x: Tensor, linears: Sequence[Linear]) -> Tensor:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary position embedding (Su et al. 2021) to heads x [N, heads, D], half-split pairs (i, i + R/2).
-
-    cos and sin are [N, R/2] float32; the first R of D columns turn, the rest pass (partial rotary).
-    """
+    """Apply rotary position embedding (Su et al. 2021) to heads x [N, heads, D], half-split pairs (i, i + R/2). cos and
+    sin are [N, R/2] float32; the first R of D columns turn, the rest pass (partial rotary)."""
     return ref_attention.rope(x, cos, sin)
 
 
@@ -220,17 +202,14 @@ def write_kv(
     angles outside their arrays.
     """
     assert pages.keys_rotated, "keys that are rotated when they are read must be written as they are"
-    if isinstance(pages, PlainPages):
-        if q_norm is not None and k_norm is not None and q_norm.kind != "rms":
-            q, k = norm(q, None, q_norm)[1], norm(k, None, k_norm)[1]
-            q_norm = k_norm = None
-        turned: Tensor = dispatch.triton("kv_write").write_kv(q, k, v, pages, place, rotation, q_norm, k_norm)
-        return turned
-    native = dispatch.is_native("write_kv", q)
-    if q_norm is not None and k_norm is not None and not (native and q_norm.kind == "rms"):
+    fused = isinstance(pages, PlainPages) or dispatch.is_native("write_kv", q)
+    if q_norm is not None and k_norm is not None and not (fused and q_norm.kind == "rms"):
         q, k = norm(q, None, q_norm)[1], norm(k, None, k_norm)[1]
         q_norm = k_norm = None
-    if native:
+    if isinstance(pages, PlainPages):
+        turned: Tensor = dispatch.triton("kv_write").write_kv(q, k, v, pages, place, rotation, q_norm, k_norm)
+        return turned
+    if fused:
         return native_attention.write_kv(q, k, v, pages, place, rotation, q_norm, k_norm)
     return ref_attention.write_kv(q, k, v, pages, place, rotation)
 
@@ -241,10 +220,9 @@ def paged_attention(
     """Return attention of queries [N, H, D] over the pages of their sequences: ([N, H * D], mass).
 
     Visibility is that of `attention`, with positions from `AttentionMetadata`. A query that sees nothing gives zeros
-    (of
-    coordinates: the mean of values where the pages' basis has one). The mass, float32 [B, G, slots of a table], is how
-    much of the softmax each slot received, summed over the sequence's rows of this call and over the H / G query heads
-    that read its head; None unless wanted.
+    (of coordinates: the mean of values where the pages' basis has one). The mass, float32 [B, G, slots of a table], is
+    how much of the softmax each slot received, summed over the sequence's rows of this call and over the H / G query
+    heads that read its head; None unless wanted.
 
     `native` gives a row the same bits for any batch, chunking of its prompt, blocks of its slots and number of threads:
     scores are merged in splits of fixed slots, in their order. Raises ValueError on lengths or block numbers outside

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.weight_formats import WeightFormat
 from attar.kernels.operands import Activation, Linear, Norm
@@ -28,24 +29,12 @@ WEIGHTS_AT_ONCE = 1 << 21  # enough for a product at full speed
 INT8_HALF_RANGE = 127.5  # (2^8 - 1) / 2: a symmetric scale is max|x| over it
 
 
-def embed(
-    table: Tensor | PackedTensor,
-    ids: Tensor,
-    dtype: torch.dtype,
-    scale: float,
-    position_table: Tensor | None,
-    positions: Tensor | None,
-    offset: int,
-) -> Tensor:
+def embed(table: Tensor | PackedTensor, ids: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     if isinstance(table, PackedTensor):
         hidden = torch.cat([table.dequantize(dtype, slice(i, i + 1)) for i in ids.tolist()] or [torch.empty(0)])
     else:
         hidden = table[ids].to(dtype)
-    if scale != 1.0:
-        hidden = hidden * torch.tensor(scale, dtype=dtype)
-    if position_table is not None and positions is not None:
-        hidden = hidden + position_table[positions + offset].to(dtype)
-    return hidden
+    return hidden if scale == 1.0 else hidden * torch.tensor(scale, dtype=dtype)
 
 
 def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tensor]:
@@ -63,9 +52,7 @@ def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tens
 
 def dense(each: Linear, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield the weight [O, I] in the dtype of x: whole where it has that dtype or is kept, else some rows at a time.
-
-    The rows of each step overwrite those before them.
-    """
+    The rows of each step overwrite those before them."""
     weight, dtype = each.weight, x.dtype
     assert isinstance(weight, Tensor | PackedTensor), f"{each.name} is laid out for the kernels"
     if isinstance(weight, PackedTensor):
@@ -187,7 +174,9 @@ def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
     finite = x.isfinite().all(-1)
     if not finite.all():
-        raise ValueError(f"row {int((~finite).nonzero()[0, 0])} holds a NaN or an infinity: it cannot be quantized")
+        raise UserError(
+            "not_finite", f"row {int((~finite).nonzero()[0, 0])} holds a NaN or an infinity: it cannot be quantized"
+        )
     scale = x.abs().amax(-1, keepdim=True) / INT8_HALF_RANGE
     scale = torch.where(scale == 0, torch.finfo(torch.float32).eps, scale)
     return (x / scale).clamp(-128, 127).round().to(torch.int8), scale

@@ -59,10 +59,8 @@ def _attend_tiled(q: Tensor, k: Tensor, v: Tensor, at: Tensor, key_at: Tensor, f
         rows = slice(first, first + QUERY_TILE)
         mask = visible(at[rows], key_at, form.window)
         seen = mask.any(0)
-        if seen.all():
-            outputs.append(_attend(q[:, rows], k, v, mask, form))
-        else:
-            outputs.append(_attend(q[:, rows], k[:, seen], v[:, seen], mask[:, seen], form))
+        kept = slice(None) if seen.all() else seen
+        outputs.append(_attend(q[:, rows], k[:, kept], v[:, kept], mask[:, kept], form))
     return torch.cat(outputs, 1)
 
 
@@ -84,10 +82,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: Attentio
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if form.soft_cap is None:
         grouped, scale = form.heads != form.kv_heads, form.scale
-        out = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-        )
-        return out.transpose(1, 2)
+        ).transpose(1, 2)
     assert mask is not None
     v = v.repeat_interleave(form.heads // form.kv_heads, 1)
     return (_weights(q, k, mask, form).to(q.dtype) @ v).transpose(1, 2)
@@ -107,23 +104,13 @@ def _weights(q: Tensor, k: Tensor, mask: Tensor, form: AttentionForm) -> Tensor:
 # Pages
 
 
-def quantize_head(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize heads [..., D] to int8 codes [..., D] and scales [...]. A head that is not finite gets the scale NaN."""
+def quantize_head(x: Tensor, fp8: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantize heads [..., D] to codes [..., D], int8 or e4m3 (as uint8 bits), and scales [...]. A head that is not
+    finite gets the scale NaN."""
     x = x.float()
-    scale = x.abs().amax(-1) / INT8_MOST
-    codes = (x / torch.where(scale == 0, 1.0, scale)[..., None]).round()
-    finite = x.isfinite().all(-1)
-    return torch.where(finite[..., None], codes, 0).to(torch.int8), torch.where(finite, scale, torch.nan)
-
-
-def quantize_head_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize heads [..., D] to e4m3 codes, returned as uint8 bits, and scales [...]; NaN where a head is not
-    finite."""
-    x = x.float()
-    scale = x.abs().amax(-1) / FP8_MOST
-    codes = x / torch.where(scale == 0, 1.0, scale)[..., None]
-    finite = x.isfinite().all(-1)
-    codes = torch.where(finite[..., None], codes, 0).to(torch.float8_e4m3fn).view(torch.uint8)
+    scale, finite = x.abs().amax(-1) / (FP8_MOST if fp8 else INT8_MOST), x.isfinite().all(-1)
+    codes = torch.where(finite[..., None], x / torch.where(scale == 0, 1.0, scale)[..., None], 0)
+    codes = codes.to(torch.float8_e4m3fn).view(torch.uint8) if fp8 else codes.round().to(torch.int8)
     return codes, torch.where(finite, scale, torch.nan)
 
 
@@ -147,8 +134,9 @@ def write_pages(k: Tensor, v: Tensor, pages: PagedKV, slots: Tensor, tails: Tens
         return
     block, place = slots // pages.block, slots % pages.block
     if pages.key_scales is not None and pages.value_scales is not None:
-        quantize = quantize_head if pages.scheme.layout == Layout.INT8 else quantize_head_fp8
-        (k, pages.key_scales[block, :, place]), (v, pages.value_scales[block, :, place]) = map(quantize, (k, v))
+        fp8 = pages.scheme.layout == Layout.FP8
+        k, pages.key_scales[block, :, place] = quantize_head(k, fp8)
+        v, pages.value_scales[block, :, place] = quantize_head(v, fp8)
     together = pages.keys.shape[-1]
     k = F.pad(k, (0, -k.shape[-1] % together)).unflatten(-1, (-1, together))
     pages.keys[block, :, place // 16, :, place % 16] = k.to(pages.keys.dtype)
@@ -177,49 +165,44 @@ def _write_recent(k: Tensor, v: Tensor, pages: PagedKV, slots: Tensor, tails: Te
     _write_planes(keys.transpose(1, 2).flatten(0, 1), values.transpose(1, 2).flatten(0, 1), pages, every)
 
 
+def _sides(pages: PagedKV) -> tuple[tuple[str, Basis | Channels, Tensor, Tensor | None], ...]:
+    """Return name, coordinates, codes and scales of keys, and those of values."""
+    assert pages.bases is not None
+    keys = "key", pages.bases.keys, pages.keys, pages.key_scales
+    return keys, ("value", pages.bases.values, pages.values, pages.value_scales)
+
+
 def _write_planes(k: Tensor, v: Tensor, pages: PagedKV, slots: Tensor) -> None:
     """Write coordinates [N, G, D] as bit planes. A run's 16 slots share bytes, so it is read, changed and written."""
-    assert pages.bases is not None
-    assert pages.key_scales is not None
-    assert pages.value_scales is not None
     runs, which = torch.unique(slots // 16, return_inverse=True)
     block, run = runs * 16 // pages.block, runs % (pages.block // 16)
-    for x, basis, planes, scales, values in (
-        (k, pages.bases.keys, pages.keys, pages.key_scales, False),
-        (v, pages.bases.values, pages.values, pages.value_scales, True),
-    ):
+    for x, (side, basis, planes, scales) in zip((k, v), _sides(pages), strict=True):
         assert isinstance(basis, Basis)
+        assert scales is not None
         rows, scales[slots // pages.block, :, slots % pages.block] = coding.quantize(x, basis, scales.dtype)
-        codes = coding.unpack(planes[block, :, run], basis, values)
+        codes = coding.unpack(planes[block, :, run], basis, side == "value")
         codes[which, :, slots % 16] = rows
-        planes[block, :, run] = coding.pack(codes, basis, values)
+        planes[block, :, run] = coding.pack(codes, basis, side == "value")
 
 
 def _write_channels(k: Tensor, v: Tensor, pages: PagedKV, slots: Tensor) -> None:
     """Write coordinates [N, G, D] as channel codes; those of a block's first slot also unrounded."""
-    assert pages.bases is not None
-    assert pages.value_scales is not None
     block, place = slots // pages.block, slots % pages.block
     first, outliers = place == 0, pages.scheme.outliers(pages.head_dim)
-    for side, y, channels, codes in (
-        ("key", k, pages.bases.keys, pages.keys),
-        ("value", v, pages.bases.values, pages.values),
-    ):
+    for y, (side, channels, codes, scales) in zip((k, v), _sides(pages), strict=True):
         assert isinstance(channels, Channels)
         coded = kvquant.quantize(y, channels, outliers)
         codes[block, :, place] = coded.codes
         pages.more[f"{side}_outliers"][block, :, place] = coded.outliers
         pages.more[f"{side}_columns"][block, :, place] = coded.columns
         pages.more[f"{side}_firsts"][block[first]] = y[first].bfloat16()
-        if coded.scales is not None:
-            pages.value_scales[block, :, place] = coded.scales
+        if coded.scales is not None and scales is not None:
+            scales[block, :, place] = coded.scales
 
 
 def read_pages(pages: PagedKV, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return keys and values, each [..., slots, G, D], of the finished blocks of a table [..., width].
-
-    Where the pages have bases, they are coordinates.
-    """
+    """Return keys and values, each [..., slots, G, D], of the finished blocks of a table [..., width]. Where the pages
+    have bases, they are coordinates."""
     if pages.scheme.layout in (Layout.BIT_PLANES, Layout.KIVI, Layout.KVQUANT):
         shape = (*blocks.shape[:-1], blocks.shape[-1] * pages.block, pages.kv_heads, pages.head_dim)
         keys, values = (
@@ -253,31 +236,24 @@ def _read_blocks(pages: PagedKV, blocks: Tensor) -> tuple[Tensor, Tensor]:
     if pages.key_zeros is not None and pages.value_zeros is not None:
         keys = kivi.dequantize(pages.keys[blocks], pages.key_scales[blocks], pages.key_zeros[blocks], 2)
         return keys, kivi.dequantize(pages.values[blocks], pages.value_scales[blocks], pages.value_zeros[blocks], 3)
-    assert pages.bases is not None
     found = []
-    for basis, planes, scales, values in (
-        (pages.bases.keys, pages.keys, pages.key_scales, False),
-        (pages.bases.values, pages.values, pages.value_scales, True),
-    ):
+    for side, basis, planes, scales in _sides(pages):
         assert isinstance(basis, Basis)
+        assert scales is not None
         runs = planes[blocks].transpose(1, 2).flatten(0, 1)  # [M * runs, G, U, 16]
-        codes = coding.unpack(runs, basis, values).unflatten(0, (len(blocks), pages.block // 16))  # [M, runs, G, 16, D]
-        codes = codes.movedim(2, 3).flatten(1, 2)  # [M, block, G, D]
+        codes = coding.unpack(runs, basis, side == "value").unflatten(0, (len(blocks), pages.block // 16))
+        codes = codes.movedim(2, 3).flatten(1, 2)  # [M, runs, G, 16, D] to [M, block, G, D]
         found.append(coding.dequantize(codes, scales[blocks].transpose(1, 2), basis).transpose(1, 2))
     return found[0], found[1]
 
 
 def _read_channels(pages: PagedKV, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    assert pages.bases is not None
-    assert pages.value_scales is not None
     found = []
-    for side, channels, codes, scales in (
-        ("key", pages.bases.keys, pages.keys, None),
-        ("value", pages.bases.values, pages.values, pages.value_scales[blocks]),
-    ):
+    for side, channels, codes, scales in _sides(pages):
         assert isinstance(channels, Channels)
         outliers, columns = (pages.more[f"{side}_{what}"][blocks] for what in ("outliers", "columns"))
-        y = kvquant.dequantize(kvquant.Coded(codes[blocks], outliers, columns, scales), channels)  # [M, G, block, D]
+        coded = kvquant.Coded(codes[blocks], outliers, columns, None if scales is None else scales[blocks])
+        y = kvquant.dequantize(coded, channels)  # [M, G, block, D]
         y[:, :, 0] = pages.more[f"{side}_firsts"][blocks].float()
         found.append(y)
     return found[0], found[1]
@@ -286,10 +262,8 @@ def _read_channels(pages: PagedKV, blocks: Tensor) -> tuple[Tensor, Tensor]:
 def read_sequence(
     pages: PagedKV, table: Tensor, length: int, tail: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the first `length` slots of a sequence, keys and values [S, G, D] each.
-
-    The block of the last slot comes from its tail, where the pages keep unfinished blocks apart.
-    """
+    """Return the first `length` slots of a sequence, keys and values [S, G, D] each. The block of the last slot comes
+    from its tail, where the pages keep unfinished blocks apart."""
     if pages.recent is None or tail is None or not length:
         k, v = read_pages(pages, table[: -(-length // pages.block)], dtype)
         return k[:length], v[:length]
@@ -333,10 +307,8 @@ def _paged_attention(
         if (at == at[0]).all():  # sequences of the same positions are computed as one batch
             k, v = read_pages(pages, place.block_tables[:, : -(-lengths[0] // pages.block)], q.dtype)
             k, v = k[:, : lengths[0]], v[:, : lengths[0]]
-            key_at = torch.arange(lengths[0], device=q.device)
-            return _attend_tiled(q.view(len(counts), counts[0], *q.shape[1:]), k, v, at[0], key_at, form).reshape(
-                q.shape[0], -1
-            ), None
+            queries, key_at = q.view(len(counts), counts[0], *q.shape[1:]), torch.arange(lengths[0], device=q.device)
+            return _attend_tiled(queries, k, v, at[0], key_at, form).reshape(q.shape[0], -1), None
     tree_at = 0
     for b, (first, count, length) in enumerate(zip(starts, counts, lengths, strict=False)):
         table = place.block_tables[b, : -(-length // pages.block)]

@@ -41,14 +41,12 @@ from attar.kv.schemes import BUCKET, LEVELS, MOST_BITS, RUN, UNIT
 
 STEPS = (0.75, 0.825, 0.9, 0.975, 1.05, 1.125, 1.2, 1.3)
 """Candidates for a scale in bfloat16, as shares of the root mean square."""
-BYTES = range(-3, 5)
-"""Candidates for a scale of a byte: offsets to the root mean square, which is cut to a byte."""
+BYTES = range(-3, 5)  # candidates for a scale of a byte: offsets to the root mean square, which is cut to a byte
 DROPPED = 7  # bits of a float16 that a byte's scale lacks
 INFINITE = 0x7C00 >> DROPPED  # byte; those above are NaN
 LAST = 127  # level
 SMALLEST = 1e-30  # smallest divisor of numbers: anything over a smaller scale is zero
-WIDTHS = ((), (1,), (2,), (2, 1), (4,), (4, 1), (4, 2))
-"""Bits of each plane, by the number of bits of a coordinate."""
+WIDTHS = ((), (1,), (2,), (2, 1), (4,), (4, 1), (4, 2))  # bits of each plane, by the number of bits of a coordinate
 
 
 @dataclass(eq=False)
@@ -70,8 +68,7 @@ class Basis:
         if self.queries is None:
             self.queries = self.back.transpose(1, 2)
         each, device = torch.tensor(self.bits), self.into.device
-        self.columns = each.repeat_interleave(BUCKET, 1).to(device)  # [G, D]
-        """Bits of each coordinate."""
+        self.columns = each.repeat_interleave(BUCKET, 1).to(device)  # bits of each coordinate [G, D]
         held = (self.columns > 0).float()
         self.shares = held / (UNIT * held.sum(1, keepdim=True).sqrt())
         """Shares [G, D] of coordinates: sqrt(sum of (share * y)^2) is the root mean square of y in standard
@@ -91,8 +88,7 @@ class Basis:
 
     def turn_queries(self, q: Tensor) -> Tensor:
         """Turn queries [N, H, D] for products with keys' coordinates."""
-        heads = q.float().unflatten(1, (self.back.shape[0], -1))
-        turned: Tensor = torch.einsum("ngrd,gde->ngre", heads, self.queries)
+        turned: Tensor = torch.einsum("ngrd,gde->ngre", q.float().unflatten(1, (self.back.shape[0], -1)), self.queries)
         return turned.flatten(1, 2).to(q.dtype).contiguous()
 
     def turn_back(self, mixed: Tensor) -> Tensor:
@@ -104,10 +100,8 @@ class Basis:
 
 @functools.lru_cache(maxsize=8)
 def rotation(kv_heads: int, head_dim: int, units: int, device: str = "cpu") -> Basis:
-    """Return the uncalibrated basis: Hadamard's, in blocks of the largest power of two that divides the head.
-
-    It makes any numbers nearly normal and equally varied, so all coordinates have equal bits.
-    """
+    """Return the uncalibrated basis: Hadamard's, in blocks of the largest power of two that divides the head. It makes
+    any numbers nearly normal and equally varied, so all coordinates have equal bits."""
     size = head_dim & -head_dim
     turn = torch.block_diag(*[hadamard(size)] * (head_dim // size)).to(device).expand(kv_heads, -1, -1).contiguous()
     buckets = head_dim // BUCKET
@@ -188,8 +182,7 @@ def widen(scales: Tensor) -> Tensor:
 
 def dequantize(codes: Tensor, scales: Tensor, basis: Basis) -> Tensor:
     """Convert codes [..., G, D] and scales [..., G], bfloat16 or uint8, to coordinates, float32."""
-    levels = tables()[0].to(codes.device)
-    return levels[basis.columns, codes.long()].float() * widen(scales)[..., None]
+    return tables()[0].to(codes.device)[basis.columns, codes.long()].float() * widen(scales)[..., None]
 
 
 def pack(codes: Tensor, basis: Basis, values: bool) -> Tensor:

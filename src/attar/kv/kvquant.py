@@ -41,14 +41,13 @@ class Channels:
 
     def turn_queries(self, q: Tensor) -> Tensor:
         """Turn queries [N, H, D] for products with keys' coordinates."""
-        heads = q.float().unflatten(1, (self.mean.shape[0], -1)) * self.spread[:, None]
-        turned: Tensor = heads.flatten(1, 2)
-        return turned.to(q.dtype)
+        turned: Tensor = q.float().unflatten(1, (self.mean.shape[0], -1)) * self.spread[:, None]
+        return turned.flatten(1, 2).to(q.dtype)
 
     def turn_back(self, mixed: Tensor) -> Tensor:
         """Turn mixtures [N, H, D] of coordinates into mixtures of numbers."""
-        heads = mixed.unflatten(1, (self.mean.shape[0], -1))
-        turned: Tensor = heads * self.spread[:, None].to(mixed.dtype) + self.mean[:, None].to(mixed.dtype)
+        spread, mean = self.spread[:, None].to(mixed.dtype), self.mean[:, None].to(mixed.dtype)
+        turned: Tensor = mixed.unflatten(1, (self.mean.shape[0], -1)) * spread + mean
         return turned.flatten(1, 2)
 
 
@@ -64,8 +63,7 @@ class Coded:
 
 def inliers(y: Tensor, outliers: int) -> Tensor:
     """Return which coordinates [..., D] are not among the greatest of their head: bool."""
-    greatest = y.abs().topk(outliers, -1).indices
-    return torch.ones_like(y, dtype=torch.bool).scatter_(-1, greatest, False)
+    return torch.ones_like(y, dtype=torch.bool).scatter_(-1, y.abs().topk(outliers, -1).indices, False)
 
 
 def sizes(y: Tensor, kept: Tensor) -> Tensor:
@@ -86,8 +84,7 @@ def quantize(y: Tensor, channels: Channels, outliers: int) -> Coded:
         scales = sizes(y, kept).bfloat16()
         finite = finite & scales.isfinite()
         inside = y / torch.where(scales == 0, 1.0, scales.float())[..., None]
-    cuts = (channels.levels[1:] + channels.levels[:-1]) / 2
-    codes = torch.bucketize(inside, cuts).to(torch.uint8)
+    codes = torch.bucketize(inside, (channels.levels[1:] + channels.levels[:-1]) / 2).to(torch.uint8)
     bits = (len(channels.levels) - 1).bit_length()
     planes = codes[..., None, :] >> torch.arange(bits, device=y.device)[:, None].byte() & 1  # [N, G, b, D]
     packed = (planes.unflatten(-1, (-1, PLANE)) << torch.arange(PLANE, device=y.device).byte()).sum(-1)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.kv import schemes
 from attar.kv.bit_planes import Basis, rotation
 from attar.kv.kvquant import Channels
@@ -50,8 +51,7 @@ class Bases:
         assert isinstance(self.keys, Basis)
         assert isinstance(self.values, Basis)
         sides = ((self.keys, self.keys.queries), (self.values, self.values.back))
-        arrays = ((b, s.into, s.mean, s.weights, s.shares, s.buckets) for s, b in sides)
-        return _addresses(each for side in arrays for each in side)
+        return _addresses(each for s, b in sides for each in (b, s.into, s.mean, s.weights, s.shares, s.buckets))
 
 
 @dataclass(eq=False)
@@ -83,8 +83,7 @@ class PagedKV:
     scheme: KvScheme = schemes.SCHEMES["float32"]
     bases: Bases | None = None
     recent: Recent | None = None
-    more: dict[str, Tensor] = field(default_factory=dict)
-    """Arrays that only this scheme has, by the names of its parts."""
+    more: dict[str, Tensor] = field(default_factory=dict)  # arrays that only this scheme has, by the names of its parts
     keys_rotated: bool = field(default=True, init=False)
     """True where keys are rotated when they are written.
 
@@ -109,11 +108,13 @@ class PagedKV:
         `bases` are for calibrated schemes, which have none by default. Raises ValueError where the scheme does not
         support such heads or blocks, or lacks its bases.
         """
-        made = {}
-        for name, part in scheme.parts(kv_heads, head_dim, block).items():
-            made[name] = _zeros((blocks, *part.shape), getattr(torch, part.dtype), device)
+        parts = scheme.parts(kv_heads, head_dim, block).items()
+        made = {name: _zeros((blocks, *part.shape), getattr(torch, part.dtype), device) for name, part in parts}
         if scheme.calibrated and bases is None:
-            raise ValueError(f"{scheme.name} needs bases that are calibrated on the model (model.kv_basis.calibrate)")
+            raise UserError(
+                "kv_unsupported",
+                f"{scheme.name} needs bases that are calibrated on the model (model.kv_basis.calibrate)",
+            )
         if scheme.layout == Layout.BIT_PLANES and bases is None:
             turn = rotation(kv_heads, head_dim, scheme.units(head_dim), device)
             bases = Bases(turn, turn)
@@ -126,10 +127,8 @@ class PagedKV:
 
     @functools.cached_property
     def channels(self) -> Tensor:
-        """Addresses of the arrays of two `Channels` and of the parts stored apart, int64 [12].
-
-        Their order is that of `TwoChannels` in `csrc/attention.h`.
-        """
+        """Addresses of the arrays of two `Channels` and of the parts stored apart, int64 [12]. Their order is that of
+        `TwoChannels` in `csrc/attention.h`."""
         assert self.bases is not None
         arrays = list[Tensor]()
         for side, each in (("key", self.bases.keys), ("value", self.bases.values)):
@@ -202,10 +201,8 @@ def _addresses(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """Return zeros whose memory, on a CPU, is committed on the first write.
-
-    `torch.zeros` would write it all at once, which for a large cache takes as long as loading the model.
-    """
+    """Return zeros whose memory, on a CPU, is committed on the first write. `torch.zeros` would write it all at once,
+    which for a large cache takes as long as loading the model."""
     size = math.prod(shape) * dtype.itemsize
     if device != "cpu" or not size:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -33,6 +33,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from attar.errors import UserError
 from attar.formats.weight_formats import Part
 
 RUN = 16  # slots that stand side by side in the keys, and columns in the values
@@ -95,18 +96,19 @@ class KvScheme:
         """Raise ValueError where the scheme does not support heads or blocks of such sizes."""
         if block < RUN or block % RUN:
             raise ValueError(f"a block holds a multiple of {RUN} slots, not {block}")
+        kept = ""
         if self.layout == Layout.BIT_PLANES and head_dim % RUN:
-            raise ValueError(f"{self.name} keeps heads of a multiple of {RUN} columns, not {head_dim}: int8 keeps any")
-        if self.layout == Layout.KIVI and (head_dim % self.group or block % self.group):
-            raise ValueError(f"{self.name} keeps groups of {self.group} tokens and columns, not {block} and {head_dim}")
-        if self.layout == Layout.KVQUANT and (head_dim % BUCKET or head_dim > 256):
-            raise ValueError(f"{self.name} keeps heads of a multiple of {BUCKET} columns, 256 at most, not {head_dim}")
+            kept = f"heads of a multiple of {RUN} columns, not {head_dim}: int8 keeps any"
+        elif self.layout == Layout.KIVI and (head_dim % self.group or block % self.group):
+            kept = f"groups of {self.group} tokens and columns, not {block} and {head_dim}"
+        elif self.layout == Layout.KVQUANT and (head_dim % BUCKET or head_dim > 256):
+            kept = f"heads of a multiple of {BUCKET} columns, 256 at most, not {head_dim}"
+        if kept:
+            raise UserError("kv_unsupported", f"{self.name} keeps {kept}")
 
     def parts(self, kv_heads: int, head_dim: int, block: int) -> dict[str, Part]:
-        """Return every array of one block of one layer; `Pages` has them with a first axis of blocks.
-
-        Raises ValueError like `check`.
-        """
+        """Return every array of one block of one layer; `Pages` has them with a first axis of blocks. Raises ValueError
+        like `check`."""
         self.check(head_dim, block)
         padded, runs = -(-head_dim // RUN) * RUN, block // RUN
         if self.layout == Layout.BIT_PLANES:
@@ -149,19 +151,15 @@ class KvScheme:
         return 2 * 2 * block * kv_heads * head_dim if self.recent else 0
 
     def basis_bytes(self, kv_heads: int, head_dim: int) -> int:
-        """Return the bytes of one layer's calibrated bases; others are shared.
-
-        They are two matrices and three rows a head on either side (for nuq, two rows and the levels).
-        """
+        """Return the bytes of one layer's calibrated bases; others are shared. They are two matrices and three rows a
+        head on either side (for nuq, two rows and the levels)."""
         if self.layout == Layout.KVQUANT:
             return 2 * 4 * (kv_heads * 2 * head_dim + (1 << round(self.bits)))
         return 2 * 4 * kv_heads * (2 * head_dim**2 + 3 * head_dim) if self.calibrated else 0
 
     def bits_per_value(self, head_dim: int, block: int, context: int | None = None) -> float:
-        """Return the bits of a key's or value's number, scales included.
-
-        With a `context`, they are those of a sequence of so many tokens, including its unfinished block.
-        """
+        """Return the bits of a key's or value's number, scales included. With a `context`, they are those of a sequence
+        of so many tokens, including its unfinished block."""
         stored = 8 * self.bytes(1, head_dim, block) / (2 * head_dim * block)
         if context is None:
             return stored
@@ -188,7 +186,7 @@ SCHEMES: Mapping[str, KvScheme] = {
 def check_name(name: str | None) -> None:
     """Raise ValueError, naming the existing schemes, for a name that none has. None leaves the choice open."""
     if name is not None and name not in SCHEMES:
-        raise ValueError(f"keys and values are kept as {', '.join(SCHEMES)}, not {name!r}")
+        raise UserError("kv_unknown", f"the KV cache is kept as {', '.join(SCHEMES)}, not {name!r}")
 
 
 def scheme(name: str) -> KvScheme:

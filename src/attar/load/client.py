@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from attar.errors import Code, UserError
+
 MAX_HEAD = 64 << 10  # bytes of a response's status line and headers
 MAX_LINE = 4 << 20  # of one line of events
 MAX_ANSWER = 64 << 10  # bytes kept of an error response, to quote
@@ -52,14 +54,14 @@ class Server:
     def parse(url: str, key: str | None = None) -> Server:
         """Parse an address such as http://127.0.0.1:8000, with or without /v1. Raises ValueError for others."""
         if any(ord(letter) <= 32 for letter in url + (key or "")):
-            raise ValueError("an address and a key have no spaces or control characters")
+            raise UserError("address_invalid", "an address and a key have no spaces or control characters")
         parts = urlsplit(url)
         try:
             port = parts.port
         except ValueError:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise ValueError(f"{url!r} is not an address: write it like http://127.0.0.1:8000")
+            raise UserError("address_invalid", f"{url!r} is not an address: write it like http://127.0.0.1:8000")
         secure = parts.scheme == "https"
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return Server(parts.hostname, port or (443 if secure else 80), secure, prefix, key)
@@ -118,22 +120,20 @@ async def fetch(server: Server, path: str, timeout: float = 30.0) -> Any:
         await _exchange(server, lambda: Reader(request(server, "GET", path), keep, streamed=False), timeout)
         return json.loads(pieces)
     except Failed as failed:
+        code: Code = "server_unreachable" if failed.kind in ("refused", "timeout") else "answer_invalid"
         why = f"{failed.kind}{': ' + failed.detail if failed.detail else ''}"
-        raise ValueError(f"{server.address}{path}: {why}") from None
+        raise UserError(code, f"{server.address}{path}: {why}") from None
     except (ValueError, RecursionError):
-        raise ValueError(f"{server.address}{path}: the answer is not JSON") from None
+        raise UserError("answer_invalid", f"{server.address}{path}: the answer is not JSON") from None
 
 
 def request(server: Server, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
     """Return an HTTP request as bytes."""
     content = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
     lines = [
-        f"{method} {server.prefix}{path} HTTP/1.1",
-        f"Host: {server.netloc}",
-        "Connection: close",
-        "Accept: text/event-stream, application/json",
-        "User-Agent: attar",
-    ]
+        f"{method} {server.prefix}{path} HTTP/1.1", f"Host: {server.netloc}", "Connection: close",
+        "Accept: text/event-stream, application/json", "User-Agent: attar",
+    ]  # fmt: skip
     if body is not None:
         lines += ["Content-Type: application/json", f"Content-Length: {len(content)}"]
     if server.key is not None:

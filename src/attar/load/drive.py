@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from attar.errors import UserError
 from attar.load.client import Answer, Server, complete, fetch, request
 from attar.load.schedule import Load
 from attar.load.traces import LOW, Ask
@@ -62,12 +63,9 @@ class Target:
     def body(self, ask: Ask) -> dict[str, Any]:
         """Return the JSON object of one request."""
         body: dict[str, Any] = {
-            "model": self.model,
-            "max_tokens": ask.output,
-            "temperature": self.temperature,
-            "stream": True,
+            "model": self.model, "max_tokens": ask.output, "temperature": self.temperature, "stream": True,
             "stream_options": {"include_usage": True},
-        }
+        }  # fmt: skip
         if self.ignore_eos:
             body["ignore_eos"] = True
         if self.chat:
@@ -113,7 +111,7 @@ async def first_model(server: Server) -> str:
     try:
         return str(listed["data"][0]["id"])
     except (TypeError, KeyError, IndexError):
-        raise ValueError("the server lists no model under /v1/models: name one with --model") from None
+        raise UserError("answer_invalid", "the server lists no model under /v1/models: name one with --model") from None
 
 
 async def context(server: Server, model: str) -> int | None:
@@ -132,7 +130,7 @@ async def probe(target: Target) -> str | None:
     ask = Ask(0.0, (LOW, LOW + 1, LOW + 2, LOW + 3), 2)
     answer = await complete(target.server, request(target.server, "POST", target.path, target.body(ask)), 60.0)
     if answer.error == "refused":
-        raise ValueError(answer.detail)
+        raise UserError("server_unreachable", answer.detail)
     return None if answer.error is None else ": ".join(filter(None, (answer.error, answer.detail)))
 
 

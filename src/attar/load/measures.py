@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import Any
 
+from attar.errors import UserError
 from attar.load.client import Answer
-from attar.load.drive import Run, Sent
+from attar.load.drive import Run
 
 LATE = 0.01  # seconds that a client may be late in one of twenty cases
 BUSY = 0.8  # fraction of a core from which a client is close to being the limit
@@ -47,9 +48,8 @@ def parse_slo(text: str) -> dict[str, float]:
         except ValueError:
             limit = math.nan
         if name not in SLO_KEYS or not 0 < limit < math.inf or name in limits:
-            raise ValueError(
-                f"{item.strip()!r} is no limit: write it like ttft=1.0,tpot=0.05, of {', '.join(SLO_KEYS)}"
-            )
+            message = f"{item.strip()!r} is no limit: write it like ttft=1.0,tpot=0.05, of {', '.join(SLO_KEYS)}"
+            raise UserError("option_malformed", message)
         limits[name] = limit
     return limits
 
@@ -85,8 +85,7 @@ def percentile(values: Sequence[float], q: float) -> float:
     """Return the q-th percentile (0 .. 100) of at least one value in ascending order."""
     at = q / 100 * (len(values) - 1)
     low = math.floor(at)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (values[high] - values[low]) * (at - low)
+    return values[low] + (values[min(low + 1, len(values) - 1)] - values[low]) * (at - low)
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
@@ -103,22 +102,23 @@ def measure(run: Run, slo: Mapping[str, float] | None = None) -> dict[str, Any]:
     good = [each for each in run.sent if each.answer.error is None]
     timings = [timing(each.answer) for each in good]
     output = sum(one.tokens for one in timings)
-    prompt = sum(_prompt_tokens(each) for each in good)
+    counts = [(each.answer.prompt_tokens, len(each.ask.prompt)) for each in good]
+    prompt = sum(own if counted is None else counted for counted, own in counts)
+    cached = [each.answer.cached_tokens for each in good if each.answer.cached_tokens is not None]
     seconds = max(run.seconds, 1e-9)
     counted = {one.from_usage for one in timings}
     failed = [(each.answer.error, each.answer.detail) for each in run.sent if each.answer.error is not None]
-    errors = Counter(kind for kind, _ in failed)
     measured: dict[str, Any] = {
         "label": run.load.label,
         "rate": run.load.rate,
         "clients": run.load.clients,
         "requests": len(run.sent),
         "succeeded": len(good),
-        "errors": dict(errors.most_common()),
+        "errors": dict(Counter(kind for kind, _ in failed).most_common()),
         "examples": {kind: detail for kind, detail in reversed(failed) if detail},  # the first of each kind
         "seconds": seconds,
         "prompt_tokens": prompt,
-        "cached_tokens": _cached_tokens(good),
+        "cached_tokens": sum(cached) if cached else None,  # None where the server does not report them
         "output_tokens": output,
         "counted": " and ".join("usage" if each else "events" for each in sorted(counted, reverse=True)) or "nothing",
         "requests_s": len(good) / seconds,
@@ -139,22 +139,10 @@ def measure(run: Run, slo: Mapping[str, float] | None = None) -> dict[str, Any]:
     return measured
 
 
-def _prompt_tokens(each: Sent) -> int:
-    counted = each.answer.prompt_tokens
-    return len(each.ask.prompt) if counted is None else counted
-
-
-def _cached_tokens(good: Sequence[Sent]) -> int | None:
-    """Return the prompt tokens that the server took from its cache; None where it does not report them."""
-    counts = [each.answer.cached_tokens for each in good if each.answer.cached_tokens is not None]
-    return sum(counts) if counts else None
-
-
 def _client(run: Run) -> dict[str, Any]:
     """Return the client's own lateness and processor use."""
-    late = [each.answer.sent - each.due for each in run.sent]
     return {
-        "send_lag": spread(late),
+        "send_lag": spread([each.answer.sent - each.due for each in run.sent]),
         "loop_lag": spread(run.loop_lags),
         "cpu_share": run.cpu / max(run.seconds, 1e-9) if run.sent else 0.0,  # a run of zero seconds has none
     }
@@ -266,15 +254,12 @@ def failures(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 def _column(run: Mapping[str, Any]) -> list[str]:
     goodput = run.get("goodput")
     return [
-        f"{run['requests']}",
-        f"{run['requests'] - run['succeeded']}",
-        f"{run['seconds']:.1f}",
-        f"{run['output_tok_s']:,.1f}",
-        f"{run['total_tok_s']:,.1f}",
+        f"{run['requests']}", f"{run['requests'] - run['succeeded']}", f"{run['seconds']:.1f}",
+        f"{run['output_tok_s']:,.1f}", f"{run['total_tok_s']:,.1f}",
         "" if run["cached_tokens"] is None else f"{run['cached_tokens'] / max(1, run['prompt_tokens']):.0%}",
         *(_latency(run[name]) for name in ("ttft", "itl", "tpot", "e2e")),
         "" if goodput is None else f"{goodput['requests_s']:.2f}/s ({goodput['share']:.0%})",
-    ]
+    ]  # fmt: skip
 
 
 def _latency(values: Mapping[str, float] | None) -> str:

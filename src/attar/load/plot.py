@@ -14,6 +14,7 @@ from typing import Any
 from attar.charts import png
 from attar.charts.chart import Axis, Chart, Point, Series
 from attar.charts.svg import STYLE, THEMES, key, svg
+from attar.errors import UserError
 
 Run = Mapping[str, Any]
 
@@ -76,10 +77,10 @@ def save(path: Path, runs: Sequence[Run], title: str, table: str) -> None:
 def check(path: Path) -> None:
     """Raise ValueError or OSError unless `save` can write such a file. Callers check before a run, not after it."""
     if path.suffix not in (".html", ".png"):
-        raise ValueError(f"a plot is a .html or a .png file, not {path.name!r}")
+        raise UserError("output_invalid", f"a plot is a .html or a .png file, not {path.name!r}")
     if path.suffix == ".png":
         png.check("plot to .html")
     if not path.parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.parent}: make it first")
+        raise UserError("file_not_found", f"{path}: there is no folder {path.parent}: make it first")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{path} cannot be written")
+        raise UserError("file_not_permitted", f"{path} cannot be written")

@@ -13,6 +13,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from attar.errors import UserError
 from attar.load.traces import Ask
 
 
@@ -56,7 +57,7 @@ def as_recorded(asks: Sequence[Ask], rate: float | None = None) -> Load:
     _check(rate)
     span = asks[-1].at - asks[0].at
     if span <= 0:
-        raise ValueError("all requests arrive at once: there are no times to stretch to a rate")
+        raise UserError("trace_malformed", "all requests arrive at once: there are no times to stretch to a rate")
     factor = (len(asks) - 1) / span / rate
     return Load(tuple(replace(ask, at=ask.at * factor) for ask in asks), rate=rate)
 
@@ -65,10 +66,10 @@ def closed(asks: Sequence[Ask], clients: int) -> Load:
     """Return the requests for `clients` clients, in order, each sent as soon as a client is free. Raises ValueError
     below one client."""
     if clients < 1:
-        raise ValueError(f"a closed loop has at least one client, not {clients}")
+        raise UserError("option_out_of_range", f"a closed loop has at least one client, not {clients}")
     return Load(tuple(replace(ask, at=0.0) for ask in asks), clients)
 
 
 def _check(rate: float) -> None:
     if not 0 < rate <= 1e6:
-        raise ValueError(f"a rate is requests a second, above 0, not {rate:g}")
+        raise UserError("option_out_of_range", f"a rate is requests a second, above 0, not {rate:g}")

@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from attar.errors import UserError
 from attar.load import drive, measures, schedule, traces
 from attar.load.client import Server, printable
 from attar.load.drive import Target
@@ -26,6 +27,7 @@ SIZES = frozenset({"prompt", "messages", "max_tokens", "max_completion_tokens", 
 """Request fields that change its length: with one of them in `extra`, only the server knows the length."""
 
 Arrivals = Literal["poisson", "trace"]
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -60,23 +62,20 @@ class Options:
 def loads(options: Options) -> list[Load]:
     """Return the runs, in order. Raises ValueError where the options contradict each other or leave no request."""
     if options.requests < 1:
-        raise ValueError(f"a run has at least one request, not {options.requests}")
+        raise UserError("option_out_of_range", f"a run has at least one request, not {options.requests}")
     if options.rates and options.clients:
-        raise ValueError("a load has rates (open loop) or clients (closed loop), not both")
+        raise UserError("option_conflict", "a load has rates (open loop) or clients (closed loop), not both")
     if options.arrivals not in ("poisson", "trace"):
-        raise ValueError(f"arrivals are poisson or trace, not {options.arrivals!r}")
+        raise UserError("name_unknown", f"arrivals are poisson or trace, not {options.arrivals!r}")
     if options.trace is None and options.arrivals == "trace":
-        raise ValueError("--arrivals trace takes the times of a trace: name its file with --trace")
+        raise UserError("option_missing", "--arrivals trace takes the times of a trace: name its file with --trace")
     if options.trace is None and not (options.rates or options.clients):
-        raise ValueError("say how to send: --rates 1,2, --clients 1,8, or a --trace with its times")
+        raise UserError("option_missing", "say how to send: --rates 1,2, --clients 1,8, or a --trace with its times")
     asks = _asks(options)
     runs: list[Load] = []
     for rate in options.rates:
-        turned = traces.shifted(asks, len(runs) * SHIFT)
-        timed = options.arrivals == "trace"
-        runs.append(
-            schedule.as_recorded(turned, rate) if timed else schedule.poisson(turned, rate, options.seed)
-        )  # fmt: skip
+        turned, timed = traces.shifted(asks, len(runs) * SHIFT), options.arrivals == "trace"
+        runs.append(schedule.as_recorded(turned, rate) if timed else schedule.poisson(turned, rate, options.seed))
     for clients in options.clients:
         runs.append(schedule.closed(traces.shifted(asks, len(runs) * SHIFT), clients))
     return runs or [schedule.as_recorded(asks)]
@@ -91,24 +90,17 @@ def _asks(options: Options) -> list[Ask]:
     if options.longest is not None:
         asks = traces.within(asks, options.longest)
     if not asks:
-        raise ValueError(f"all {found} requests are longer than {options.longest} tokens")
+        raise UserError("option_out_of_range", f"all {found} requests are longer than {options.longest} tokens")
     return asks if options.vocabulary is None else traces.folded(asks, options.vocabulary)
 
 
-def numbers(name: str, text: str | None) -> tuple[float, ...]:
+def parse_list(option: str, text: str | None, kind: type[Number]) -> tuple[Number, ...]:
     """Parse a list of numbers such as 1,2,4; None gives none. Raises ValueError that names the option."""
     try:
-        return () if text is None else tuple(float(each) for each in text.split(","))
+        return () if text is None else tuple(kind(each) for each in text.split(","))
     except ValueError:
-        raise ValueError(f"{name} {text!r} is not a list of numbers such as 1,2,4") from None
-
-
-def counts(name: str, text: str | None) -> tuple[int, ...]:
-    """Parse a list of integers such as 1,4,16; None gives none. Raises ValueError that names the option."""
-    try:
-        return () if text is None else tuple(int(each) for each in text.split(","))
-    except ValueError:
-        raise ValueError(f"{name} {text!r} is not a list of whole numbers such as 1,4,16") from None
+        like = "numbers such as 1,2,4" if kind is float else "whole numbers such as 1,4,16"
+        raise UserError("option_malformed", f"{option} {text!r} is not a list of {like}") from None
 
 
 def bench_serve(options: Options, progress: Progress | None = None) -> dict[str, Any]:
@@ -126,27 +118,22 @@ async def _bench(options: Options, runs: Sequence[Load], progress: Progress | No
     context = await drive.context(server, model)
     if context is not None:
         _check_lengths(options, runs[0].asks, context)
-    target = Target(
+    target = await _accepted(Target(
         server, model, options.chat, options.text, options.decode, options.temperature, options.ignore_eos,
         options.timeout, options.extra,
-    )  # fmt: skip
-    target = await _accepted(target)
+    ))  # fmt: skip
     measured = []
     for i, load in enumerate(runs):
         if i:
             await asyncio.sleep(PAUSE)
         measured.append(measures.measure(await drive.run(load, target, options.seconds, progress), options.slo))
     return {
-        "url": server.address,
-        "model": target.model,
-        "endpoint": target.path,
+        "url": server.address, "model": target.model, "endpoint": target.path,
         "prompts": "text" if target.chat or target.text else "token ids",
-        "source": "synthetic" if options.trace is None else options.trace.name,
-        "divisor": options.divisor,
+        "source": "synthetic" if options.trace is None else options.trace.name, "divisor": options.divisor,
         "arrivals": "closed loop" if options.clients else options.arrivals if options.rates else "trace",
-        "seed": options.seed,
-        "runs": measured,
-    }
+        "seed": options.seed, "runs": measured,
+    }  # fmt: skip
 
 
 def _check_lengths(options: Options, asks: Sequence[Ask], context: int) -> None:
@@ -159,9 +146,10 @@ def _check_lengths(options: Options, asks: Sequence[Ask], context: int) -> None:
         hint = "lower --prompt or --gen" if options.trace is None else "shorten them with --divisor"
         if len(long) < len(asks):
             hint += f", or leave these out with --longest {context}"
-        raise ValueError(
+        raise UserError(
+            "context_exceeded",
             f"{len(long)} of {len(asks)} requests are longer than the server's context of {context} tokens, up to "
-            f"{len(most.prompt) + most.output} ({len(most.prompt)} of the prompt, {most.output} of the answer): {hint}"
+            f"{len(most.prompt) + most.output} ({len(most.prompt)} of the prompt, {most.output} of the answer): {hint}",
         )
 
 
@@ -174,10 +162,8 @@ async def _accepted(target: Target) -> Target:
         in_words = replace(target, text=True)
         if await drive.probe(in_words) is None:
             return in_words
-    hint = ""
-    if target.ignore_eos and "ignore_eos" in reason:
-        hint = "; --no-ignore-eos leaves that out"
-    raise ValueError(f"the server does not answer a request of two tokens: {reason}{hint}")
+    hint = "; --no-ignore-eos leaves that out" if target.ignore_eos and "ignore_eos" in reason else ""
+    raise UserError("request_refused", f"the server does not answer a request of two tokens: {reason}{hint}")
 
 
 def failure(report: Mapping[str, Any]) -> str | None:

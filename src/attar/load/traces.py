@@ -23,8 +23,11 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
+
+from attar.errors import Code, UserError
 
 HASH_BLOCK = 512  # tokens that a hash of a Mooncake trace stands for
 MAX_LINE = 32 << 20  # characters
@@ -57,13 +60,14 @@ class Synthetic:
 
     def __post_init__(self) -> None:
         if self.prompt < 1 or self.output < 1:
-            raise ValueError("prompts and answers have at least one token")
+            raise UserError("option_out_of_range", "prompts and answers have at least one token")
         if not 0 <= self.spread < 1:
-            raise ValueError(f"a spread is a fraction from 0 to below 1, not {self.spread:g}")
+            raise UserError("option_out_of_range", f"a spread is a fraction from 0 to below 1, not {self.spread:g}")
         if (self.prefixes > 0) != (self.prefix_tokens > 0):
-            raise ValueError("shared beginnings need a number of them and their length, both above 0")
+            raise UserError("option_missing", "shared beginnings need a number of them and their length, both above 0")
         if self.prefix_tokens >= self.prompt * (1 - self.spread):
-            raise ValueError(f"a beginning of {self.prefix_tokens} tokens leaves nothing of the shortest prompt")
+            message = f"a beginning of {self.prefix_tokens} tokens leaves nothing of the shortest prompt"
+            raise UserError("option_conflict", message)
 
 
 def synthetic(what: Synthetic, count: int, seed: int = 0) -> list[Ask]:
@@ -89,18 +93,14 @@ def read(path: Path, count: int | None = None, divisor: int = 1, seed: int = 0) 
     hash block; OSError where it cannot be read.
     """
     if divisor < 1:
-        raise ValueError(f"a divisor is at least 1, not {divisor}")
+        raise UserError("option_out_of_range", f"a divisor is at least 1, not {divisor}")
     try:
-        with _open(path) as file:
-            asks = []
-            for ask in _parse(path, file, divisor, seed):
-                asks.append(ask)
-                if count is not None and len(asks) == count:
-                    break
+        with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
+            asks = list(islice(_parse(path, file, divisor, seed), count))
     except (lzma.LZMAError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise UserError("trace_malformed", f"{path}: {error}") from None
     if not asks:
-        raise ValueError(f"{path}: holds no requests")
+        raise UserError("trace_malformed", f"{path}: holds no requests")
     first = min(ask.at for ask in asks)
     return sorted((replace(ask, at=ask.at - first) for ask in asks), key=lambda ask: ask.at)
 
@@ -126,17 +126,11 @@ def folded(asks: Sequence[Ask], vocabulary: int) -> list[Ask]:
     """Return the requests with every id within a vocabulary; equal ids stay equal. Raises ValueError for a tiny
     vocabulary."""
     if vocabulary <= LOW:
-        raise ValueError(f"a vocabulary of {vocabulary} is too small: {LOW + 1} is the least")
+        raise UserError("option_out_of_range", f"a vocabulary of {vocabulary} is too small: {LOW + 1} is the least")
     turn = vocabulary - LOW
     return [
         replace(ask, prompt=tuple(i if i < vocabulary else LOW + (i - LOW) % turn for i in ask.prompt)) for ask in asks
     ]
-
-
-def _open(path: Path) -> IO[str]:
-    if path.suffix == ".xz":
-        return lzma.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
 
 
 def _parse(path: Path, file: IO[str], divisor: int, seed: int) -> Iterator[Ask]:
@@ -150,7 +144,8 @@ def _parse(path: Path, file: IO[str], divisor: int, seed: int) -> Iterator[Ask]:
                 yield _json(json.loads(line), divisor, seed)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             missing = f"no {error} in it" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"{path}: line {number} is no request of a known kind: {missing}") from None
+            code: Code = error.code if isinstance(error, UserError) else "trace_malformed"
+            raise UserError(code, f"{path}: line {number} is no request of a known kind: {missing}") from None
         number, line = number + 1, file.readline(MAX_LINE)
 
 
@@ -158,23 +153,24 @@ def _json(value: Any, divisor: int, seed: int) -> Ask:
     if "input_tok_ids" in value:
         ids = value["input_tok_ids"]
         if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
-            raise ValueError("token ids are whole numbers")
+            raise UserError("trace_malformed", "token ids are whole numbers")
         kept = tuple(ids[: _shorter(len(ids), divisor)])
         return Ask(_seconds(value["arrival_time_ns"] / 1e9), kept, _shorter(value["output_toks"], divisor))
     if HASH_BLOCK % divisor:
-        raise ValueError(f"a block of {HASH_BLOCK} tokens cannot be divided by {divisor}: a power of two would do")
+        message = f"a block of {HASH_BLOCK} tokens cannot be divided by {divisor}: a power of two would do"
+        raise UserError("option_out_of_range", message)
     length, block = _shorter(value["input_length"], divisor), HASH_BLOCK // divisor
     hashes = value["hash_ids"]
     if len(hashes) != -(-length // block):
-        raise ValueError(f"{len(hashes)} hash blocks for a prompt of {value['input_length']} tokens")
+        raise UserError("trace_malformed", f"{len(hashes)} hash blocks for a prompt of {value['input_length']} tokens")
     tokens = [token for each in hashes for token in _tokens(f"{seed} block {int(each)}", block)]
     return Ask(_seconds(value["timestamp"] / 1e3), tuple(tokens[:length]), _shorter(value["output_length"], divisor))
 
 
 def _csv(path: Path, header: str, file: IO[str], divisor: int, seed: int) -> Iterator[Ask]:
-    columns = [name.strip() for name in header.split(",")]
-    if columns != ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]:
-        raise ValueError(f"{path}: neither JSON lines nor columns TIMESTAMP,ContextTokens,GeneratedTokens")
+    if [name.strip() for name in header.split(",")] != ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]:
+        message = f"{path}: neither JSON lines nor columns TIMESTAMP,ContextTokens,GeneratedTokens"
+        raise UserError("file_wrong_kind", message)
     for number, row in enumerate(csv.reader(file), 2):
         try:
             time, context, output = row
@@ -182,19 +178,19 @@ def _csv(path: Path, header: str, file: IO[str], divisor: int, seed: int) -> Ite
             prompt = _tokens(f"{seed} row {number}", _shorter(int(context), divisor))
             yield Ask(at, prompt, _shorter(int(output), divisor))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}: line {number} is no request: {error}") from None
+            raise UserError("trace_malformed", f"{path}: line {number} is no request: {error}") from None
 
 
 def _shorter(length: Any, divisor: int) -> int:
     """Return a length over the divisor, at least one token. Raises ValueError for an invalid length."""
     if type(length) is not int or not 0 <= length <= MAX_TOKENS:
-        raise ValueError(f"a length is a whole number up to {MAX_TOKENS}, not {length!r}")
+        raise UserError("trace_malformed", f"a length is a whole number up to {MAX_TOKENS}, not {length!r}")
     return max(1, -(-length // divisor))
 
 
 def _seconds(value: float) -> float:
     if not 0 <= value < 1e12:
-        raise ValueError(f"a time of {value!r} s")
+        raise UserError("trace_malformed", f"a time of {value!r} s")
     return float(value)
 
 

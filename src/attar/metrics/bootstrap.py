@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from attar.errors import UserError
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -50,8 +52,7 @@ def resamples(windows: int, seed: int = SEED, count: int = RESAMPLES) -> Ints:
     """Return how often each window is drawn in each resample: int64 [R, W], every row summing to W."""
     words = np.asarray(np.random.Philox(key=np.array([seed, windows], dtype=np.uint64)).random_raw(count * windows))
     drawn = ((words >> np.uint64(32)) * np.uint64(windows)) >> np.uint64(32)  # top 32 bits to 0 .. W-1
-    rows = drawn.astype(np.int64).reshape(count, windows)
-    return np.stack([np.bincount(row, minlength=windows) for row in rows])
+    return np.stack([np.bincount(row, minlength=windows) for row in drawn.astype(np.int64).reshape(count, windows)])
 
 
 def mean(values: Floats, window: Ints, seed: int = SEED) -> Interval:
@@ -74,18 +75,20 @@ def ratio(a: Floats, b: Floats, seed: int = SEED) -> Interval:
 
 
 def paired_bootstrap_ratio(kl_a: Floats, kl_b: Floats, seed: int = SEED) -> Interval:
-    """Return sum(kl_a) / sum(kl_b) over the same windows, with its interval: a claim "A beats B" needs `high` < 1.
-
-    kl_a and kl_b are per-window sums (or means, of windows of one length) [W]. Raises ValueError for different shapes,
-    for fewer than two windows, and where a window of B has no divergence.
-    """
+    """Return sum(kl_a) / sum(kl_b) over the same windows, with its interval: a claim "A beats B" needs `high` < 1. kl_a
+    and kl_b are per-window sums (or means, of windows of one length) [W]. Raises ValueError for different shapes, for
+    fewer than two windows, and where a window of B has no divergence."""
     kl_a, kl_b = np.asarray(kl_a, dtype=np.float64), np.asarray(kl_b, dtype=np.float64)
     if kl_a.shape != kl_b.shape or kl_a.ndim != 1:
-        raise ValueError(f"paired figures need the same windows: got shapes {kl_a.shape} and {kl_b.shape}")
+        raise UserError(
+            "window_invalid", f"paired figures need the same windows: got shapes {kl_a.shape} and {kl_b.shape}"
+        )
     if len(kl_a) < 2:
-        raise ValueError("one window gives nothing to resample: use a longer text or a shorter context")
+        raise UserError(
+            "text_too_short", "one window gives nothing to resample: use a longer text or a shorter context"
+        )
     if not (kl_b > 0).all():
-        raise ValueError("a window of the second model shows no divergence: the ratio is not defined")
+        raise UserError("window_invalid", "a window of the second model shows no divergence: the ratio is not defined")
     return ratio(kl_a, kl_b, seed)
 
 

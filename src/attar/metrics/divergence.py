@@ -35,10 +35,8 @@ class Comparison(NamedTuple):
 
 
 def compare(base: Tensor, model: Tensor, targets: Tensor) -> Comparison:
-    """Compare float32 logits base, model [T, V] at positions with targets [T], in one pass over all figures.
-
-    Rows are widened to float64 a few at a time, so the extra memory does not grow with T.
-    """
+    """Compare float32 logits base, model [T, V] at positions with targets [T], in one pass over all figures. Rows are
+    widened to float64 a few at a time, so the extra memory does not grow with T."""
     assert base.shape == model.shape, (base.shape, model.shape)
     runs = zip(in_rows(base), in_rows(model), in_rows(targets, base.shape[1]), strict=True)
     return Comparison(*(torch.cat(column) for column in zip(*(_compare(*run) for run in runs), strict=True)))

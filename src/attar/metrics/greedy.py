@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.kernels import ops
 from attar.metrics.bootstrap import Floats
 from attar.metrics.streaming import NewCache
@@ -28,27 +29,23 @@ AT_ONCE = 16  # continuations that run as one batch
 
 def prompts(sequences: Sequence[Sequence[int]], count: int, bos: int | None, supported: int) -> Tensor:
     """Return `count` prompts spread over a text's tokens, int64 [P, PROMPT], each with `bos` in front where there is
-    one.
-
-    Raises ValueError where the text has fewer, or the models support too few positions.
-    """
+    one. Raises ValueError where the text has fewer, or the models support too few positions."""
     if supported < PROMPT + LENGTH:
-        raise ValueError(
-            f"greedy continuations take {PROMPT + LENGTH} positions, and the model supports {supported}: go without"
+        raise UserError(
+            "context_exceeded",
+            f"greedy continuations take {PROMPT + LENGTH} positions, and the model supports {supported}: go without",
         )
     front = [] if bos is None else [bos]
     size = PROMPT - len(front)
     pieces = [each[at : at + size] for each in sequences for at in range(0, len(each) - size + 1, size)]
     if len(pieces) < count:
-        raise ValueError(f"the text has {len(pieces)} prompts of {size} tokens, not {count}")
+        raise UserError("text_too_short", f"the text has {len(pieces)} prompts of {size} tokens, not {count}")
     return torch.tensor([[*front, *pieces[i * len(pieces) // count]] for i in range(count)])
 
 
 def shared(model: Decoder, base: Decoder, started: Tensor, cache: NewCache | None = None) -> Floats:
-    """Return how many of `LENGTH` greedy tokens after each of the prompts [P, L] agree: float64 [P].
-
-    With `cache`, `model` (not `base`) keeps its KV cache in such caches.
-    """
+    """Return how many of `LENGTH` greedy tokens after each of the prompts [P, L] agree: float64 [P]. With `cache`,
+    `model` (not `base`) keeps its KV cache in such caches."""
     found = [_shared(model, base, some, cache or model.cache) for some in started.split(AT_ONCE)]
     return torch.cat(found).double().numpy()
 

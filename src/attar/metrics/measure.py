@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from attar.errors import UserError
 from attar.metrics import greedy
 from attar.metrics.bootstrap import LEVEL, RESAMPLES, SEED, Interval, mean
 from attar.metrics.perplexity import Window, plan_windows
@@ -150,28 +151,33 @@ def measure(
     """
     config = model.config
     if base is not None and base.config.vocab_size != config.vocab_size:
-        raise ValueError(
+        raise UserError(
+            "vocabulary_mismatch",
             f"the models have vocabularies of {config.vocab_size} and {base.config.vocab_size} tokens: "
-            "a divergence needs one vocabulary, so compare a model with the one it was made from"
+            "a divergence needs one vocabulary, so compare a model with the one it was made from",
         )
     supported = min(config.context, config.context if base is None else base.config.context)
     context = min(supported, CONTEXT) if context is None else context
     if context > supported:
-        raise ValueError(f"a context of {context} is longer than the {supported} positions that the model supports")
+        raise UserError(
+            "context_exceeded",
+            f"a context of {context} is longer than the {supported} positions that the model supports",
+        )
     stride = context if stride is None else stride
     windows: list[Window] = []
     sequences = _sequences(ids)
     started = greedy.prompts(sequences, prompts, bos, supported) if prompts else None  # fails before hours of work
     if started is not None and base is None:
-        raise ValueError("greedy continuations are compared with those of a base: name one")
+        raise UserError("option_missing", "greedy continuations are compared with those of a base: name one")
     for sequence in sequences:
         outside = next((i for i in sequence if not 0 <= i < config.vocab_size), None)
         if outside is not None:
-            raise ValueError(f"token id {outside} lies outside the vocabulary of {config.vocab_size}")
+            raise UserError(
+                "token_out_of_vocabulary", f"token id {outside} lies outside the vocabulary of {config.vocab_size}"
+            )
         windows += plan_windows(sequence, context, stride, bos)
-    measurement = stream(
-        decoder_logits(model, cache), windows, None if base is None else decoder_logits(base), progress
-    )
+    other = None if base is None else decoder_logits(base)
+    measurement = stream(decoder_logits(model, cache), windows, other, progress)
     figures = measurement.figures()
     loss = figures.pop("nll")
     size = None if bytes_of is None else _bytes(bytes_of, windows)
@@ -186,11 +192,11 @@ def measure(
 
 def _sequences(ids: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
     if not ids:
-        raise ValueError("there is nothing to measure on: the text is empty")
+        raise UserError("text_empty", "there is nothing to measure on: the text is empty")
     flat = [i for i in ids if isinstance(i, int)]
     nested = [list(i) for i in ids if not isinstance(i, int)]
     if flat and nested:
-        raise ValueError("token ids are one list of ids or a list of such lists, not both")
+        raise UserError("option_malformed", "token ids are one list of ids or a list of such lists, not both")
     return nested or [flat]
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
+
 DOUBLES_AT_ONCE = 1 << 21
 """Elements in float64 at a time: few enough to stay in a core's cache."""
 
@@ -36,16 +38,18 @@ class Window:
 
 
 def plan_windows(ids: Sequence[int], context: int, stride: int | None = None, bos: int | None = None) -> list[Window]:
-    """Cut token ids into windows of at most `context` inputs, the next one `stride` further (None: `context`).
-
-    With `bos`, each window's first input is that token and every id is predicted once; without it, every id but the
-    first. Raises ValueError for fewer than two tokens, and for a stride that would skip some.
-    """
+    """Cut token ids into windows of at most `context` inputs, the next one `stride` further (None: `context`). With
+    `bos`, each window's first input is that token and every id is predicted once; without it, every id but the first.
+    Raises ValueError for fewer than two tokens, and for a stride that would skip some."""
     if len(ids) < 2:
-        raise ValueError(f"the text has {len(ids)} token{'' if len(ids) == 1 else 's'}: at least 2 are needed")
+        raise UserError(
+            "text_too_short", f"the text has {len(ids)} token{'' if len(ids) == 1 else 's'}: at least 2 are needed"
+        )
     stride = context if stride is None else stride
     if context < 1 or not 1 <= stride <= context:
-        raise ValueError(f"a stride of {stride} does not fit a context of {context}: it must lie in 1..{context}")
+        raise UserError(
+            "window_invalid", f"a stride of {stride} does not fit a context of {context}: it must lie in 1..{context}"
+        )
     windows, counted = [], 0 if bos is not None else 1  # `counted`: ids before it are done
     begin = counted
     while counted < len(ids):
@@ -59,11 +63,7 @@ def plan_windows(ids: Sequence[int], context: int, stride: int | None = None, bo
 def nll(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the negative log-likelihood in nats of targets [T] under logits [T, V], in float64: [T]."""
     parts = zip(in_rows(logits), in_rows(targets, logits.shape[1]), strict=True)
-    return torch.cat([_at(part.double().log_softmax(-1), wanted) for part, wanted in parts])
-
-
-def _at(log_probabilities: Tensor, targets: Tensor) -> Tensor:
-    return -log_probabilities.gather(1, targets[:, None])[:, 0]
+    return torch.cat([-part.double().log_softmax(-1).gather(1, wanted[:, None])[:, 0] for part, wanted in parts])
 
 
 def in_rows(rows: Tensor, vocabulary: int | None = None) -> list[Tensor]:

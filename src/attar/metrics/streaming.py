@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.metrics import bootstrap
 from attar.metrics.bootstrap import Floats, Interval, Ints
 from attar.metrics.divergence import Comparison, compare
@@ -44,11 +45,9 @@ class NewCache(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """Figures of each counted token: arrays [N]. `window` numbers the tokens' windows from 0.
-
-    The last four are None where there was no base model. `agree` is 1 where both models have the same most probable
-    token. `accept` is the chance that a token sampled from one is accepted by the other (`divergence`).
-    """
+    """Figures of each counted token: arrays [N]. `window` numbers the tokens' windows from 0. The last four are None
+    where there was no base model. `agree` is 1 where both models have the same most probable token. `accept` is the
+    chance that a token sampled from one is accepted by the other (`divergence`)."""
 
     window: Ints
     nll: Floats
@@ -68,11 +67,9 @@ class Measurement:
         return bootstrap.per_window(self.kl, self.window)
 
     def figures(self, seed: int = bootstrap.SEED) -> dict[str, Interval]:
-        """Return each figure with its interval: `nll` (nats a token) and `ppl`; more against a base.
-
-        These are `ppl_base`, `ppl_ratio` (paired) and its logarithm `ln_ppl_change`, `kl_mean`, `kl_p50`, `kl_p99`,
-        `kl_p999`, `top1`, `ear`, and `kl_max`. The last has no interval, because a bootstrap says nothing of a maximum.
-        """
+        """Return each figure with its interval: `nll` (nats a token) and `ppl`; more against a base. These are
+        `ppl_base`, `ppl_ratio` (paired) and its logarithm `ln_ppl_change`, `kl_mean`, `kl_p50`, `kl_p99`, `kl_p999`,
+        `top1`, `ear`, and `kl_max`. The last has no interval, because a bootstrap says nothing of a maximum."""
         loss = bootstrap.mean(self.nll, self.window, seed)
         figures = {"nll": loss, "ppl": loss.map(exp)}
         if self.base_nll is None or self.kl is None or self.agree is None or self.accept is None:
@@ -98,10 +95,8 @@ def exp(x: float) -> float:
 
 
 def decoder_logits(decoder: Decoder, cache: NewCache | None = None) -> Logits:
-    """Wrap a decoder for `stream`: the blocks run once a window, the LM head by runs of rows.
-
-    With a `cache`, each window runs as a prompt through one of its own, in pieces of `ROWS_AT_ONCE` rows.
-    """
+    """Wrap a decoder for `stream`: the blocks run once a window, the LM head by runs of rows. With a `cache`, each
+    window runs as a prompt through one of its own, in pieces of `ROWS_AT_ONCE` rows."""
     at_once = max(1, LOGITS_AT_ONCE // decoder.config.vocab_size)
     last = decoder.last
 
@@ -130,10 +125,8 @@ def decoder_logits(decoder: Decoder, cache: NewCache | None = None) -> Logits:
 def stream(
     model: Logits, windows: Sequence[Window], base: Logits | None = None, progress: StageProgress | None = None
 ) -> Measurement:
-    """Run all windows and return the figures of each counted token.
-
-    Raises ValueError naming the model, the window and the position where a model's logits are not finite.
-    """
+    """Run all windows and return the figures of each counted token. Raises ValueError naming the model, the window and
+    the position where a model's logits are not finite."""
     total = sum(len(w.counted) for w in windows)
     done = 0
     columns: list[list[Floats]] = [[] for _ in range(1 if base is None else len(Comparison._fields))]
@@ -165,7 +158,8 @@ def _refuse_nan(logits: Tensor, name: str, window: int, position: int) -> None:
     finite = logits.isfinite().all(-1)
     if not finite.all():
         at = position + int((~finite).nonzero()[0, 0])
-        raise ValueError(
+        raise UserError(
+            "not_finite",
             f"the logits of the {name} hold a NaN or an infinity at position {at} of window {window}: "
-            "its weights are damaged, or its values overflow the dtype it runs in"
+            "its weights are damaged, or its values overflow the dtype it runs in",
         )

@@ -51,9 +51,7 @@ class KVCache:
     ) -> None:
         width = -(-capacity // block)
         self.layers = pool(config, batch * width, scheme, device, block, batch, bases)
-        self.block_tables = torch.arange(batch * width, dtype=torch.int32).view(
-            batch, width
-        )  # [batch, width], on the host
+        self.block_tables = torch.arange(batch * width, dtype=torch.int32).view(batch, width)  # on the host
         self.capacity = capacity
         self.filled = [0] * batch
         self.tails: Tails = _own

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from attar.errors import UserError
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
@@ -139,17 +141,22 @@ class ModelConfig:
     names: Names = field(default_factory=Names)
 
     def __post_init__(self) -> None:
+        if (problem := self._problem()) is not None:
+            raise UserError("config_invalid", problem)
+
+    def _problem(self) -> str | None:
         if not self.windows:
-            raise ValueError("a model has at least one layer")
+            return "a model has at least one layer"
         if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} key-value heads evenly")
+            return f"{self.heads} query heads cannot share {self.kv_heads} key-value heads evenly"
         if len(self.ropes) != self.layers or (self.sparse and len(self.sparse) != self.layers):
-            raise ValueError(f"per-layer fields must have one entry for each of {self.layers} layers")
+            return f"per-layer fields must have one entry for each of {self.layers} layers"
         for rope in self.ropes:
             if rope is not None and (rope.dims % 2 or not 2 <= rope.dims <= self.head_dim):
-                raise ValueError(f"{rope.dims} rotary columns: needed is an even number up to {self.head_dim}")
+                return f"{rope.dims} rotary columns: needed is an even number up to {self.head_dim}"
         if self.experts is not None and not 1 <= self.experts.top_k <= self.experts.count:
-            raise ValueError(f"{self.experts.top_k} of {self.experts.count} experts cannot run for each token")
+            return f"{self.experts.top_k} of {self.experts.count} experts cannot run for each token"
+        return None
 
     @property
     def layers(self) -> int:

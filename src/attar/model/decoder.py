@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats.packed import PackedTensor
 from attar.kernels import ops
 from attar.kernels.dispatch import BackendWeights, Table
@@ -26,6 +27,9 @@ from attar.model.config import ModelConfig
 from attar.model.layers import Attention, Block, FeedForward, MixtureOfExperts
 from attar.progress import StageProgress
 
+Watch = Callable[[int, Tensor], None]
+"""A function watch(i, hidden) that receives the output [N, I] of block i."""
+
 
 class Weights(Protocol):
     """Named weights of a checkpoint. Dense ones are in the compute dtype; matrices may be in their stored dtype."""
@@ -33,26 +37,21 @@ class Weights(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Compute dtype."""
-        ...
 
     def matrix(self, name: str) -> Tensor:
         """Return a tensor like `tensor`, but in its stored dtype, for tables and weights whose kernels can read it."""
-        ...
 
     def linear(self, name: str) -> Linear:
         """Return the linear layer of module `name`: its weight [O, I] dense or packed, and its bias if one is stored.
 
         Weights for which `Names.is_transposed(name)` holds are stored [I, O] and transposed here.
         """
-        ...
 
     def tensor(self, name: str) -> Tensor:
         """Return the dense tensor stored under `name`, or under another of its `Names.spellings`."""
-        ...
 
     def has(self, name: str) -> bool:
         """Return whether `tensor(name)` would find one."""
-        ...
 
 
 @dataclass(eq=False)
@@ -106,9 +105,8 @@ class Decoder:
     @property
     def by_token(self) -> str | None:
         """Reason why the work of a step is only known within it; None where it is known before."""
-        if any(isinstance(block.feed_forward, MixtureOfExperts) for block in self.blocks):
-            return "which experts run depends on the token"
-        return None
+        experts = any(isinstance(block.feed_forward, MixtureOfExperts) for block in self.blocks)
+        return "which experts run depends on the token" if experts else None
 
     def against_recording(self) -> str | None:
         """Return why a step cannot be recorded as native calls and replayed, or None where it can."""
@@ -129,26 +127,16 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self,
-        ids: Tensor,
-        step: ForwardBatch,
-        rows: Tensor | None = None,
-        watch: Callable[[int, Tensor], None] | None = None,
+        self, ids: Tensor, step: ForwardBatch, rows: Tensor | None = None, watch: Watch | None = None
     ) -> Tensor:
         """Return logits, float32 [N, vocab], of token ids [N]; only of the chosen `rows` where they are given.
 
-        `watch(i, hidden)` receives the output [N, I] of every block i. Writes to the step's cache and advances it.
-        Raises ValueError where a position lies past a learned position table.
+        Writes to the step's cache and advances it. Raises ValueError where a position lies past a learned position
+        table.
         """
         return soft_capped(self.config, self.run(ids, step, rows, watch))
 
-    def run(
-        self,
-        ids: Tensor,
-        step: ForwardBatch,
-        rows: Tensor | None = None,
-        watch: Callable[[int, Tensor], None] | None = None,
-    ) -> Tensor:
+    def run(self, ids: Tensor, step: ForwardBatch, rows: Tensor | None = None, watch: Watch | None = None) -> Tensor:
         """Return the products of the LM head, before a soft cap; arguments as in `forward`."""
         stream, delta = self.states(ids, step, watch)
         routes = step.routes
@@ -157,16 +145,15 @@ class Decoder:
             routes = None if routes is None else routes.of(rows)
         return self.products(stream, delta, routes)
 
-    def states(
-        self, ids: Tensor, step: ForwardBatch, watch: Callable[[int, Tensor], None] | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def states(self, ids: Tensor, step: ForwardBatch, watch: Watch | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the final norm's input: hidden states [N, I], and the pending addition to them."""
         if step.cache is not None and step.cache.recent and len(pieces := list(step.cache.pieces(step.lengths))) > 1:
             return self._states_by_piece(ids, step, pieces, watch)
-        table = self.embedding.positions
         known, longest = self.config.learned_positions, max(step.horizons)
-        if table is not None and longest > known:
-            raise ValueError(f"the model has {known} learned positions: a length of {longest} is too long")
+        if self.embedding.positions is not None and longest > known:
+            raise UserError(
+                "context_exceeded", f"the model has {known} learned positions: a length of {longest} is too long"
+            )
         stream, delta = self.enter(ids, step)
         for i, block in enumerate(self.blocks, self.first):
             stream, delta = block.forward(stream, delta, step)
@@ -185,11 +172,7 @@ class Decoder:
         return stream, delta
 
     def _states_by_piece(
-        self,
-        ids: Tensor,
-        step: ForwardBatch,
-        pieces: list[tuple[int, ...]],
-        watch: Callable[[int, Tensor], None] | None,
+        self, ids: Tensor, step: ForwardBatch, pieces: list[tuple[int, ...]], watch: Watch | None
     ) -> tuple[Tensor, Tensor | None]:
         """Compute `states` in calls that the cache accepts. `watch` receives the pieces."""
         first = list(itertools.accumulate(step.lengths, initial=0))[:-1]
@@ -250,19 +233,23 @@ def build_linear(weights: Weights, name: str, shape: tuple[int, int], bias: bool
     Raises ValueError where it is not [O, I] = `shape` or lacks a bias it must have.
     """
     linear = weights.linear(name)
-    if linear.shape != shape:
-        raise ValueError(f"{name}.weight is {list(linear.shape)} in the checkpoint: config.json makes it {list(shape)}")
+    _require(linear.shape, f"{name}.weight", shape)
     if bias and linear.bias is None:
-        raise ValueError(f"the checkpoint has no {name}.bias, which config.json declares")
+        raise UserError("checkpoint_incomplete", f"the checkpoint has no {name}.bias, which config.json declares")
     if linear.bias is not None:
         _expect(linear.bias, f"{name}.bias", (shape[0],))
     return linear
 
 
 def _expect(tensor: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} is {list(tensor.shape)} in the checkpoint: config.json makes it {list(shape)}")
+    _require(tuple(tensor.shape), name, shape)
     return tensor
+
+
+def _require(found: tuple[int, ...], name: str, shape: tuple[int, ...]) -> None:
+    if found != shape:
+        said = f"{name} is {list(found)} in the checkpoint: config.json makes it {list(shape)}"
+        raise UserError("checkpoint_mismatch", said)
 
 
 def build_embedding(config: ModelConfig, weights: Weights) -> Embedding:
@@ -366,9 +353,8 @@ def _build_attention(config: ModelConfig, weights: Weights, layer: int, at: str)
     names, hidden, size = config.names, config.hidden, config.head_dim
     rows = _rows(names.qkv, (config.heads * size, config.kv_heads * size, config.kv_heads * size))
     qkv = (build_linear(weights, f"{at}.{n}", (o, hidden), config.qkv_bias) for n, o in rows)
-    form = AttentionForm(
-        config.heads, config.kv_heads, size, config.scale, config.windows[layer], config.attention_soft_cap
-    )
+    window, cap = config.windows[layer], config.attention_soft_cap
+    form = AttentionForm(config.heads, config.kv_heads, size, config.scale, window, cap)
     q_norm = k_norm = None
     if config.qk_norm:
         q_norm, k_norm = (build_norm(config, weights, f"{at}.{n}", size) for n in (names.q_norm, names.k_norm))
@@ -391,9 +377,8 @@ def _build_feed_forward(
 
 
 def _build_dense(config: ModelConfig, weights: Weights, at: str) -> FeedForward:
-    names = config.names
-    up = tuple(f"{at}.{n}" for n in names.gate_up)
-    return _build_feed_forward(config, weights, up, f"{at}.{names.down}", config.intermediate, config.feed_forward_bias)
+    up, down = tuple(f"{at}.{n}" for n in config.names.gate_up), f"{at}.{config.names.down}"
+    return _build_feed_forward(config, weights, up, down, config.intermediate, config.feed_forward_bias)
 
 
 def _build_experts(config: ModelConfig, weights: Weights, at: str) -> MixtureOfExperts:
@@ -428,10 +413,7 @@ def check(config: ModelConfig, outline: Weights) -> None:
 
 
 def build(
-    config: ModelConfig,
-    weights: Weights,
-    on_block: StageProgress | None = None,
-    store: BackendWeights | None = None,
+    config: ModelConfig, weights: Weights, on_block: StageProgress | None = None, store: BackendWeights | None = None
 ) -> Decoder:
     """Build the whole decoder, its weights in `store` where one is given. `on_block(done, total)` reports progress.
 
@@ -457,22 +439,22 @@ def lay_out_ends(embedding: Embedding, head: Linear, final_norm: Norm, store: Ba
         embedding.positions = embedding.positions.to(store.device)
 
 
+def lay_out(block: Block, store: BackendWeights) -> None:
+    for linear in block.linears():
+        store.take(linear)
+    for norm in block.norms():
+        store.take_norm(norm)
+
+
 def build_blocks(
-    config: ModelConfig,
-    weights: Weights,
-    layers: range,
-    on_block: StageProgress | None,
-    store: BackendWeights | None,
+    config: ModelConfig, weights: Weights, layers: range, on_block: StageProgress | None, store: BackendWeights | None
 ) -> list[Block]:
     """Build blocks `layers` of the model, in `store` where one is given. `on_block(done, total)` reports progress."""
     blocks = []
     for layer in layers:
         block = build_block(config, weights, layer)
         if store is not None:
-            for linear in block.linears():
-                store.take(linear)
-            for norm in block.norms():
-                store.take_norm(norm)
+            lay_out(block, store)
         blocks.append(block)
         if on_block is not None:
             on_block(len(blocks), len(layers))

@@ -14,21 +14,18 @@ transformers does; never the union, because chat models narrow or widen the list
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from attar.errors import UserError
 from attar.model.config import Activation, Experts, ModelConfig, Names, RopeKind
 from attar.model.fields import COUNT, EPSILON, LENGTH, SIZE, Fields, nearest
 from attar.model.rope_config import read_gemma3_ropes, read_rope, rope_parameters
 
 ACTIVATIONS: Mapping[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
-}
+}  # fmt: skip
 SLIDING: Mapping[str, bool] = {"full_attention": False, "sliding_attention": True}  # the words of layer_types
 DTYPES: Mapping[str, str] = {d: d for d in ("float32", "float16", "bfloat16")}
 
@@ -54,28 +51,33 @@ ARCHITECTURES: dict[str, Family] = {}
 """Every architecture that config.json may name, filled by the readers below."""
 
 COMMON: Mapping[str, object] = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 1.0,
-    "tie_word_embeddings": False,
-    "dtype": "float32",
-}
-
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "partial_rotary_factor": 1.0,
+    "tie_word_embeddings": False, "dtype": "float32", "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings",
+)  # fmt: skip
+"""Keys of the sizes that `family` takes, in this order."""
 
 Reader = Callable[[Fields], ModelConfig]
 
 
 def family(
-    architecture: str, aliases: Mapping[str, tuple[str, ...]] | None = None, **defaults: object
+    architecture: str,
+    sizes: Sequence[int | None],
+    aliases: Mapping[str, tuple[str, ...]] | None = None,
+    /,
+    **defaults: object,
 ) -> Callable[[Reader], Reader]:
-    """Register a reader under its name in config.json, with the defaults of omitted keys.
+    """Register a reader under its name in config.json, with the defaults of omitted keys, first those of `SIZES`.
 
     Keys have their usual names, those of Llama; `aliases` maps them to this family's names.
     """
 
     def register(read: Reader) -> Reader:
-        ARCHITECTURES[architecture] = Family(read, {**COMMON, **defaults}, aliases or {})
+        named = dict(zip(SIZES, sizes, strict=True))
+        ARCHITECTURES[architecture] = Family(read, {**COMMON, **named, **defaults}, aliases or {})
         return read
 
     return register
@@ -98,14 +100,11 @@ def read_config(config: Mapping[str, object], generation: Mapping[str, object] |
     fields = Fields(config, found.defaults, found.aliases)
     for key, meaning in UNSUPPORTED.items():
         if fields.get(key):
-            raise fields.error(key, f"is set: {meaning} is not supported")
+            raise fields.error(key, f"is set: {meaning} is not supported", "feature_unsupported")
     own = Fields(generation or {}, where="generation_config.json")
-    ids = {
-        key: (own if own.get(key) is not None else fields).integers(key, 0, SIZE)
-        for key in ("bos_token_id", "eos_token_id")
-    }
-    model = found.read(fields)
-    return replace(model, architecture=architecture, bos_ids=ids["bos_token_id"], eos_ids=ids["eos_token_id"])
+    keys = ("bos_token_id", "eos_token_id")
+    bos, eos = ((own if own.get(key) is not None else fields).integers(key, 0, SIZE) for key in keys)
+    return replace(found.read(fields), architecture=architecture, bos_ids=bos, eos_ids=eos)
 
 
 OUTER = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
@@ -119,8 +118,11 @@ def _architecture(config: Mapping[str, object]) -> str:
             return name
     known = ", ".join(sorted(ARCHITECTURES))
     if not names:
-        raise ValueError(f"config.json names no architecture under 'architectures': known are {known}")
-    raise ValueError(f"unknown architecture {names[0]!r}: known are {known}{nearest(str(names[0]), ARCHITECTURES)}")
+        raise UserError("config_invalid", f"config.json names no architecture under 'architectures': known are {known}")
+    raise UserError(
+        "architecture_unsupported",
+        f"unknown architecture {names[0]!r}: known are {known}{nearest(str(names[0]), ARCHITECTURES)}",
+    )
 
 
 # Shared by families
@@ -190,19 +192,7 @@ def _qwen_windows(f: Fields, layers: int, otherwise: Callable[[int], bool]) -> t
 # The families
 
 
-@family(
-    "LlamaForCausalLM",
-    vocab_size=32000,
-    hidden_size=4096,
-    intermediate_size=11008,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    max_position_embeddings=2048,
-    bos_token_id=1,
-    eos_token_id=2,
-    attention_bias=False,
-    mlp_bias=False,
-)
+@family("LlamaForCausalLM", (32000, 4096, 11008, 32, 32, None, 2048), bos_token_id=1, eos_token_id=2)
 def llama(f: Fields) -> ModelConfig:
     """Read Llama 2, 3, 3.x and the many models of the same shape."""
     bias = f.flag("attention_bias")
@@ -210,36 +200,19 @@ def llama(f: Fields) -> ModelConfig:
 
 
 @family(
-    "MistralForCausalLM",
-    vocab_size=32000,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    max_position_embeddings=131072,
-    sliding_window=4096,
-    bos_token_id=1,
-    eos_token_id=2,
+    "MistralForCausalLM", (32000, 4096, 14336, 32, 32, 8, 131072), sliding_window=4096, bos_token_id=1, eos_token_id=2
 )
 def mistral(f: Fields) -> ModelConfig:
     base = _base(f)
     return replace(base, windows=_everywhere(f, base.layers))
 
 
-@family(
-    "Qwen2ForCausalLM",
-    vocab_size=151936,
-    hidden_size=4096,
-    intermediate_size=22016,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=32,
-    max_position_embeddings=32768,
-    use_sliding_window=False,
-    sliding_window=4096,
-    max_window_layers=28,
-)
+QWEN: Mapping[str, object] = {
+    "use_sliding_window": False, "sliding_window": 4096, "decoder_sparse_step": 1, "norm_topk_prob": False,
+}  # fmt: skip
+
+
+@family("Qwen2ForCausalLM", (151936, 4096, 22016, 32, 32, 32, 32768), **QWEN, max_window_layers=28)
 def qwen2(f: Fields) -> ModelConfig:
     """Read Qwen2 and 2.5: biases on q, k and v alone; windows, if used, in the layers from max_window_layers on."""
     base = _base(f)
@@ -247,21 +220,7 @@ def qwen2(f: Fields) -> ModelConfig:
     return replace(base, qkv_bias=True, windows=_qwen_windows(f, base.layers, lambda i: i >= first))
 
 
-@family(
-    "Qwen3ForCausalLM",
-    vocab_size=151936,
-    hidden_size=4096,
-    intermediate_size=22016,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=32,
-    head_dim=128,
-    max_position_embeddings=32768,
-    attention_bias=False,
-    use_sliding_window=False,
-    sliding_window=4096,
-    max_window_layers=28,
-)
+@family("Qwen3ForCausalLM", (151936, 4096, 22016, 32, 32, 32, 32768), head_dim=128, **QWEN, max_window_layers=28)
 def qwen3(f: Fields) -> ModelConfig:
     bias = f.flag("attention_bias")
     return replace(qwen2(f), qk_norm=True, qkv_bias=bias, output_bias=bias)
@@ -289,27 +248,17 @@ def _gemma(f: Fields, rotary: bool) -> ModelConfig:
     )
 
 
+GEMMA_ALIASES = {"hidden_act": ("hidden_activation",)}
+GEMMA: Mapping[str, object] = {
+    "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "bos_token_id": 2, "eos_token_id": 1,
+    "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+}  # fmt: skip
+
+
 @family(
-    "Gemma2ForCausalLM",
-    aliases={"hidden_act": ("hidden_activation",)},
-    vocab_size=256000,
-    hidden_size=2304,
-    intermediate_size=9216,
-    num_hidden_layers=26,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=256,
-    hidden_act="gelu_pytorch_tanh",
-    max_position_embeddings=8192,
-    bos_token_id=2,
-    eos_token_id=1,
-    tie_word_embeddings=True,
-    attention_bias=False,
-    query_pre_attn_scalar=256,
-    sliding_window=4096,
-    final_logit_softcapping=30.0,
-    attn_logit_softcapping=50.0,
-)
+    "Gemma2ForCausalLM", (256000, 2304, 9216, 26, 8, 4, 8192), GEMMA_ALIASES, **GEMMA,
+    final_logit_softcapping=30.0, attn_logit_softcapping=50.0,
+)  # fmt: skip
 def gemma2(f: Fields) -> ModelConfig:
     """Read Gemma 2: every other layer slides, the first among them; attention and logits are capped."""
     base = _gemma(f, rotary=True)
@@ -318,28 +267,12 @@ def gemma2(f: Fields) -> ModelConfig:
 
 
 GEMMA3: Mapping[str, object] = {
-    "vocab_size": 262208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131072,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 6,
-}
+    **GEMMA, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6
+}  # fmt: skip
+GEMMA3_SIZES = (262208, 2304, 9216, 26, 8, 4, 131072)
 
 
-@family("Gemma3ForCausalLM", aliases={"hidden_act": ("hidden_activation",)}, **GEMMA3)
+@family("Gemma3ForCausalLM", GEMMA3_SIZES, GEMMA_ALIASES, **GEMMA3)
 def gemma3(f: Fields) -> ModelConfig:
     """Read Gemma 3: sliding and full layers turn by different ropes."""
     f.only("attn_logit_softcapping", None, "capping attention in Gemma 3 (transformers ignores it)")
@@ -348,14 +281,11 @@ def gemma3(f: Fields) -> ModelConfig:
     sliding = _sliding(f, base.layers, lambda i: (i + 1) % every != 0)
     local, full = read_gemma3_ropes(f, base.head_dim)
     return replace(
-        base,
-        qk_norm=True,
-        windows=_windows(f, sliding),
-        ropes=tuple(local if slides else full for slides in sliding),
+        base, qk_norm=True, windows=_windows(f, sliding), ropes=tuple(local if slides else full for slides in sliding)
     )
 
 
-@family("Gemma3ForConditionalGeneration", aliases={"hidden_act": ("hidden_activation",)}, **GEMMA3)
+@family("Gemma3ForConditionalGeneration", GEMMA3_SIZES, GEMMA_ALIASES, **GEMMA3)
 def gemma3_text(f: Fields) -> ModelConfig:
     """Read the text part of the multimodal Gemma 3 models; the rest of the checkpoint is not read."""
     f.only("final_logit_softcapping", None, "capping the logits of a Gemma 3 with vision (transformers ignores it)")
@@ -369,18 +299,9 @@ def gemma3_text(f: Fields) -> ModelConfig:
 
 
 @family(
-    "Phi3ForCausalLM",
-    vocab_size=32064,
-    hidden_size=3072,
-    intermediate_size=8192,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    max_position_embeddings=4096,
-    original_max_position_embeddings=4096,
-    rms_norm_eps=1e-5,
-    bos_token_id=1,
-    eos_token_id=32000,
-)
+    "Phi3ForCausalLM", (32064, 3072, 8192, 32, 32, None, 4096), original_max_position_embeddings=4096,
+    rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=32000,
+)  # fmt: skip
 def phi3(f: Fields) -> ModelConfig:
     """Read Phi-3, 3.5 and 4-mini: q, k, v in one matrix, gate and up in another; longrope under three names."""
     base = _base(f, rotary=False)
@@ -390,21 +311,20 @@ def phi3(f: Fields) -> ModelConfig:
     return replace(base, ropes=(rope,) * base.layers, windows=_everywhere(f, base.layers), names=names)
 
 
+def _learned(base: ModelConfig, bias: bool) -> ModelConfig:
+    """Return the common part of OPT and GPT-2: LayerNorm, learned positions, an un-gated feed-forward, biases in all
+    linears or in none."""
+    return replace(
+        base, norm="layer", gated=False, learned_positions=base.context, qkv_bias=bias, output_bias=bias,
+        feed_forward_bias=bias,
+    )  # fmt: skip
+
+
 @family(
-    "OPTForCausalLM",
-    aliases={"intermediate_size": ("ffn_dim",), "hidden_act": ("activation_function",)},
-    vocab_size=50272,
-    hidden_size=768,
-    num_hidden_layers=12,
-    intermediate_size=3072,
-    max_position_embeddings=2048,
-    num_attention_heads=12,
-    hidden_act="relu",
-    bos_token_id=2,
-    eos_token_id=2,
-    enable_bias=True,
-    tie_word_embeddings=True,
-)
+    "OPTForCausalLM", (50272, 768, 3072, 12, 12, None, 2048),
+    {"intermediate_size": ("ffn_dim",), "hidden_act": ("activation_function",)},
+    hidden_act="relu", bos_token_id=2, eos_token_id=2, enable_bias=True, tie_word_embeddings=True,
+)  # fmt: skip
 def opt(f: Fields) -> ModelConfig:
     """Read OPT: LayerNorm, an un-gated feed-forward, and learned positions whose table begins two rows early."""
     f.only("do_layer_norm_before", True, "the norm after attention of OPT-350M")
@@ -412,116 +332,59 @@ def opt(f: Fields) -> ModelConfig:
     f.only("layer_norm_elementwise_affine", True, "LayerNorm without weights")
     base, bias = _base(f, rotary=False), f.flag("enable_bias")
     f.only("word_embed_proj_dim", base.hidden, "an embedding of another width than the layers (OPT-350M)")
-    return replace(
-        base,
-        norm="layer",
-        norm_eps=1e-5,
-        gated=False,
-        learned_positions=base.context,
-        position_offset=2,
-        qkv_bias=bias,
-        output_bias=bias,
-        feed_forward_bias=bias,
-        names=Names(
-            embed="model.decoder.embed_tokens",
-            positions="model.decoder.embed_positions",
-            layer="model.decoder.layers.{i}",
-            final_norm="model.decoder.final_layer_norm",
-            attention_norm="self_attn_layer_norm",
-            feed_forward_norm="final_layer_norm",
-            output="self_attn.out_proj",
-            gate_up=("fc1",),
-            down="fc2",
-        ),
-    )
+    names = Names(
+        embed="model.decoder.embed_tokens", positions="model.decoder.embed_positions",
+        layer="model.decoder.layers.{i}", final_norm="model.decoder.final_layer_norm",
+        attention_norm="self_attn_layer_norm", feed_forward_norm="final_layer_norm", output="self_attn.out_proj",
+        gate_up=("fc1",), down="fc2",
+    )  # fmt: skip
+    return replace(_learned(base, bias), norm_eps=1e-5, position_offset=2, names=names)
 
 
 @family(
-    "GPT2LMHeadModel",
-    aliases={
-        "hidden_size": ("n_embd",),
-        "num_hidden_layers": ("n_layer",),
-        "num_attention_heads": ("n_head",),
-        "max_position_embeddings": ("n_positions",),
-        "intermediate_size": ("n_inner",),
-        "hidden_act": ("activation_function",),
-        "rms_norm_eps": ("layer_norm_epsilon",),
+    "GPT2LMHeadModel", (50257, 768, None, 12, 12, None, 1024),
+    {
+        "hidden_size": ("n_embd",), "num_hidden_layers": ("n_layer",), "num_attention_heads": ("n_head",),
+        "max_position_embeddings": ("n_positions",), "intermediate_size": ("n_inner",),
+        "hidden_act": ("activation_function",), "rms_norm_eps": ("layer_norm_epsilon",),
     },
-    vocab_size=50257,
-    hidden_size=768,
-    num_hidden_layers=12,
-    num_attention_heads=12,
-    max_position_embeddings=1024,
-    hidden_act="gelu_new",
-    rms_norm_eps=1e-5,
-    bos_token_id=50256,
-    eos_token_id=50256,
-    scale_attn_weights=True,
+    hidden_act="gelu_new", rms_norm_eps=1e-5, bos_token_id=50256, eos_token_id=50256, scale_attn_weights=True,
     tie_word_embeddings=True,
-)
+)  # fmt: skip
 def gpt2(f: Fields) -> ModelConfig:
     """Read GPT-2: like OPT, with weights stored [in, out], q, k and v in one, and four times the width by default."""
     f.only("scale_attn_by_inverse_layer_idx", False, "attention scaled by the layer's number")
     if f.get("intermediate_size") is None:
         f = Fields(f.data, {**f.defaults, "intermediate_size": 4 * f.integer("hidden_size")}, f.aliases)
     base = _base(f, rotary=False)
-    return replace(
-        base,
-        norm="layer",
-        gated=False,
-        attention_scale=None if f.flag("scale_attn_weights") else 1.0,
-        learned_positions=base.context,
-        qkv_bias=True,
-        output_bias=True,
-        feed_forward_bias=True,
-        names=Names(
-            embed="transformer.wte",
-            positions="transformer.wpe",
-            layer="transformer.h.{i}",
-            final_norm="transformer.ln_f",
-            attention_norm="ln_1",
-            feed_forward_norm="ln_2",
-            qkv=("attn.c_attn",),
-            output="attn.c_proj",
-            gate_up=("mlp.c_fc",),
-            down="mlp.c_proj",
-            transposed=True,
-            prefixes=(("transformer.", ""),),
-        ),
-    )
+    names = Names(
+        embed="transformer.wte", positions="transformer.wpe", layer="transformer.h.{i}", final_norm="transformer.ln_f",
+        attention_norm="ln_1", feed_forward_norm="ln_2", qkv=("attn.c_attn",), output="attn.c_proj",
+        gate_up=("mlp.c_fc",), down="mlp.c_proj", transposed=True, prefixes=(("transformer.", ""),),
+    )  # fmt: skip
+    scale = None if f.flag("scale_attn_weights") else 1.0
+    return replace(_learned(base, bias=True), attention_scale=scale, names=names)
+
+
+EXPERT_ALIASES = {"num_experts": ("num_local_experts", "num_experts")}
 
 
 @family(
-    "MixtralForCausalLM",
-    aliases={"num_experts": ("num_local_experts", "num_experts")},
-    vocab_size=32000,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
-    rope_theta=1e6,
-    bos_token_id=1,
-    eos_token_id=2,
-    num_experts=8,
-    num_experts_per_tok=2,
-)
+    "MixtralForCausalLM", (32000, 4096, 14336, 32, 32, 8, 131072), EXPERT_ALIASES, rms_norm_eps=1e-5, rope_theta=1e6,
+    bos_token_id=1, eos_token_id=2, num_experts=8, num_experts_per_tok=2,
+)  # fmt: skip
 def mixtral(f: Fields) -> ModelConfig:
     base = mistral(f)
-    experts = Experts(f.integer("num_experts", high=COUNT), _top_k(f), base.intermediate, normalise_top_k=True)
-    names = Names(
-        router="block_sparse_moe.gate",
-        expert="block_sparse_moe.experts.{e}",
-        expert_gate_up=("w1", "w3"),
-        expert_down="w2",
-    )
+    experts = Experts(*_counts(f), base.intermediate, normalise_top_k=True)
+    at = "block_sparse_moe"
+    names = Names(router=f"{at}.gate", expert=at + ".experts.{e}", expert_gate_up=("w1", "w3"), expert_down="w2")
     return replace(base, experts=experts, names=names)
 
 
-def _top_k(f: Fields) -> int:
-    return f.integer("num_experts_per_tok", high=f.integer("num_experts", high=COUNT))
+def _counts(f: Fields) -> tuple[int, int]:
+    """Return how many experts there are, and how many run for each token."""
+    count = f.integer("num_experts", high=COUNT)
+    return count, f.integer("num_experts_per_tok", high=count)
 
 
 def _qwen_experts(f: Fields, base: ModelConfig, shared: int) -> ModelConfig:
@@ -529,37 +392,16 @@ def _qwen_experts(f: Fields, base: ModelConfig, shared: int) -> ModelConfig:
     if f.integer("num_experts", low=0, high=COUNT) == 0:
         return base
     every, dense = f.integer("decoder_sparse_step"), f.integers("mlp_only_layers", 0, COUNT)
-    experts = Experts(
-        f.integer("num_experts", high=COUNT),
-        _top_k(f),
-        f.integer("moe_intermediate_size"),
-        f.flag("norm_topk_prob"),
-        shared,
-    )
+    experts = Experts(*_counts(f), f.integer("moe_intermediate_size"), f.flag("norm_topk_prob"), shared)
     sparse = tuple(i not in dense and (i + 1) % every == 0 for i in range(base.layers))
     return replace(base, experts=experts, sparse=sparse)
 
 
 @family(
-    "Qwen2MoeForCausalLM",
-    vocab_size=151936,
-    hidden_size=2048,
-    intermediate_size=5632,
-    num_hidden_layers=24,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    max_position_embeddings=32768,
-    use_sliding_window=False,
-    sliding_window=4096,
-    max_window_layers=28,
-    decoder_sparse_step=1,
-    moe_intermediate_size=1408,
-    shared_expert_intermediate_size=5632,
-    num_experts_per_tok=4,
-    num_experts=60,
-    norm_topk_prob=False,
+    "Qwen2MoeForCausalLM", (151936, 2048, 5632, 24, 16, 16, 32768), **QWEN, max_window_layers=28,
+    moe_intermediate_size=1408, shared_expert_intermediate_size=5632, num_experts_per_tok=4, num_experts=60,
     qkv_bias=True,
-)
+)  # fmt: skip
 def qwen2_moe(f: Fields) -> ModelConfig:
     """Read Qwen1.5-MoE and Qwen2-MoE: a shared expert beside the chosen ones; windows, if used, in every other
     layer."""
@@ -570,24 +412,9 @@ def qwen2_moe(f: Fields) -> ModelConfig:
 
 
 @family(
-    "Qwen3MoeForCausalLM",
-    aliases={"num_experts": ("num_local_experts", "num_experts")},
-    vocab_size=151936,
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_hidden_layers=24,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    max_position_embeddings=32768,
-    attention_bias=False,
-    use_sliding_window=False,
-    sliding_window=4096,
-    decoder_sparse_step=1,
-    moe_intermediate_size=768,
-    num_experts_per_tok=8,
-    num_experts=128,
-    norm_topk_prob=False,
-)
+    "Qwen3MoeForCausalLM", (151936, 2048, 6144, 24, 32, 4, 32768), EXPERT_ALIASES, **QWEN, moe_intermediate_size=768,
+    num_experts_per_tok=8, num_experts=128,
+)  # fmt: skip
 def qwen3_moe(f: Fields) -> ModelConfig:
     base, bias = _base(f), f.flag("attention_bias")
     windows = _everywhere(f, base.layers) if f.flag("use_sliding_window") else base.windows

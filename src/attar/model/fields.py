@@ -12,6 +12,8 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+from attar.errors import Code, UserError
+
 T = TypeVar("T")
 
 SIZE = 1 << 24  # hidden sizes, feed-forward widths, vocabularies
@@ -57,8 +59,8 @@ class Fields:
     def get(self, key: str) -> object:
         return self._find(key)[1]
 
-    def error(self, key: str, problem: str) -> ValueError:
-        return ValueError(f"{self.where}: {self._find(key)[0]} {problem}")
+    def error(self, key: str, problem: str, code: Code = "config_invalid") -> UserError:
+        return UserError(code, f"{self.where}: {self._find(key)[0]} {problem}")
 
     def _value(self, key: str) -> object:
         value = self.get(key)
@@ -99,7 +101,7 @@ class Fields:
         value = self._value(key)
         if not isinstance(value, str) or value not in choices:
             near = nearest(value, choices) if isinstance(value, str) else ""
-            raise self.error(key, f"is {_show(value)}: supported are {', '.join(choices)}{near}")
+            raise self.error(key, f"is {_show(value)}: supported are {', '.join(choices)}{near}", "feature_unsupported")
         return choices[value]
 
     def items(self, key: str, count: int | None = None) -> list[object]:
@@ -137,7 +139,9 @@ class Fields:
         """Refuse any setting of `key` but `value`: `instead` says what the other setting means."""
         found = self.get(key)
         if found is not None and found != value:
-            raise self.error(key, f"is {_show(found)}: {instead} is not supported, only {_show(value)}")
+            raise self.error(
+                key, f"is {_show(found)}: {instead} is not supported, only {_show(value)}", "feature_unsupported"
+            )
 
 
 def _show(value: object) -> str:

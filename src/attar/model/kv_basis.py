@@ -27,6 +27,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats.codecs import kmeans
 from attar.kernels import ops
 from attar.kv import kvquant
@@ -56,7 +57,7 @@ def calibrate(decoder: Decoder, ids: Tensor, scheme: KvScheme, seed: int = 0) ->
     config = decoder.config
     sequences, length = ids.shape
     if not 1 < length <= config.context:
-        raise ValueError(f"calibration texts have 2 to {config.context} tokens, not {length}")
+        raise UserError("context_exceeded", f"calibration texts have 2 to {config.context} tokens, not {length}")
     scheme.check(config.head_dim, BLOCK)
     numbers = torch.Generator().manual_seed(seed)
     first = torch.randint(0, config.context - length + 1, (sequences, 1), generator=numbers)
@@ -169,4 +170,6 @@ def channels(x: Tensor, moment: Tensor, scheme: KvScheme, centred: bool, scaled:
 
 def _refuse_broken(x: Tensor, moment: Tensor) -> None:
     if not (x.isfinite().all() and moment.isfinite().all()):
-        raise ValueError("keys, values or weights hold a NaN or an infinity: caches that are calibrated cannot be had")
+        raise UserError(
+            "not_finite", "keys, values or weights hold a NaN or an infinity: caches that are calibrated cannot be had"
+        )

@@ -126,18 +126,13 @@ class Block:
     ) -> tuple[Tensor, Tensor]:
         """Run the block on (stream, delta), both [N, I]; return (stream, delta), whose sum is its output."""
         stream, x = ops.norm(stream, delta, self.attention_norm)
-        delta = self.attention.forward(x, step, hook)
-        if self.sum is not None:
-            delta = self.sum(delta)
-        if self.attention_post_norm is not None:
-            delta = ops.norm(delta, None, self.attention_post_norm)[1]
+        delta = self._whole(self.attention.forward(x, step, hook), self.attention_post_norm)
         stream, x = ops.norm(stream, delta, self.feed_forward_norm)
-        delta = self.feed_forward.forward(x, hook, step.routes)
-        if self.sum is not None:
-            delta = self.sum(delta)
-        if self.feed_forward_post_norm is not None:
-            delta = ops.norm(delta, None, self.feed_forward_post_norm)[1]
-        return stream, delta
+        return stream, self._whole(self.feed_forward.forward(x, hook, step.routes), self.feed_forward_post_norm)
+
+    def _whole(self, part: Tensor, post_norm: Norm | None) -> Tensor:
+        whole = part if self.sum is None else self.sum(part)
+        return whole if post_norm is None else ops.norm(whole, None, post_norm)[1]
 
     def run(self, hidden: Tensor, step: ForwardBatch, hook: ActivationHook | None = None) -> Tensor:
         """Run the block on hidden states [N, I]; return hidden states [N, I]."""
@@ -168,6 +163,4 @@ class Block:
         """Yield every norm of the block."""
         attention = self.attention
         found = (self.attention_norm, self.attention_post_norm, self.feed_forward_norm, self.feed_forward_post_norm)
-        for norm in (*found, attention.q_norm, attention.k_norm):
-            if norm is not None:
-                yield norm
+        yield from (norm for norm in (*found, attention.q_norm, attention.k_norm) if norm is not None)

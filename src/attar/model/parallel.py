@@ -23,7 +23,7 @@ from attar.kernels.group import Group
 from attar.kernels.operands import Adapter, Linear, Norm, Routes
 from attar.model import decoder
 from attar.model.cache import ForwardBatch
-from attar.model.decoder import Decoder, Embedding, Weights
+from attar.model.decoder import Decoder, Embedding, Watch, Weights
 from attar.model.split import Cut, Split
 from attar.progress import StageProgress
 
@@ -71,16 +71,13 @@ class Lead(Protocol):
 
     def call(self, ids: Tensor, step: ForwardBatch, rows: Tensor | None) -> None:
         """Announce `Decoder.run` with these arguments."""
-        ...
 
     def logits(self, rows: int, routes: Routes | None) -> bool:
         """Announce `Decoder.logits` of so many rows, which come by broadcast; False where the others know of it
         already."""
-        ...
 
     def adapt(self, number: int, folder: str) -> None:
         """Announce an adapter that the first process has read: number 0 is for every row."""
-        ...
 
 
 @dataclass(eq=False, kw_only=True)
@@ -98,13 +95,7 @@ class SplitDecoder(Decoder):
     def against_recording(self) -> str | None:
         return "several processes compute a step together"
 
-    def run(
-        self,
-        ids: Tensor,
-        step: ForwardBatch,
-        rows: Tensor | None = None,
-        watch: Callable[[int, Tensor], None] | None = None,
-    ) -> Tensor:
+    def run(self, ids: Tensor, step: ForwardBatch, rows: Tensor | None = None, watch: Watch | None = None) -> Tensor:
         if self.lead is not None:
             self.lead.call(ids, step, rows)
         return super().run(ids, step, rows, watch)
@@ -116,9 +107,7 @@ class SplitDecoder(Decoder):
             stream, delta = together.broadcast(whole.contiguous()), None
         return super().logits(stream, delta, routes)
 
-    def states(
-        self, ids: Tensor, step: ForwardBatch, watch: Callable[[int, Tensor], None] | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def states(self, ids: Tensor, step: ForwardBatch, watch: Watch | None = None) -> tuple[Tensor, Tensor | None]:
         """Compute `Decoder.states`; several stages work on a step of many rows in pieces, several at a time."""
         if step.cache is not None and step.cache.recent and len(list(step.cache.pieces(step.lengths))) > 1:
             return super().states(ids, step, watch)  # comes back here with each piece that the cache accepts
@@ -231,9 +220,7 @@ def build(
         block.attention.layer = i  # of its own cache
         block.sum = None if together is None else together.sum
     first = split.layers.start
-    return SplitDecoder(
-        split.own, embedding, blocks, final_norm, head, store, first, split=split, groups=groups
-    )  # fmt: skip
+    return SplitDecoder(split.own, embedding, blocks, final_norm, head, store, first, split=split, groups=groups)
 
 
 def _ends(split: Split, weights: Weights, final_norm: Norm, store: BackendWeights | None) -> tuple[Embedding, Linear]:

@@ -10,18 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import get_args
 
 from attar.model.config import Rope, RopeKind
 from attar.model.fields import LENGTH, Fields, nearest
 
-ROPES: Mapping[str, RopeKind] = {
-    "default": "default",
-    "linear": "linear",
-    "dynamic": "dynamic",
-    "llama3": "llama3",
-    "yarn": "yarn",
-    "longrope": "longrope",
-}
+ROPES: Mapping[str, RopeKind] = {kind: kind for kind in get_args(RopeKind)}
 KEYS = frozenset({
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim",
@@ -39,7 +33,7 @@ def rope_parameters(f: Fields) -> Fields:
 def _parameters(f: Fields, where: str, data: Mapping[str, object]) -> Fields:
     unknown = sorted(data.keys() - KEYS)
     if unknown:
-        raise f.error(where, f"has an unsupported key {unknown[0]!r}{nearest(unknown[0], KEYS)}")
+        raise f.error(where, f"has an unsupported key {unknown[0]!r}{nearest(unknown[0], KEYS)}", "feature_unsupported")
     data = {k: v for k, v in data.items() if v is not None}
     defaults = {
         "rope_type": data.get("type", "default"),
@@ -50,8 +44,7 @@ def _parameters(f: Fields, where: str, data: Mapping[str, object]) -> Fields:
         "beta_slow": 1.0,
         "truncate": True,
     }
-    outer = f.get("original_max_position_embeddings")  # Phi-3 states it beside the object, and that counts
-    if outer is not None:
+    if (outer := f.get("original_max_position_embeddings")) is not None:  # Phi-3 states it beside: that counts
         data["original_max_position_embeddings"] = outer
     return Fields(data, defaults, where=f"{f.where}: {where}")
 

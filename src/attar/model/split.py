@@ -46,6 +46,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from attar.errors import UserError
 from attar.formats.cuts import Range, grain
 from attar.formats.scheme import Scheme
 from attar.model.config import Experts, ModelConfig
@@ -64,7 +65,7 @@ class Share:
     def __post_init__(self) -> None:
         for name, value in (("--tp", self.tp), ("--pp", self.pp)):
             if value < 1:
-                raise ValueError(f"{name} is a number of processes, at least 1, not {value}")
+                raise UserError("option_out_of_range", f"{name} is a number of processes, at least 1, not {value}")
         assert 0 <= self.rank < self.count
 
     @property
@@ -125,7 +126,7 @@ def split(config: ModelConfig, share: Share, schemes: Mapping[str, Scheme | None
     """
     _check_heads(config, share)
     if share.pp > config.layers:
-        raise ValueError(f"--pp {share.pp} is more stages than the model has layers, {config.layers}")
+        raise _indivisible(f"--pp {share.pp} is more stages than the model has layers, {config.layers}")
     tp, experts = share.tp, config.experts
     block = replace(
         config,
@@ -158,12 +159,16 @@ def stage_layers(count: int, share: Share) -> range:
 def _check_heads(config: ModelConfig, share: Share) -> None:
     tp = share.tp
     if config.heads % tp:
-        raise ValueError(f"--tp {tp} does not divide the model's {config.heads} query heads: {_would_do(config)}")
+        raise _indivisible(f"--tp {tp} does not divide the model's {config.heads} query heads: {_would_do(config)}")
     if config.kv_heads % tp and tp % config.kv_heads:
-        raise ValueError(
+        raise _indivisible(
             f"--tp {tp} neither divides the model's {config.kv_heads} key-value heads nor is a multiple of their "
             f"number: {_would_do(config)}"
         )
+
+
+def _indivisible(problem: str) -> UserError:
+    return UserError("parallel_indivisible", problem)
 
 
 def _would_do(config: ModelConfig) -> str:
@@ -174,7 +179,7 @@ def _would_do(config: ModelConfig) -> str:
 
 def _width(width: int, share: Share, what: str) -> int:
     if width % share.tp:
-        raise ValueError(f"--tp {share.tp} does not divide the width of {what}, {width}")
+        raise _indivisible(f"--tp {share.tp} does not divide the width of {what}, {width}")
     return width // share.tp
 
 
@@ -187,7 +192,7 @@ def _vocabulary(config: ModelConfig, share: Share, scheme: Scheme | None) -> Ran
     unit = math.lcm(LANES, grain(scheme)[0]) if share.tp > 1 else 1
     each = -(-config.vocab_size // (share.tp * unit)) * unit
     if each * (share.tp - 1) >= config.vocab_size:
-        raise ValueError(
+        raise _indivisible(
             f"--tp {share.tp} is too many for a vocabulary of {config.vocab_size}, cut in pieces of {unit}"
         )
     return each * share.place, min(each * (share.place + 1), config.vocab_size)
@@ -244,12 +249,12 @@ def _check_grain(name: str, cut: Cut, scheme: Scheme | None, config: ModelConfig
     try:
         rows, columns = grain(scheme)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}: --tp needs another scheme, and --pp none") from None
+        raise UserError("parallel_unsupported", f"{name}: {error}: --tp needs another scheme, and --pp none") from None
     for ranges, unit, what in ((cut.rows, rows, "outputs"), (cut.columns and (cut.columns,), columns, "inputs")):
         for start, stop in ranges or ():
             if start % unit or (stop % unit and stop != config.vocab_size):
                 assert scheme is not None, "a dense weight is cut anywhere"
-                raise ValueError(
+                raise _indivisible(
                     f"{name}: --tp {share.tp} would cut its {what} at {start} and {stop}, but {scheme.name} is cut at "
                     f"multiples of {unit}; {_another(name, unit, what == 'inputs', stop - start, config, share)}"
                 )

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from attar.errors import UserError
 from attar.formats.scheme import Scheme
 from attar.kv.schemes import KvScheme
 from attar.model import shapes
@@ -79,7 +80,8 @@ class Precisions:
     @classmethod
     def usual(cls, subject: Subject, gpu: bool = False) -> Precisions:
         """Take the precisions worth comparing for a model, on a GPU or a CPU."""
-        return cls(usual_storages(subject.config, subject.storage), usual_kv(subject.config, gpu))
+        kv = [each for each in costs.usual_kv(subject.config) if not gpu or each in gpus.USUAL_KV]
+        return cls(usual_storages(subject.config, subject.storage), kv)
 
 
 def usual_storages(config: ModelConfig, first: Storage) -> list[Storage]:
@@ -97,11 +99,6 @@ def usual_storages(config: ModelConfig, first: Storage) -> list[Storage]:
         if storage.label != first.label:
             chosen.append(storage)
     return chosen
-
-
-def usual_kv(config: ModelConfig, gpu: bool) -> tuple[KvScheme, ...]:
-    """Return the KV schemes worth comparing for a model, on a GPU or a CPU."""
-    return tuple(each for each in costs.usual_kv(config) if not gpu or each in gpus.USUAL_KV)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +121,14 @@ def speed(deployment: Deployment, demand: Demand, bandwidth: float, int8_rate: f
     """
     for name, rate in (("bandwidth", bandwidth), ("rate of operations", int8_rate)):
         if rate is not None and not rate > 0:
-            raise ValueError(f"the {name} must be above 0, not {rate:g}")
+            raise UserError("option_out_of_range", f"the {name} must be above 0, not {rate:g}")
     config, storage = stages(deployment), deployment.storage
     context = longest(config, demand.context)
     read = costs.step_bytes(config, storage, demand.users)
     read += demand.users * costs.kv_read_bytes(config, deployment.kv, context)
     reading = read / bandwidth
     computing = 0.0 if int8_rate is None else demand.users * costs.int8_flops(config, storage) / int8_rate
-    slower = max(reading, computing)
-    return Speed(read, demand.users / slower, "compute" if computing > reading else "bandwidth")
+    return Speed(read, demand.users / max(reading, computing), "compute" if computing > reading else "bandwidth")
 
 
 def gpu_speed(deployment: Deployment, gpu: GpuSpec, demand: Demand) -> Speed:
@@ -180,15 +176,9 @@ class Plan:
 
 
 def plan(
-    subject: Subject,
-    demand: Demand,
-    hardware: Hardware,
-    precisions: Precisions | None = None,
-    limits: StepLimits | None = None,
-    cache: CacheLimits = NO_LIMITS,
-    adapters: int = 0,
-    share: Share = WHOLE,
-) -> Plan:
+    subject: Subject, demand: Demand, hardware: Hardware, precisions: Precisions | None = None,
+    limits: StepLimits | None = None, cache: CacheLimits = NO_LIMITS, adapters: int = 0, share: Share = WHOLE,
+) -> Plan:  # fmt: skip
     """Divide the memory for every storage with every KV scheme (default: the usual ones), each as by `start`.
 
     `adapters` and `share` are as in `fit`: memory, bandwidth and rate then apply to each process. Pipeline stages run
@@ -201,7 +191,8 @@ def plan(
     limits, config, gpu = limits or StepLimits(), subject.config, hardware.gpu
     precisions = precisions or Precisions.usual(subject, gpu is not None)
     if demand.users > limits.sequences:
-        raise ValueError(f"{demand.users} users at once, but only {limits.sequences} requests run together")
+        message = f"{demand.users} users at once, but only {limits.sequences} requests run together"
+        raise UserError("option_conflict", message)
     most = longest(config, demand.context)
     context = demand.context if demand.users == 1 else most
     rows, first = [], precisions.storages[0]
@@ -235,10 +226,8 @@ def _row(deployment: Deployment, found: Fit, users: int, hardware: Hardware) -> 
     demand, held = Demand(found.context, users), shared(config, storage, deployment.share)[1]
     if gpu is not None:
         fast = gpu_speed(deployment, gpu, demand) if fits else None
-        weights, references = (
-            gpus.weight_bytes(held, storage, gpu.float8),
-            gpus.without_kernel(config, storage, gpu.float8),
-        )
+        weights = gpus.weight_bytes(held, storage, gpu.float8)
+        references = gpus.without_kernel(config, storage, gpu.float8)
     else:
         if hardware.bandwidth is not None and fits:
             fast = speed(deployment, demand, hardware.bandwidth, hardware.int8_rate)

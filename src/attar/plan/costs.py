@@ -22,10 +22,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from attar.errors import UserError, code_of
 from attar.formats.scheme import ITEM_BITS, Scheme
 from attar.formats.weight_formats import Lookup, Progressive
-from attar.kernels.native import capabilities
-from attar.kernels.native.layouts import layout_of
+from attar.kernels.native.layouts import layout_of, weight_against
 from attar.kv.schemes import LENGTH, RANDOM, SCHEMES, WRITTEN, KvScheme
 from attar.model.config import ModelConfig
 
@@ -133,7 +133,7 @@ SHORT: Mapping[str, str] = {"float32": "fp32", "float16": "fp16", "bfloat16": "b
 def against(scheme: Scheme | None) -> str | None:
     """Return the reason why no CPU kernel multiplies by such a weight, None where one does. Dense weights (None) have
     one."""
-    return None if scheme is None else capabilities.weight_against(scheme)
+    return None if scheme is None else weight_against(scheme)
 
 
 def read_bytes(rows: int, columns: int, scheme: Scheme | None, dtype: str = "bfloat16") -> int:
@@ -202,7 +202,7 @@ def checked(storage: Storage, each: Matrix) -> Scheme | None:
         try:
             scheme.check(each.columns)
         except ValueError as error:
-            raise ValueError(f"{each.name}: {error}") from None
+            raise UserError(code_of(error), f"{each.name}: {error}") from None
     return scheme
 
 

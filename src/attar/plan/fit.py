@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from attar.errors import UserError
 from attar.kv.schemes import KvScheme
 from attar.model.config import ModelConfig
 from attar.model.split import Share, split
@@ -96,9 +97,9 @@ class Demand:
 
     def __post_init__(self) -> None:
         if self.context is not None and self.context < 1:
-            raise ValueError(f"a context has at least one position, not {self.context}")
+            raise UserError("option_out_of_range", f"a context has at least one position, not {self.context}")
         if self.users < 1:
-            raise ValueError(f"a plan is for at least one user, not {self.users}")
+            raise UserError("option_out_of_range", f"a plan is for at least one user, not {self.users}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,32 +148,22 @@ class Fit:
 
     def short(self, users: int = 1) -> int:
         """Return the bytes that are missing for `users` full requests at once; 0 where they fit."""
-        needed = blocks_for(users, self.blocks_each, self.headroom)
-        lacking = max(0, needed - self.blocks) * self.block_bytes
-        return max(0, lacking - self.unused)
+        lacking = max(0, blocks_for(users, self.blocks_each, self.headroom) - self.blocks)
+        return max(0, lacking * self.block_bytes - self.unused)
 
     def table(self) -> tuple[tuple[str, int], ...]:
         """Return (use, bytes) of everything that takes memory, and of the unused rest."""
-        return (
-            ("weights", self.weights),
-            *((("adapters", self.adapters),) if self.adapters else ()),
-            ("largest step", self.step),
-            *((("graphs", self.graphs),) if self.graphs else ()),
-            ("processes", self.processes),
-            ("KV cache", self.cache),
-            ("unused", self.unused),
-        )
+        found = (
+            ("weights", self.weights), ("adapters", self.adapters), ("largest step", self.step),
+            ("graphs", self.graphs), ("processes", self.processes), ("KV cache", self.cache), ("unused", self.unused),
+        )  # fmt: skip
+        return tuple((use, taken) for use, taken in found if taken or use not in ("adapters", "graphs"))
 
 
 def fit(
-    deployment: Deployment,
-    memory: int,
-    context: int | None = None,
-    cache: CacheLimits = NO_LIMITS,
-    limits: StepLimits | None = None,
-    block: int = BLOCK,
-    adapters: int = 0,
-) -> Fit:
+    deployment: Deployment, memory: int, context: int | None = None, cache: CacheLimits = NO_LIMITS,
+    limits: StepLimits | None = None, adapters: int = 0,
+) -> Fit:  # fmt: skip
     """Divide `memory`, of the machine or of the deployment's GPU.
 
     `context` is that of a full request, by default the model's. `adapters` are the bytes that those take, with their
@@ -183,9 +174,9 @@ def fit(
     setting.
     """
     if memory < 0:
-        raise ValueError(f"a memory of {memory} bytes is below zero")
+        raise UserError("option_out_of_range", f"a memory of {memory} bytes is below zero")
     if cache.max_tokens is not None and cache.max_tokens < 1:
-        raise ValueError(f"the cache holds at least one token, not {cache.max_tokens}")
+        raise UserError("option_out_of_range", f"the cache holds at least one token, not {cache.max_tokens}")
     config, storage, kv, gpu = deployment.config, deployment.storage, deployment.kv, deployment.gpu
     context = config.context if context is None else context
     Demand(context)  # checks it
@@ -193,17 +184,17 @@ def fit(
     limits = limits or StepLimits()
     if gpu is not None:
         weights = gpus.weight_bytes(held, storage, gpu.float8).total
-        each = gpus.block_bytes(own, kv, gpu.float8, block)
+        each = gpus.block_bytes(own, kv, gpu.float8)
         step, processes = gpus.step_bytes(own, storage, limits, context), 0
     else:
-        weights, each = costs.weight_bytes(held, storage).total, costs.block_bytes(own, kv, block)
+        weights, each = costs.weight_bytes(held, storage).total, costs.block_bytes(own, kv)
         step = steps.largest_step(own, storage, limits, context).total
-        step += costs.beside_bytes(own, kv, limits.sequences, block)
+        step += costs.beside_bytes(own, kv, limits.sequences)
         processes = ENGINE + SERVER + 2 * TOKENIZER * config.vocab_size
-    blocks = cache.blocks(memory - weights - adapters - step - processes, each, block)
+    blocks = cache.blocks(memory - weights - adapters - step - processes, each, BLOCK)
     return Fit(
-        memory, weights, step, processes, block, each, blocks, context, adapters,
-        kept_by=cache.option(blocks * block), headroom=limits.headroom,
+        memory, weights, step, processes, BLOCK, each, blocks, context, adapters,
+        kept_by=cache.option(blocks * BLOCK), headroom=limits.headroom,
     )  # fmt: skip
 
 
@@ -223,17 +214,14 @@ def blocks_for(requests: int, each: int, headroom: float) -> int:
 def check_fraction(fraction: float | None) -> None:
     """Raise ValueError for a fraction of the memory outside (0, 1]."""
     if fraction is not None and not 0 < fraction <= 1:
-        raise ValueError(f"the fraction of the memory for keys and values is above 0 and at most 1, not {fraction:g}")
+        message = f"the fraction of the memory for the KV cache is above 0 and at most 1, not {fraction:g}"
+        raise UserError("option_out_of_range", message)
 
 
 def start(
-    deployment: Deployment,
-    memory: int,
-    limits: StepLimits,
-    context: int | None = None,
-    cache: CacheLimits = NO_LIMITS,
+    deployment: Deployment, memory: int, limits: StepLimits, context: int | None = None, cache: CacheLimits = NO_LIMITS,
     adapters: int = 0,
-) -> Fit:
+) -> Fit:  # fmt: skip
     """Divide a server's memory as `fit`. By default the cache gets what the memory leaves, or a fraction of that, up to
     `ROOM` times what `limits.sequences` full requests need to run together.
 
@@ -262,7 +250,8 @@ def longest(config: ModelConfig, context: int | None) -> int:
     """Return the tokens of the longest request, by default the model's context. Raises ValueError where the model has
     fewer positions."""
     if context is not None and context > config.context:
-        raise ValueError(f"a context of {context:,} is past the {config.context:,} positions of the model")
+        message = f"a context of {context:,} is past the {config.context:,} positions of the model"
+        raise UserError("context_exceeded", message)
     return context or config.context
 
 
@@ -284,17 +273,17 @@ def require(found: Fit, source: str) -> None:
     if found.unused < 0:
         needed = found.memory - found.unused
         what = "the model" if found.blocks == 0 else f"the model with a cache of {found.tokens:,} tokens"
-        raise ValueError(
+        raise UserError(
+            "memory_insufficient",
             f"{what} needs {size(needed)}, but there are {size(found.memory)} ({source}): {size(-found.unused)} too "
-            f"little; {_parts(found)}"
+            f"little; {_parts(found)}",
         )
     if found.requests < 1:
         held = f"the cache would hold {found.tokens:,} tokens, less than one request of {found.context:,}"
         if not (short := found.short()):  # the memory would allow more than was asked for
-            raise ValueError(f"{held}: a smaller --context or a larger {found.kept_by} would do")
-        raise ValueError(
-            f"{held}: {size(short)} too little; a smaller --context, a smaller --kv or more memory would do"
-        )
+            raise UserError("plan_does_not_fit", f"{held}: a smaller --context or a larger {found.kept_by} would do")
+        message = f"{held}: {size(short)} too little; a smaller --context, a smaller --kv or more memory would do"
+        raise UserError("plan_does_not_fit", message)
 
 
 def _parts(found: Fit) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from attar.errors import UserError
 from attar.formats.scheme import ITEM_BITS, Grid, Scheme, multiplied_in
 from attar.formats.weight_formats import Fp8Blocks, Progressive
 from attar.kv.schemes import SCHEMES, KvScheme
@@ -67,9 +68,9 @@ def _sheet(name: str, gigabytes: int, gb_s: float, bf16: float, int8: float, fp8
     return GpuSpec(name, gigabytes * 10**9, gb_s * 1e9, rates, fp8 is not None)
 
 
-CARDS: Mapping[str, GpuSpec] = {
-    card.name: card
-    for card in (
+GPUS: Mapping[str, GpuSpec] = {
+    gpu_spec.name: gpu_spec
+    for gpu_spec in (
         # A100 and A10 data sheets (2021). The cloud GPU A10G, with the A10's memory and fewer tensor cores, is not
         # listed.
         _sheet("a100-40gb", 40, 1555, 312, 624),
@@ -85,11 +86,11 @@ CARDS: Mapping[str, GpuSpec] = {
 }
 
 
-def card(name: str) -> GpuSpec:
+def gpu_spec(name: str) -> GpuSpec:
     """Return the specification of a GPU by its name. Raises ValueError that names the known ones."""
-    if name not in CARDS:
-        raise ValueError(f"unknown card {name[:80]!r}: known are {', '.join(CARDS)}")
-    return CARDS[name]
+    if name not in GPUS:
+        raise UserError("name_unknown", f"unknown GPU {name[:80]!r}: known are {', '.join(GPUS)}")
+    return GPUS[name]
 
 
 def has_kernel(scheme: Scheme, columns: int, float8: bool) -> bool:
@@ -161,11 +162,12 @@ def weight_bytes(config: ModelConfig, storage: Storage, float8: bool) -> WeightB
 def block_bytes(config: ModelConfig, kv: KvScheme, float8: bool, block: int = BLOCK) -> int:
     """Return the bytes of one KV block in all layers. Raises ValueError for a scheme that no GPU kernel supports."""
     if kv.name == "fp8" and not float8:
-        raise ValueError("this card knows no float8, so keys and values cannot be kept in it: --kv int8 takes as much")
+        message = "this GPU has no float8, so the KV cache cannot be kept in it: --kv int8 takes as much"
+        raise UserError("kv_unsupported", message)
     if kv.name not in ("float32", "bfloat16", "int8", "fp8", "int4"):
-        raise ValueError(f"a card keeps keys and values as float32, bfloat16, int8, fp8 or int4, not {kv.name}")
-    scaled = 0 if kv.unscaled else 4
-    slot = config.head_dim * round(kv.bits) // 8 + scaled
+        message = f"a GPU keeps the KV cache as float32, bfloat16, int8, fp8 or int4, not {kv.name}"
+        raise UserError("kv_unsupported", message)
+    slot = config.head_dim * round(kv.bits) // 8 + (0 if kv.unscaled else 4)
     return config.layers * 2 * config.kv_heads * block * slot
 
 

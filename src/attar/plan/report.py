@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from attar.kv.schemes import KvScheme
 from attar.plan.comparison import Plan, Row
 from attar.plan.fit import Fit, kept_free, size
-from attar.plan.gpus import CARDS
+from attar.plan.gpus import GPUS
 
 CARD_FORMULA = "tokens/s <= users / max((weights read + users x KV read) / bandwidth, operations / their rates)"
 FORMULA = "tokens/s <= users / max((weights read + users x KV read) / bandwidth, users x int8 operations / their rate)"
@@ -42,13 +43,9 @@ def to_text(plan: Plan) -> str:
     ]
     first = plan.rows[0]
     by_compute = " (c: by compute)" if any(_by_compute(row) for row in plan.rows) else ""
-    lines += [
-        f"a request is one full context; with {first.weights} weights and {first.kv.name} keys and values a server "
-        "has:",
-        "",
-        startup(first.fit, first.kv),
-        "",
-    ]
+    slow = dict.fromkeys(row.weights for row in plan.rows if row.references)
+    precisions = f"{first.weights} weights and a {first.kv.name} KV cache"
+    lines += [f"a request is one full context; with {precisions} a server has:", "", startup(first.fit, first.kv), ""]
     if plan.gpu is not None:
         rates = ", ".join(f"{kind} {rate / 1e12:,.0f}" for kind, rate in plan.gpu.operations.items())
         lines.append(
@@ -56,9 +53,8 @@ def to_text(plan: Plan) -> str:
             f"{rates}: limits, not promises{by_compute}"
         )
         lines.append("not counted: what driver and graphs take; `attar serve` measures all of it when it starts")
-        if plan.gpu.name in CARDS:
+        if plan.gpu.name in GPUS:
             lines.append("a data sheet's GB are taken as 10^9 bytes: some cards show up to 7 % more")
-        slow = dict.fromkeys(row.weights for row in plan.rows if row.references)
         lines += [
             f"{name} has linears without a kernel for this card: held in 16 bits there, and where rows are to be "
             "rounded as they are stored too"
@@ -69,7 +65,6 @@ def to_text(plan: Plan) -> str:
         rates = f"{plan.bandwidth / 1e9:.1f} GB/s"
         rates += "" if plan.int8_rate is None else f", int8 {plan.int8_rate / 1e9:,.0f} GOP/s"
         lines.append(f"{FORMULA}, here {rates}: limits, not promises{by_compute}")
-    slow = dict.fromkeys(row.weights for row in plan.rows if row.references)
     lines += [f"{name} has linears without a CPU kernel: slow, and held a second time as float32" for name in slow]
     return "\n".join([*lines, answer(plan)])
 
@@ -79,14 +74,14 @@ def answer(plan: Plan) -> str:
     fitting = [row for row in plan.rows if row.fits]
     if fitting:
         best = fitting[0]
-        fit = "fits" if plan.users == 1 else "fit"
-        room = (
-            f"{_users(plan, best.fit.context)} {fit} with {best.weights} weights and {best.kv.name} keys and values: "
+        fit, precisions = (
+            "fits" if plan.users == 1 else "fit",
+            f"{best.weights} weights and a {best.kv.name} KV cache",
         )
-        room += f"there is room for {best.fit.requests:,}"
+        room = f"{_users(plan, best.fit.context)} {fit} with {precisions}: there is room for {best.fit.requests:,}"
         if best.fit.requests >= plan.limits.sequences:
             room += f" ({plan.limits.sequences:,} may run together), and {size(best.fit.unused)} are left"
-        fastest = max(fitting, key=_rate)
+        fastest = max(fitting, key=lambda row: 0.0 if row.speed is None else row.speed.tokens_per_second)
         if fastest is best or fastest.speed is None:
             return room
         rate = f"{fastest.speed.tokens_per_second:,.0f} tokens/s, limited by {fastest.speed.limited_by}"
@@ -98,18 +93,12 @@ def answer(plan: Plan) -> str:
     if not least.short:
         kept = f"{least.fit.tokens:,} tokens, as {least.fit.kept_by} keeps it"
         return f"{not_fit} into a cache of {kept} ({held})"
-    return (
-        f"{not_fit}: {size(least.short)} too little even with {least.weights} weights "
-        f"and {least.kv.name} keys and values ({held})"
-    )
+    precisions = f"{least.weights} weights and a {least.kv.name} KV cache"
+    return f"{not_fit}: {size(least.short)} too little even with {precisions} ({held})"
 
 
 def _users(plan: Plan, context: int) -> str:
     return f"{plan.users} user{'s' if plan.users > 1 else ''} of {context:,} tokens"
-
-
-def _rate(row: Row) -> float:
-    return 0.0 if row.speed is None else row.speed.tokens_per_second
 
 
 def _by_compute(row: Row) -> bool:
@@ -121,63 +110,33 @@ def _cells(row: Row) -> tuple[str, ...]:
     fast += "c" if _by_compute(row) else ""
     short = "yes" if row.fits else f"no: {size(row.short)} short" if row.short else "no: too few tokens"
     fit = row.fit
-    a_token = size(fit.block_bytes / fit.block)
-    return (
-        row.weights, row.kv.name, size(fit.weights), a_token, f"{fit.tokens:,}", f"{fit.requests:,}", short, fast,
-    )  # fmt: skip
+    sizes = size(fit.weights), size(fit.block_bytes / fit.block), f"{fit.tokens:,}", f"{fit.requests:,}"
+    return row.weights, row.kv.name, *sizes, short, fast
 
 
 def fit_to_dict(found: Fit) -> dict[str, Any]:
     """Return the fields as JSON-compatible values; sizes in bytes."""
-    return {
-        "memory": found.memory,
-        "weights": found.weights,
-        "adapters": found.adapters,
-        "step": found.step,
-        "processes": found.processes,
-        "cache": found.cache,
-        "unused": found.unused,
-        "block": found.block,
-        "block_bytes": found.block_bytes,
-        "blocks": found.blocks,
-        "tokens": found.tokens,
-        "context": found.context,
-        "requests": found.requests,
-    }
+    names = (
+        "memory", "weights", "adapters", "step", "processes", "cache", "unused", "block", "block_bytes", "blocks",
+        "tokens", "context", "requests",
+    )  # fmt: skip
+    return {name: getattr(found, name) for name in names}
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON-compatible values; sizes in bytes, rates a second."""
+    rows = [
+        {
+            "weight_scheme": row.weights, "kv": row.kv.name, "fits": row.fits, "short": row.short,
+            "weight_parts": asdict(row.weight_bytes), "speed": None if row.speed is None else row.speed.to_dict(),
+            "reference_linears": row.references, **fit_to_dict(row.fit),
+        }
+        for row in plan.rows
+    ]  # fmt: skip
     return {
-        "model": plan.model,
-        "memory": plan.memory,
-        "memory_source": plan.source,
-        "context": plan.context,
-        "users": plan.users,
-        "step_sequences": plan.limits.sequences,
-        "step_tokens": plan.limits.rows,
-        "bandwidth": plan.bandwidth,
-        "int8_rate": plan.int8_rate,
-        "card": None if plan.gpu is None else plan.gpu.name,
-        "formula": FORMULA if plan.gpu is None else CARD_FORMULA,
-        "fits": any(row.fits for row in plan.rows),
-        "answer": answer(plan),
-        "rows": [
-            {
-                "weight_scheme": row.weights,
-                "kv": row.kv.name,
-                "fits": row.fits,
-                "short": row.short,
-                "weight_parts": {
-                    "linears": row.weight_bytes.linears,
-                    "head": row.weight_bytes.head,
-                    "embedding": row.weight_bytes.embedding,
-                    "norms": row.weight_bytes.norms,
-                },
-                "speed": None if row.speed is None else row.speed.to_dict(),
-                "reference_linears": row.references,
-                **fit_to_dict(row.fit),
-            }
-            for row in plan.rows
-        ],
-    }
+        "model": plan.model, "memory": plan.memory, "memory_source": plan.source, "context": plan.context,
+        "users": plan.users, "step_sequences": plan.limits.sequences, "step_tokens": plan.limits.rows,
+        "bandwidth": plan.bandwidth, "int8_rate": plan.int8_rate, "card": None if plan.gpu is None else plan.gpu.name,
+        "formula": FORMULA if plan.gpu is None else CARD_FORMULA, "fits": any(row.fits for row in plan.rows),
+        "answer": answer(plan), "rows": rows,
+    }  # fmt: skip

@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from attar.errors import UserError
 from attar.formats.scheme import Scheme
 from attar.formats.weight_formats import Lookup, Progressive
 from attar.model.config import ModelConfig
@@ -79,9 +80,9 @@ class StepLimits:
     def __post_init__(self) -> None:
         for name, low in (("rows", 1), ("sequences", 1), ("sampled", 1), ("threads", 1), ("recordings", 0)):
             if (value := getattr(self, name)) < low:
-                raise ValueError(f"{name} of a step are at least {low}, not {value}")
+                raise UserError("option_out_of_range", f"{name} of a step are at least {low}, not {value}")
         if not 0 <= self.headroom < 1:
-            raise ValueError(f"the headroom is a share below 1, not {self.headroom:g}")
+            raise UserError("option_out_of_range", f"the headroom is a share below 1, not {self.headroom:g}")
 
     @classmethod
     def of(cls, scheduler: SchedulerConfig, threads: int) -> StepLimits:
@@ -109,8 +110,8 @@ def _phases(c: ModelConfig, storage: Storage, rows: int) -> Iterator[list[int]]:
     stream = [4 * rows * c.hidden]
     yield stream * 5 + [4 * rows * (query + 2 * key), 4 * rows * query, 4 * rows * query]
     yield stream * 7
-    for width in sorted(_feed_forward_widths(c)):
-        yield stream * 6 + _wide(c, 4 * rows * width, _gated_at_once(c, storage))
+    if not all(map(c.is_sparse, range(c.layers))):
+        yield stream * 6 + _wide(c, 4 * rows * c.intermediate, _gated_at_once(c, storage))
     if c.experts is not None:  # all rows may choose the same expert: rows gathered, weighted, added
         width = max(c.experts.intermediate, c.experts.shared_intermediate)
         yield stream * 11 + _wide(c, 4 * rows * width, at_once=False)
@@ -134,10 +135,6 @@ def _gated_at_once(c: ModelConfig, storage: Storage) -> bool:
 def _apart(scheme: Scheme | None) -> bool:
     """Return whether the weight has a kernel of its own, which cannot make two products at once."""
     return scheme is not None and isinstance(scheme.weight, Lookup | Progressive)
-
-
-def _feed_forward_widths(c: ModelConfig) -> set[int]:
-    return {c.intermediate for layer in range(c.layers) if not c.is_sparse(layer)}
 
 
 def _logits(c: ModelConfig, rows: int, logit_rows: int) -> list[int]:

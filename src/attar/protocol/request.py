@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from attar.errors import UserError
+
 FinishReason = Literal["stop", "length"]
 
 MAX_STOPS = 16
@@ -73,7 +75,7 @@ class SamplingParams:
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+            raise UserError("option_malformed", f"ignore_eos must be True or False, not {self.ignore_eos!r}")
         if self.seed is not None:
             _integer("seed", self.seed, 0, MAX_SEED)
         for name in ("logprobs", "prompt_logprobs"):
@@ -87,9 +89,7 @@ class SamplingParams:
     def seeded(self) -> SamplingParams:
         """Return these parameters with a seed: their own, or one from the operating system. Called once for each
         prompt."""
-        if self.seed is not None:
-            return self
-        return replace(self, seed=int.from_bytes(os.urandom(8), "little"))
+        return replace(self, seed=int.from_bytes(os.urandom(8), "little")) if self.seed is None else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +128,16 @@ class Completion:
 
 def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, not {value!r}")
+        raise UserError("option_malformed", f"{name} must be an integer, not {value!r}")
     if value < low or (high is not None and value > high):
-        raise ValueError(f"{name} must be {_range(low, high, above=False)}, not {value}")
+        raise UserError("option_out_of_range", f"{name} must be {_range(low, high, above=False)}, not {value}")
 
 
 def _number(name: str, value: object, low: float, high: float | None = None, above: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, not {value!r}")
+        raise UserError("option_malformed", f"{name} must be a finite number, not {value!r}")
     if value < low or (above and value == low) or (high is not None and value > high):
-        raise ValueError(f"{name} must be {_range(low, high, above)}, not {value}")
+        raise UserError("option_out_of_range", f"{name} must be {_range(low, high, above)}, not {value}")
 
 
 def _range(low: float, high: float | None, above: bool) -> str:
@@ -148,20 +148,21 @@ def _range(low: float, high: float | None, above: bool) -> str:
 def _stops(stop: object) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(text, str) for text in strings):
-        raise ValueError(f"stop must be a string or a list of strings, not {stop!r}")
+        raise UserError("option_malformed", f"stop must be a string or a list of strings, not {stop!r}")
     if len(strings) > MAX_STOPS:
-        raise ValueError(f"at most {MAX_STOPS} stop strings, not {len(strings)}")
+        raise UserError("option_out_of_range", f"at most {MAX_STOPS} stop strings, not {len(strings)}")
     for text in strings:
         if not text:
-            raise ValueError("a stop string must not be empty")
+            raise UserError("option_out_of_range", "a stop string must not be empty")
         if len(text.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
-            raise ValueError(f"a stop string may have {MAX_STOP_BYTES} bytes: {text[:20]!r}... is longer")
+            message = f"a stop string may have {MAX_STOP_BYTES} bytes: {text[:20]!r}... is longer"
+            raise UserError("option_out_of_range", message)
     return tuple(strings)
 
 
 def _stop_tokens(tokens: object) -> tuple[int, ...]:
     if isinstance(tokens, str) or not isinstance(tokens, Sequence):
-        raise ValueError(f"stop_token_ids must be a list of token ids, not {tokens!r}")
+        raise UserError("option_malformed", f"stop_token_ids must be a list of token ids, not {tokens!r}")
     for token in tokens:
         _integer("a stop token id", token, 0)
     return tuple(tokens)
@@ -169,9 +170,9 @@ def _stop_tokens(tokens: object) -> tuple[int, ...]:
 
 def _biases(biases: object) -> dict[int, float]:
     if not isinstance(biases, Mapping):
-        raise ValueError(f"logit_bias must map token ids to numbers, not {biases!r}")
+        raise UserError("option_malformed", f"logit_bias must map token ids to numbers, not {biases!r}")
     if len(biases) > MAX_BIASES:
-        raise ValueError(f"logit_bias may have {MAX_BIASES} entries, not {len(biases)}")
+        raise UserError("option_out_of_range", f"logit_bias may have {MAX_BIASES} entries, not {len(biases)}")
     for token, bias in biases.items():
         _integer("a token id in logit_bias", token, 0)
         _number("a number in logit_bias", bias, -MAX_BIAS, MAX_BIAS)

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from attar.errors import UserError
+
 Policy = Literal["none", "static", "dynamic", "continuous"]
 
 
@@ -36,18 +38,20 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         if self.policy not in ("none", "static", "dynamic", "continuous"):
-            raise ValueError(f"unknown policy {self.policy!r}: known are none, static, dynamic, continuous")
+            message = f"unknown policy {self.policy!r}: known are none, static, dynamic, continuous"
+            raise UserError("name_unknown", message)
         if self.max_running < 1 or self.max_waiting < 1:
-            raise ValueError("at least one sequence must be able to run, and one to wait")
+            raise UserError("option_out_of_range", "at least one sequence must be able to run, and one to wait")
         if self.max_step_tokens < self.max_running:
-            raise ValueError(
+            raise UserError(
+                "option_conflict",
                 f"a step of {self.max_step_tokens} tokens has not one for each of {self.max_running} sequences: "
-                "raise max-step-tokens, or lower max-running"
+                "raise max-step-tokens, or lower max-running",
             )
         if self.max_passed < 0 or self.max_preemptions < 0 or self.max_delay < 0 or not 0 <= self.headroom < 1:
-            raise ValueError("counts and times are not negative, and headroom is a share below 1")
+            raise UserError("option_out_of_range", "counts and times are not negative, and headroom is a share below 1")
         if not math.isfinite(self.max_delay):
-            raise ValueError(f"max-delay is a number of seconds, not {self.max_delay}")
+            raise UserError("option_malformed", f"max-delay is a number of seconds, not {self.max_delay}")
 
     @property
     def together(self) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from attar.errors import UserError
 from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
 
 HOPELESS, CHANGED = 2, 3
@@ -64,7 +65,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the preset with the settings that differ from it. Raises ValueError for an unknown preset or invalid
         values."""
         if self.preset is not None and self.preset not in PRESETS:
-            raise ValueError(f"unknown preset {self.preset!r}: known are {', '.join(PRESETS)}")
+            raise UserError("name_unknown", f"unknown preset {self.preset!r}: known are {', '.join(PRESETS)}")
         names = ("policy", "max_running", "max_step_tokens", "max_waiting", "max_delay", "max_preemptions")
         changed = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(PRESETS[self.preset] if self.preset else SchedulerConfig(), **changed)

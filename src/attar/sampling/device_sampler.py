@@ -63,11 +63,8 @@ def choose(logits: Tensor, samplers: Sequence[Sampler]) -> Chosen:
     """Begin to choose from logits [B, V], one row a sampler, on any device, without waiting."""
     assert logits.ndim == 2
     assert logits.shape[0] == len(samplers)
-    found = []
-    for start in range(0, len(samplers), AT_ONCE):
-        rows = slice(start, start + AT_ONCE)
-        found.append(_choose(logits[rows], samplers[rows]))
-    chosen = torch.cat(found, 1)
+    pieces = (slice(start, start + AT_ONCE) for start in range(0, len(samplers), AT_ONCE))
+    chosen = torch.cat([_choose(logits[rows], samplers[rows]) for rows in pieces], 1)
     counts = {i: count for i, sampler in enumerate(samplers) if (count := sampler.params.logprobs) is not None}
     most = min(max(counts.values(), default=0), logits.shape[1])
     asked = _logprobs(logits, chosen[0], list(counts), most) if counts else chosen.new_empty(0, 1)

@@ -4,8 +4,7 @@ The steps, in this order, in float64:
 
 0. the logit biases, added; with a mask, -inf for disallowed tokens; 1. repetition penalty r on every token of prompt
 and output: x / r where x > 0, else x * r (CTRL, arXiv 1909.05858); 2. presence and frequency penalties on tokens of the
-output: x - presence * (count > 0) - frequency * count (OpenAI's
-   formula; the prompt does not count);
+output: x - presence * (count > 0) - frequency * count (OpenAI's formula; the prompt does not count);
 3. at temperature 0 the largest x, the lowest id among equals, ends the steps. Otherwise x / temperature; 4. top-k: the
 k largest; 5. top-p, over the probabilities left: the shortest run of the largest whose sum reaches p (at least one); 6.
 min-p: those with probability >= min_p times the largest; 7. one uniform number picks by inverse CDF over the tokens
@@ -45,6 +44,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.faults import point
 from attar.kernels import ops
 from attar.model.cache import sent
@@ -60,10 +60,8 @@ BAD = "the model's logits hold NaN or no finite maximum, or its vector a number 
 
 
 def philox4x64(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, int]:
-    """Return four 64-bit words of Philox4x64-10.
-
-    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-    """
+    """Return four 64-bit words of Philox4x64-10. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+    SC 2011."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -83,10 +81,8 @@ def uniform(seed: int, index: int, stream: int = 0) -> float:
 
 
 def seed_of_choice(seed: int, number: int) -> int:
-    """Return the seed of a request's choice: the request's own for the first, an unrelated one for others.
-
-    So requests of neighbouring seeds share no texts.
-    """
+    """Return the seed of a request's choice: the request's own for the first, an unrelated one for others. So requests
+    of neighbouring seeds share no texts."""
     return philox4x64((number, 0, 0, 0), (seed, 1))[0] if number else seed
 
 
@@ -124,13 +120,11 @@ class Mask(Protocol):
 
 
 def distinct(prompt_ids: Sequence[int], vocab_size: int) -> Tensor:
-    """Return the tokens of a prompt, each once: int64 [n], ascending.
-
-    Raises ValueError for a token beyond the vocabulary.
-    """
+    """Return the tokens of a prompt, each once: int64 [n], ascending. Raises ValueError for a token beyond the
+    vocabulary."""
     ids = np.fromiter(prompt_ids, np.int64, len(prompt_ids))
     if len(bad := ids[(ids < 0) | (ids >= vocab_size)]):
-        raise ValueError(f"prompt token {bad[0]} is not in the vocabulary of {vocab_size}")
+        raise UserError("token_out_of_vocabulary", f"prompt token {bad[0]} is not in the vocabulary of {vocab_size}")
     there = np.zeros(vocab_size, dtype=bool)  # numpy's own `unique` takes twenty times as long
     there[ids] = True
     return torch.from_numpy(np.flatnonzero(there))
@@ -153,15 +147,11 @@ class Sampler:
         name: str = "",
         mask: Mask | None = None,
     ) -> None:
-        self.name = name
-        self.mask = mask
-        self.params = params.seeded()
+        self.name, self.mask, self.params = name, mask, params.seeded()
         assert self.params.seed is not None
         self.seed = self.params.seed
-        self.index = 0
-        """Tokens committed: the counter of the next draw."""
-        self.seen = torch.empty(0, dtype=torch.int64)
-        """Prompt tokens under the repetition penalty, ascending."""
+        self.index = 0  # tokens committed: the counter of the next draw
+        self.seen = torch.empty(0, dtype=torch.int64)  # prompt tokens under the repetition penalty, ascending
         self.changes = array("d")
         """Changes of steps 0 to 2 to the logits of output tokens and biased ones, `CHANGE` numbers each.
 
@@ -173,7 +163,9 @@ class Sampler:
         self._presence = torch.tensor(params.presence_penalty, dtype=torch.float32).item()
         for token, bias in params.logit_bias.items():
             if token >= vocab_size:
-                raise ValueError(f"token {token} of logit_bias is not in the vocabulary of {vocab_size}")
+                raise UserError(
+                    "token_out_of_vocabulary", f"token {token} of logit_bias is not in the vocabulary of {vocab_size}"
+                )
             self.changes[self._place(token) + 1] = bias
         if params.repetition_penalty != 1.0:
             self.seen = prompt_ids if isinstance(prompt_ids, Tensor) else distinct(prompt_ids, vocab_size)
@@ -265,8 +257,7 @@ def penalized(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
         ids = numbers[:, 0].long()
         _, bias, repetition, presence, frequency = numbers.unbind(-1)
         # From the raw logits, whatever step 1 did to those of the prompt.
-        few = _penalty(logits[owners, ids].double() + bias, repetition)
-        rows[owners, ids] = few - presence - frequency
+        rows[owners, ids] = _penalty(logits[owners, ids].double() + bias, repetition) - presence - frequency
     masks = {i: sampler.mask.allowed() for i, sampler in enumerate(samplers) if sampler.mask is not None}
     if masks:
         masked, allowed = sent(rows.device, torch.tensor(list(masks)), torch.stack(list(masks.values())))
@@ -299,19 +290,14 @@ def drawn(
     largest: Sequence[float],
     samplers: Sequence[Sampler],
 ) -> list[SampledToken | BadLogits]:
-    """Return the draws of chosen tokens [B], or BadLogits where the largest number of a row is not finite.
-
-    `logprobs` is called once, for the rows that request them.
-    """
+    """Return the draws of chosen tokens [B], or BadLogits where the largest number of a row is not finite. `logprobs`
+    is called once, for the rows that request them."""
     good = [math.isfinite(top) for top in largest]
     for sampler, fit in zip(samplers, good, strict=True):
         if fit:
             point("sampler.draw", sampler.name)
-    wanted = [
-        (i, tokens[i], count)
-        for i, sampler in enumerate(samplers)
-        if good[i] and (count := sampler.params.logprobs) is not None
-    ]
+    counts = {i: sampler.params.logprobs for i, sampler in enumerate(samplers) if good[i]}
+    wanted = [(i, tokens[i], count) for i, count in counts.items() if count is not None]
     found = dict(zip((i for i, _, _ in wanted), logprobs(wanted), strict=True))
     return [SampledToken(token, found.get(i)) if good[i] else BadLogits(BAD) for i, token in enumerate(tokens)]
 

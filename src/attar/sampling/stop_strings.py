@@ -19,10 +19,8 @@ class StopChecker:
     def __init__(self, stops: Sequence[str]) -> None:
         assert not isinstance(stops, str)
         assert all(stops)
-        self._stops = tuple(stops)
-        self._held = ""
-        self.stopped: str | None = None
-        """The stop string that was found."""
+        self._stops, self._held = tuple(stops), ""
+        self.stopped: str | None = None  # the stop string that was found
 
     @property
     def done(self) -> bool:

@@ -32,8 +32,7 @@ class BlockPool:
     def __init__(self, blocks: int, size: int) -> None:
         if blocks < 1 or size < 1:
             raise ValueError(f"a pool needs at least one block of at least one token, not {blocks} of {size}")
-        self.size = size
-        self._holders = [0] * blocks
+        self.size, self._holders = size, [0] * blocks
         self._kept = bytearray(blocks)
         self._states = bytearray(blocks)  # FREE, ACTIVE or CACHED, from the two above
         self._counts = [blocks, 0, 0]  # blocks in each state

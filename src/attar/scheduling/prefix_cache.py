@@ -28,12 +28,14 @@ from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
 from attar.faults import point
 from attar.scheduling.block_pool import BlockPool
 
 REMEMBERED = 4096
+_tokens = attrgetter("tokens")
 
 
 class Match(NamedTuple):
@@ -46,8 +48,7 @@ class Match(NamedTuple):
     differs_at: int | None  # index of the first token that no cached prompt has
 
 
-NOTHING = Match(0, [], None, "bypassed", None)
-"""The match of requests that must not reuse anything."""
+NOTHING = Match(0, [], None, "bypassed", None)  # the match of requests that must not reuse anything
 
 
 class Node:
@@ -57,9 +58,7 @@ class Node:
 
     def __init__(self, name: bytes | int, parent: Node | None, tokens: array[int], blocks: list[int]) -> None:
         self.name = name  # the salt of a root; a number that no other node ever has
-        self.parent = parent
-        self.tokens = tokens
-        self.blocks = blocks
+        self.parent, self.tokens, self.blocks = parent, tokens, blocks
         self.children: list[Node] = []  # sorted by tokens
 
 
@@ -73,12 +72,10 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, round_to: int = 1) -> None:
         if round_to < 1 or pool.size % round_to:
             raise ValueError(f"blocks of {pool.size} tokens do not consist of groups of {round_to}")
-        self.pool = pool
-        self.round_to = round_to
+        self.pool, self.round_to = pool, round_to
         self.asked = 0
         """Prompt tokens looked up by requests that went on to run, once a request, whatever its number of choices."""
-        self.reused = 0
-        """Tokens of `asked` that did not have to be computed."""
+        self.reused = 0  # tokens of `asked` that did not have to be computed
         self._roots: dict[bytes, Node] = {}
         self._order: OrderedDict[Node, None] = OrderedDict()  # all nodes but roots, least recently used first
         self._names = itertools.count()
@@ -90,8 +87,7 @@ class PrefixCache:
         anyway."""
         point("radix.match")
         size = self.pool.size
-        root = self._root(cache_salt)
-        node, blocks, branch, shared = self._descend(root, tokens)
+        node, blocks, branch, shared = self._descend(self._root(cache_salt), tokens)
         part = self._use(node, branch)
         at = len(blocks) * size
         found = at + shared
@@ -105,17 +101,13 @@ class PrefixCache:
         return Match(length, blocks, source, ended, found if found < len(tokens) else None)
 
     def insert(
-        self,
-        cache_salt: bytes,
-        tokens: array[int],
-        blocks: list[int],
-        let_go: Callable[[list[int]], None] | None = None,
+        self, cache_salt: bytes, tokens: array[int], blocks: list[int], drop: Callable[[list[int]], None] | None = None
     ) -> None:
         """Remember that `blocks` contain the keys and values of `tokens`, all of them computed and verified.
 
         The caller holds the blocks (there may be more of them than the tokens fill) and goes on holding as many. Where
         the tree has a block of the same tokens already, it replaces the caller's, in `blocks` too, and the caller's is
-        passed to `let_go`, by default to be dropped. The caller may go on writing behind the last token.
+        passed to `drop`, by default the pool's own. The caller may go on writing behind the last token.
         """
         if not tokens:
             return
@@ -125,7 +117,7 @@ class PrefixCache:
         for i, block in enumerate(known):
             if blocks[i] != block:
                 self.pool.hold([block])
-                (let_go or self.pool.drop)([blocks[i]])
+                (drop or self.pool.drop)([blocks[i]])
                 blocks[i] = block
         rest = tokens[len(known) * size :]
         if shared == len(rest):
@@ -145,8 +137,7 @@ class PrefixCache:
         """Free n blocks. At least n must be cached."""
         pool, size = self.pool, self.pool.size
         assert n <= pool.cached, f"{n} blocks to be evicted, {pool.cached} cached"
-        goal = pool.free + n
-        in_use = 0
+        goal, in_use = pool.free + n, 0
         while pool.free < goal:
             point("radix.evict")
             leaf = next(iter(self._order))
@@ -273,9 +264,7 @@ class PrefixCache:
 
     def _why(self, name: bytes | int, tokens: array[int], shared: int) -> str:
         """Return why only the first `shared` of these tokens, a block's at most, were found behind the named node.
-
-        Either a longer match was evicted, or no remembered block ever matched more.
-        """
+        Either a longer match was evicted, or no remembered block ever matched more."""
         behind = self._behind.get(name, [])
         at = bisect_left(behind, tokens)
         beside = behind[max(at - 1, 0) : at + 1]
@@ -285,8 +274,7 @@ class PrefixCache:
         """Assert every invariant of this module. Linear in the tree: for tests."""
         pool, size = self.pool, self.pool.size
         seen: dict[Node, int] = {node: i for i, node in enumerate(self._order)}
-        blocks: list[int] = []
-        count = 0
+        blocks, count = list[int](), 0
         for _, before, node in self.nodes():
             count += 1
             blocks += node.blocks
@@ -307,10 +295,6 @@ class PrefixCache:
         assert all(root.children for root in self._roots.values()), "a root of nothing"
         kept = [block for block in range(pool.total) if pool.kept(block)]
         assert sorted(blocks) == kept, "the tree's blocks are not those that the pool counts as kept"
-
-
-def _tokens(node: Node) -> array[int]:
-    return node.tokens
 
 
 def common(a: array[int], b: array[int]) -> int:

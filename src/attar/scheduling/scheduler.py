@@ -47,6 +47,7 @@ import logging
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
 
 from attar.faults import point
 from attar.plan.fit import kept_free
@@ -57,6 +58,8 @@ from attar.scheduling.sequence import Sequence, SequenceGroup, Status
 from attar.scheduling.step_plan import Copy, Outcome, ScheduledTokens, StepPlan
 
 MANY_ENDED = 256  # deadlines of ended sequences that may be kept
+_NOTHING_NEW = Outcome()
+_rank = attrgetter("rank")
 
 logger = logging.getLogger(__name__)
 
@@ -69,38 +72,26 @@ class Refused(ValueError):
         self.code = code
 
 
-_NOTHING_NEW = Outcome()
-
-
 class Scheduler:
     """Sequences waiting and running over one pool of blocks. Times are seconds on any clock that does not go back."""
 
     def __init__(self, pool: BlockPool, cache: PrefixCache, limits: SchedulerConfig) -> None:
         self.pool, self.cache, self.limits = pool, cache, limits
-        self.waiting: list[Sequence] = []
-        """Waiting sequences, in order of admission."""
-        self.running: list[Sequence] = []
-        """Running sequences, in order of rank: the last is preempted first."""
+        self.waiting: list[Sequence] = []  # in order of admission
+        self.running: list[Sequence] = []  # in order of rank: the last is preempted first
+        self.sequences: dict[str, Sequence] = {}  # all that have not ended, by id
         self.preemptions = 0
-        self._sequences: dict[str, Sequence] = {}
         self._ended: list[Sequence] = []
         self._deadlines: list[tuple[float, str]] = []  # a heap; sequences in it may have ended
         self._orders = itertools.count()
         self._steps: list[StepPlan] = []  # under way, in their order
 
-    @property
-    def sequences(self) -> Mapping[str, Sequence]:
-        """All sequences that have not ended, by id."""
-        return self._sequences
-
     def add(self, choices: Collection[Sequence], now: float) -> None:
-        """Take the choices of one request, all or none; all have the same prompt.
-
-        Raises Refused: `too_long` where one could never fit, `full` where the queue cannot take them.
-        """
+        """Take the choices of one request, all or none; all have the same prompt. Raises Refused: `too_long` where one
+        could never fit, `full` where the queue cannot take them."""
         for choice in choices:
             point("scheduler.add", choice.id)
-            assert choice.id not in self._sequences
+            assert choice.id not in self.sequences
             if (needed := self.pool.needed(choice.longest)) > self.pool.total:
                 raise Refused(
                     "too_long",
@@ -110,16 +101,15 @@ class Scheduler:
         self.require_room(len(choices))
         group = SequenceGroup()
         for choice in choices:
-            self._sequences[choice.id] = choice
-            choice.group = group
-            choice.order = next(self._orders)
+            self.sequences[choice.id] = choice
+            choice.group, choice.order = group, next(self._orders)
             choice.arrival = choice.since = now
             choice.overdue = self.limits.max_passed == 0
             if choice.deadline is not None:
                 heapq.heappush(self._deadlines, (choice.deadline, choice.id))
             insort(self.waiting, choice, key=_rank)
-        if len(self._deadlines) > 2 * len(self._sequences) + MANY_ENDED:  # else each stays until its deadline
-            self._deadlines = sorted(entry for entry in self._deadlines if entry[1] in self._sequences)
+        if len(self._deadlines) > 2 * len(self.sequences) + MANY_ENDED:  # else each stays until its deadline
+            self._deadlines = sorted(entry for entry in self._deadlines if entry[1] in self.sequences)
 
     def require_room(self, count: int) -> None:
         """Raise Refused where the queue cannot take `count` more. Preempted sequences were admitted already and do not
@@ -131,14 +121,14 @@ class Scheduler:
 
     def cancel(self, id: str, now: float) -> None:
         """End a sequence, whatever its status. Unknown and forgotten ids are ignored."""
-        if (sequence := self._sequences.get(id)) is not None:
+        if (sequence := self.sequences.get(id)) is not None:
             self._end(sequence, "cancelled", now)
 
     def expire(self, now: float) -> None:
         """End all sequences whose deadline has come."""
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, id = heapq.heappop(self._deadlines)
-            sequence = self._sequences.get(id)
+            sequence = self.sequences.get(id)
             if sequence is not None and sequence.deadline == deadline:
                 self._end(sequence, "deadline", now)
 
@@ -148,11 +138,9 @@ class Scheduler:
         return ended
 
     def wake(self) -> float | None:
-        """Return the latest time of the next plan, where the last plan was empty and nothing else happens.
-
-        It is None where no sequence is left.
-        """
-        while self._deadlines and self._deadlines[0][1] not in self._sequences:
+        """Return the latest time of the next plan, where the last plan was empty and nothing else happens. It is None
+        where no sequence is left."""
+        while self._deadlines and self._deadlines[0][1] not in self.sequences:
             heapq.heappop(self._deadlines)  # it has ended: waking for its deadline would find nothing to do, for ever
         times = [deadline for deadline, _ in self._deadlines[:1]]
         if self.waiting:
@@ -166,10 +154,8 @@ class Scheduler:
         return self._decide(now)
 
     def ahead(self, now: float) -> StepPlan | None:
-        """Decide the step behind the one under way; None where a sequence would have to be preempted.
-
-        An empty one is not under way: nothing is to be committed.
-        """
+        """Decide the step behind the one under way; None where a sequence would have to be preempted. An empty one is
+        not under way: nothing is to be committed."""
         assert len(self._steps) == 1, "ahead of one step"
         self.expire(now)
         missing = sum(max(0, self._missing(sequence)) for sequence in self.running)
@@ -184,8 +170,7 @@ class Scheduler:
     def _decide(self, now: float) -> StepPlan:
         step = StepPlan()
         self._grow(step, now)
-        budget = self.limits.max_step_tokens
-        prefills = []
+        budget, prefills = self.limits.max_step_tokens, []
         for sequence in self.running:
             if sequence.pending == 1:
                 budget -= self._chunk(step, sequence, 1)
@@ -321,8 +306,7 @@ class Scheduler:
                 return False
         room = self._room(sequence, match)
         if room is None and match.source is not None:  # the block to copy from may be the one that is missing
-            whole = len(match.blocks) * self.pool.size
-            match = match._replace(length=whole, source=None, ended="no_room")
+            match = match._replace(length=len(match.blocks) * self.pool.size, source=None, ended="no_room")
             room = self._room(sequence, match)
         if room is None:
             return False
@@ -345,9 +329,7 @@ class Scheduler:
 
     def _soon_more(self, cache_salt: bytes, prompt: array[int], match: Match) -> bool:
         """Return whether a prompt being computed will bring a block more of this one into the tree, or all of it.
-
-        Batches of the other policies start together, so there is nothing to wait for.
-        """
+        Batches of the other policies start together, so there is nothing to wait for."""
         if self.limits.policy != "continuous":
             return False
         for other in self.running:
@@ -360,10 +342,8 @@ class Scheduler:
         return False
 
     def _room(self, sequence: Sequence, match: Match) -> list[int] | None:
-        """Hold the matched blocks and allocate the others that the sequence needs.
-
-        Returns the allocated ones; None, and nothing held, if there are too few.
-        """
+        """Hold the matched blocks and allocate the others that the sequence needs. Returns the allocated ones; None,
+        and nothing held, if there are too few."""
         shared = match.blocks if match.source is None else [*match.blocks, match.source]
         to_the_end = sequence.preemptions >= self.limits.max_preemptions
         needed = self.pool.needed(sequence.longest if to_the_end else len(sequence.tokens)) - len(match.blocks)
@@ -438,18 +418,18 @@ class Scheduler:
         else:
             del self.waiting[bisect_left(self.waiting, sequence.rank, key=_rank)]
         sequence.enter(Status.ENDED, now)
-        del self._sequences[sequence.id]
+        del self.sequences[sequence.id]
         self._ended.append(sequence)
 
     def check(self) -> None:
         """Assert every invariant of this module. Linear in the sequences: for tests."""
         places = [*self.waiting, *self.running]
-        assert len(places) == len(set(places)) == len(self._sequences), "a sequence in two places, or in none"
-        assert set(places) == set(self._sequences.values()), "a place for a sequence that has ended"
+        assert len(places) == len(set(places)) == len(self.sequences), "a sequence in two places, or in none"
+        assert set(places) == set(self.sequences.values()), "a place for a sequence that has ended"
         assert self.waiting == sorted(self.waiting, key=_rank), "the queue is out of order"
         assert self.running == sorted(self.running, key=_rank), "the running are out of order"
         assert len(self.running) <= self.limits.together, "too many run"
-        for sequence in self._sequences.values():
+        for sequence in self.sequences.values():
             sequence.check(self.pool.size)
             running = sequence.status in (Status.PREFILL, Status.DECODE)
             assert running == (sequence in self.running), "status and place differ"
@@ -458,7 +438,3 @@ class Scheduler:
             within = sum(sequence in step.sequences for step in self._steps)
             assert sequence.under_way == within, "in a step that is over, or not in one that is under way"
             assert sequence.ending is None, "ended and still here"
-
-
-def _rank(sequence: Sequence) -> tuple[bool, int, int]:
-    return sequence.rank

@@ -33,8 +33,7 @@ class Status(enum.Enum):
 class SequenceGroup:
     """State shared by the choices of one request."""
 
-    counted: bool = False
-    """True once one of them has run, and the prefix cache has counted their prompt."""
+    counted: bool = False  # True once one of them has run, and the prefix cache has counted their prompt
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -56,41 +55,29 @@ class Sequence:
     adapter: int = 0
 
     tokens: array[int] = field(init=False)
-    prompt: int = field(init=False)
-    """Number of tokens of the prompt."""
+    prompt: int = field(init=False)  # number of tokens of the prompt
     longest: int = field(init=False)
     """Tokens that may ever be run through the model: all but the last one generated, which nothing follows."""
-    computed: int = 0
-    """Tokens whose keys and values are in the blocks."""
-    planned: int = 0
-    """Value of `computed` once the steps under way are over."""
-    inflight_tokens: int = 0
-    """Tokens that the steps under way will sample."""
+    computed: int = 0  # tokens whose keys and values are in the blocks
+    planned: int = 0  # value of `computed` once the steps under way are over
+    inflight_tokens: int = 0  # tokens that the steps under way will sample
     blocks: list[int] = field(default_factory=list)
 
     status: Status = Status.QUEUED
-    ending: str | None = None
-    """`finished`, or one of `messages.FAILURES`."""
-    order: int = 0
-    """Number in order of arrival."""
+    ending: str | None = None  # `finished`, or one of `messages.FAILURES`
+    order: int = 0  # number in order of arrival
     group: SequenceGroup = field(default_factory=SequenceGroup)
     arrival: float = 0.0
-    passed: int = 0
-    """Times that a later arrival of better priority went first."""
-    overdue: bool = False
-    """True once it was passed as often as the limit allows: it goes before all others."""
+    passed: int = 0  # times that a later arrival of better priority went first
+    overdue: bool = False  # True once it was passed as often as the limit allows: it goes before all others
     preemptions: int = 0
-    under_way: int = 0
-    """Steps under way that contain it: the runner may be reading or writing its blocks."""
+    under_way: int = 0  # steps under way that contain it: the runner may be reading or writing its blocks
 
-    reused: int = 0
-    """Tokens of the prompt that were not computed, when it was first admitted."""
+    reused: int = 0  # tokens of the prompt that were not computed, when it was first admitted
     reuse_ended: str = ""
     differs_at: int | None = None
-    spans: dict[Status, float] = field(default_factory=lambda: dict.fromkeys(Status, 0.0))
-    """Seconds in each status."""
-    since: float = 0.0
-    """Time when it entered its status."""
+    spans: dict[Status, float] = field(default_factory=lambda: dict.fromkeys(Status, 0.0))  # seconds in each status
+    since: float = 0.0  # time when it entered its status
 
     def __post_init__(self, prompt_ids: Iterable[int]) -> None:
         self.tokens = array("i", prompt_ids)

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from attar.faults import point
-from attar.protocol.messages import Embed, Failed, Ready, Stats, Submit
+from attar.protocol.messages import Embed, Failed, Ready, Submit
 from attar.protocol.request import SamplingParams
 from attar.server.admission.rate_limits import Caller
 from attar.server.errors import APIError
-from attar.server.request_context import RequestContext
-from attar.server.request_handler import RequestHandler
+from attar.server.request_handler import RequestContext, RequestHandler
 
 WINDOW = 32  # texts to embed in the engine at a time
-SHARE_AFTER = 1  # Retry-After, in seconds, for a key that has its share: all keys share the turns of `Backoff`
+SHARE_AFTER = 1  # Retry-After, in seconds, for a key that has its share: all keys share the turns of `RetryAfter`
 
 
 class Dispatcher:
@@ -23,16 +22,6 @@ class Dispatcher:
 
     def __init__(self, context: RequestContext, deadline: float) -> None:
         self.context, self.engine, self.deadline = context, context.engine, deadline
-
-    @property
-    def most_choices(self) -> int:
-        """Choices of one prompt that could ever wait together."""
-        return self.engine.places.most
-
-    @property
-    def stats(self) -> Stats | None:
-        """The engine's last reported state."""
-        return self.engine.stats
 
     def ready(self) -> Ready:
         """Return the engine's description. Raises APIError where it is not ready."""
@@ -53,64 +42,58 @@ class Dispatcher:
     def healthy(self) -> None:
         """Raise APIError unless the engine is ready, runs, and makes progress."""
         self.ready()
-        if (trouble := self.engine.trouble) is not None:
+        if (trouble := self.engine.heartbeat.trouble) is not None:
             raise APIError("engine_down", trouble)
 
-    def model(self, asked: str | None) -> str:
-        """Return the model's or adapter's name; the served model's where nothing is `asked` for. Raises APIError for
-        unknown names."""
+    def model(self, asked: str | None) -> tuple[str, Ready]:
+        """Return the model's or adapter's name, the served model's where nothing is `asked` for, and the engine's
+        description. Raises APIError for unknown names."""
         ready = self.ready()
         if asked is not None and asked != ready.model and asked not in ready.adapters:
             raise APIError("model_not_found", "model: not served here; GET /v1/models lists what is", "model")
-        return ready.model if asked is None else asked
+        return ready.model if asked is None else asked, ready
 
     def submit(
-        self,
-        caller: Caller,
-        prompts: Sequence[tuple[int, ...]],
-        params: SamplingParams,
-        n: int,
-        model: str,
+        self, caller: Caller, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int, model: str,
         priority: int = 0,
-    ) -> RequestHandler:
+    ) -> RequestHandler:  # fmt: skip
         """Submit prompts to be continued, n choices each, by `model`. Where there are keys, a `priority` below 0 counts
         as 0. Raises APIError."""
-        self.healthy()
-        left = self._left(caller)
-        self._place(caller, n)  # before the key is charged
-        caller.take(sum(map(len, prompts)), len(prompts) * n * params.max_tokens)
+        left = self._admit(caller, prompts, n, params.max_tokens)
         if caller.cache_salt:  # no key goes ahead of another
             priority = max(0, priority)
         adapter = self._adapter(model)
         commands = [
             Submit(name, prompt, params.seeded(), n, caller.cache_salt, priority, left, adapter)
-            for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
+            for name, prompt in _named(caller, prompts)
         ]
         return self._ask(caller, prompts, n, commands, self._share())
 
     def embed(self, caller: Caller, prompts: Sequence[tuple[int, ...]], pooling: str, model: str) -> RequestHandler:
         """Submit prompts to be embedded by `model`. Raises APIError."""
-        self.healthy()
-        left = self._left(caller)
-        self._place(caller, 1)
-        caller.take(sum(map(len, prompts)), 0)
-        commands = [
-            Embed(name, prompt, pooling, left, self._adapter(model), caller.cache_salt)
-            for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
-        ]
+        left = self._admit(caller, prompts, 1, 0)
+        adapter, named = self._adapter(model), _named(caller, prompts)
+        commands = [Embed(name, prompt, pooling, left, adapter, caller.cache_salt) for name, prompt in named]
         return self._ask(caller, prompts, 1, commands, min(WINDOW, self._share()))
 
-    def _place(self, caller: Caller, count: int) -> None:
-        """Raise APIError where `count` choices of the first prompt would exceed the key's share of the queue, or the
-        engine's room."""
+    def _admit(self, caller: Caller, prompts: Sequence[tuple[int, ...]], n: int, new: int) -> float:
+        """Return the seconds left until the deadline, counted from the request's arrival, and charge the key for
+        prompts with n choices of `new` tokens each. Raises APIError after the deadline, and where the choices of the
+        first prompt would exceed the key's share of the queue, or the engine's room."""
+        self.healthy()
+        left = caller.arrived + self.deadline - time.monotonic()
+        if left <= 0:
+            raise self.context.refusal(Failed(caller.id, "deadline", ""))
         places = self.engine.places
-        if not places.fit(caller.cache_salt, count):
+        if not places.fit(caller.cache_salt, n):
             if places.keys < 2:
-                raise self.context.full("the server is full: try again later")
+                raise self.context.full()
             self.context.metrics.limited.labels("queue").inc()
             waiting = f"this key has {places.waiting(caller.cache_salt)} of the {places.size} places in the queue"
-            message = f"{waiting}, and its share has no room for {count} more: try again later"
+            message = f"{waiting}, and its share has no room for {n} more: try again later"
             raise APIError("rate_limit_exceeded", message, retry_after=SHARE_AFTER)
+        caller.take(sum(map(len, prompts)), len(prompts) * n * new)
+        return left
 
     async def why(self, request: str, cache_salt: bytes) -> dict[str, Any]:
         """Return what became of a request, for JSON; for a running one, its progress, unless a long step keeps the
@@ -118,16 +101,8 @@ class Dispatcher:
         trace = self.context.traces.find(request, cache_salt)
         if trace.outcome != "running":
             return trace.told(time.monotonic())
-        left = [name for name, ended in zip(trace.names, trace.reports, strict=True) if ended is None]
-        running = await self.engine.reports(left)
+        running = await self.engine.reports(name for name, ended in trace.reports.items() if ended is None)
         return trace.told(time.monotonic(), running)
-
-    def _left(self, caller: Caller) -> float:
-        """Return the seconds left until the deadline, counted from the request's arrival. Raises APIError after it."""
-        left = caller.arrived + self.deadline - time.monotonic()
-        if left <= 0:
-            raise self.context.refusal(Failed(caller.id, "deadline", ""))
-        return left
 
     def _share(self) -> int:
         """Return the choices of one request that the engine's queue takes at a time: half of its capacity."""
@@ -144,5 +119,7 @@ class Dispatcher:
         return RequestHandler(caller, prompts, n, self.engine.ask(commands, most), self.context)
 
 
-def _names(caller: Caller, count: int) -> list[str]:
-    return [caller.id] if count == 1 else [f"{caller.id}.{at}" for at in range(count)]
+def _named(caller: Caller, prompts: Sequence[tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return each prompt with its id for the engine."""
+    names = [caller.id] if len(prompts) == 1 else [f"{caller.id}.{at}" for at in range(len(prompts))]
+    return list(zip(names, prompts, strict=True))

@@ -35,19 +35,11 @@ _INVALID = Kind(400, "invalid_request_error", "invalid_request_error")
 _BUSY = Kind(503, "service_unavailable_error", "overloaded_error", 2)
 
 CATALOGUE: dict[str, Kind] = {
-    "invalid_json": _INVALID,
-    "invalid_type": _INVALID,
-    "invalid_value": _INVALID,
-    "out_of_range": _INVALID,
-    "invalid_length": _INVALID,
-    "missing_field": _INVALID,
-    "unknown_field": _INVALID,
-    "unsupported_field": _INVALID,
-    "empty_prompt": _INVALID,
-    "context_length_exceeded": _INVALID,
-    "no_chat_template": _INVALID,
-    "template_error": _INVALID,
-    "invalid_http": _INVALID,
+    **dict.fromkeys((
+        "invalid_json", "invalid_type", "invalid_value", "out_of_range", "invalid_length", "missing_field",
+        "unknown_field", "unsupported_field", "empty_prompt", "context_length_exceeded", "no_chat_template",
+        "template_error", "invalid_http",
+    ), _INVALID),
     "invalid_api_key": Kind(401, "authentication_error", "authentication_error"),
     "host_not_allowed": Kind(403, "permission_error", "permission_error"),
     "not_found": Kind(404, "invalid_request_error", "not_found_error"),
@@ -69,15 +61,16 @@ CATALOGUE: dict[str, Kind] = {
     "draining": _BUSY,
     "engine_down": _BUSY,
     "deadline": Kind(503, "service_unavailable_error", "overloaded_error", vain=True),  # it would take as long again
-}
+}  # fmt: skip
 
 ANTHROPIC = "/v1/messages"  # prefix of Anthropic's API
 
 INTERNAL = "the request failed inside the server; the log has its id"
 CANCELLED = "the request was cancelled"
+FULL = "the server is full: try again later"
 
 _FAILURES = {  # the engine's code: entry, and our words, or None to show the engine's
-    "full": ("overloaded", "the server is full: try again later"),
+    "full": ("overloaded", FULL),
     "too_long": ("context_length_exceeded", None),
     "invalid": ("invalid_value", None),
     "deadline": ("deadline", "the request took longer than the server allows"),

@@ -41,7 +41,6 @@ class FairThreadPool:
     async def run(self, key: bytes, work: Callable[[], Value]) -> Value:
         """Return what `work` returns, and raise what it raises."""
         loop, turn = asyncio.get_running_loop(), self._turns.setdefault(key, asyncio.Semaphore(self._each))
-
         todo = [work]  # the job may hold a text of megabytes
 
         def release(_: Future[Value]) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -29,40 +30,27 @@ class Metrics:
     def __init__(self, engine: EngineClient) -> None:
         self.registry = registry = CollectorRegistry()
         registry.register(_Engine(engine))
-        self.requests = Counter(
-            "attar_http_requests", "Requests by route and status", ["route", "status"], registry=registry
-        )
-        self.ended = Counter(
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
+        self.requests = counter("attar_http_requests", "Requests by route and status", ["route", "status"])
+        self.ended = counter(
             "attar_requests_ended",
             "Requests that the engine was asked, by their end: stop, length, or the code of a failure, which a stream "
             "that began with 200 tells in its last event",
             ["outcome"],
-            registry=registry,
         )
-        self.limited = Counter(
-            "attar_requests_limited", "Requests that a key's own limit turned away", ["limit"], registry=registry
-        )
-        self.prompt_tokens = Counter(
-            "attar_prompt_tokens", "Tokens of prompts that the engine has begun to answer", registry=registry
-        )
-        self.generated_tokens = Counter("attar_generated_tokens", "Tokens given out", registry=registry)
-        self.ttft = Histogram(
-            "attar_time_to_first_token_seconds", "From arrival to the first token", buckets=_SECONDS, registry=registry
-        )
-        self.inter_token = Histogram(
-            "attar_inter_token_seconds", "Between a choice's tokens", buckets=_SECONDS, registry=registry
-        )
-        self.end_to_end = Histogram(
+        self.limited = counter("attar_requests_limited", "Requests that a key's own limit turned away", ["limit"])
+        self.prompt_tokens = counter("attar_prompt_tokens", "Tokens of prompts that the engine has begun to answer")
+        self.generated_tokens = counter("attar_generated_tokens", "Tokens given out")
+        self.ttft = histogram("attar_time_to_first_token_seconds", "From arrival to the first token")
+        self.inter_token = histogram("attar_inter_token_seconds", "Between a choice's tokens")
+        self.end_to_end = histogram(
             "attar_request_seconds",
             "From arrival to the end of the answer, of requests that were answered to their end",
-            buckets=_SECONDS,
-            registry=registry,
         )
-        self.open = Gauge("attar_http_requests_open", "Requests that are being answered", registry=registry)
-        self.lag = Histogram(
-            "attar_event_loop_lag_seconds", "Lateness of a timer in this process", buckets=_SECONDS, registry=registry
-        )
-        self.max_lag = Gauge("attar_event_loop_lag_max_seconds", "The worst of it, ever", registry=registry)
+        self.open = gauge("attar_http_requests_open", "Requests that are being answered")
+        self.lag = histogram("attar_event_loop_lag_seconds", "Lateness of a timer in this process")
+        self.max_lag = gauge("attar_event_loop_lag_max_seconds", "The worst of it, ever")
         self._worst = 0.0
 
     def text(self) -> bytes:
@@ -88,10 +76,9 @@ class _Engine(Collector):
 
     def collect(self) -> Iterator[Metric]:
         ready = self._engine.ready
-        up = ready is not None and self._engine.trouble is None
+        up = ready is not None and self._engine.heartbeat.trouble is None
         yield GaugeMetricFamily("attar_engine_up", "1 while the engine is ready", value=float(up))
-        free = 0 if ready is None else ready.blocks
-        stats = self._engine.stats or Stats(0, 0, free, 0, 0, 0, 0, 0, 0, 0, 0.0)
+        stats = self._engine.stats or Stats(0, 0, 0 if ready is None else ready.blocks, 0, 0, 0, 0, 0, 0, 0, 0.0)
         for name, help_, count in (
             ("attar_requests_running", "Choices in the running batch: a request has n for each prompt", stats.running),
             ("attar_requests_waiting", "Choices in the engine's queue", stats.waiting),

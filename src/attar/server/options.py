@@ -1,15 +1,23 @@
-"""Options of a server: its address, access, and limits of each key."""
+"""Options of a server: its address, access, limits of each key, and the names of models that requests may use."""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from ipaddress import IPv6Address
+from pathlib import Path
 
+from attar.errors import UserError
 from attar.server.admission.rate_limits import KeyLimits
 from attar.server.http.security import KEY_VARIABLE, Keys, host_name, is_loopback
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+MAX_ADAPTERS = 64
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,255}")  # includes Hub ids; the longest name in a request
 SET_KEY = f"--api-key-file FILE, or {KEY_VARIABLE} in the environment"
 
 
@@ -37,16 +45,19 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         if not self.keys.hashes and not is_loopback(self.host):
-            raise ValueError(
-                f"{self.host!r} is no loopback address, so other machines may reach it: set an API key ({SET_KEY})"
+            raise UserError(
+                "exposed_without_key",
+                f"{self.host!r} is no loopback address, so other machines may reach it: set an API key ({SET_KEY})",
             )
         if not self.keys.hashes and self.limits != KeyLimits():
-            raise ValueError(f"limits of requests and tokens are for each API key: set one ({SET_KEY})")
+            message = f"limits of requests and tokens are for each API key: set one ({SET_KEY})"
+            raise UserError("option_missing", message)
         for name in self.hosts:
             if not name or "*" in name or host_name(_in_header(name).encode()) != name:
-                raise ValueError(f"{name!r} is no host's name in small letters, without a port: list names one by one")
+                message = f"{name!r} is no host's name in small letters, without a port: list names one by one"
+                raise UserError("address_invalid", message)
         if "*" in self.origins:
-            raise ValueError("origins are listed one by one: `*` would let every web page in")
+            raise UserError("address_invalid", "origins are listed one by one: `*` would let every web page in")
 
     @property
     def shares(self) -> KeyLimits:
@@ -67,3 +78,47 @@ def _in_header(name: str) -> str:
         return f"[{IPv6Address(name)}]"
     except ValueError:
         return name
+
+
+def name_of(model: str) -> str:
+    """Return a model's name: a folder's or file's own name, or a Hub id as given. Raises ValueError for the root, which
+    has no name. A link keeps its own name: files in the Hub's cache link to files named by a hash."""
+    path = Path(model).expanduser()
+    name = Path(os.path.abspath(path)).name if path.exists() else model
+    if not name:
+        message = f"{model} has no name that requests could ask for: give it one with --name"
+        raise UserError("model_name_invalid", message)
+    return name
+
+
+def check_name(name: str) -> str:
+    """Return `name`. Raises ValueError where it is no valid model name for requests."""
+    if not MODEL_NAME.fullmatch(name):
+        message = f"--name {name[:160]!r}: a model's name is of letters, digits and . _ : @ / -, at most 256 of them"
+        raise UserError("model_name_invalid", message)
+    return name
+
+
+def parse_adapters(given: Sequence[str], model: str) -> tuple[tuple[str, str], ...]:
+    """Parse adapters, each given as NAME=FOLDER, to be served beside `model`: (name, folder) of each.
+
+    Raises ValueError for another form, a name that is invalid or taken, more than MAX_ADAPTERS, and a folder without an
+    adapter.
+    """
+    if len(given) > MAX_ADAPTERS:
+        raise UserError("option_out_of_range", f"{len(given)} adapters: at most {MAX_ADAPTERS} are served at a time")
+    found: dict[str, str] = {}
+    for each in given:
+        name, equals, folder = each.partition("=")
+        if not equals or not folder or not NAME.fullmatch(name):
+            message = f"an adapter is given as NAME=FOLDER, its name of letters, digits and . _ : -, not {each[:160]!r}"
+            raise UserError("option_malformed", message)
+        if name in found or name == model:
+            what = "the model's own name" if name == model else "the name of two adapters"
+            message = f"--adapter {name}: requests ask for one by its name, and this is {what}"
+            raise UserError("option_conflict", message)
+        if not (Path(folder) / "adapter_config.json").is_file():
+            message = f"--adapter {name}: {folder} holds no adapter_config.json: not a PEFT adapter's folder"
+            raise UserError("adapter_invalid", message)
+        found[name] = folder
+    return tuple(found.items())

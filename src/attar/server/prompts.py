@@ -1,7 +1,7 @@
 """Prompts of token ids from texts and conversations, outside the event loop: megabytes of text stall no stream.
 
 A job whose caller gives up is not begun. One that was begun goes on, since nothing stops a tokenizer. So texts that are
-known to be far too long are never tokenized.
+known to be far too long are never tokenized. A refusal gives the prompt's length and the context's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from attar import strict_json
 from attar.faults import point
-from attar.server.admission.request_limits import beyond, in_vocabulary
 from attar.server.errors import APIError
 from attar.server.fair_thread_pool import TextThreads
 from attar.text.literal import LiteralChat, Messages
@@ -33,16 +32,10 @@ class Prompts:
         self._literal = LiteralChat(tokenizer)
 
     async def ids(
-        self,
-        key: bytes,
-        prompts: Sequence[str | Sequence[int]],
-        vocab: int,
-        name: str,
-        context: int | None = None,
+        self, key: bytes, prompts: Sequence[str | Sequence[int]], vocab: int, name: str, context: int, new: int = 0
     ) -> list[tuple[int, ...]]:
-        """Return the token ids of prompts, each a text or token ids. `name` is their field. With a `context`, texts
-        whose bytes alone show that they are longer are refused. Others may still be longer, and lengths of token ids
-        are not checked."""
+        """Return the token ids of prompts, each a text or token ids; `name` is their field. Refused are those that have
+        no room in the `context` with `new` more, the longest texts by their bytes alone."""
         size = sum(map(len, prompts))
         if size <= FEW_IDS and not any(isinstance(prompt, str) for prompt in prompts):
             found = self._encoded(prompts, vocab, name, context)
@@ -50,6 +43,8 @@ class Prompts:
             found = await self._threads.run(key, size, lambda: self._encoded(prompts, vocab, name, context))
         if not all(found):
             raise APIError("empty_prompt", f"{name}: no tokens", name)
+        if (longest := max(map(len, found))) + new > context:
+            raise _beyond(str(longest), new, context, name)
         return found
 
     async def text_ids(self, key: bytes, text: str, add_special_tokens: bool) -> list[int]:
@@ -61,11 +56,14 @@ class Prompts:
     async def chat_ids(
         self, key: bytes, messages: Sequence[dict[str, str]], context: int | None = None
     ) -> tuple[int, ...]:
-        """Return the token ids of a conversation, ready for the assistant's answer. `context` is as in `ids`."""
+        """Return the token ids of a conversation, ready for the assistant's answer. One that leaves no room in the
+        `context` is refused."""
         size = sum(len(message["content"]) for message in messages)
         ids = await self._threads.run(key, size, lambda: self._render(messages, context), chat=True)
         if not ids:
             raise APIError("empty_prompt", "messages: no tokens", "messages")
+        if context is not None and len(ids) >= context:
+            raise _beyond(str(len(ids)), 1, context, "messages")
         return ids
 
     async def text(self, key: bytes, ids: Sequence[int], vocab: int | None = None) -> str:
@@ -74,33 +72,34 @@ class Prompts:
         def decode() -> str:
             if vocab is not None:
                 in_vocabulary(ids, vocab, "tokens")
-            return self._decode(ids)
+            point("prompt.decode")
+            return self.tokenizer.decode(ids, skip_special_tokens=False)
 
         return await self._threads.run(key, len(ids), decode)
 
+    async def texts(self, key: bytes, prompts: Sequence[str | Sequence[int]]) -> list[str]:
+        """Return the texts of prompts, each a text or token ids."""
+        return [prompt if isinstance(prompt, str) else await self.text(key, prompt) for prompt in prompts]
+
     def _encoded(
-        self, prompts: Sequence[str | Sequence[int]], vocab: int, name: str, context: int | None
+        self, prompts: Sequence[str | Sequence[int]], vocab: int, name: str, context: int
     ) -> list[tuple[int, ...]]:
         for prompt in prompts:
             if isinstance(prompt, str):
                 self._check_length(prompt, name, context)
-            elif context is None or len(prompt) <= context:
+            elif len(prompt) <= context:
                 in_vocabulary(prompt, vocab, name)
         return [self._encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
 
     def _check_length(self, text: str, name: str, context: int | None) -> None:
         if context is not None and (least := self._bounds.at_least(text)) > context:
-            raise beyond(f"at least {least}", 0, context, name)
+            raise _beyond(f"at least {least}", 0, context, name)
 
     def _encode(self, prompt: str) -> tuple[int, ...]:
         point("prompt.tokenize")
         return tuple(self.tokenizer.encode(prompt))
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        point("prompt.decode")
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
-
-    def _render(self, messages: Sequence[dict[str, str]], context: int | None = None) -> tuple[int, ...]:
+    def _render(self, messages: Sequence[dict[str, str]], context: int | None) -> tuple[int, ...]:
         point("prompt.render")
         tokenizer = self.tokenizer
         try:
@@ -120,6 +119,18 @@ class Prompts:
             raise APIError("template_error", f"the chat template: {_fit(str(error))}", "messages") from error
         except ValueError as error:
             raise APIError("invalid_value", "messages: not text that this model can read", "messages") from error
+
+
+def _beyond(tokens: str, new: int, context: int, name: str) -> APIError:
+    """Make the refusal of a prompt of `tokens`, a phrase, that has no room in the context with `new` more."""
+    message = f"{name}: {tokens} tokens, which with {new} to come are more than this model's context of {context}"
+    return APIError("context_length_exceeded", message, name)
+
+
+def in_vocabulary(tokens: Sequence[int], vocab: int, name: str) -> None:
+    """Raise APIError unless all tokens are in the vocabulary."""
+    if tokens and max(tokens) >= vocab:
+        raise APIError("out_of_range", f"{name}: token ids are 0 to {vocab - 1}, not {max(tokens)}", name)
 
 
 def _fit(sentence: str) -> str:

@@ -1,4 +1,4 @@
-"""One request under way: the engine's events, and the time that each part took.
+"""One request under way: the engine's events, its trace for /why, and the state that all requests share.
 
 Endpoints differ in how they read a request and write an answer; what they share in between is here.
 """
@@ -8,17 +8,119 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+from weakref import WeakValueDictionary
+
+import msgspec
 
 from attar.faults import point
-from attar.protocol.messages import Delta, Failed, Finished
+from attar.protocol.messages import Delta, Embedding, Failed, Finished, Report
 from attar.server.admission.rate_limits import Caller
+from attar.server.admission.retry_after import RetryAfter
+from attar.server.engine_client.client import EngineClient
 from attar.server.engine_client.connection import AnswerEvent
 from attar.server.engine_client.response_stream import ResponseStream
-from attar.server.errors import APIError
-from attar.server.request_context import RequestContext
+from attar.server.errors import FULL, APIError
+from attar.server.metrics import Metrics
+
+PROMPT_ANSWER = 1.0  # seconds that a stream's status waits for the engine's first event
+LATE_ANSWER = 10.0  # at most, where the engine may refuse the request: clients wait for a status too
+MAX_PROMPTS = 128  # prompts of a request that are reported: the first
+REMEMBERED = 1000  # ended requests that /why can report
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, weakref_slot=True)
+class RequestTrace:
+    """The trace of a request, as /why reports it. Times are monotonic."""
+
+    id: str
+    cache_salt: bytes
+    arrived: float
+    reports: dict[str, Report | None]
+    """One report a prompt, of the first MAX_PROMPTS, by the engine's ids; None where there is none yet."""
+    outcome: str = "running"
+    first: float | None = None
+    ended: float | None = None
+    generated: int = 0
+
+    def told(self, now: float, running: Mapping[str, Report] | None = None) -> dict[str, Any]:
+        """Return the trace for JSON. `running` are reports of the prompts that have not ended, by the engine's ids."""
+        reports = [ended or (running or {}).get(name) for name, ended in self.reports.items()]
+        return {
+            "id": self.id,
+            "outcome": self.outcome,
+            "seconds": (now if self.ended is None else self.ended) - self.arrived,
+            "seconds_to_first_token": None if self.first is None else self.first - self.arrived,
+            "generated_tokens": self.generated,
+            "prompts": [None if report is None else msgspec.to_builtins(report) for report in reports],
+        }
+
+    def read(self, event: AnswerEvent) -> None:
+        """Record an event's report; late events have one too."""
+        if isinstance(event, Finished | Embedding | Failed) and event.report is not None and event.id in self.reports:
+            self.reports[event.id] = event.report
+
+
+class RequestTraces:
+    """Traces of running requests, and of the last that have ended. Each is shown only to its own key."""
+
+    def __init__(self) -> None:
+        self._running: WeakValueDictionary[str, RequestTrace] = WeakValueDictionary()
+        self._ended: OrderedDict[str, RequestTrace] = OrderedDict()
+
+    def begin(self, caller: Caller, names: Iterable[str]) -> RequestTrace:
+        """Begin the trace of a request, known for as long as it is referenced. The engine calls its prompts `names`."""
+        reports = dict.fromkeys(islice(names, MAX_PROMPTS))
+        self._running[caller.id] = trace = RequestTrace(caller.id, caller.cache_salt, caller.arrived, reports)
+        return trace
+
+    def remember(self, trace: RequestTrace) -> None:
+        """Keep the trace of a request that has ended; the oldest is forgotten."""
+        point("why.remember", trace.id)
+        self._ended[trace.id] = trace
+        if len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def find(self, request: str, cache_salt: bytes) -> RequestTrace:
+        """Return the trace of a request. Raises APIError where it is unknown, or another key's."""
+        trace = self._running.get(request) or self._ended.get(request)
+        if trace is None or trace.cache_salt != cache_salt:
+            raise APIError("not_found", f"no such request is running, or among the last {REMEMBERED}")
+        return trace
+
+
+class RequestContext:
+    """State that all requests to one `engine` share: metrics, traces for /why, Retry-After, and whether the server
+    accepts no more."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self.engine = engine
+        self.metrics, self.backoff, self.traces = Metrics(engine), RetryAfter(), RequestTraces()
+        self.draining = False
+
+    def patience(self) -> float:
+        """Return the seconds that a stream's status waits: longer where the engine's queue may be full, since the
+        engine refuses only between two steps."""
+        places = self.engine.places
+        if places.total <= places.size:
+            return PROMPT_ANSWER
+        return min(max(PROMPT_ANSWER, 2 * self.engine.heartbeat.longest), LATE_ANSWER)
+
+    def full(self) -> APIError:
+        """Make the refusal of a request for which there is no room, with a Retry-After."""
+        places = self.engine.places
+        waiting = len(self.engine.open) * places.total / max(1, places.total + places.running)
+        return APIError("overloaded", FULL, retry_after=self.backoff.retry_after(time.monotonic(), waiting))
+
+    def refusal(self, failed: Failed) -> APIError:
+        """Translate the engine's failure for the client."""
+        return self.full() if failed.code == "full" else APIError.of(failed)
 
 
 class RequestHandler:
@@ -28,18 +130,14 @@ class RequestHandler:
     """
 
     def __init__(
-        self,
-        caller: Caller,
-        prompts: Sequence[tuple[int, ...]],
-        n: int,
-        stream: ResponseStream,
+        self, caller: Caller, prompts: Sequence[tuple[int, ...]], n: int, stream: ResponseStream,
         context: RequestContext,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.caller, self.prompts, self.n, self.stream = caller, prompts, n, stream
         self.created = int(time.time())
         self.prompt_tokens = sum(map(len, prompts))
         self.reused = 0
-        self._context, self._trace = context, context.traces.begin(caller, stream.prompts)
+        self.context, self._trace = context, context.traces.begin(caller, stream.prompts)
         self._last: dict[tuple[str, int], float] = {}
         self._unheard = set(stream.prompts)
         self._peeked: list[AnswerEvent] = []
@@ -47,7 +145,6 @@ class RequestHandler:
         self._outcome = ""
         self._served = True
         self._finished = False
-        self._reported = self._trace.reader(stream.prompts)
         stream.late = self._late
 
     def number(self, event: Delta | Finished) -> int:
@@ -57,16 +154,12 @@ class RequestHandler:
     async def admitted(self) -> None:
         """Wait a little for the engine's first event, so that a refusal can still set the answer's status."""
         try:
-            async with asyncio.timeout(self._context.patience()):
+            async with asyncio.timeout(self.context.patience()):
                 self._peeked = await self._take()
         except TimeoutError:
             return
         if isinstance(self._peeked[0], Failed):
-            raise self.refusal(self._peeked[0])
-
-    def refusal(self, failed: Failed) -> APIError:
-        """Translate the engine's failure for the client."""
-        return self._context.refusal(failed)
+            raise self.context.refusal(self._peeked[0])
 
     def leave(self) -> None:
         """Cancel for a client that disconnected, perhaps after the engine has finished and before all is written."""
@@ -79,7 +172,7 @@ class RequestHandler:
         self.stream.reading()
         code = "cancelled" if self._left else self.stream.failure
         if code in ("cancelled", "slow_reader"):
-            raise self.refusal(Failed(self.caller.id, code, ""))
+            raise self.context.refusal(Failed(self.caller.id, code, ""))
 
     async def events(self, whole: bool = False) -> AsyncIterator[list[AnswerEvent]]:
         """Yield all events, in lists that arrived together. A `whole` answer is never dropped for unread events."""
@@ -108,18 +201,18 @@ class RequestHandler:
         """Count an event that never reaches the reader: its tokens were generated all the same."""
         if isinstance(event, Delta):
             self._generated(len(event.token_ids))
-        self._reported(event)
+        self._trace.read(event)
 
     def _generated(self, tokens: int) -> None:
         self._trace.generated += tokens
-        self._context.metrics.generated_tokens.inc(tokens)
+        self.context.metrics.generated_tokens.inc(tokens)
         if self.caller.account is not None:
             self.caller.account.use(tokens)
 
     def _note(self, events: Sequence[AnswerEvent]) -> None:
         """Count events in metrics, and record them for /why."""
         point("metrics.observe", self.caller.id)
-        now, metrics, trace = time.monotonic(), self._context.metrics, self._trace
+        now, metrics, trace = time.monotonic(), self.context.metrics, self._trace
         for event in events:
             if event.id in self._unheard and not isinstance(event, Failed):
                 self._unheard.remove(event.id)
@@ -137,7 +230,7 @@ class RequestHandler:
                         metrics.inter_token.observe((now - last) / tokens)
                 self._last[key] = now
                 continue
-            self._reported(event)
+            self._trace.read(event)
             if isinstance(event, Finished):
                 self._outcome = event.reason
                 self.reused += 0 if event.report is None else event.report.reused_tokens
@@ -151,8 +244,8 @@ class RequestHandler:
     def _finish(self, now: float) -> None:
         self._finished = True
         # Its account is settled; no reference cycle remains for the collector, which would stall every stream.
-        self.stream.late = self._reported
-        caller, context, trace = self.caller, self._context, self._trace
+        self.stream.late = self._trace.read
+        caller, context, trace = self.caller, self.context, self._trace
         trace.outcome, trace.ended = self._outcome or "stop", now
         if self._served:  # a refusal is quick, and would make a full server look like a fast one
             context.metrics.end_to_end.observe(now - caller.arrived)

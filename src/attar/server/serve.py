@@ -1,4 +1,4 @@
-"""`serve`: the HTTP process, from its socket to its last answer.
+"""The HTTP process, from its socket to its last answer.
 
 The first SIGTERM (or Ctrl-C) stops admission and lets open requests finish, for `drain_seconds`. Then, or at the second
 signal, open requests get their terminal error, the engine is told to end, and the process exits with 0.
@@ -26,26 +26,18 @@ from attar.server.http.middleware import Middleware
 from attar.server.http.sockets import BACKLOG, Waiting, allowed, listen
 from attar.server.options import ServerOptions
 from attar.server.prompts import Prompts
-from attar.server.request_context import RequestContext
+from attar.server.request_handler import RequestContext
 from attar.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
-def serve(
-    engine: Path, tokenizer: Tokenizer, options: ServerOptions, started: Callable[[str], None] | None = None
-) -> None:
-    """Serve until told to stop.
-
-    engine: the Unix socket at which the engine listens, or will; the server connects whenever it does. started: called
-    with the server's address once it listens. Raises OSError where the address is not available.
-    """
-    asyncio.run(Server(engine, tokenizer, options).run(started))
-
-
 class Server:
-    """One server. `stop` may be called from a signal handler of the loop, several times. It closes its `listener`;
-    without one it listens at the address of the options once it runs."""
+    """One server. `engine` is the engine's Unix socket, to which it connects whenever the engine listens.
+
+    `stop` may be called from a signal handler of the loop, several times. The server closes its `listener`; without one
+    it listens at the address of the options once it runs.
+    """
 
     def __init__(
         self, engine: Path, tokenizer: Tokenizer, options: ServerOptions, listener: socket.socket | None = None
@@ -68,26 +60,18 @@ class Server:
         self._stop.set()
 
     async def run(self, started: Callable[[str], None] | None = None, signals: bool = True) -> None:
-        """Serve until stopped. Signals can be handled in the main thread only."""
+        """Serve until stopped. `started` is called with the server's address once it listens. Signals can be handled in
+        the main thread only. Raises OSError where the address is not available."""
         listener = self._listener or listen(self.options.host, self.options.port)
 
         class Protocol(LimitedProtocol):
             waiting = Waiting(allowed())
 
-        config = uvicorn.Config(
-            self.middleware,
-            http=Protocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        server = _Uvicorn(uvicorn.Config(
+            self.middleware, http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False,
+            server_header=False, proxy_headers=False, backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=2,
-        )
-        server = _Uvicorn(config)
+        ))  # fmt: skip
         loop = asyncio.get_running_loop()
         if signals:
             for each in (signal.SIGTERM, signal.SIGINT):
@@ -99,8 +83,7 @@ class Server:
             if started is not None:
                 host, port = listener.getsockname()[:2]
                 started(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
-            stopped = loop.create_task(self._stop.wait())
-            await asyncio.wait([stopped, serving], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([loop.create_task(self._stop.wait()), serving], return_when=asyncio.FIRST_COMPLETED)
             await self._drain()
         finally:
             await self.engine.close()

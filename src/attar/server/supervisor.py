@@ -51,11 +51,7 @@ class EngineProcess:
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        settings: Settings,
-        served: Callable[[], bool],
-        gave_up: Callable[[int], None],
+        self, command: Sequence[str], settings: Settings, served: Callable[[], bool], gave_up: Callable[[int], None]
     ) -> None:
         self.command, self.settings, self.served, self.gave_up = command, settings, served, gave_up
         self.child: subprocess.Popen[bytes] | None = None
@@ -79,16 +75,14 @@ class EngineProcess:
         is killed at once: it hears nothing, for minutes maybe, and leaves nothing half done."""
         with self._starting:
             self._ending.set()
-        child, patience = self.child, END_SECONDS
-        if not Path(self.settings.socket).exists():  # made when the model has been loaded
-            patience = 0
-        if child is None:
+        if (child := self.child) is None:
             return
+        loaded = Path(self.settings.socket).exists()  # it is made when the model has been loaded
         if child.stdin is not None:
             with contextlib.suppress(OSError):
                 child.stdin.close()
         try:
-            child.wait(patience)
+            child.wait(END_SECONDS if loaded else 0)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
@@ -153,12 +147,9 @@ def _socket() -> Iterator[Path]:
 
 
 def run(
-    settings: Settings,
-    tokenizer: Tokenizer,
-    options: ServerOptions,
-    engine: Sequence[str],
+    settings: Settings, tokenizer: Tokenizer, options: ServerOptions, engine: Sequence[str],
     started: Callable[[str], None],
-) -> int:
+) -> int:  # fmt: skip
     """Serve until told to stop. Returns the exit status: 0, 1 if the engine kept dying, 2 if it cannot serve its model.
 
     `engine` is the command line of the engine's process. The socket of `settings` is chosen here. Raises OSError where

@@ -20,16 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from attar.errors import UserError
 
 Piece = TypeVar("Piece", str, bytes)
 
@@ -42,6 +35,14 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # sente
 MAX_MERGES = 1 << 21  # merges that follow from pieces: 2^19 for Gemma's quarter of a million
 MAX_CUT = 1 << 26  # characters in all cuts of all pieces: 2^23 for Llama 3's 128,000
 _BPE = 2  # sentencepiece's model types: 1 is unigram
+
+
+def malformed(text: str) -> UserError:
+    return UserError("tokenizer_malformed", text)
+
+
+def unsupported(text: str) -> UserError:
+    return UserError("tokenizer_unsupported", text)
 
 
 def bytes_to_chars() -> dict[int, str]:
@@ -59,14 +60,17 @@ def from_merges(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
     """
     vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
     lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+    split = (line.split(" ") for line in lines if line and not line.startswith("#version"))
     try:
-        pairs = [_pair(*line.split(" ")) for line in lines if line and not line.startswith("#version")]
-    except TypeError as error:
-        raise ValueError(f"{folder / 'merges.txt'}: a line must hold two pieces with one space between them") from error
+        pairs = [(left, right) for left, right in split]
+    except ValueError as error:
+        raise malformed(f"{folder / 'merges.txt'}: a line must hold two pieces with one space between them") from error
     try:
         model = models.BPE(vocab, pairs, fuse_unk=False)
     except Exception as error:  # the library raises bare Exception, for a merge of pieces that the vocabulary lacks
-        raise ValueError(f"{folder / 'merges.txt'} does not belong to its vocab.json: {error}") from error
+        raise UserError(
+            "tokenizer_mismatch", f"{folder / 'merges.txt'} does not belong to its vocab.json: {error}"
+        ) from error
     prefix = bool(config.get("add_prefix_space", False))
     if str(config.get("tokenizer_class", "")).startswith("Qwen2"):
         return byte_level(model, [QWEN2_SPLIT], normalizers.NFC(), prefix=prefix)
@@ -92,11 +96,12 @@ def add_special(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
     """
     listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    tokens = [AddedToken(entry["content"], **{flag: bool(entry.get(flag)) for flag in flags}) for _, entry in listed]
-    tokenizer.add_tokens(tokens)
-    for (expected, entry), token in zip(listed, tokens, strict=True):
-        if tokenizer.token_to_id(token.content) != int(expected):
-            raise ValueError(f"added token {entry['content']!r} cannot get the id {expected}: the vocabulary has a gap")
+    tokenizer.add_tokens(
+        [AddedToken(entry["content"], **{flag: bool(entry.get(flag)) for flag in flags}) for _, entry in listed]
+    )
+    for expected, entry in listed:
+        if tokenizer.token_to_id(entry["content"]) != int(expected):
+            raise malformed(f"added token {entry['content']!r} cannot get the id {expected}: the vocabulary has a gap")
 
 
 def surround(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
@@ -111,10 +116,6 @@ def surround(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
             {"id": name, "ids": [tokenizer.token_to_id(token)], "tokens": [token]} for name, token in ends.items()
         ],
     )
-
-
-def _pair(left: str, right: str) -> tuple[str, str]:
-    return left, right
 
 
 def byte_level(
@@ -173,7 +174,7 @@ def _merges(ranks: Mapping[Piece, float], ids: Mapping[Piece, int]) -> list[tupl
     a piece costs the square of its length.
     """
     if (cut := sum(len(piece) ** 2 for piece in ranks)) > MAX_CUT:
-        raise ValueError(
+        raise unsupported(
             f"the vocabulary's pieces are too long to find their merges: all cuts of all pieces have {cut} characters, "
             f"and attar looks at {MAX_CUT}"
         )
@@ -184,7 +185,7 @@ def _merges(ranks: Mapping[Piece, float], ids: Mapping[Piece, int]) -> list[tupl
             if (left := own.get(piece[:cut])) is not None and (right := own.get(piece[cut:])) is not None:
                 found.append((rank, ids[left], ids[right], left, right))
         if len(found) > MAX_MERGES:
-            raise ValueError(f"the vocabulary's pieces are joined by more than {MAX_MERGES} merges")
+            raise unsupported(f"the vocabulary's pieces are joined by more than {MAX_MERGES} merges")
     found.sort()
     return [(left, right) for *_, left, right in found]
 
@@ -198,13 +199,9 @@ def _from_ranks(path: Path, data: bytes) -> Tokenizer:
             encoded, rank = line.split()
             ranks[base64.b64decode(encoded, validate=True)] = int(rank)
         except ValueError as error:  # binascii.Error is one
-            raise ValueError(f"{path}: line {number} is not a base64 piece and its rank") from error
+            raise malformed(f"{path}: line {number} is not a base64 piece and its rank") from error
     chars = bytes_to_chars()
-
-    def spell(piece: bytes) -> str:
-        return "".join(chars[byte] for byte in piece)
-
-    spelled = {piece: spell(piece) for piece in ranks}
+    spelled = {piece: "".join(chars[byte] for byte in piece) for piece in ranks}
     vocab = {spelled[piece]: rank for piece, rank in ranks.items()}
     merges = [(spelled[left], spelled[right]) for left, right in _merges(ranks, ranks)]
     return byte_level(models.BPE(vocab, merges, fuse_unk=False, ignore_merges=True), [LLAMA3_SPLIT], None)
@@ -229,9 +226,9 @@ def _from_sentencepiece(path: Path, data: bytes) -> Tokenizer:
                 charsmap = spec.get(2, charsmap)
                 dummy_prefix, extra_whitespace = bool(spec.get(3, True)), bool(spec.get(4, True))
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
-        raise ValueError(f"{path} is neither a sentencepiece model nor a tiktoken rank file") from error
+        raise malformed(f"{path} is neither a sentencepiece model nor a tiktoken rank file") from error
     if model_type != _BPE or charsmap or extra_whitespace or not pieces:
-        raise ValueError(
+        raise unsupported(
             f"{path}: only sentencepiece BPE models without text normalization are read directly; convert it once with "
             "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes a tokenizer.json "
             "(transformers needs the `sentencepiece` package for this)"

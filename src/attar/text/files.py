@@ -6,6 +6,8 @@ import difflib
 import json
 from pathlib import Path
 
+from attar.errors import UserError
+
 
 def read_text(path: str | Path) -> str:
     """Return the text of a file; for a .jsonl file, its objects' `text` one after another, a blank line between.
@@ -18,21 +20,21 @@ def read_text(path: str | Path) -> str:
 def read_texts(path: str | Path) -> list[str]:
     """Return the texts of a .jsonl file separately; any other file is one text. Raises ValueError like `read_text`."""
     if not str(path):
-        raise ValueError("the name of a text file is empty")
+        raise UserError("option_missing", "the name of a text file is empty")
     path = Path(path)
     if path.is_dir():
-        raise ValueError(f"{path} is a folder: name a text file")
+        raise UserError("file_wrong_kind", f"{path} is a folder: name a text file")
     if not path.exists():
-        raise ValueError(f"{path}: no such file{neighbours(path)}")
+        raise UserError("file_not_found", f"{path}: no such file{neighbours(path)}")
     try:
         texts = [path.read_bytes().decode()]
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: byte {error.start} does not decode") from None
+        raise UserError("text_not_utf8", f"{path} is not UTF-8 text: byte {error.start} does not decode") from None
     if path.suffix == ".jsonl":  # not splitlines, which also splits at separators that JSON leaves as they are
         lines = enumerate(texts[0].split("\n"), 1)
         texts = [_text_of(line, path, number) for number, line in lines if line.strip()]
     if not any(text.strip() for text in texts):
-        raise ValueError(f"{path} is empty")
+        raise UserError("text_empty", f"{path} is empty")
     return texts
 
 
@@ -52,5 +54,5 @@ def _text_of(line: str, path: Path, number: int) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         value = None
     if not isinstance(value, str):
-        raise ValueError(f"{path}, line {number}: expected a JSON object with a string under `text`")
+        raise UserError("file_malformed", f"{path}, line {number}: expected a JSON object with a string under `text`")
     return value

@@ -27,8 +27,9 @@ from typing import Any, TypeVar
 from tokenizers import AddedToken, models, normalizers
 from tokenizers import Tokenizer as Backend
 
+from attar.errors import UserError
 from attar.text import convert
-from attar.text.convert import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from attar.text.convert import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, malformed, unsupported
 from attar.text.gguf_pre import KNOWN, Pre
 from attar.text.template import MAX_TEMPLATE
 from attar.text.tokenizer import Tokenizer
@@ -65,7 +66,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """
     model = _value(metadata, _KEY + "model", str)
     if model not in SUPPORTED:
-        raise ValueError(
+        raise unsupported(
             f"{_KEY}model is {_shown(model)}; the tokenizers read from GGUF are llama (sentencepiece BPE) and gpt2 "
             "(byte-level BPE)"
         )
@@ -85,7 +86,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     ends = {"bos": adds_bos, "eos": _flag(metadata, "add_eos_token", False)}
     for name, added in ends.items():
         if added and name not in special:
-            raise ValueError(f"{_KEY}add_{name}_token is true, but there is no {_KEY}{name}_token_id")
+            raise malformed(f"{_KEY}add_{name}_token is true, but there is no {_KEY}{name}_token_id")
     if any(ends.values()):
         convert.surround(backend, *(text[name] if added else None for name, added in ends.items()))
     eos_ids = _eos_ids(tokens, kinds, special)
@@ -100,26 +101,26 @@ def _vocabulary(metadata: Mapping[str, Any], model: str) -> tuple[list[str], lis
 
     tokens = _array(metadata, "tokens", str)
     if not tokens:
-        raise ValueError(f"{_KEY}tokens is empty")
+        raise malformed(f"{_KEY}tokens is empty")
     _check_tokens(tokens, MAX_PIECE if model == "llama" else MAX_TOKEN)
     kinds = _array(metadata, "token_type", int, like=tokens) if given("token_type") else []
     wrong = next((i for i, kind in enumerate(kinds) if not NORMAL <= kind <= BYTE), None)
     if wrong is not None:
-        raise ValueError(f"{_KEY}token_type[{wrong}] is {kinds[wrong]}: types are 1 (normal) to 6 (byte)")
+        raise malformed(f"{_KEY}token_type[{wrong}] is {kinds[wrong]}: types are 1 (normal) to 6 (byte)")
     scores = _array(metadata, "scores", float, like=tokens) if given("scores") else []
     wrong = next((i for i, score in enumerate(scores) if not math.isfinite(score)), None)
     if wrong is not None:
-        raise ValueError(f"{_KEY}scores[{wrong}] is {scores[wrong]}")
+        raise malformed(f"{_KEY}scores[{wrong}] is {scores[wrong]}")
     return tokens, kinds or [NORMAL] * len(tokens), scores
 
 
 def _llama(metadata: Mapping[str, Any], tokens: Sequence[str], scores: list[float], kinds: Sequence[int]) -> Backend:
     wrong = next((i for i, kind in enumerate(kinds) if kind == BYTE and tokens[i] not in _BYTES), None)
     if wrong is not None:
-        raise ValueError(f"{_KEY}tokens[{wrong}] is a byte, but {_shown(tokens[wrong])} is not <0x00> to <0xFF>")
+        raise malformed(f"{_KEY}tokens[{wrong}] is a byte, but {_shown(tokens[wrong])} is not <0x00> to <0xFF>")
     count = kinds.count(BYTE)
     if count not in (0, 256):
-        raise ValueError(f"{_KEY}token_type marks {count} byte tokens; a vocabulary has all 256 or none")
+        raise malformed(f"{_KEY}token_type marks {count} byte tokens; a vocabulary has all 256 or none")
     if len({score for score, kind in zip(scores, kinds, strict=True) if kind == NORMAL}) == 1:
         scores = [-float(i) for i in range(len(tokens))]
     pieces = list(zip(tokens, scores, kinds, strict=True))
@@ -138,12 +139,10 @@ def _gpt2(
     for number, merge in enumerate(_array(metadata, "merges", str)):
         left, _, right = merge.partition(" ")
         if " " in right or not left or not right:
-            raise ValueError(f"{_KEY}merges[{number}] is {_shown(merge)}: not two tokens with one space between them")
+            raise malformed(f"{_KEY}merges[{number}] is {_shown(merge)}: not two tokens with one space between them")
         missing = next((part for part in (left, right, left + right) if part not in vocab), None)
         if missing is not None:
-            raise ValueError(
-                f"{_KEY}merges[{number}] needs the token {_shown(missing)}, which is not in the vocabulary"
-            )
+            raise malformed(f"{_KEY}merges[{number}] needs the token {_shown(missing)}, which is not in the vocabulary")
         merges[left, right] = None
     model = models.BPE(vocab, list(merges), fuse_unk=False, ignore_merges=pre.whole)
     return convert.byte_level(model, pre.cuts, normalizers.NFC() if pre.nfc else None, byte_cuts=pre.byte_cuts)
@@ -151,13 +150,13 @@ def _gpt2(
 
 def _pre(metadata: Mapping[str, Any]) -> Pre:
     if _KEY + "pre" not in metadata:
-        raise ValueError(
+        raise unsupported(
             f"the file has no {_KEY}pre, so it is unknown how its tokenizer cuts text: it was converted before April "
             "2024. Convert the model again"
         )
     name = _value(metadata, _KEY + "pre", str)
     if name not in KNOWN:
-        raise ValueError(f"unknown {_KEY}pre {_shown(name)}; known are {', '.join(sorted(KNOWN))}")
+        raise unsupported(f"unknown {_KEY}pre {_shown(name)}; known are {', '.join(sorted(KNOWN))}")
     return KNOWN[name]
 
 
@@ -168,18 +167,16 @@ def _register(
     whole_kinds = (CONTROL, UNKNOWN, USER_DEFINED)
     characters = sum(len(token) for token, kind in zip(tokens, kinds, strict=True) if kind in whole_kinds)
     if characters > MAX_WHOLE:
-        raise ValueError(
+        raise unsupported(
             f"{_KEY}token_type: the tokens found whole in text (types 2 to 4) have {characters} characters in all, "
             f"more than {MAX_WHOLE}"
         )
     phi3 = metadata.get("general.architecture") == "phi3" and metadata[_KEY + "model"] == "llama"
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind in (CONTROL, UNKNOWN)]
     strips = set(control) - {"<unk>", "<s>", "<|endoftext|>"} if phi3 else set()
+    names = dict.fromkeys([*control, *special])
     backend.add_special_tokens(
-        [
-            AddedToken(token, normalized=False, special=True, rstrip=token in strips)
-            for token in dict.fromkeys([*control, *special])
-        ]
+        [AddedToken(token, normalized=False, special=True, rstrip=token in strips) for token in names]
     )
     whole = [token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED and token not in special]
     backend.add_tokens([AddedToken(token, normalized=False) for token in whole])
@@ -199,9 +196,9 @@ def _special_ids(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str
         if key.startswith(_KEY) and key.endswith("_token_id"):
             index = _value(metadata, key, int)
             if not 0 <= index < len(tokens):
-                raise ValueError(f"{_shown(key)} is {index}, outside the vocabulary of {len(tokens)} tokens")
+                raise malformed(f"{_shown(key)} is {index}, outside the vocabulary of {len(tokens)} tokens")
             if not tokens[index]:
-                raise ValueError(f"{_shown(key)} is {index}, an empty token")
+                raise malformed(f"{_shown(key)} is {index}, an empty token")
             found[key.removeprefix(_KEY).removesuffix("_token_id")] = index
     return found
 
@@ -212,7 +209,7 @@ def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
         if key == _TEMPLATE or key.startswith(_TEMPLATE + "."):
             template = _value(metadata, key, str)
             if len(template) > MAX_TEMPLATE or len(template.encode()) > MAX_TEMPLATE:
-                raise ValueError(f"{_shown(key)} is larger than {MAX_TEMPLATE >> 20} MiB")
+                raise UserError("template_failed", f"{_shown(key)} is larger than {MAX_TEMPLATE >> 20} MiB")
             templates[key.removeprefix(_TEMPLATE).removeprefix(".") or "default"] = template
     return templates
 
@@ -221,9 +218,9 @@ def _check_tokens(tokens: Sequence[str], limit: int) -> None:
     first: dict[str, int] = {}
     for i, token in enumerate(tokens):
         if len(token) > limit:
-            raise ValueError(f"{_KEY}tokens[{i}] has {len(token)} characters, more than {limit}")
+            raise unsupported(f"{_KEY}tokens[{i}] has {len(token)} characters, more than {limit}")
         if token and first.setdefault(token, i) != i:
-            raise ValueError(f"{_KEY}tokens[{i}] is {_shown(token)}, as is tokens[{first[token]}]")
+            raise malformed(f"{_KEY}tokens[{i}] is {_shown(token)}, as is tokens[{first[token]}]")
 
 
 def _array(
@@ -234,13 +231,13 @@ def _array(
     key = _KEY + name
     given = _given(metadata, key)
     if isinstance(given, str) or not isinstance(given, Collection):
-        raise ValueError(f"{key} is of type {type(given).__name__}, not list")
+        raise malformed(f"{key} is of type {type(given).__name__}, not list")
     if like is not None and len(given) != len(like):
-        raise ValueError(f"{key} has {len(given)} entries, {_KEY}tokens has {len(like)}")
+        raise malformed(f"{key} has {len(given)} entries, {_KEY}tokens has {len(like)}")
     value = list(given)
     wrong = next((i for i, element in enumerate(value) if type(element) is not kind), None)
     if wrong is not None:
-        raise ValueError(f"{key}[{wrong}] is of type {type(value[wrong]).__name__}, not {kind.__name__}")
+        raise malformed(f"{key}[{wrong}] is of type {type(value[wrong]).__name__}, not {kind.__name__}")
     if kind is str:
         _check_unicode(key, value)
     return value
@@ -256,7 +253,7 @@ Value = TypeVar("Value")
 def _value(metadata: Mapping[str, Any], key: str, kind: type[Value]) -> Value:
     value = _given(metadata, key)
     if type(value) is not kind:  # a bool is no id
-        raise ValueError(f"{_shown(key)} is of type {type(value).__name__}, not {kind.__name__}")
+        raise malformed(f"{_shown(key)} is of type {type(value).__name__}, not {kind.__name__}")
     if isinstance(value, str):
         _check_unicode(key, [value])
     return value
@@ -264,7 +261,7 @@ def _value(metadata: Mapping[str, Any], key: str, kind: type[Value]) -> Value:
 
 def _given(metadata: Mapping[str, Any], key: str) -> Any:
     if key not in metadata:
-        raise ValueError(f"the file has no {key}: its tokenizer is missing or incomplete")
+        raise UserError("tokenizer_missing", f"the file has no {key}: its tokenizer is missing or incomplete")
     return metadata[key]
 
 
@@ -273,7 +270,7 @@ def _check_unicode(key: str, texts: Sequence[str]) -> None:
         for text in texts:
             text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{_shown(key)} holds a lone surrogate (no Unicode)") from error
+        raise malformed(f"{_shown(key)} holds a lone surrogate (no Unicode)") from error
 
 
 def _shown(text: str) -> str:

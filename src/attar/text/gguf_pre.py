@@ -105,10 +105,7 @@ _TABLE = (
         "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2 bailingmoe bailingmoe2 llada-moe",
     ),
     (Pre((r"[^\n]+|\n+", QWEN2_SPLIT)), "laguna"),
-    (
-        Pre((_like_gpt4(word=r"[\p{L}\p{M}]+", stops=r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),), nfc=True),
-        "qwen35",
-    ),
+    (Pre((_like_gpt4(word=r"[\p{L}\p{M}]+", stops=r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),), nfc=True), "qwen35"),
     (Pre((r"\p{N}", GPT2_SPLIT)), "starcoder refact smollm codeshell exaone minerva-7b mellum2"),
     (Pre((r"\p{N}", GPT2_SPLIT), nfc=True), "command-r"),
     (Pre((r"[\p{P}$+<=>^~|]+", GPT2_SPLIT, r"\p{N}+", "[0-9][0-9][0-9]")), "default"),
@@ -131,17 +128,7 @@ _TABLE = (
     (Pre((_cased("", r"\p{N}"),), whole=True, bos=True), "tekken"),
     (Pre((_cased(f"{_CONTRACTED}?", _THREES),)), "gpt-4o llama4 kanana2 minimax-m2"),
     (Pre((_like_gpt4(stops=r" ?[^\s\p{L}\p{N}\r\n]+"),)), "seed-coder"),
-    (
-        Pre(
-            (
-                _like_gpt4(
-                    word=r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+",
-                    stops=r" ?[^\s\p{L}\p{N}]+[\r\n/]?",
-                ),
-            )
-        ),
-        "exaone-moe",
-    ),
+    (Pre((_like_gpt4(word=r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+", stops=r" ?[^\s\p{L}\p{N}]+[\r\n/]?"),)), "exaone-moe"),
     (Pre((_BLOOM,)), "bloom gpt3-finnish poro-chat"),
     (Pre((_BLOOM, r"\p{N}")), "viking"),
 )

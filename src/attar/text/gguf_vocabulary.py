@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from attar.errors import UserError
 from attar.text.convert import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from attar.text.gguf import tokenizer_from_gguf
 from attar.text.gguf_pre import GPT2_SPLIT, KNOWN, Pre
@@ -49,9 +50,11 @@ def vocabulary(tokenizer: Tokenizer, rows: int, eos_ids: Sequence[int] = ()) -> 
     state = json.loads(tokenizer._backend.to_str())
     model, steps = state["model"], _steps(state.get("decoder"), "decoders")
     if model.get("type") != "BPE":
-        raise ValueError(f"its tokenizer is {model.get('type')}: GGUF files are written with byte-pair encodings alone")
+        raise _refused(f"its tokenizer is {model.get('type')}: GGUF files are written with byte-pair encodings alone")
     if tokenizer.vocab_size > rows:
-        raise ValueError(f"its tokenizer has {tokenizer.vocab_size} tokens, and its embedding {rows} rows")
+        raise UserError(
+            "tokenizer_mismatch", f"its tokenizer has {tokenizer.vocab_size} tokens, and its embedding {rows} rows"
+        )
     ends = _ends(tokenizer, eos_ids)
     if any(step["type"] == "ByteLevel" for step in steps):
         tried = [_byte_level(state, rows)]
@@ -63,7 +66,7 @@ def vocabulary(tokenizer: Tokenizer, rows: int, eos_ids: Sequence[int] = ()) -> 
         if (difference := _difference(tokenizer, found, state)) is None:
             return found
         wrong.append(difference)
-    raise ValueError(
+    raise _refused(
         f"its tokenizer cannot be written to a GGUF file: read back, it encodes {wrong[0]!r} to other tokens"
     )
 
@@ -78,7 +81,7 @@ def lost(tokenizer: Tokenizer, words: Mapping[str, Any]) -> str | None:
     changed = [
         f"{added['content']!r} ({', '.join(_flags(added))})"
         for added in flagged
-        if _cut_otherwise(tokenizer, again, _beside(added["content"]))
+        if tokenizer.encode(beside := _beside(added["content"])) != again.encode(beside)
     ]
     if not changed:
         return None
@@ -89,30 +92,34 @@ def lost(tokenizer: Tokenizer, words: Mapping[str, Any]) -> str | None:
     )
 
 
+def _refused(why: str) -> UserError:
+    return UserError("gguf_inexpressible", why)
+
+
 def _ends(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> dict[str, Any]:
     """Return ids of special tokens, and the flags of tokens that `encode` adds. Raises ValueError for inexpressible
     ones."""
     found: dict[str, Any] = {}
     if tokenizer.bos_id is not None:
         found[_KEY + "bos_token_id"] = tokenizer.bos_id
-    ends = [*([] if tokenizer.eos_id is None else [tokenizer.eos_id]), *eos_ids]
-    ends = list(dict.fromkeys(ends))
+    own = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    ends = list(dict.fromkeys([*own, *eos_ids]))
     if len(ends) > 3:
-        raise ValueError(f"the model ends texts with any of {len(ends)} tokens, and a GGUF file can say three")
+        raise _refused(f"the model ends texts with any of {len(ends)} tokens, and a GGUF file can say three")
     for name, token in zip(("eos", "eot", "eom"), ends, strict=False):
         found[f"{_KEY}{name}_token_id"] = token
     found[_KEY + "add_bos_token"] = tokenizer.added_bos is not None
     plain, surrounded = (tokenizer.encode("a", add_special_tokens=each) for each in (False, True))
     behind = surrounded[len(plain) + (tokenizer.added_bos is not None) :]
     if behind not in ([], [tokenizer.eos_id]):
-        raise ValueError(f"its tokenizer adds the tokens {behind} behind a text, which a GGUF file cannot say")
+        raise _refused(f"its tokenizer adds the tokens {behind} behind a text, which a GGUF file cannot say")
     found[_KEY + "add_eos_token"] = bool(behind)
     return found
 
 
 def _templates(tokenizer: Tokenizer) -> dict[str, str]:
-    names = {name: _TEMPLATE if name == "default" else f"{_TEMPLATE}.{name}" for name in tokenizer.chat_templates}
-    return {names[name]: template for name, template in tokenizer.chat_templates.items()}
+    named = tokenizer.chat_templates.items()
+    return {_TEMPLATE if name == "default" else f"{_TEMPLATE}.{name}": template for name, template in named}
 
 
 def _steps(stage: Any, inner: str) -> list[dict[str, Any]]:
@@ -142,13 +149,9 @@ def _merges(state: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _byte_level(state: Mapping[str, Any], rows: int) -> dict[str, Any]:
     tokens, kinds = _tokens(state, rows, {})
-    return {
-        _KEY + "model": "gpt2",
-        _KEY + "pre": _pre(state),
-        _KEY + "tokens": tokens,
-        _KEY + "token_type": kinds,
-        _KEY + "merges": [f"{left} {right}" for left, right in _merges(state)],
-    }
+    merges = [f"{left} {right}" for left, right in _merges(state)]
+    found = {"model": "gpt2", "pre": _pre(state), "tokens": tokens, "token_type": kinds, "merges": merges}
+    return {_KEY + name: value for name, value in found.items()}
 
 
 def _pre(state: Mapping[str, Any]) -> str:
@@ -157,7 +160,7 @@ def _pre(state: Mapping[str, Any]) -> str:
     found = Pre(*_cuts(state), nfc=forms == ["NFC"], whole=bool(state["model"].get("ignore_merges")))
     name = next((name for name, pre in KNOWN.items() if replace(pre, bos=False) == found), None)
     if name is None or forms not in ([], ["NFC"]):
-        raise ValueError("its tokenizer cuts text in a way that has no name in GGUF files (tokenizer.ggml.pre)")
+        raise _refused("its tokenizer cuts text in a way that has no name in GGUF files (tokenizer.ggml.pre)")
     return name
 
 
@@ -196,30 +199,21 @@ def _sentencepiece(state: Mapping[str, Any], rows: int, prefix: bool) -> dict[st
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
     ]
     found = {
-        _KEY + "model": "llama",
-        _KEY + "pre": "default",
-        _KEY + "tokens": tokens,
-        _KEY + "scores": scores,
-        _KEY + "token_type": kinds,
-        _KEY + "add_space_prefix": prefix,
-    }
+        "model": "llama", "pre": "default", "tokens": tokens, "scores": scores, "token_type": kinds,
+        "add_space_prefix": prefix,
+    }  # fmt: skip
     if unknown is not None:
-        found[_KEY + "unknown_token_id"] = model["vocab"][unknown]
-    return found
+        found["unknown_token_id"] = model["vocab"][unknown]
+    return {_KEY + name: value for name, value in found.items()}
 
 
 def _difference(tokenizer: Tokenizer, words: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
     """Return the first text of the trial that a reader of `words` encodes differently; None where all are the same."""
     again = tokenizer_from_gguf(words)
-    pieces = [line for line in TRIAL.splitlines(keepends=True) if line]
-    texts = [TRIAL, *pieces]
+    texts = [TRIAL, *TRIAL.splitlines(keepends=True)]
     for added in state["added_tokens"]:
         texts += [added["content"], *([] if _flags(added) else [_beside(added["content"])])]
-    return next((text for text in texts if _cut_otherwise(tokenizer, again, text)), None)
-
-
-def _cut_otherwise(tokenizer: Tokenizer, again: Tokenizer, text: str) -> bool:
-    return tokenizer.encode(text) != again.encode(text)
+    return next((text for text in texts if tokenizer.encode(text) != again.encode(text)), None)
 
 
 def _beside(token: str) -> str:

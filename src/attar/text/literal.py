@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tokenizers import Tokenizer as Backend
 
+from attar.errors import UserError
 from attar.text.tokenizer import Tokenizer
 
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # noncharacters, which Unicode reserves for programs
@@ -45,7 +46,9 @@ class LiteralChat:
             return self._tokenizer.encode_chat(render(messages))
         mark = next((mark for mark in _MARKS if not any(mark in text for text in texts)), None)
         if mark is None:
-            raise ValueError("a message holds all of the 32 noncharacters from U+FDD0 on, which are no text")
+            raise UserError(
+                "template_failed", "a message holds all of the 32 noncharacters from U+FDD0 on, which are no text"
+            )
         words = {special: number for number, special in enumerate(self._specials)}
         quoted = [{name: self._quoted(text, mark, words) for name, text in message.items()} for message in messages]
         return self._ids(render(quoted), mark, list(words))

@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from attar.errors import Code, UserError
 from attar.protocol import framing
 
 MAX_TEMPLATE = 1 << 20  # bytes
@@ -41,8 +42,11 @@ DEFAULT_DATE = datetime.date(2024, 7, 26)
 """The fallback date of Llama 3's own template."""
 
 
-class TemplateError(ValueError):
+class TemplateError(UserError):
     """A template could not be rendered: one sentence, fit for showing."""
+
+    def __init__(self, message: str, code: Code = "template_failed") -> None:
+        super().__init__(code, message)
 
 
 def render_chat(
@@ -167,7 +171,7 @@ def _jinja_folders() -> list[str]:
     for name in ("jinja2", "markupsafe"):
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:
-            raise TemplateError(f"chat templates need the package {name}: pip install jinja2")
+            raise TemplateError(f"chat templates need the package {name}: pip install jinja2", "package_missing")
         folders[str(Path(spec.origin).parents[1])] = None
     return list(folders)
 
@@ -186,9 +190,8 @@ def _ask(child: subprocess.Popen[bytes], request: bytes | None, seconds: float) 
         return _read(child.stdout.fileno(), deadline)
     except (EOFError, BrokenPipeError, TimeoutError, framing.FrameTooLong) as error:
         child.kill()
-        late = isinstance(error, TimeoutError)
         status = child.wait()
-        if late or status == -signal.SIGXCPU:
+        if isinstance(error, TimeoutError) or status == -signal.SIGXCPU:
             raise TemplateError(f"the chat template took longer than {seconds:g} s") from error
         raise TemplateError(f"the chat template crashed its process (status {status})") from error
 

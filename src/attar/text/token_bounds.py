@@ -44,14 +44,15 @@ def _longest(tokenizer: Tokenizer) -> int | None:
     added = backend.get_added_tokens_decoder().values()
     if not isinstance(backend.model, BPE) or any(token.lstrip or token.rstrip for token in added):
         return None
-    if any(not _cuts(part) for part in _parts(backend.pre_tokenizer)):
+    pre = list(_parts(backend.pre_tokenizer))
+    if any(part["type"] not in _SPLITTING or part.get("behavior") == "Removed" for part in pre):
         return None
     if backend.model.continuing_subword_prefix or backend.model.end_of_word_suffix:  # then one byte has several names
         return None
     names = backend.get_vocab(with_added_tokens=False)
     contents = [len(token.content.encode()) for token in added]
     if tokenizer._byte_of is not None:  # a character of a token is a byte
-        bytewise = any(part["type"] == "ByteLevel" for part in _parts(backend.pre_tokenizer))
+        bytewise = any(part["type"] == "ByteLevel" for part in pre)
         whole = bytewise and len(names.keys() & tokenizer._byte_of.keys()) == _BYTES
         if not whole or any(part["type"] != "NFC" for part in _parts(backend.normalizer)):
             return None
@@ -74,10 +75,6 @@ def _flat(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
         return
     for part in state.get("pretokenizers", state.get("normalizers", ())):
         yield from _flat(part)
-
-
-def _cuts(part: dict[str, Any]) -> bool:
-    return part["type"] in _SPLITTING and part.get("behavior") != "Removed"
 
 
 def _adds(part: dict[str, Any]) -> bool:

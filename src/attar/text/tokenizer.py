@@ -23,6 +23,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from attar.errors import UserError
 from attar.text import convert
 
 LONGEST_CHARACTER = 4  # bytes, of UTF-8
@@ -77,7 +78,7 @@ class Tokenizer:
             try:
                 backend = Backend.from_file(str(folder / "tokenizer.json"))
             except Exception as error:  # the library raises bare Exception
-                raise ValueError(f"{folder / 'tokenizer.json'} is not a tokenizer: {error}") from error
+                raise convert.malformed(f"{folder / 'tokenizer.json'} is not a tokenizer: {error}") from error
         elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
             backend = convert.from_merges(folder, config)
             if not special and backend.token_to_id("<|endoftext|>") is not None:
@@ -85,7 +86,7 @@ class Tokenizer:
         elif (folder / "tokenizer.model").is_file():
             backend = convert.from_model_file(folder / "tokenizer.model")
         else:
-            raise ValueError(MISSING.format(folder=folder))
+            raise UserError("tokenizer_missing", MISSING.format(folder=folder))
         if not (folder / "tokenizer.json").is_file():
             convert.add_special(backend, config)
             backend.add_special_tokens([token for token in (bos, eos) if token is not None])
@@ -138,14 +139,10 @@ class Tokenizer:
         for text in texts:
             _check(text)
         encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
-        return [
-            [
-                span
-                for at, index in enumerate(each.ids)
-                if index in self.special_ids and (span := each.token_to_chars(at)) is not None
-            ]
-            for each in encodings
-        ]
+        found = (
+            [each.token_to_chars(at) for at, i in enumerate(each.ids) if i in self.special_ids] for each in encodings
+        )
+        return [[span for span in spans if span is not None] for spans in found]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. Bytes that are not UTF-8 become U+FFFD."""
@@ -173,8 +170,11 @@ class Tokenizer:
             if name in self.chat_templates:
                 return self.chat_templates[name]
         if self.chat_templates:
-            raise ValueError(f"no default chat template; this model has: {', '.join(sorted(self.chat_templates))}")
-        raise ValueError("this model has no chat template: use generate with a plain prompt")
+            raise UserError(
+                "template_missing",
+                f"no default chat template; this model has: {', '.join(sorted(self.chat_templates))}",
+            )
+        raise UserError("template_missing", "this model has no chat template: use generate with a plain prompt")
 
     def _shown(self, index: int, skip_special_tokens: bool) -> bytes:
         return b"" if skip_special_tokens and index in self.special_ids else self.id_to_bytes(index)
@@ -182,7 +182,10 @@ class Tokenizer:
     def _known(self, token: str) -> int:
         index = self.token_to_id(token)
         if index is None:
-            raise ValueError(f"special token {token!r} is not in the vocabulary: these files do not belong together")
+            raise UserError(
+                "tokenizer_mismatch",
+                f"special token {token!r} is not in the vocabulary: these files do not belong together",
+            )
         return index
 
 
@@ -234,7 +237,7 @@ def _decoding(backend: Backend) -> tuple[dict[str, int] | None, bool]:
         return None, flat[kinds.index("Metaspace")].get("prepend_scheme", "always") != "never"
     if {"type": "Replace", "pattern": {"String": "▁"}, "content": " "} in flat:
         return None, any(step["type"] == "Strip" and step["content"] == " " and step["start"] for step in flat)
-    raise ValueError(f"unknown text decoder {kinds}: known are byte-level BPE and sentencepiece")
+    raise convert.unsupported(f"unknown text decoder {kinds}: known are byte-level BPE and sentencepiece")
 
 
 def _spell(token: str, byte_of: Mapping[str, int] | None) -> bytes:
@@ -252,7 +255,9 @@ def _check(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"the text holds a lone surrogate (no Unicode) at character {error.start}") from error
+        raise UserError(
+            "text_not_utf8", f"the text holds a lone surrogate (no Unicode) at character {error.start}"
+        ) from error
 
 
 def _content(token: Any) -> str | None:
@@ -260,7 +265,7 @@ def _content(token: Any) -> str | None:
     else."""
     text = token.get("content") if isinstance(token, Mapping) else token
     if text is not None and not isinstance(text, str):
-        raise ValueError(f"a special token must be a string, not {text!r}")
+        raise convert.malformed(f"a special token must be a string, not {text!r}")
     return text
 
 
@@ -286,7 +291,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise convert.malformed(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object")
+        raise convert.malformed(f"{path} must hold a JSON object")
     return value

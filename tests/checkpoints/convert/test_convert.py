@@ -26,13 +26,13 @@ from attar.checkpoints.receipts import receipt
 from attar.checkpoints.receipts.receipt import combined_hash, known, read_receipt
 from attar.checkpoints.receipts.verify import verify
 from attar.checkpoints.sources import hf, opening
-from attar.checkpoints.strict_io import CheckpointError
 from attar.checkpoints.vocabulary import tokenizer
 from attar.checkpoints.writer import ShardWriter
 from attar.compression.runs.pipeline import compress
 from attar.formats.packed import PackedTensor
 from attar.model.cache import ForwardBatch
 from attar.text.tokenizer import Tokenizer
+from tests.errors import user_error
 
 LAYERS = 2
 IDS = torch.randint(0, 256, (24,), generator=torch.Generator().manual_seed(3))
@@ -286,7 +286,7 @@ def test_columns_out_of_their_order_are_kept_so_where_there_is_a_field(folders: 
     assert torch.equal(load_file(tmp_path / "back" / "model.safetensors")["model.layers.0.mlp.down_proj.g_idx"],
                        stored["model.layers.0.mlp.down_proj.g_idx"])  # fmt: skip
     for to, out in (("awq", "awq"), ("gguf", "out.gguf")):
-        with pytest.raises(ValueError, match=r"cannot be converted exactly: .* out of their order \(desc_act\)"):
+        with user_error("conversion_inexact"):
             convert(tmp_path / "gptq", tmp_path / out, to=to)
 
 
@@ -333,7 +333,7 @@ def test_what_is_not_exact_is_refused_and_leaves_nothing(
 @pytest.mark.parametrize("kind", ["q2_k", "q4_k_s", "q5_k_s"])
 def test_minima_of_k_quants_are_no_zero_points(kind: str, wide: Path, tmp_path: Path) -> None:
     compress(wide, tmp_path / "in.gguf", recipe=kind)
-    with pytest.raises(ValueError, match=r"Q[245]_K has an offset that is no whole number of its scales, 0 to \d+, as"):
+    with user_error("conversion_inexact"):
         convert(tmp_path / "in.gguf", tmp_path / "out", to="compressed-tensors")
 
 
@@ -490,21 +490,21 @@ def test_two_levels_are_int8_with_the_same_activations(wide: Path, tmp_path: Pat
 
 
 def test_wrong_names_and_sources_are_refused(small: Path, folders: Folders, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown format 'ggml': known are gguf, compressed-tensors, awq, gptq"):
+    with user_error("name_unknown"):
         convert(small, tmp_path / "out", to="ggml")
-    with pytest.raises(ValueError, match=r"--to gguf writes a file whose name ends in \.gguf"):
+    with user_error("output_invalid"):
         convert(small, tmp_path / "out", to="gguf")
-    with pytest.raises(ValueError, match=r"--to gptq writes a folder whose name does not end in \.gguf"):
+    with user_error("output_invalid"):
         convert(small, tmp_path / "out.gguf", to="gptq")
-    with pytest.raises(ValueError, match="is not compressed: `attar compress` makes"):
+    with user_error("source_not_compressed"):
         convert(small, tmp_path / "out", to="gptq")
     compress(small, tmp_path / "k.gguf", recipe="iq4_nl")
-    with pytest.raises(ValueError, match=r"blk.0.attn_q.weight cannot .* AWQ holds integers of 4 bits, not iq4_nl"):
+    with user_error("conversion_inexact"):
         convert(tmp_path / "k.gguf", tmp_path / "out", to="awq")
-    with pytest.raises(ValueError, match="is a GGUF file already"):
+    with user_error("source_is_gguf"):
         convert(tmp_path / "k.gguf", tmp_path / "out.gguf", to="gguf")
     shutil.copytree(folders["rtn-w8"], tmp_path / "there")
-    with pytest.raises(CheckpointError, match="exists and is kept"):
+    with user_error("output_exists"):
         convert(folders["rtn-w4g32"], tmp_path / "there", to="gptq")
     assert not (tmp_path / "out").exists()
 
@@ -518,7 +518,7 @@ def test_an_output_that_reads_back_otherwise_is_not_put_in_place(
         write(self, name, tensor + 1 if name == "model.layers.1.mlp.up_proj.qweight" else tensor)
 
     monkeypatch.setattr(ShardWriter, "write", wrong)
-    with pytest.raises(ValueError, match=r"^model.layers.1.mlp.up_proj was read back otherwise than it was written"):
+    with user_error("conversion_inexact", "model.layers.1.mlp.up_proj"):
         convert(folders["rtn-w4g32"], tmp_path / "out", to="gptq")
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()
@@ -682,7 +682,7 @@ def test_a_receipt_that_could_not_be_read_back_is_not_written(
     assert says in note
     assert sorted(path.name for path in (tmp_path / "out").glob("*receipt*")) == []
     monkeypatch.setattr(receipt, "MAX_BYTES", 10)
-    with pytest.raises(ValueError, match=r"longer than \d+ bytes, and nobody could read it"):
+    with user_error("file_too_large"):
         receipt._text({"a": list(range(10))})
 
 
@@ -707,7 +707,7 @@ def test_a_receipt_that_does_not_hold_is_not_passed_on(folders: Folders, tmp_pat
         "its SHA-256 is not the receipt's",
     )
     (changed / "receipt.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="use another version"):
+    with user_error("receipt_invalid"):
         convert(changed, tmp_path / "other", to="gptq")
     assert not (tmp_path / "other").exists()
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.layouts.awq import Awq
-from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.kernels import ref
+from tests.errors import user_error
 
 LOGITS = 1e-5  # of the logit range, float32 against float32
 NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -94,16 +94,16 @@ def test_a_model_gives_the_logits_of_its_dense_twin(tiny: Any, tmp_path: Path) -
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"version": "gemv"}, "'gemv'.*reads 'gemm'"),
-        ({"version": "GEMV_FAST"}, "'gemv_fast'"),
-        ({"bits": 8}, "bits 8"),
-        ({"zero_point": False}, "without zero points"),
-        ({"group_size": None}, "group_size"),
+        ({"version": "gemv"}, "quantization_unsupported"),
+        ({"version": "GEMV_FAST"}, "quantization_unsupported"),
+        ({"bits": 8}, "quantization_unsupported"),
+        ({"zero_point": False}, "quantization_unsupported"),
+        ({"group_size": None}, "quantization_invalid"),
     ],
 )
 def test_what_is_not_read_is_refused(change: dict[str, Any], words: str, tiny: Any, tmp_path: Path) -> None:
     folder = module(tmp_path, Layer(24, 64, 32), tiny)
-    with pytest.raises(CheckpointError, match=words):
+    with user_error(words):
         Awq(folder, settings(32) | change)
 
 
@@ -116,14 +116,14 @@ def test_the_names_of_autoawqs_own_config_are_read(tiny: Any, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "part, value, words",
     [
-        ("scales", torch.ones(2, 23).half(), "2 groups has 2 x 24"),
-        ("qzeros", torch.zeros(1, 3, dtype=torch.int32), "2 groups has 2 x 24"),
-        ("qweight", torch.zeros(64, 3), "int32 matrix"),
-        ("qzeros", torch.zeros(2, 3), "int32 matrix"),
+        ("scales", torch.ones(2, 23).half(), "quantization_invalid"),
+        ("qzeros", torch.zeros(1, 3, dtype=torch.int32), "quantization_invalid"),
+        ("qweight", torch.zeros(64, 3), "quantization_invalid"),
+        ("qzeros", torch.zeros(2, 3), "quantization_invalid"),
     ],
 )
 def test_arrays_that_do_not_fit_are_named(part: str, value: Tensor, words: str, tiny: Any, tmp_path: Path) -> None:
     layer = Layer(24, 64, 32)
     layer.tensors[part] = value
-    with pytest.raises(CheckpointError, match=words):
+    with user_error(words):
         Awq(module(tmp_path, layer, tiny), settings(32)).read("m")

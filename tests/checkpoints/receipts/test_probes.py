@@ -14,12 +14,12 @@ import torch
 
 from attar.checkpoints.receipts import probes
 from attar.checkpoints.receipts.probes import Probes
-from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.kernels import dispatch
 from attar.kernels.native.linear import PackedWeight
 from attar.model.decoder import Decoder
 from tests.checkpoints.conftest import make_probes
+from tests.errors import user_error
 
 Make = Callable[..., Decoder]
 LAYERS = 3
@@ -124,7 +124,7 @@ def test_without_native_kernels_rounded_rows_have_no_floor(tiny_decoder: Make, m
     assert made["noise"]["int8_activations"] is None
     assert by_scheme["noise"]["int8_activations"] is not None
     read, native = Probes.parse(made, "here"), tiny_decoder(0, scheme="w4g32", store=dispatch.store())
-    with pytest.raises(CheckpointError, match="no noise floor for the int8_activations kernels"):
+    with user_error("device_unsupported"):
         read.replay(native)
     with probes.unrounded(native):
         assert read.replay(native) is None
@@ -274,17 +274,17 @@ def test_rounding_noise_is_measured(tiny_decoder: Make) -> None:
 
 def test_nan_is_named_when_probes_are_made(tiny_decoder: Make) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
-    with pytest.raises(ValueError, match=r"model\.layers\.1 holds a NaN"):
+    with user_error("not_finite", "model.layers.1"):
         make_probes(tiny_decoder(0, tensors={name: torch.full((64, 128), torch.nan)}), 0)
 
 
 def test_probes_of_another_model_are_refused(tiny_decoder: Make) -> None:
     read = Probes.parse(make_probes(tiny_decoder(0), 0), "here")
-    with pytest.raises(CheckpointError, match="other layers or another vocabulary"):
+    with user_error("receipt_invalid"):
         read.replay(tiny_decoder(0, layers=2))
-    with pytest.raises(CheckpointError, match="other layers or another vocabulary"):
+    with user_error("receipt_invalid"):
         read.replay(tiny_decoder(0, vocab=20))
-    with pytest.raises(CheckpointError, match="no noise floor for the int8_activations"):
+    with user_error("device_unsupported"):
         read.replay(tiny_decoder(0, scheme="w8a8"))
 
 
@@ -312,5 +312,5 @@ def test_damaged_probes_are_refused(tiny_decoder: Make) -> None:
         spoil(lambda p: p["noise"]["exact"]["layers"].append(0.0)),
         spoil(lambda p: p.update(noise=7)),
     ):
-        with pytest.raises(CheckpointError, match="here: the probes are damaged"):
+        with user_error("receipt_invalid"):
             Probes.parse(bad, "here")

@@ -17,6 +17,7 @@ from attar.checkpoints.sources.imatrix import Imatrix
 from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.codecs.ggml import TYPES
 from tests.checkpoints.hostile_files import Memory
+from tests.errors import user_error
 
 ROUNDED = 1e-6  # sums of squares are float32: a mean comes back to as much
 
@@ -37,7 +38,7 @@ def test_both_forms_are_read_as_they_were_written(name: str, matrix: Imatrix, tm
         torch.testing.assert_close(found.means[key], mean, rtol=ROUNDED, atol=0)
     assert (found.chunks, found.datasets) == (8, ("a text.txt",))
     assert found.chunk == (0 if name.endswith(".dat") else 512)
-    with pytest.raises(CheckpointError, match="exists and is kept"):
+    with user_error("output_exists"):
         imatrix.write(tmp_path / name, matrix)
     imatrix.write(tmp_path / name, matrix, overwrite=True)
 
@@ -73,7 +74,7 @@ def test_the_older_form_is_whole_or_as_it_was(matrix: Imatrix, tmp_path: Path, m
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(imatrix, "sync_path", full)
-    with pytest.raises(CheckpointError, match="No space left"):
+    with user_error("disk_full"):
         imatrix.write(path, Imatrix({}, {}, 0, 0), overwrite=True)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -87,10 +88,10 @@ def test_no_prefix_of_the_older_form_is_read(matrix: Imatrix, tmp_path: Path) ->
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         if length != behind_entries:
-            with pytest.raises(CheckpointError, match="not an importance matrix"):
+            with user_error("file_malformed"):
                 imatrix.read(path)
     path.write_bytes(whole + b"\0")
-    with pytest.raises(CheckpointError, match="1 bytes follow its end"):
+    with user_error("file_malformed"):
         imatrix.read(path)
 
 
@@ -116,10 +117,10 @@ def test_malformed_files_of_the_older_form_are_refused(kind: str, tmp_path: Path
 @pytest.mark.parametrize(
     "head, words",
     [
-        (b"", "the number of entries is 0"),
-        (struct.pack("<ii1sii", 1, 1, b"w", 1, 1 << 20), r"\d+ bytes follow its end"),
-        (struct.pack("<ii1sii", 1, 1, b"w", 1, (1 << 28) - 9), "the length of the name of the text is"),
-        (struct.pack("<ii1sii", 1, 1, b"w", 1, 1 << 28), "'w' reaches beyond its end"),
+        (b"", "file_malformed"),
+        (struct.pack("<ii1sii", 1, 1, b"w", 1, 1 << 20), "file_malformed"),
+        (struct.pack("<ii1sii", 1, 1, b"w", 1, (1 << 28) - 9), "file_malformed"),
+        (struct.pack("<ii1sii", 1, 1, b"w", 1, 1 << 28), "file_malformed"),
     ],
 )
 def test_a_gigabyte_that_is_no_importance_matrix_is_not_read(head: bytes, words: str, tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_a_gigabyte_that_is_no_importance_matrix_is_not_read(head: bytes, words:
         file.truncate(imatrix.MAX_BYTES)
         file.seek(-12, os.SEEK_END)
         file.write(b"\xff" * 12)
-    with Memory() as memory, pytest.raises(CheckpointError, match=words):
+    with Memory() as memory, user_error(words):
         imatrix.read(path)
     assert memory.taken < 32 << 20
 
@@ -144,17 +145,17 @@ def newer(path: Path, **tensors: torch.Tensor) -> Path:
 
 def test_malformed_files_of_the_newer_form_are_refused(tmp_path: Path) -> None:
     one, ones = torch.ones(1, 1), torch.ones(1, 4)
-    with pytest.raises(CheckpointError, match=r"has no tensor 'w.counts'"):
+    with user_error("checkpoint_incomplete"):
         imatrix.read(newer(tmp_path / "a.gguf", **{"w.in_sum2": ones}))
-    with pytest.raises(CheckpointError, match="mixture of experts"):
+    with user_error("feature_unsupported"):
         imatrix.read(newer(tmp_path / "b.gguf", **{"w.in_sum2": torch.ones(2, 4), "w.counts": torch.ones(2, 1)}))
-    with pytest.raises(CheckpointError, match="count that is below zero"):
+    with user_error("file_malformed"):
         imatrix.read(newer(tmp_path / "c.gguf", **{"w.in_sum2": ones, "w.counts": -one}))
-    with pytest.raises(CheckpointError, match="holds no importances"):
+    with user_error("file_malformed"):
         imatrix.read(newer(tmp_path / "d.gguf", **{"w.in_sum2": ones, "w.counts": 0 * one}))
     with atomic_gguf(tmp_path / "e.gguf", {"general.type": "model"}, {}):
         pass
-    with pytest.raises(CheckpointError, match="no importance matrix"):
+    with user_error("file_wrong_kind"):
         imatrix.read(tmp_path / "e.gguf")
-    with pytest.raises(CheckpointError, match="no such file"):
+    with user_error("file_not_found"):
         imatrix.read(tmp_path / "f.gguf")

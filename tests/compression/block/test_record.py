@@ -19,12 +19,10 @@ def test_errors_are_relative_squares() -> None:
     packed = rtn.solve(weight, Scheme.parse("w3g32"))
     wrong, whole = (packed.dequantize() - weight).double(), weight.double()
     expected = float(wrong.square().sum() / whole.square().sum())
-    assert record.weight_error(weight, packed) == record.error_on(None, weight, packed)
-    assert record.weight_error(weight, packed) == pytest.approx(expected, rel=SAME)
+    assert record.error_on(None, weight, packed) == pytest.approx(expected, rel=SAME)
     assert record.measure_on(None) == "weight"
     seen = float((x.double() @ wrong.T).square().sum() / (x.double() @ whole.T).square().sum())
-    assert record.output_error(x, weight, packed) == record.error_on(x, weight, packed)
-    assert record.output_error(x, weight, packed) == pytest.approx(seen, rel=SAME)
+    assert record.error_on(x, weight, packed) == pytest.approx(seen, rel=SAME)
     assert record.measure_on(x) == "output"
 
 
@@ -55,4 +53,4 @@ def test_what_the_loss_minds_counts_token_by_token(groups: int, couple: bool) ->
 
 def test_nothing_has_no_error() -> None:
     weight = torch.zeros(4, 32)
-    assert record.weight_error(weight, rtn.solve(weight, Scheme.parse("w4g32"))) == 0.0
+    assert record.error_on(None, weight, rtn.solve(weight, Scheme.parse("w4g32"))) == 0.0

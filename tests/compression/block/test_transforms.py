@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attar.compression.block import transforms
-from attar.compression.block.work import BlockWork, CalibrationStates
+from attar.compression.block.work import BlockWork
 from attar.compression.calibration.hidden_states import HiddenStates
 from attar.compression.groups import input_groups
 from attar.compression.recipe.methods import Awq, SmoothQuant
@@ -32,9 +32,7 @@ def working(block: Block, recipe: str, folder: Path, importances: Mapping[str, T
     for s in range(4):
         states.write(range(s, s + 1), torch.randn(24, 64, generator=torch.Generator().manual_seed(s)))
     schemes: dict[str, Scheme | None] = {linear.name: plan.scheme for linear in block.linears()}
-    return BlockWork(
-        block, CalibrationStates(states), replace(plan, passes=passes), schemes, "LlamaForCausalLM", importances
-    )
+    return BlockWork(block, (states, None), replace(plan, passes=passes), schemes, "LlamaForCausalLM", importances)
 
 
 def measured(block: Block, folder: Path) -> dict[str, Tensor]:

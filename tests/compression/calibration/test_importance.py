@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from attar.checkpoints.sources import hf, imatrix
-from attar.checkpoints.strict_io import CheckpointError
 from attar.compression.calibration import importance
+from tests.errors import user_error
 
 Ids = list[list[int]]
 
@@ -38,7 +38,7 @@ def test_they_are_the_mean_squares_of_what_linears_read(
     for module, mean in theirs.items():
         torch.testing.assert_close(ours[module], mean, rtol=TO_TRANSFORMERS, atol=0, msg=module)
     assert list(tmp_path.iterdir()) == [tmp_path / name], "nothing is left behind"
-    with pytest.raises(ValueError, match="exists and is kept"):
+    with user_error("output_exists"):
         importance.make(tiny, tmp_path / name, calibration=calibration)
 
 
@@ -48,13 +48,13 @@ def test_files_of_another_model_are_refused(tiny: Path, calibration: Ids, tmp_pa
     checkpoint = hf.Checkpoint.open(tiny)
     less = {name: mean for name, mean in found.means.items() if "blk.1." not in name}
     imatrix.write(tmp_path / "less.gguf", imatrix.Imatrix(less, found.counts, 1, 1))
-    with pytest.raises(ValueError, match=r"knows nothing of blk.1.attn_q.weight and 6 other matrices of .*tiny"):
+    with user_error("imatrix_mismatch"):
         importance.known(tmp_path / "less.gguf", checkpoint)
     wide = {name: torch.ones(64) for name in found.means}
     imatrix.write(tmp_path / "wide.gguf", imatrix.Imatrix(wide, found.counts, 1, 1))
-    with pytest.raises(ValueError, match=r"blk.0.attn_q has 64 columns, and 128 in the model"):
+    with user_error("imatrix_mismatch"):
         importance.known(tmp_path / "wide.gguf", checkpoint)
-    with pytest.raises(CheckpointError, match="no such file"):
+    with user_error("file_not_found"):
         importance.known(tmp_path / "none.gguf", checkpoint)
     without_head = {name: mean for name, mean in found.means.items() if name != "output.weight"}
     imatrix.write(tmp_path / "headless.gguf", imatrix.Imatrix(without_head, found.counts, 1, 1))

@@ -11,6 +11,7 @@ import pytest
 from attar.compression.calibration import texts
 from attar.compression.calibration.texts import SELF, Amount
 from attar.model.decoder import Decoder
+from tests.errors import user_error
 
 
 @pytest.mark.parametrize(
@@ -46,5 +47,5 @@ def test_no_text_is_drawn_where_the_first_token_is_none_of_the_model_s(tiny_deco
     """As in small models of GPT-2's shape, whose configuration keeps its default of 50,256."""
     decoder = tiny_decoder()
     decoder.config = replace(decoder.config, bos_ids=(decoder.config.vocab_size,))
-    with pytest.raises(ValueError, match="its bos_token_id, 97, lies outside its vocabulary of 97"):
+    with user_error("config_invalid"):
         texts.sample_from(decoder, Amount(2, 4, 0))

@@ -34,7 +34,7 @@ def output(source: Path, recipe: str) -> FolderOutput:
     ],
 )
 def test_vllm_is_named_where_its_documentation_names_the_form(recipe: str, form: str, tiny: Path) -> None:
-    said = output(tiny, recipe).method.readers
+    said = output(tiny, recipe).readers
     assert said == f"{BOTH} vLLM was not tried; its documentation lists {form} in this format."
 
 
@@ -46,16 +46,16 @@ def test_vllm_is_named_where_its_documentation_names_the_form(recipe: str, form:
     ],
 )  # fmt: skip
 def test_vllm_is_not_named_for_other_forms(recipe: str, tiny: Path) -> None:
-    assert output(tiny, recipe).method.readers == BOTH
+    assert output(tiny, recipe).readers == BOTH
 
 
 def test_what_notes_say_is_not_said_otherwise(tiny: Path, demo: Path) -> None:
     asymmetric = output(tiny, "rtn-w4g128-asym")
-    assert asymmetric.method.readers == ""
+    assert asymmetric.readers == ""
     assert "vLLM" not in " ".join(asymmetric.notes)
-    assert output(tiny, "rtn-lut4").method.readers == "", "a note says that attar alone reads it"
+    assert output(tiny, "rtn-lut4").readers == "", "a note says that attar alone reads it"
     head = FolderOutput(hf.Checkpoint.open(tiny), recipe_from_dict({"recipe": "rtn-w4g128", "head": "int8"}))
-    assert head.method.readers == BOTH, "vLLM's documentation says nothing of compressed output matrices"
+    assert head.readers == BOTH, "vLLM's documentation says nothing of compressed output matrices"
 
 
 @pytest.mark.parametrize("scheme", ["w4a4", "w4a8"])

@@ -9,6 +9,7 @@ import pytest
 
 from attar.compression.calibration.texts import Amount
 from attar.compression.request.request import CompressionRequest, Target, default_recipe
+from tests.errors import user_error
 
 
 def test_a_target_is_one_positive_number() -> None:
@@ -20,20 +21,20 @@ def test_a_target_is_one_positive_number() -> None:
 
 @pytest.mark.parametrize("calibration", [None, "self"])
 def test_text_is_drawn_to_go_with_another(calibration: str | None) -> None:
-    with pytest.raises(ValueError, match=r"to go with a calibration text: give one, or more samples of `self`"):
+    with user_error("calibration_missing"):
         CompressionRequest("in", "out", calibration=calibration, drawn=3)
 
 
 @pytest.mark.parametrize("count", [-1, 4097])
 def test_how_much_can_be_drawn(count: int) -> None:
-    with pytest.raises(ValueError, match="0 to 4096 sequences can be drawn"):
+    with user_error("option_out_of_range"):
         CompressionRequest("in", "out", calibration="text.txt", drawn=count)
 
 
 def test_an_output_has_a_name_and_an_importance_matrix_a_file() -> None:
-    with pytest.raises(ValueError, match="the output's name is empty"):
+    with user_error("output_invalid"):
         CompressionRequest("in", "")
-    with pytest.raises(ValueError, match="an importance matrix is for GGUF files"):
+    with user_error("option_conflict"):
         CompressionRequest("in", "out", imatrix="m.dat")
     assert CompressionRequest("in", "out.GGUF", imatrix="m.dat").to_file
     assert (default_recipe("out"), default_recipe("out.gguf")) == ("gptq-w4g128", "q4_k_m")

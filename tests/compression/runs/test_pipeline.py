@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 import attar
 from attar.checkpoints.safetensors import TensorFile
 from attar.checkpoints.sources import hf
-from attar.checkpoints.strict_io import CheckpointError
 from attar.compression.request.request import CompressionRequest
-from attar.compression.runs import state
+from attar.compression.runs.block_pass import STATE
 from attar.compression.runs.pipeline import compress, compress_request
 from attar.model.cache import ForwardBatch
+from tests.errors import user_error
 
 Ids = list[list[int]]
 
@@ -149,7 +149,7 @@ def _environment() -> dict[str, str]:
 def test_a_run_with_other_settings_does_not_resume(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     with pytest.raises(Stop):
         compress(tiny, tmp_path / "out", recipe="gptq-w4g32", calibration=calibration, progress=stop_after(1))
-    with pytest.raises(ValueError, match=r"differs in recipe; .*--restart"):
+    with user_error("resume_mismatch"):
         compress(tiny, tmp_path / "out", recipe="gptq-w4g64", calibration=calibration)
     compress_request(
         CompressionRequest(tiny, tmp_path / "out", recipe="gptq-w4g64", calibration=calibration, resume=False)
@@ -160,16 +160,16 @@ def test_a_run_with_other_settings_does_not_resume(tiny: Path, calibration: Ids,
 def test_damaged_state_is_an_error(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     with pytest.raises(Stop):
         compress(tiny, tmp_path / "out", recipe="gptq-w4g32", calibration=calibration, progress=stop_after(1))
-    path = tmp_path / ".out.attar-partial" / "state" / state.NAME
+    path = tmp_path / ".out.attar-partial" / "state" / STATE
     path.write_text(path.read_text()[:-10])
-    with pytest.raises(ValueError, match="damaged"):
+    with user_error("state_damaged"):
         compress(tiny, tmp_path / "out", recipe="gptq-w4g32", calibration=calibration)
 
 
 def test_an_existing_output_is_kept(tiny: Path, tmp_path: Path) -> None:
     compress(tiny, tmp_path / "out", recipe="rtn-w4g32")
     before = digest(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="--overwrite"):
+    with user_error("output_exists"):
         compress(tiny, tmp_path / "out", recipe="rtn-w8")
     assert digest(tmp_path / "out") == before
     compress_request(CompressionRequest(tiny, tmp_path / "out", recipe="rtn-w8", overwrite=True))
@@ -211,46 +211,46 @@ def test_receipt_says_nothing_of_the_machine_and_is_stable(tiny: Path, calibrati
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"recipe": "gtpq-w4g128"}, "gptq"),
-        ({"recipe": "gptq-w4g96"}, "does not divide"),
-        ({"recipe": "gptq-w4g128"}, "needs calibration"),
-        ({"recipe": "gptq-w4g128", "calibration": [[1, 2], [3]]}, "one length"),
-        ({"recipe": "gptq-w4g128", "calibration": [[1, 999]]}, "outside"),
-        ({"recipe": "gptq-w4g128", "calibration": "no-such-file.txt"}, "no tokenizer|no such file"),
+        ({"recipe": "gtpq-w4g128"}, "method_unknown"),
+        ({"recipe": "gptq-w4g96"}, "group_size_indivisible"),
+        ({"recipe": "gptq-w4g128"}, "calibration_missing"),
+        ({"recipe": "gptq-w4g128", "calibration": [[1, 2], [3]]}, "option_malformed"),
+        ({"recipe": "gptq-w4g128", "calibration": [[1, 999]]}, "token_out_of_vocabulary"),
+        ({"recipe": "gptq-w4g128", "calibration": "no-such-file.txt"}, "tokenizer_missing"),
     ],
 )
 def test_bad_settings_are_refused_before_any_work(
     settings: dict[str, object], sentence: str, tiny: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=sentence):
+    with user_error(sentence):
         compress_request(CompressionRequest(tiny, tmp_path / "out", **settings))  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_gguf_file_is_no_source(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match=r"model\.gguf is a GGUF file, which compress does not read"):
+    with user_error("source_is_gguf", "model.gguf"):
         compress(tmp_path / "model.gguf", tmp_path / "out", recipe="rtn-w4g32")
     assert not (tmp_path / "out").exists()
 
 
 def test_compressing_twice_is_refused(tiny: Path, tmp_path: Path) -> None:
     compress(tiny, tmp_path / "out", recipe="rtn-w4g32")
-    with pytest.raises(ValueError, match="compressed already"):
+    with user_error("source_compressed"):
         compress(tmp_path / "out", tmp_path / "again", recipe="rtn-w4g32")
 
 
 @pytest.mark.parametrize("recipe", ["rtn-w4g32", "gptq-w4g32", "awq-w4g32"])
 def test_nan_weight_names_its_layer(recipe: str, tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     bad = copy_with(tiny, tmp_path / "bad", "model.layers.1.mlp.up_proj.weight", float("nan"))
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj"):
+    with user_error("not_finite", "model.layers.1.mlp.up_proj"):
         compress(bad, tmp_path / "out", recipe=recipe, calibration=calibration)
     assert not (tmp_path / "out").exists()
 
 
 def test_overflow_names_its_block(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     bad = copy_with(tiny, tmp_path / "bad", "model.layers.1.post_attention_layernorm.weight", 3e38)
-    with pytest.raises(ValueError, match=r"layers\.1|block 1"):
+    with user_error("not_finite", "layers.1"):
         compress(bad, tmp_path / "out", recipe="gptq-w4g32", calibration=calibration)
 
 
@@ -268,7 +268,7 @@ def test_full_disk_is_refused_up_front_and_resumable_after(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-        with pytest.raises(CheckpointError, match="free some space"):
+        with user_error("disk_full"):
             compress(tiny, tmp_path / "out", recipe="gptq-w4g32", calibration=calibration)
     compress(tiny, tmp_path / "out", recipe="gptq-w4g32", calibration=calibration)
 

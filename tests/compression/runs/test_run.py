@@ -19,6 +19,7 @@ from attar.compression.runs.pipeline import Compressed, compress, compress_reque
 from attar.compression.runs.run import Run
 from attar.compression.training import tune
 from attar.kernels import dispatch
+from tests.errors import user_error
 
 Ids = list[list[int]]
 
@@ -132,12 +133,12 @@ def test_importances_are_of_drawn_text_too(tiny: Path, calibration: Ids, tmp_pat
 def test_text_is_not_drawn_for_recipes_that_read_none(
     recipe: str, tiny: Path, calibration: Ids, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="reads no calibration text here: leave the drawn text out"):
+    with user_error("calibration_unused"):
         compress_request(CompressionRequest(tiny, tmp_path / "out", recipe=recipe, calibration=calibration, drawn=3))
 
 
 def test_text_is_not_drawn_for_several_recipes_that_read_none(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="these read text only to be chosen by: leave the drawn text out"):
+    with user_error("calibration_unused"):
         compress_request(
             CompressionRequest(tiny, tmp_path / "out", recipe="rtn-w4g32,hqq-w4g32", calibration=calibration, drawn=3)
         )
@@ -171,5 +172,5 @@ def test_a_card_without_room_for_both_models_says_what_to_do(monkeypatch: pytest
 
     monkeypatch.setattr(dispatch, "store", lambda device, dtype: None)
     monkeypatch.setattr(opening, "load", full)
-    with pytest.raises(ValueError, match=r"cuda has too little memory .* without --eval .*\(no room\)"):
+    with user_error("memory_insufficient"):
         measuring("cuda").measure()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def test_who_lost_is_told() -> None:
     assert told.endswith("or leave out what does not help (ablate-smoothquant-w4g128)")
     assert "ablate" not in lost.warnings("smoothattention-w4g128")[0], "that step stays"
     assert not Gain(2048, 0.036, None, 0.041, None).warnings("gptq-w4g128")
-    assert Gain.from_dict(json.loads(json.dumps(lost.to_dict()))) == lost
+    assert Gain.from_dict(json.loads(json.dumps(asdict(lost)))) == lost
 
 
 def test_both_are_measured_on_what_neither_read(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

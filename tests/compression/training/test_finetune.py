@@ -22,6 +22,7 @@ from attar.compression.training.finetune import FineTuning, finetune, read_ids
 from attar.formats.packed import PackedTensor
 from attar.model.cache import ForwardBatch
 from tests.conftest import token_ids
+from tests.errors import user_error
 
 SAME = 1e-4  # relative, of a loss
 LOGITS = 1e-3  # of logits around 10, float32, sums in another order
@@ -96,7 +97,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(base: Path, ids: Tensor, tmp_pat
 
     with pytest.raises(Killed):
         finetune(base, tmp_path / "killed", ids, OPTIONS, progress=kill)
-    with pytest.raises(ValueError, match="differs in rate"):
+    with user_error("resume_mismatch"):
         finetune(base, tmp_path / "killed", ids, FineTuning(4, 8, rate=1e-3, epochs=4, batch=64, save_every=3))
     steps: list[int] = []
     found = finetune(
@@ -172,7 +173,7 @@ def test_a_damaged_save_is_passed_over_for_the_one_before(
 def test_where_no_save_is_whole_the_run_is_not_resumed(killed: Path, tiny: Path, ids: Tensor) -> None:
     for step in (4, 6):
         flip(save_of(killed, step) / "model.safetensors")
-    with pytest.raises(ValueError, match=r"left no save that is whole.*step-6.*model.safetensors.*--restart"):
+    with user_error("state_damaged", "model.safetensors"):
         finetune(tiny, killed, ids, SAVED)
     assert save_of(killed, 6).is_dir()
     assert finetune(tiny, killed, ids, SAVED, resume=False).notes == ()
@@ -184,12 +185,12 @@ def test_a_run_is_resumed_by_as_many_threads_and_the_same_torch(
     """Sums in another order have other last bits."""
     threads = torch.get_num_threads()
     for name, value, words in (
-        ("get_num_threads", lambda: threads + 1, rf"threads \({threads + 1} now, {threads} then\)"),
+        ("get_num_threads", lambda: threads + 1, f"threads ({threads + 1} now, {threads} then)"),
         ("__version__", "9.9", "torch"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(torch, name, value)
-            with pytest.raises(ValueError, match=f"differs in {words}"):
+            with user_error("resume_mismatch", words):
                 finetune(tiny, killed, ids, SAVED)
     assert len(finetune(tiny, killed, ids, SAVED).losses) == 8
 
@@ -197,16 +198,16 @@ def test_a_run_is_resumed_by_as_many_threads_and_the_same_torch(
 def test_an_adapter_is_replaced_and_nothing_else(tiny: Path, ids: Tensor, tmp_path: Path) -> None:
     out, options = tmp_path / "adapter", FineTuning(rank=2, batch=64)
     finetune(tiny, out, ids, options)
-    with pytest.raises(ValueError, match="exists and is kept"):
+    with user_error("output_exists"):
         finetune(tiny, out, ids, options)
     finetune(tiny, out, ids, FineTuning(rank=3, batch=64), overwrite=True)
     assert json.loads((out / "adapter_config.json").read_text())["r"] == 3
     model = tmp_path / "model"
     shutil.copytree(tiny, model)
-    with pytest.raises(ValueError, match=r"is no folder with adapter_config.json and is kept"):
+    with user_error("output_invalid", "adapter_config.json"):
         finetune(tiny, model, ids, options, overwrite=True)
     (model / "adapter_config.json").write_text("{}")  # some models have one beside them
-    with pytest.raises(ValueError, match="would replace the model that it is trained on"):
+    with user_error("output_is_source"):
         finetune(model, model, ids, options, overwrite=True)
     assert (model / "model.safetensors").exists()
 
@@ -222,7 +223,7 @@ def test_sequences_beyond_the_context_are_refused_before_anything_is_done(family
         finetune(model, tmp_path / "adapter", torch.tensor(long), options)
     with pytest.raises(ValueError, match=words):
         compress(model, tmp_path / "out", recipe="gptq-w4", calibration=long)
-    with pytest.raises(ValueError, match=rf"outside 0..{VOCABULARY - 1}"):
+    with user_error("token_out_of_vocabulary"):
         finetune(model, tmp_path / "adapter", torch.full((1, 4), VOCABULARY), options)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     finetune(model, tmp_path / "adapter", torch.tensor(long)[:, :-1], options)
@@ -286,13 +287,13 @@ def test_peft_opens_what_was_trained_on_nf4(nf4: Path, tiny: Path, ids: Tensor, 
 
 
 def test_what_cannot_be_is_refused(base: Path, ids: Tensor, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no linear matches nothing"):
+    with user_error("name_unknown"):
         finetune(base, tmp_path / "a", ids, FineTuning(targets=("nothing",)))
-    with pytest.raises(ValueError, match="training needs"):
+    with user_error("memory_insufficient"):
         finetune(base, tmp_path / "a", ids, OPTIONS, memory=1000)
-    with pytest.raises(ValueError, match="no next token"):
+    with user_error("text_too_short"):
         finetune(base, tmp_path / "a", ids[:, :1], OPTIONS)
-    with pytest.raises(ValueError, match="at least 1"):
+    with user_error("option_out_of_range"):
         FineTuning(rank=0)
     assert not list(tmp_path.iterdir())
 
@@ -301,14 +302,14 @@ def test_a_text_becomes_windows_of_ids(demo: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("It was a dark and stormy night. " * 40)
     ids = read_ids(demo, tmp_path / "text.txt", 3, 16)
     assert ids.shape == (3, 16)
-    with pytest.raises(ValueError, match="no such file"):
+    with user_error("file_not_found"):
         read_ids(demo, tmp_path / "none.txt", 3, 16)
 
 
 def test_a_file_of_gguf_is_refused(ids: Tensor, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     (tmp_path / "text.txt").write_text("a text")
-    with pytest.raises(ValueError, match="is a GGUF file, and adapters are trained on folders"):
+    with user_error("source_is_gguf"):
         read_ids(tmp_path / "model.gguf", tmp_path / "text.txt", 1, 8)
-    with pytest.raises(ValueError, match="is a GGUF file, and adapters are trained on folders"):
+    with user_error("source_is_gguf"):
         finetune(tmp_path / "model.gguf", tmp_path / "adapter", ids, OPTIONS)

@@ -22,7 +22,6 @@ from attar.checkpoints.sources import hf, opening
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.compression.calibration import gradients, hidden_states, texts
 from attar.compression.calibration.hidden_states import HiddenStates
-from attar.compression.calibration.texts import Tokens
 from attar.compression.recipe.methods import Distill, Tune
 from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.runs.pipeline import compress
@@ -32,6 +31,7 @@ from attar.formats.packed import PackedTensor
 from attar.metrics.divergence import compare
 from attar.model.cache import ForwardBatch
 from tests.conftest import token_ids
+from tests.errors import user_error
 
 SAME = 1e-5  # relative, of a KL in float32 sums against one in float64
 NEAR, LEAST = 1e-3, 1e-6  # of a small one, where rounded activations may fall to the other side
@@ -58,7 +58,7 @@ def run(
 ) -> tune.Tuned:
     state.mkdir(exist_ok=True)
     with torch.inference_mode():
-        return tune.run(Checkpoint.open(tiny), small, state, Tokens(ids, drawn), options)
+        return tune.run(Checkpoint.open(tiny), small, state, (ids, drawn), options)
 
 
 def divergence(base: Path, model: Path, ids: Tensor) -> float:
@@ -278,19 +278,19 @@ def test_what_was_found_is_not_taken_where_it_is_damaged(tiny: Path, small: Path
     found = bytearray(file.read_bytes())
     found[-3] ^= 0x40
     file.write_bytes(found)
-    with pytest.raises(ValueError, match=r"damaged: model.safetensors changed since .* --restart begins anew"):
+    with user_error("state_damaged", "model.safetensors"):
         run(tiny, small, tmp_path / "state", ids)
 
 
 def test_what_cannot_be_is_refused(
     tiny: Path, small: Path, ids: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match="at least 2 calibration sequences"):
+    with user_error("calibration_too_short"):
         run(tiny, small, tmp_path, ids[:1])
     monkeypatch.setattr(machine, "examine", lambda: SimpleNamespace(budget=1_000_000))
-    with pytest.raises(ValueError, match=r"needs .* GB of memory and may use 0.001"):
+    with user_error("memory_insufficient"):
         run(tiny, small, tmp_path, ids)
-    with pytest.raises(ValueError, match="at most 10"):
+    with user_error("method_option_invalid"):
         Tune(epochs=11)
 
 

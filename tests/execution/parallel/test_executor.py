@@ -21,7 +21,6 @@ import torch
 from attar import faults
 from attar.checkpoints.adapters import lora
 from attar.checkpoints.sources.hub import embedded
-from attar.checkpoints.strict_io import CheckpointError
 from attar.engine import startup
 from attar.engine.engine import Engine, EngineConfig
 from attar.engine.llm import LLM
@@ -38,6 +37,7 @@ from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 from tests.engine.test_adapters import save
+from tests.errors import user_error
 
 SECONDS = 30.0  # in which a death is known, on a machine however busy; on a quiet one it takes a tenth of a second
 SUMMED = 1e-4  # max |difference| of logits of a few units, float32
@@ -163,7 +163,7 @@ def test_requests_take_adapters_in_every_process(one: LLM, two: LLM, tone: Path)
 
 def test_an_adapter_that_is_wrong_is_found_before_the_others_hear_of_it(two: LLM, tmp_path: Path) -> None:
     before = two.logits([5, 6, 7])
-    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
+    with user_error("file_not_found", "adapter_model.safetensors"):
         lora.attach(two.decoder, tmp_path)
     assert torch.equal(two.logits([5, 6, 7]), before)
 
@@ -175,14 +175,14 @@ def test_hidden_states_may_become_logits_later(one: LLM, two: LLM) -> None:
 
 def test_what_cannot_be_shared_is_refused_before_a_process_starts(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
-    with pytest.raises(ValueError, match="--tp 3 does not divide the model's 4 query heads: 2, 4 would do"):
+    with user_error("parallel_indivisible"):
         ParallelExecutor(demo, 3, 1)
 
 
 def test_a_scheme_of_keys_that_is_calibrated_is_refused(two: LLM) -> None:
     from attar.execution import kv_cache as kv
 
-    with pytest.raises(ValueError, match="klt4 is calibrated, which several processes do not do yet"):
+    with user_error("kv_unsupported"):
         kv.resolve(two.decoder, "klt4")
 
 
@@ -470,11 +470,11 @@ def test_an_adapter_of_all_rows(demo: Path, two: LLM, tone: Path) -> None:
 
 def test_a_dead_process_is_known(two: LLM) -> None:
     """The last of its module: nothing is left of the fixture."""
-    assert two.model.team is not None
+    assert two.model.executor is not None
     two._engine = None  # others were made of the same processes, which know the last alone
     answer = two.stream(PROMPTS[0], SamplingParams(max_tokens=200, temperature=0, ignore_eos=True))
     next(answer)
-    two.model.team.workers.children[0].send_signal(signal.SIGKILL)
+    two.model.executor.workers.children[0].send_signal(signal.SIGKILL)
     since = time.monotonic()
     with pytest.raises(RuntimeError, match="the model is no longer there: process 1 of the model ended with status -9"):
         list(answer)
@@ -482,4 +482,4 @@ def test_a_dead_process_is_known(two: LLM) -> None:
         two.logits([1, 2])
     assert time.monotonic() - since < SECONDS
     two.close()
-    assert not two.model.team.workers.folder.exists()
+    assert not two.model.executor.workers.folder.exists()

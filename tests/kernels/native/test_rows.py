@@ -17,7 +17,7 @@ from torch import Tensor
 from attar import _native
 from attar.formats.packed import codec
 from attar.formats.scheme import Grid, Scheme
-from attar.kernels import ref
+from attar.kernels import ops, ref
 from attar.kernels.native import extension, rows
 from attar.kernels.native import linear as products
 from attar.kernels.operands import Activation, Linear, Norm
@@ -233,10 +233,10 @@ def test_dense_tables_scale_and_positions_are_the_references(dtype: torch.dtype)
     ids, positions = torch.tensor([49, 0, 7, 7]), torch.tensor([0, 3, 17, 1])
     native = rows.Table(table)
     for scale, second, offset in itertools.product((1.0, 5.75, 44.9), (None, learned), (0, 2)):
-        want = ref.embed(table, ids, torch.float32, scale, second, positions, offset)
+        want = ops.embed(table, ids, torch.float32, scale, second, positions, offset)
         assert torch.equal(rows.embed(native, ids, scale, second, positions, offset), want)
     apart = randn(33, 20, seed=1).to(dtype).T  # not contiguous
-    want = ref.embed(table, ids, torch.float32, 1.0, apart, positions, 0)
+    want = ops.embed(table, ids, torch.float32, 1.0, apart, positions, 0)
     assert torch.equal(rows.embed(native, ids, 1.0, apart, positions), want)
 
 

@@ -87,8 +87,7 @@ class Case:
                 if scales is None:
                     held[tables[b, at // block], :, at % block] = numbers.to(kv)
                 else:
-                    quantize = ref_attention.quantize_head if kv == torch.int8 else ref_attention.quantize_head_fp8
-                    codes, scale = quantize(numbers)
+                    codes, scale = ref_attention.quantize_head(numbers, kv != torch.int8)
                     held[tables[b, at // block], :, at % block] = codes.view(kv)
                     scales[tables[b, at // block], :, at % block] = scale
         positions = [torch.arange(length - count, length) for count, length in zip(counts, lengths, strict=True)]

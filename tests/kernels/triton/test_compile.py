@@ -29,7 +29,7 @@ from triton.runtime import driver, jit
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import AttentionForm, Linear, Norm
-from attar.kernels.triton import attention, kv_write, linear, nibbles, rows, sampling, w4, w8, weights
+from attar.kernels.triton import attention, kv_write, linear, nibbles, rows, w4, w8, weights
 from attar.kernels.triton.pages import NibblePages, PlainPages
 from attar.kv.pages import AttentionMetadata, Rotation
 from attar.kv.schemes import scheme
@@ -143,7 +143,7 @@ def element_wise() -> None:
     rows.round_rows(x, torch.float8_e4m3fn)
     for dtype in (torch.int8, torch.float8_e4m3fn):
         rows.round_rows(x, dtype, torch.ones(1))
-    sampling.argmax(torch.zeros(2, 20000))
+    rows.argmax(torch.zeros(2, 20000))
     for name in ("w4g128-asym", "qserve-g128"):
         parsed = Scheme.parse(name)
         one = Linear("l", codec(parsed.weight.kind).quantize(torch.ones(64, 2048), parsed))

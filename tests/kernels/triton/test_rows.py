@@ -1,4 +1,4 @@
-"""Norms, activations and rounding of rows, interpreted, against the reference."""
+"""Norms, activations, rounding and argmax of rows, interpreted, against the reference; argmax is exact."""
 
 from __future__ import annotations
 
@@ -96,3 +96,20 @@ def test_float8_keeps_what_lies_on_its_grid() -> None:
     codes, scales = rows.round_rows(x, torch.float8_e4m3fn)
     assert torch.equal(scales, torch.full((3,), 2.0**-5))
     assert torch.equal(codes.float() * scales[:, None], x)
+
+
+@pytest.mark.parametrize("columns", [1, 700, rows.SHARE, rows.SHARE + 1, 2 * rows.SHARE + 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_argmax_is_numpys(columns: int, dtype: torch.dtype) -> None:
+    """Of equals the first, of a NaN where it is; -0 equals 0."""
+    x = torch.randint(-9, 9, (6, columns), generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[1] = -torch.inf
+    x[2, columns // 2] = torch.nan
+    x[3, -1] = torch.inf
+    x[4], x[4, columns // 3] = -0.0, 0.0
+    x[5] -= 100
+    expected = torch.from_numpy(x.numpy().argmax(-1))
+    assert torch.equal(rows.argmax(x), expected)
+    wide = torch.full((6, columns + 5), torch.inf, dtype=dtype)
+    wide[:, :columns] = x
+    assert torch.equal(rows.argmax(wide[:, :columns]), expected)

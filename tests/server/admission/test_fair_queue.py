@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from attar.protocol.messages import Beat, Delta, Failed, Finished, Ready, Stats, Submit
 from attar.protocol.request import SamplingParams
-from attar.server.admission.fair_queue import Places
+from attar.server.admission.fair_queue import FairQueue
 from attar.server.admission.rate_limits import Caller, KeyLimits, Quotas
 from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client import response_stream
@@ -25,7 +25,7 @@ from attar.server.engine_client.response_stream import ResponseStream
 from attar.server.errors import APIError
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
-from attar.server.request_context import PROMPT_ANSWER, RequestContext
+from attar.server.request_handler import PROMPT_ANSWER, RequestContext
 from tests.server.api.test_routes import COMPLETIONS
 from tests.server.conftest import Reply, Running
 from tests.server.http.test_limits import connect, post
@@ -42,7 +42,7 @@ class Queue(RuleBasedStateMachine):
 
     @initialize(keys=st.integers(2, 9), size=st.integers(1, 300))
     def begin(self, keys: int, size: int) -> None:
-        self.places = Places(keys)
+        self.places = FairQueue(keys)
         self.places.size = size
         self.keys = [bytes([key]) for key in range(keys)]
         self.kept = size // (2 * keys)
@@ -95,7 +95,7 @@ TestQueue = Queue.TestCase
 @settings(max_examples=60, deadline=None)
 def test_a_polite_key_among_floods_is_always_let_in(flooding: int, size: int, rounds: int) -> None:
     """K keys refill the queue after everything that leaves it; one more sends a request at a time."""
-    places = Places(flooding + 1)
+    places = FairQueue(flooding + 1)
     places.size = size
     for turn in range(rounds):
         for key in range(flooding):
@@ -111,7 +111,7 @@ def test_a_polite_key_among_floods_is_always_let_in(flooding: int, size: int, ro
 
 def test_shares_even_out_as_the_queue_moves() -> None:
     """Who was first has most of it only until it has been served."""
-    places = Places(3)
+    places = FairQueue(3)
     places.size = 60
     for key in (b"a", b"b"):
         while places.fit(key, 1):
@@ -128,7 +128,7 @@ def test_shares_even_out_as_the_queue_moves() -> None:
 
 def test_the_choices_of_one_prompt_may_be_more_than_a_share() -> None:
     """They wait together or not at all, so a key that has nothing waiting may send them where there is room."""
-    places = Places(3)
+    places = FairQueue(3)
     places.size = 60
     places.take(b"a", 20)
     places.take(b"b", 5)
@@ -141,7 +141,7 @@ def test_the_choices_of_one_prompt_may_be_more_than_a_share() -> None:
 
 @pytest.mark.parametrize("keys", [0, 1])
 def test_without_several_keys_one_has_all_and_what_can_still_begin_to_run(keys: int) -> None:
-    places = Places(keys)
+    places = FairQueue(keys)
     places.size, places.slots = 4, 2
     assert places.most == 4
     assert places.fit(b"", 6)
@@ -154,14 +154,14 @@ def test_without_several_keys_one_has_all_and_what_can_still_begin_to_run(keys: 
 
 def test_many_keys_leave_one_alone_half_of_the_queue() -> None:
     for keys, most in ((2, 96), (63, 66), (64, 65), (65, 128), (128, 128)):
-        places = Places(keys)
+        places = FairQueue(keys)
         places.size = 128
         assert places.most == most
         assert places.fit(b"a", most)
 
 
 def test_more_keys_than_places_share_what_there_is() -> None:
-    places = Places(5)
+    places = FairQueue(5)
     places.size = 2
     assert places.most == 2
     for key in (b"a", b"b"):
@@ -170,7 +170,7 @@ def test_more_keys_than_places_share_what_there_is() -> None:
     assert not places.fit(b"c", 1)
 
 
-def asking(places: Places, *prompts: int, window: int = 100) -> tuple[ResponseStream, list[str]]:
+def asking(places: FairQueue, *prompts: int, window: int = 100) -> tuple[ResponseStream, list[str]]:
     """An answer to prompts of so many choices each, and the ids that it has sent."""
     sent: list[str] = []
     answer = ResponseStream(
@@ -185,7 +185,7 @@ def delta(request: str, choice: int) -> Delta:
 
 
 def test_a_choice_waits_until_it_is_heard_of_first_and_runs_until_it_ends() -> None:
-    places = Places(2)
+    places = FairQueue(2)
     places.size = 100
     answer, _ = asking(places, 3, 1)
     answer.go_on()
@@ -262,7 +262,7 @@ def test_what_finds_no_place_waits_here() -> None:
     """A request of many prompts goes on as its key's places come free."""
 
     async def scene() -> None:
-        places = Places(2)
+        places = FairQueue(2)
         places.size = 8  # 2 kept for each, so 6 for one alone
         answer, sent = asking(places, 2, 2, 2, 2)
         answer.go_on()
@@ -287,7 +287,7 @@ def test_what_waits_here_goes_on_while_others_of_it_run(monkeypatch: pytest.Monk
     monkeypatch.setattr(response_stream, "ROOM_SECONDS", 0.001)
 
     async def scene() -> None:
-        places = Places(2)
+        places = FairQueue(2)
         places.size = 4  # 3 for one alone
         answer, sent = asking(places, *[1] * 5)
         answer.go_on()

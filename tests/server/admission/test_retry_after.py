@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from attar.server.admission.retry_after import KEPT, LONGEST, PLACES, SHORTEST, WINDOW, Backoff
+from attar.server.admission.retry_after import KEPT, LONGEST, PLACES, SHORTEST, WINDOW, RetryAfter
 
 
-def serving(rate: float) -> Backoff:
+def serving(rate: float) -> RetryAfter:
     """One that has served so many a second for the 10 s before 10."""
-    backoff = Backoff()
+    backoff = RetryAfter()
     for i in range(int(10 * rate)):
         backoff.served(i / rate)
     return backoff
 
 
 def test_without_a_past_the_answer_is_the_shortest() -> None:
-    backoff = Backoff()
+    backoff = RetryAfter()
     assert {backoff.retry_after(100.0, 200) for _ in range(1000)} == {SHORTEST}
 
 
@@ -40,7 +40,7 @@ def test_whose_turn_has_passed_is_waited_for_no_more() -> None:
 
 
 def test_nobody_is_sent_away_for_longer_than_a_minute() -> None:
-    backoff = Backoff()
+    backoff = RetryAfter()
     for i in range(10):
         backoff.served(float(i))
     told = [backoff.retry_after(9.0, 0) for _ in range(5000)]
@@ -50,7 +50,7 @@ def test_nobody_is_sent_away_for_longer_than_a_minute() -> None:
 
 
 def test_turns_pass_and_old_rates_are_forgotten() -> None:
-    backoff = Backoff()
+    backoff = RetryAfter()
     for i in range(10):
         backoff.served(float(i))
     assert backoff.retry_after(9.0, 0) == SHORTEST

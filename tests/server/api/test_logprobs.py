@@ -21,8 +21,7 @@ from attar.server.engine_client.client import EngineClient
 from attar.server.engine_client.connection import Connection, PromptScores
 from attar.server.engine_client.connection import Event as Arrived
 from attar.server.errors import APIError
-from attar.server.request_context import RequestContext
-from attar.server.request_handler import RequestHandler
+from attar.server.request_handler import RequestContext, RequestHandler
 from attar.text.tokenizer import Tokenizer
 
 

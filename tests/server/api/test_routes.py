@@ -15,9 +15,9 @@ import pytest
 
 from attar.protocol.messages import Delta
 from attar.protocol.request import TokenLogprob
-from attar.server.api import embeddings, openai
-from attar.server.api.choices import Choice
+from attar.server.api import openai
 from attar.server.api.logprobs import LEAST
+from attar.server.api.openai import Choice
 from attar.text.tokenizer import Tokenizer
 from tests.server.bad_requests import USER
 from tests.server.conftest import Reply, Running
@@ -260,7 +260,7 @@ def test_embeddings_are_of_unit_length(server: Running, tokenizer: Tokenizer) ->
 @pytest.mark.parametrize("scale", [1e-45, 1e-30, 1, 1e37])
 def test_no_length_is_too_small_or_too_large_to_divide_by(scale: float) -> None:
     numbers = np.array([3, -4, 0, 0], np.float32) * np.float32(scale)
-    answer = json.loads(b"".join(embeddings._vectors([numbers.tobytes(), bytes(16)], "m", 1, False)))
+    answer = json.loads(b"".join(openai._vectors([numbers.tobytes(), bytes(16)], "m", 1, False)))
     first, zero = (each["embedding"] for each in answer["data"])
     assert first == [float(np.float32(0.6)), -float(np.float32(0.8)), 0, 0]
     assert zero == [0] * 4

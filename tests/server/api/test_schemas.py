@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attar.protocol.messages import Ready
+from attar.protocol.request import SamplingParams
+from attar.server.admission.rate_limits import Caller
 from attar.server.api import openapi, sampling_params, validation
-from attar.server.api.anthropic_schemas import AnthropicBody, AnthropicPrompt
+from attar.server.api.anthropic import AnthropicBody, AnthropicPrompt
 from attar.server.api.app import make_app
 from attar.server.api.schemas import (
     Body,
@@ -44,6 +46,19 @@ LEAST: dict[type[Body], dict[str, Any]] = {
 
 def take(kind: type[Body], **fields: Any) -> Any:
     return read(kind, json.dumps(LEAST[kind] | fields).encode())
+
+
+def ready(room: int) -> Ready:
+    """An engine of ten tokens, in whose context a prompt of one leaves so much room."""
+    return Ready("fake", room + 1, 10, 10, 16, 8, ())
+
+
+def chat(body: ChatBody, room: int = 100) -> SamplingParams:
+    return sampling_params.chat_params(body, (1,), ready(room), 16, Caller("a", 0.0, b""))
+
+
+def completion(body: CompletionBody, room: int = 100) -> SamplingParams:
+    return sampling_params.completion_params(body, [(1,)], ready(room), 16)
 
 
 @pytest.mark.parametrize("kind", LEAST)
@@ -122,7 +137,7 @@ def test_sampling_parameters_are_those_of_the_request() -> None:
         frequency_penalty=2, stop="x", stop_token_ids=[3], ignore_eos=True, seed=7, logprobs=True, top_logprobs=2,
         max_completion_tokens=9,
     )  # fmt: skip
-    made = sampling_params.chat_params(body, room=100, vocab=10)
+    made = chat(body)
     assert (made.temperature, made.top_p, made.top_k, made.min_p, made.seed, made.logprobs) == (0, 0.5, 0, 0.1, 7, 2)
     assert (made.repetition_penalty, made.presence_penalty, made.frequency_penalty) == (1.5, -2, 2)
     assert (made.stop, made.stop_token_ids, made.ignore_eos, made.max_tokens) == (("x",), (3,), True, 9)
@@ -130,8 +145,8 @@ def test_sampling_parameters_are_those_of_the_request() -> None:
 
 def test_the_smallest_nucleus_is_one_token() -> None:
     for kind, made in (
-        (ChatBody, sampling_params.chat_params(take(ChatBody, top_p=0, top_k=40), 100, 10)),
-        (CompletionBody, sampling_params.completion_params(take(CompletionBody, top_p=0.0), 100, 10)),
+        (ChatBody, chat(take(ChatBody, top_p=0, top_k=40))),
+        (CompletionBody, completion(take(CompletionBody, top_p=0.0))),
         (AnthropicBody, sampling_params.anthropic_params(take(AnthropicBody, top_p=0, top_k=3), 100)),
     ):
         assert (made.top_k, made.top_p) == (1, 1.0), kind
@@ -179,7 +194,7 @@ def test_the_best_of_several_cannot_be_streamed_and_needs_log_probabilities() ->
     assert (error.value.code, error.value.param) == ("invalid_value", "best_of")
     assert take(CompletionBody, n=3, best_of=3, stream=True).best_of == 3  # what it is where it is left out
     for given_, wanted in (({"best_of": 2}, 0), ({"n": 2, "best_of": 2}, None), ({"best_of": 2, "logprobs": 3}, 3)):
-        assert sampling_params.completion_params(take(CompletionBody, **given_), 100, 10).logprobs == wanted
+        assert completion(take(CompletionBody, **given_)).logprobs == wanted
 
 
 def test_candidates_are_at_least_what_is_kept_of_them_as_the_document_says() -> None:
@@ -220,20 +235,20 @@ def obeys(value: Any, schema: dict[str, Any]) -> bool:
 
 
 def test_defaults_are_the_apis() -> None:
-    assert sampling_params.chat_params(take(ChatBody), 100, 10).max_tokens == 100  # what fits
-    assert sampling_params.completion_params(take(CompletionBody), 100, 10).max_tokens == 16
-    assert sampling_params.completion_params(take(CompletionBody), 5, 10).max_tokens == 5
-    assert sampling_params.completion_params(take(CompletionBody), 100, 10).temperature == 1
-    echo = sampling_params.completion_params(take(CompletionBody, echo=True, max_tokens=0, logprobs=1), 100, 10)
+    assert chat(take(ChatBody)).max_tokens == 100  # what fits
+    assert completion(take(CompletionBody)).max_tokens == 16
+    assert completion(take(CompletionBody), 5).max_tokens == 5
+    assert completion(take(CompletionBody)).temperature == 1
+    echo = completion(take(CompletionBody, echo=True, max_tokens=0, logprobs=1))
     assert (echo.max_tokens, echo.logprobs, echo.prompt_logprobs) == (0, 1, 1)
 
 
 def test_logit_bias_is_by_token() -> None:
-    made = sampling_params.chat_params(take(ChatBody, logit_bias={"3": 5, "9": -100}), 100, 10)
+    made = chat(take(ChatBody, logit_bias={"3": 5, "9": -100}))
     assert dict(made.logit_bias) == {3: 5, 9: -100}
     for key in ("10", "-1", "abc", "", "1.0", "²", "9" * 30):
         with pytest.raises(APIError) as error:
-            sampling_params.chat_params(take(ChatBody, logit_bias={key: 1}), 100, 10)
+            chat(take(ChatBody, logit_bias={key: 1}))
         assert error.value.param == "logit_bias"
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from attar.protocol.messages import Delta, Embed, Embedding, Failed, Finished, Submit
 from attar.protocol.request import SamplingParams
-from attar.server.admission.fair_queue import Places
+from attar.server.admission.fair_queue import FairQueue
 from attar.server.engine_client import response_stream
 from attar.server.engine_client.connection import PromptScores
 from attar.server.engine_client.response_stream import (
@@ -39,7 +39,7 @@ def answering(
     """An answer that has begun, what it sends, and what it drops."""
     sent: list[Submit | Embed] = []
     dropped: list[tuple[list[str], bool]] = []
-    places = Places()
+    places = FairQueue()
     places.size = 1000
     answer = ResponseStream(
         commands,
@@ -136,7 +136,7 @@ def test_where_all_streams_together_leave_too_much_the_one_that_leaves_most_is_l
 
     def stream() -> ResponseStream:
         command = Submit("a", (1,), SamplingParams())
-        places = Places()
+        places = FairQueue()
         places.size = 1
         made = ResponseStream([command], 1, lambda answer, batch: None, lambda ids, tell: None, places, backlog)
         made.go_on()

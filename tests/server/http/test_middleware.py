@@ -16,6 +16,7 @@ from attar.server.http import middleware
 from attar.server.http.middleware import OPEN_TO_ALL
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
+from tests.errors import user_error
 from tests.server.conftest import Reply, Running
 
 KEY, OTHER = "first-key-of-the-test-" + "a" * 20, "other-key-of-the-test-" + "b" * 20
@@ -272,7 +273,7 @@ def test_the_bytes_of_all_bodies_are_bounded_and_one_key_of_several_has_half_of_
 
 
 def test_limits_are_for_keys() -> None:
-    with pytest.raises(ValueError, match="API key"):
+    with user_error("option_missing"):
         ServerOptions(limits=KeyLimits(tokens_per_minute=5))
 
 

@@ -19,6 +19,7 @@ from soaks.served import Served
 from attar.server.http.security import KEY_VARIABLE, Keys, checked_keys, find_keys, host_name, is_loopback, read_keys
 from attar.server.options import ServerOptions
 from attar.text.tokenizer import Tokenizer
+from tests.errors import user_error
 
 KEY, OTHER = "k" * 32, "o" * 40
 
@@ -26,7 +27,7 @@ KEY, OTHER = "k" * 32, "o" * 40
 def test_keys_are_lines_of_a_private_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"{KEY}\n\n  {OTHER}  \n")
-    with pytest.raises(ValueError, match="chmod 600"):
+    with user_error("file_unsafe"):
         read_keys(file)
     file.chmod(0o600)
     assert read_keys(file) == (KEY, OTHER)
@@ -70,7 +71,7 @@ def test_salts_belong_to_keys_and_servers() -> None:
 def test_addresses_that_others_reach_need_a_key() -> None:
     for host in ("0.0.0.0", "::", "192.168.1.4", "example.org"):
         assert not is_loopback(host)
-        with pytest.raises(ValueError, match="key"):
+        with user_error("exposed_without_key"):
             ServerOptions(host=host)
         assert ServerOptions(host=host, keys=Keys.of([KEY])).names == frozenset()
     for host in ("127.0.0.1", "::1", "localhost", "127.1.2.3"):
@@ -90,9 +91,9 @@ def test_addresses_that_others_reach_need_a_key() -> None:
         "example.org:443",
         " example.org",
     ):
-        with pytest.raises(ValueError, match="no host's name"):
+        with user_error("address_invalid"):
             ServerOptions(hosts=frozenset({name}))
-    with pytest.raises(ValueError, match="every web page"):
+    with user_error("address_invalid"):
         ServerOptions(origins=frozenset({"*"}))
 
 
@@ -102,7 +103,7 @@ def test_host_names_have_no_port() -> None:
 
 
 WATCHED = """
-import json, sys
+import asyncio, json, sys
 from pathlib import Path
 
 seen = []
@@ -114,12 +115,13 @@ def watch(event, arguments):
         seen.append([event, repr(arguments[0])])
 
 from attar.server.options import ServerOptions
-from attar.server.serve import serve
+from attar.server.serve import Server
 from attar.text.tokenizer import Tokenizer
 
 tokenizer = Tokenizer.load(Path(sys.argv[2]))
 sys.addaudithook(watch)
-serve(Path(sys.argv[1]), tokenizer, ServerOptions(port=0), lambda url: print(url, flush=True))
+server = Server(Path(sys.argv[1]), tokenizer, ServerOptions(port=0))
+asyncio.run(server.run(lambda url: print(url, flush=True)))
 print(json.dumps(seen), flush=True)
 """
 

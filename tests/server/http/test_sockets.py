@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import resource
 import socket
@@ -18,11 +19,12 @@ from tests.server.http.test_limits import GET, head
 MOST = 20
 
 
-class Pretended:
+class Pretended(asyncio.BaseTransport):
     def __init__(self) -> None:
+        super().__init__()
         self.closed = False
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         self.closed = True
 
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import uvicorn
 
-from attar.server import request_context, serve
+from attar.server import request_handler, serve
 from attar.server.api import response_types
 from attar.server.http import sockets, sse
 from attar.server.http.limits import LimitedProtocol
@@ -121,7 +121,7 @@ def test_a_stream_that_has_nothing_to_say_says_that(
 ) -> None:
     silence = 0.05
     monkeypatch.setattr(sse, "SILENCE", silence)
-    monkeypatch.setattr(request_context, "PROMPT_ANSWER", 0.05)
+    monkeypatch.setattr(request_handler, "PROMPT_ANSWER", 0.05)
     said = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
     ping = b'event: ping\ndata: {"type":"ping"}\n\n' if path == "/v1/messages" else b": ping\n\n"
     server.engine.held = True

@@ -166,7 +166,9 @@ def outline(path: Path, names: Names, shapes: Mapping[str, tuple[int, int]]) -> 
 
 def _open(path: Path) -> TensorFile:
     if not (path / WEIGHTS).exists() and (path / "adapter_model.bin").exists():
-        raise CheckpointError(f"{path}: adapter_model.bin is a pickle, which is not read: have PEFT save safetensors")
+        raise CheckpointError(
+            "file_unsafe", f"{path}: adapter_model.bin is a pickle, which is not read: have PEFT save safetensors"
+        )
     return TensorFile(path / WEIGHTS)
 
 
@@ -179,38 +181,42 @@ def _outline(path: Path, file: TensorFile, names: Names, shapes: Mapping[str, tu
         half = next((end for end in (DOWN, UP) if tensor.endswith(end)), None)
         module = tensor.removeprefix(PREFIX)
         if module.endswith(ENDS):
-            raise CheckpointError(
-                f"{file.path}: {tensor!r} is a matrix of the base itself, which training may have changed: have PEFT "
-                "save with save_embedding_layers=False"
+            raise file.error(
+                "adapter_invalid",
+                f"{tensor!r} is a matrix of the base itself, which training may have changed: have PEFT "
+                "save with save_embedding_layers=False",
             )
         if half is None or not tensor.startswith(PREFIX):
-            raise CheckpointError(f"{file.path}: tensor {tensor!r} is neither the A nor the B of a linear's LoRA")
+            raise file.error("adapter_invalid", f"tensor {tensor!r} is neither the A nor the B of a linear's LoRA")
         module = module.removesuffix(half)
         if module not in modules:
-            raise CheckpointError(f"{file.path}: the model has no linear {module!r}{near(module, modules)}")
+            raise file.error("adapter_mismatch", f"the model has no linear {module!r}{near(module, modules)}")
         part = file.info(tensor)
         if part.dtype not in FLOATS or len(part.shape) != 2:
-            raise CheckpointError(f"{file.path}: tensor {tensor!r} is {part.dtype} {list(part.shape)}, not a matrix")
+            raise file.error("adapter_invalid", f"tensor {tensor!r} is {part.dtype} {list(part.shape)}, not a matrix")
         pair = halves.setdefault(modules[module], {})
         if half in pair:
-            raise CheckpointError(f"{file.path}: holds {half.removeprefix('.')} of {modules[module]} twice")
+            raise file.error("adapter_invalid", f"holds {half.removeprefix('.')} of {modules[module]} twice")
         pair[half] = tensor
     if not halves:
-        raise CheckpointError(f"{file.path}: holds no adapter")
+        raise file.error("adapter_invalid", "holds no adapter")
     alphas = _Patterned(config, "alpha_pattern", "lora_alpha", path)
     ranks = _Patterned(config, "rank_pattern", "r", path)
     pairs = {}
     for name, pair in halves.items():
         if len(pair) < 2:
-            raise CheckpointError(f"{file.path}: {name} has only one of lora_A and lora_B")
+            raise file.error("adapter_invalid", f"{name} has only one of lora_A and lora_B")
         rank = ranks.of(name)
         if rank > MAX_RANK or rank != int(rank):
-            raise CheckpointError(f"{path / CONFIG}: a rank of {rank:g} for {name}: they are 1 to {MAX_RANK}")
+            raise CheckpointError(
+                "adapter_invalid", f"{path / CONFIG}: a rank of {rank:g} for {name}: they are 1 to {MAX_RANK}"
+            )
         down, up = file.info(pair[DOWN]).shape, file.info(pair[UP]).shape
         if down != (rank, shapes[name][1]) or up != (shapes[name][0], rank):
-            raise CheckpointError(
-                f"{file.path}: {name} is {list(shapes[name])} and its rank {rank:g}, which A {list(down)} and "
-                f"B {list(up)} do not fit"
+            raise file.error(
+                "adapter_mismatch",
+                f"{name} is {list(shapes[name])} and its rank {rank:g}, which A {list(down)} and "
+                f"B {list(up)} do not fit",
             )
         scale = alphas.of(name) / (math.sqrt(rank) if config.get("use_rslora") else rank)
         pairs[name] = Pair(pair[DOWN], pair[UP], int(rank), scale)
@@ -233,7 +239,7 @@ def read(path: Path, names: Names, shapes: Mapping[str, tuple[int, int]]) -> Lor
 def _finite(file: TensorFile, tensor: str, scale: float = 1.0) -> Tensor:
     value = file.read(tensor).float() * scale
     if not value.isfinite().all():
-        raise CheckpointError(f"{file.path}: tensor {tensor!r} holds a NaN or an infinity")
+        raise file.error("not_finite", f"tensor {tensor!r} holds a NaN or an infinity")
     return value
 
 
@@ -242,19 +248,21 @@ BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def _check(config: Mapping[str, Any], path: Path) -> None:
-    where = path / CONFIG
+    def refused(what: str) -> CheckpointError:
+        return CheckpointError("feature_unsupported", f"{path / CONFIG}: {what}")
+
     if config.get("peft_type") != "LORA":
-        raise CheckpointError(f"{where}: peft_type is {config.get('peft_type')!r}: only LORA is supported")
+        raise refused(f"peft_type is {config.get('peft_type')!r}: only LORA is supported")
     if config.get("bias", "none") != "none":
-        raise CheckpointError(f"{where}: bias is {config['bias']!r}: trained biases are not supported")
+        raise refused(f"bias is {config['bias']!r}: trained biases are not supported")
     if (beginning := config.get("init_lora_weights", True)) not in BEGINNINGS:
-        raise CheckpointError(
-            f"{where}: init_lora_weights is {beginning!r}, which changes the base: have PEFT convert the "
-            "adapter when it saves it (path_initial_model_for_weight_conversion)"
+        raise refused(
+            f"init_lora_weights is {beginning!r}, which changes the base: have PEFT convert the adapter when it saves "
+            "it (path_initial_model_for_weight_conversion)"
         )
     for key, value in config.items():
         if key not in KNOWN and value:
-            raise CheckpointError(f"{where}: {key} is set, which changes what is computed and is not supported")
+            raise refused(f"{key} is set, which changes what is computed and is not supported")
 
 
 class _Patterned:
@@ -264,7 +272,7 @@ class _Patterned:
         where = f"{path / CONFIG}"
         found = config.get(patterns) or {}
         if not isinstance(found, dict):
-            raise CheckpointError(f"{where}: {patterns} must be an object")
+            raise CheckpointError("adapter_invalid", f"{where}: {patterns} must be an object")
         self._general = _positive(config.get(general), f"{where}: {general}")
         compiled = Patterns()
         self._patterns: list[tuple[re.Pattern[str], float]] = [
@@ -281,7 +289,7 @@ class _Patterned:
 
 def _positive(value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
-        raise CheckpointError(f"{where} must be a positive number, not {value!r}")
+        raise CheckpointError("adapter_invalid", f"{where} must be a positive number, not {value!r}")
     return value
 
 
@@ -329,11 +337,7 @@ def attach(decoder: Decoder, path: Path) -> Lora:
 
     Raises CheckpointError as `read` does.
     """
-    found = read(path, decoder.config.names, shapes_of(decoder))
-    for linear in linears_of(decoder):
-        linear.adapter = _prepared(found, linear, decoder)
-    _tell(decoder, 0, path)
-    return found
+    return _put(decoder, 0, path)
 
 
 def install(decoder: Decoder, number: int, path: Path) -> Lora:
@@ -342,11 +346,20 @@ def install(decoder: Decoder, number: int, path: Path) -> Lora:
     Raises CheckpointError as `read` does.
     """
     assert number > 0, "0 is for rows without an adapter"
+    return _put(decoder, number, path)
+
+
+def _put(decoder: Decoder, number: int, path: Path) -> Lora:
+    """Read an adapter into a model's linears, number 0 for every row; other processes of the model read it too."""
     found = read(path, decoder.config.names, shapes_of(decoder))
     for linear in linears_of(decoder):
-        if (made := _prepared(found, linear, decoder)) is not None:
+        made = _prepared(found, linear, decoder)
+        if not number:
+            linear.adapter = made
+        elif made is not None:
             linear.adapters[number] = made
-    _tell(decoder, number, path)
+    if isinstance(decoder, SplitDecoder) and decoder.lead is not None:
+        decoder.lead.adapt(number, str(path.resolve()))
     return found
 
 
@@ -364,9 +377,3 @@ def _prepared(found: Lora, linear: Linear, decoder: Decoder) -> Adapter | Prepar
     cut = decoder.split.cuts.get(linear.name) if isinstance(decoder, SplitDecoder) else None
     change = change if cut is None else cut_adapter(change, cut)
     return ops.prepare_adapter(change, decoder.store, decoder.device)
-
-
-def _tell(decoder: Decoder, number: int, path: Path) -> None:
-    """Send the adapter's path to the model's other processes, where there are any."""
-    if isinstance(decoder, SplitDecoder) and decoder.lead is not None:
-        decoder.lead.adapt(number, str(path.resolve()))

@@ -28,6 +28,7 @@ from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.strict_io import CheckpointError
 from attar.checkpoints.vocabulary import is_gguf
 from attar.checkpoints.writer import MAX_SHARD, ShardWriter, atomic_folder, plan_files, require_free
+from attar.errors import UserError
 from attar.formats.packed import codec
 from attar.formats.scheme import Part, Scheme
 from attar.formats.weight_formats import Sparse24
@@ -57,15 +58,8 @@ class Merged:
     requantized: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "path": str(self.path),
-            "adapter": str(self.adapter),
-            "linears": list(self.linears),
-            "dequantized": dict(self.dequantized),
-            "dtype": self.dtype,
-            "change": self.change,
-            "requantized": self.requantized,
-        }
+        paths = {"path": str(self.path), "adapter": str(self.adapter)}
+        return vars(self) | paths | {"linears": list(self.linears), "dequantized": dict(self.dequantized)}
 
     def sentences(self) -> list[str]:
         """Return sentences about the dequantization of a compressed base; none for a dense one."""
@@ -117,16 +111,19 @@ def merge(base: Path, adapter: Path, out: Path, *, overwrite: bool = False, max_
     written; ValueError for a GGUF file.
     """
     if is_gguf(base):
-        raise ValueError(
+        raise UserError(
+            "source_is_gguf",
             f"{base} is a GGUF file, whose types have no place for an adapter: use it unmerged (--adapter), or merge "
-            "it into the folder that the file was made from"
+            "it into the folder that the file was made from",
         )
     source = Checkpoint.open(base)
     folder, config = source.folder, source.config
     shapes = {name: source.linear_shape(name) for name in all_compressible(config)}
     found = lora.read(adapter, config.names, shapes | {config.names.head: (config.vocab_size, config.hidden)})
     if config.tied and config.names.head in found.adapters:
-        raise CheckpointError(f"{adapter} changes an output matrix that is the embedding too: use it unmerged")
+        raise CheckpointError(
+            "adapter_mismatch", f"{adapter} changes an output matrix that is the embedding too: use it unmerged"
+        )
     packed = packed_linears(source)
     modules = {source.stored_linear(name): name for name in packed}
     kept = [name for name in folder.names() if name.endswith(".bias") or not _is_of(name, modules)]
@@ -181,5 +178,5 @@ def _rounded(value: Tensor, dtype: torch.dtype, tensor: str) -> Tensor:
     """Round to a dtype. Raises CheckpointError where a number is too large for it."""
     rounded = value.to(dtype)
     if not rounded.isfinite().all():
-        raise CheckpointError(f"{tensor} overflows {dtype} with the adapter in it")
+        raise CheckpointError("not_finite", f"{tensor} overflows {dtype} with the adapter in it")
     return rounded

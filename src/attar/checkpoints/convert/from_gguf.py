@@ -27,6 +27,7 @@ from attar.checkpoints.gguf.config import file_name
 from attar.checkpoints.sources import hf
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
+from attar.errors import UserError
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Part, Scheme
 from attar.formats.weight_formats import GgmlBlocks
@@ -65,7 +66,10 @@ def file_to_folder(
         if (against := target.against(linears[module])) is not None:
             raise inexact(file_name(name), against, where)
     if not linears:
-        raise ValueError(f"{where} is not compressed: there is nothing to re-pack, and `attar compress` reads folders")
+        raise UserError(
+            "source_not_compressed",
+            f"{where} is not compressed: there is nothing to re-pack, and `attar compress` reads folders",
+        )
     planned = target.planned(linears)
     for module, each in planned.items():
         layout |= target.declared(module, each)
@@ -139,7 +143,10 @@ def _check_config(file: GgufCheckpoint, folder: Checkpoint) -> None:
     )  # fmt: skip
     if same != ours:
         found = ", ".join(f.name for f in fields(ours) if getattr(same, f.name) != getattr(ours, f.name))
-        raise ValueError(f"{file.file.path} cannot be converted exactly: config.json reads back with another {found}")
+        raise UserError(
+            "conversion_inexact",
+            f"{file.file.path} cannot be converted exactly: config.json reads back with another {found}",
+        )
 
 
 def write_tokenizer(checkpoint: GgufCheckpoint, out: Path) -> None:

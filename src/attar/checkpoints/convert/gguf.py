@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from attar.checkpoints.convert.grids import GGML, as_half, as_scheme, blocks_of_fp4, grid_of, spread
+from attar.checkpoints.convert.grids import GGML, as_half, as_scheme, blocks_of_fp4, grid_of, not_exact, spread
 from attar.checkpoints.convert.source import Stored
 from attar.formats import affine
 from attar.formats.codecs import ggml_blocks
@@ -107,11 +107,11 @@ def _with_offsets(packed: PackedTensor, kind: GgmlType) -> Blocks:
     middle = 1 << (own.grid.bits - 1)
     half = _each(as_half(scale, kind.name))
     if not (half > 0).all():  # a sum that cancels is 0, where a product with such a scale is -0
-        raise ValueError(f"{kind.name} has no -0, which a scale that is not above zero makes of zeros")
+        raise not_exact(f"{kind.name} has no -0, which a scale that is not above zero makes of zeros")
     wanted = -(half.float() * (_each(zero).float() + middle))
     m = wanted.half()
     if not torch.equal(m.float(), wanted):
-        raise ValueError(f"{kind.name} has an offset in float16, and a scale times its zero point is none")
+        raise not_exact(f"{kind.name} has an offset in float16, and a scale times its zero point is none")
     return Blocks(codes.to(torch.int16).reshape(-1, kind.elements) + middle, half, m)
 
 
@@ -122,7 +122,7 @@ def _fine_blocks(packed: PackedTensor, kind: GgmlType) -> Tensor:
     for part in row_slices(rows, columns):
         some = codes[part].to(torch.int16).reshape(-1, kind.elements)
         if kind.name == "IQ4_XS" and not torch.isin(some, torch.tensor(IQ4_VALUES, dtype=torch.int16)).all():
-            raise ValueError("IQ4_XS has 16 codes, and here are others")
+            raise not_exact("IQ4_XS has 16 codes, and here are others")
         d, multiples = _shared(scale[part].reshape(len(some), -1), kind)
         raw[part] = ggml_blocks.pack(kind, Blocks(some, d, None, multiples)).view(-1, raw.shape[1])
     return raw
@@ -152,7 +152,7 @@ def _shared(scale: Tensor, kind: GgmlType) -> tuple[Tensor, Tensor]:
         left = left[~fits]
         if not len(left):
             return d, found
-    raise ValueError(f"the scales of a block of {kind.name} are whole multiples of one float16, and these are of none")
+    raise not_exact(f"the scales of a block of {kind.name} are whole multiples of one float16, and these are of none")
 
 
 def _each(groups: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.gguf.checkpoint import SCHEMES
+from attar.errors import UserError
 from attar.formats import affine
 from attar.formats.codecs import fp4, ggml_blocks, progressive, sparse24
 from attar.formats.codecs.ggml import FP4_VALUES, TYPES, GgmlType
@@ -116,7 +117,7 @@ def as_scheme(packed: PackedTensor, scheme: Scheme, holder: str = "the format") 
     if grid.symmetric and zero is not None:
         wide, zero = _less(codes, zero), None
         if wide.amin() < grid.qmin or wide.amax() > grid.qmax:
-            raise ValueError(f"codes less their zero points do not fit the {grid.bits} bits of {holder}")
+            raise not_exact(f"codes less their zero points do not fit the {grid.bits} bits of {holder}")
         codes = wide.to(torch.int8)
     elif not grid.symmetric and zero is None:
         zero = torch.zeros(scale.shape, dtype=torch.int8)
@@ -141,11 +142,15 @@ def as_half(scale: Tensor, holder: str = "the format") -> Tensor:
     half = scale.half()
     if not torch.equal(half.float(), scale.float()):
         at = int((half.float() != scale.float()).flatten().nonzero()[0])
-        raise ValueError(
+        raise not_exact(
             f"a scale of {str(scale.dtype).removeprefix('torch.')} is no number of float16, which is what {holder} "
             f"has: {float(scale.flatten()[at]):g}"
         )
     return half
+
+
+def not_exact(reason: str) -> UserError:
+    return UserError("conversion_inexact", reason)
 
 
 def _less(codes: Tensor, zero: Tensor) -> Tensor:
@@ -190,7 +195,7 @@ def _zero_points(kind: GgmlType, found: ggml_blocks.Blocks, step: Tensor, last: 
     times = torch.where(flat | (offset == 0), 0.0, (-offset / step).round())
     exact = flat | ((times >= 0) & (times <= last) & (times * step == -offset))
     if not exact.all():  # also where one is not finite
-        raise ValueError(
+        raise not_exact(
             f"{kind.name} has an offset that is no whole number of its scales, 0 to {last}, as zero points are"
         )
     # With a negative scale a code less itself would be -0, where a sum that cancels is 0.
@@ -215,10 +220,10 @@ def fp4_of_blocks(kind: GgmlType, raw: Tensor) -> PackedTensor:
     if kind.name == "NVFP4":
         scale = torch.where(scale == 0x7F, 0, scale)  # GGML reads it as zero
         if (scale == 0xFF).any():
-            raise ValueError("NVFP4 has a scale of 480 (byte 255), which GGML alone has: elsewhere it is NaN")
+            raise not_exact("NVFP4 has a scale of 480 (byte 255), which GGML alone has: elsewhere it is NaN")
         scale = (scale & 0x7F).view(torch.float8_e4m3fn)  # GGML ignores the sign
     elif (scale == 0xFF).any():
-        raise ValueError("MXFP4 has a scale of 2^128 (byte 255), which GGML alone has: elsewhere it is NaN")
+        raise not_exact("MXFP4 has a scale of 2^128 (byte 255), which GGML alone has: elsewhere it is NaN")
     parts = {"codes": fp4.pairs(codes), "scale": scale}
     if form.name == "nvfp4":
         parts["global"] = torch.ones(1)
@@ -241,14 +246,14 @@ def blocks_of_fp4(packed: PackedTensor) -> Tensor:
         factors = fp4.factors(packed)
         narrow = factors.to(torch.float8_e4m3fn)
         if not ((narrow.float() == factors) & ~factors.signbit()).all():
-            raise ValueError(
+            raise not_exact(
                 f"NVFP4's scales are divided by a number for the whole tensor, {float(packed.parts['global']):g}, and "
                 "then are none of E4M3, which GGML's blocks hold; the number that a GGUF file may have beside them "
                 "multiplies products and not weights, which rounds otherwise"
             )
         scale = narrow.view(torch.uint8)
     elif (scale == 0xFF).any():
-        raise ValueError("a scale of MXFP4 is NaN (byte 255), which GGML reads as a number")
+        raise not_exact("a scale of MXFP4 is NaN (byte 255), which GGML reads as a number")
     halves = (codes[:, :, 0] | codes[:, :, 1] << 4).view(rows, -1, kind.elements // 2)
     return torch.cat((scale.view(rows, halves.shape[1], -1), halves), -1).flatten(1)
 
@@ -259,7 +264,7 @@ def _of_fp4(packed: PackedTensor) -> tuple[Tensor, Tensor]:
     stored, factors = packed.parts["codes"], fp4.factors(packed)
     scale = factors / 2
     if not (scale * 2 == factors).all():
-        raise ValueError(f"half of a scale of {packed.scheme.name} is no number of float32")
+        raise not_exact(f"half of a scale of {packed.scheme.name} is no number of float32")
     table = torch.tensor(FP4_VALUES, dtype=torch.int8)
     codes = torch.empty(packed.shape, dtype=torch.int8)
     for part in row_slices(*packed.shape):

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from attar.errors import UserError
+
 
 @dataclass(frozen=True)
 class Converted:
@@ -72,5 +74,7 @@ class Digest:
 def compare(ours: Digest, theirs: Digest) -> None:
     """Raise ValueError naming the first tensor that differs, before the output is put in place."""
     if different := [name for name in ours.of if ours.of[name] != theirs.of.get(name)]:
-        raise ValueError(f"{different[0]} was read back otherwise than it was written: nothing is put in place")
+        raise UserError(
+            "conversion_inexact", f"{different[0]} was read back otherwise than it was written: nothing is put in place"
+        )
     assert ours.whole == theirs.whole

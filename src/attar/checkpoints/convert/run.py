@@ -16,22 +16,27 @@ The output keeps the source's receipt, with the hashes of its own files: `verify
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from attar.checkpoints import vocabulary
-from attar.checkpoints.convert.folders import folder_to_folder
 from attar.checkpoints.convert.from_gguf import file_to_folder
 from attar.checkpoints.convert.gguf import GGUF
-from attar.checkpoints.convert.proof import Converted
-from attar.checkpoints.convert.targets import TARGETS
+from attar.checkpoints.convert.proof import Converted, Digest, compare
+from attar.checkpoints.convert.source import Stored, dense_names, inexact, packed_linears, stored_bits, values_of
+from attar.checkpoints.convert.targets import TARGETS, Target, bits_per_weight, packed_as
 from attar.checkpoints.convert.to_gguf import folder_to_file
+from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources import hub
 from attar.checkpoints.sources.hf import Checkpoint
+from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
+from attar.errors import UserError
+from attar.formats.scheme import Part
 from attar.progress import Progress
 
 FORMATS = (GGUF, *TARGETS)
@@ -46,24 +51,29 @@ def convert(
     format, where source and output are of one format, where `dst` exists, and where the source's receipt is damaged.
     """
     if to not in FORMATS:
-        raise ValueError(f"unknown format {to!r}: known are {', '.join(FORMATS)}")
+        raise UserError("name_unknown", f"unknown format {to!r}: known are {', '.join(FORMATS)}")
     source = hub.resolve(src)
     if not str(dst):
-        raise ValueError("the output's name is empty: give a folder or a .gguf file to write")
+        raise UserError("option_missing", "the output's name is empty: give a folder or a .gguf file to write")
     if (Path(dst).suffix.lower() == ".gguf") != (to == GGUF):
         kind = "a file whose name ends" if to == GGUF else "a folder whose name does not end"
-        raise ValueError(f"--to {to} writes {kind} in .gguf, not {dst}")
+        raise UserError("output_invalid", f"--to {to} writes {kind} in .gguf, not {dst}")
     if source.resolve().is_relative_to(Path(dst).resolve()):
-        raise ValueError(f"{dst} would replace the model that it is made from: choose another output")
+        raise UserError(
+            "output_is_source", f"{dst} would replace the model that it is made from: choose another output"
+        )
     report, found = progress or (lambda stage, done, total: None), receipt.read_receipt(source)
     if vocabulary.is_gguf(source):
         if to == GGUF:
-            raise ValueError(f"{source} is a GGUF file already")
+            raise UserError("source_is_gguf", f"{source} is a GGUF file already")
         file = GgufCheckpoint.open(source, torch.float32)
         return _with_receipt(found, source, file_to_folder(file, Path(dst), TARGETS[to], overwrite, report), report)
     checkpoint = Checkpoint.open(source, as_stored=True)
     if (checkpoint.folder.config.get("quantization_config") or {}).get("transform_config"):
-        raise ValueError(f"{source} rotates inputs at run time (transform_config), which no other format can say")
+        raise UserError(
+            "conversion_inexact",
+            f"{source} rotates inputs at run time (transform_config), which no other format can say",
+        )
     if to == GGUF:
         return _with_receipt(found, source, folder_to_file(checkpoint, Path(dst), overwrite, report), report)
     done = folder_to_folder(checkpoint, Path(dst), TARGETS[to], overwrite, report)
@@ -83,3 +93,72 @@ def _with_receipt(found: receipt.Receipt | None, source: Path, done: Converted, 
     except (OSError, ValueError) as error:  # the output is whole
         why = f"the output has no receipt: {error}"
     return done if why is None else replace(done, notes=(*done.notes, why))
+
+
+def folder_to_folder(checkpoint: Checkpoint, dst: Path, target: Target, overwrite: bool, report: Progress) -> Converted:
+    """Write a compressed folder to the folder `dst` in the format of `target`; `report` counts linears.
+
+    Raises ValueError naming the first tensor that the format cannot hold exactly. It also does where nothing is
+    compressed or all is in that format already, where `dst` exists, and where a tensor reads back otherwise than it was
+    written.
+    """
+    folder, config = checkpoint.folder, checkpoint.config
+    linears = packed_linears(checkpoint)
+    if not linears:
+        raise UserError(
+            "source_not_compressed", f"{folder.path} is not compressed: `attar compress` makes a smaller model of it"
+        )
+    if folder.config["quantization_config"]["quant_method"] == target.name:
+        raise UserError("source_compressed", f"{folder.path} is stored as {target.name} already")
+    if config.tied and config.names.head in linears and target.name != "compressed-tensors":
+        raise inexact(config.names.embed, f"{target.name} has no packed embedding", folder.path)
+    for name, each in linears.items():
+        if (reason := target.against(each)) is not None:
+            raise inexact(name, reason, folder.path)
+    planned = target.planned(linears)
+    placed = {checkpoint.stored_linear(name): each for name, each in planned.items()}
+    kept = dense_names(checkpoint, linears)
+    settings = target.config(placed, _dense_linears(checkpoint, linears, kept))
+    layout: dict[str, Part] = {name: folder.info(name) for name in kept}
+    for module, each in placed.items():
+        layout |= target.declared(module, each)
+    files, carried, ours = plan_files(layout), folder.carry_files(), Digest()
+    with atomic_folder(dst, overwrite, resumes=False) as work:
+        with ShardWriter(work.out, files) as writer:
+            for done, name in enumerate(linears, 1):
+                linear = checkpoint.linear(name)
+                try:
+                    arrays = target.arrays(checkpoint.stored_linear(name), packed_as(linear, planned[name]))
+                except ValueError as error:
+                    raise inexact(name, error, folder.path) from None
+                for tensor, value in arrays.items():
+                    writer.write(tensor, value)
+                ours.add(name, values_of(linear))
+                report("converting", done, len(linears))
+            for name in kept:
+                value = folder.read(name)
+                writer.write(name, value)
+                ours.add(name, value)
+            writer.finish()
+        write_json(work.out / CONFIG, {**folder.config, "quantization_config": settings})
+        folder.carry(carried, work.out)
+        again, theirs = Checkpoint.open(work.out, as_stored=True), Digest()
+        for done, name in enumerate(linears, 1):
+            theirs.add(name, values_of(again.linear(name)))
+            report("comparing", done, len(linears))
+        for name in kept:
+            theirs.add(name, again.folder.read(name))
+        compare(ours, theirs)
+    size = sum(file.size for file in files)
+    bits, before = bits_per_weight(target, placed), stored_bits(checkpoint, linears)
+    return Converted(dst, target.name, len(ours.of), len(linears), size, bits, before, ours.whole, ())
+
+
+def _dense_linears(checkpoint: Checkpoint, linears: Mapping[str, Stored], kept: list[str]) -> list[str]:
+    """Return the stored names of the linears that are not compressed, gates of experts and a tied LM head among
+    them."""
+    folder, names = checkpoint.folder, checkpoint.config.names
+    tables = [checkpoint.stored_name(each) for each in (names.embed, names.positions) if each is not None]
+    matrices = [name.removesuffix(".weight") for name in kept if len(folder.info(name).shape) == 2]
+    head = [] if names.head in linears else [checkpoint.stored_name(names.head)]
+    return list(dict.fromkeys([*(name for name in matrices if name not in tables), *head]))

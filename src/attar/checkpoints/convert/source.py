@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.sources.hf import Checkpoint
+from attar.errors import UserError
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear
@@ -29,7 +30,7 @@ class Stored:
 def packed_linears(checkpoint: Checkpoint) -> dict[str, Stored]:
     """Return every compressed linear of a folder, by our name."""
     config, found = checkpoint.config, {}
-    for name in linear_names(checkpoint):
+    for name in (*all_compressible(config), config.names.head):
         if name == config.names.head and config.tied and not packed_ends(config, checkpoint):
             continue
         scheme = checkpoint.scheme_of(name)
@@ -40,10 +41,6 @@ def packed_linears(checkpoint: Checkpoint) -> dict[str, Stored]:
             permuted = permuted and checkpoint.linear(name).permutation is not None
             found[name] = Stored(scheme, checkpoint.linear_shape(name), permuted)
     return found
-
-
-def linear_names(checkpoint: Checkpoint) -> list[str]:
-    return [*all_compressible(checkpoint.config), checkpoint.config.names.head]
 
 
 def dense_names(checkpoint: Checkpoint, linears: Mapping[str, Stored]) -> list[str]:
@@ -92,5 +89,5 @@ def stored_name(checkpoint: Checkpoint, name: str) -> str:
     return stored
 
 
-def inexact(name: str, reason: object, where: Path) -> ValueError:
-    return ValueError(f"{where}: {name} cannot be converted exactly: {reason}")
+def inexact(name: str, reason: object, where: Path) -> UserError:
+    return UserError("conversion_inexact", f"{where}: {name} cannot be converted exactly: {reason}")

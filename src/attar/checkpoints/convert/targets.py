@@ -44,24 +44,19 @@ class Target(Protocol):
 
     def against(self, each: Stored) -> str | None:
         """Return why the format cannot hold a linear, as the end of a sentence; None where it can."""
-        ...
 
     def planned(self, modules: Mapping[str, Stored]) -> dict[str, Stored]:
         """Return all linears of a folder, each accepted by `against`, in the schemes that the format gives them."""
-        ...
 
     def declared(self, module: str, each: Stored) -> dict[str, Part]:
         """Return every tensor that stores a linear in its planned scheme."""
-        ...
 
     def arrays(self, module: str, linear: Linear) -> dict[str, Tensor]:
         """Return the tensors of `declared` for a linear in its planned scheme (`packed_as`)."""
-        ...
 
     def config(self, modules: Mapping[str, Stored], dense: Sequence[str]) -> dict[str, Any]:
         """Return the quantization_config of linears in their planned schemes; `dense` are the names of dense
         linears."""
-        ...
 
 
 def packed_as(linear: Linear, each: Stored) -> Linear:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from attar.checkpoints.convert.gguf import DENSE, GGUF, blocks, kinds_for
 from attar.checkpoints.convert.proof import Converted, Digest, compare
@@ -48,23 +47,17 @@ def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: P
     ends = [f"{checkpoint.stored_name(name)}.weight" for name in (checkpoint.config.names.embed, "lm_head")]
     shared = checkpoint.config.tied and not all(map(folder.has, ends))
     config = replace(checkpoint.config, tied=shared)
-    kinds: dict[str, GgmlType] = {}
-    for name, each in linears.items():
-        kinds[name] = _chosen(checkpoint, name, each)
+    kinds = {name: _chosen(checkpoint, name, each) for name, each in linears.items()}
     if shared and config.names.head in kinds:
         kinds[config.names.embed] = kinds[config.names.head]
-    head, factors = gguf_export.describe(
-        config,
-        gguf_export.file_type([kind.name for kind in kinds.values()] or [DENSE[config.dtype]]),
-        folder.path.resolve().name,
-    )
+    file_type = gguf_export.file_type([kind.name for kind in kinds.values()] or [DENSE[config.dtype]])
+    head, factors = gguf_export.describe(config, file_type, folder.path.resolve().name)
     words, note = gguf_export.words(folder.path, config)
     layout: dict[str, tuple[GgmlType, tuple[int, ...]]] = {}
     if factors is not None:
         layout[ROPE_FACTORS] = (TYPES["F32"], (len(factors),))
     names = list(gguf_export.tensor_names(config, checkpoint.has))
-    for name in names:
-        layout[file_name(name)] = _planned(checkpoint, name, kinds)
+    layout |= {file_name(name): _planned(checkpoint, name, kinds) for name in names}
     ours = Digest()
     with atomic_gguf(dst, head | words, layout, overwrite) as writer:
         if factors is not None:
@@ -84,7 +77,7 @@ def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: P
                 raw = ggml_round.encode(kind, values)
             ours.add(name, values)
             if gguf_export.interleaves(config, name.rpartition(".")[0]):
-                turned = _plain(values) if name.endswith(".bias") else raw
+                turned = values.float().contiguous() if name.endswith(".bias") else raw
                 raw = gguf_export.neighbours(turned, config.head_dim)
                 raw = raw.contiguous().view(torch.uint8) if name.endswith(".bias") else raw
             writer.write(file_name(name), raw)
@@ -118,10 +111,6 @@ def _chosen(checkpoint: Checkpoint, name: str, each: Stored) -> GgmlType:
         else:
             return kind
     raise inexact(name, "; ".join(dict.fromkeys(reasons)), checkpoint.folder.path)
-
-
-def _plain(values: Tensor) -> Tensor:
-    return values.float().contiguous()
 
 
 def _planned(checkpoint: Checkpoint, name: str, kinds: Mapping[str, GgmlType]) -> tuple[GgmlType, tuple[int, ...]]:

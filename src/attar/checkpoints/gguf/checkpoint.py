@@ -25,7 +25,8 @@ from torch import Tensor
 from attar.checkpoints.gguf import config as gguf_config
 from attar.checkpoints.gguf.config import EMBED, ROPE_FACTORS, file_name
 from attar.checkpoints.gguf.file import GgufFile
-from attar.checkpoints.strict_io import CheckpointError
+from attar.checkpoints.strict_io import CheckpointError, naming
+from attar.errors import code_of
 from attar.formats import affine
 from attar.formats.codecs import ggml_blocks
 from attar.formats.codecs.ggml import DECODED, GgmlType
@@ -64,22 +65,20 @@ class GgufCheckpoint:
     ) -> None:
         self.file = file
         if f"{EMBED}.weight" not in file:
-            raise CheckpointError(f"{file.path}: has no tensor '{EMBED}.weight': not a language model with its weights")
+            raise file.error(
+                "checkpoint_incomplete", f"has no tensor '{EMBED}.weight': not a language model with its weights"
+            )
         embed = file.info(f"{EMBED}.weight")
         own = PLAIN.get(embed.kind.name, torch.float32)
         self.dtype = own if dtype is None else dtype
         self.as_stored, self.blocks = as_stored, blocks
-        try:
+        with naming(file.path):
             self._interleaved = gguf_config.architecture(file.metadata).interleaved
             self.config = gguf_config.read_gguf_config(
                 file.metadata, file.names(), embed.shape[0], str(own).removeprefix("torch.")
             )
             if ROPE_FACTORS in file:
                 self.config = self._with_rope_factors(self.config)
-        except CheckpointError:
-            raise
-        except ValueError as error:
-            raise CheckpointError(f"{file.path}: {error}") from None
 
     @classmethod
     def open(
@@ -127,7 +126,7 @@ class GgufCheckpoint:
         """Return the shape (out, in) of linear `name`, from the header alone."""
         shape = self.file.info(file_name(self._weight(name))).shape
         if len(shape) != 2:
-            raise CheckpointError(f"{self.file.path}: {file_name(name)}.weight is {list(shape)}, not a matrix")
+            raise self.file.error("checkpoint_mismatch", f"{file_name(name)}.weight is {list(shape)}, not a matrix")
         return (shape[0], shape[1])
 
     def kind_of(self, name: str) -> GgmlType:
@@ -190,9 +189,10 @@ class GgufCheckpoint:
         rope, tensor = config.ropes[0], self.file.info(ROPE_FACTORS)
         assert rope is not None, "the metadata describe one rope, for every layer"
         if not tensor.kind.decoded or tensor.shape != (rope.dims // 2,):  # before any value is read
-            raise CheckpointError(
-                f"{self.file.path}: {ROPE_FACTORS} must be a row of {rope.dims // 2} numbers, one for each pair of "
-                f"columns, not {tensor.kind.name} {list(tensor.shape)}"
+            raise self.file.error(
+                "checkpoint_mismatch",
+                f"{ROPE_FACTORS} must be a row of {rope.dims // 2} numbers, one for each pair of "
+                f"columns, not {tensor.kind.name} {list(tensor.shape)}",
             )
         factors = ggml_blocks.decode(tensor.kind, self.file.read(ROPE_FACTORS)).tolist()
         return replace(config, ropes=(gguf_config.rope_with_factors(rope, factors),) * config.layers)
@@ -207,15 +207,14 @@ class GgufCheckpoint:
         except CheckpointError:
             raise
         except ValueError as error:
-            said = (
-                str(error)
-                .replace("config.json makes", "the metadata make")
-                .replace("which config.json declares", "which the architecture has")
-            )
-            raise CheckpointError(f"{path}: {said}") from None
+            said = str(error).replace("config.json makes", "the metadata make")
+            said = said.replace("which config.json declares", "which the architecture has")
+            raise CheckpointError(code_of(error), f"{path}: {said}") from None
         for name in self.file.names():
             if name not in outline.asked and name not in UNUSED:
-                raise CheckpointError(f"{path}: tensor {name!r} has no place in a {config.architecture}")
+                raise CheckpointError(
+                    "checkpoint_mismatch", f"{path}: tensor {name!r} has no place in a {config.architecture}"
+                )
 
 
 def as_grid(kind: GgmlType, raw: Tensor) -> PackedTensor:
@@ -236,16 +235,13 @@ class _Outline:
     names."""
 
     def __init__(self, checkpoint: GgufCheckpoint) -> None:
-        self.checkpoint, self.asked = checkpoint, set[str]()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.checkpoint.dtype
+        self.checkpoint, self.dtype, self.has = checkpoint, checkpoint.dtype, checkpoint.has
+        self.asked = set[str]()
 
     def linear(self, name: str) -> Linear:
         weight = self.tensor(self.checkpoint._weight(name))
         if weight.ndim != 2:
-            raise CheckpointError(f"{self.checkpoint.file.path}: {file_name(name)}.weight is not a matrix")
+            raise self.checkpoint.file.error("checkpoint_mismatch", f"{file_name(name)}.weight is not a matrix")
         return Linear(name, weight, self.tensor(f"{name}.bias") if self.has(f"{name}.bias") else None)
 
     def tensor(self, name: str) -> Tensor:
@@ -253,15 +249,13 @@ class _Outline:
         tensor = file.info(stored)
         if not tensor.kind.decoded:
             known = ", ".join(kind.name for kind in DECODED)
-            raise CheckpointError(f"{file.path}: tensor {stored!r} is {tensor.kind.name}: attar computes with {known}")
+            raise file.error(
+                "quantization_unsupported", f"tensor {stored!r} is {tensor.kind.name}: attar computes with {known}"
+            )
         self.asked.add(stored)
         return torch.empty(tensor.shape, device="meta")
 
-    def matrix(self, name: str) -> Tensor:
-        return self.tensor(name)
-
-    def has(self, name: str) -> bool:
-        return self.checkpoint.has(name)
+    matrix = tensor
 
 
 def load(

@@ -24,6 +24,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from attar.errors import UserError, code_of
 from attar.model.config import ModelConfig, Rope
 from attar.model.families import read_config
 from attar.model.fields import COUNT, EPSILON, LENGTH, SIZE, Fields, nearest
@@ -31,18 +32,11 @@ from attar.model.fields import COUNT, EPSILON, LENGTH, SIZE, Fields, nearest
 EMBED, HEAD, ROPE_FACTORS = "token_embd", "output", "rope_freqs.weight"
 
 MODULES: Mapping[str, str] = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
 """Modules of a layer: our name -> the name in files, where a layer is `blk.N`."""
 
 AROUND: Mapping[str, str] = {"model.embed_tokens": EMBED, "model.norm": "output_norm", "lm_head": HEAD}
@@ -71,9 +65,10 @@ def architecture(metadata: Mapping[str, Any]) -> Architecture:
     """Return the architecture of a file. Raises ValueError for an unsupported one, naming the supported ones."""
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise ValueError(
+        raise UserError(
+            "architecture_unsupported",
             f"general.architecture is {reprlib.repr(name)}: attar reads GGUF files of {', '.join(ARCHITECTURES)}"
-            + (nearest(name, ARCHITECTURES) if isinstance(name, str) else "")
+            + (nearest(name, ARCHITECTURES) if isinstance(name, str) else ""),
         )
     return ARCHITECTURES[name]
 
@@ -101,7 +96,7 @@ def read_gguf_config(metadata: Mapping[str, Any], names: Collection[str], vocab:
     try:
         return replace(read_config(config), bos_ids=() if bos is None else (bos,), eos_ids=())
     except ValueError as error:  # errors of the family's reader name keys of config.json
-        raise ValueError(f"metadata: {str(error).removeprefix('config.json: ')}") from None
+        raise UserError(code_of(error), f"metadata: {str(error).removeprefix('config.json: ')}") from None
 
 
 def config_json(metadata: Mapping[str, Any], names: Collection[str], vocab: int, dtype: str) -> dict[str, object]:
@@ -110,7 +105,9 @@ def config_json(metadata: Mapping[str, Any], names: Collection[str], vocab: int,
     at = metadata["general.architecture"]
     f = Fields(metadata, where="metadata")
     if f.optional_integer(f"{at}.expert_count", low=0, high=COUNT):
-        raise f.error(f"{at}.expert_count", "is set: mixtures of experts are not read from GGUF files")
+        raise f.error(
+            f"{at}.expert_count", "is set: mixtures of experts are not read from GGUF files", "feature_unsupported"
+        )
     hidden, heads = f.integer(f"{at}.embedding_length"), f.integer(f"{at}.attention.head_count", high=COUNT)
     size = f.optional_integer(f"{at}.attention.key_length", high=COUNT)
     if size is None:
@@ -120,7 +117,11 @@ def config_json(metadata: Mapping[str, Any], names: Collection[str], vocab: int,
     for key in (f"{at}.attention.value_length", f"{at}.rope.dimension_count"):
         given = f.optional_integer(key, high=COUNT)
         if given is not None and given != size:
-            raise f.error(key, f"is {given}, and heads have {size} columns: a part of a head is not supported")
+            raise f.error(
+                key,
+                f"is {given}, and heads have {size} columns: a part of a head is not supported",
+                "feature_unsupported",
+            )
     return {
         "architectures": [family.name],
         "vocab_size": vocab,
@@ -168,9 +169,9 @@ def rope_with_factors(rope: Rope, factors: Sequence[float]) -> Rope:
     """Return a default rope with frequencies divided by `factors` [dims / 2]. Raises ValueError if they do not fit."""
     assert len(factors) == rope.dims // 2, (len(factors), rope.dims)
     if rope.kind != "default":
-        raise ValueError(f"{ROPE_FACTORS} is there although the rope is {rope.kind}")
+        raise UserError("config_invalid", f"{ROPE_FACTORS} is there although the rope is {rope.kind}")
     if not all(0 < factor < math.inf for factor in factors):
-        raise ValueError(f"{ROPE_FACTORS} must hold positive numbers")
+        raise UserError("config_invalid", f"{ROPE_FACTORS} must hold positive numbers")
     for factor in LLAMA3_FACTORS:
         known = replace(rope, kind="llama3", factor=factor, original_context=LLAMA3_CONTEXT)
         if all(math.isclose(a, b, rel_tol=SAME_FACTOR) for a, b in zip(factors, _llama3(known), strict=True)):

@@ -20,15 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoints.gguf.config import (
-    ARCHITECTURES,
-    HEAD,
-    file_name,
-    read_gguf_config,
-    rope_with_factors,
-)
+from attar.checkpoints.gguf.config import ARCHITECTURES, HEAD, file_name, read_gguf_config, rope_with_factors
 from attar.checkpoints.gguf.values import Typed
 from attar.checkpoints.vocabulary import NO_TOKENIZER, has_tokenizer
+from attar.errors import UserError
 from attar.model.config import ModelConfig, Rope
 from attar.model.decoder import compressible
 from attar.model.rope import frequencies
@@ -65,8 +60,9 @@ SAME = 1e-6  # relative: rounding of a number to float32
 def architecture(config: ModelConfig) -> str:
     """Return the name of the model's architecture in GGUF files. Raises ValueError for one that is not written."""
     if config.architecture not in WRITTEN:
-        raise ValueError(
-            f"a {config.architecture} cannot be written to a GGUF file: attar writes {', '.join(sorted(WRITTEN))}"
+        raise UserError(
+            "architecture_unsupported",
+            f"a {config.architecture} cannot be written to a GGUF file: attar writes {', '.join(sorted(WRITTEN))}",
         )
     return WRITTEN[config.architecture]
 
@@ -174,17 +170,17 @@ def _check_readers(config: ModelConfig, rope: Rope, at: str) -> None:
     """Raise ValueError for settings that files can express and llama.cpp does not read."""
     columns = config.heads * config.head_dim
     if at in _SQUARE and columns != config.hidden:
-        raise ValueError(
-            f"the model cannot be written to a GGUF file: its heads have {columns} columns together and its hidden "
-            f"size is {config.hidden}, and llama.cpp loads a {at} only where these are one: keep it in a folder"
+        raise _inexpressible(
+            f": its heads have {columns} columns together and its hidden size is {config.hidden}, and llama.cpp loads "
+            f"a {at} only where these are one: keep it in a folder"
         )
     for key, standard in YARN_BETAS.items():
         value = getattr(rope, key)
         if rope.kind == "yarn" and value != standard:
-            raise ValueError(
-                f"the model cannot be written to a GGUF file: its rope is YaRN with {key} {value:g}, and llama.cpp "
-                f"takes {standard:g} for every {at}, whatever a file says: keep it in a folder. Or give rope_scaling "
-                f"in config.json the {key} {standard:g}, and measure what that other model is worth"
+            raise _inexpressible(
+                f": its rope is YaRN with {key} {value:g}, and llama.cpp takes {standard:g} for every {at}, whatever a "
+                f"file says: keep it in a folder. Or give rope_scaling in config.json the {key} {standard:g}, and "
+                "measure what that other model is worth"
             )
 
 
@@ -194,21 +190,21 @@ def _check(config: ModelConfig, metadata: Mapping[str, Any], factors: Tensor | N
     try:
         again = read_gguf_config(_as_stored(metadata), tensors, config.vocab_size, config.dtype)
     except ValueError as error:
-        raise ValueError(f"the model cannot be written to a GGUF file: {error}") from None
+        raise _inexpressible(f": {error}") from None
     for field in fields(ModelConfig):
         ours, theirs = getattr(config, field.name), getattr(again, field.name)
         if field.name not in _UNSAID and not _same(ours, theirs):
-            raise ValueError(
-                f"the model cannot be written to a GGUF file, which has no words for its {field.name} ({_shown(ours)})"
-            )
+            raise _inexpressible(f", which has no words for its {field.name} ({_shown(ours)})")
     (rope,) = set(again.ropes)
     assert rope is not None
     if factors is not None:
         rope = rope_with_factors(rope, factors.tolist())
     if any(each is None or not _turns_alike(each, rope, config.context) for each in config.ropes):
-        raise ValueError(
-            f"the model cannot be written to a GGUF file, which has no words for its rope ({_shown(config.ropes[0])})"
-        )
+        raise _inexpressible(f", which has no words for its rope ({_shown(config.ropes[0])})")
+
+
+def _inexpressible(why: str) -> UserError:
+    return UserError("gguf_inexpressible", f"the model cannot be written to a GGUF file{why}")
 
 
 def _as_stored(metadata: Mapping[str, Any]) -> dict[str, Any]:

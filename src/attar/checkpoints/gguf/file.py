@@ -8,31 +8,27 @@ imported only when a tensor is read.
 from __future__ import annotations
 
 import os
-import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attar.checkpoints.gguf.header import GgufTensor, fill, read_header
+from attar.checkpoints.gguf.header import GgufTensor, read_header
 from attar.checkpoints.safetensors import byte_view
-from attar.checkpoints.strict_io import CheckpointError, near, open_regular
+from attar.checkpoints.strict_io import CheckpointError, OpenFile, near
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class GgufFile:
+class GgufFile(OpenFile):
     """One open GGUF file with a checked header. Reading is thread-safe.
 
-    Raises CheckpointError where the file is missing, not a regular file (links are followed), truncated, of another
-    format, malformed, or of a kind that `header.py` refuses.
+    Raises CheckpointError as `OpenFile` does, and where the file is truncated, of another format, malformed, or of a
+    kind that `header.py` refuses.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._fd, self.size = open_regular(self.path)
-        self.close = weakref.finalize(self, os.close, self._fd)
+        super().__init__(path)
         try:
-            self.header = read_header(self._fd, self.size, self.path)
+            self.header = read_header(self)
         except CheckpointError:
             self.close()
             raise
@@ -48,7 +44,7 @@ class GgufFile:
     def info(self, name: str) -> GgufTensor:
         """Return a tensor's type, shape and position. Raises CheckpointError naming near misses."""
         if name not in self.header.tensors:
-            raise CheckpointError(f"{self.path}: has no tensor {name!r}{near(name, self.header.tensors)}")
+            raise self.error("checkpoint_incomplete", f"has no tensor {name!r}{near(name, self.header.tensors)}")
         return self.header.tensors[name]
 
     def read(self, name: str) -> Tensor:
@@ -57,5 +53,5 @@ class GgufFile:
 
         tensor = self.info(name)
         raw = torch.empty(tensor.raw_shape, dtype=torch.uint8)
-        fill(self._fd, byte_view(raw), self.header.data + tensor.begin, self.path)
+        self.fill(byte_view(raw), self.header.data + tensor.begin)
         return raw

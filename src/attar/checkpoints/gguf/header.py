@@ -19,14 +19,13 @@ Torch-free. A shape is in torch's order, rows last; files store the reverse.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from attar.checkpoints.gguf.values import ARRAY, SCALARS, STRING, VALUE_TYPES, Entry, Metadata
-from attar.checkpoints.strict_io import CheckpointError, check_name, kind_of
+from attar.checkpoints.strict_io import CheckpointError, OpenFile, check_name, kind_of
+from attar.errors import Code
 from attar.formats.codecs.ggml import BY_ID, GgmlType
 
 MAGIC = b"GGUF"
@@ -73,8 +72,8 @@ class GgufTensor(NamedTuple):
 class _Walk:
     """Position in a header that is read from the file as far as it is needed."""
 
-    def __init__(self, fd: int, size: int, where: Path) -> None:
-        self.fd, self.size, self.where = fd, size, where
+    def __init__(self, file: OpenFile) -> None:
+        self.file, self.size, self.error = file, file.size, file.error
         self.read = bytearray()
         self.at = 0
 
@@ -85,16 +84,19 @@ class _Walk:
         """
         at, end = self.at, self.at + count
         if end > self.size:
-            raise CheckpointError(
-                f"{self.where}: truncated: {_spelled(what, of)} would end at byte {end}, the file has {self.size}; "
-                "download or copy it again"
+            raise self.error(
+                "checkpoint_incomplete",
+                f"truncated: {_spelled(what, of)} would end at byte {end}, the file has {self.size}; "
+                "download or copy it again",
             )
         if end > MAX_HEADER:
-            raise CheckpointError(f"{self.where}: the header is longer than the {MAX_HEADER} bytes that attar accepts")
+            raise self.error(
+                "checkpoint_too_large", f"the header is longer than the {MAX_HEADER} bytes that attar accepts"
+            )
         if end > len(self.read):
             want = min(max(end, 2 * len(self.read), _FIRST_READ), self.size, MAX_HEADER)
             more = bytearray(want - len(self.read))
-            fill(self.fd, memoryview(more), len(self.read), self.where)
+            self.file.fill(memoryview(more), len(self.read))
             self.read += more
         self.at = end
         return at
@@ -111,40 +113,28 @@ class _Walk:
         """Read a printable string of 1 to `limit` bytes."""
         length = self.u64(what, of)
         if length > limit:
-            raise CheckpointError(f"{self.where}: {_spelled(what, of)} has {length} bytes, more than {limit}")
+            raise self.error("checkpoint_too_large", f"{_spelled(what, of)} has {length} bytes, more than {limit}")
         at = self.need(length, what, of)
         try:
             text = self.read[at : self.at].decode()
         except UnicodeDecodeError:
-            raise CheckpointError(f"{self.where}: {_spelled(what, of)} is not UTF-8") from None
+            raise self.error("gguf_malformed", f"{_spelled(what, of)} is not UTF-8") from None
         if problem := check_name(text):
-            raise CheckpointError(f"{self.where}: {_spelled(what, of)} is {problem}")
+            raise self.error("gguf_malformed", f"{_spelled(what, of)} is {problem}")
         return text
 
     def fits(self, least: int, what: str) -> None:
         """Raise CheckpointError where the file has fewer than `least` bytes left for `what`."""
         left = self.size - self.at
         if least > left:
-            raise CheckpointError(
-                f"{self.where}: truncated: {what} take {least} bytes or more, the file has {left} left; download or "
-                "copy it again"
+            raise self.error(
+                "checkpoint_incomplete",
+                f"truncated: {what} take {least} bytes or more, the file has {left} left; download or copy it again",
             )
 
 
 def _spelled(what: str, of: object) -> str:
     return what if of is None else f"{what} {of!r}"
-
-
-def fill(fd: int, view: memoryview, offset: int, where: Path) -> None:
-    """Read exactly len(view) bytes from `offset`. One call moves 2 GiB at most, hence the loop."""
-    while len(view):
-        try:
-            count = os.preadv(fd, [view], offset)
-        except OSError as error:
-            raise CheckpointError(f"{where}: reading failed at byte {offset}: {error.strerror}") from error
-        if count == 0:
-            raise CheckpointError(f"{where}: the file shrank while it was read; copy it again")
-        view, offset = view[count:], offset + count
 
 
 def padded(at: int, alignment: int) -> int:
@@ -163,42 +153,43 @@ class Header:
     data: int
 
 
-def read_header(fd: int, size: int, where: Path) -> Header:
-    """Read and check the header of an open file of `size` bytes. Raises CheckpointError beginning with `where`."""
-    walk = _Walk(fd, size, where)
+def read_header(file: OpenFile) -> Header:
+    """Read and check the header of a file. Raises CheckpointError."""
+    walk = _Walk(file)
     version, tensor_count, key_count = _counts(walk)
     metadata = _metadata(walk, key_count)
-    alignment = _alignment(metadata, where)
-    _refuse_parts(metadata, where)
+    alignment = _alignment(walk, metadata)
+    _refuse_parts(walk, metadata)
     tensors = _tensors(walk, tensor_count, alignment)
     data = padded(walk.at, alignment)
-    _check_data(tensors, data, size, alignment, where)
+    _check_data(walk, tensors, data, alignment)
     return Header(version, metadata, alignment, tensors, walk.at, data)
 
 
 def _counts(walk: _Walk) -> tuple[int, int, int]:
     """Return version, tensors and keys. Raises CheckpointError for other formats and for unsupported versions."""
     if walk.size < 4:
-        raise CheckpointError(f"{walk.where}: truncated: {walk.size} bytes; download or copy it again")
+        raise walk.error("checkpoint_incomplete", f"truncated: {walk.size} bytes; download or copy it again")
     walk.need(4, "the magic word")
     magic = bytes(walk.read[:4])
     if magic != MAGIC:
         kind = kind_of(bytes(walk.read[:64])) or f"one that begins {magic!r}"
-        raise CheckpointError(f"{walk.where}: not a GGUF file: it is {kind}")
+        raise walk.error("file_wrong_kind", f"not a GGUF file: it is {kind}")
     version = walk.u32("the version")
     if version & 0xFFFF == 0 and version >> 16:
-        raise CheckpointError(
-            f"{walk.where}: its numbers are big-endian; convert it with gguf-convert-endian, of the gguf package"
+        raise walk.error(
+            "feature_unsupported",
+            "its numbers are big-endian; convert it with gguf-convert-endian, of the gguf package",
         )
     if version == 1:
-        raise CheckpointError(f"{walk.where}: GGUF version 1, of August 2023, is not read; convert the model again")
+        raise walk.error("feature_unsupported", "GGUF version 1, of August 2023, is not read; convert the model again")
     if version not in VERSIONS:
-        raise CheckpointError(f"{walk.where}: GGUF version {version} is unknown: attar reads 2 and 3")
+        raise walk.error("feature_unsupported", f"GGUF version {version} is unknown: attar reads 2 and 3")
     tensors, keys = walk.u64("the number of tensors"), walk.u64("the number of keys")
     if tensors > MAX_TENSORS:
-        raise CheckpointError(f"{walk.where}: {tensors} tensors; attar accepts {MAX_TENSORS} in a file")
+        raise walk.error("checkpoint_too_large", f"{tensors} tensors; attar accepts {MAX_TENSORS} in a file")
     if keys > MAX_KEYS:
-        raise CheckpointError(f"{walk.where}: {keys} keys; attar accepts {MAX_KEYS} in a file")
+        raise walk.error("checkpoint_too_large", f"{keys} keys; attar accepts {MAX_KEYS} in a file")
     walk.fits(keys * _SMALLEST_KEY + tensors * _SMALLEST_TENSOR, f"{keys} keys and {tensors} tensors")
     return version, tensors, keys
 
@@ -209,7 +200,7 @@ def _metadata(walk: _Walk, keys: int) -> Metadata:
     for i in range(keys):
         key = walk.text(MAX_KEY, "the name of key", i)
         if key in entries:
-            raise CheckpointError(f"{walk.where}: key {key!r} is given twice")
+            raise walk.error("gguf_malformed", f"key {key!r} is given twice")
         what = f"key {key!r}"
         kind = _value_type(walk, what)
         if kind != ARRAY:
@@ -218,27 +209,31 @@ def _metadata(walk: _Walk, keys: int) -> Metadata:
             continue
         element, count = _value_type(walk, what), walk.u64(f"the length of {what}")
         if element == ARRAY:
-            raise CheckpointError(f"{walk.where}: {what} is an array of arrays, which attar does not read")
+            raise walk.error("feature_unsupported", f"{what} is an array of arrays, which attar does not read")
         if count > MAX_ITEMS:
-            raise CheckpointError(f"{walk.where}: {what} has {count} elements; attar accepts {MAX_ITEMS} in an array")
+            raise walk.error(
+                "checkpoint_too_large", f"{what} has {count} elements; attar accepts {MAX_ITEMS} in an array"
+            )
         entries[key] = Entry(element, count, walk.at)
         if element == STRING:
             strings += count
             if strings > MAX_STRINGS:
-                raise CheckpointError(f"{walk.where}: {what}: more than the {MAX_STRINGS} strings that attar accepts")
+                raise walk.error(
+                    "checkpoint_too_large", f"{what}: more than the {MAX_STRINGS} strings that attar accepts"
+                )
             walk.fits(8 * count, f"{count} strings of {what}")
             _step_over_strings(walk, count, what)
         else:
             at = walk.need(count * SCALARS[element].size, what)
             if element == "bool" and walk.read[at : walk.at].translate(None, b"\0\1"):
-                raise CheckpointError(f"{walk.where}: {what} holds a bool that is neither 0 nor 1")
-    return Metadata(walk.read, entries, walk.where)
+                raise walk.error("gguf_malformed", f"{what} holds a bool that is neither 0 nor 1")
+    return Metadata(walk.read, entries, walk.file.path)
 
 
 def _value_type(walk: _Walk, what: str) -> str:
     number = walk.u32(f"the type of {what}")
     if number >= len(VALUE_TYPES):
-        raise CheckpointError(f"{walk.where}: {what} has the value type {number}, which does not exist")
+        raise walk.error("gguf_malformed", f"{what} has the value type {number}, which does not exist")
     return VALUE_TYPES[number]
 
 
@@ -247,16 +242,16 @@ def _step_over(walk: _Walk, kind: str, what: str) -> None:
     if kind != STRING:
         at = walk.need(SCALARS[kind].size, what)
         if kind == "bool" and walk.read[at] > 1:
-            raise CheckpointError(f"{walk.where}: {what} is a bool of {walk.read[at]}: neither 0 nor 1")
+            raise walk.error("gguf_malformed", f"{what} is a bool of {walk.read[at]}: neither 0 nor 1")
         return
     length = walk.u64(f"the length of {what}")
     if length > MAX_STRING:
-        raise CheckpointError(f"{walk.where}: {what} is a string of {length} bytes, more than {MAX_STRING}")
+        raise walk.error("checkpoint_too_large", f"{what} is a string of {length} bytes, more than {MAX_STRING}")
     at = walk.need(length, what)
     try:
         walk.read[at : walk.at].decode()
     except UnicodeDecodeError:
-        raise CheckpointError(f"{walk.where}: {what}: a string is not UTF-8") from None
+        raise walk.error("gguf_malformed", f"{what}: a string is not UTF-8") from None
 
 
 def _step_over_strings(walk: _Walk, count: int, what: str) -> None:
@@ -269,34 +264,35 @@ def _step_over_strings(walk: _Walk, count: int, what: str) -> None:
             walk.need(8, f"the length of string {i} of {what}")
         (length,) = unpack(read, at)
         if length > MAX_ITEM:
-            raise CheckpointError(f"{walk.where}: string {i} of {what} has {length} bytes, more than {MAX_ITEM}")
+            raise walk.error("checkpoint_too_large", f"string {i} of {what} has {length} bytes, more than {MAX_ITEM}")
         at += 8 + length
     walk.at = at
     walk.need(0, what)
 
 
-def _alignment(metadata: Metadata, where: Path) -> int:
+def _alignment(walk: _Walk, metadata: Metadata) -> int:
     if ALIGNMENT not in metadata:
         return DEFAULT_ALIGNMENT
     kind = metadata.type_of(ALIGNMENT)
     value: int | None = metadata[ALIGNMENT] if kind == "u32" else None  # other types are refused
     if value is None or not 8 <= value <= 65536 or value & (value - 1):
         found = kind if value is None else f"{kind} {value}"
-        raise CheckpointError(f"{where}: {ALIGNMENT} must be a u32, a power of two from 8 to 65536, not {found}")
+        raise walk.error("gguf_malformed", f"{ALIGNMENT} must be a u32, a power of two from 8 to 65536, not {found}")
     return value
 
 
-def _refuse_parts(metadata: Metadata, where: Path) -> None:
+def _refuse_parts(walk: _Walk, metadata: Metadata) -> None:
     if SPLIT not in metadata:
         return
     kind = metadata.type_of(SPLIT)
     if kind not in ("u16", "u32", "i32", "u64"):
-        raise CheckpointError(f"{where}: {SPLIT} must be a whole number, not {kind}")
+        raise walk.error("gguf_malformed", f"{SPLIT} must be a whole number, not {kind}")
     value = metadata[SPLIT]
     if value > 1:
-        raise CheckpointError(
-            f"{where}: one of {value} files of a split model; join them with llama.cpp's tool: llama-gguf-split "
-            "--merge FIRST-PART OUT.gguf"
+        raise walk.error(
+            "feature_unsupported",
+            f"one of {value} files of a split model; join them with llama.cpp's tool: llama-gguf-split "
+            "--merge FIRST-PART OUT.gguf",
         )
 
 
@@ -306,14 +302,14 @@ def _tensors(walk: _Walk, count: int, alignment: int) -> dict[str, GgufTensor]:
     for i in range(count):
         name = walk.text(MAX_NAME, "the name of tensor", i)
         if name in found:
-            raise CheckpointError(f"{walk.where}: tensor {name!r} is given twice")
+            raise walk.error("gguf_malformed", f"tensor {name!r} is given twice")
         found[name] = _tensor(walk, name, alignment)
     return dict(sorted(found.items(), key=lambda item: item[1].begin))
 
 
 def _tensor(walk: _Walk, name: str, alignment: int) -> GgufTensor:
-    def bad(problem: str) -> CheckpointError:
-        return CheckpointError(f"{walk.where}: tensor {name!r} {problem}")
+    def bad(problem: str, code: Code = "gguf_malformed") -> CheckpointError:
+        return walk.error(code, f"tensor {name!r} {problem}")
 
     rank = walk.u32("the number of dimensions of tensor", name)
     if not 1 <= rank <= MAX_RANK:
@@ -323,7 +319,9 @@ def _tensor(walk: _Walk, name: str, alignment: int) -> GgufTensor:
         raise bad(f"has the shape {list(shape)}: sizes must be positive, and elements fewer than 2^60 in all")
     number = walk.u32("the type of tensor", name)
     if number not in BY_ID:
-        raise bad(f"has the type {number}, which attar does not know{_GONE.get(number, '')}")
+        raise bad(
+            f"has the type {number}, which attar does not know{_GONE.get(number, '')}", "quantization_unsupported"
+        )
     kind = BY_ID[number]
     try:
         size = kind.bytes(shape)
@@ -335,18 +333,21 @@ def _tensor(walk: _Walk, name: str, alignment: int) -> GgufTensor:
     return GgufTensor(kind, shape, begin, begin + size)
 
 
-def _check_data(tensors: Mapping[str, GgufTensor], data: int, size: int, alignment: int, where: Path) -> None:
+def _check_data(walk: _Walk, tensors: Mapping[str, GgufTensor], data: int, alignment: int) -> None:
     """Raise CheckpointError where the tensors do not tile the data."""
     at = 0
     for name, tensor in tensors.items():
         if tensor.begin != at:
             what = "overlaps the one before it" if tensor.begin < at else f"leaves a hole of {tensor.begin - at} bytes"
-            raise CheckpointError(f"{where}: tensor {name!r} {what} (begins at {tensor.begin}, not {at})")
-        if data + tensor.end > size:
-            raise CheckpointError(
-                f"{where}: truncated: tensor {name!r} ends at byte {data + tensor.end}, the file has {size}; download "
-                "or copy it again"
+            raise walk.error("gguf_malformed", f"tensor {name!r} {what} (begins at {tensor.begin}, not {at})")
+        if data + tensor.end > walk.size:
+            raise walk.error(
+                "checkpoint_incomplete",
+                f"truncated: tensor {name!r} ends at byte {data + tensor.end}, the file has {walk.size}; download "
+                "or copy it again",
             )
         at = padded(tensor.end, alignment)
-    if size > data + at:
-        raise CheckpointError(f"{where}: {size - data - at} bytes after the last tensor; download or copy it again")
+    if walk.size > data + at:
+        raise walk.error(
+            "gguf_malformed", f"{walk.size - data - at} bytes after the last tensor; download or copy it again"
+        )

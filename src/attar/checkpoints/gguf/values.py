@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attar.checkpoints.strict_io import CheckpointError
+from attar.errors import UserError
 
 SCALARS: Mapping[str, struct.Struct] = {
     name: struct.Struct(f"<{code}")
@@ -115,7 +116,7 @@ class Metadata(Mapping[str, Any]):
         try:
             return self._header[at + 8 : end].decode(), end
         except UnicodeDecodeError:
-            raise CheckpointError(f"{self._where}: key {key!r}: a string is not UTF-8") from None
+            raise CheckpointError("gguf_malformed", f"{self._where}: key {key!r}: a string is not UTF-8") from None
 
 
 # Writing
@@ -149,14 +150,11 @@ def _usual_type(key: str, value: Any) -> str:
         if len(kinds) > 1 or "[" in next(iter(kinds)):
             raise ValueError(f"key {key!r}: an array holds values of one type, none of them an array")
         return f"[{kinds.pop()}]"
-    if isinstance(value, bool):  # before int: a bool is an int in Python
-        return "bool"
-    if isinstance(value, int):
+    for kind, name in ((bool, "bool"), (float, "f32"), (str, STRING)):
+        if isinstance(value, kind):
+            return name
+    if isinstance(value, int):  # after bool, which is an int in Python
         return "u32" if value >= 0 else "i32"
-    if isinstance(value, float):
-        return "f32"
-    if isinstance(value, str):
-        return STRING
     raise ValueError(f"key {key!r}: a {type(value).__name__} cannot be stored in GGUF metadata")
 
 
@@ -172,4 +170,4 @@ def _values(key: str, kind: str, values: Sequence[Any]) -> bytes:
             return b"".join(text(value.encode()) for value in values)
         return struct.pack(f"<{len(values)}{SCALARS[kind].format[1:]}", *values)
     except (struct.error, OverflowError, AttributeError, KeyError) as error:
-        raise ValueError(f"key {key!r}: not a value of type {kind}: {error}") from None
+        raise UserError("gguf_inexpressible", f"key {key!r}: not a value of type {kind}: {error}") from None

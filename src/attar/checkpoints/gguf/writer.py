@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,16 +33,8 @@ from attar.checkpoints.gguf.values import SCALARS, encode, text
 from attar.checkpoints.receipts.receipt import receipt_path
 from attar.checkpoints.safetensors import Slot
 from attar.checkpoints.strict_io import CheckpointError, check_name
-from attar.checkpoints.writer import (
-    FULL,
-    FilePlan,
-    ShardWriter,
-    Workspace,
-    disk_error,
-    give_up_lock,
-    sync_path,
-    take_lock,
-)
+from attar.checkpoints.writer import FilePlan, ShardWriter, Workspace, locked, remove, sync_path, writing
+from attar.errors import UserError
 from attar.formats.codecs.ggml import GgmlType
 from attar.formats.scheme import Part
 
@@ -68,7 +59,7 @@ def plan(name: str, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[Ggm
     """
     alignment = _alignment(metadata)
     if len(metadata) > MAX_KEYS or len(tensors) > MAX_TENSORS:
-        raise ValueError(f"a GGUF file holds at most {MAX_KEYS} keys and {MAX_TENSORS} tensors")
+        raise UserError("gguf_inexpressible", f"a GGUF file holds at most {MAX_KEYS} keys and {MAX_TENSORS} tensors")
     counts = SCALARS["u32"].pack(VERSION) + SCALARS["u64"].pack(len(tensors)) + SCALARS["u64"].pack(len(metadata))
     header = bytearray(MAGIC + counts)
     for key, value in metadata.items():
@@ -96,28 +87,33 @@ def _alignment(metadata: Mapping[str, Any]) -> int:
 
 def _check(name: str, what: str, limit: int) -> None:
     if problem := check_name(name):
-        raise ValueError(f"a {what} cannot be written under {problem}")
+        raise UserError("gguf_inexpressible", f"a {what} cannot be written under {problem}")
     if len(name.encode()) > limit:
-        raise ValueError(f"the name of {what} {name!r} is longer than {limit} bytes")
+        raise UserError("gguf_inexpressible", f"the name of {what} {name!r} is longer than {limit} bytes")
 
 
 def _described(name: str, kind: GgmlType, shape: tuple[int, ...]) -> bytes:
     """Return rank, shape and type of a tensor in the form of a header. Raises ValueError for an invalid shape."""
     if not 1 <= len(shape) <= MAX_RANK or min(shape) < 1:
-        raise ValueError(f"tensor {name!r}: it must have 1 to {MAX_RANK} dimensions of 1 or more, not {list(shape)}")
+        raise UserError(
+            "gguf_inexpressible",
+            f"tensor {name!r}: it must have 1 to {MAX_RANK} dimensions of 1 or more, not {list(shape)}",
+        )
     try:
         kind.row_bytes(shape[-1])
     except ValueError as error:
-        raise ValueError(f"tensor {name!r} of shape {list(shape)}: {error}") from None
+        raise UserError("gguf_inexpressible", f"tensor {name!r} of shape {list(shape)}: {error}") from None
     sizes = b"".join(SCALARS["u64"].pack(size) for size in reversed(shape))
     return SCALARS["u32"].pack(len(shape)) + sizes + SCALARS["u32"].pack(kind.id)
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
     if target.exists() and not target.is_file():
-        raise CheckpointError(f"{target} is no file and is kept; choose another output")
+        raise CheckpointError("output_invalid", f"{target} is no file and is kept; choose another output")
     if target.exists() and not overwrite:
-        raise CheckpointError(f"{target} exists and is kept; choose another output, or pass --overwrite")
+        raise CheckpointError(
+            "output_exists", f"{target} exists and is kept; choose another output, or pass --overwrite"
+        )
 
 
 @contextlib.contextmanager
@@ -137,22 +133,18 @@ def atomic_gguf(
     planned = plan(target.name, metadata, tensors)
     _check_target(target, overwrite)
     partial = target.parent / f".{target.name}.attar-partial"
-    lock = take_lock(partial, target)
-    try:
-        _check_target(target, overwrite)  # again: the previous holder of the lock may have made it
-        with ShardWriter(partial, [planned]) as writer:
-            yield writer
-            writer.finish()
+    with locked(partial, target):
         try:
-            receipt_path(target).unlink(missing_ok=True)  # it would belong to another file
-            (partial / planned.name).replace(target)
-            sync_path(target.parent)
-        except OSError as error:
-            raise disk_error(target, error) from error
-    finally:
-        (partial / planned.name).unlink(missing_ok=True)
-        give_up_lock(partial)
-        os.close(lock)
+            _check_target(target, overwrite)  # again: the previous holder of the lock may have made it
+            with ShardWriter(partial, [planned]) as writer:
+                yield writer
+                writer.finish()
+            with writing(target):
+                receipt_path(target).unlink(missing_ok=True)  # it would belong to another file
+                (partial / planned.name).replace(target)
+                sync_path(target.parent)
+        finally:
+            (partial / planned.name).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -167,12 +159,11 @@ def atomic_file(dst: str | os.PathLike[str], overwrite: bool = False) -> Iterato
     _check_target(target, overwrite)
     partial = target.parent / f".{target.name}.attar-partial"
     work = Workspace(partial / "out", partial / "state")
-    lock = take_lock(partial, target)
-    try:
+    with locked(partial, target, work.out, work.state):
         _check_target(target, overwrite)  # again: the previous holder of the lock may have made it
         left = work.out.exists() and any(work.out.iterdir())
         if left and not (work.out / target.name).exists():  # left by a run that was killed when it was almost done
-            _remove(work)
+            remove(work.out, work.state)
         work.out.mkdir(exist_ok=True)
         work.state.mkdir(exist_ok=True)
         yield work
@@ -183,20 +174,3 @@ def atomic_file(dst: str | os.PathLike[str], overwrite: bool = False) -> Iterato
         for path in beside:
             path.replace(target.with_name(path.name))
         sync_path(target.parent)
-        _remove(work)
-        give_up_lock(partial)
-    except BaseException as error:
-        if not any(partial.glob("*/*")):  # nothing to resume: leave no trace
-            _remove(work)
-            give_up_lock(partial)
-        if isinstance(error, OSError) and error.errno in FULL:
-            raise disk_error(target, error) from error
-        raise
-    finally:
-        os.close(lock)
-
-
-def _remove(work: Workspace) -> None:
-    for folder in (work.out, work.state):
-        if folder.exists():
-            shutil.rmtree(folder)

@@ -17,51 +17,39 @@ from typing import Any
 from torch import Tensor
 
 from attar.checkpoints.folder import Folder
-from attar.checkpoints.layouts.gptq import checked_group_size, encode, matrix, scheme
-from attar.checkpoints.strict_io import CheckpointError
+from attar.checkpoints.layouts.gptq import Gptq, checked_group_size, matrix
+from attar.checkpoints.strict_io import unsupported
 from attar.formats.packing import unpack_awq
-from attar.formats.scheme import Scheme
-from attar.kernels.operands import Linear
 
 
-class Awq:
+class Awq(Gptq):
     """Quantized modules of an AWQ checkpoint. Raises CheckpointError where its config is not supported."""
 
     def __init__(self, folder: Folder, config: Mapping[str, Any]) -> None:
         self.folder = folder
         version = str(config.get("version") or config.get("format") or "gemm").lower()
         if version != "gemm":
-            raise CheckpointError(
+            raise unsupported(
                 f"{folder.path}: AWQ version {version!r}: attar reads 'gemm'; quantize the original model again, or "
                 "look for its gemm build"
             )
         bits = config.get("bits", config.get("w_bit"))
         if bits != 4:
-            raise CheckpointError(f"{folder.path}: AWQ with bits {bits!r}: the gemm layout has 4")
+            raise unsupported(f"{folder.path}: AWQ with bits {bits!r}: the gemm layout has 4")
         if config.get("zero_point", True) is not True:
-            raise CheckpointError(f"{folder.path}: AWQ without zero points is not supported")
+            raise unsupported(f"{folder.path}: AWQ without zero points is not supported")
+        self.bits = 4
         self.group_size = checked_group_size(folder, config.get("group_size", config.get("q_group_size")))
-
-    def holds(self, module: str) -> bool:
-        return self.folder.has(f"{module}.qweight")
 
     def shape(self, module: str) -> tuple[int, int]:
         """Return the shape (out, in) of a module."""
         inputs, words = matrix(self.folder, f"{module}.qweight")
         return words * 8, inputs
 
-    def scheme_of(self, module: str) -> Scheme:
-        return scheme(self.folder, module, self._zero(module), 4, self.group_size)
-
-    def read(self, module: str) -> Linear:
-        """Return the linear, without its bias. Raises CheckpointError where its arrays do not fit together."""
+    def _codes(self, module: str) -> tuple[Tensor, None]:
         matrix(self.folder, f"{module}.qweight")
-        codes = unpack_awq(self.folder.read(f"{module}.qweight")).t().contiguous()
-        zero = self._zero(module)
-        how = scheme(self.folder, module, zero, 4, self.group_size)
-        return Linear(module, encode(self.folder, module, codes, zero, how))
+        return unpack_awq(self.folder.read(f"{module}.qweight")).t().contiguous(), None
 
     def _zero(self, module: str) -> Tensor:
-        """Return the signed zero points, int8 [G, O]."""
         matrix(self.folder, f"{module}.qzeros")
         return unpack_awq(self.folder.read(f"{module}.qzeros"))

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from attar.checkpoints.folder import Folder
-from attar.checkpoints.strict_io import CheckpointError
+from attar.checkpoints.strict_io import invalid, naming, unsupported
 from attar.formats.codecs import nf4
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
@@ -90,13 +90,13 @@ class BitsAndBytes:
         where = f"{folder.path}: quantization_config"
         four, eight = (config.get(key, False) for key in ("load_in_4bit", "load_in_8bit"))
         if not (type(four) is bool and type(eight) is bool and four != eight):
-            raise CheckpointError(f"{where}: one of load_in_4bit and load_in_8bit must be true")
+            raise invalid(f"{where}: one of load_in_4bit and load_in_8bit must be true")
         kind = config.get("bnb_4bit_quant_type", "fp4")
         if four and kind != "nf4":
-            raise CheckpointError(f"{where}: bnb_4bit_quant_type {kind!r} is not supported: nf4 is")
+            raise unsupported(f"{where}: bnb_4bit_quant_type {kind!r} is not supported: nf4 is")
         threshold = config.get("llm_int8_threshold", Outliers().threshold)
         if eight and threshold != Outliers().threshold:
-            raise CheckpointError(f"{where}: llm_int8_threshold {threshold!r} is not supported: 6 is")
+            raise unsupported(f"{where}: llm_int8_threshold {threshold!r} is not supported: 6 is")
         self._four = four
 
     def holds(self, module: str) -> bool:
@@ -109,19 +109,19 @@ class BitsAndBytes:
             scheme = Scheme.parse("nf4" if self._double(module) else "nf4-single")
             return scheme.with_scale_dtype(str(self._state(module).get("dtype")))
         except ValueError as error:
-            raise CheckpointError(f"{self.folder.path}: {module}: {error}") from None
+            raise invalid(f"{self.folder.path}: {module}: {error}") from None
 
     def shape(self, module: str) -> tuple[int, int]:
         """Return the shape (out, in) of a module. Raises CheckpointError where it is not a matrix."""
         shape = self._state(module).get("shape") if self._four else self.folder.info(f"{module}.weight").shape
         if not isinstance(shape, list | tuple) or len(shape) != 2 or not all(type(n) is int and n > 0 for n in shape):
-            raise CheckpointError(f"{self.folder.path}: {module} is quantized but not a matrix: its shape is {shape}")
+            raise invalid(f"{self.folder.path}: {module} is quantized but not a matrix: its shape is {shape}")
         return shape[0], shape[1]
 
     def read(self, module: str) -> Linear:
         """Return the linear, without its bias. Raises CheckpointError where its tensors do not fit together."""
         scheme, shape = self.scheme_of(module), self.shape(module)
-        try:
+        with naming(f"{self.folder.path}: {module}", "quantization_invalid"):
             parts = {
                 part: self.folder.read(f"{module}.{stored_part(part, scheme)}")
                 for part in scheme.parts(shape)
@@ -133,10 +133,6 @@ class BitsAndBytes:
             else:
                 parts["format"] = self._format(module)
             return Linear(module, PackedTensor(scheme, shape, parts))
-        except CheckpointError:
-            raise
-        except ValueError as error:
-            raise CheckpointError(f"{self.folder.path}: {module}: {error}") from None
 
     def _double(self, module: str) -> bool:
         return self.folder.has(f"{module}.weight.nested_absmax")
@@ -145,14 +141,12 @@ class BitsAndBytes:
         name = f"{module}.{STATE}"
         part = self.folder.info(name)
         if part.dtype != "uint8" or len(part.shape) != 1 or part.bytes > MAX_STATE:
-            raise CheckpointError(f"{self.folder.path}: {name} is no line of JSON: {part.dtype} {list(part.shape)}")
-        try:
+            raise invalid(f"{self.folder.path}: {name} is no line of JSON: {part.dtype} {list(part.shape)}")
+        with naming(f"{self.folder.path}: {module}", "quantization_invalid"):
             return nf4.read_state(self.folder.read(name), self._double(module))
-        except ValueError as error:
-            raise CheckpointError(f"{self.folder.path}: {module}: {error}") from None
 
     def _format(self, module: str) -> Any:
         found = self.folder.read(f"{module}.weight_format")
         if found.numel() != 1 or int(found) != 0:
-            raise CheckpointError(f"{self.folder.path}: {module}.weight_format is not 0, codes in the order of rows")
+            raise unsupported(f"{self.folder.path}: {module}.weight_format is not 0, codes in the order of rows")
         return found.reshape(())

@@ -33,7 +33,7 @@ from attar.checkpoints.layouts.compressed_tensors_rotations import Rotations
 from attar.checkpoints.layouts.compressed_tensors_rotations import transform_config as transform_config
 from attar.checkpoints.layouts.gptq import by_group
 from attar.checkpoints.layouts.scales import activation_scale
-from attar.checkpoints.strict_io import CheckpointError
+from attar.checkpoints.strict_io import CheckpointError, invalid, naming, unsupported
 from attar.formats import affine
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import NVFP4, Grid, Layout, Scheme
@@ -76,26 +76,26 @@ class CompressedTensors:
         self.folder = folder
         where = f"{folder.path}: quantization_config"
         if config.get("kv_cache_scheme"):
-            raise CheckpointError(f"{where}: kv_cache_scheme is set: a quantized KV cache is not supported")
+            raise unsupported(f"{where}: kv_cache_scheme is set: a quantized KV cache is not supported")
         self._rotations = Rotations(config.get("transform_config") or {}, f"{where}: transform_config")
         sparsity = config.get("sparsity_config") or {}
         storage = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
         if storage not in ("dense", sparse.BITMASK):
-            raise CheckpointError(
+            raise unsupported(
                 f"{where}: sparsity_config: format {storage!r} is not one that attar reads: dense and "
                 f"{sparse.BITMASK} are"
             )
         self._masks = storage == sparse.BITMASK
         groups = config.get("config_groups") or {}
         if not isinstance(groups, dict) or not (groups or sparsity):
-            raise CheckpointError(f"{where}: needs config_groups that say how modules are quantized")
+            raise invalid(f"{where}: needs config_groups that say how modules are quantized")
         self._groups = Groups({**config, "config_groups": groups}, where)
 
     def holds(self, module: str) -> bool:
         """Return whether the module is stored quantized. Raises CheckpointError for a dense one with rotated inputs."""
         held = self._scaled(module) or self._masked(module) or sparse.is_marlin(self.folder, module)
         if not held and self._rotations.reach(module):
-            raise CheckpointError(
+            raise unsupported(
                 f"{self.folder.path}: {module}: transform_config rotates its inputs, which is supported of quantized "
                 "linears alone"
             )
@@ -109,7 +109,7 @@ class CompressedTensors:
 
     def scheme_of(self, module: str) -> Scheme:
         """Return the scheme of the module. Raises CheckpointError where no group covers it."""
-        try:
+        with naming(f"{self.folder.path}: {module}", "quantization_invalid"):
             if sparse.is_marlin(self.folder, module):
                 return self._marlin_scheme(module)
             if not self._scaled(module):
@@ -121,15 +121,11 @@ class CompressedTensors:
             if isinstance(scheme.weight, Fp4):
                 return scheme  # its scales have a dtype of their own
             return scheme.with_scale_dtype(self.folder.info(f"{module}.weight_scale").dtype)
-        except CheckpointError:
-            raise
-        except ValueError as error:
-            raise CheckpointError(f"{self.folder.path}: {module}: {error}") from None
 
     def _marlin_scheme(self, module: str) -> Scheme:
         group = self._groups.of(module)
         if not isinstance(group.weight, Grid) or group.activation is not None:
-            raise CheckpointError(f"{self.folder.path}: {module}: marlin-24 is supported of weights alone, in integers")
+            raise unsupported(f"{self.folder.path}: {module}: marlin-24 is supported of weights alone, in integers")
         return sparse.marlin_scheme(self.folder, module, group.weight)
 
     def shape(self, module: str) -> tuple[int, int]:
@@ -146,7 +142,7 @@ class CompressedTensors:
         elif self.folder.has(f"{module}.weight_packed"):
             stored = self.folder.info(f"{module}.weight_shape")
             if stored.shape != (2,) or stored.dtype not in ("int64", "int32"):
-                raise CheckpointError(
+                raise invalid(
                     f"{self.folder.path}: {module}.weight_shape must be two whole numbers, outputs and inputs, not "
                     f"{stored.dtype} {list(stored.shape)}"
                 )
@@ -154,7 +150,7 @@ class CompressedTensors:
         else:
             shape = self.folder.info(f"{module}.weight").shape
         if len(shape) != 2 or not 0 < min(shape) <= max(shape) < 1 << 31:
-            raise CheckpointError(f"{self.folder.path}: {module} is quantized but not a matrix: its shape is {shape}")
+            raise invalid(f"{self.folder.path}: {module} is quantized but not a matrix: its shape is {shape}")
         return shape[0], shape[1]
 
     def read(self, module: str) -> Linear:
@@ -165,7 +161,7 @@ class CompressedTensors:
         except CheckpointError:
             raise
         except (ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{self.folder.path}: {module}: {error}") from None
+            raise invalid(f"{self.folder.path}: {module}: {error}") from None
         linear = Linear(module, packed, hadamard=self._rotations.of(module, shape[1]))
         if scheme.static:
             linear.activation_scale = activation_scale(self.folder, f"{module}.{stored_scale(scheme)}")
@@ -193,7 +189,7 @@ class CompressedTensors:
         if bool((g_idx == -1).all()):  # declared and never filled in
             return
         if not isinstance(packed.scheme.weight, Grid):
-            raise CheckpointError(
+            raise unsupported(
                 f"{self.folder.path}: {linear.name}: {packed.scheme.name} with weight_g_idx is not supported"
             )
         inputs = packed.shape[1]

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.folder import Folder
-from attar.checkpoints.strict_io import CheckpointError
+from attar.checkpoints.strict_io import invalid, unsupported
 from attar.formats import affine
 from attar.formats.codecs import sparse24
 from attar.formats.packing import unpack_words
@@ -57,18 +57,18 @@ def masked_shape(folder: Folder, module: str) -> tuple[int, int]:
     values, mask = (folder.info(f"{module}.{part}") for part in ("compressed", "bitmask"))
     said = folder.info(f"{module}.shape")
     if len(values.shape) != 2 or mask.dtype != "uint8" or mask.shape != (values.shape[0], values.shape[1] // 4):
-        raise CheckpointError(
+        raise invalid(
             f"{folder.path}: {module}.bitmask must be bytes, one for four of the values {list(values.shape)}, not "
             f"{mask.dtype} {list(mask.shape)}"
         )
     shape = (values.shape[0], 2 * values.shape[1])
     if said.dtype != "int64" or said.shape not in ((2,), (2, 1)):
-        raise CheckpointError(
+        raise invalid(
             f"{folder.path}: {module}.shape must be two whole numbers, outputs and inputs, not {said.dtype} "
             f"{list(said.shape)}"
         )
     if tuple(folder.read(f"{module}.shape").flatten().tolist()) != shape:
-        raise CheckpointError(f"{folder.path}: {module}.shape is not that of its values, which have {list(shape)}")
+        raise invalid(f"{folder.path}: {module}.shape is not that of its values, which have {list(shape)}")
     return shape
 
 
@@ -89,13 +89,11 @@ def read_masked_codes(folder: Folder, module: str, scheme: Scheme) -> Tensor:
     scheme's."""
     grid = scheme.weight
     if not isinstance(grid, Grid) or not grid.symmetric or grid.bits != 8 or scheme.layout != "plain":
-        raise CheckpointError(f"{folder.path}: {module}: {scheme.name} is not supported as {BITMASK}")
+        raise unsupported(f"{folder.path}: {module}: {scheme.name} is not supported as {BITMASK}")
     masked_shape(folder, module)
     kept, wanted = folder.read(f"{module}.compressed"), getattr(torch, FLOAT8.get(grid.kind, "int8"))
     if kept.dtype != wanted:
-        raise CheckpointError(
-            f"{folder.path}: {module}.compressed must be {wanted} for {scheme.name}, not {kept.dtype}"
-        )
+        raise invalid(f"{folder.path}: {module}.compressed must be {wanted} for {scheme.name}, not {kept.dtype}")
     return sparse24.unpack_24(kept.view(torch.uint8), _places(folder, module)).view(wanted)
 
 
@@ -103,7 +101,7 @@ def _places(folder: Folder, module: str) -> Tensor:
     """Return the mask in the form of `sparse24`, a byte for a byte."""
     places = _PLACES[folder.read(f"{module}.bitmask").int()]
     if not sparse24.in_order(places):
-        raise CheckpointError(f"{folder.path}: {module}.bitmask must name two of every four columns")
+        raise invalid(f"{folder.path}: {module}.bitmask must name two of every four columns")
     return places
 
 
@@ -133,7 +131,7 @@ def marlin_scheme(folder: Folder, module: str, grid: Grid) -> Scheme:
     groups = grid.granularity == "group" and grid.group_size == DENSE_GROUP
     known = groups or grid.granularity == "channel"
     if grid.kind != "int" or grid.bits not in (4, 8) or not grid.symmetric or not known:
-        raise CheckpointError(
+        raise unsupported(
             f"{folder.path}: {module}: {grid.name} is not supported as marlin-24: symmetric integers of 4 or 8 bits in "
             f"rows or groups of {DENSE_GROUP} are"
         )
@@ -146,15 +144,15 @@ def marlin_shape(folder: Folder, module: str, scheme: Scheme) -> tuple[int, int]
     bits = _kept(scheme).grid.bits
     words, scales, meta = (folder.info(f"{module}.{part}") for part in ("weight_packed", "scale_packed", "meta"))
     if len(words.shape) != 2 or len(scales.shape) != 2:
-        raise CheckpointError(f"{folder.path}: {module}: weight_packed and scale_packed must be matrices")
+        raise invalid(f"{folder.path}: {module}: weight_packed and scale_packed must be matrices")
     runs, outputs = words.shape[0], scales.shape[1]
     if (words.dtype, scales.dtype, meta.dtype) != ("int32", "float16", "int16"):
-        raise CheckpointError(
+        raise invalid(
             f"{folder.path}: {module}: weight_packed, scale_packed and meta must be int32, float16 and int16, not "
             f"{words.dtype}, {scales.dtype} and {meta.dtype}"
         )
     if outputs % OUTPUTS or words.shape[1] != outputs * TILE * bits // 32 or meta.shape != (runs, 2 * outputs):
-        raise CheckpointError(
+        raise invalid(
             f"{folder.path}: {module}: weight_packed {list(words.shape)} and meta {list(meta.shape)} do not fit the "
             f"{outputs} outputs of scale_packed, which must be a multiple of {OUTPUTS}"
         )
@@ -169,12 +167,10 @@ def read_marlin(folder: Folder, module: str, scheme: Scheme) -> dict[str, Tensor
     groups = inner.grid.groups(inputs // 2)
     scales = folder.read(f"{module}.scale_packed")
     if scales.shape[0] != groups:
-        raise CheckpointError(
-            f"{folder.path}: {module}: {inputs} columns have {groups} scales a row, not {scales.shape[0]}"
-        )
+        raise invalid(f"{folder.path}: {module}: {inputs} columns have {groups} scales a row, not {scales.shape[0]}")
     places = _unswizzled(folder.read(f"{module}.meta"), outputs, inputs)
     if not sparse24.in_order(places):
-        raise CheckpointError(f"{folder.path}: {module}.meta must name two places of every four, in their order")
+        raise invalid(f"{folder.path}: {module}.meta must name two places of every four, in their order")
     codes = _untiled(folder.read(f"{module}.weight_packed"), inner.grid.bits, outputs, inputs // 2)
     # The writer compares a group of 128 with the number of kept codes, and so does this.
     if inner.grid.group_size is not None and inputs // 2 > DENSE_GROUP:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from attar.checkpoints.patterns import Patterns
-from attar.checkpoints.strict_io import CheckpointError
+from attar.checkpoints.strict_io import invalid, naming, unsupported
+from attar.errors import UserError
 from attar.formats.scheme import NVFP4, Granularity, Grid, Scheme
 from attar.formats.weight_formats import Fp4, Fp8Blocks, WeightFormat
 
@@ -48,12 +49,12 @@ class Groups:
         for name, group in config["config_groups"].items():
             at = f"{where}: {name}"
             if not isinstance(group, dict) or not isinstance(group.get("targets"), list):
-                raise CheckpointError(f"{at} must be an object with targets")
+                raise invalid(f"{at} must be an object with targets")
             _check_format(group.get("format") or config.get("format"), group.get("format") is None, at)
             read = _read_group(group, at)
             for target in group["targets"]:
                 if not isinstance(target, str):
-                    raise CheckpointError(f"{at}: a target is a string, not {target!r}")
+                    raise invalid(f"{at}: a target is a string, not {target!r}")
                 self._of[target] = read
                 if target.startswith("re:"):
                     compiled[target] = patterns.compile(target.removeprefix("re:"), at)
@@ -68,7 +69,7 @@ class Groups:
                 return self._of[target]
         if "Linear" in self._of:
             return self._of["Linear"]
-        raise CheckpointError(
+        raise invalid(
             f"{self._where}: {module} is stored quantized, but no target of the groups matches it: "
             f"{', '.join(list(self._of)[:5])}"
         )
@@ -77,17 +78,17 @@ class Groups:
 def _check_format(value: Any, inherited: bool, where: str) -> None:
     if value in FORMATS or (value == MIXED and inherited):  # mixed-precision: the tensors decide
         return
-    raise CheckpointError(f"{where}: format {value!r} is not one that attar reads: {', '.join(FORMATS)}")
+    raise unsupported(f"{where}: format {value!r} is not one that attar reads: {', '.join(FORMATS)}")
 
 
 def _read_group(group: Mapping[str, Any], where: str) -> Group:
     if group.get("output_activations"):
-        raise CheckpointError(f"{where}: output_activations is set: quantized outputs are not supported")
+        raise unsupported(f"{where}: output_activations is set: quantized outputs are not supported")
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, dict):
-        raise CheckpointError(f"{where}: needs weights that say how they are quantized")
+        raise invalid(f"{where}: needs weights that say how they are quantized")
     if weights.get("dynamic"):
-        raise CheckpointError(f"{where}: weights.dynamic is set: weights have fixed scales")
+        raise unsupported(f"{where}: weights.dynamic is set: weights have fixed scales")
     weight = _read_form(weights, f"{where}: weights") or _read_grid(
         weights, ("tensor", "channel", "group"), f"{where}: weights"
     )
@@ -96,15 +97,15 @@ def _read_group(group: Mapping[str, Any], where: str) -> Group:
     if isinstance(inputs, dict) and isinstance(form := _read_form(inputs, f"{where}: input_activations"), Fp4):
         fixed = form == NVFP4
         if inputs.get("dynamic") != ("local" if fixed else True):
-            raise CheckpointError(f"{where}: input_activations in {form.name} with fixed scales are not supported")
+            raise unsupported(f"{where}: input_activations in {form.name} with fixed scales are not supported")
         return Group(weight, form, fixed)
     if not isinstance(inputs, dict) or inputs.get("dynamic", False) not in (True, False):
-        raise CheckpointError(f"{where}: input_activations must be an object with dynamic true or false")
+        raise invalid(f"{where}: input_activations must be an object with dynamic true or false")
     static = not inputs.get("dynamic", False)
     known: Sequence[Granularity] = ("tensor",) if static else ("tensor", "token", "group")
     activation = _read_grid(inputs, known, f"{where}: input_activations")
     if static and not activation.symmetric:
-        raise CheckpointError(f"{where}: input_activations with a static zero point are not supported")
+        raise unsupported(f"{where}: input_activations with a static zero point are not supported")
     return Group(weight, activation, static)
 
 
@@ -114,7 +115,7 @@ def _read_form(args: Mapping[str, Any], where: str) -> WeightFormat | None:
     if strategy == "block":
         structure = args.get("block_structure")
         if (kind, bits, structure) != ("float", 8, [Fp8Blocks.size] * 2):
-            raise CheckpointError(
+            raise unsupported(
                 f"{where}: strategy 'block' is supported for float of 8 bits in blocks of 128 by 128, not {kind!r} of "
                 f"{bits!r} bits in blocks {structure!r}"
             )
@@ -123,7 +124,7 @@ def _read_form(args: Mapping[str, Any], where: str) -> WeightFormat | None:
         return None
     known = next((form for form in (NVFP4, Fp4("mxfp4")) if _strategy(form) == (strategy, size)), None)
     if known is None or args.get("symmetric", True) is not True:
-        raise CheckpointError(
+        raise unsupported(
             f"{where}: 'float' of 4 bits is supported as NVFP4 (tensor_group of 16) and MXFP4 (group of 32), "
             f"symmetric, not as {strategy!r} of {size!r}"
         )
@@ -136,24 +137,15 @@ def _read_grid(args: Mapping[str, Any], known: Sequence[Granularity], where: str
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     granularity = next((word for word in known if word == strategy), None)
     if granularity is None:
-        raise CheckpointError(f"{where}: strategy {strategy!r} is not supported here: {', '.join(known)} are")
+        raise unsupported(f"{where}: strategy {strategy!r} is not supported here: {', '.join(known)} are")
     bits, kind = args.get("num_bits", 8), args.get("type", "int")
     if type(bits) is not int or kind not in ("int", "float") or (kind == "float" and bits != 8):
-        raise CheckpointError(
-            f"{where}: {kind!r} of {bits!r} bits is not supported: int of 2 to 8, and float of 8, are"
-        )
+        raise unsupported(f"{where}: {kind!r} of {bits!r} bits is not supported: int of 2 to 8, and float of 8, are")
     if granularity == "group" and type(size) is not int:
-        raise CheckpointError(f"{where}: group_size must be a number, not {size!r}")
-    try:
-        return Grid(
-            "int" if kind == "int" else "e4m3",
-            bits,
-            args.get("symmetric", True) is True,
-            granularity,
-            size if granularity == "group" else None,
-        )
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from None
+        raise invalid(f"{where}: group_size must be a number, not {size!r}")
+    with naming(where, "quantization_invalid"):
+        symmetric, size = args.get("symmetric", True) is True, size if granularity == "group" else None
+        return Grid("int" if kind == "int" else "e4m3", bits, symmetric, granularity, size)
 
 
 # Writing
@@ -185,9 +177,12 @@ def format_of(scheme: Scheme) -> str:
     if isinstance(scheme.weight, Fp4):
         return f"{scheme.weight.name}-pack-quantized"
     if not isinstance(scheme.weight, Grid | Fp8Blocks):
-        raise ValueError(f"compressed-tensors has no place for {scheme.name}")
+        raise UserError("scheme_unsupported", f"compressed-tensors has no place for {scheme.name}")
     if "e5m2" in (scheme.weight.kind, scheme.activation and scheme.activation.kind):
-        raise ValueError(f"compressed-tensors has no place for {scheme.name}: its 8-bit float is e4m3, the scheme fp8")
+        raise UserError(
+            "scheme_unsupported",
+            f"compressed-tensors has no place for {scheme.name}: its 8-bit float is e4m3, the scheme fp8",
+        )
     if scheme.layout == "packed":
         return "pack-quantized"
     if scheme.activation is None:

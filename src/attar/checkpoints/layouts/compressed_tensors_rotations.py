@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attar.checkpoints.patterns import Patterns
-from attar.checkpoints.strict_io import CheckpointError
+from attar.checkpoints.strict_io import CheckpointError, invalid, unsupported
 
 MAX_ENTRIES = 1000  # of inputs: each is compared with every module
 FOLDED = ("weight_input", "weight_output")
@@ -54,7 +54,7 @@ class Rotations:
             return 0
         size = sizes[0]
         if len(sizes) > 1 or size & (size - 1) or columns % size:
-            raise CheckpointError(
+            raise unsupported(
                 f"{self._where}: the {columns} columns of {module} are rotated in blocks of "
                 f"{' and '.join(map(str, sizes))}: supported is one power of two that divides them"
             )
@@ -64,36 +64,39 @@ class Rotations:
 def _read(config: Any, where: str) -> Iterator[Rotated]:
     groups = config.get("config_groups", {}) if isinstance(config, dict) else None
     if not isinstance(groups, dict):
-        raise CheckpointError(f"{where} must be an object with config_groups")
+        raise invalid(f"{where} must be an object with config_groups")
     patterns, count = Patterns(), 0
     for name, group in groups.items():
         at = f"{where}: {name}"
         if not isinstance(group, dict) or not isinstance(group.get("apply"), list):
-            raise CheckpointError(f"{at} must be an object with a list under apply")
+            raise invalid(f"{at} must be an object with a list under apply")
         size = group.get("head_dim")
         for entry in group["apply"]:
             location = entry.get("location") if isinstance(entry, dict) else None
             if location in FOLDED:
                 continue
             if location != "input":
-                raise CheckpointError(f"{at}: a transform at run time is supported of inputs alone, not {entry!r}")
+                raise unsupported(f"{at}: a transform at run time is supported of inputs alone, not {entry!r}")
             if group.get("type") != "hadamard" or group.get("randomize", False) is not False:
-                raise CheckpointError(
+                raise unsupported(
                     f"{at}: type {group.get('type')!r} is not supported: supported is hadamard, without randomize"
                 )
             if size is not None and (type(size) is not int or size < 1):
-                raise CheckpointError(f"{at}: head_dim must be a number, not {size!r}")
+                raise invalid(f"{at}: head_dim must be a number, not {size!r}")
             targets, ignored = (_names(entry.get(key, []), f"{at}: {key}") for key in ("targets", "ignore"))
             found = [patterns.compile(each.removeprefix("re:"), at) for each in targets if each.startswith("re:")]
             if (count := count + 1) > MAX_ENTRIES:
-                raise CheckpointError(f"{at}: more than the {MAX_ENTRIES} rotations that attar accepts in a config")
+                raise CheckpointError(
+                    "checkpoint_too_large",
+                    f"{at}: more than the {MAX_ENTRIES} rotations that attar accepts in a config",
+                )
             yield Rotated(frozenset(targets), tuple(found), frozenset(ignored), size)
 
 
 def _names(found: Any, where: str) -> tuple[str, ...]:
     names = [found] if isinstance(found, str) else found
     if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
-        raise CheckpointError(f"{where} are names of modules, not {found!r}")
+        raise invalid(f"{where} are names of modules, not {found!r}")
     return tuple(names)
 
 

@@ -24,15 +24,12 @@ class Library(Protocol):
 
     def against(self, schemes: Collection[Scheme]) -> str | None:
         """Return why a folder with these schemes cannot have the format, or None where it can."""
-        ...
 
     def stored_part(self, part: str, scheme: Scheme) -> str:
         """Return the name, after the module's, under which a part of a PackedTensor is stored."""
-        ...
 
     def stored_scale(self, scheme: Scheme) -> str:
         """Return the name, after the module's, of the fixed scale of static activations."""
-        ...
 
     def quantization_config(
         self,
@@ -47,7 +44,6 @@ class Library(Protocol):
         `ignored` are the linears that stay dense, `embeddings` the modules that are embeddings, and `shapes` (out, in)
         of all modules, for a format whose config has them.
         """
-        ...
 
 
 LIBRARIES: tuple[Library, ...] = (compressed_tensors, bitsandbytes, own_format)

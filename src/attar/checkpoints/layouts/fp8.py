@@ -21,7 +21,7 @@ from typing import Any
 
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.layouts.scales import activation_scale
-from attar.checkpoints.strict_io import CheckpointError
+from attar.checkpoints.strict_io import invalid, naming, unsupported
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.formats.weight_formats import Fp8Blocks
@@ -48,7 +48,7 @@ class Fp8:
         self.folder = folder
         for key, known in WANTED.items():
             if config.get(key, known[0]) not in known:
-                raise CheckpointError(
+                raise unsupported(
                     f"{folder.path}: quantization_config: {key} {config.get(key, known[0])!r} is not supported: "
                     f"{' and '.join(map(repr, known))} {'is' if len(known) == 1 else 'are'}"
                 )
@@ -57,7 +57,7 @@ class Fp8:
         if config.get("weight_block_size") is None:
             self._scheme = "fp8-tensor-static" if self._static else "fp8-tensor"
         elif self._static:
-            raise CheckpointError(
+            raise unsupported(
                 f"{folder.path}: quantization_config: activation_scheme 'static' is not supported beside "
                 "weight_block_size: 'dynamic' is"
             )
@@ -69,17 +69,13 @@ class Fp8:
         """Return the shape (out, in) of a module. Raises CheckpointError where it is not a matrix."""
         shape = self.folder.info(f"{module}.weight").shape
         if len(shape) != 2:
-            raise CheckpointError(f"{self.folder.path}: {module} is quantized but not a matrix: its shape is {shape}")
+            raise invalid(f"{self.folder.path}: {module} is quantized but not a matrix: its shape is {shape}")
         return shape[0], shape[1]
 
     def scheme_of(self, module: str) -> Scheme:
-        try:
+        with naming(f"{self.folder.path}: {module}", "quantization_invalid"):
             scheme = Scheme.parse(self._scheme).with_scale_dtype(self.folder.info(self._scale(module)).dtype)
             scheme.check(self.shape(module)[1])
-        except CheckpointError:
-            raise
-        except ValueError as error:
-            raise CheckpointError(f"{self.folder.path}: {module}: {error}") from None
         return scheme
 
     def read(self, module: str) -> Linear:
@@ -87,12 +83,8 @@ class Fp8:
         codes, scale = self.folder.read(f"{module}.weight"), self.folder.read(self._scale(module))
         if not scale.ndim:
             scale = scale.reshape(1)
-        try:
+        with naming(f"{self.folder.path}: {module}", "quantization_invalid"):
             packed = PackedTensor(self.scheme_of(module), self.shape(module), {"codes": codes, "scale": scale})
-        except CheckpointError:
-            raise
-        except ValueError as error:
-            raise CheckpointError(f"{self.folder.path}: {module}: {error}") from None
         linear = Linear(module, packed)
         if self._static:
             linear.activation_scale = activation_scale(self.folder, self._found(module, INPUT_SCALES))

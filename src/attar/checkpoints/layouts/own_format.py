@@ -16,7 +16,7 @@ from typing import Any
 
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.layouts.scales import activation_scale
-from attar.checkpoints.strict_io import CheckpointError
+from attar.checkpoints.strict_io import invalid, naming, unsupported
 from attar.formats.codecs import sparse24
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
@@ -64,17 +64,17 @@ class OwnFormat:
         self.folder = folder
         where = f"{folder.path}: quantization_config"
         if config.get("version") != VERSION:
-            raise CheckpointError(f"{where}: version {config.get('version')!r} is not {VERSION}, the one attar knows")
+            raise unsupported(f"{where}: version {config.get('version')!r} is not {VERSION}, the one attar knows")
         modules = config.get("modules")
         if not isinstance(modules, dict) or not modules:
-            raise CheckpointError(f"{where}: needs modules that say how they are quantized")
+            raise invalid(f"{where}: needs modules that say how they are quantized")
         self._modules: dict[str, tuple[Scheme, tuple[int, int]]] = {}
         for module, said in modules.items():
             scheme, shape = self._modules[module] = _read_module(said, f"{where}: {module}")
             for part, wanted in scheme.parts(shape).items():
                 found = folder.info(f"{module}.{stored_part(part, scheme)}")
                 if found != wanted:
-                    raise CheckpointError(
+                    raise invalid(
                         f"{folder.path}: {module}: part {part!r} of {scheme.name} {shape} must be {wanted.dtype} "
                         f"{wanted.shape}, not {found.dtype} {found.shape}"
                     )
@@ -96,7 +96,7 @@ class OwnFormat:
         scheme, shape = self._modules[module]
         parts = {part: self.folder.read(f"{module}.{stored_part(part, scheme)}") for part in scheme.parts(shape)}
         if isinstance(scheme.weight, Sparse24) and not sparse24.in_order(parts["places"]):
-            raise CheckpointError(f"{self.folder.path}: {module}: places must be two of every four, in their order")
+            raise invalid(f"{self.folder.path}: {module}: places must be two of every four, in their order")
         linear = Linear(module, PackedTensor(scheme, shape, parts))
         if scheme.static:
             linear.activation_scale = activation_scale(self.folder, f"{module}.{stored_scale(scheme)}")
@@ -105,15 +105,13 @@ class OwnFormat:
 
 def _read_module(said: object, where: str) -> tuple[Scheme, tuple[int, int]]:
     if not isinstance(said, dict):
-        raise CheckpointError(f"{where} must be an object with scheme, scale_dtype and shape")
+        raise invalid(f"{where} must be an object with scheme, scale_dtype and shape")
     name, dtype, shape = (said.get(key) for key in ("scheme", "scale_dtype", "shape"))
     if not isinstance(name, str) or not isinstance(dtype, str):
-        raise CheckpointError(f"{where}: scheme and scale_dtype are names, not {name!r} and {dtype!r}")
+        raise invalid(f"{where}: scheme and scale_dtype are names, not {name!r} and {dtype!r}")
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n < MAX_SIDE for n in shape):
-        raise CheckpointError(f"{where}: shape is two numbers, outputs and inputs, not {shape!r}")
-    try:
+        raise invalid(f"{where}: shape is two numbers, outputs and inputs, not {shape!r}")
+    with naming(where, "quantization_invalid"):
         scheme = Scheme.parse(name).with_scale_dtype(dtype)
         scheme.check(shape[1])
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from None
     return scheme, (shape[0], shape[1])

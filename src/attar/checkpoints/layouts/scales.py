@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attar.checkpoints.folder import Folder
-from attar.checkpoints.strict_io import CheckpointError
+from attar.checkpoints.strict_io import invalid
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -19,8 +19,8 @@ def activation_scale(folder: Folder, name: str) -> Tensor:
     0."""
     part = folder.info(name)
     if part.dtype not in DTYPES or part.shape not in ((), (1,)):
-        raise CheckpointError(f"{folder.path}: {name} must be one number, not {part.dtype} {list(part.shape)}")
+        raise invalid(f"{folder.path}: {name} must be one number, not {part.dtype} {list(part.shape)}")
     scale = folder.read(name).reshape(1).float()
     if not scale.isfinite().all() or float(scale) <= 0:
-        raise CheckpointError(f"{folder.path}: {name} is {float(scale)}: a scale is finite and above 0")
+        raise invalid(f"{folder.path}: {name} is {float(scale)}: a scale is finite and above 0")
     return scale

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from attar.checkpoints.folder import MAX_CONFIG, Folder, read_json
 from attar.checkpoints.layouts.gptq import matrix
-from attar.checkpoints.strict_io import CheckpointError
+from attar.checkpoints.strict_io import invalid, unsupported
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.formats.weight_formats import NUMBERS, Lookup, ScaleDtype
@@ -52,7 +52,7 @@ class SqueezeLlm:
         self.folder = folder
         bits = config.get("wbits")
         if type(bits) is not int or bits not in BITS:
-            raise CheckpointError(f"{folder.path}: SqueezeLLM with wbits {bits!r}: attar reads 3 and 4")
+            raise unsupported(f"{folder.path}: SqueezeLLM with wbits {bits!r}: attar reads 3 and 4")
         self.bits = bits
 
     def holds(self, module: str) -> bool:
@@ -62,7 +62,7 @@ class SqueezeLlm:
         """Return the shape (out, in) of a module. Raises CheckpointError where its words do not make one."""
         words, outputs = matrix(self.folder, f"{module}.qweight")
         if not words or not outputs or words % self.bits:
-            raise CheckpointError(
+            raise invalid(
                 f"{self.folder.path}: {module}.qweight is {words} x {outputs}: {self.bits} words hold 32 inputs"
             )
         return outputs, words * 32 // self.bits
@@ -71,12 +71,10 @@ class SqueezeLlm:
         """Return the scheme of a module, from headers alone. Raises CheckpointError where they do not fit together."""
         folder, shape = self.folder, self.shape(module)
         if folder.has(f"{module}.full_rows"):
-            raise CheckpointError(
-                f"{folder.path}: {module}.full_rows is not supported: the whole rows of a hybrid kernel"
-            )
+            raise unsupported(f"{folder.path}: {module}.full_rows is not supported: the whole rows of a hybrid kernel")
         table, count = folder.info(f"{module}.{TABLE}"), 0
         if table.shape != (shape[0], 1 << self.bits):
-            raise CheckpointError(
+            raise invalid(
                 f"{folder.path}: {module}.{TABLE} must have {1 << self.bits} numbers for each of {shape[0]} rows, not "
                 f"{list(table.shape)}"
             )
@@ -86,18 +84,18 @@ class SqueezeLlm:
         ):  # one alone is a file that lost the others
             rows, places, values = (folder.info(f"{module}.{part}") for part in (*PLACES, "vals"))
             if rows.shape != (shape[0] + 1,) or len(values.shape) != 1 or places.shape != values.shape:
-                raise CheckpointError(
+                raise invalid(
                     f"{folder.path}: {module}: rows, cols and vals are CSR of {shape[0]} rows, not {list(rows.shape)}, "
                     f"{list(places.shape)} and {list(values.shape)}"
                 )
             if rows.dtype != "int32" or places.dtype != "int32":
-                raise CheckpointError(f"{folder.path}: {module}: rows and cols must be int32")
+                raise invalid(f"{folder.path}: {module}: rows and cols must be int32")
             count = values.shape[0]
             if count > shape[0] * shape[1]:
-                raise CheckpointError(f"{folder.path}: {module}: {count} numbers apart are more than {shape} has")
+                raise invalid(f"{folder.path}: {module}: {count} numbers apart are more than {shape} has")
             dtypes.add(values.dtype)
         if not dtypes <= NUMBERS.keys():
-            raise CheckpointError(f"{folder.path}: {module}: {TABLE} and vals must be floats of 16 or 32 bits")
+            raise invalid(f"{folder.path}: {module}: {TABLE} and vals must be floats of 16 or 32 bits")
         numbers = cast(ScaleDtype, dtypes.pop()) if len(dtypes) == 1 else "float32"
         return Scheme(Lookup.of(self.bits, count, shape, numbers), layout="plain")
 
@@ -111,7 +109,7 @@ class SqueezeLlm:
             starts, places = (self.folder.read(f"{module}.{part}") for part in PLACES)
             inside = int(starts[0]) == 0 and int(starts[-1]) == len(places) and bool((starts.long().diff() >= 0).all())
             if not inside or not 0 <= int(places.min()) <= int(places.max()) < shape[1]:
-                raise CheckpointError(f"{self.folder.path}: {module}: rows and cols lie outside of the matrix")
+                raise invalid(f"{self.folder.path}: {module}: rows and cols lie outside of the matrix")
             parts |= {"starts": starts, "places": places, "extras": self._numbers(f"{module}.vals", scheme.weight)}
         return Linear(module, PackedTensor(scheme, shape, parts))
 

@@ -46,6 +46,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.strict_io import CheckpointError
+from attar.errors import UserError
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid
 from attar.kernels import dispatch
@@ -205,7 +206,7 @@ class ProbeRun:
         rows = torch.cat(outputs)
         if not rows.isfinite().all():
             name = self.config.names.layer.format(i=layer)
-            raise ValueError(f"the output of {name} holds a NaN or an infinity on the probe prompts")
+            raise UserError("not_finite", f"the output of {name} holds a NaN or an infinity on the probe prompts")
         calm, *copies = project(layer, rows.view(len(self.ids), LENGTH, -1)[:, -1]).split(PROMPTS)
         return rows, {
             "projections": _digits(calm),
@@ -271,10 +272,7 @@ def _lay_out(block: Block) -> None:
     """Move the block's weights into a store of its own, which is freed with the block."""
     store = dispatch.store(COARSEST)
     assert store is not None
-    for linear in block.linears():
-        store.take(linear)
-    for norm in block.norms():
-        store.take_norm(norm)
+    model.lay_out(block, store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,11 +328,13 @@ class Probes:
                 },
             )
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{where}: the probes are damaged ({error!r})") from None
+            raise CheckpointError("receipt_invalid", f"{where}: the probes are damaged ({error!r})") from None
         sizes = {len(x.layers) for x in (*probes.prompts, *probes.noise.values()) if x is not None}
         whole = all(p.tokens and p.top and all(len(x) == PROJECTIONS for x in p.layers) for p in probes.prompts)
         if len(sizes) != 1 or not probes.prompts or not whole:
-            raise CheckpointError(f"{where}: the probes are damaged (their sizes do not fit together)")
+            raise CheckpointError(
+                "receipt_invalid", f"{where}: the probes are damaged (their sizes do not fit together)"
+            )
         return probes
 
     def replay(self, decoder: Decoder, count: int | None = None) -> Divergence | None:
@@ -345,11 +345,13 @@ class Probes:
         config = decoder.config
         largest = max(i for p in self.prompts for i in (*p.tokens, *(t for t, _ in p.top)))
         if len(self.prompts[0].layers) != config.layers or largest >= config.vocab_size:
-            raise CheckpointError("the receipt's probes are of a model with other layers or another vocabulary")
+            raise CheckpointError(
+                "receipt_invalid", "the receipt's probes are of a model with other layers or another vocabulary"
+            )
         path = kernel_path(decoder)
         noise = self.noise.get(path)
         if noise is None:
-            raise CheckpointError(NO_FLOOR.format(path))
+            raise CheckpointError("device_unsupported", NO_FLOOR.format(path))
         found: list[tuple[int, Divergence]] = []
         for probe in self.prompts[:count]:
             seen = _differences(decoder, probe, path, noise)
@@ -361,9 +363,7 @@ def _differences(decoder: Decoder, probe: Probe, path: str, noise: Noise) -> Ite
     """Yield each block's difference in order, then the logits', with its position."""
     config, last = decoder.config, len(probe.tokens) - 1
     seen: list[Tensor] = []
-    step = ForwardBatch(
-        (last + 1,), last + 1, decoder.cache(last + 1)
-    )  # with a cache, so that its kernels are replayed too
+    step = ForwardBatch((last + 1,), last + 1, decoder.cache(last + 1))  # with a cache: its kernels are replayed too
     rows = torch.tensor([last], device=decoder.device)
     logits = decoder.forward(
         torch.tensor(probe.tokens, device=decoder.device),

@@ -21,7 +21,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ import torch
 from attar.checkpoints.folder import json_object, read_bytes
 from attar.checkpoints.receipts.probes import EXACT, NO_FLOOR, Probes, kernel_path, unrounded
 from attar.checkpoints.strict_io import CheckpointError
+from attar.errors import UserError
 from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 from attar.progress import StageProgress
@@ -151,7 +152,7 @@ def carry(
     # The source's receipt is untrusted: unknown keys are left out, and so is nesting that indentation would make large.
     value = {key: found.value[key] for key in _OURS if key in found.value}
     if _deeper(value, DEEPEST):
-        raise ValueError(f"that of the source is nested more than {DEEPEST} deep")
+        raise UserError("receipt_invalid", f"that of the source is nested more than {DEEPEST} deep")
     value |= {
         "converted": {"files": combined_hash(found.files), "values": digest, "receipts": found.known},
         "files": {name: sha256(output_file(output, name), advance) for name in names},
@@ -187,7 +188,7 @@ def _text(value: Mapping[str, Any]) -> bytes:
     for piece in encoder.iterencode(value):
         text += piece.encode()
         if len(text) >= MAX_BYTES:
-            raise ValueError(f"it would be longer than {MAX_BYTES} bytes, and nobody could read it")
+            raise UserError("file_too_large", f"it would be longer than {MAX_BYTES} bytes, and nobody could read it")
     return bytes(text + b"\n")
 
 
@@ -235,14 +236,17 @@ def read_receipt(output: Path) -> Receipt | None:
     value = json_object(text, path)
     if value.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path}: its format is {value.get('format')!r}, not {FORMAT}: use another version of attar"
+            "receipt_invalid",
+            f"{path}: its format is {value.get('format')!r}, not {FORMAT}: use another version of attar",
         )
     missing = [key for key in _REQUIRED if key not in value]
     if missing:
-        raise CheckpointError(f"{path}: the receipt is damaged: it lacks {', '.join(missing)}")
+        raise CheckpointError("receipt_invalid", f"{path}: the receipt is damaged: it lacks {', '.join(missing)}")
     files = value["files"]
     if not isinstance(files, dict) or not all(_is_plain(n) and isinstance(h, str) for n, h in files.items()):
-        raise CheckpointError(f"{path}: the receipt is damaged: `files` must map names within the folder to hashes")
+        raise CheckpointError(
+            "receipt_invalid", f"{path}: the receipt is damaged: `files` must map names within the folder to hashes"
+        )
     return Receipt(value, files, Probes.parse(value.get("probes"), str(path)), _known(value, text))
 
 
@@ -253,9 +257,6 @@ class PathVerdict:
     ok: bool | None
     first_divergence: str | None
     detail: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"ok": self.ok, "first_divergence": self.first_divergence, "detail": self.detail}
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,12 +275,7 @@ class Verdict:
         return f"ok: {self.detail}" if self.ok else f"failed: {self.detail}"
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "ok": self.ok,
-            "first_divergence": self.first_divergence,
-            "detail": self.detail,
-            "paths": {path: found.to_dict() for path, found in self.paths.items()},
-        }
+        return asdict(self)
 
 
 def verify(
@@ -312,7 +308,7 @@ def verify(
         if found.ok is False:
             return Verdict(False, found.first_divergence, f"on the {path} kernels {found.detail}", paths)
     if all(found.ok is None for found in paths.values()):
-        raise CheckpointError("; ".join(found.detail for found in paths.values()))
+        raise CheckpointError("device_unsupported", "; ".join(found.detail for found in paths.values()))
     done += [f"{path}: {found.detail}" for path, found in paths.items()]
     return Verdict(True, None, "; ".join(done), paths)
 

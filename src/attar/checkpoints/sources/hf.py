@@ -32,7 +32,8 @@ from attar.checkpoints.layouts.fp8 import Fp8
 from attar.checkpoints.layouts.gptq import Gptq
 from attar.checkpoints.layouts.own_format import OwnFormat
 from attar.checkpoints.layouts.squeezellm import SqueezeLlm
-from attar.checkpoints.strict_io import CheckpointError, near
+from attar.checkpoints.strict_io import invalid, naming, near, unsupported
+from attar.errors import UserError
 from attar.formats.scheme import Part, Scheme
 from attar.kernels.dispatch import BackendWeights
 from attar.kernels.operands import Linear
@@ -50,19 +51,15 @@ class Quantized(Protocol):
 
     def holds(self, module: str) -> bool:
         """Return whether the module is stored quantized."""
-        ...
 
     def shape(self, module: str) -> tuple[int, int]:
         """Return the module's shape (out, in), without reading the weight."""
-        ...
 
     def scheme_of(self, module: str) -> Scheme:
         """Return the scheme of the module, without reading the weight."""
-        ...
 
     def read(self, module: str) -> Linear:
         """Return the linear, without its bias. Raises CheckpointError where its tensors do not fit together."""
-        ...
 
 
 READERS: Mapping[str, Callable[[Folder, Mapping[str, Any]], Quantized]] = {
@@ -105,10 +102,8 @@ class Checkpoint:
         if "quantization_config" not in folder.config and (settings := squeezellm.beside(folder)) is not None:
             folder.config = {**folder.config, "quantization_config": settings}
         generation = read_json(path / GENERATION, MAX_CONFIG) if (path / GENERATION).exists() else None
-        try:
+        with naming(path / CONFIG):
             config = read_config(folder.config, generation)
-        except ValueError as error:
-            raise CheckpointError(f"{path / CONFIG}: {error}") from None
         checkpoint = cls(folder, config, dtype, as_stored)
         checkpoint._check()
         return checkpoint
@@ -183,13 +178,8 @@ class Checkpoint:
 
     def _check(self) -> None:
         """Build the model from shapes alone. Raises CheckpointError where a tensor is missing or of another shape."""
-        outline, config = _Outline(self), self.config
-        try:
-            decoder.check(config, outline)
-        except CheckpointError:
-            raise
-        except ValueError as error:
-            raise CheckpointError(f"{self.folder.path}: {error}") from None
+        with naming(self.folder.path):
+            decoder.check(self.config, _Outline(self))
 
     def _tied_by_omission(self) -> bool:
         names, stated = self.config.names, "tie_word_embeddings" in self.folder.config
@@ -221,10 +211,10 @@ class Checkpoint:
                 hint = near(stored, self.folder.names())
             files = list(self.folder.files)
             listed = ", ".join(files[:5]) + (f" and {len(files) - 5} more files" if len(files) > 5 else "")
-            raise CheckpointError(f"{self.folder.path}: no tensor {stored!r} in {listed}{hint}")
+            raise self.folder.error("checkpoint_incomplete", f"no tensor {stored!r} in {listed}{hint}")
         part = self.folder.info(stored)
         if part.dtype not in ("float32", "float16", "bfloat16", "float64"):
-            raise CheckpointError(
+            raise invalid(
                 f"{self.folder.path}: tensor {stored!r} is {part.dtype}, without the scales that would make it numbers"
             )
         return part
@@ -234,7 +224,7 @@ class _Outline:
     """Weights of a checkpoint as tensors without data, for checks that only need shapes."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
+        self.checkpoint, self.dtype, self.has = checkpoint, checkpoint.dtype, checkpoint.has
 
     def linear(self, name: str) -> Linear:
         checkpoint, quantized = self.checkpoint, self.checkpoint._quantized
@@ -246,39 +236,27 @@ class _Outline:
             if checkpoint.config.names.is_transposed(name):
                 weight = weight.t()
         if weight.ndim != 2:
-            raise CheckpointError(f"{checkpoint.folder.path}: {module}.weight is {list(weight.shape)}, not a matrix")
+            raise checkpoint.folder.error(
+                "checkpoint_mismatch", f"{module}.weight is {list(weight.shape)}, not a matrix"
+            )
         return Linear(name, weight, self.tensor(f"{name}.bias") if self.has(f"{name}.bias") else None)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.checkpoint.dtype
 
     def tensor(self, name: str) -> Tensor:
         return torch.empty(self.checkpoint._dense_part(name).shape, device="meta")
 
-    def matrix(self, name: str) -> Tensor:
-        return self.tensor(name)
-
-    def has(self, name: str) -> bool:
-        return self.checkpoint.has(name)
+    matrix = tensor
 
 
 class _Rows:
     """Weights of a checkpoint with only some rows of the embedding and of the LM head: tables [R, I]."""
 
     def __init__(self, checkpoint: Checkpoint, ids: Tensor) -> None:
-        self.checkpoint, self.ids, self.has = checkpoint, ids.tolist(), checkpoint.has
+        self.checkpoint, self.ids = checkpoint, ids.tolist()
+        self.dtype, self.has = checkpoint.dtype, checkpoint.has
 
     def linear(self, name: str) -> Linear:
         is_table = name == self.checkpoint.config.names.head
         return Linear(name, self.tensor(f"{name}.weight")) if is_table else self.checkpoint.linear(name)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.checkpoint.dtype
-
-    def matrix(self, name: str) -> Tensor:
-        return self.tensor(name)
 
     def tensor(self, name: str) -> Tensor:
         checkpoint, names = self.checkpoint, self.checkpoint.config.names
@@ -292,6 +270,8 @@ class _Rows:
                 table[start:end] = checkpoint.folder.read_rows(stored, self.ids[start], self.ids[end - 1] + 1)
                 start = end
         return table
+
+    matrix = tensor
 
 
 DTYPES: Mapping[str, torch.dtype | None] = {
@@ -312,7 +292,7 @@ def compute_dtype(name: str | None, device: str = "cpu") -> torch.dtype | None:
         return torch.bfloat16
     name = name or "float32"
     if name not in DTYPES:
-        raise ValueError(f"unknown dtype {name!r}: known are {', '.join(DTYPES)}{near(name, DTYPES)}")
+        raise UserError("name_unknown", f"unknown dtype {name!r}: known are {', '.join(DTYPES)}{near(name, DTYPES)}")
     return DTYPES[name]
 
 
@@ -329,12 +309,8 @@ def load(
     """
     assert store is None or dtype == store.dtype, f"these kernels compute in {store.dtype}, not {dtype}"
     checkpoint = Checkpoint.open(path, dtype, as_stored=store is not None)
-    try:
+    with naming(path):
         return decoder.build(checkpoint.config, checkpoint, progress, store)
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from None
 
 
 def _reader(folder: Folder) -> Quantized | None:
@@ -343,7 +319,7 @@ def _reader(folder: Folder) -> Quantized | None:
         return None
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     if not isinstance(method, str) or method not in READERS:
-        raise CheckpointError(
+        raise unsupported(
             f"{folder.path}: quantized with {method!r}, which attar does not read: known are {', '.join(READERS)}"
         )
     return READERS[method](folder, settings)
@@ -358,8 +334,9 @@ def _renames(folder: Folder, names: Names) -> tuple[tuple[str, str], ...]:
     first = f"{names.layer.format(i=0)}.{names.attention_norm}"
     if not any(spelling in modules for spelling in names.spellings(first)):
         tried = " or ".join(f"{spelling}.weight" for spelling in names.spellings(first))
-        raise CheckpointError(
-            f"{folder.path}: the first block is not there; looked for {tried}{near(f'{first}.weight', folder.names())}"
+        raise folder.error(
+            "checkpoint_incomplete",
+            f"the first block is not there; looked for {tried}{near(f'{first}.weight', folder.names())}",
         )
     chosen = []
     for ours in dict.fromkeys(ours for ours, _ in names.prefixes):

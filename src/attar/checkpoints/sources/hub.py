@@ -36,20 +36,24 @@ def resolve(model: str | os.PathLike[str], *, revision: str | None = None, offli
     if model == DEMO:
         return embedded()
     if not model:  # an unset variable of a shell, which Path would take for the current folder
-        raise CheckpointError("the model's name is empty: give a folder, a Hub id (org/name) or `demo`")
+        raise CheckpointError(
+            "option_missing", "the model's name is empty: give a folder, a Hub id (org/name) or `demo`"
+        )
     path = Path(model).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
         return path
     if path.exists():
-        raise CheckpointError(f"{model} is a file; give the folder that holds the model, or a .gguf file")
+        raise CheckpointError(
+            "file_wrong_kind", f"{model} is a file; give the folder that holds the model, or a .gguf file"
+        )
     match = _HUB_ID.fullmatch(model)
     if path.suffix.lower() == ".gguf" and (match is None or path.parent.is_dir()):
-        raise CheckpointError(f"{model}: no such file{_neighbours(path, files=True)}")
+        raise CheckpointError("file_not_found", f"{model}: no such file{_neighbours(path, files=True)}")
     if match is None:
         kind = "and it is not a Hub id (org/name)" if "/" not in model else "at that path"
-        raise CheckpointError(f"no model folder {model!r} {kind}{_neighbours(path)}")
+        raise CheckpointError("file_not_found", f"no model folder {model!r} {kind}{_neighbours(path)}")
     if match["revision"] and revision:
-        raise CheckpointError(f"{model!r} already names a revision: leave out {revision!r}")
+        raise CheckpointError("option_conflict", f"{model!r} already names a revision: leave out {revision!r}")
     return _download(match["repo"], match["revision"] or revision, bool(offline), _neighbours(path))
 
 
@@ -58,7 +62,8 @@ def embedded() -> Path:
     folder = Path(str(importlib.resources.files("attar").joinpath("data", DEMO)))
     if not (folder / "config.json").is_file():
         raise CheckpointError(
-            "this build of attar carries no demo model; install a released wheel, or name a folder or a Hub id"
+            "package_missing",
+            "this build of attar carries no demo model; install a released wheel, or name a folder or a Hub id",
         )
     return folder
 
@@ -87,28 +92,34 @@ def _download(repo: str, revision: str | None, offline: bool, hint: str) -> Path
         )
     except errors.GatedRepoError as error:
         raise CheckpointError(
-            f"{repo} is gated: accept its terms at https://huggingface.co/{repo}, then run `hf auth login`"
+            "file_not_permitted",
+            f"{repo} is gated: accept its terms at https://huggingface.co/{repo}, then run `hf auth login`",
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise CheckpointError(
-            f"no model {repo!r} on the Hub (a private one needs `hf auth login`) nor as a folder here{hint}"
+            "file_not_found",
+            f"no model {repo!r} on the Hub (a private one needs `hf auth login`) nor as a folder here{hint}",
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise CheckpointError(f"{repo} has no revision {revision!r} on the Hub") from error
+        raise CheckpointError("file_not_found", f"{repo} has no revision {revision!r} on the Hub") from error
     except errors.LocalEntryNotFoundError as error:
         if offline or huggingface_hub.constants.HF_HUB_OFFLINE:
             raise CheckpointError(
+                "file_not_found",
                 f"{at} is not whole in the local cache, and downloads are off; download it once while online, with "
-                f"`hf download {repo}`, or give a folder{hint}"
+                f"`hf download {repo}`, or give a folder{hint}",
             ) from error
         raise CheckpointError(
+            "download_failed",
             f"the Hub cannot be reached and {at} is not whole in the local cache; check the network, or give a "
-            f"folder{hint}"
+            f"folder{hint}",
         ) from error
     except Exception as error:  # the HTTP client differs between versions: it has changed twice
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(f"downloading {at} failed: {reason[0]}") from error
+        raise CheckpointError("download_failed", f"downloading {at} failed: {reason[0]}") from error
     assert isinstance(folder, str)
     if not any(Path(folder).glob("*.safetensors")):
-        raise CheckpointError(f"{at} has no safetensors weights on the Hub; if it has pickles (.bin): {CONVERT}")
+        raise CheckpointError(
+            "checkpoint_incomplete", f"{at} has no safetensors weights on the Hub; if it has pickles (.bin): {CONVERT}"
+        )
     return Path(folder)

@@ -17,8 +17,8 @@ import math
 import os
 import struct
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
-from io import BufferedReader
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from attar.checkpoints.gguf.header import MAGIC
 from attar.checkpoints.gguf.values import Typed
 from attar.checkpoints.gguf.writer import atomic_file, atomic_gguf
 from attar.checkpoints.safetensors import byte_view
-from attar.checkpoints.strict_io import CheckpointError
+from attar.checkpoints.strict_io import CheckpointError, OpenFile
 from attar.checkpoints.writer import sync_path
 from attar.formats.codecs.ggml import TYPES, GgmlType
 
@@ -57,25 +57,24 @@ def read(path: str | Path) -> Imatrix:
     """Read an importance matrix of either form. Raises CheckpointError where it is missing or malformed."""
     path = Path(path)
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such file")
+        raise CheckpointError("file_not_found", f"{path}: no such file")
     if path.stat().st_size > MAX_BYTES:
-        raise CheckpointError(f"{path}: an importance matrix has at most {MAX_BYTES} bytes")
+        raise CheckpointError("file_too_large", f"{path}: an importance matrix has at most {MAX_BYTES} bytes")
     with path.open("rb") as file:
         first = file.read(len(MAGIC))
     found = _read_gguf(path) if first == MAGIC else _read_legacy(path)
     for name, mean in found.means.items():
         if not (mean.isfinite() & (mean >= 0)).all():
-            raise CheckpointError(f"{path}: {name!r} has importances that are below zero or not finite")
+            raise CheckpointError(
+                "file_malformed", f"{path}: {name!r} has importances that are below zero or not finite"
+            )
     return found
 
 
 def write(path: str | Path, matrix: Imatrix, overwrite: bool = False) -> None:
     """Write the newer form, or the older where `path` ends in .dat. Raises CheckpointError where it exists already."""
     path = Path(path)
-    if path.suffix == LEGACY:
-        _write_legacy(path, matrix, overwrite)
-    else:
-        _write_gguf(path, matrix, overwrite)
+    (_write_legacy if path.suffix == LEGACY else _write_gguf)(path, matrix, overwrite)
 
 
 # The newer form
@@ -84,7 +83,7 @@ def write(path: str | Path, matrix: Imatrix, overwrite: bool = False) -> None:
 def _read_gguf(path: Path) -> Imatrix:
     file = GgufFile(path)
     if file.metadata.get("general.type") != "imatrix":
-        raise CheckpointError(f"{path}: a GGUF file, but no importance matrix (its general.type is not imatrix)")
+        raise file.error("file_wrong_kind", "a GGUF file, but no importance matrix (its general.type is not imatrix)")
     means, counts = {}, {}
     for name in file.names():
         if not name.endswith(_SUM):
@@ -92,25 +91,25 @@ def _read_gguf(path: Path) -> Imatrix:
         entry = name.removesuffix(_SUM)
         shape = file.info(name).shape
         if math.prod(file.info(entry + _COUNT).shape) != 1 or math.prod(shape) != shape[-1]:
-            raise CheckpointError(f"{path}: {entry!r} is of a mixture of experts, which is not read")
+            raise file.error("feature_unsupported", f"{entry!r} is of a mixture of experts, which is not read")
         total, rows = _floats(file, name), _floats(file, entry + _COUNT)
         if not rows.isfinite().all() or float(rows) < 0:
-            raise CheckpointError(f"{path}: {entry!r} has a count that is below zero or not finite")
+            raise file.error("file_malformed", f"{entry!r} has a count that is below zero or not finite")
         if float(rows):  # an entry without rows has no means
             means[entry], counts[entry] = total.flatten() / rows.flatten(), int(rows)
     if not means:
-        raise CheckpointError(f"{path}: holds no importances")
+        raise file.error("file_malformed", "holds no importances")
     chunks, chunk = (file.metadata.get(f"imatrix.chunk_{each}", 0) for each in ("count", "size"))
     datasets = file.metadata.get("imatrix.datasets", ())
     if type(chunks) is not int or type(chunk) is not int or isinstance(datasets, str | int | float):
-        raise CheckpointError(f"{path}: the keys imatrix.* are of other types than they should be")
+        raise file.error("file_malformed", "the keys imatrix.* are of other types than they should be")
     return Imatrix(means, counts, chunks, chunk, tuple(str(each) for each in datasets))
 
 
 def _floats(file: GgufFile, name: str) -> Tensor:
     tensor = file.info(name)
     if tensor.kind.name != "F32":
-        raise CheckpointError(f"{file.path}: tensor {name!r} must be F32, not {tensor.kind.name}")
+        raise file.error("file_malformed", f"tensor {name!r} must be F32, not {tensor.kind.name}")
     return file.read(name).view(torch.float32)
 
 
@@ -135,54 +134,49 @@ def _write_gguf(path: Path, matrix: Imatrix, overwrite: bool) -> None:
 # The older form
 
 
-class _Reader:
+class _Reader(OpenFile):
     """Sequential reader of a file's fields; a field that would reach beyond the end is an error before it is read."""
 
-    def __init__(self, path: Path, file: BufferedReader) -> None:
-        self.path, self._file, self._at, self._size = path, file, 0, os.fstat(file.fileno()).st_size
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._at = 0
 
     @property
     def left(self) -> int:
-        return self._size - self._at
+        return self.size - self._at
 
     def skip(self, count: int, what: str) -> int:
         """Skip `count` bytes and return where they begin. Raises CheckpointError where the file has fewer."""
         if count > self.left:
-            raise CheckpointError(f"{self.path}: not an importance matrix, or cut off: {what} reaches beyond its end")
+            raise self.error("file_malformed", f"not an importance matrix, or cut off: {what} reaches beyond its end")
         self._at += count
         return self._at - count
 
-    def fill(self, view: bytearray | memoryview, at: int) -> None:
-        self._file.seek(at)
-        if self._file.readinto(view) != len(view):
-            raise CheckpointError(f"{self.path}: the file shrank while it was read; copy it again")
-
     def take(self, count: int, what: str) -> bytearray:
         at, taken = self.skip(count, what), bytearray(count)
-        self.fill(taken, at)
+        self.fill(memoryview(taken), at)
         return taken
 
     def integer(self, what: str, low: int, high: int) -> int:
         (value,) = _I32.unpack(self.take(_I32.size, what))
         if not low <= value <= high:
-            raise CheckpointError(f"{self.path}: not an importance matrix: {what} is {value}")
+            raise self.error("file_malformed", f"not an importance matrix: {what} is {value}")
         return int(value)
 
     def text(self, what: str) -> str:
         try:
             return self.take(self.integer(f"the length of {what}", 0, MAX_NAME), what).decode()
         except UnicodeDecodeError:
-            raise CheckpointError(f"{self.path}: not an importance matrix: {what} is not UTF-8") from None
+            raise self.error("file_malformed", f"not an importance matrix: {what} is not UTF-8") from None
 
 
 def _read_legacy(path: Path) -> Imatrix:
-    with path.open("rb") as file:
-        reader = _Reader(path, file)
+    with closing(_Reader(path)) as reader:
         entries: dict[str, tuple[int, int, int]] = {}
         for i in range(reader.integer("the number of entries", 1, MAX_ENTRIES)):
             name = reader.text(f"the name of entry {i}")
             if name in entries:
-                raise CheckpointError(f"{path}: not an importance matrix: {name!r} is given twice")
+                raise reader.error("file_malformed", f"not an importance matrix: {name!r} is given twice")
             calls = reader.integer(f"the number of chunks of {name!r}", 0, (1 << 31) - 1)
             count = reader.integer(f"the number of values of {name!r}", 1, 1 << 28)
             entries[name] = calls, count, reader.skip(4 * count, f"{name!r}")
@@ -192,7 +186,7 @@ def _read_legacy(path: Path) -> Imatrix:
             chunks = reader.integer("the number of chunks", 0, (1 << 31) - 1)
             datasets = (reader.text("the name of the text"),)
         if reader.left:
-            raise CheckpointError(f"{path}: not an importance matrix: {reader.left} bytes follow its end")
+            raise reader.error("file_malformed", f"not an importance matrix: {reader.left} bytes follow its end")
         means = {}
         for name, (calls, count, at) in entries.items():  # only now: a malformed file is never held in memory
             means[name] = torch.empty(count)

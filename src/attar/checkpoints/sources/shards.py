@@ -21,8 +21,9 @@ from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.layouts import bitsandbytes, export_layouts
 from attar.checkpoints.layouts.scales import activation_scale
 from attar.checkpoints.sources import hf
-from attar.checkpoints.strict_io import CheckpointError
+from attar.checkpoints.strict_io import naming
 from attar.checkpoints.vocabulary import is_gguf
+from attar.errors import UserError
 from attar.formats.cuts import Range, Units, units, within
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
@@ -69,12 +70,8 @@ def load(
     checkpoint = open_checkpoint(path, dtype, as_stored=store is not None, blocks=isinstance(store, CpuWeights))
     config = checkpoint.config
     part = split(config, share, schemes(checkpoint, config))
-    try:
+    with naming(path):
         return parallel.build(part, Shard(checkpoint, part), groups, progress, store)
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from None
 
 
 class Shard:
@@ -82,14 +79,7 @@ class Shard:
 
     def __init__(self, checkpoint: Checkpoint, part: Split) -> None:
         self.checkpoint, self.part = checkpoint, part
-        self.has = checkpoint.has
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.checkpoint.dtype
-
-    def tensor(self, name: str) -> Tensor:
-        return self.checkpoint.tensor(name)
+        self.dtype, self.has, self.tensor = checkpoint.dtype, checkpoint.has, checkpoint.tensor
 
     def matrix(self, name: str) -> Tensor:
         names, vocabulary = self.part.config.names, self.part.vocabulary
@@ -148,14 +138,16 @@ def cut_linear(linear: Linear, cut: Cut) -> Linear:
     """Return the part of a linear in memory of its own. Raises ValueError where its inputs cannot be cut."""
     weight, columns = linear.weight, cut.columns
     if columns is not None and linear.permutation is not None:
-        raise ValueError(
+        raise UserError(
+            "parallel_unsupported",
             f"{linear.name} stores its columns in another order (act-order): --tp cannot cut them; --pp would do, or "
-            "the model compressed anew without it"
+            "the model compressed anew without it",
         )
     if columns is not None and linear.hadamard and any(at % linear.hadamard for at in columns):
-        raise ValueError(
+        raise UserError(
+            "parallel_unsupported",
             f"{linear.name} rotates its inputs in blocks of {linear.hadamard} columns, which --tp would cut through: "
-            "--pp would do, or fewer parts"
+            "--pp would do, or fewer parts",
         )
     made = replace(linear)
     if isinstance(weight, PackedTensor):

@@ -19,16 +19,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from attar.compression.calibration.hidden_states import HiddenStates
+from attar.compression.block.work import BlockWork
 from attar.compression.calibration.loss_weights import Hints, row_groups
 from attar.compression.memory import give_back
 from attar.compression.recipe.methods import Gptq, Prune, SparseGpt
+from attar.compression.recipe.recipe import naming
 from attar.compression.solvers.pruning import prune, sparsegpt, zeros
 from attar.compression.solvers.rounding import gptq, qronos, two_sided
 from attar.compression.solvers.rounding.form_levels import shared_largest
@@ -121,44 +121,27 @@ def _coupling(outputs: Tensor) -> Hessian:
     return found
 
 
-def solve(
-    block: Block,
-    groups: Sequence[Group],
-    hidden: HiddenStates,
-    options: Options,
-    guide: Mapping[str, Hints],
-    original: HiddenStates | None,
-    importances: Mapping[str, Tensor],
-) -> Iterator[Solved]:
-    """Solve for all linears of the groups, in order.
-
-    `guide` holds the hints of the loss that the recipe uses, by linear, after `heeded`. `original` is required where
-    the recipe corrects targets. `importances` weigh columns where scales of GGML blocks are searched; for linears that
-    they do not name, the Hessian's diagonal does.
-
-    Weights are replaced here, each once no later solve needs the unchanged block. Raises ValueError, naming the linear,
-    as the solvers do.
-    """
-    correct = not isinstance(options, SparseGpt) and options.correct
-    weights = {name: hints.weights for name, hints in guide.items() if hints.weights is not None}
+def solve(work: BlockWork, groups: Sequence[Group], options: Options) -> Iterator[Solved]:
+    """Solve for all linears of the groups of a block, in order. The hints of the loss are those after `heeded`. For
+    linears that the importances do not name, the Hessian's diagonal weighs columns where scales of GGML blocks are
+    searched. Weights are replaced here, each once no later solve needs the unchanged block. Raises ValueError, naming
+    the linear, as the solvers do."""
+    block, correct = work.block, not isinstance(options, SparseGpt) and options.correct
+    weights = {name: hints.weights for name, hints in work.guide.items() if hints.weights is not None}
     twin = twin_of(block) if correct else None
     largest = shared_largest(members for _, members in groups)
     takes_on = options.residual if isinstance(options, Gptq) else 0.0
-    enders = {each.name for each in _added(block)} if takes_on else set()
-
-    def adding(share: Share) -> int:
-        """Return the number of rows of a share that correct the error in the residual stream."""
-        return share.users[0][0].shape[0] if share.name in enders else 0
-
+    # Numbers of rows that correct the error in the residual stream.
+    adding = {each.name: each.shape[0] for each in _added(block)} if takes_on else {}
     solved: list[tuple[Linear, Tensor | PackedTensor]] = []
     pieces: dict[str, list[GptqResult]] = {}
     runs = list(waves([list(_shares(group, weights)) for group in groups], _room(block, groups), correct))
     for number, wave in enumerate(runs, 1):
-        statistics = [
-            _Statistics(share, Hessian(share.columns), qronos.Drift(share.columns, adding(share)) if correct else None)
-            for share in wave
-        ]
-        _gather(block, hidden, twin, original, statistics)
+        statistics = []
+        for share in wave:
+            drift = qronos.Drift(share.columns, adding.get(share.name, 0)) if correct else None
+            statistics.append(_Statistics(share, Hessian(share.columns), drift))
+        _gather(work, twin, statistics)
         while statistics:
             found = statistics.pop(0)
             # All-zero inputs, and experts that received no token, tell nothing: only the weights are known.
@@ -166,17 +149,16 @@ def solve(
             blind = known and found.hessian.silent
             if blind:
                 found.hessian.weigh_alike()
-            with naming(found.share.users[0][0]):
+            with naming(found.share.users[0][0].name):
                 prepared = _prepare(found.hessian, options)
             for linear, scheme, rows in found.share.users:
-                with naming(linear):
+                with naming(linear.name):
                     weight = fold.dense_weight(linear)[rows]
                     if found.drift is not None:
                         weight = qronos.corrected(weight, found.drift, prepared, takes_on, rows)
-                    hints = guide.get(linear.name)
+                    hints = work.guide.get(linear.name)
                     outputs = None if blind or hints is None else hints.outputs
-                    shared = largest.get(linear.name)
-                    counts = importances.get(linear.name)
+                    shared, counts = largest.get(linear.name), work.importances.get(linear.name)
                     result = _solve(weight, prepared, zeros.solved_as(scheme), options, outputs, shared, counts)
                 pieces.setdefault(linear.name, []).append(result)
                 if rows.stop == linear.shape[0]:
@@ -190,12 +172,9 @@ def solve(
 
 
 def _measure(hints: Hints | None, corrected: bool) -> str:
-    words = {
-        "weighted": hints is not None and hints.weights is not None,
-        "coupled": hints is not None and hints.outputs is not None,
-        "corrected": corrected,
-    }
-    return " ".join([*(word for word, on in words.items() if on), "output"])
+    words = ["weighted"] * (hints is not None and hints.weights is not None)
+    words += ["coupled"] * (hints is not None and hints.outputs is not None)
+    return " ".join([*words, *["corrected"] * corrected, "output"])
 
 
 def _prepare(hessian: Hessian, options: Options) -> gptq.Prepared:
@@ -245,26 +224,19 @@ def _shares(group: Group, weights: Mapping[str, Tensor]) -> Iterator[Share]:
                 yield Share(name, ((linear, scheme, rows),), column)
 
 
-def of_inputs(
-    block: Block, linear: Linear, hidden: HiddenStates, twin: Block | None, original: HiddenStates | None
-) -> tuple[Hessian, qronos.Drift | None]:
+def of_inputs(work: BlockWork, linear: Linear, twin: Block | None) -> tuple[Hessian, qronos.Drift | None]:
     """Return the Hessian of one linear's inputs and, given a twin of the unchanged block, their drift from the
     original's."""
     columns = linear.shape[1]
     share = Share(linear.name, ((linear, None, slice(0, linear.shape[0])),))
     found = _Statistics(share, Hessian(columns), None if twin is None else qronos.Drift(columns))
-    _gather(block, hidden, twin, original, [found])
+    _gather(work, twin, [found])
     return found.hessian, found.drift
 
 
-def _gather(
-    block: Block,
-    hidden: HiddenStates,
-    twin: Block | None,
-    original: HiddenStates | None,
-    statistics: Sequence[_Statistics],
-) -> None:
+def _gather(work: BlockWork, twin: Block | None, statistics: Sequence[_Statistics]) -> None:
     """Run the block over all calibration states, and its twin over the original's, and update the statistics."""
+    block, hidden, original = work.block, work.hidden, work.original
     takers: dict[str, list[_Statistics]] = {}
     for each in statistics:
         takers.setdefault(each.share.name, []).append(each)
@@ -277,7 +249,7 @@ def _gather(
 
     def hook(linear: Linear, x: Tensor) -> None:
         for each in takers.get(linear.name, ()):
-            with naming(linear, "the input of "):
+            with naming(linear.name, "the input of "):
                 each.add(x, originals.get(linear.name), wrong.get(linear.name))
 
     for batch in hidden.batches():
@@ -336,12 +308,3 @@ def twin_of(block: Block) -> Block:
     held = [each for linear in block.linears() for each in vars(linear).values() if isinstance(each, Tensor)]
     held += [each for norm in block.norms() for each in vars(norm).values() if isinstance(each, Tensor)]
     return copy.deepcopy(block, {id(each): each for each in held})
-
-
-@contextmanager
-def naming(linear: Linear, before: str = "") -> Iterator[None]:
-    """Prefix the linear's name to the message of a ValueError raised within."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{before}{linear.name}: {error}") from None

@@ -15,9 +15,10 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
-from attar.compression.block.hessians import naming
+from attar.compression.block.work import BlockWork
 from attar.compression.calibration.hidden_states import HiddenStates, Rows
 from attar.compression.recipe.methods import AutoRound
+from attar.compression.recipe.recipe import naming
 from attar.compression.solvers.rounding import autoround
 from attar.compression.solvers.transforms import fold
 from attar.formats.scheme import Scheme
@@ -27,36 +28,28 @@ from attar.model.layers import Block
 CHECK_RUNS = 4  # runs of sequences on which iterates are compared
 
 
-def solve(
-    block: Block,
-    members: Sequence[tuple[Linear, Scheme]],
-    hidden: HiddenStates,
-    options: AutoRound,
-    original: HiddenStates | None = None,
-) -> tuple[float, float]:
-    """Pack the linears in place; return the block output's mean squared error, rounded to nearest and learned. `hidden`
-    holds the block's inputs. `original`, if given, holds those of the original model, whose outputs are the target.
-    Raises ValueError, naming the linear, as `autoround.Rounding` does, and where the block's error is not finite."""
-    roundings = []
+def solve(work: BlockWork, members: Sequence[tuple[Linear, Scheme]], options: AutoRound) -> None:
+    """Learn the roundings, and pack the linears in place. Raises ValueError, naming the linear, as `autoround.Rounding`
+    does, and where the block's error is not finite."""
+    block, hidden, roundings = work.block, work.hidden, list[autoround.Rounding]()
     with torch.inference_mode(False), torch.enable_grad():
         for norm in block.norms():  # gradients cannot pass through inference-mode tensors
             norm.weight, norm.bias = norm.weight.clone(), None if norm.bias is None else norm.bias.clone()
         for linear, scheme in members:
-            with naming(linear):
+            with naming(linear.name):
                 roundings.append(autoround.Rounding(fold.dense_weight(linear), scheme, options.scale_search))
         with closing(Rows(hidden.path.parent, math.prod(hidden.shape[:2]), hidden.shape[2])) as wanted:
             with torch.no_grad():
-                aim = hidden if original is None else original
+                aim = work.original or hidden
                 for batch in aim.batches():
                     wanted.append(block.run(aim.read(batch), aim.step(batch)))
             linears = [linear for linear, _ in members]
             for linear, each in zip(linears, roundings, strict=True):
                 linear.weight = each.packed()  # its scheme says how rows are rounded
             learning = _Learning(block, linears, hidden, wanted, options.batch)
-            errors = autoround.search(roundings, learning.loss, learning.check, steps=options.steps)
+            autoround.search(roundings, learning.loss, learning.check, steps=options.steps)
     for linear, each in zip(linears, roundings, strict=True):
         linear.weight, linear.dense = each.packed(), None
-    return errors
 
 
 class _Learning:

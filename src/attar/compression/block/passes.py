@@ -11,10 +11,11 @@ from attar.compression.block import hessians, roundings, transforms
 from attar.compression.block.record import Record
 from attar.compression.block.work import BlockWork
 from attar.compression.solvers.transforms import fold
+from attar.errors import UserError, code_of
 from attar.formats.packing import row_slices
 
 
-class Unsolved(ValueError):
+class Unsolved(UserError):
     """A recipe cannot be applied to a block, which is discovered only when the block is reached."""
 
 
@@ -26,7 +27,7 @@ def run(work: BlockWork) -> list[Record]:
     for linear in pruned or [linear for linear, _ in compressed]:
         weight = fold.dense_weight(linear)
         if not all(weight[rows].isfinite().all() for rows in row_slices(*linear.shape)):
-            raise ValueError(f"{linear.name}.weight holds a NaN or an infinity")
+            raise UserError("not_finite", f"{linear.name}.weight holds a NaN or an infinity")
     work.guide = hessians.heeded(work.guide)
     try:
         before = work.recipe.passes[:-1]
@@ -40,4 +41,4 @@ def run(work: BlockWork) -> list[Record]:
     except CheckpointError:  # a disk error, whatever the recipe
         raise
     except ValueError as error:
-        raise Unsolved(str(error)) from error
+        raise Unsolved(code_of(error), str(error)) from error

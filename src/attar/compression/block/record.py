@@ -12,7 +12,6 @@ baseline zeroes the smallest of the transformed weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -60,24 +59,11 @@ def measure_on(x: Tensor | None) -> str:
 
 
 def error_on(x: Tensor | None, weight: Tensor, packed: PackedTensor) -> float:
-    """Return the relative error of the output on rows x [N, I], or of the weight where there are none."""
-    return weight_error(weight, packed) if x is None else output_error(x, weight, packed)
-
-
-def output_error(x: Tensor, weight: Tensor, packed: PackedTensor) -> float:
-    """Return |x (W' - W)^T|^2 / |x W^T|^2 for rows x [N, I]."""
-    return _relative(lambda part: x @ part.T, weight, packed)
-
-
-def weight_error(weight: Tensor, packed: PackedTensor) -> float:
-    """Return |W' - W|^2 / |W|^2."""
-    return _relative(lambda part: part, weight, packed)
-
-
-def _relative(see: Callable[[Tensor], Tensor], weight: Tensor, packed: PackedTensor) -> float:
+    """Return |x (W' - W)^T|^2 / |x W^T|^2 for rows x [N, I], or |W' - W|^2 / |W|^2 where there are none."""
     wrong = whole = 0.0
     for rows in row_slices(*weight.shape):
         part = weight[rows].float()
-        whole += float(see(part).double().square().sum())
-        wrong += float(see(packed.dequantize(rows=rows) - part).double().square().sum())
+        error = packed.dequantize(rows=rows) - part
+        whole += float((part if x is None else x @ part.T).double().square().sum())
+        wrong += float((error if x is None else x @ error.T).double().square().sum())
     return wrong / whole if whole else 0.0

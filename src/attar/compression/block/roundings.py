@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from attar.compression.block import hessians, learning, structured
-from attar.compression.block.hessians import naming
-from attar.compression.block.record import Record, error_on, measure_on, minded_error, weight_error
+from attar.compression.block.record import Record, error_on, measure_on, minded_error
 from attar.compression.block.work import BlockWork
 from attar.compression.memory import give_back
 from attar.compression.recipe.methods import (
@@ -31,6 +30,7 @@ from attar.compression.recipe.methods import (
     Structured,
     Wanda,
 )
+from attar.compression.recipe.recipe import naming
 from attar.compression.solvers.pruning import zeros
 from attar.compression.solvers.rounding import hqq, rtn, squeezellm
 from attar.compression.solvers.rounding.form_levels import shared_largest
@@ -73,20 +73,19 @@ def rtn_errors(work: BlockWork) -> dict[str, float]:
     largest = shared_largest(members for _, members in groups)
     for name, members in groups:
         for linear, scheme in members:
-            with naming(linear):
+            with naming(linear.name):
                 weight, x, hints = fold.dense_weight(linear), inputs.get(name), work.guide.get(linear.name)
-                packed = rtn.solve(
-                    weight,
-                    scheme,
-                    scale_search=work.recipe.rounding.scale_search,
-                    importance=work.importances.get(linear.name),
-                    largest=largest.get(linear.name),
-                )
+                packed = _to_nearest(work, linear, scheme, largest.get(linear.name))
                 if x is None or hints is None:
                     found[linear.name] = error_on(x, weight, packed)
                 else:
                     found[linear.name] = minded_error(x, weight, packed, hints)
     return found
+
+
+def _to_nearest(work: BlockWork, linear: Linear, scheme: Scheme, largest: Tensor | None) -> PackedTensor:
+    search, importance = work.recipe.rounding.scale_search, work.importances.get(linear.name)
+    return rtn.solve(fold.dense_weight(linear), scheme, scale_search=search, importance=importance, largest=largest)
 
 
 def _error_rows(work: BlockWork, names: Sequence[str]) -> dict[str, Tensor]:
@@ -111,17 +110,13 @@ def fix_activation_scales(work: BlockWork) -> None:
     work.watch({name: watcher(name) for name in fixed})
     peaks = {name: torch.stack([end.abs() for end in each.range()]).amax(0) for name, each in seen.items()}
     for name, members in fixed.items():
-        alike = [peak for other, peak in peaks.items() if _role(other) == _role(name)]
+        role = name.rpartition(".")[2]  # the name without the expert's index
+        alike = [peak for other, peak in peaks.items() if other.rpartition(".")[2] == role]
         peak = peaks[name] if name in peaks else torch.stack(alike).amax(0)
         peak = peak.to(work.hidden.device)  # histograms return CPU tensors
         for linear, scheme in members:
             assert scheme.activation is not None
             linear.activation_scale = codec(scheme.activation.kind).fixed_scale(peak, scheme.activation)
-
-
-def _role(name: str) -> str:
-    """Return a linear's name without its expert's index."""
-    return name.rpartition(".")[2]
 
 
 # Codes
@@ -134,23 +129,16 @@ def _rtn(work: BlockWork, options: Rtn | Hqq) -> list[Record]:
     for name, members in groups:
         for linear, scheme in members:
             weight = fold.dense_weight(linear)
-            with naming(linear):
+            with naming(linear.name):
                 if isinstance(options, Hqq):
                     packed = hqq.solve(weight, scheme, steps=options.steps)
                 else:
-                    importance = work.importances.get(linear.name)
-                    packed = rtn.solve(
-                        weight,
-                        scheme,
-                        scale_search=options.scale_search,
-                        importance=importance,
-                        largest=largest.get(linear.name),
-                    )
+                    packed = _to_nearest(work, linear, scheme, largest.get(linear.name))
             error = plain = error_on(inputs.get(name), weight, packed)
             if linear.name in work.rtn_errors:
                 plain = work.rtn_errors[linear.name]
             elif isinstance(options, Hqq):
-                plain = weight_error(weight, rtn.solve(weight, scheme, scale_search=options.scale_search))
+                plain = error_on(None, weight, rtn.solve(weight, scheme, scale_search=options.scale_search))
             records.append(Record(linear.name, scheme.name, measure_on(inputs.get(name)), error, plain))
             linear.weight = packed
         give_back()
@@ -163,8 +151,7 @@ def _autoround(work: BlockWork, options: AutoRound) -> list[Record]:
     groups, records = list(work.groups()), []
     inputs = _error_rows(work, [name for name, _ in groups])
     weights = {linear.name: fold.dense_weight(linear) for _, members in groups for linear, _ in members}
-    pairs = [pair for _, members in groups for pair in members]
-    learning.solve(work.block, pairs, work.hidden, options, work.original)
+    learning.solve(work, [pair for _, members in groups for pair in members], options)
     for name, members in groups:
         for linear, scheme in members:
             assert isinstance(linear.weight, PackedTensor)
@@ -182,7 +169,7 @@ def _squeeze(work: BlockWork) -> list[Record]:
         for linear, scheme in members:
             weight, minded = fold.dense_weight(linear), work.guide[linear.name].weighed
             assert minded is not None
-            with naming(linear):
+            with naming(linear.name):
                 packed = squeezellm.solve(weight, scheme, minded)
                 errors = [squeezellm.damage(weight, each, minded) for each in (packed, rtn.solve(weight, scheme))]
             records.append(Record(linear.name, scheme.name, "sensitivity", *errors))
@@ -194,11 +181,10 @@ def _squeeze(work: BlockWork) -> list[Record]:
 def _gptq(work: BlockWork, options: Gptq | SparseGpt | Prune) -> list[Record]:
     records = []
     groups: list[hessians.Group] = list(work.groups() if isinstance(options, Gptq) else work.pruned())
-    for each in hessians.solve(work.block, groups, work.hidden, options, work.guide, work.original, work.importances):
-        rtn_error = work.rtn_errors.get(each.linear.name, each.result.rtn_error)
-        records.append(
-            Record(each.linear.name, _stored_as(work, each.scheme), each.measure, each.result.error, rtn_error)
-        )
+    for each in hessians.solve(work, groups, options):
+        name, error = each.linear.name, each.result.error
+        plain = work.rtn_errors.get(name, each.result.rtn_error)
+        records.append(Record(name, _stored_as(work, each.scheme), each.measure, error, plain))
     return records
 
 
@@ -217,7 +203,7 @@ def _prune(work: BlockWork, options: Magnitude | Wanda) -> list[Record]:
             plain = zeros.solved_as(scheme)
             # An expert that received no token, or a linear that reads only zeros, has its weights alone.
             by_inputs = squares[name].tokens > 0 and bool(squares[name].value.any())
-            with naming(linear):
+            with naming(linear.name):
                 if by_inputs:
                     found = zeros.by_wanda(weight, squares[name].value, pattern, plain, search)
                 else:
@@ -232,8 +218,7 @@ def _prune(work: BlockWork, options: Magnitude | Wanda) -> list[Record]:
 def _stored_as(work: BlockWork, scheme: Scheme | None) -> str:
     """Return the name of a scheme in a record."""
     pruning = work.recipe.pruning
-    sparsity = [] if pruning is None else [pruning.sparsity]
-    return "-".join([*sparsity, *([] if scheme is None else [scheme.name])])
+    return "-".join([*([] if pruning is None else [pruning.sparsity]), *([] if scheme is None else [scheme.name])])
 
 
 # Fewer heads and columns
@@ -273,9 +258,9 @@ def _shrink_one(
     records: list[Record],
 ) -> Tensor:
     """Keep `keep` runs of `width` columns of the linear; return the indices of those kept."""
-    hessian, drift = hessians.of_inputs(work.block, linear, work.hidden, twin, work.original)
+    hessian, drift = hessians.of_inputs(work, linear, twin)
     measure = "weight" if hessian.silent else "output" if twin is None else "corrected output"
-    with naming(linear):
+    with naming(linear.name):
         found = structured.shrink(fold.dense_weight(linear), hessian, width, keep, options.damping, drift)
     records.append(Record(linear.name, f"p{options.percent}", measure, found.error, found.plain_error))
     linear.weight = found.weight

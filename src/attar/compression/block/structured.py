@@ -23,9 +23,7 @@ column's mean (most models have none); experts of mixtures.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +32,7 @@ from attar.compression.solvers.pruning.zeros import damage
 from attar.compression.solvers.rounding import gptq, qronos
 from attar.compression.solvers.rounding.gptq import Hessian
 from attar.compression.solvers.rounding.qronos import Drift
+from attar.errors import UserError
 from attar.formats.scheme import Part
 from attar.model.config import ModelConfig
 
@@ -64,9 +63,11 @@ def sizes(config: ModelConfig, percent: int) -> Sizes:
     heads that divides the hidden size. The feed-forward gives the rest; `account` describes the result. Raises
     ValueError where the family is not supported or the feed-forward is too narrow."""
     if config.architecture not in RESIZED:
-        raise ValueError(f"structured pruning knows {', '.join(RESIZED)}, not {config.architecture}")
+        raise UserError(
+            "architecture_unsupported", f"structured pruning knows {', '.join(RESIZED)}, not {config.architecture}"
+        )
     shared = config.heads // config.kv_heads
-    gone = next(n for n in range(_share(config, percent), -1, -1) if _loads(config, config.heads - n * shared))
+    gone = next(n for n in range(config.kv_heads * percent // 100, -1, -1) if _loads(config, config.heads - n * shared))
     of_head = 2 * (shared + 1) * config.head_dim * config.hidden
     of_column = (3 if config.gated else 2) * config.hidden
     wanted = (config.kv_heads * of_head + config.intermediate * of_column) * percent / 100 - gone * of_head
@@ -75,13 +76,10 @@ def sizes(config: ModelConfig, percent: int) -> Sizes:
         step //= 2
     left = config.intermediate - round(wanted / of_column / step) * step
     if left < step:
-        raise ValueError(f"structured-p{percent} would leave nothing of a feed-forward of {config.intermediate}")
+        raise UserError(
+            "sparsity_invalid", f"structured-p{percent} would leave nothing of a feed-forward of {config.intermediate}"
+        )
     return Sizes((config.kv_heads - gone) * shared, config.kv_heads - gone, left)
-
-
-def _share(config: ModelConfig, percent: int) -> int:
-    """Return how many key-value heads `percent` of them are, rounded down."""
-    return config.kv_heads * percent // 100
 
 
 def _loads(config: ModelConfig, heads: int) -> bool:
@@ -91,7 +89,7 @@ def _loads(config: ModelConfig, heads: int) -> bool:
 
 def account(config: ModelConfig, percent: int, new: Sizes) -> str:
     """Describe what was removed, and whether transformers' rule kept more heads."""
-    gone, share = config.kv_heads - new.kv_heads, _share(config, percent)
+    gone, share = config.kv_heads - new.kv_heads, config.kv_heads * percent // 100
     said = (
         f"structured-p{percent} left out {gone} of {config.kv_heads} key-value heads and "
         f"{config.intermediate - new.intermediate:,} of {config.intermediate:,} feed-forward columns of each layer."
@@ -108,11 +106,8 @@ def declared(config: ModelConfig, new: Sizes, tensor: str, part: Part) -> Part:
     """Return the declaration of a tensor of the pruned model, given that of the original."""
     module = tensor.rpartition(".")[0]
     names, size = config.names, config.head_dim
-    rows = {
-        names.qkv[0]: new.heads * size,
-        **dict.fromkeys(names.qkv[1:], new.kv_heads * size),
-        **dict.fromkeys(names.gate_up, new.intermediate),
-    }
+    rows = {names.qkv[0]: new.heads * size} | dict.fromkeys(names.qkv[1:], new.kv_heads * size)
+    rows |= dict.fromkeys(names.gate_up, new.intermediate)
     columns = {names.output: new.heads * size, names.down: new.intermediate}
     for name, count in rows.items():
         if module.endswith(f".{name}"):
@@ -121,17 +116,6 @@ def declared(config: ModelConfig, new: Sizes, tensor: str, part: Part) -> Part:
         if module.endswith(f".{name}") and len(part.shape) == 2:
             return replace(part, shape=(part.shape[0], count))
     return part
-
-
-def config_json(config: Mapping[str, Any], head_dim: int, new: Sizes) -> dict[str, Any]:
-    """Return config.json of the pruned model, given the source's."""
-    return {
-        **config,
-        "num_attention_heads": new.heads,
-        "num_key_value_heads": new.kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": new.intermediate,
-    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,9 +138,8 @@ def shrink(
     prepared = gptq.prepare(hessian, damping, "natural")
     mean = prepared.hessian
     original = weight.to(mean.dtype) if drift is None else qronos.corrected(weight, drift, prepared)
-    level = mean.diagonal().mean()
     damped = mean.clone()
-    damped.diagonal().add_(damping * level)
+    damped.diagonal().add_(damping * mean.diagonal().mean())
     runs = _survivors(original, damped, width, keep)
     kept = columns_of(runs, width)
     repaired = torch.linalg.solve(damped[kept][:, kept], damped[kept] @ original.T).T
@@ -183,7 +166,8 @@ def _survivors(weight: Tensor, hessian: Tensor, width: int, keep: int) -> Tensor
         if width == 1:
             cost = work.square().sum(0) / inverse.diagonal()  # removed columns: 0 / 0
         else:
-            own = _blocks(inverse, width)  # [G, w, w]
+            # A copy of the blocks along the diagonal, [G, w, w].
+            own = inverse.view(groups, width, groups, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1).clone()
             own[~alive] = torch.eye(width, dtype=own.dtype, device=own.device)
             runs = work.view(len(work), groups, width).permute(1, 2, 0)  # [G, w, O]
             cost = (runs * torch.linalg.solve(own, runs)).sum((1, 2))
@@ -196,12 +180,6 @@ def _survivors(weight: Tensor, hessian: Tensor, width: int, keep: int) -> Tensor
         alive[least] = False
         left -= count
     return alive.nonzero()[:, 0]
-
-
-def _blocks(matrix: Tensor, width: int) -> Tensor:
-    """Return a copy of the blocks along the diagonal, [I / w, w, w]."""
-    groups = len(matrix) // width
-    return matrix.view(groups, width, groups, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1).clone()
 
 
 def columns_of(groups: Tensor, width: int) -> Tensor:

@@ -13,12 +13,12 @@ from contextlib import ExitStack, closing
 import torch
 from torch import Tensor
 
-from attar.compression.block.hessians import naming
 from attar.compression.block.work import BlockWork
 from attar.compression.calibration.hidden_states import Rows
 from attar.compression.groups import Fold, folds
 from attar.compression.memory import give_back
 from attar.compression.recipe.methods import Awq, Clip, Pass, SmoothAttention, SmoothQuant
+from attar.compression.recipe.recipe import naming
 from attar.compression.solvers.pruning import zeros
 from attar.compression.solvers.rounding import awq
 from attar.compression.solvers.rounding.means import ColumnMean
@@ -68,8 +68,7 @@ def _smooth(work: BlockWork, options: SmoothQuant) -> None:
         if isinstance(each.before, Norm):
             _scaled(work, each.linears, smoothquant.smooth(each.before, each.linears, peaks, alpha))
         else:
-            found = smoothquant.scales(peaks, [fold.dense_weight(linear) for linear in each.linears], alpha)
-            _fold(work, each, found)
+            _fold(work, each, smoothquant.scales(peaks, [fold.dense_weight(linear) for linear in each.linears], alpha))
 
 
 def _schemes(work: BlockWork, place: Fold) -> list[Scheme | None]:
@@ -86,7 +85,7 @@ def _smooth_attention(work: BlockWork, options: SmoothAttention) -> None:
         step = work.hidden.step(batch)
         x = ops.norm(work.hidden.read(batch), None, work.block.attention_norm)[1]
         heads = attention.heads(x, None if attention.rope is None else step.rotation(attention.rope))
-        with naming(attention.qkv[0], "what comes of "):
+        with naming(attention.qkv[0].name, "what comes of "):
             seen.add(*heads)
     if options.values:
         _turn_values(work, seen.values)
@@ -95,8 +94,7 @@ def _smooth_attention(work: BlockWork, options: SmoothAttention) -> None:
     else:
         found = smooth_attention.scales(seen.key_max, turning, options.key_alpha)
     if attention.q_norm is not None and attention.k_norm is not None:  # a norm undoes any scale before it
-        taken = fold.into_norm(attention.k_norm, found.amax(0))
-        fold.into_norm(attention.q_norm, 1 / taken)
+        fold.into_norm(attention.q_norm, 1 / fold.into_norm(attention.k_norm, found.amax(0)))
         return
     queries = 1 / found.repeat_interleave(form.heads // form.kv_heads, 0)
     divided = [queries.flatten(), found.flatten()]
@@ -179,8 +177,7 @@ def _search(work: BlockWork, place: Fold, inputs: Rows, mean: Tensor, points: in
     def outputs() -> Iterator[Tensor]:
         for some in inputs.batches(size):
             lengths = (length,) * (len(some) // length) if place.mixes else (len(some),)
-            step = ForwardBatch(lengths, max(lengths), device=hidden.device)
-            yield place.run(inputs.read(some), step)
+            yield place.run(inputs.read(some), ForwardBatch(lengths, max(lengths), device=hidden.device))
 
     # The outputs of every input group are added to the residual stream.
     with closing(Rows(hidden.path.parent, len(inputs), hidden.shape[2])) as reference:

@@ -6,7 +6,6 @@ Transforms and roundings work on it in turn (`passes`); the solvers behind them 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,31 +14,23 @@ from attar.compression.block.structured import Sizes
 from attar.compression.calibration.hidden_states import HiddenStates
 from attar.compression.calibration.loss_weights import Hints
 from attar.compression.groups import input_groups
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe import Recipe, naming
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear
 from attar.model.layers import Block
 
 
-@dataclass(frozen=True)
-class CalibrationStates:
-    """Inputs of a block on the calibration text, and its inputs in the original model if the recipe corrects
-    targets."""
-
-    hidden: HiddenStates
-    original: HiddenStates | None = None
-
-
 class BlockWork:
-    """A block, the recipe, and the scheme of each linear by name; linears without one stay dense. `states` are there
-    where the recipe reads them. `importances` weigh columns, [I] by name, and `guide` holds the hints of the loss for a
-    linear; both change as the linear does. `sizes` are those that structured pruning leaves. `rtn_errors` are the
-    errors of rounding to nearest before any transform, where there is one."""
+    """A block, the recipe, and the scheme of each linear by name; linears without one stay dense. `states` are inputs
+    of the block on the calibration text, where the recipe reads them, and those in the original model if it corrects
+    targets. `importances` weigh columns, [I] by name, and `guide` holds the hints of the loss for a linear; both change
+    as the linear does. `sizes` are those that structured pruning leaves. `rtn_errors` are the errors of rounding to
+    nearest before any transform, where there is one."""
 
     def __init__(
         self,
         block: Block,
-        states: CalibrationStates | None,
+        states: tuple[HiddenStates, HiddenStates | None] | None,
         recipe: Recipe,
         schemes: Mapping[str, Scheme | None],
         architecture: str,
@@ -49,14 +40,15 @@ class BlockWork:
     ) -> None:
         self.block, self.recipe, self.architecture = block, recipe, architecture
         self.importances, self.guide = dict(importances or {}), dict(guide or {})
-        self.original, self.sizes = None if states is None else states.original, sizes
+        self._hidden = None if states is None else states[0]
+        self.original = None if states is None else states[1]
         self.rtn_errors: dict[str, float] = {}
-        self._states, self._schemes = states, schemes
+        self.sizes, self._schemes = sizes, schemes
 
     @property
     def hidden(self) -> HiddenStates:
-        assert self._states is not None, "recipes that read inputs are given calibration data"
-        return self._states.hidden
+        assert self._hidden is not None, "recipes that read inputs are given calibration data"
+        return self._hidden
 
     def scheme(self, linear: Linear) -> Scheme | None:
         return self._schemes.get(linear.name)
@@ -82,10 +74,8 @@ class BlockWork:
 
         def hook(linear: Linear, x: Tensor) -> None:
             if linear.name in watchers:
-                try:
+                with naming(linear.name, "the input of "):
                     watchers[linear.name](x)
-                except ValueError as error:
-                    raise ValueError(f"the input of {linear.name}: {error}") from None
 
         seen = 0
         for batch in self.hidden.batches():

@@ -73,7 +73,7 @@ def surprise(source: Checkpoint, ids: Tensor, folder: Path, device: torch.device
     memory, rows = 4 * ids.numel() * config.hidden, hidden_states.rows_at_once(config)
     try:
         with closing(HiddenStates(path, shape, memory, rows, device)) as last:
-            gradients.through(source, ids, last)
+            gradients.through(source, ids, [last] * (config.layers + 1))
             states = last.read(range(count)).cpu().view(*shape)[:, :-1].flatten(0, 1)
     finally:
         path.unlink(missing_ok=True)
@@ -107,18 +107,13 @@ def _at_head(source: Checkpoint, states: Tensor, wanted: Tensor) -> tuple[Tensor
 def shared(evaluation: Sequence[int], read: Tensor) -> float:
     """Return the fraction of an evaluation text's tokens in runs of `RUN` that sequences [S, L] contain too. The
     sequences count from their second token on, since the first may be an added BOS."""
-    runs = {tuple(run) for row in read[:, 1:].tolist() for run in _cut(row)}
-    covered = 0  # tokens in a run; `end` is the end of the last run
-    end = 0
+    runs = {tuple(row[at : at + RUN]) for row in read[:, 1:].tolist() for at in range(0, len(row) - RUN + 1, RUN)}
+    covered = end = 0  # tokens in a run, and the end of the last run
     for at in range(len(evaluation) - RUN + 1):
         if tuple(evaluation[at : at + RUN]) in runs:
             covered += at + RUN - max(at, end)
             end = at + RUN
     return covered / len(evaluation)
-
-
-def _cut(row: Sequence[int]) -> Iterator[Sequence[int]]:
-    return (row[at : at + RUN] for at in range(0, len(row) - RUN + 1, RUN))
 
 
 def to_dict(found: DomainCheck | None, share: float | None) -> dict[str, Any] | None:

@@ -9,10 +9,9 @@ whatever the depth; time is that of two forward passes and a backward one.
 
 The loss is the sum over positions of -log p(label), in nats, not a mean: g does not depend on how much text there is.
 Labels are *sampled* from the model's own prediction, one a position, from counters of (seed, sequence). The mean of g
-g^T is then the Fisher matrix, which is the Hessian of KL(model
-
-changed model), the measure of compression. With the text's next tokens as labels it is the "empirical Fisher", which is
-something else (Kunstner et al. 2019) and is there to compare; the last position of a sequence then has no label.
+g^T is then the Fisher matrix, which is the Hessian of KL(model || changed model), the measure of compression. With the
+text's next tokens as labels it is the "empirical Fisher", which is something else (Kunstner et al. 2019) and is there
+to compare; the last position of a sequence then has no label.
 
 Everything is float32, on the reference path. Not done: keeping fewer states and running several blocks again (the disk
 is cheaper than the time); gradients of weights, which are g^T x, the watcher's to sum.
@@ -23,7 +22,7 @@ router chose), I input and O output columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,6 +36,7 @@ from attar.checkpoints.writer import allocated, require_free
 from attar.compression import device_placement
 from attar.compression.calibration import hidden_states
 from attar.compression.calibration.hidden_states import HiddenStates, rows_at_once
+from attar.errors import UserError
 from attar.metrics.perplexity import in_rows
 from attar.model import decoder
 from attar.model.decoder import build_block, build_ends, build_final_norm
@@ -46,7 +46,6 @@ from attar.progress import Progress
 Watchers = Mapping[str, Callable[[Tensor, Tensor], None]]
 """Callbacks by the name of a linear of a block: each receives the rows [N, I] that it reads and the gradient [N, O] at
 its output. Both tensors are only lent: copy them to keep them."""
-
 
 LOGITS_AT_ONCE = 1 << 22
 NO_LABEL = -100
@@ -79,7 +78,7 @@ def walk(
     require_free(folder, 4 * (config.layers + 2) * ids.numel() * config.hidden - had)
     with torch.inference_mode(False), _states(folder, shape, config.layers + 2, memory, rows_at_once(config)) as states:
         *inputs, gradient = states
-        _forward(source, ids, inputs, report)
+        through(source, ids, inputs, lambda blocks: report("states", blocks, config.layers))
         loss = _at_head(source, ids, inputs[-1], gradient, seed, report)
         for done_blocks, layer in enumerate(reversed(range(config.layers)), 1):
             block = build_block(config, source, layer)
@@ -111,14 +110,6 @@ def _states(
             path.unlink(missing_ok=True)
 
 
-def _forward(source: Checkpoint, ids: Tensor, inputs: list[HiddenStates], report: Progress) -> None:
-    """Fill `inputs` with the inputs of each block and, last, of the final norm."""
-    hidden_states.embed(source, ids, inputs[0])
-    for layer in range(source.config.layers):
-        advance(source, layer, inputs[layer], inputs[layer + 1])
-        report("states", layer + 1, source.config.layers)
-
-
 @torch.no_grad()
 def advance(source: Checkpoint, layer: int, here: HiddenStates, there: HiddenStates) -> None:
     """Run block `layer` on the states `here` and write its outputs to `there`, which may be the same object."""
@@ -131,24 +122,19 @@ def advance(source: Checkpoint, layer: int, here: HiddenStates, there: HiddenSta
 
 
 def through(
-    source: Checkpoint, ids: Tensor, states: HiddenStates, done: Callable[[int], None] = lambda blocks: None
+    source: Checkpoint, ids: Tensor, states: Sequence[HiddenStates], done: Callable[[int], None] = lambda blocks: None
 ) -> None:
-    """Fill `states` with the inputs of the final norm on token ids [S, L]; `done` receives the number of blocks so
-    far."""
-    hidden_states.embed(source, ids, states)
+    """Fill `states` with the inputs of each block and, last, of the final norm on token ids [S, L]. They may all be one
+    object, which then holds the last. `done` receives the number of blocks so far."""
+    hidden_states.embed(source, ids, states[0])
     for layer in range(source.config.layers):
-        advance(source, layer, states, states)
+        advance(source, layer, states[layer], states[layer + 1])
         done(layer + 1)
 
 
 @torch.enable_grad()
 def _at_head(
-    source: Checkpoint,
-    ids: Tensor,
-    final: HiddenStates,
-    gradient: HiddenStates,
-    seed: int | None,
-    report: Progress,
+    source: Checkpoint, ids: Tensor, final: HiddenStates, gradient: HiddenStates, seed: int | None, report: Progress
 ) -> float:
     """Write the gradient at the final norm's input; return the mean loss."""
     config, length = source.config, ids.shape[1]
@@ -170,11 +156,11 @@ def _at_head(
             count += int((chosen != NO_LABEL).sum())
         found = torch.cat(slopes)
         if not found.isfinite().all():
-            raise ValueError("the gradient of the loss at the output matrix holds a NaN or an infinity")
+            raise UserError("not_finite", "the gradient of the loss at the output matrix holds a NaN or an infinity")
         gradient.write(batch, found)
         report("loss", batch.stop, ids.shape[0])
     if not count:
-        raise ValueError("sequences of one token have no next token to learn from")
+        raise UserError("calibration_too_short", "sequences of one token have no next token to learn from")
     return total / count
 
 
@@ -183,10 +169,9 @@ def _through_block(layer: int, block: Block, inputs: HiddenStates, gradient: Hid
     """Replace the gradient at the block's output by the one at its input, and pass it to the watchers on the way."""
     for batch in inputs.batches():
         rows = inputs.read(batch).detach().requires_grad_()
-        out = block.run(rows, inputs.step(batch))
-        (found,) = torch.autograd.grad(out, rows, gradient.read(batch))
+        (found,) = torch.autograd.grad(block.run(rows, inputs.step(batch)), rows, gradient.read(batch))
         if not found.isfinite().all():
-            raise ValueError(f"the gradient at the input of block {layer} holds a NaN or an infinity")
+            raise UserError("not_finite", f"the gradient at the input of block {layer} holds a NaN or an infinity")
         gradient.write(batch, found)
 
 
@@ -199,9 +184,9 @@ def draw(logits: Tensor, noise: Tensor) -> Tensor:
     return torch.cat(drawn).clamp(max=logits.shape[1] - 1)
 
 
-def uniforms(seed: int, sequence: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def uniforms(seed: int, sequence: int, count: int, counter: int = 1) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Return `count` numbers in [0, 1) of stream (seed, sequence): the top 53 bits of Philox words, which are fixed.
-    The counter begins beyond the range of text sampled from the model by the same seed (`texts.sample_from`): labels
-    would otherwise be that very text."""
-    stream = np.random.Philox(key=np.array([seed, sequence], dtype=np.uint64), counter=np.array([0, 0, 1, 0]))
+    Labels have a range of the `counter` beyond that of text sampled from the model by the same seed
+    (`texts.sample_from`): they would otherwise be that very text."""
+    stream = np.random.Philox(key=np.array([seed, sequence], dtype=np.uint64), counter=np.array([0, 0, counter, 0]))
     return (np.asarray(stream.random_raw(count)) >> np.uint64(11)).astype(np.float64) * 2.0**-53

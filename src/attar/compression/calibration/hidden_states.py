@@ -35,8 +35,7 @@ HEAD_ROWS = 4096  # of the LM head, in memory at once; zero points are packed 32
 
 def rows_at_once(config: ModelConfig) -> int:
     """Return the number of rows that one forward call of a block may have."""
-    wide = config.intermediate * (2 if config.gated else 1)
-    return max(1, min(ROWS_AT_ONCE, WIDEST // (4 * wide)))
+    return max(1, min(ROWS_AT_ONCE, WIDEST // (4 * config.intermediate * (2 if config.gated else 1))))
 
 
 class HiddenStates:
@@ -73,7 +72,7 @@ class HiddenStates:
         out = torch.empty(len(batch) * self.shape[1], self.shape[2])
         if not _read(self._file, out, batch.start * self._row_bytes):
             raise CheckpointError(
-                f"{self.path} is shorter than it was written: the disk or the folder was tampered with"
+                "state_damaged", f"{self.path} is shorter than it was written: the disk or the folder was tampered with"
             )
         if self._held is not None:
             self._held.update(zip(batch, out.split(self.shape[1]), strict=True))

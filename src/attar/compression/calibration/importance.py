@@ -9,7 +9,8 @@ recipe. One matrix serves every file made of a model (`attar imatrix`), and matr
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from attar.compression.calibration.hidden_states import HiddenStates
 from attar.compression.calibration.texts import Amount, Calibration
 from attar.compression.groups import input_groups
 from attar.compression.solvers.rounding.means import ColumnMean
+from attar.errors import UserError
 from attar.kernels import ops
 from attar.kernels.operands import Linear
 from attar.model.decoder import all_compressible, build_block, build_final_norm
@@ -93,18 +95,20 @@ def known(path: str | Path, checkpoint: Checkpoint) -> dict[str, Tensor]:
     modules = all_compressible(config)
     importances: dict[str, Tensor] = {}
     for module in [*modules, config.names.head]:
-        mean = found.get(file_name(f"{module}.weight"))
-        if mean is None:
+        if (mean := found.get(file_name(f"{module}.weight"))) is None:
             continue
         columns = config.hidden if module == config.names.head else checkpoint.linear_shape(module)[1]
         if len(mean) != columns:
-            raise ValueError(f"{path}: {file_name(module)} has {len(mean)} columns, and {columns} in the model")
+            raise UserError(
+                "imatrix_mismatch", f"{path}: {file_name(module)} has {len(mean)} columns, and {columns} in the model"
+            )
         importances[module] = mean
     if missing := [module for module in modules if module not in importances]:
-        raise ValueError(
+        raise UserError(
+            "imatrix_mismatch",
             f"{path}: knows nothing of {file_name(missing[0])}.weight"
             + (f" and {len(missing) - 1} other matrices" if len(missing) > 1 else "")
-            + f" of {checkpoint.folder.path}: it was made of another model"
+            + f" of {checkpoint.folder.path}: it was made of another model",
         )
     return importances
 
@@ -122,7 +126,7 @@ def _block(block: Block, inputs: HiddenStates, outputs: HiddenStates, layer: int
     for batch in inputs.batches():
         out = block.run(inputs.read(batch), inputs.step(batch), hook)
         if not out.isfinite().all():
-            raise ValueError(f"the output of block {layer} holds a NaN or an infinity")
+            raise UserError("not_finite", f"the output of block {layer} holds a NaN or an infinity")
         outputs.write(batch, out)
     return {each.name: means[name].value for name, group in groups.items() for each in group}
 
@@ -138,13 +142,8 @@ class Made:
     warnings: tuple[str, ...] = ()  # about too little calibration text
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "path": str(self.path),
-            "tokens": self.tokens,
-            "matrices": self.matrices,
-            "widest": {"matrix": self.widest[0], "ratio": self.widest[1]},
-            "warnings": list(self.warnings),
-        }
+        widest = {"matrix": self.widest[0], "ratio": self.widest[1]}
+        return asdict(self) | {"path": str(self.path), "widest": widest, "warnings": list(self.warnings)}
 
 
 def make(
@@ -162,22 +161,20 @@ def make(
     for anything a user can mend: an existing output, a text that is too short, a GGUF file as source."""
     source, target = hub.resolve(src), Path(dst)
     if not str(dst) or target.is_dir():
-        raise ValueError(f"{str(dst)!r} is no name of a file to write")
+        raise UserError("output_invalid", f"{str(dst)!r} is no name of a file to write")
     if is_gguf(source):
-        raise ValueError(f"{source} is a GGUF file: give the folder it was made from")
+        raise UserError("source_is_gguf", f"{source} is a GGUF file: give the folder it was made from")
     if target.exists() and not overwrite:
-        raise ValueError(f"{target} exists and is kept; choose another output, or pass --overwrite")
+        raise UserError("output_exists", f"{target} exists and is kept; choose another output, or pass --overwrite")
     if not target.parent.is_dir():
-        raise ValueError(f"{target.parent}: no such folder to write {target.name} into: make it first")
+        raise UserError("output_invalid", f"{target.parent}: no such folder to write {target.name} into: make it first")
     report = progress or (lambda stage, done, total: None)
     checkpoint = Checkpoint.open(source)
     gguf_export.architecture(checkpoint.config)
     tokenizer = texts.tokenizer_for(calibration, source)
     with tempfile.TemporaryDirectory(prefix="attar-", dir=target.absolute().parent) as folder:
-        ids = texts.tokens(
-            calibration, checkpoint, tokenizer, amount, Path(folder) / "drawn.i32",
-            lambda done, total: report("sampling", done, total),
-        )  # fmt: skip
+        drawn = Path(folder) / "drawn.i32"
+        ids = texts.tokens(calibration, checkpoint, tokenizer, amount, drawn, partial(report, "sampling"))
         means = collect(checkpoint, ids, Path(folder), "", calib_memory, report)
         warnings = (
             *coverage.of(checkpoint.config, ids, Path(folder), ""),

@@ -38,6 +38,7 @@ from attar.checkpoints.sources.hf import Checkpoint
 from attar.compression.calibration import gradients
 from attar.compression.solvers.rounding.gptq import Hessian
 from attar.compression.solvers.rounding.squeezellm import Sensitivity
+from attar.errors import UserError
 from attar.model.layers import Block
 from attar.progress import Progress
 
@@ -133,9 +134,8 @@ class Guide:
 
         def watch(layer: int, block: Block) -> gradients.Watchers:
             takers.clear()
-            takers.update(
-                {n: _Taker(shape, self.groups, self.couple, self.weigh) for n, shape in self.linears[layer].items()}
-            )
+            for name, shape in self.linears[layer].items():
+                takers[name] = _Taker(shape, self.groups, self.couple, self.weigh)
             return takers
 
         def done(layer: int) -> None:
@@ -161,7 +161,10 @@ class Guide:
                     continue
                 stop = at + shape[0] * shape[1]
                 if stop > len(numbers):
-                    raise ValueError(f"{self._path(layer)} is shorter than it was written: the disk was tampered with")
+                    raise UserError(
+                        "state_damaged",
+                        f"{self._path(layer)} is shorter than it was written: the disk was tampered with",
+                    )
                 parts.append(numbers[at:stop].view(shape))
                 at = stop
             found[name] = Hints(*parts)

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.sources import hf
+from attar.compression.calibration.gradients import draw, uniforms
 from attar.compression.recipe.methods import MOST_DRAWN
+from attar.errors import UserError
 from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
@@ -47,22 +49,20 @@ class Amount:
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.length < 2 or self.seed < 0:
-            raise ValueError("calibration takes at least 1 sequence of at least 2 tokens, and a seed of at least 0")
+            raise UserError(
+                "option_out_of_range",
+                "calibration takes at least 1 sequence of at least 2 tokens, and a seed of at least 0",
+            )
         if not 0 <= self.drawn <= MOST_DRAWN:
-            raise ValueError(f"0 to {MOST_DRAWN} sequences can be drawn from the model besides, not {self.drawn}")
+            raise UserError(
+                "option_out_of_range",
+                f"0 to {MOST_DRAWN} sequences can be drawn from the model besides, not {self.drawn}",
+            )
 
     def besides(self, length: int) -> Amount:
         """Return the amount of additional text, in sequences of `length` tokens: other text than `SELF` of the same
         seed."""
         return Amount(self.drawn, length, BESIDES + self.seed)
-
-
-@dataclass(frozen=True, eq=False)
-class Tokens:
-    """Calibration ids: those `given` [S, L], and those `drawn` [D, L], sampled from the model in addition."""
-
-    given: Tensor
-    drawn: Tensor | None = None
 
 
 def is_text(calibration: Calibration | None) -> bool:
@@ -99,20 +99,23 @@ def tokens(
     progress: StageProgress | None = None,
 ) -> Tensor:
     """Return the calibration tokens, int64 [S, L], of a text, ids or `SELF`. Sampling from the model takes time, so its
-    text is kept in the file `drawn` for a resumed run. Raises ValueError where there is nothing to calibrate on, an id
-    is out of range, or sequences are longer than the context."""
+    text is kept in the file `drawn` for a resumed run. Raises ValueError where there is nothing to calibrate on,
+    lengths differ, an id is out of range, or sequences are longer than the context."""
     config = checkpoint.config
-    if not isinstance(calibration, str | Path):
-        ids = as_tokens(calibration, config.vocab_size)
-        within_context(ids.shape[1], config)
-        return ids
-    within_context(amount.length, config)
-    if is_text(calibration):
+    if isinstance(calibration, str | Path):
+        within_context(amount.length, config)
+        if is_drawn(calibration):
+            return written(checkpoint, amount, drawn, progress)
         assert tokenizer is not None
         ids = windows(read(calibration, tokenizer), amount.samples, amount.length, tokenizer.added_bos)
-        within_vocabulary(ids, config.vocab_size)
-        return ids
-    return written(checkpoint, amount, drawn, progress)
+    else:
+        lengths = {len(s) for s in calibration}
+        if len(lengths) != 1 or not all(lengths):
+            raise UserError("option_malformed", f"calibration sequences must be of one length, not {sorted(lengths)}")
+        ids = torch.tensor([list(s) for s in calibration])
+    within_vocabulary(ids, config.vocab_size)
+    within_context(ids.shape[1], config)
+    return ids
 
 
 def written(checkpoint: hf.Checkpoint, amount: Amount, drawn: Path, progress: StageProgress | None = None) -> Tensor:
@@ -122,9 +125,10 @@ def written(checkpoint: hf.Checkpoint, amount: Amount, drawn: Path, progress: St
     if drawn.is_file() and drawn.stat().st_size == 4 * shape[0] * shape[1]:
         known = torch.from_numpy(np.fromfile(drawn, dtype="<i4").astype(np.int64)).view(shape)
         if int(known.min()) < 0 or int(known.max()) >= config.vocab_size:
-            raise ValueError(
+            raise UserError(
+                "state_damaged",
                 f"{drawn}, which an interrupted run drew, holds a token id outside 0..{config.vocab_size - 1}: "
-                "--restart draws anew"
+                "--restart draws anew",
             )
         return known
     found = sample_from(hf.load(checkpoint.folder.path, torch.float32), amount, progress=progress)
@@ -143,13 +147,13 @@ def within_context(length: int, config: ModelConfig, what: str = "calibration se
     """Raise ValueError, beginning with `what`, where sequences exceed the context: the model is untrained for such
     rotary positions, and a table of positions has no row for them."""
     if length > config.context:
-        raise ValueError(f"{what} of {length} tokens exceed the model's context of {config.context}")
+        raise UserError("context_exceeded", f"{what} of {length} tokens exceed the model's context of {config.context}")
 
 
 def within_vocabulary(ids: Tensor, vocab_size: int, what: str = "calibration") -> None:
     """Raise ValueError where one of the ids [S, L] is not in the vocabulary."""
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise ValueError(f"a {what} token id lies outside 0..{vocab_size - 1}")
+        raise UserError("token_out_of_vocabulary", f"a {what} token id lies outside 0..{vocab_size - 1}")
 
 
 def windows(ids: Sequence[int], samples: int, length: int, bos: int | None) -> Tensor:
@@ -157,7 +161,7 @@ def windows(ids: Sequence[int], samples: int, length: int, bos: int | None) -> T
     begins with `bos` where the tokenizer adds one. A text shorter than one window is used whole. Raises ValueError
     where there are fewer than two tokens."""
     if len(ids) < 2:
-        raise ValueError(f"the calibration text has {len(ids)} tokens: at least 2 are needed")
+        raise UserError("calibration_too_short", f"the calibration text has {len(ids)} tokens: at least 2 are needed")
     body = min(len(ids), length if bos is None else length - 1)
     return _cut(ids, _spread(range(len(ids) // body), samples), body, bos)
 
@@ -180,17 +184,6 @@ def _cut(ids: Sequence[int], which: Sequence[int], body: int, bos: int | None) -
     return torch.tensor([head + list(ids[i * body : (i + 1) * body]) for i in which])
 
 
-def as_tokens(sequences: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
-    """Return token ids given by the caller, int64 [S, L]. Raises ValueError where lengths differ or an id is out of
-    range."""
-    lengths = {len(s) for s in sequences}
-    if len(lengths) != 1 or not all(lengths):
-        raise ValueError(f"calibration sequences must be of one length, not {sorted(lengths)}")
-    ids = torch.tensor([list(s) for s in sequences])
-    within_vocabulary(ids, vocab_size)
-    return ids
-
-
 def token_hash(ids: Tensor) -> str:
     """Return the SHA-256 of the ids [S, L] as little-endian int32, rows in order, with the shape in front."""
     shape = f"{ids.shape[0]}x{ids.shape[1]}:".encode()
@@ -198,22 +191,18 @@ def token_hash(ids: Tensor) -> str:
 
 
 @torch.inference_mode()
-def sample_from(
-    decoder: Decoder,
-    amount: Amount,
-    temperature: float = 1.0,
-    progress: StageProgress | None = None,
-) -> Tensor:
+def sample_from(decoder: Decoder, amount: Amount, progress: StageProgress | None = None) -> Tensor:
     """Sample sequences from the model itself: int64 [samples, length]. Each begins with BOS, or with a random token
     where the model has none, and takes its random numbers from a counter keyed by (seed, sequence). Raises ValueError
     where that BOS is not in the vocabulary."""
     config, samples, length = decoder.config, amount.samples, amount.length
     if config.bos_ids and config.bos_ids[0] >= config.vocab_size:
-        raise ValueError(
+        raise UserError(
+            "config_invalid",
             f"no text can be drawn from this model: its bos_token_id, {config.bos_ids[0]}, lies outside its vocabulary "
-            f"of {config.vocab_size}; mend config.json, or give a text to --calib"
+            f"of {config.vocab_size}; mend config.json, or give a text to --calib",
         )
-    noise = torch.from_numpy(np.stack([_uniforms(amount.seed, s, length) for s in range(samples)]))
+    noise = torch.from_numpy(np.stack([uniforms(amount.seed, s, length, counter=0) for s in range(samples)]))
     first = [config.bos_ids[0]] * samples if config.bos_ids else (noise[:, 0] * config.vocab_size).long().tolist()
     ids = torch.zeros(samples, length, dtype=torch.int64)
     ids[:, 0] = torch.tensor(first)
@@ -224,15 +213,7 @@ def sample_from(
         cache = decoder.cache(length, batch)
         for t in range(1, length):
             logits = decoder.forward(ids[rows, t - 1], ForwardBatch((1,) * batch, length, cache))
-            cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
-            drawn = torch.searchsorted(cumulative, noise[rows, t, None] * cumulative[:, -1:], right=True)
-            ids[rows, t] = drawn[:, 0].clamp(max=config.vocab_size - 1)
+            ids[rows, t] = draw(logits, noise[rows, t])
             if progress is not None:
                 progress(begin * length + t * batch, samples * length)
     return ids
-
-
-def _uniforms(seed: int, sequence: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return `count` numbers in [0, 1) of stream (seed, sequence): the top 53 bits of Philox words, which are fixed."""
-    raw = np.random.Philox(key=np.array([seed, sequence], dtype=np.uint64)).random_raw(count)
-    return (np.asarray(raw) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -27,13 +27,13 @@ from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.writer import FilePlan, ShardWriter, plan_files
 from attar.compression.block import structured
 from attar.compression.outputs import model_card
-from attar.compression.recipe.recipe import HEAD, Recipe
+from attar.compression.recipe.recipe import HEAD, Recipe, naming
 from attar.compression.rotation.rotated import RotatedCheckpoint
 from attar.compression.solvers.rounding import rtn
 from attar.compression.training import trainable_parameters
+from attar.errors import UserError
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Part, Scheme
-from attar.kernels.operands import Linear
 from attar.model.decoder import all_compressible, gates
 from attar.model.layers import Block
 from attar.progress import Progress
@@ -49,7 +49,9 @@ class FolderOutput:
     def __init__(self, checkpoint: Checkpoint, recipe: Recipe) -> None:
         folder, config = checkpoint.folder, checkpoint.config
         if "quantization_config" in folder.config:
-            raise ValueError(f"{folder.path} is compressed already: start from the original checkpoint")
+            raise UserError(
+                "source_compressed", f"{folder.path} is compressed already: start from the original checkpoint"
+            )
         self.checkpoint = checkpoint
         self.carried = folder.carry_files()
         self.recipe = recipe
@@ -72,7 +74,7 @@ class FolderOutput:
             self.sizes = structured.sizes(config, recipe.structured.percent)
         changes = any(self.schemes.values()) or any(map(recipe.reshapes, self.schemes))
         if not changes and recipe.rotate is None:
-            raise ValueError(f"recipe {recipe.name} with its overrides compresses nothing")
+            raise UserError("recipe_without_effect", f"recipe {recipe.name} with its overrides compresses nothing")
         self.head, self.head_shape = self.schemes[HEAD], shapes[HEAD]
         self.packed_ends = self.shared and self.head is not None
         self._modules = {name: checkpoint.stored_name(name) for name in self.schemes}  # as the output names them
@@ -109,12 +111,12 @@ class FolderOutput:
                 if tensor.startswith(prefix):
                     self._in_block |= dict.fromkeys(parts, layer)
         self.bits_per_weight = 8 * packed_bytes / weights
-        method = self._library.METHOD if used else model_card.DENSE
+        self.method = self._library.METHOD if used else model_card.DENSE
         experts = config.experts is not None
-        self.notes = model_card.notes(config.names.transposed, experts, self.packed_ends, used, method)
+        self.notes = model_card.notes(config.names.transposed, experts, self.packed_ends, used, self.method)
         online = isinstance(checkpoint, RotatedCheckpoint) and bool(checkpoint.online)
         special = experts or self.head is not None
-        self.method = model_card.Method(method, "" if self.notes else model_card.readers(used, special, online))
+        self.readers = "" if self.notes else model_card.readers(used, special, online)
         self.notes += model_card.wide_codes(used)
         if recipe.tune is not None:
             blocks = {name: scheme for name, scheme in self.schemes.items() if name != HEAD}
@@ -143,22 +145,19 @@ class FolderOutput:
 
     def _tensors(self, block: Block) -> Iterator[tuple[str, Tensor]]:
         for linear in block.linears():
-            yield from self._linear(linear)
+            module, weight = self.checkpoint.stored_name(linear.name), linear.weight
+            if linear.bias is not None:
+                yield f"{module}.bias", linear.bias
+            if isinstance(weight, PackedTensor):
+                yield from export_layouts.parts_of(self._library, module, weight, linear.activation_scale).items()
+            else:
+                assert isinstance(weight, Tensor)
+                transposed = self.checkpoint.config.names.is_transposed(linear.name)
+                yield f"{module}.weight", weight.T if transposed else weight
         for norm in block.norms():
             yield f"{self.checkpoint.stored_name(norm.name)}.weight", norm.weight
             if norm.bias is not None:
                 yield f"{self.checkpoint.stored_name(norm.name)}.bias", norm.bias
-
-    def _linear(self, linear: Linear) -> Iterator[tuple[str, Tensor]]:
-        module = self.checkpoint.stored_name(linear.name)
-        if linear.bias is not None:
-            yield f"{module}.bias", linear.bias
-        if isinstance(linear.weight, PackedTensor):
-            yield from export_layouts.parts_of(self._library, module, linear.weight, linear.activation_scale).items()
-        else:
-            assert isinstance(linear.weight, Tensor)
-            transposed = self.checkpoint.config.names.is_transposed(linear.name)
-            yield f"{module}.weight", linear.weight.T if transposed else linear.weight
 
     def write_again(self, writer: ShardWriter, found: Mapping[str, Tensor]) -> None:
         for name, tensor in found.items():
@@ -166,10 +165,8 @@ class FolderOutput:
 
     def round_head(self, rows: Tensor) -> PackedTensor:
         assert self.head is not None
-        try:
+        with naming(HEAD):
             return rtn.solve(rows, self.head, scale_search=self.recipe.rounding.scale_search)
-        except ValueError as error:
-            raise ValueError(f"{HEAD}: {error}") from None
 
     def round_embedding(self, rows: Tensor) -> PackedTensor | None:
         return self.round_head(rows) if self.packed_ends else None
@@ -207,8 +204,7 @@ class FolderOutput:
             else:
                 step = max(1, COPY_BYTES * part.shape[0] // part.bytes)
                 starts = range(0, part.shape[0], step)
-                blocks = (folder.read_rows(name, at, min(at + step, part.shape[0])) for at in starts)
-                writer.write_rows(name, blocks)
+                writer.write_rows(name, (folder.read_rows(name, at, min(at + step, part.shape[0])) for at in starts))
             report("copying", done, len(rest))
 
     def write_config(self, folder: Path) -> None:
@@ -217,15 +213,16 @@ class FolderOutput:
         if self.head is not None:  # two different tables, or one that is found by its own name only
             config["tie_word_embeddings"] = self.shared
         if self.sizes is not None:
-            config = structured.config_json(config, self.checkpoint.config.head_dim, self.sizes)
+            config |= {"num_attention_heads": self.sizes.heads, "num_key_value_heads": self.sizes.kv_heads}
+            config |= {"head_dim": self.checkpoint.config.head_dim, "intermediate_size": self.sizes.intermediate}
         if self._quantization is not None:
             config["quantization_config"] = self._quantization
         write_json(folder / CONFIG, config)
         self.checkpoint.folder.carry(self.carried, folder)
 
     def write_card(self, folder: Path, size: int, cost: Mapping[str, Any] | None) -> None:
-        recipe = self.recipe.name, self.recipe.head_name
-        card = model_card.text(*recipe, self.bits_per_weight, size, cost, self.notes, self.method)
+        recipe, sentences = (self.recipe.name, self.recipe.head_name), (self.readers, *self.notes)
+        card = model_card.text(*recipe, self.bits_per_weight, size, cost, sentences, self.method)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     def _quantization_config(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Any] | None:
@@ -233,25 +230,22 @@ class FolderOutput:
             return None  # pruned only: a dense checkpoint
         modules = [(self._modules[name], scheme) for name, scheme in self.schemes.items()]
         packed = {module: scheme for module, scheme in modules if scheme is not None}
-        dense = [module for module, scheme in modules if scheme is None] + self._other_linears()
+        dense = [module for module, scheme in modules if scheme is None]
+        # Never compressed: an LM head that is stored as the embedding, and the gates of mixtures of experts.
+        about = self.checkpoint.config
+        others = [HEAD] * self.packed_ends + [name for i in range(about.layers) for name in gates(about, i)]
+        dense += map(self.checkpoint.stored_name, others)
         embeddings = [self._modules[HEAD]] if self.packed_ends else []
         sizes = {self._modules[name]: shape for name, shape in shapes.items()}
         config = self._library.quantization_config(packed, dense, embeddings, sizes)
         online = self.checkpoint.online if isinstance(self.checkpoint, RotatedCheckpoint) else {}
         if online and self._library is not compressed_tensors:
-            raise ValueError(
+            raise UserError(
+                "recipe_conflict",
                 f"{self.recipe.name}: rotations at run time have a place in compressed-tensors alone, these schemes "
-                "have none there: use rotate, with online and across false"
+                "have none there: use rotate, with online and across false",
             )
         if online:
             rotated = {self._modules[name]: block for name, block in online.items()}
             config["transform_config"] = compressed_tensors.transform_config(rotated)
         return config
-
-    def _other_linears(self) -> list[str]:
-        """Return linears that are never compressed: the gates of mixtures of experts, and an LM head that is stored as
-        the embedding."""
-        config = self.checkpoint.config
-        found = [HEAD] if self.packed_ends else []
-        found += [name for layer in range(config.layers) for name in gates(config, layer)]
-        return [self.checkpoint.stored_name(name) for name in found]

@@ -30,10 +30,11 @@ from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.writer import FilePlan, ShardWriter
 from attar.compression.block import structured
 from attar.compression.outputs.model_card import untrained_note
-from attar.compression.recipe.recipe import HEAD, Recipe
+from attar.compression.recipe.recipe import HEAD, Recipe, naming
 from attar.compression.rotation.rotated import RotatedCheckpoint
 from attar.compression.solvers.rounding import rtn
 from attar.compression.training import trainable_parameters
+from attar.errors import UserError
 from attar.formats.codecs import ggml_blocks, ggml_codec, ggml_mix, ggml_round
 from attar.formats.codecs.ggml import TYPES, GgmlType
 from attar.formats.packed import PackedTensor
@@ -43,12 +44,7 @@ from attar.model.layers import Block
 from attar.progress import Progress
 
 COPY_ROWS = 4096  # rows of a table copied at once
-DENSE: Mapping[str, GgmlType] = {
-    "float32": TYPES["F32"],
-    "float16": TYPES["F16"],
-    "bfloat16": TYPES["BF16"],
-    "float64": TYPES["F32"],
-}
+DENSE: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F32"}
 
 
 class GgufOutput:
@@ -60,8 +56,9 @@ class GgufOutput:
     def __init__(self, checkpoint: Checkpoint, recipe: Recipe, name: str, calibrated: bool = False) -> None:
         folder, config = checkpoint.folder, checkpoint.config
         if "quantization_config" in folder.config:
-            raise ValueError(
-                f"{folder.path} is compressed already: start from the original checkpoint, or see `attar convert`"
+            raise UserError(
+                "source_compressed",
+                f"{folder.path} is compressed already: start from the original checkpoint, or see `attar convert`",
             )
         assert recipe.mix is not None, "`Recipe.for_file` makes it one"
         self.checkpoint, self.recipe, self.name = checkpoint, recipe, name
@@ -77,12 +74,13 @@ class GgufOutput:
         self.schemes: dict[str, Scheme | None] = recipe.schemes(shapes, mixed)
         for module, scheme in self.schemes.items():
             if scheme is not None and not isinstance(scheme.weight, GgmlBlocks):
-                what = "the output matrix" if module == HEAD else module
-                raise ValueError(
-                    f"{what}: {scheme.name} has no place in a GGUF file, which holds types such as q4_k or q6_k"
+                what = "the LM head" if module == HEAD else module
+                raise UserError(
+                    "gguf_inexpressible",
+                    f"{what}: {scheme.name} has no place in a GGUF file, which holds types such as q4_k or q6_k",
                 )
         if not any(self.schemes.values()) and recipe.rotate is None:
-            raise ValueError(f"recipe {recipe.name} with its overrides compresses nothing")
+            raise UserError("recipe_without_effect", f"recipe {recipe.name} with its overrides compresses nothing")
         self.head = self.schemes[HEAD]
         self.packed_ends = self.shared and self.head is not None
         head_words, factors = gguf_export.describe(self.config, self._file_type(mixed), folder.path.resolve().name)
@@ -144,18 +142,16 @@ class GgufOutput:
             found[ours] = ggml_mix.scheme(kind)
             if wanted is not None:
                 others.setdefault((wanted, columns, kind.name), []).append(file_name(module))
-        notes = tuple(
+        return found, tuple(
             f"{', '.join(names)}: rows of {columns} columns are not whole blocks of {wanted}, so they are {kind}."
             for (wanted, columns, kind), names in others.items()
         )
-        return found, notes
 
     def _counted(self) -> list[str]:
         """Return the names over which bits a weight are counted: the linears and the LM head that a recipe reaches; if
         it reaches none, all linears."""
         linears = [module for module in self.schemes if module not in (HEAD, self._embed)]
-        reached = [module for module in (*linears, HEAD) if self.schemes[module] is not None]
-        return reached or linears
+        return [module for module in (*linears, HEAD) if self.schemes[module] is not None] or linears
 
     def _file_type(self, mixed: Mapping[str, Scheme]) -> int:
         """Return `general.file_type`: the mix's, where all types are its own or most matrices have its eponymous type.
@@ -163,8 +159,7 @@ class GgufOutput:
         kinds = {module: self._kind(module) for module in self.schemes}
         found = gguf_export.file_type([kind.name for kind in kinds.values()])
         own = {module: ggml_codec.type_of(scheme) for module, scheme in mixed.items()}
-        named = gguf_export.file_type([self.mix.base.name])
-        return self.mix.file_type if found == named or kinds == own else found
+        return self.mix.file_type if found == gguf_export.file_type([self.mix.base.name]) or kinds == own else found
 
     def _kind(self, module: str) -> GgmlType:
         """Return the type of the matrix that recipes call `module`; a kept matrix has the type of its own numbers."""
@@ -172,7 +167,7 @@ class GgufOutput:
         if scheme is not None:
             return ggml_codec.type_of(scheme)
         stored = self.config.names.embed if module == self._embed and self._stores_embed() else module
-        return DENSE[self.checkpoint.folder.info(f"{self.checkpoint.stored_name(stored)}.weight").dtype]
+        return TYPES[DENSE[self.checkpoint.folder.info(f"{self.checkpoint.stored_name(stored)}.weight").dtype]]
 
     def _stores_embed(self) -> bool:
         return self.checkpoint.has(f"{self.config.names.embed}.weight")
@@ -187,11 +182,8 @@ class GgufOutput:
             if module in shapes:
                 yield file_name(name), (self._kind(module), shapes[module])
             else:
-                yield file_name(name), (plain, self._size(name))
-
-    def _size(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a norm or a bias."""
-        return self.checkpoint.folder.info(self.checkpoint.stored_name(name)).shape
+                shape = self.checkpoint.folder.info(self.checkpoint.stored_name(name)).shape  # of a norm or a bias
+                yield file_name(name), (plain, shape)
 
     # Writing
 
@@ -204,16 +196,15 @@ class GgufOutput:
             assert isinstance(weight, Tensor | PackedTensor)
             if isinstance(weight, PackedTensor):
                 raw = weight.parts["blocks"]
-                linear.weight = as_read(weight)
+                linear.weight = self.as_read(weight)
             else:
                 raw = ggml_round.encode(self._kind(linear.name), weight)
-            turned = gguf_export.interleaves(self.config, linear.name)
-            writer.write(
-                file_name(f"{linear.name}.weight"),
-                gguf_export.neighbours(raw, self.config.head_dim) if turned else raw,
-            )
-            if linear.bias is not None:
-                bias = gguf_export.neighbours(linear.bias, self.config.head_dim) if turned else linear.bias
+            bias = linear.bias
+            if gguf_export.interleaves(self.config, linear.name):
+                raw = gguf_export.neighbours(raw, self.config.head_dim)
+                bias = None if bias is None else gguf_export.neighbours(bias, self.config.head_dim)
+            writer.write(file_name(f"{linear.name}.weight"), raw)
+            if bias is not None:
                 _write_plain(writer, f"{linear.name}.bias", bias)
 
     def write_again(self, writer: ShardWriter, found: Mapping[str, Tensor]) -> None:
@@ -238,13 +229,14 @@ class GgufOutput:
         return None if scheme is None else self._rounded(self._embed, scheme, rows)
 
     def _rounded(self, module: str, scheme: Scheme, rows: Tensor) -> PackedTensor:
-        try:
+        with naming(module):
             return rtn.solve(rows, scheme, importance=self.importances.get(module))
-        except ValueError as error:
-            raise ValueError(f"{module}: {error}") from None
 
-    def as_read(self, packed: PackedTensor) -> PackedTensor:
-        return as_read(packed)
+    @staticmethod
+    def as_read(packed: PackedTensor) -> PackedTensor:
+        """Return a weight in GGML blocks as `GgufCheckpoint` gives it: a grid that a scheme names, or the blocks."""
+        kind = ggml_codec.type_of(packed.scheme)
+        return gguf_checkpoint.as_grid(kind, packed.parts["blocks"]) if kind.name in gguf_checkpoint.SCHEMES else packed
 
     def write_head(self, writer: ShardWriter, pieces: Iterable[PackedTensor]) -> None:
         module = self.config.names.embed if self.shared else HEAD
@@ -279,12 +271,6 @@ class GgufOutput:
 
     def write_card(self, folder: Path, size: int, cost: Mapping[str, Any] | None) -> None:
         """Write nothing: only the receipt lies beside a file."""
-
-
-def as_read(packed: PackedTensor) -> PackedTensor:
-    """Return a weight in GGML blocks as `GgufCheckpoint` gives it: a grid that a scheme names, or the blocks."""
-    kind = ggml_codec.type_of(packed.scheme)
-    return gguf_checkpoint.as_grid(kind, packed.parts["blocks"]) if kind.name in gguf_checkpoint.SCHEMES else packed
 
 
 def _write_plain(writer: ShardWriter, name: str, values: Tensor) -> None:

@@ -7,7 +7,6 @@ names the exact format.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from attar.checkpoints.layouts import bitsandbytes, own_format
@@ -16,14 +15,6 @@ from attar.formats.scheme import Grid, Scheme
 from attar.formats.weight_formats import Fp8Blocks
 
 DENSE = "safetensors"  # the method of an output in which nothing is packed
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """The library format of an output, for its model card."""
-
-    name: str
-    readers: str = ""  # a sentence on its readers, where the output's notes have none
 
 
 def notes(transposed: bool, experts: bool, packed_ends: bool, used: Collection[Scheme], method: str) -> tuple[str, ...]:
@@ -128,10 +119,11 @@ def text(
     bits_per_weight: float,
     size: int,
     cost: Mapping[str, Any] | None,
-    notes: Sequence[str],
-    method: Method,
+    sentences: Sequence[str],
+    method: str,
 ) -> str:
-    """Return README.md of a compressed folder: what it is, how to run it, and what the compression cost."""
+    """Return README.md of a compressed folder: what it is, how to run it, and what the compression cost. `method` is
+    the library format, and `sentences` say which programs read it."""
     measured = "Not measured: `attar eval` does, against the original."
     if cost is not None:
         rows = [("perplexity", "ppl"), ("KL divergence, mean", "kl_mean"), ("KL divergence, 99.9 %", "kl_p999")]
@@ -139,13 +131,12 @@ def text(
         measured = "| measure | value |\n|---|---|\n" + "\n".join(
             f"| {label} | {cost[key]:.6g} |" for label, key in rows
         )
-    said = " ".join((method.readers, *notes)).strip()
-    tags = ", ".join(dict.fromkeys(("attar", method.name)))
+    tags = ", ".join(dict.fromkeys(("attar", method)))
     with_head = "" if head == KEEP else f", the output matrix in `{head}`"
     return (
         f"---\nlibrary_name: transformers\ntags: [{tags}]\n---\n\n# Compressed with attar\n\n"
         f"Recipe `{recipe}`{with_head}: {bits_per_weight:.3f} bits per weight in the compressed linears, {size:,}\n"
-        f"bytes of weights. Stored in the format of {method.name}. {said}\n\n"
+        f"bytes of weights. Stored in the format of {method}. {' '.join(sentences).strip()}\n\n"
         "`receipt.json` holds the recipe, hashes and probes; `attar verify` checks them on your machine.\n\n"
         f"## What it cost\n\nAgainst the original, on held-out text:\n\n{measured}\n"
     )

@@ -39,6 +39,7 @@ from attar.compression.recipe.methods import (
     Structured,
     Tune,
 )
+from attar.errors import UserError, code_of
 from attar.formats.codecs import ggml_mix
 from attar.formats.scheme import HEADS, Scheme
 from attar.formats.weight_formats import WEIGHT_FORMATS, Progressive, Sparse24
@@ -94,7 +95,7 @@ def parse(name: str) -> Spelling:
     except ValueError:
         if (meant := _meant(name)) is None:
             raise
-        raise ValueError(f"unknown recipe {name!r}: did you mean {meant}?") from None
+        raise UserError("recipe_unknown", f"unknown recipe {name!r}: did you mean {meant}?") from None
 
 
 def _meant(name: str) -> str | None:
@@ -116,13 +117,22 @@ def _parse(name: str) -> Spelling:
     tune = TUNINGS[words.pop()]() if dash and words and words[-1] in TUNINGS else None
     if rotate is not None and scheme == KEEP:
         if words or tune is not None or rotate.online:
-            raise ValueError(f"recipe {name!r}: what is kept is not rounded, nor rotated at run time: rotate-{KEEP}")
+            raise UserError(
+                "recipe_conflict",
+                f"recipe {name!r}: what is kept is not rounded, nor rotated at run time: rotate-{KEEP}",
+            )
         return Spelling((Rtn(),), None, rotate=rotate)
     found = _parse_passes(f"{'+'.join(words or ['rtn'])}-{scheme}" if rotate or tune else name)
     if tune is not None and found.mix in ggml_mix.DENSE_MIXES:
-        raise ValueError(f"recipe {name!r}: {found.mix} holds plain numbers, which leave {tune.method} no scales")
+        raise UserError(
+            "recipe_without_effect",
+            f"recipe {name!r}: {found.mix} holds plain numbers, which leave {tune.method} no scales",
+        )
     if rotate is not None and isinstance(found.passes[-1], Structured):
-        raise ValueError(f"recipe {name!r}: {rotate.method} mixes the columns that structured pruning chooses among")
+        raise UserError(
+            "recipe_conflict",
+            f"recipe {name!r}: {rotate.method} mixes the columns that structured pruning chooses among",
+        )
     return replace(found, rotate=rotate, tune=tune)
 
 
@@ -131,30 +141,43 @@ def _parse_passes(name: str) -> Spelling:
         return _with_mix((Rtn(),), name)
     methods, dash, scheme = name.partition("-")
     if not dash or not scheme:
-        raise ValueError(f"recipe {name!r} is not of the form method[+method]-scheme{offer(name, _KNOWN)}")
+        raise UserError(
+            "recipe_malformed", f"recipe {name!r} is not of the form method[+method]-scheme{offer(name, _KNOWN)}"
+        )
     passes: list[Pass] = []
     for word in methods.split("+"):
         if word in ROTATIONS:
-            raise ValueError(f"recipe {name!r}: {word} is of the whole model, so it comes first, and once")
+            raise UserError(
+                "recipe_malformed", f"recipe {name!r}: {word} is of the whole model, so it comes first, and once"
+            )
         if word not in METHODS:
             offered = (*ROTATIONS, *METHODS, *TUNINGS)
-            raise ValueError(f"recipe {name!r}: unknown method {word!r}{offer(word, offered)}")
+            raise UserError("method_unknown", f"recipe {name!r}: unknown method {word!r}{offer(word, offered)}")
         if any(p.method == word for p in passes):
-            raise ValueError(f"recipe {name!r} names {word} twice")
+            raise UserError("recipe_malformed", f"recipe {name!r} names {word} twice")
         if passes and passes[-1].method not in TRANSFORMS:
             does = "codes" if passes[-1].method in ROUNDINGS else "zeros"
-            raise ValueError(f"recipe {name!r}: {passes[-1].method} chooses the {does}, so it comes last, and alone")
+            raise UserError(
+                "recipe_malformed",
+                f"recipe {name!r}: {passes[-1].method} chooses the {does}, so it comes last, and alone",
+            )
         passes.append(METHODS[word]())
     if isinstance(last := passes[-1], Pruning):
         sparsity, _, scheme = scheme.partition("-")
         passes[-1] = replace(last, sparsity=sparsity)
         if len(passes) > 1 and not scheme:
-            raise ValueError(f"recipe {name!r}: {passes[0].method} prepares weights for a scheme, and there is none")
+            raise UserError(
+                "recipe_without_effect",
+                f"recipe {name!r}: {passes[0].method} prepares weights for a scheme, and there is none",
+            )
         return Spelling(tuple(passes), parse_scheme(scheme) if scheme else None)
     if isinstance(last, Structured):
         percent = scheme.removeprefix("p")
         if len(passes) > 1 or not scheme.startswith("p") or not percent.isdecimal() or not percent.isascii():
-            raise ValueError(f"recipe {name!r}: structured pruning stands alone, with a percentage: structured-p25")
+            raise UserError(
+                "recipe_malformed",
+                f"recipe {name!r}: structured pruning stands alone, with a percentage: structured-p25",
+            )
         return Spelling((replace(last, percent=int(percent)),), None)
     if passes[-1].method not in ROUNDINGS:
         passes.append(Rtn())
@@ -167,7 +190,10 @@ def _with_mix(passes: tuple[Pass, ...], name: str) -> Spelling:
     mix = ggml_mix.find(name)
     assert mix is not None
     if mix.base.name in ggml_mix.DENSE and passes != (Rtn(),):
-        raise ValueError(f"{mix.name} holds plain numbers, which leave {passes[-1].method} nothing to choose")
+        raise UserError(
+            "recipe_without_effect",
+            f"{mix.name} holds plain numbers, which leave {passes[-1].method} nothing to choose",
+        )
     return Spelling(passes, ggml_mix.scheme(mix.base), mix=mix.name)
 
 
@@ -176,22 +202,22 @@ def parse_scheme(name: str) -> Scheme:
     try:
         return Scheme.parse(PRESETS.get(name, name))
     except ValueError as error:
-        raise ValueError(f"{error}{nearest(name, (*_SCHEMES, *PRESETS, *WEIGHT_FORMATS))}") from None
+        raise UserError(code_of(error), f"{error}{nearest(name, (*_SCHEMES, *PRESETS, *WEIGHT_FORMATS))}") from None
 
 
 def parse_head(word: object) -> Scheme | Keep:
     """Parse a user's word for the LM head. Raises ValueError on anything unknown, naming what is near."""
     if not isinstance(word, str):
-        raise ValueError(f"head is bf16, int8, int4 or a scheme, not {word!r}")
+        raise UserError("recipe_malformed", f"head is bf16, int8, int4 or a scheme, not {word!r}")
     name = HEADS.get(word, word) or KEEP
     if name == KEEP:
         return KEEP
     try:
         scheme = Scheme.parse(name)
     except ValueError:
-        raise ValueError(f"unknown head {word!r}{offer(word, (*HEADS, KEEP, *_SCHEMES))}") from None
+        raise UserError("scheme_unknown", f"unknown head {word!r}{offer(word, (*HEADS, KEEP, *_SCHEMES))}") from None
     if isinstance(scheme.weight, Progressive):
-        raise ValueError(f"head {word!r}: weights of two levels are for the blocks' linears alone")
+        raise UserError("scheme_unsupported", f"head {word!r}: weights of two levels are for the blocks' linears alone")
     return scheme
 
 

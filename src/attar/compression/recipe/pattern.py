@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from attar.errors import UserError
+
 LARGEST = 16  # m of n:m: the C(m, n) supports are enumerated, so it must stay small
 
 _FORM = re.compile(r"s(?P<percent>[1-9][0-9]?)|(?P<n>[1-9][0-9]?):(?P<m>[1-9][0-9]?)")
@@ -28,27 +30,27 @@ class Pattern:
         """Parse `s1` .. `s99`, percent of zeros, or n:m with n < m <= 16. Raises ValueError on anything else."""
         found = _FORM.fullmatch(name)
         if found is None:
-            raise ValueError(
+            raise UserError(
+                "sparsity_invalid",
                 f"unknown sparsity {name!r}: it is s and the percentage of zeros, such as s50, or the weights kept of "
-                "every few, such as 2:4 or 4:8"
+                "every few, such as 2:4 or 4:8",
             )
         if found["percent"]:
             return Pattern(int(found["percent"]), 100, grouped=False)
         kept, of = int(found["n"]), int(found["m"])
         if not kept < of <= LARGEST:
-            raise ValueError(f"sparsity {name} keeps {kept} of every {of}: needed is fewer, of {LARGEST} at most")
+            raise UserError(
+                "sparsity_invalid", f"sparsity {name} keeps {kept} of every {of}: needed is fewer, of {LARGEST} at most"
+            )
         return Pattern(of - kept, of, grouped=True)
 
     @property
     def name(self) -> str:
         return f"{self.of - self.zeros}:{self.of}" if self.grouped else f"s{self.zeros}"
 
-    @property
-    def kept(self) -> int:
-        """Return how many weights of every `of` stay."""
-        return self.of - self.zeros
-
     def check(self, columns: int) -> None:
         """Raise ValueError where a row of so many inputs does not divide into groups."""
         if self.grouped and columns % self.of:
-            raise ValueError(f"{self.name} sparsity needs columns divisible by {self.of}, not {columns}")
+            raise UserError(
+                "group_size_indivisible", f"{self.name} sparsity needs columns divisible by {self.of}, not {columns}"
+            )

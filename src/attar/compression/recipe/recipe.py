@@ -17,7 +17,8 @@ method, so that the block pass stays the same for every recipe. Torch-free: plan
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -39,6 +40,7 @@ from attar.compression.recipe.methods import (
 )
 from attar.compression.recipe.parser import KEEP, Keep, Spelling, offer, parse_head
 from attar.compression.recipe.pattern import Pattern
+from attar.errors import UserError, code_of
 from attar.formats.codecs import ggml_mix
 from attar.formats.scheme import Grid, Scheme
 from attar.formats.weight_formats import Fp4, GgmlBlocks, Lookup, Progressive, Sparse24, WeightFormat
@@ -52,6 +54,15 @@ expert."""
 
 FILE_HEADS: Mapping[str, str] = {"int8": "q8_0", "int4": "q4_0"}
 """GGUF types of the words for an LM head."""
+
+
+@contextmanager
+def naming(name: str, before: str = "") -> Iterator[None]:
+    """Prefix a name to the message of a ValueError raised within: that of the linear, or of the recipe."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(code_of(error), f"{before}{name}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +178,7 @@ class Recipe:
             return override.scheme
         if mixed is not None and self.keep == KEPT:
             return mixed
-        kept = any(fnmatch.fnmatchcase(module, pattern) for pattern in self.keep)
-        return None if kept else mixed or self.scheme
+        return None if any(fnmatch.fnmatchcase(module, pattern) for pattern in self.keep) else mixed or self.scheme
 
     def schemes(
         self, shapes: Mapping[str, tuple[int, int]], mixed: Mapping[str, Scheme] | None = None
@@ -181,38 +191,43 @@ class Recipe:
             self._check_read(method, key)
         for override in self.overrides:
             if override.match not in shapes and not any(fnmatch.fnmatchcase(name, override.match) for name in shapes):
-                raise ValueError(f"override {override.match!r} matches no linear{offer(override.match, shapes)}")
+                raise UserError(
+                    "override_invalid", f"override {override.match!r} matches no linear{offer(override.match, shapes)}"
+                )
         first = _first(self.overrides)
         chosen = {name: self.scheme_for(name, None if mixed is None else mixed[name], first) for name in shapes}
         if self.structured is not None and (self.overrides or self.keep != KEPT):
-            raise ValueError("structured pruning leaves all layers of one size: it takes no overrides and keeps none")
+            raise UserError(
+                "recipe_conflict",
+                "structured pruning leaves all layers of one size: it takes no overrides and keeps none",
+            )
         for name, (_, columns) in shapes.items():
             if (sparsity := self.pattern_for(name)) is not None:
-                _check_sparsity(name, sparsity, chosen[name], columns)
+                with naming(name):
+                    _check_sparsity(sparsity, chosen[name], columns)
         for name, scheme in chosen.items():
             if scheme is not None:
-                try:
+                with naming(name):
                     scheme.check(shapes[name][1])
-                except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from None
-                if name != HEAD:
-                    self._check_rounding(name, scheme, shapes[name][1])
-                if name == HEAD and (scheme.activation is not None or not scheme.weight.by_row):
-                    raise ValueError(
-                        f"{name}: the output matrix has a scheme of weights alone, with a scale for each row or group, "
-                        f"such as w8 or w4g128, not {scheme.name}"
-                    )
+                    if name != HEAD:
+                        self._check_rounding(scheme, shapes[name][1])
+                    elif scheme.activation is not None or not scheme.weight.by_row:
+                        raise UserError(
+                            "scheme_unsupported",
+                            "the LM head has a scheme of weights alone, with a scale for each row or group, such "
+                            f"as w8 or w4g128, not {scheme.name}",
+                        )
         return chosen
 
-    def check_read(self, rungs: Sequence[Recipe]) -> None:
-        """Raise ValueError where none of `rungs`, this recipe with other schemes, reads an option that was set."""
+    def check_read(self, plans: Sequence[Recipe]) -> None:
+        """Raise ValueError where none of `plans`, this recipe with other schemes, reads an option that was set."""
         for method, key in self.said:
-            for at, rung in enumerate(rungs, 1):
+            for at, plan in enumerate(plans, 1):
                 try:
-                    rung._check_read(method, key)
+                    plan._check_read(method, key)
                     break
                 except ValueError:
-                    if at == len(rungs):
+                    if at == len(plans):
                         raise
 
     def _check_read(self, method: str, key: str) -> None:
@@ -236,30 +251,38 @@ class Recipe:
         else:
             return
         if not read:
-            raise ValueError(f"{key} of {method} is {what}; {self.name} has none, so leave it out")
+            raise UserError(
+                "method_option_unused", f"{key} of {method} is {what}; {self.name} has none, so leave it out"
+            )
 
-    def _check_rounding(self, name: str, scheme: Scheme, columns: int) -> None:
+    def _check_rounding(self, scheme: Scheme, columns: int) -> None:
         """Raise ValueError where the last pass cannot round a linear to its scheme."""
         method, form = self.rounding.method, scheme.weight
-        integers = isinstance(form, Grid) and form.kind == "int"
-        if isinstance(self.rounding, AutoRound | Hqq) and not integers:
-            raise ValueError(f"{name}: {method} is for grids such as w4g128; {scheme.name} is for rtn and gptq")
+        if isinstance(self.rounding, AutoRound | Hqq) and not (isinstance(form, Grid) and form.kind == "int"):
+            raise UserError(
+                "scheme_unsupported", f"{method} is for grids such as w4g128; {scheme.name} is for rtn and gptq"
+            )
         if isinstance(self.rounding, Gptq) and isinstance(form, Sparse24):
-            raise ValueError(f"{name}: {scheme.name} is for what is pruned, as by prune-2:4-{scheme.name}")
+            raise UserError("scheme_unsupported", f"{scheme.name} is for what is pruned, as by prune-2:4-{scheme.name}")
         if isinstance(self.rounding, SqueezeLlm) and not isinstance(form, Lookup):
-            raise ValueError(f"{name}: {method} finds tables such as lut4, lut3-s45 or lut4-s5, not {scheme.name}")
+            raise UserError(
+                "scheme_unsupported", f"{method} finds tables such as lut4, lut3-s45 or lut4-s5, not {scheme.name}"
+            )
         if isinstance(self.rounding, Gptq) and isinstance(form, GgmlBlocks) and form.type.elements == 1:
-            raise ValueError(
-                f"{name}: no quantized type takes rows of {columns} columns, so {self.mix or scheme.name} leaves them "
-                f"in 16 bits, and {method} has nothing to round: leave {method} out, or override that linear"
+            raise UserError(
+                "recipe_without_effect",
+                f"no quantized type takes rows of {columns} columns, so {self.mix or scheme.name} leaves them in 16 "
+                f"bits, and {method} has nothing to round: leave {method} out, or override that linear",
             )
         if isinstance(self.rounding, Gptq) and isinstance(form, Progressive) and not self.rounding.static_groups:
-            raise ValueError(f"{name}: {scheme.name} sets a row's scale for all its groups: leave static_groups on")
-        levelled = isinstance(form, Grid | GgmlBlocks | Progressive)
-        if self.couples and not levelled:
-            raise ValueError(
-                f"{name}: {method} lets rows make up for one another on grids and GGUF types only: {scheme.name} is "
-                "for rtn, gptq and qronos"
+            raise UserError(
+                "recipe_conflict", f"{scheme.name} sets a row's scale for all its groups: leave static_groups on"
+            )
+        if self.couples and not isinstance(form, Grid | GgmlBlocks | Progressive):
+            raise UserError(
+                "scheme_unsupported",
+                f"{method} lets rows make up for one another on grids and GGUF types only: {scheme.name} is for rtn, "
+                "gptq and qronos",
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -298,33 +321,35 @@ class Recipe:
         named = None if self.scheme is None else self.mix or self.scheme.name
         mix = None if named is None else ggml_mix.find(named)
         if mix is None:
-            raise ValueError(
+            raise UserError(
+                "gguf_inexpressible",
                 f"{self.name} has no place in a GGUF file, which holds types and mixes such as q4_k_m or q6_k: name "
-                "one, or an output that does not end in .gguf"
+                "one, or an output that does not end in .gguf",
             )
         rotate = self.rotate
         if isinstance(rotate, SpinQuant) and (rotate.method, "online") not in self.said:
             rotate = replace(rotate, online=False)
         if rotate is not None and (rotate.online or rotate.across):
             word, reader = ("online", "down") if rotate.online else ("across", "o")
-            raise ValueError(
+            raise UserError(
+                "gguf_inexpressible",
                 f"{self.name} with {word}: true rotates what {reader} reads at run time, which no program that reads "
-                f"GGUF files does: say {word}: false, or use rotate or spinquant, which a file's weights take in"
+                f"GGUF files does: say {word}: false, or use rotate or spinquant, which a file's weights take in",
             )
         meant = FILE_HEADS.get(self.head_word or "")
         return replace(self, mix=mix.name, rotate=rotate, head=self.head if meant is None else parse_head(meant))
 
 
-def _check_sparsity(name: str, sparsity: Pattern, scheme: Scheme | None, columns: int) -> None:
-    try:
-        sparsity.check(columns)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+def _check_sparsity(sparsity: Pattern, scheme: Scheme | None, columns: int) -> None:
+    sparsity.check(columns)
     if scheme is not None and isinstance(scheme.weight, Sparse24):
         if sparsity.name != "2:4":
-            raise ValueError(f"{name}: {scheme.name} stores 2:4 sparse weights, not {sparsity.name}")
+            raise UserError("sparsity_invalid", f"{scheme.name} stores 2:4 sparse weights, not {sparsity.name}")
     elif scheme is not None and not isinstance(scheme.weight, Grid):
-        raise ValueError(f"{name}: what is pruned is rounded to a grid with a zero, such as w4g128, not {scheme.name}")
+        raise UserError(
+            "scheme_unsupported",
+            f"what is pruned is rounded to a grid with a zero, such as w4g128, not {scheme.name}",
+        )
 
 
 def _is_searched(form: WeightFormat) -> bool:

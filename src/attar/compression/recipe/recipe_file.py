@@ -27,6 +27,7 @@ from attar.compression.recipe import parser
 from attar.compression.recipe.methods import METHODS, ROTATIONS, TUNINGS, ActivationRange, Gptq, Pass, Rotate, Tune
 from attar.compression.recipe.parser import KEEP, offer, parse_scheme
 from attar.compression.recipe.recipe import HEAD, Override, Recipe
+from attar.errors import UserError, code_of
 from attar.text.files import neighbours
 
 MAX_FILE_BYTES = 64 * 1024
@@ -37,31 +38,31 @@ _Method = TypeVar("_Method", bound=Pass | Rotate | Tune)
 
 
 def load_recipe(name_or_path: str | Path) -> Recipe:
-    """Read a recipe's short name, or the YAML file at a path that ends in .yaml or .yml.
-
-    Raises ValueError on anything unknown, naming what is near, and where the file does not exist.
-    """
+    """Read a recipe's short name, or the YAML file at a path that ends in .yaml or .yml. Raises ValueError on anything
+    unknown, naming what is near, and where the file does not exist."""
     if Path(name_or_path).suffix in (".yaml", ".yml"):
         path = Path(name_or_path)
         if not path.exists():
-            raise ValueError(f"{path}: no such file{neighbours(path)}")
+            raise UserError("file_not_found", f"{path}: no such file{neighbours(path)}")
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
         if len(text) > MAX_FILE_BYTES:
-            raise ValueError(f"{path}: a recipe file has at most {MAX_FILE_BYTES} bytes")
+            raise UserError("file_too_large", f"{path}: a recipe file has at most {MAX_FILE_BYTES} bytes")
         try:
             return recipe_from_dict(yaml.safe_load(text))
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"{path} is not valid YAML: {error}") from None
+            raise UserError("file_malformed", f"{path} is not valid YAML: {error}") from None
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise UserError(code_of(error), f"{path}: {error}") from None
     return _named(str(name_or_path))
 
 
 def recipe_from_dict(data: object) -> Recipe:
     """Build a recipe from the content of its YAML file. Raises ValueError as `load_recipe` does."""
     if not isinstance(data, dict) or not isinstance(data.get("recipe"), str):
-        raise ValueError("a recipe file is a mapping with a name under `recipe`, for example recipe: gptq-w4g128")
+        raise UserError(
+            "recipe_malformed", "a recipe file is a mapping with a name under `recipe`, for example recipe: gptq-w4g128"
+        )
     recipe = _named(data["recipe"])
     options = _sorted(recipe, {key: value for key, value in data.items() if key not in _KEYS})
 
@@ -76,25 +77,34 @@ def recipe_from_dict(data: object) -> Recipe:
     )
     for key, switch in recipe.rounding.needs.items() if isinstance(recipe.rounding, Gptq) else ():
         if key in options[recipe.rounding.method] and not getattr(recipe.rounding, switch):
-            raise ValueError(f"{key} is read with {switch}: true alone, which {recipe.name} does not have")
+            raise UserError(
+                "method_option_unused", f"{key} is read with {switch}: true alone, which {recipe.name} does not have"
+            )
     if "overrides" in data:
         entries = data["overrides"]
         if not isinstance(entries, list):
-            raise ValueError("overrides is a list of entries {match: <pattern>, scheme: <scheme or keep>}")
+            raise UserError(
+                "recipe_malformed", "overrides is a list of entries {match: <pattern>, scheme: <scheme or keep>}"
+            )
         recipe = replace(recipe, overrides=tuple(_override(entry) for entry in entries))
     if "keep" in data:
         patterns = data["keep"]
         if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
-            raise ValueError("keep is a list of module name patterns, for example [lm_head]")
+            raise UserError("recipe_malformed", "keep is a list of module name patterns, for example [lm_head]")
         recipe = replace(recipe, keep=tuple(patterns))
     if "head" in data:
         patterns = [o.match for o in recipe.overrides] + (list(recipe.keep) if "keep" in data else [])
         for pattern in patterns:
             if fnmatch.fnmatchcase(HEAD, pattern):
-                raise ValueError(f"head and the pattern {pattern!r} both decide about {HEAD}: leave one of them out")
+                raise UserError(
+                    "recipe_conflict",
+                    f"head and the pattern {pattern!r} both decide about {HEAD}: leave one of them out",
+                )
         recipe = recipe.with_head(data["head"])
     if (word := data.get("activation_range", "minmax")) not in get_args(ActivationRange):
-        raise ValueError(f"activation_range is one of {', '.join(get_args(ActivationRange))}, not {word!r}")
+        raise UserError(
+            "method_option_invalid", f"activation_range is one of {', '.join(get_args(ActivationRange))}, not {word!r}"
+        )
     said = tuple((method, key) for method, own in options.items() for key in own)
     return replace(recipe, activation_range=word, said=said)
 
@@ -107,13 +117,19 @@ def _named(name: str) -> Recipe:
 
 def _override(entry: object) -> Override:
     if not isinstance(entry, dict):
-        raise ValueError(f"an override is {{match: <pattern>, scheme: <scheme or keep>}}, not {entry!r}")
+        raise UserError(
+            "override_invalid", f"an override is {{match: <pattern>, scheme: <scheme or keep>}}, not {entry!r}"
+        )
     for key in entry:
         if key not in ("match", "scheme"):
-            raise ValueError(f"unknown key {key!r} in an override{offer(str(key), ('match', 'scheme'))}")
+            raise UserError(
+                "override_invalid", f"unknown key {key!r} in an override{offer(str(key), ('match', 'scheme'))}"
+            )
     match, scheme = entry.get("match"), entry.get("scheme")
     if not isinstance(match, str) or not isinstance(scheme, str):
-        raise ValueError("an override needs both match, a module name pattern, and scheme, a scheme or `keep`")
+        raise UserError(
+            "override_invalid", "an override needs both match, a module name pattern, and scheme, a scheme or `keep`"
+        )
     return Override(match, None if scheme == KEEP else parse_scheme(scheme))
 
 
@@ -126,7 +142,7 @@ def _sorted(recipe: Recipe, options: Mapping[Any, Any]) -> dict[str, dict[str, A
 
     def give(method: str, key: str, value: object) -> None:
         if key in found[method]:
-            raise ValueError(f"{key} of {method} is given twice")
+            raise UserError("recipe_conflict", f"{key} of {method} is given twice")
         found[method][key] = value
 
     for key, value in options.items():
@@ -134,22 +150,32 @@ def _sorted(recipe: Recipe, options: Mapping[Any, Any]) -> dict[str, dict[str, A
         if key in methods and isinstance(value, Mapping):
             for name, own in value.items():
                 if name not in _options(methods[key]):
-                    raise ValueError(f"unknown option {name!r} of {key}{offer(str(name), _options(methods[key]))}")
+                    raise UserError(
+                        "method_option_unknown",
+                        f"unknown option {name!r} of {key}{offer(str(name), _options(methods[key]))}",
+                    )
                 give(key, name, own)
         elif len(owners) > 1:
             ways = " or ".join(f"{method}: {{{key}: {value}}}" for method in owners)
-            raise ValueError(f"{key} is an option of {' and of '.join(owners)}: say whose, as {ways}")
+            raise UserError(
+                "recipe_malformed", f"{key} is an option of {' and of '.join(owners)}: say whose, as {ways}"
+            )
         elif owners:
             give(owners[0], key, value)
         elif key in methods:
-            raise ValueError(f"{key} is a method: what stands under it are its options by name, not {value!r}")
+            raise UserError(
+                "recipe_malformed", f"{key} is a method: what stands under it are its options by name, not {value!r}"
+            )
         elif elsewhere := [each.method for each in everything if key in _options(each)]:
-            raise ValueError(f"{key} is an option of {' and '.join(elsewhere)}, which {recipe.name} does not use")
+            raise UserError(
+                "method_option_unused",
+                f"{key} is an option of {' and '.join(elsewhere)}, which {recipe.name} does not use",
+            )
         elif any(key == each.method for each in everything):
-            raise ValueError(f"{key} is a method that {recipe.name} does not use")
+            raise UserError("method_option_unused", f"{key} is a method that {recipe.name} does not use")
         else:
             known = set(_KEYS).union(methods, *(_options(one) for one in methods.values()))
-            raise ValueError(f"unknown key {key!r}{offer(str(key), known)}")
+            raise UserError("method_option_unknown", f"unknown key {key!r}{offer(str(key), known)}")
     return found
 
 

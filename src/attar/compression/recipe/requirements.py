@@ -27,6 +27,7 @@ from attar.compression.recipe.methods import (
     SqueezeLlm,
 )
 from attar.compression.recipe.recipe import HEAD, Recipe
+from attar.errors import UserError, code_of
 from attar.formats.codecs import sparse24
 from attar.formats.scheme import Grid, Scheme
 from attar.formats.weight_formats import Progressive, Sparse24
@@ -45,41 +46,57 @@ def check(plan: Recipe, config: ModelConfig, schemes: Mapping[str, Scheme | None
     learned = plan.tune is not None or isinstance(plan.rotate, SpinQuant)
     needs_inputs = static or learned or not isinstance(plan.passes[0], Rtn | Hqq | Magnitude)
     if needs_inputs and sequences is None:
-        raise ValueError(
-            f"{plan.name} needs calibration: give --calib a text file, or `self` to sample it from the model"
+        raise UserError(
+            "calibration_missing",
+            f"{plan.name} needs calibration: give --calib a text file, or `self` to sample it from the model",
         )
     corrects = isinstance(plan.rounding, Gptq | Prune) and plan.corrects  # autoround compares outputs of whole blocks
     if (plan.guide or plan.couples or corrects) and config.experts is not None:
-        raise ValueError(
+        raise UserError(
+            "architecture_unsupported",
             f"{plan.name} compares tokens across models, and routers of a mixture of experts send the same token to "
-            "different experts: use gptq, or sparsegpt to prune"
+            "different experts: use gptq, or sparsegpt to prune",
         )
     scaling = [p.method for p in plan.passes if isinstance(p, Awq | SmoothAttention)]
     scaling += [p.method for p in plan.passes if isinstance(p, SmoothQuant) and p.through]
     if plan.guide and scaling:
-        raise ValueError(f"{plan.name}: {scaling[0]} scales rows that guide has weighed before: leave one of them out")
+        raise UserError(
+            "recipe_conflict",
+            f"{plan.name}: {scaling[0]} scales rows that guide has weighed before: leave one of them out",
+        )
     if isinstance(plan.rounding, SqueezeLlm) and len(plan.passes) > 1:
-        raise ValueError(f"{plan.name}: {plan.passes[0].method} changes weights after squeezellm has weighed them")
+        raise UserError(
+            "recipe_conflict", f"{plan.name}: {plan.passes[0].method} changes weights after squeezellm has weighed them"
+        )
     grids = [s for s in schemes.values() if s is not None and isinstance(s.weight, Grid | Progressive)]
     if any(isinstance(p, Clip) for p in plan.passes) and not grids:
-        raise ValueError(f"{plan.name}: clip narrows the range of a grid, which none of its schemes has")
+        raise UserError(
+            "recipe_without_effect", f"{plan.name}: clip narrows the range of a grid, which none of its schemes has"
+        )
     if plan.activation_range != "minmax":
         fixed = {name: s.activation for name, s in schemes.items() if s is not None and s.static}
         if not fixed:
-            raise ValueError(f"{plan.name} fixes no activation scales: activation_range is for schemes as w8a8-static")
+            raise UserError(
+                "recipe_without_effect",
+                f"{plan.name} fixes no activation scales: activation_range is for schemes as w8a8-static",
+            )
         integers = all(isinstance(form, Grid) and form.kind == "int" for form in fixed.values())
         if plan.activation_range in ("mse", "kl") and not integers:
-            raise ValueError(f"{next(iter(fixed))}: activation_range {plan.activation_range} is for integers alone")
+            raise UserError(
+                "scheme_unsupported",
+                f"{next(iter(fixed))}: activation_range {plan.activation_range} is for integers alone",
+            )
     turning = any(isinstance(p, SmoothAttention) and p.values for p in plan.passes)
     if turning and plan.rotate is not None and plan.rotate.across:
-        raise ValueError(
-            f"{plan.name}: across turns what smoothattention would, behind attention: set values: false, or no across"
+        raise UserError(
+            "recipe_conflict",
+            f"{plan.name}: across turns what smoothattention would, behind attention: set values: false, or no across",
         )
-    searched = any(isinstance(p, SmoothAttention) and p.key_alpha is None for p in plan.passes)
-    if searched and config.head_dim % BUCKET:
-        raise ValueError(
+    if any(isinstance(p, SmoothAttention) and p.key_alpha is None for p in plan.passes) and config.head_dim % BUCKET:
+        raise UserError(
+            "group_size_indivisible",
             f"{compressible(config, 0)[0]}: its heads have {config.head_dim} columns, and smoothattention searches for "
-            f"a cache whose bits go to {BUCKET} columns at a time: set key_alpha, 0.5 as published, or leave it out"
+            f"a cache whose bits go to {BUCKET} columns at a time: set key_alpha, 0.5 as published, or leave it out",
         )
     if sequences is not None:
         enough(plan, sequences)
@@ -100,13 +117,16 @@ def check_sparse(plan: Recipe, checkpoint: Checkpoint, schemes: Mapping[str, Sch
             sparse24.pack_24(weight)
         except ValueError as error:
             other = "give it another scheme" if name == HEAD else f"prune it, as by prune-2:4-{scheme.name}"
-            raise ValueError(f"{name}: {scheme.name} stores 2:4 sparse weights, and {error}: {other}") from None
+            raise UserError(
+                code_of(error), f"{name}: {scheme.name} stores 2:4 sparse weights, and {error}: {other}"
+            ) from None
 
 
 def enough(plan: Recipe, sequences: int) -> None:
     """Raise ValueError where there are too few calibration sequences for the recipe."""
     if plan.tune is not None and sequences < 2:
-        raise ValueError(
+        raise UserError(
+            "calibration_too_short",
             f"{plan.name} needs at least 2 calibration sequences, of which tuning trains on some and judges by others: "
-            "give more text, more samples, or a shorter length"
+            "give more text, more samples, or a shorter length",
         )

@@ -10,34 +10,35 @@ from attar.checkpoints.writer import MAX_SHARD
 from attar.compression.calibration import texts
 from attar.compression.calibration.texts import Amount, Calibration
 from attar.compression.recipe.recipe import Recipe
+from attar.errors import UserError
 from attar.formats.scheme import Scheme
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """One target of the compression: `bits` a weight of the blocks' linears that no override decides about, `size` in
-    bytes of all weight files, or the mean `kl` on the tokens that allocation measures on. `ladder` holds the candidate
-    schemes; without it they follow from the recipe."""
+    bytes of all weight files, or the mean `kl` on the tokens that allocation measures on. `candidates` are the schemes
+    to choose among; without it they follow from the recipe."""
 
     bits: float | None = None
     size: int | None = None
     kl: float | None = None
-    ladder: tuple[Scheme, ...] | None = None
+    candidates: tuple[Scheme, ...] | None = None
 
     def __post_init__(self) -> None:
         given = list(self.to_dict().values())
         if len(given) != 1:
-            raise ValueError("give one target: bits, size or KL")
+            raise UserError("option_conflict" if given else "option_missing", "give one target: bits, size or KL")
         if not given[0] > 0 or not math.isfinite(given[0]):
-            raise ValueError(f"a target is a positive number, not {given[0]}")
+            raise UserError("target_invalid", f"a target is a positive number, not {given[0]}")
 
     def to_dict(self) -> dict[str, float]:
-        """Return the target value under its name, for the receipt, which stores the ladder elsewhere."""
+        """Return the target value under its name, for the receipt, which stores the candidates elsewhere."""
         pairs = (("bits", self.bits), ("size", self.size), ("kl", self.kl))
         return {name: value for name, value in pairs if value is not None}
 
 
-def parse_ladder(text: str) -> tuple[Scheme, ...]:
+def parse_candidates(text: str) -> tuple[Scheme, ...]:
     """Parse schemes by name, with commas between. Raises ValueError on an unknown one."""
     return tuple(Scheme.parse(name.strip()) for name in text.split(","))
 
@@ -89,11 +90,16 @@ class CompressionRequest:
     def __post_init__(self) -> None:
         drawn = self.amount.drawn  # checked by `Amount`
         if not str(self.dst):  # an unset shell variable; Path would mean the current folder
-            raise ValueError("the output's name is empty: give a folder to write")
+            raise UserError("output_invalid", "the output's name is empty: give a folder to write")
         if drawn and (self.calibration is None or texts.is_drawn(self.calibration)):
-            raise ValueError("text is drawn to go with a calibration text: give one, or more samples of `self`")
+            raise UserError(
+                "calibration_missing",
+                "text is drawn to go with a calibration text: give one, or more samples of `self`",
+            )
         if self.imatrix is not None and not self.to_file:
-            raise ValueError("an importance matrix is for GGUF files: give an output that ends in .gguf")
+            raise UserError(
+                "option_conflict", "an importance matrix is for GGUF files: give an output that ends in .gguf"
+            )
 
     @property
     def path(self) -> Path:

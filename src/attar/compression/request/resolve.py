@@ -25,6 +25,7 @@ from attar.compression.recipe.recipe import Recipe
 from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.request.request import CompressionRequest
 from attar.compression.rotation import rotation
+from attar.errors import UserError
 from attar.formats.codecs import ggml_mix
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
@@ -62,7 +63,10 @@ class ResolvedCompression:
             assert tokenizer is not None
             held_out = tokenizer.encode(read_text(request.evaluation), add_special_tokens=False)[: request.eval_tokens]
             if len(held_out) < 2:
-                raise ValueError(f"{request.evaluation} has {len(held_out)} token: at least 2 are needed to measure on")
+                raise UserError(
+                    "text_too_short",
+                    f"{request.evaluation} has {len(held_out)} token: at least 2 are needed to measure on",
+                )
         return replace(self, calibration=request.calibration, tokenizer=tokenizer, held_out=held_out)
 
     def with_recipe(self, recipe: Recipe, sequences: int) -> ResolvedCompression:
@@ -79,9 +83,13 @@ def open_source(request: CompressionRequest) -> hf.Checkpoint:
     """Open the model. Raises ValueError (CheckpointError among them) where it cannot be compressed into the output."""
     folder = hub.resolve(request.src)
     if folder.resolve().is_relative_to(request.path.resolve()):
-        raise ValueError(f"{request.dst} would replace the model that it is made from: choose another output")
+        raise UserError(
+            "output_is_source", f"{request.dst} would replace the model that it is made from: choose another output"
+        )
     if is_gguf(folder):
-        raise ValueError(f"{folder} is a GGUF file, which compress does not read: give the folder it was made from")
+        raise UserError(
+            "source_is_gguf", f"{folder} is a GGUF file, which compress does not read: give the folder it was made from"
+        )
     return hf.Checkpoint.open(folder)
 
 
@@ -103,17 +111,24 @@ def resolve(
     if request.head is not None:
         plan = plan.with_head(request.head)
     if plan.mix is not None and not request.to_file:
-        raise ValueError(f"{plan.name} is a mix of GGUF files: give an output that ends in .gguf, not {request.path}")
+        raise UserError(
+            "output_invalid",
+            f"{plan.name} is a mix of GGUF files: give an output that ends in .gguf, not {request.path}",
+        )
     if request.to_file and (plan.pruning is not None or plan.structured is not None):
-        raise ValueError(f"{plan.name} writes a folder, not a GGUF file: give an output that does not end in .gguf")
+        raise UserError(
+            "gguf_inexpressible",
+            f"{plan.name} writes a folder, not a GGUF file: give an output that does not end in .gguf",
+        )
     if request.to_file:
         plan = plan.for_file()
     checkpoint = source
     if plan.rotate is not None:
         if importances is not None:
-            raise ValueError(
+            raise UserError(
+                "option_conflict",
                 f"{plan.name}: an importance matrix weighs inputs as the model has them, and {plan.rotate.method} "
-                "turns them: leave it out, and give --calib, on which importances of the turned ones are measured"
+                "turns them: leave it out, and give --calib, on which importances of the turned ones are measured",
             )
         checkpoint = rotation.rotated(source, plan, request.seed)
     # the schemes determine which options are read

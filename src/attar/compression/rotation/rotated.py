@@ -17,6 +17,7 @@ from torch import Tensor
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.compression.solvers.transforms.rotations import Rotation
+from attar.errors import UserError
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Part
 from attar.kernels.operands import Linear
@@ -26,12 +27,10 @@ from attar.model.decoder import Weights
 @dataclass(frozen=True, eq=False)
 class Balance:
     """Scales [n] that divide the outputs of one linear and multiply the inputs of another, to balance their norms.
-
     Afterwards the rows of the one, columns multiplied by the weight of `norm`, and the columns of the other have the
     same norms. If rows are all alike random, a channel's share of the error after rotation is that of its size. The
     cost of that error is that of the columns that read it. Their product is least where both are the same
-    (Cauchy-Schwarz).
-    """
+    (Cauchy-Schwarz)."""
 
     source: str  # the weight whose last n outputs are scaled
     norm: str
@@ -76,11 +75,8 @@ class Vector:
     over: Balance | None = None
 
 
-@dataclass(frozen=True, eq=False)
 class NormWeight:
-    """A norm's weight after the linears behind it have absorbed it."""
-
-    value: float
+    """A norm's weight after the linears behind it have absorbed it: ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +115,7 @@ class RotatedFolder(Folder):
             return self._plain.read(self._added.get(name, name), out)
         dtype: torch.dtype = getattr(torch, self.info(name).dtype)
         if isinstance(change, NormWeight):
-            found = torch.full(self.info(name).shape, change.value, dtype=dtype)
+            found = torch.ones(self.info(name).shape, dtype=dtype)
         elif isinstance(change, NormBias):
             found = self._norm_bias(change).to(dtype)
         elif isinstance(change, Vector):
@@ -146,17 +142,15 @@ class RotatedFolder(Folder):
             return self._plain.read_rows(self._added.get(name, name), start, stop)
         if isinstance(change, Matrix) and change.by_rows:
             rows = self._plain.read_rows(change.source, start, stop)
-            return self._columns(change, rows.double()).to(
-                _at_least_float32(rows.dtype) if name in self.wide else rows.dtype
-            )
+            dtype = _at_least_float32(rows.dtype) if name in self.wide else rows.dtype
+            return self._columns(change, rows.double()).to(dtype)
         return self.read(name)[start:stop]
 
     def _columns(self, change: Matrix, weight: Tensor) -> Tensor:
         """Apply the column changes of a matrix to some of its rows."""
         if change.norm is not None:
             weight = weight * self._weight_of(change.norm)
-        if change.times is not None:
-            balance = change.times
+        if (balance := change.times) is not None:
             scales = self._scales(balance).view(-1, 1, balance.head_dim).expand(-1, balance.groups, -1)
             weight = weight * scales.reshape(-1)
         return weight if change.inputs is None else change.inputs.apply(weight)
@@ -187,7 +181,10 @@ class RotatedFolder(Folder):
             return torch.zeros_like(bias)
         weight = self._weight_of(change.norm)
         if bool(((weight == 0) & (bias != 0)).any()):
-            raise ValueError(f"{change.norm}: a channel has weight 0 and a bias, which no linear behind it takes in")
+            raise UserError(
+                "feature_unsupported",
+                f"{change.norm}: a channel has weight 0 and a bias, which no linear behind it takes in",
+            )
         return change.inputs.apply(torch.where(bias == 0, 0.0, bias / weight))
 
     def _scales(self, balance: Balance) -> Tensor:
@@ -197,8 +194,7 @@ class RotatedFolder(Folder):
             weight, reader = (weight.T, reader.T) if balance.turned else (weight, reader)
             rows = (weight[-balance.size :] * self._weight_of(balance.norm)).norm(dim=1)
             columns = reader.norm(dim=0).view(-1, balance.groups, balance.head_dim).norm(dim=1).flatten()
-            found = (rows / columns).sqrt()
-            self._balances[balance] = torch.where((rows == 0) | (columns == 0), 1.0, found)
+            self._balances[balance] = torch.where((rows == 0) | (columns == 0), 1.0, (rows / columns).sqrt())
         return self._balances[balance]
 
     def _weight_of(self, norm: str) -> Tensor:

@@ -33,7 +33,7 @@ import torch
 
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.compression.recipe.methods import Rotate, SpinQuant
-from attar.compression.recipe.recipe import HEAD, Recipe
+from attar.compression.recipe.recipe import HEAD, Recipe, naming
 from attar.compression.rotation.rotated import (
     Balance,
     Change,
@@ -45,6 +45,7 @@ from attar.compression.rotation.rotated import (
     Vector,
 )
 from attar.compression.solvers.transforms.rotations import Rotation, draw
+from attar.errors import UserError
 from attar.kernels import hadamard
 from attar.model.config import ModelConfig
 from attar.model.decoder import all_compressible, gates
@@ -52,46 +53,39 @@ from attar.model.decoder import all_compressible, gates
 STREAM = -1  # seed number of the residual stream's rotation; layers count from 0
 
 
-def against(config: ModelConfig) -> str | None:
-    """Return the reason why a model cannot be rotated, or None where it can."""
-    if config.names.attention_post_norm is not None or config.names.feed_forward_post_norm is not None:
-        return (
-            f"{config.architecture} has norms behind attention and feed-forward, whose weights no linear takes in: "
-            "the residual stream of such a model cannot be rotated"
-        )
-    return None
-
-
 def rotated(checkpoint: Checkpoint, recipe: Recipe, seed: int) -> RotatedCheckpoint:
     """Return the view of the checkpoint that `recipe.rotate` asks for. Raises ValueError where the family cannot be
     rotated, or no Hadamard matrix of one of its sizes is known. Also raises it where a rotation at run time is asked
     for and no linear can take it."""
     assert recipe.rotate is not None
-    reason = against(checkpoint.config)
-    if reason is not None:
-        raise ValueError(f"{recipe.name}: {reason}")
+    names = checkpoint.config.names
+    if names.attention_post_norm is not None or names.feed_forward_post_norm is not None:
+        raise UserError(
+            "architecture_unsupported",
+            f"{recipe.name}: {checkpoint.config.architecture} has norms behind attention and feed-forward, whose "
+            "weights no linear takes in: the residual stream of such a model cannot be rotated",
+        )
     if "quantization_config" in checkpoint.folder.config:
-        raise ValueError(f"{checkpoint.folder.path} is compressed already: start from the original checkpoint")
-    try:
+        raise UserError(
+            "source_compressed", f"{checkpoint.folder.path} is compressed already: start from the original checkpoint"
+        )
+    with naming(recipe.name):
         plan = _Plan(checkpoint, recipe, recipe.rotate, seed)
         for layer in range(checkpoint.config.layers):
             plan.layer(layer)
         plan.ends()
-    except ValueError as error:
-        raise ValueError(f"{recipe.name}: {error}") from None
-    names = checkpoint.config.names
     for word, name in (("online", names.down), ("across", names.output)):
         if getattr(recipe.rotate, word) and word not in plan.turned:
-            raise ValueError(
+            raise UserError(
+                "recipe_without_effect",
                 f"{recipe.name}: {word} is for {name}, where that is rounded and has an even number of columns, which "
-                f"it nowhere does here: say {word}: false"
+                f"it nowhere does here: say {word}: false",
             )
     stated = {"tie_word_embeddings": False} if plan.untied else {}
     folder = RotatedFolder(checkpoint.folder, plan.changes, plan.added, {**checkpoint.folder.config, **stated})
     config = replace(checkpoint.config, tied=checkpoint.config.tied and not plan.untied)
     view = RotatedCheckpoint(folder, config, checkpoint.dtype)
-    view.online, view.stream, view.heads = plan.online, plan.stream, plan.heads
-    view.untied = plan.untied
+    view.online, view.stream, view.heads, view.untied = plan.online, plan.stream, plan.heads, plan.untied
     view.rounded = {name for name in all_compressible(config) if recipe.scheme_for(name) is not None}
     if recipe.mix is not None:  # in a GGUF file tables have types too, and the rest is float32
         ends = {names.embed: HEAD if config.tied else names.embed, HEAD: HEAD}
@@ -128,8 +122,9 @@ class _Plan:
         assert not self.config.norm_offset, "families whose norms have one have norms behind attention too"
         self._mean = self.config.norm == "layer"
         if self._mean and (options.rotation != "hadamard" or isinstance(options, SpinQuant)):
-            raise ValueError(
-                "LayerNorm commutes only with rotations that keep the mean: use quarot, rotation: hadamard"
+            raise UserError(
+                "method_option_invalid",
+                "LayerNorm commutes only with rotations that keep the mean: use quarot, rotation: hadamard",
             )
         self.stream = draw(options.rotation, self.config.hidden, seed, STREAM, self._mean)
 
@@ -166,12 +161,12 @@ class _Plan:
         return Rotation(block, torch.ones(block, dtype=torch.float64))
 
     def _balance(self, norm: str, source: str, reader: str, size: int, head_dim: int, groups: int) -> Balance | None:
-        stored = self.checkpoint.stored_name
         if not self.options.balance:
             return None
-        turned = self.config.names.is_transposed(source)
-        names = stored(f"{source}.weight"), stored(norm), stored(f"{reader}.weight")
-        return Balance(*names, size, head_dim, groups, turned)
+        stored = self.checkpoint.stored_name
+        weight, of_reader = stored(f"{source}.weight"), stored(f"{reader}.weight")
+        transposed = self.config.names.is_transposed(source)
+        return Balance(weight, stored(norm), of_reader, size, head_dim, groups, transposed)
 
     def ends(self) -> None:
         """Plan the tables of tokens and positions, the final norm, and the LM head."""
@@ -222,6 +217,6 @@ class _Plan:
     def _norm(self, norm: str, biases: bool) -> None:
         """Plan a norm whose weight the linears behind it have absorbed, and, if `biases`, its bias."""
         stored = self.checkpoint.stored_name(norm)
-        self.changes[f"{stored}.weight"] = NormWeight(1.0)
+        self.changes[f"{stored}.weight"] = NormWeight()
         if self._mean:
             self.changes[f"{stored}.bias"] = NormBias(stored, None if biases else self.stream)

@@ -22,10 +22,11 @@ from attar.compression.rotation.rotated import RotatedCheckpoint
 from attar.compression.solvers.transforms import spinquant
 from attar.compression.solvers.transforms.rotations import Rotation
 from attar.compression.solvers.transforms.spinquant import Learned
+from attar.errors import UserError
 from attar.kernels.operands import Linear
 from attar.model.cache import ForwardBatch
 from attar.model.decoder import build_block, build_embedding
-from attar.model.layers import Block, MixtureOfExperts
+from attar.model.layers import MixtureOfExperts
 
 TOKENS = 8192  # tokens that go through the model
 ROWS_BYTES = 512 << 20  # bytes of the kept rows of the stream, float32
@@ -59,59 +60,50 @@ def _learned(
     starts = [each.apply(torch.eye(each.size, dtype=torch.float64)) for each in turned]
     for each in turned:
         each.matrix = torch.eye(each.size, dtype=torch.float64)
-    walked = _Rows(source, ids)
-    steps, batch = options.rotation_steps, options.rotation_batch
-    found = []
-    for rows, costs, start in zip(walked.rows, walked.costs, starts, strict=True):
-        found.append(spinquant.solve(rows, costs, start, steps=steps, batch=batch, seed=seed))
+    found = [
+        spinquant.solve(rows, costs, start, steps=options.rotation_steps, batch=options.rotation_batch, seed=seed)
+        for (rows, costs), start in zip(_rows(source, ids), starts, strict=True)
+    ]
     return found[0], [each.matrix for each in found]
 
 
-class _Rows:
-    """Rows [N, I] and the cost [N] of an error in each, for every rotation: of the stream, then of heads by layer."""
+@torch.no_grad()
+def _rows(source: RotatedCheckpoint, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return rows [N, I] and the cost [N] of an error in each, for every rotation: of the stream, then of heads by
+    layer."""
+    config = source.config
+    sequences = max(1, min(len(ids), TOKENS // ids.shape[1]))
+    ids = ids[[i * len(ids) // sequences for i in range(sequences)]]
+    places = 2 * config.layers
+    count = max(1, min(ids.numel(), ROWS // places, ROWS_BYTES // (4 * config.hidden * places)))
+    chosen = torch.arange(count) * ids.numel() // count
+    step = ForwardBatch((ids.shape[1],) * len(ids), ids.shape[1])
+    hidden = build_embedding(config, source).forward(ids.flatten(), step.positions).float()
+    stream, heads = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+    for layer in range(config.layers):
+        block = build_block(config, source, layer)
+        for linear in block.linears():
+            linear.keep_dense = False
+        seen: dict[str, Tensor] = {}
 
-    @torch.no_grad()
-    def __init__(self, source: RotatedCheckpoint, ids: Tensor) -> None:
-        config = source.config
-        sequences = max(1, min(len(ids), TOKENS // ids.shape[1]))
-        ids = ids[[i * len(ids) // sequences for i in range(sequences)]]
-        places = 2 * config.layers
-        count = max(1, min(ids.numel(), ROWS // places, ROWS_BYTES // (4 * config.hidden * places)))
-        self._chosen = torch.arange(count) * ids.numel() // count
-        step = ForwardBatch((ids.shape[1],) * len(ids), ids.shape[1])
-        hidden = build_embedding(config, source).forward(ids.flatten(), step.positions).float()
-        stream: list[tuple[Tensor, Tensor]] = []
-        self.rows, self.costs = list[Tensor](), list[Tensor]()
-        for layer in range(config.layers):
-            block = build_block(config, source, layer)
-            for linear in block.linears():
-                linear.keep_dense = False
-            seen: dict[str, Tensor] = {}
+        def hook(linear: Linear, x: Tensor, seen: dict[str, Tensor] = seen) -> None:
+            if not x.isfinite().all():
+                raise UserError("not_finite", f"the input of {linear.name} holds a NaN or an infinity")
+            if len(x) > int(chosen[-1]):  # others see only their routed rows
+                seen[linear.name] = x[chosen].clone()
 
-            def hook(linear: Linear, x: Tensor, seen: dict[str, Tensor] = seen) -> None:
-                if not x.isfinite().all():
-                    raise ValueError(f"the input of {linear.name} holds a NaN or an infinity")
-                if len(x) > int(self._chosen[-1]):  # others see only their routed rows
-                    seen[linear.name] = x[self._chosen].clone()
-
-            hidden = block.run(hidden, step, hook)
-            for linears in _readers(block):
-                rows = seen[linears[-1].name]
-                stream.append((rows, torch.full((len(rows),), _cost(rows, linears))))
-            if source.heads[layer] is not None:
-                rows = seen[block.attention.output.name]
-                self.rows.append(rows)
-                self.costs.append(torch.ones(len(rows)))
-            give_back()
-        self.rows.insert(0, torch.cat([rows for rows, _ in stream]))
-        self.costs.insert(0, torch.cat([costs for _, costs in stream]))
-
-
-def _readers(block: Block) -> list[tuple[Linear, ...]]:
-    """Return the readers of each of a block's two norms, last a linear that sees all rows."""
-    mlp = block.feed_forward
-    readers = tuple(linear for each in block.feed_forwards() for linear in each.up)
-    return [block.attention.qkv, (*readers, mlp.router) if isinstance(mlp, MixtureOfExperts) else readers]
+        hidden = block.run(hidden, step, hook)
+        # The readers of the block's two norms, last a linear that sees all rows.
+        readers, mlp = tuple(linear for each in block.feed_forwards() for linear in each.up), block.feed_forward
+        readers += (mlp.router,) if isinstance(mlp, MixtureOfExperts) else ()
+        for linears in (block.attention.qkv, readers):
+            rows = seen[linears[-1].name]
+            stream.append((rows, torch.full((len(rows),), _cost(rows, linears))))
+        if source.heads[layer] is not None:
+            rows = seen[block.attention.output.name]
+            heads.append((rows, torch.ones(len(rows))))
+        give_back()
+    return [(torch.cat([rows for rows, _ in stream]), torch.cat([costs for _, costs in stream])), *heads]
 
 
 def _cost(rows: Tensor, linears: tuple[Linear, ...]) -> float:

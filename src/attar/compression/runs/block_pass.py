@@ -3,11 +3,18 @@
 The probes and calibration text go through the blocks. Where a recipe corrects for earlier rounding, so does the same
 text as the original model sees it. Each stream lies in two files that take turns: block i reads one and writes the
 other, so a killed pass finds the inputs of its block unchanged.
+
+The state of the run is one JSON file: its subject (source, recipe, calibration, versions, machine), how many blocks are
+done, and their measurements. It is replaced atomically, after the tensors and hidden states that it describes are on
+disk, so that a killed run loses at most the block it was in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,21 +24,68 @@ from attar.checkpoints.receipts.probes import ProbeRun
 from attar.checkpoints.writer import ShardWriter
 from attar.compression import device_placement
 from attar.compression.block import passes
-from attar.compression.block.record import Record, weight_error
-from attar.compression.block.work import BlockWork, CalibrationStates
+from attar.compression.block.record import Record, error_on
+from attar.compression.block.work import BlockWork
 from attar.compression.calibration import coverage, gradients, hidden_states
 from attar.compression.calibration.hidden_states import HiddenStates
 from attar.compression.calibration.loss_weights import Guide
 from attar.compression.memory import give_back
 from attar.compression.recipe.recipe import HEAD
 from attar.compression.request.resolve import ResolvedCompression
-from attar.compression.runs.state import RunState
+from attar.compression.resume import differences, write_note
+from attar.errors import UserError
 from attar.formats.packed import PackedTensor
 from attar.kernels.operands import Linear
 from attar.model.decoder import build_block, build_final_norm
 from attar.progress import Progress
 
+STATE = "state.json"
 STREAMS = ("probe", "calibration", "original")  # streams through the blocks; the last uses the original weights
+
+
+@dataclass
+class RunState:
+    """Progress of a run, in a file of `folder`. `observed` are observations of the probes in each finished block."""
+
+    folder: Path
+    about: Mapping[str, Any]
+    blocks_done: int = 0
+    records: list[Record] = field(default_factory=list)
+    observed: list[Any] = field(default_factory=list)
+
+    @staticmethod
+    def open(folder: Path, about: Mapping[str, Any], resume: bool) -> RunState:
+        """Return the state that an interrupted run left in `folder`, or a new one. Raises ValueError where that run had
+        another subject: its hours of work may still be wanted."""
+        path = folder / STATE
+        if not resume or not path.is_file():
+            return RunState(folder, about)
+        try:
+            left = json.loads(path.read_bytes())
+            records = [Record(**record) for record in left["records"]]
+            found_about = dict(left["about"])
+            found = RunState(folder, about, int(left["blocks_done"]), records, list(left["observed"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                "state_damaged", f"{path}: the state of an interrupted run is damaged ({error}); --restart begins anew"
+            ) from None
+        if differs := differences(json.loads(json.dumps(dict(about))), found_about):
+            raise UserError(
+                "resume_mismatch",
+                f"{folder.parent}: an interrupted run of this output differs in {differs}; "
+                "repeat its settings to resume it, or pass --restart to discard it",
+            )
+        return found
+
+    def finish_block(self, layer: int, records: Sequence[Record], observed: Any) -> None:
+        """Record that block `layer` is on disk."""
+        assert layer == self.blocks_done, "blocks are done in order"
+        self.blocks_done += 1
+        self.records += records
+        self.observed.append(observed)
+        value = {"about": self.about, "blocks_done": self.blocks_done}
+        value |= {"records": [asdict(record) for record in self.records], "observed": self.observed}
+        write_note(self.folder / STATE, value)
 
 
 class Walk:
@@ -49,21 +103,16 @@ class Walk:
     ) -> None:
         """Pass calibration `ids` [S, L], if any, and the probes through. The coverage of that text is stored under
         `name`."""
-        self.name = name
-        self.guide, self.device = guide, torch.device(resolved.request.device)
+        self.name, self.guide, self.device = name, guide, torch.device(resolved.request.device)
         self.checkpoint, self.output, self.recipe = resolved.checkpoint, resolved.output, resolved.recipe
-        self.writer, self.state = writer, state
+        self.writer, self.state, self.probes = writer, state, probes
         self.config = self.checkpoint.config
         self.head_records: list[Record] = []  # not part of the state: a resumed run does the LM head anew
         # Two files in turn: block i reads number i % 2 and writes the other.
         self.streams: list[tuple[HiddenStates, HiddenStates]] = []
-        self.probes = probes
-        corrects = self.recipe.corrects
-        sources = [self.probes.ids] if ids is None else [self.probes.ids, *[ids] * (1 + corrects)]
-        spare, rows = (
-            (resolved.request.calib_memory - hidden_states.IN_A_BLOCK) // (1 + corrects),
-            hidden_states.rows_at_once(self.config),
-        )
+        corrects, rows = self.recipe.corrects, hidden_states.rows_at_once(self.config)
+        sources = [probes.ids] if ids is None else [probes.ids, *[ids] * (1 + corrects)]
+        spare = (resolved.request.calib_memory - hidden_states.IN_A_BLOCK) // (1 + corrects)
         for stream, tokens, limit in zip(STREAMS, sources, (1 << 20, spare, spare), strict=False):
             shape = (*tokens.shape, self.config.hidden)
             at = device_placement.CPU if stream == STREAMS[0] else self.device
@@ -102,7 +151,7 @@ class Walk:
         original = self._original(layer)
         device_placement.move(block, self.device)
         work = BlockWork(
-            block, None if inputs is None else CalibrationStates(inputs, original), self.recipe, self.output.schemes,
+            block, None if inputs is None else (inputs, original), self.recipe, self.output.schemes,
             self.config.architecture, self.output.importances, guide, self.output.sizes,
         )  # fmt: skip
         records = passes.run(work)
@@ -115,7 +164,7 @@ class Walk:
             for batch in inputs.batches():
                 out = block.run(inputs.read(batch), inputs.step(batch), seen.hook)
                 if not out.isfinite().all():
-                    raise ValueError(f"the output of block {layer} holds a NaN or an infinity")
+                    raise UserError("not_finite", f"the output of block {layer} holds a NaN or an infinity")
                 if outputs is not None:
                     outputs.write(batch, out)
             coverage.keep(self.state.folder, self.name, layer, seen)
@@ -126,7 +175,9 @@ class Walk:
                 after.settle()
         device_placement.move(block, device_placement.CPU)
         rows, observed = self.probes.run(layer, block, self._probe_rows(layer))
-        self._set_probe_rows(layer + 1, rows)
+        stream = self.streams[0][1 - layer % 2]
+        stream.write(range(stream.shape[0]), rows)
+        stream.settle()
         self.writer.sync()
         self.state.finish_block(layer, records, observed)
 
@@ -139,16 +190,10 @@ class Walk:
         stream = self.streams[0][layer % 2]
         return stream.read(range(stream.shape[0]))
 
-    def _set_probe_rows(self, layer: int, rows: Tensor) -> None:
-        stream = self.streams[0][layer % 2]
-        stream.write(range(stream.shape[0]), rows)
-        stream.settle()
-
     @torch.inference_mode()
     def _finish(self, report: Progress) -> dict[str, Any]:
         """Return the probes' logits, and write the LM head if it is compressed: one pass over its rows for both."""
-        rows = self._probe_rows(self.config.layers)
-        last = rows.view(*self.probes.ids.shape, -1)[:, -1]
+        last = self._probe_rows(self.config.layers).view(*self.probes.ids.shape, -1)[:, -1]
         norm = build_final_norm(self.config, self.checkpoint)
         found = torch.empty(len(last), self.config.vocab_size)
 
@@ -174,7 +219,7 @@ class Walk:
             head.weight = self.output.as_read(packed)
             size = float(torch.linalg.vector_norm(weight, dtype=torch.float64)) ** 2
             whole += size
-            wrong += size * weight_error(weight, packed)
+            wrong += size * error_on(None, weight, packed)
             seen(ids, head)
             yield packed
         error = wrong / whole if whole else 0.0

@@ -36,6 +36,7 @@ from attar.compression.search.best import Choice
 from attar.compression.search.bit_budget import Allocated
 from attar.compression.search.candidates import Candidates
 from attar.compression.search.compare_rtn import Gain
+from attar.errors import UserError
 from attar.kernels import dispatch
 from attar.progress import Progress
 
@@ -60,30 +61,17 @@ class Compressed:
     selection: Mapping[str, Any] | None = None  # among several recipes: `best.Choice.to_dict`
     tuned: Mapping[str, Any] | None = None  # gain of tuning: `tune.Tuned.to_dict`
     texts: Mapping[str, Any] | None = None  # kind of the texts: `domain.to_dict`
-    gain: Mapping[str, Any] | None = None  # over plain rounding, on unread text: `compare_rtn.Gain.to_dict`
+    gain: Mapping[str, Any] | None = None  # over plain rounding, on unread text: a `compare_rtn.Gain`
 
     def to_dict(self) -> dict[str, Any]:
-        figures = dict(self.cost or {})
         return {
-            "path": str(self.path),
-            "recipe": self.recipe,
-            "head": self.head,
-            "bits_per_weight": self.bits_per_weight,
-            "bytes": self.bytes,
-            "source_bytes": self.source_bytes,
-            "seconds": round(self.seconds, 3),
-            "kl_mean": figures.get("kl_mean"),
-            "evaluation": self.cost,
-            "layers": [asdict(record) for record in self.records],
-            "notes": list(self.notes),
-            "warnings": list(self.warnings),
-            "allocated_bits": self.allocated,
-            "allocated_kl": self.reached,
-            "selection": self.selection,
-            "tune": self.tuned,
-            "texts": self.texts,
-            "gain": self.gain,
-        }
+            "path": str(self.path), "recipe": self.recipe, "head": self.head, "bits_per_weight": self.bits_per_weight,
+            "bytes": self.bytes, "source_bytes": self.source_bytes, "seconds": round(self.seconds, 3),
+            "kl_mean": (self.cost or {}).get("kl_mean"), "evaluation": self.cost,
+            "layers": [asdict(record) for record in self.records], "notes": list(self.notes),
+            "warnings": list(self.warnings), "allocated_bits": self.allocated, "allocated_kl": self.reached,
+            "selection": self.selection, "tune": self.tuned, "texts": self.texts, "gain": self.gain,
+        }  # fmt: skip
 
 
 def compress(
@@ -112,31 +100,34 @@ def compress_request(request: CompressionRequest, progress: Progress | None = No
     dispatch.require(request.device)
     tries = candidates.candidates(request.recipe)
     if tries is not None and request.target is not None:
-        raise ValueError(
+        raise UserError(
+            "option_conflict",
             f"a target chooses the bits of one recipe, and {request.recipe} tries several: leave the target out, or "
-            "name one recipe with it, such as guided-w4g128"
+            "name one recipe with it, such as guided-w4g128",
         )
     if tries is not None and request.imatrix is not None:
-        raise ValueError(
+        raise UserError(
+            "option_conflict",
             f"{request.recipe} tries several recipes, which weigh errors by calibration text: leave the importance "
-            "matrix out, or name one recipe with it, such as gptq-q4_k_m"
+            "matrix out, or name one recipe with it, such as gptq-q4_k_m",
         )
     source, choice = open_source(request), None
     if tries is not None:
         choice = _choice(request, source, tries, report)
         request = replace(request, recipe=choice.winner, calibration=choice.calibration)
-    targeted = request.target is not None
-    resolved = resolve(request, source, request.recipe, request.sequences, targeted=targeted)
-    done = _carry_out(resolved, report, choice)
-    return replace(done, seconds=time.monotonic() - began)
+    resolved = resolve(request, source, request.recipe, request.sequences, targeted=request.target is not None)
+    return replace(_carry_out(resolved, report, choice), seconds=time.monotonic() - began)
 
 
 def _choice(request: CompressionRequest, source: Checkpoint, tries: Candidates, report: Progress) -> Choice:
     """Try several recipes, each an output of its own."""
-    if request.drawn and request.sequences is not None and not tries.ladder:
+    if request.drawn and request.sequences is not None and not tries.own:
         found = [resolve(request, source, name, request.sequences) for name in tries.names]
         if not any(each.reads or each.weighs for each in found):
-            raise ValueError(f"{request.recipe}: these read text only to be chosen by: leave the drawn text out")
+            raise UserError(
+                "calibration_unused",
+                f"{request.recipe}: these read text only to be chosen by: leave the drawn text out",
+            )
 
     def make(name: str, ids: list[list[int]], out: Path) -> float:
         trial = replace(request, dst=out, recipe=name, calibration=ids, evaluation=None, overwrite=True)
@@ -152,9 +143,13 @@ def _carry_out(
     `choice` among recipes was made before. A `trial` is made for a choice, or to compare with, and is not reported."""
     request, chosen, reached, gained = asked.request, None, None, None
     target = request.target
-    may_read = asked.reads or asked.weighs or (target is not None and target.ladder is not None)  # activation scales
+    may_read = (
+        asked.reads or asked.weighs or (target is not None and target.candidates is not None)
+    )  # activation scales
     if request.drawn and not (may_read or trial or choice is not None):
-        raise ValueError(f"{asked.recipe.name} reads no calibration text here: leave the drawn text out")
+        raise UserError(
+            "calibration_unused", f"{asked.recipe.name} reads no calibration text here: leave the drawn text out"
+        )
     asked = asked.with_texts()
     if target is not None:
         chosen = bit_budget.for_output(asked, report)
@@ -218,7 +213,7 @@ def _gain(asked: ResolvedCompression, run: Run, hashes: Mapping[str, str]) -> Ga
     trial = resolve(plain, asked.source, rounded, plain.sequences, importances=importances)
     made = _carry_out(trial, lambda stage, done, total: None, trial=True)
     found = compare_rtn.compare(asked.source.folder.path, run.made, made.path, ids, run.report)
-    write_note(kept, found.to_dict())
+    write_note(kept, asdict(found))
     return found
 
 
@@ -239,7 +234,7 @@ def _finished(
         about["allocation"] = chosen.finished(reached)
     if gained is not None:
         warnings += gained.warnings(run.plan.name)
-        about["gain"] = gained.to_dict()
+        about["gain"] = asdict(gained)
     result = Compressed(
         path=run.request.path,
         recipe=run.plan.name,
@@ -257,7 +252,7 @@ def _finished(
         selection=None if choice is None else choice.to_dict(),
         tuned=run.learned.get("tune"),
         texts=kinds,
-        gain=None if gained is None else gained.to_dict(),
+        gain=None if gained is None else asdict(gained),
     )
     output.write_card(run.work.out, result.bytes, cost)
     about |= run.learned

@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from attar.compression.block.record import Record
 from attar.compression.calibration import coverage, domain, importance, texts
 from attar.compression.calibration.domain import DomainCheck
 from attar.compression.calibration.loss_weights import Guide, key
-from attar.compression.calibration.texts import Tokens
 from attar.compression.outputs.base import Output
 from attar.compression.recipe import requirements
 from attar.compression.recipe.methods import SpinQuant, SqueezeLlm
@@ -34,11 +34,10 @@ from attar.compression.request.resolve import ResolvedCompression
 from attar.compression.resume import write_note
 from attar.compression.rotation import spinquant_training
 from attar.compression.rotation.rotated import RotatedCheckpoint
-from attar.compression.runs import state
-from attar.compression.runs.block_pass import Walk
-from attar.compression.runs.state import RunState
+from attar.compression.runs.block_pass import STATE, RunState, Walk
 from attar.compression.search.allocate import Allocation
 from attar.compression.training import tune
+from attar.errors import UserError
 from attar.formats.scheme import Scheme
 from attar.metrics.measure import measure
 from attar.model.decoder import Decoder, compressible
@@ -52,7 +51,7 @@ original's; a block pass that measures it stores it anew."""
 def begin_anew(work: Workspace) -> None:
     """Remove the results of one choice of bits, so that a block pass by another can begin. The state goes first, so
     that a kill meanwhile never leaves half a pass that looks whole."""
-    (work.state / state.NAME).unlink(missing_ok=True)
+    (work.state / STATE).unlink(missing_ok=True)
     kept = {path for pattern in OF_THE_ORIGINAL for path in work.state.glob(pattern)}
     for path in {*work.out.iterdir(), *work.state.iterdir()} - kept:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -111,19 +110,14 @@ class Run:
         resolved, amount = self._resolved, self.request.amount
         if resolved.calibration is None or not (resolved.reads or resolved.weighs):
             return None, None
-        given = texts.tokens(
-            resolved.calibration, self.checkpoint, resolved.tokenizer, amount,
-            self.work.state / texts.drawn_name(source, amount),
-            lambda done, total: self.report("sampling", done, total),
-        )  # fmt: skip
+        drawn, told = self.work.state / texts.drawn_name(source, amount), partial(self.report, "sampling")
+        given = texts.tokens(resolved.calibration, self.checkpoint, resolved.tokenizer, amount, drawn, told)
         requirements.enough(self.plan, len(given))
         if not amount.drawn:
             return given, None
         besides = amount.besides(given.shape[1])
-        return given, texts.written(
-            self.source, besides, drawn_at / texts.drawn_name(source, besides),
-            lambda done, total: self.report("drawing", done, total),
-        )  # fmt: skip
+        drawn, told = drawn_at / texts.drawn_name(source, besides), partial(self.report, "drawing")
+        return given, texts.written(self.source, besides, drawn, told)
 
     def _about(self, recipe: Recipe, hashes: Mapping[str, str]) -> dict[str, Any]:
         """Return all that determines the run, for the receipt and for a run that resumes."""
@@ -189,8 +183,7 @@ class Run:
             own = self.plan.tune.drawn * ids.shape[1]
             needed += row * (ids.numel() + own if own else self._with_drawn(ids).numel())
         if self.guide is not None and self.walked is not None:
-            gradients = row * (self.checkpoint.config.layers + 2) * self.walked.numel()
-            first = 0 if self.guide.collected else gradients
+            first = 0 if self.guide.collected else row * (self.checkpoint.config.layers + 2) * self.walked.numel()
             needed = self.guide.bytes + max(first, needed)  # the gradients are gone before the block pass begins
         had = [*(self.work.out / f.name for f in self.files), *self.work.state.glob("*.f32")]
         had += [] if self.guide is None else self.work.state.glob(f"guide-{self.guide.key}-*")
@@ -211,10 +204,9 @@ class Run:
         if self.plan.tune is None:
             return
         assert self.ids is not None
-        schemes = self.output.schemes
-        dense = [name for name, scheme in schemes.items() if scheme is None and self.plan.reshapes(name)]
+        dense = [name for name, scheme in self.output.schemes.items() if scheme is None and self.plan.reshapes(name)]
         tuned = tune.run(
-            self.checkpoint, self.made, self.work.state, Tokens(self.ids, self._drawn), self.plan.tune,
+            self.checkpoint, self.made, self.work.state, (self.ids, self._drawn), self.plan.tune,
             seed=self.request.seed, progress=self.report, dense=dense,
         )  # fmt: skip
         with ShardWriter(self.work.out, self.files, [name for file in self.files for name in file.slots]) as writer:
@@ -222,7 +214,8 @@ class Run:
             writer.finish()
         self.probed = tune.probes(self.made, self.request.seed)
         self.records = [
-            replace(r, measure=f"{r.measure}, before tuning") if r.name != HEAD else r for r in self.records
+            each if each.name == HEAD else replace(each, measure=f"{each.measure}, before tuning")
+            for each in self.records
         ]
         self.learned["tune"] = tuned.to_dict()
 
@@ -231,8 +224,7 @@ class Run:
         measured in float32 by the reference, as bits are chosen, whatever the device."""
         windows = [[*row, 0] for row in ids.tolist()]  # no divergence depends on the last token
         made, base = (opening.load(path, torch.float32) for path in (self.made, self.source.folder.path))
-        found = measure(made, windows, base=base, context=ids.shape[1])
-        return found.figures["kl_mean"].value
+        return measure(made, windows, base=base, context=ids.shape[1]).figures["kl_mean"].value
 
     def shared(self, read: Tensor | None) -> float | None:
         """Return the fraction of the evaluation text in a calibration text [S, L]; None unless both exist."""
@@ -256,18 +248,15 @@ class Run:
         assert tokenizer is not None
         try:
             return measure(
-                self._whole(self.made),
-                held_out,
-                base=self._whole(self.source.folder.path),
-                bos=tokenizer.added_bos,
-                bytes_of=tokenizer,
-                progress=lambda done, total: self.report("evaluating", done, total),
-            ).to_dict()
+                self._whole(self.made), held_out, base=self._whole(self.source.folder.path), bos=tokenizer.added_bos,
+                bytes_of=tokenizer, progress=partial(self.report, "evaluating"),
+            ).to_dict()  # fmt: skip
         except torch.OutOfMemoryError as error:
-            raise ValueError(
+            raise UserError(
+                "memory_insufficient",
                 f"{self.request.device} has too little memory to measure the output beside the original: the same "
                 "command without --eval ends at once, and `attar eval OUTPUT --against ORIGINAL` measures it on a CPU "
-                f"({error})"
+                f"({error})",
             ) from None
 
     def _whole(self, path: Path) -> Decoder:
@@ -280,12 +269,13 @@ def _guided(
 ) -> dict[int, dict[str, tuple[int, int]]]:
     """Return, by block, the linears to compress with their shapes. Those whose rows share a scale are left out, unless
     rows are solved for as a `whole`."""
-    found = {}
-    for layer in range(checkpoint.config.layers):
-        names = compressible(checkpoint.config, layer)
-        pruned = {name for name in names if recipe.pattern_for(name) is not None}
-        chosen = [
-            n for n in names if (n in pruned if (scheme := schemes.get(n)) is None else whole or scheme.weight.by_row)
-        ]
-        found[layer] = {name: checkpoint.linear_shape(name) for name in chosen}
-    return found
+
+    def chosen(name: str) -> bool:
+        scheme = schemes.get(name)
+        return recipe.pattern_for(name) is not None if scheme is None else whole or scheme.weight.by_row
+
+    config = checkpoint.config
+    return {
+        layer: {name: checkpoint.linear_shape(name) for name in compressible(config, layer) if chosen(name)}
+        for layer in range(config.layers)
+    }

@@ -31,7 +31,7 @@ from attar.checkpoints.writer import allocated, require_free
 from attar.compression.calibration import texts
 from attar.compression.outputs.base import Output
 from attar.compression.recipe.methods import SpinQuant
-from attar.compression.recipe.recipe import Override, Recipe
+from attar.compression.recipe.recipe import Override, Recipe, naming
 from attar.compression.request.request import Target
 from attar.compression.resume import Log
 from attar.compression.search import knapsack
@@ -40,11 +40,12 @@ from attar.compression.search.target import (
     Choice,
     Group,
     bits_per_weight,
+    candidates_for,
     groups_of,
-    ladder_for,
     reachable,
     rounding_for,
 )
+from attar.errors import UserError
 from attar.formats.scheme import Scheme
 from attar.model.decoder import Decoder
 from attar.progress import Progress
@@ -54,13 +55,13 @@ ROUNDS = 3  # rounds of steps around the choice
 
 @dataclass(frozen=True, eq=False)
 class Allocation:
-    """Result of an allocation: `choice` [G] indexes `ladder`; `alone` [G][C] are the divergences with one group
+    """Result of an allocation: `choice` [G] indexes `candidates`; `alone` [G][C] are the divergences with one group
     compressed. `measured` is the divergence of the whole model as chosen, `unrefined` that of the first choice, and
     `uniform` that of each scheme for all groups: all on the same tokens, each group rounded by itself."""
 
     recipe: Recipe
     target: Target
-    ladder: tuple[Scheme, ...]
+    candidates: tuple[Scheme, ...]
     groups: tuple[Group, ...]
     alone: tuple[tuple[float, ...], ...]
     choice: Choice
@@ -73,47 +74,41 @@ class Allocation:
 
     @property
     def bits_per_weight(self) -> float:
-        return bits_per_weight(self.groups, self.ladder, self.choice)
+        return bits_per_weight(self.groups, self.candidates, self.choice)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict for the receipt."""
-        each_uniform = [
-            {"bits": bits_per_weight(self.groups, self.ladder, (c,) * len(self.groups)), "kl": kl}
-            for c, kl in enumerate(self.uniform)
-        ]
         return {
             "target": self.target.to_dict(),
-            "ladder": [scheme.name for scheme in self.ladder],
+            "ladder": [scheme.name for scheme in self.candidates],
             "calibration": self.calibration,
             "selection": self.selection,
             "rounding": self.recipe.rounding.method,
-            "without": unmeasured(self.recipe, self.ladder),
+            "without": unmeasured(self.recipe, self.candidates),
             "tokens": self.tokens,
             "bits": self.bits_per_weight,
             "kl": self.measured,
             "kl_unrefined": self.unrefined,
-            "uniform": each_uniform,
+            "uniform": [
+                {"bits": bits_per_weight(self.groups, self.candidates, (c,) * len(self.groups)), "kl": kl}
+                for c, kl in enumerate(self.uniform)
+            ],
             "groups": [
-                {
-                    "layer": group.layer,
-                    "linears": list(group.linears),
-                    "weights": group.weights,
-                    "kl": list(row),
-                    "chosen": self.ladder[chosen].name,
-                }
+                {"layer": group.layer, "linears": list(group.linears), "weights": group.weights}
+                | {"kl": list(row), "chosen": self.candidates[chosen].name}
                 for group, row, chosen in zip(self.groups, self.alone, self.choice, strict=True)
             ],
         }
 
 
-def unmeasured(recipe: Recipe, ladder: Sequence[Scheme] = ()) -> list[str]:
-    """Return the parts of a recipe and its ladder that measurements leave out, and that follow in the block pass or at
-    run time: methods, options of its rounding, and the rounding of activations, since only weights are swapped."""
+def unmeasured(recipe: Recipe, candidates: Sequence[Scheme] = ()) -> list[str]:
+    """Return the parts of a recipe and its candidates that measurements leave out, and that follow in the block pass or
+    at run time: methods, options of its rounding, and the rounding of activations, since only weights are swapped."""
     found = ["learned rotation"] * isinstance(recipe.rotate, SpinQuant)
     found += [each.method for each in recipe.passes[:-1]]
     found += [name for name in ("polish", "guide", "couple", "correct") if getattr(recipe.rounding, name, False)]
     found += [] if recipe.tune is None else [recipe.tune.method]
-    used = [*ladder, *(each.scheme for each in recipe.overrides if each.scheme is not None)]
+    used = [*candidates, *(each.scheme for each in recipe.overrides if each.scheme is not None)]
     return found + ["activation rounding"] * any(scheme.activation is not None for scheme in used)
 
 
@@ -150,26 +145,28 @@ class Allocator:
         nothing to choose."""
         self._recipe, self._target, self._storage = recipe, target, storage
         self._progress, self._original, self.file = progress, original, file
-        groups, ladder = groups_of(decoder, recipe), target.ladder or ladder_for(recipe)
-        _check(groups, ladder)
-        named = {scheme.name: scheme.with_scale_dtype(storage.scale_dtype) for scheme in ladder}
+        groups, candidates = groups_of(decoder, recipe), target.candidates or candidates_for(recipe)
+        _check(groups, candidates)
+        named = {scheme.name: scheme.with_scale_dtype(storage.scale_dtype) for scheme in candidates}
         self._groups = groups
-        self._ladder = tuple(sorted(named.values(), key=lambda scheme: sum(group.bytes(scheme) for group in groups)))
-        if len(self._ladder) < 2:
-            raise ValueError("a ladder has at least two schemes to choose among")
-        self._budget = _budget(target, self._groups, self._ladder, self._over)
+        self._candidates = tuple(
+            sorted(named.values(), key=lambda scheme: sum(group.bytes(scheme) for group in groups))
+        )
+        if len(self._candidates) < 2:
+            raise UserError("target_invalid", "candidates has at least two schemes to choose among")
+        self._budget = _budget(target, self._groups, self._candidates, self._over)
         self._experiment = Experiment(
-            groups, self._ladder, rounding_for(recipe), *texts, storage.output, storage.weighs
+            groups, self._candidates, rounding_for(recipe), *texts, storage.output, storage.weighs
         )
         self.log = Log(file, self._experiment.fingerprint(decoder))
 
     def choose(self, decoder: Decoder, aim: float | None = None) -> Allocation:
         """Return the choice that meets the target. `aim` replaces a target of KL that outputs have missed by a lower
         one. Raises ValueError where not even the largest schemes keep a target of KL."""
-        groups, ladder, count = self._groups, self._ladder, len(self._groups)
+        groups, candidates, count = self._groups, self._candidates, len(self._groups)
         goal, budget, over = self._target.kl, self._budget, cache(self._over)
         aim = goal if aim is None else aim
-        done, total = 0, count * (len(ladder) + 2 * ROUNDS)
+        done, total = 0, count * (len(candidates) + 2 * ROUNDS)
 
         def told() -> None:
             nonlocal done
@@ -182,12 +179,12 @@ class Allocator:
         if known is not None and over(tuple(known["choice"])) <= 0:  # file sizes may have changed since
             return self._allocation(known)
         if goal is not None:  # outputs may miss it, and then need candidates again
-            size = sum(group.bytes(scheme) for group in groups for scheme in ladder)
+            size = sum(group.bytes(scheme) for group in groups for scheme in candidates)
             require_free(self.log.folder, size - allocated(self.log.folder.glob("*/*")))
         trial = Trial(decoder, self._experiment, self.log, told, keeps=goal is not None, original=self._original)
         alone = trial.alone()
         front = knapsack.front([
-            [(group.bytes(scheme), cost) for scheme, cost in zip(ladder, row, strict=True)]
+            [(group.bytes(scheme), cost) for scheme, cost in zip(candidates, row, strict=True)]
             for group, row in zip(groups, alone, strict=True)
         ])  # fmt: skip
         if budget is None:
@@ -196,11 +193,11 @@ class Allocator:
             at = _smallest_within(front, goal, aim, trial)
             first, budget = front.choice(at), int(front.bytes[at])
         else:
-            found = _best_within(front, [range(len(ladder))] * count, budget, over)
+            found = _best_within(front, [range(len(candidates))] * count, budget, over)
             first = (0,) * count if found is None else found  # the budget is known to suffice for it
         unrefined = trial.whole(first)
         choice, refined = refine(trial, first, unrefined, budget, over)
-        uniform = [trial.whole((c,) * count) for c in range(len(ladder))]
+        uniform = [trial.whole((c,) * count) for c in range(len(candidates))]
         value = {"choice": choice, "unrefined": unrefined, "measured": refined, "uniform": uniform, "alone": alone}
         value["tokens"] = trial.tokens
         self.log.put(finished, value)
@@ -212,14 +209,14 @@ class Allocator:
         """Return the allocation stored in the log."""
         choice = tuple(value["choice"])
         return Allocation(
-            self._with(choice), self._target, self._ladder, tuple(self._groups), tuple(map(tuple, value["alone"])),
+            self._with(choice), self._target, self._candidates, tuple(self._groups), tuple(map(tuple, value["alone"])),
             choice, value["unrefined"], value["measured"], tuple(value["uniform"]), value["tokens"],
             texts.token_hash(self._experiment.ids), texts.token_hash(self._experiment.measured),
         )  # fmt: skip
 
     def _with(self, choice: Choice) -> Recipe:
         """Return the recipe with the chosen schemes."""
-        plain = [Scheme.parse(scheme.name) for scheme in self._ladder]  # the output determines the dtype of scales
+        plain = [Scheme.parse(scheme.name) for scheme in self._candidates]  # the output determines the dtype of scales
         chosen = zip(self._groups, choice, strict=True)
         overrides = [Override(name, plain[c]) for group, c in chosen for name in group.linears]
         return replace(self._recipe, overrides=(*self._recipe.overrides, *overrides))
@@ -234,37 +231,34 @@ class Allocator:
         return self._storage.bytes_of(self._with(choice)) - self._target.size
 
 
-def _check(groups: Sequence[Group], ladder: Sequence[Scheme]) -> None:
+def _check(groups: Sequence[Group], candidates: Sequence[Scheme]) -> None:
     """Raise ValueError, naming the linear, where a scheme does not fit it."""
     for group in groups:
         for name, (_, columns) in zip(group.linears, group.shapes, strict=True):
-            for scheme in ladder:
-                try:
+            for scheme in candidates:
+                with naming(name):
                     scheme.check(columns)
-                except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from None
 
 
 def _budget(
-    target: Target,
-    groups: Sequence[Group],
-    ladder: Sequence[Scheme],
-    over: Callable[[Choice], int],
+    target: Target, groups: Sequence[Group], candidates: Sequence[Scheme], over: Callable[[Choice], int]
 ) -> int | None:
     """Return the bytes that the groups may take, or None where the target is a divergence. For a target of size the
     files' headers are those of the smallest choice. Raises ValueError where the smallest choice takes more, or where
     the target asks for more bits than the largest."""
     if target.kl is not None:
         return None
-    reachable(target, groups, ladder)
-    least = sum(group.bytes(ladder[0]) for group in groups)
+    reachable(target, groups, candidates)
+    least = sum(group.bytes(candidates[0]) for group in groups)
     if target.bits is not None:
         budget = math.floor(target.bits * sum(group.weights for group in groups) / 8)
     else:
         budget = least - over((0,) * len(groups))
     if budget < least:
         more = f"{least - budget:,} bytes more than the target leaves"
-        raise ValueError(f"with {ladder[0].name} everywhere the linears take {least:,} bytes, {more}")
+        raise UserError(
+            "target_unreachable", f"with {candidates[0].name} everywhere the linears take {least:,} bytes, {more}"
+        )
     return budget
 
 
@@ -274,9 +268,10 @@ def _smallest_within(found: knapsack.Front, goal: float, aim: float, trial: Tria
     has. Raises ValueError where even the last point exceeds `goal`."""
     low, high = -1, len(found) - 1
     if (least := trial.whole(found.choice(high))) > goal:
-        raise ValueError(
+        raise UserError(
+            "target_unreachable",
             f"a KL of {goal:g} cannot be kept: with the largest schemes it is {least:.3g}; name larger ones, or allow "
-            "more"
+            "more",
         )
     while high - low > 1:
         middle = (low + high) // 2
@@ -334,16 +329,14 @@ def _proposed(
     that lose least a byte."""
 
     def size(g: int, c: int) -> int:
-        return trial.groups[g].bytes(trial.ladder[c])
+        return trial.groups[g].bytes(trial.candidates[c])
 
-    moves = sorted(
-        (
-            ((measured - kl) / max(1, abs(size(g, c) - size(g, choice[g]))), g, c)
-            for g, row in enumerate(steps)
-            for c, kl in row.items()
-        ),
-        reverse=True,
-    )
+    moves = [
+        ((measured - kl) / max(1, abs(size(g, c) - size(g, choice[g]))), g, c)
+        for g, row in enumerate(steps)
+        for c, kl in row.items()
+    ]
+    moves.sort(reverse=True)
     up, down = ([(g, c) for _, g, c in moves if (c > choice[g]) == rises][:limit] for rises in (True, False))
     options = [[choice[g], *(c for c in row if (g, c) in up or (g, c) in down)] for g, row in enumerate(steps)]
     found = knapsack.front([

@@ -3,7 +3,7 @@
 The block pass does what measurements leave out (`allocate.py`), so its output may cost more than was measured. Then the
 aim is lowered by as much as the target was missed, and a pass by other bits follows (`Allocated.after`). That choice
 finds all candidates rounded. For a target of KL they stay on disk until the output is there, and those of the default
-ladder take twice the space of the model in 16 bits.
+candidates take twice the space of the model in 16 bits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from attar.compression.resume import Log
 from attar.compression.rotation.rotated import RotatedCheckpoint
 from attar.compression.search.allocate import Allocation, Allocator, Storage
 from attar.compression.search.sensitivity import apart, divisible
-from attar.compression.search.target import Group, ladder_for, reachable, rounding_for, undecided
+from attar.compression.search.target import Group, candidates_for, reachable, rounding_for, undecided
 from attar.compression.training import tune
+from attar.errors import UserError
 from attar.formats.scheme import Scheme
 from attar.model import decoder
 from attar.model.decoder import Decoder, all_compressible
@@ -63,16 +65,14 @@ class Allocated:
 
     def after(self, kl: float) -> Allocated | None:
         """Return the next allocation, for an output with the mean divergence `kl` on `measured`; None where it is kept.
-
         The block pass does what is not part of measurements, and it rounds for the outputs of earlier blocks that are
         already rounded: so an output may miss its target. Then the aim is lowered, until `WALKS` passes were made or no
         larger choice is left. If all outputs missed, the nearest is kept. An earlier one is made again, to the same
-        bytes, which is simpler than keeping them all and takes no space.
-        """
+        bytes, which is simpler than keeping them all and takes no space."""
         goal, found, missed = self.allocation.target.kl, self.allocation, (*self.missed, kl)
         if goal is None or kl <= goal or self.aims[-1] in self.aims[:-1]:  # remade, as the nearest of all
             return None
-        if len(missed) < WALKS and set(found.choice) != {len(found.ladder) - 1}:
+        if len(missed) < WALKS and set(found.choice) != {len(found.candidates) - 1}:
             # Less than was measured, hence another choice, unless the front ends.
             aim = SLACK * min(self.aims[-1], found.measured) * goal / kl
             if (closer := self._choose(aim)).measured < found.measured:
@@ -107,30 +107,34 @@ class Allocated:
 
 def for_output(resolved: ResolvedCompression, report: Progress) -> Allocated:
     """Allocate for the target of a request; measurements are kept beside the output until it is there. A run that
-    resumes continues with those of a killed one. Every scheme of the ladder is checked before anything is sampled or
+    resumes continues with those of a killed one. Every candidate scheme is checked before anything is sampled or
     measured. Raises ValueError as `Allocator`, where there is nothing to calibrate on, and where the output exists."""
     request, recipe, checkpoint = resolved.request, resolved.recipe, resolved.checkpoint
     target, calibration, amount = request.target, request.calibration, request.amount
     assert target is not None
     if request.path.exists() and not request.overwrite:  # fails now, not after all measurements
-        raise ValueError(f"{request.path} exists and is kept; choose another output, or pass --overwrite")
+        raise UserError(
+            "output_exists", f"{request.path} exists and is kept; choose another output, or pass --overwrite"
+        )
     rounding_for(recipe)
-    ladder = target.ladder or ladder_for(recipe)
+    candidates = target.candidates or candidates_for(recipe)
     if calibration is None:
-        raise ValueError("a target needs calibration to measure on: give --calib a text file, or `self` to sample it")
+        raise UserError(
+            "calibration_missing",
+            "a target needs calibration to measure on: give --calib a text file, or `self` to sample it",
+        )
     sequences = texts.count(calibration, amount)
     divisible(sequences)
-    rungs = list(_rungs(checkpoint, recipe, ladder))
-    recipe.check_read(rungs)
-    for rung in rungs:
-        resolved.with_recipe(rung, sequences + amount.drawn)
+    trials = list(_trials(checkpoint, recipe, candidates))
+    recipe.check_read(trials)
+    for trial in trials:
+        resolved.with_recipe(trial, sequences + amount.drawn)
     names = checkpoint.config.names
-    first = f"{names.layer.format(i=0)}.{names.output}.weight"
-    stored = checkpoint.folder.info(checkpoint.stored_name(first)).dtype
+    stored = checkpoint.folder.info(checkpoint.stored_name(f"{names.layer.format(i=0)}.{names.output}.weight")).dtype
     free = undecided(recipe, all_compressible(checkpoint.config))
     if free:
         whole = Group(0, tuple(free), tuple(map(checkpoint.linear_shape, free)))
-        reachable(target, [whole], [scheme.with_scale_dtype(stored) for scheme in ladder])
+        reachable(target, [whole], [scheme.with_scale_dtype(stored) for scheme in candidates])
     folder = checkpoint.folder.path
     tokenizer = texts.tokenizer_for(calibration, folder)
     dst = request.path.absolute()
@@ -143,9 +147,7 @@ def for_output(resolved: ResolvedCompression, report: Progress) -> Allocated:
     if not request.resume:
         Log.remove(file)
         drawn.unlink(missing_ok=True)
-    ids = texts.tokens(
-        calibration, checkpoint, tokenizer, amount, drawn, lambda done, total: report("sampling", done, total)
-    )
+    ids = texts.tokens(calibration, checkpoint, tokenizer, amount, drawn, partial(report, "sampling"))
     rest, measured = apart(ids)
     seen = rest
     if recipe.tune is not None:  # tuning judges by text that nothing before it has seen
@@ -174,13 +176,12 @@ def for_output(resolved: ResolvedCompression, report: Progress) -> Allocated:
     return Allocated(found, rest.tolist(), ids, measured, aims, missed, bits, load, walks, drawn)
 
 
-def _rungs(checkpoint: hf.Checkpoint, recipe: Recipe, ladder: Sequence[Scheme]) -> Iterator[Recipe]:
-    """Yield the recipe with each scheme of the ladder in turn, to check against the model. Only one linear of each kind
+def _trials(checkpoint: hf.Checkpoint, recipe: Recipe, candidates: Sequence[Scheme]) -> Iterator[Recipe]:
+    """Yield the recipe with each candidate scheme in turn, to check against the model. Only one linear of each kind
     and shape that can be chosen for gets an override: overrides for every linear, all experts of a mixture among them,
     take long."""
     kinds: dict[tuple[str, tuple[int, int]], str] = {}
     for name in undecided(recipe, all_compressible(checkpoint.config)):
         kinds.setdefault((re.sub(r"\d+", "", name), checkpoint.linear_shape(name)), name)
-    for scheme in ladder:
-        overrides = (Override(name, scheme) for name in kinds.values())
-        yield replace(recipe, overrides=(*recipe.overrides, *overrides))
+    for scheme in candidates:
+        yield replace(recipe, overrides=(*recipe.overrides, *(Override(name, scheme) for name in kinds.values())))

@@ -1,7 +1,7 @@
-"""Recipes to try where the best is kept (`best`): a list, one of attar's ladders, or one recipe step by step.
+"""Recipes to try where the best is kept (`best`): a list, one of attar's own lists, or one recipe step by step.
 
-`rtn-w4g128,guided-w4g128` names the recipes. `best-w4g128` stands for attar's own ladder at that scheme, from the
-cheapest up (`LADDERS`), less the candidates that the model or the scheme cannot take. QuaRot's matrix before down,
+`rtn-w4g128,guided-w4g128` names the recipes. `best-w4g128` stands for attar's own recipes at that scheme, from the
+cheapest up (`RECIPES`), less the candidates that the model or the scheme cannot take. QuaRot's matrix before down,
 which costs run time, is a candidate only where activations are rounded: only there does it gain what it costs.
 
 `ablate-rotate+awq+gptq+tune-w4g128` begins with plain rounding and adds that recipe's steps one at a time: the
@@ -20,11 +20,12 @@ from dataclasses import dataclass, replace
 from attar.compression.recipe import parser
 from attar.compression.recipe.methods import ROUNDINGS, Rtn, SmoothAttention
 from attar.compression.recipe.parser import Spelling, parse_scheme
+from attar.errors import UserError
 from attar.formats.codecs import ggml_mix
 from attar.formats.weight_formats import Lookup
 
-LADDER, ABLATION = "best-", "ablate-"
-LADDERS: Mapping[str, tuple[str, ...]] = {
+BEST, ABLATION = "best-", "ablate-"
+RECIPES: Mapping[str, tuple[str, ...]] = {
     "weights": ("rtn", "awq", "gptq", "qronos", "autoround", "guided", "rotate+guided", "guided+tune"),
     "activations": (
         "rtn", "smoothquant+gptq", "guided", "quarot+gptq", "quarot+guided", "spinquant+guided",
@@ -38,10 +39,10 @@ LADDERS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Listed:
-    """All of these recipes, in order. Impossible ones may be left out of a `ladder`, which attar chose."""
+    """All of these recipes, in order. Impossible ones may be left out where the list is attar's `own`."""
 
     names: tuple[str, ...]
-    ladder: bool = False
+    own: bool = False
 
     @property
     def count(self) -> int:
@@ -57,12 +58,13 @@ class Ablation:
     """A recipe whose steps must each show that they help. Raises ValueError where it has none that could be removed."""
 
     whole: Spelling
-    ladder = False
+    own = False
 
     def __post_init__(self) -> None:
         if not self.steps:
-            raise ValueError(
-                f"{ABLATION}{self.whole.name}: there is no step in {self.whole.name} that could be left out"
+            raise UserError(
+                "recipe_without_effect",
+                f"{ABLATION}{self.whole.name}: there is no step in {self.whole.name} that could be left out",
             )
 
     @property
@@ -71,8 +73,7 @@ class Ablation:
         *before, last = self.whole.passes
         found = [last.method] if last.method in ROUNDINGS and not isinstance(last, Rtn) else []
         found += [each.method for each in before if not isinstance(each, SmoothAttention)]
-        rounds = self.whole.scheme is not None or self.whole.mix is not None
-        if self.whole.rotate is not None and rounds:
+        if self.whole.rotate is not None and (self.whole.scheme is not None or self.whole.mix is not None):
             found.append(self.whole.rotate.method)
         return (*found, *([] if self.whole.tune is None else [self.whole.tune.method]))
 
@@ -117,16 +118,16 @@ def candidates(name: object) -> Candidates | None:
     words."""
     if not isinstance(name, str):
         return None
-    if name.startswith(LADDER):
-        scheme = name.removeprefix(LADDER)
-        return Listed(tuple(f"{step}-{scheme}" for step in LADDERS[_kind(scheme)]), ladder=True)
+    if name.startswith(BEST):
+        scheme = name.removeprefix(BEST)
+        return Listed(tuple(f"{step}-{scheme}" for step in RECIPES[_kind(scheme)]), own=True)
     if name.startswith(ABLATION):
         return Ablation(parser.parse(name.removeprefix(ABLATION)))
     return Listed(tuple(part.strip() for part in name.split(","))) if "," in name else None
 
 
 def _kind(scheme: str) -> str:
-    """Return the key of the ladder for a scheme. Raises ValueError on an unknown word."""
+    """Return the key in `RECIPES` for a scheme. Raises ValueError on an unknown word."""
     if ggml_mix.find(scheme) is not None:
         return "file"
     found = parse_scheme(scheme)

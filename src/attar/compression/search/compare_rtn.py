@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,9 @@ class Gain:
     plain: float
     plain_interval: tuple[float, float] | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dict for the receipt."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Gain:
-        """Build a gain from the dict of `to_dict`."""
+        """Build a gain from its dict, as JSON gives it back."""
         pairs = {name: None if found[name] is None else tuple(found[name]) for name in ("interval", "plain_interval")}
         return cls(**{**found, **pairs})
 
@@ -97,15 +93,10 @@ def sequences(
     return texts.between(text, amount.samples, amount.length, tokenizer.added_bos, SEQUENCES)
 
 
-def bytes_needed(checkpoint: hf.Checkpoint) -> int:
-    """Return the memory in bytes that comparing takes: two models in float32."""
-    folder = checkpoint.folder
-    return 2 * 4 * sum(math.prod(folder.info(name).shape) for name in folder.names())
-
-
 def fits(checkpoint: hf.Checkpoint) -> bool:
-    """Return whether this machine has the memory to compare."""
-    return bytes_needed(checkpoint) <= machine.examine().budget
+    """Return whether this machine has the memory to compare: for two models in float32."""
+    folder = checkpoint.folder
+    return 2 * 4 * sum(math.prod(folder.info(name).shape) for name in folder.names()) <= machine.examine().budget
 
 
 def compare(original: Path, made: Path, rounded: Path, ids: Tensor, report: Progress) -> Gain:

@@ -33,12 +33,14 @@ from attar.compression.calibration.hidden_states import HEAD_ROWS, rows_at_once
 from attar.compression.groups import input_groups
 from attar.compression.outputs.base import Output
 from attar.compression.recipe.methods import Gptq, Rtn
+from attar.compression.recipe.recipe import naming
 from attar.compression.resume import Log, restore, save
 from attar.compression.search.target import Choice, Group
 from attar.compression.solvers.rounding import gptq, rtn
 from attar.compression.solvers.rounding.form_levels import shared_largest
 from attar.compression.solvers.rounding.means import ColumnMean
 from attar.compression.solvers.transforms import fold
+from attar.errors import UserError
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
@@ -67,17 +69,20 @@ def apart(ids: Tensor) -> tuple[Tensor, Tensor]:
 def divisible(sequences: int) -> None:
     """Raise ValueError where so few calibration sequences cannot be taken `apart`."""
     if sequences < 2:
-        raise ValueError("a target needs at least 2 calibration sequences: one is to measure on; give more text")
+        raise UserError(
+            "calibration_too_short",
+            "a target needs at least 2 calibration sequences: one is to measure on; give more text",
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Experiment:
-    """The subject of measurements: groups of linears, each rounded to every scheme of a ladder. Hessians are of
+    """The subject of measurements: groups of linears, each rounded to every candidate scheme. Hessians are of
     calibration tokens `ids` [S, L], divergences of those `measured` [T, L]. `output` is how all other tensors are
     stored, None: unchanged; `weighs`, whether importances are measured, for an output that is given none."""
 
     groups: Sequence[Group]
-    ladder: Sequence[Scheme]
+    candidates: Sequence[Scheme]
     rounding: Gptq | Rtn
     ids: Tensor
     measured: Tensor
@@ -87,7 +92,10 @@ class Experiment:
     def fingerprint(self, decoder: Decoder) -> str:
         """Return a hash of all that measurements depend on. A weighted sum of each matrix is enough to tell models
         apart; the plain sums of two rotations of one matrix are nearly the same."""
-        names = [(scheme.name, scheme.scale_dtype) for scheme in self.ladder], [group.linears for group in self.groups]
+        names = (
+            [(scheme.name, scheme.scale_dtype) for scheme in self.candidates],
+            [group.linears for group in self.groups],
+        )
         sizes = MEASURED_TOKENS, HESSIAN_TOKENS, LOGITS, list(self.ids.shape), list(self.measured.shape)
         machine = str(torch.__version__), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
         schemes = {} if self.output is None else self.output.schemes
@@ -120,7 +128,7 @@ class Trial:
         for another trial. `original` loads the model that divergences are from, where that is not `decoder`: a rotated
         model has tables that were rounded once more."""
         ids, measured, rounding = experiment.ids, experiment.measured, experiment.rounding
-        self.groups, self.ladder = tuple(experiment.groups), tuple(experiment.ladder)
+        self.groups, self.candidates = tuple(experiment.groups), tuple(experiment.candidates)
         self._output, self._weighs, self._keeps = experiment.output, experiment.weighs, keeps
         self._importances = {} if self._output is None else dict(self._output.importances)
         self._decoder, self._rounding, self._log, self._told = decoder, rounding, log, told
@@ -163,32 +171,30 @@ class Trial:
             if not self._known(layer, mine):  # known blocks run only to reach one that is not
                 states, at = self._candidates(layer, mine, self._run(states, at, stop=layer)), layer + 1
             for g in mine:
-                rungs = range(len(self.ladder))
-                found = (self._measured(f"{g}:{c}", self._swaps({g: c}), self._original, layer) for c in rungs)
+                plans = range(len(self.candidates))
+                found = (self._measured(f"{g}:{c}", self._swaps({g: c}), self._original, layer) for c in plans)
                 rows.append(tuple(found))
         self._round_ends(self._run(states, at) if self._weighs else states)
         return tuple(rows)
 
     def whole(self, choice: Choice) -> float:
         """Return the divergence with every group as chosen, and all else as the recipe has it."""
-        swaps = [*self._swaps(dict(enumerate(choice))), *self._fixed]
-        return self._measured(_key(choice), swaps, [self._entered], 0)
+        return self._measured(_key(choice), [*self._swaps(dict(enumerate(choice))), *self._fixed], [self._entered], 0)
 
     def neighbours(self, choice: Choice) -> list[dict[int, float]]:
         """Return, for each group, the divergence of the whole with it one scheme up and one down, by index of the
-        ladder."""
+        candidates."""
         states = [self._entered]
         found: list[dict[int, float]] = []
         with self._with([*self._swaps(dict(enumerate(choice))), *self._fixed]):
             for g, chosen in enumerate(choice):
                 found.append({})
                 for other in (chosen - 1, chosen + 1):
-                    if 0 <= other < len(self.ladder):
+                    if 0 <= other < len(self.candidates):
                         key = _key((*choice[:g], other, *choice[g + 1 :]))
                         if self._log.get(key) is None and len(states) == 1:
                             self._run(states[0], 0, states)
-                        swaps = self._swaps({g: other})
-                        found[-1][other] = self._measured(key, swaps, states, self.groups[g].layer)
+                        found[-1][other] = self._measured(key, self._swaps({g: other}), states, self.groups[g].layer)
         return found
 
     def _measured(self, key: str, swaps: Sequence[Swap], states: Sequence[Tensor], first: int) -> float:
@@ -204,13 +210,15 @@ class Trial:
 
     @torch.inference_mode()
     def _divergence(self, states: Tensor) -> float:
-        """Return the mean KL(original this) in nats over the positions, given the last states [N, I]."""
+        """Return the mean KL(original || this) in nats over the positions, given the last states [N, I]."""
         total, at_once = 0.0, max(1, LOGITS_AT_ONCE // self._base.shape[1])
         for base, rows in zip(self._base.split(at_once), self._rows.split(at_once), strict=True):
             log_q = self._decoder.logits(states[rows]).log_softmax(-1)
             total += float((base.exp() * (base - log_q)).sum(-1).double().sum())
         if not math.isfinite(total):
-            raise ValueError("with a group compressed the model's predictions are not finite: leave 2 bits out")
+            raise UserError(
+                "not_finite", "with a group compressed the model's predictions are not finite: leave 2 bits out"
+            )
         return max(total / len(self._rows), 0.0)  # float32 may end just below
 
     # --- forward passes -----------------------------------------------------------------------------------------------
@@ -237,7 +245,7 @@ class Trial:
         return torch.cat([block.run(part, step, hook) for part, step in zip(parts, steps, strict=True)])
 
     def _swaps(self, changes: Mapping[int, int]) -> list[Swap]:
-        """Return the swaps of the groups (keys) to schemes of the ladder (values)."""
+        """Return the swaps of the groups (keys) to candidate schemes (values)."""
         return [
             (self._linears[name], (packed,))
             for g, c in changes.items()
@@ -260,10 +268,10 @@ class Trial:
     # --- candidates ---------------------------------------------------------------------------------------------------
 
     def _wanted(self, layer: int, mine: Sequence[int]) -> dict[str, tuple[Scheme, ...]]:
-        """Return the schemes to round the linears of a block to: every one of the ladder for its groups, the override's
+        """Return the schemes to round the linears of a block to: every candidate for its groups, the override's
         own for other linears."""
         linears = self._decoder.blocks[layer].linears()
-        wanted = {name: self.ladder for g in mine for name in self.groups[g].linears}
+        wanted = {name: self.candidates for g in mine for name in self.groups[g].linears}
         return wanted | {each.name: (self._decided[each.name],) for each in linears if each.name in self._decided}
 
     def _known(self, layer: int, mine: Sequence[int]) -> bool:
@@ -290,7 +298,7 @@ class Trial:
     def _take(self, mine: Sequence[int], made: Mapping[str, list[PackedTensor]]) -> None:
         """Store the candidates of a block, by linear in the order of `_wanted`."""
         for g in mine:
-            for c in range(len(self.ladder)):
+            for c in range(len(self.candidates)):
                 self._packed[g, c] = [made[name][c] for name in self.groups[g].linears]
         self._fixed += [(self._linears[name], made[name]) for name in made if name in self._decided]
 
@@ -318,7 +326,7 @@ class Trial:
         made: dict[str, list[PackedTensor]] = {}
         for linears in shared:
             name = linears[0].name
-            try:
+            with naming(name):
                 prepared = self._prepared(hessians.pop(name, None))
                 if name in means and means[name].tokens:
                     self._importances |= {linear.name: means[name].value for linear in linears}
@@ -328,8 +336,6 @@ class Trial:
                         alike = [(each, scheme) for each in linears if scheme in wanted[each.name]]
                         largest = shared_largest([alike]).get(linear.name)
                         made[linear.name].append(self._rounded(linear, scheme, prepared, largest))
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
         self._take(mine, made)
         if self._keeps and made:
             self._keep(layer, made)
@@ -369,8 +375,7 @@ class Trial:
         output = output.weighing(self._importances)
         if output.head is not None:
             whole = _as_stored(fold.dense_weight(decoder.head), output.head)
-            pieces = [output.round_head(rows) for rows in whole.split(HEAD_ROWS)]
-            self._fixed.append((decoder.head, pieces))
+            self._fixed.append((decoder.head, [output.round_head(rows) for rows in whole.split(HEAD_ROWS)]))
         table = decoder.embedding.table
         assert isinstance(table, Tensor)
         used, places = torch.unique(self._ids, return_inverse=True)

@@ -1,4 +1,4 @@
-"""The subjects of bit allocation: groups of linears that share a scheme, and ladders of candidate schemes.
+"""The subjects of bit allocation: groups of linears that share a scheme, and candidate schemes.
 
 Linears are grouped where they must have one scheme, because engines fuse them: q, k and v; gate and up; in a mixture,
 those of all experts.
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from attar.compression.recipe.methods import Gptq, Rtn
 from attar.compression.recipe.recipe import Recipe
 from attar.compression.request.request import Target
+from attar.errors import UserError
 from attar.formats.scheme import Grid, Scheme
 from attar.formats.weight_formats import GgmlBlocks
 from attar.kernels.operands import Linear
@@ -21,7 +22,7 @@ from attar.model.decoder import Decoder
 from attar.model.layers import Block, MixtureOfExperts
 
 Choice = tuple[int, ...]
-"""For each group, the index of its scheme in the ladder."""
+"""For each group, the index of its scheme among the candidates."""
 
 K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
 
@@ -31,13 +32,14 @@ def rounding_for(recipe: Recipe) -> Gptq | Rtn:
     tried."""
     if isinstance(recipe.rounding, Gptq | Rtn):
         return recipe.rounding
-    raise ValueError(
+    raise UserError(
+        "option_conflict",
         f"{recipe.name}: a target rounds each linear in many schemes, which is done for rtn, gptq, qronos and guided, "
-        f"not for {recipe.rounding.method}: name one of those, or leave the target out"
+        f"not for {recipe.rounding.method}: name one of those, or leave the target out",
     )
 
 
-def ladder_for(recipe: Recipe) -> tuple[Scheme, ...]:
+def candidates_for(recipe: Recipe) -> tuple[Scheme, ...]:
     """Return a recipe's default candidate schemes: its own grid with other bits, or K-quants. Raises ValueError where
     its scheme is neither a grid of integers in groups nor a type of GGUF files."""
     scheme = recipe.scheme
@@ -45,14 +47,15 @@ def ladder_for(recipe: Recipe) -> tuple[Scheme, ...]:
         return tuple(map(Scheme.parse, K_QUANTS))
     grid = None if scheme is None or scheme.activation is not None else scheme.weight
     if scheme is None or not isinstance(grid, Grid) or grid.kind != "int" or grid.group_size is None:
-        raise ValueError(
-            f"{recipe.name} has no ladder of bits: give a recipe such as gptq-w4g128, or name the schemes to choose "
-            "among, such as w2g64,w3g128,w4g128,w6g128"
+        raise UserError(
+            "scheme_unsupported",
+            f"{recipe.name} has no candidates of other bits: give a recipe such as gptq-w4g128, or name the schemes to "
+            "choose among, such as w2g64,w3g128,w4g128,w6g128",
         )
     fine = min(grid.group_size, 64)  # few bits need small groups
-    rungs = [replace(grid, bits=2, group_size=fine), replace(grid, bits=3), replace(grid, bits=3, group_size=fine)]
-    rungs += [replace(grid, bits=bits) for bits in (4, 5, 6, 8)]
-    return tuple(replace(scheme, weight=rung) for rung in dict.fromkeys(rungs))
+    grids = [replace(grid, bits=2, group_size=fine), replace(grid, bits=3), replace(grid, bits=3, group_size=fine)]
+    grids += [replace(grid, bits=bits) for bits in (4, 5, 6, 8)]
+    return tuple(replace(scheme, weight=each) for each in dict.fromkeys(grids))
 
 
 def undecided(recipe: Recipe, names: Sequence[str]) -> list[str]:
@@ -87,7 +90,9 @@ def groups_of(decoder: Decoder, recipe: Recipe) -> list[Group]:
             if free := [each for each in linears if each.name in names]:
                 found.append(Group(layer, tuple(e.name for e in free), tuple(e.shape for e in free)))
     if not found:
-        raise ValueError(f"{recipe.name} leaves nothing to choose: its overrides decide about every linear")
+        raise UserError(
+            "recipe_conflict", f"{recipe.name} leaves nothing to choose: its overrides decide about every linear"
+        )
     return found
 
 
@@ -103,21 +108,22 @@ def _fused(block: Block) -> Iterator[tuple[Linear, ...]]:
         yield (forwards[0].down,)
 
 
-def bits_per_weight(groups: Sequence[Group], ladder: Sequence[Scheme], choice: Choice) -> float:
-    """Return stored bits over weights, of groups in the schemes of the ladder that `choice` indexes."""
-    size = sum(group.bytes(ladder[chosen]) for group, chosen in zip(groups, choice, strict=True))
+def bits_per_weight(groups: Sequence[Group], candidates: Sequence[Scheme], choice: Choice) -> float:
+    """Return stored bits over weights, of groups in the candidate schemes that `choice` indexes."""
+    size = sum(group.bytes(candidates[chosen]) for group, chosen in zip(groups, choice, strict=True))
     return 8 * size / sum(group.weights for group in groups)
 
 
-def reachable(target: Target, groups: Sequence[Group], ladder: Sequence[Scheme]) -> None:
-    """Raise ValueError where a target of bits lies outside the range of the ladder."""
-    if target.bits is None or len(ladder) < 2:
+def reachable(target: Target, groups: Sequence[Group], candidates: Sequence[Scheme]) -> None:
+    """Raise ValueError where a target of bits lies outside the range of the candidates."""
+    if target.bits is None or len(candidates) < 2:
         return
-    ends = sorted((bits_per_weight(groups, (scheme,), (0,) * len(groups)), scheme.name) for scheme in ladder)
+    ends = sorted((bits_per_weight(groups, (scheme,), (0,) * len(groups)), scheme.name) for scheme in candidates)
     (least, smallest), (most, largest) = ends[0], ends[-1]
     if not least <= target.bits <= most:
         least, most = math.ceil(1e3 * least) / 1e3, math.floor(1e3 * most) / 1e3  # inwards: reachable
-        raise ValueError(
+        raise UserError(
+            "target_unreachable",
             f"{target.bits:g} bits a weight are out of reach: the linears take {least:g} with {smallest} everywhere, "
-            f"and {most:g} with {largest}"
+            f"and {most:g} with {largest}",
         )

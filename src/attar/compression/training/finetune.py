@@ -38,6 +38,7 @@ from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
 from attar.compression.calibration.texts import token_hash, windows, within_context, within_vocabulary
 from attar.compression.resume import Damaged, differences, restore, save
 from attar.compression.training.trainable_model import WholeModel, schedule, shuffled
+from attar.errors import UserError
 from attar.formats.scheme import Part
 from attar.kernels.operands import Adapter, Linear
 from attar.model.decoder import all_compressible
@@ -67,9 +68,14 @@ class FineTuning:
 
     def __post_init__(self) -> None:
         if min(self.rank, self.epochs, self.batch, self.save_every) < 1 or self.seed < 0:
-            raise ValueError("rank, epochs, batch and save_every are at least 1, and the seed at least 0")
+            raise UserError(
+                "option_out_of_range", "rank, epochs, batch and save_every are at least 1, and the seed at least 0"
+            )
         if not (0 < self.alpha < 1e6 and 0 < self.rate < 1):
-            raise ValueError(f"alpha and rate are positive, and rate is below 1, not {self.alpha} and {self.rate}")
+            raise UserError(
+                "option_out_of_range",
+                f"alpha and rate are positive, and rate is below 1, not {self.alpha} and {self.rate}",
+            )
 
 
 @dataclass(frozen=True)
@@ -84,20 +90,16 @@ class FineTuned:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        return {
-            "path": str(self.path),
-            "parameters": self.parameters,
-            "losses": list(self.losses),
-            "notes": list(self.notes),
-        }
+        return asdict(self) | {"path": str(self.path), "losses": list(self.losses), "notes": list(self.notes)}
 
 
 def refuse_file(base: Path) -> None:
     """Raise ValueError for a GGUF file, which can be run but not trained on."""
     if is_gguf(base):
-        raise ValueError(
+        raise UserError(
+            "source_is_gguf",
             f"{base} is a GGUF file, and adapters are trained on folders: give the one it was made from, compressed or "
-            "not; what is trained there runs on the file too"
+            "not; what is trained there runs on the file too",
         )
 
 
@@ -107,8 +109,7 @@ def read_ids(base: Path, text: Path, samples: int, length: int) -> Tensor:
     refuse_file(base)
     within_context(length, Checkpoint.open(base).config, LEARNED)
     tokenizer = Tokenizer.load(base)
-    ids = tokenizer.encode(read_text(text), add_special_tokens=False)
-    return windows(ids, samples, length, tokenizer.added_bos)
+    return windows(tokenizer.encode(read_text(text), add_special_tokens=False), samples, length, tokenizer.added_bos)
 
 
 def finetune(
@@ -132,10 +133,12 @@ def finetune(
     left no undamaged save.
     """
     if ids.shape[1] < 2:
-        raise ValueError("sequences of one token have no next token to learn from")
+        raise UserError("text_too_short", "sequences of one token have no next token to learn from")
     refuse_file(base)
     if base.resolve().is_relative_to(out.resolve()):
-        raise ValueError(f"{out} would replace the model that it is trained on: choose another output")
+        raise UserError(
+            "output_is_source", f"{out} would replace the model that it is trained on: choose another output"
+        )
     report = progress or (lambda stage, done, total: None)
     checkpoint = Checkpoint.open(base)
     within_context(ids.shape[1], checkpoint.config, LEARNED)
@@ -143,8 +146,7 @@ def finetune(
     hashes = checkpoint.folder.source_hashes(lambda done, total: report("hashing", done, total))
     about = receipt.environment() | asdict(options)
     about |= {"targets": list(options.targets), "base": hashes, "text": token_hash(ids)}
-    made = atomic_folder(out, overwrite, known_by=lora.CONFIG)
-    with made as work, torch.inference_mode(False), torch.enable_grad():
+    with atomic_folder(out, overwrite, known_by=lora.CONFIG) as work, torch.inference_mode(False), torch.enable_grad():
         if not resume:
             work.clear()
         learner = _Learner(checkpoint, options)
@@ -165,7 +167,9 @@ class _Learner(WholeModel):
         names = all_compressible(self.config)
         chosen = {name for name in names if any(fnmatch.fnmatchcase(name, each) for each in options.targets)}
         if not chosen:
-            raise ValueError(f"no linear matches {', '.join(options.targets)}: there are {', '.join(names[:7])} ...")
+            raise UserError(
+                "name_unknown", f"no linear matches {', '.join(options.targets)}: there are {', '.join(names[:7])} ..."
+            )
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
         self._by_block: list[list[Linear]] = []
         for block in self.blocks:
@@ -193,12 +197,7 @@ def _uniform(seed: int, stream: int, shape: tuple[int, int]) -> Tensor:
 
 
 def _train(
-    learner: _Learner,
-    ids: Tensor,
-    options: FineTuning,
-    sequences: int,
-    saves: _Saves,
-    report: Progress,
+    learner: _Learner, ids: Tensor, options: FineTuning, sequences: int, saves: _Saves, report: Progress
 ) -> list[float]:
     """Train from the beginning, or from the save of an earlier run; return the loss of every step."""
     parameters = learner.parameters()
@@ -217,7 +216,9 @@ def _train(
         adam.zero_grad(set_to_none=True)
         losses.append(learner.learn(some, _next_token(some)))
         if not math.isfinite(losses[-1]):
-            raise ValueError(f"the loss of step {step + 1} is {losses[-1]}: a smaller rate may help")
+            raise UserError(
+                "training_diverged", f"the loss of step {step + 1} is {losses[-1]}: a smaller rate may help"
+            )
         torch.nn.utils.clip_grad_norm_(parameters, CLIP)
         adam.step()
         if (step + 1) % options.save_every == 0 and step + 1 < len(plan):
@@ -268,9 +269,10 @@ class _Saves:
                 damaged[step] = error.sentence
                 continue
             if differs := differences(json.loads(json.dumps(self._about)), figures["about"]):
-                raise ValueError(
+                raise UserError(
+                    "resume_mismatch",
                     f"an interrupted run of this output differs in {differs}: repeat its settings to resume it, or "
-                    "pass --restart to discard it"
+                    "pass --restart to discard it",
                 )
             for newer, why in damaged.items():  # later steps write these saves again
                 self.notes.append(f"The run went on after step {step}, not {newer}: {why}.")
@@ -282,9 +284,10 @@ class _Saves:
                 adam.state[each] = {"step": torch.tensor(float(step)), **moments}
             return [float(loss) for loss in figures["losses"]]
         if damaged:
-            raise ValueError(
+            raise UserError(
+                "state_damaged",
                 f"an interrupted run of this output left no save that is whole; {next(iter(damaged.values()))}: pass "
-                "--restart to begin anew"
+                "--restart to begin anew",
             )
         return []
 
@@ -301,18 +304,10 @@ def _write(folder: Path, learner: _Learner, options: FineTuning, base: list[str]
         writer.finish()
     (folder / files[0].name).rename(folder / lora.WEIGHTS)
     config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
-        "r": options.rank,
-        "lora_alpha": options.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,
-        "inference_mode": True,
-        "target_modules": sorted(learner.factors),
-    }
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "r": options.rank,
+        "lora_alpha": options.alpha, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
+        "use_rslora": False, "inference_mode": True, "target_modules": sorted(learner.factors),
+    }  # fmt: skip
     (folder / lora.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     if base:
         (folder / lora.BASE).write_text(json.dumps({"receipts": base}) + "\n")

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from attar import machine
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.sources.hf import Checkpoint
+from attar.errors import UserError
 from attar.model import decoder
 from attar.model.cache import ForwardBatch
 
@@ -95,7 +96,10 @@ class WholeModel:
         least += 4 * math.prod(self.head.shape) if self.head.keep_dense else 0
         least += 4 * self.config.layers * rows * self.config.hidden + graph + 6 * 4 * LOGITS_AT_ONCE
         if least > limit:
-            raise ValueError(f"{what} needs {least / 1e9:.3g} GB of memory and may use {limit / 1e9:.3g}: give it more")
+            raise UserError(
+                "memory_insufficient",
+                f"{what} needs {least / 1e9:.3g} GB of memory and may use {limit / 1e9:.3g}: give it more",
+            )
         self.recompute = limit - least < 4 * sum(sizes) + self.config.layers * graph
 
 

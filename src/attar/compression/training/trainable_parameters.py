@@ -17,14 +17,14 @@ and are not trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
-from attar.checkpoints.layouts.export_layouts import Library, library_of
+from attar.checkpoints.layouts.export_layouts import library_of
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.compression.groups import input_groups
 from attar.formats.affine import by_scale
@@ -47,6 +47,10 @@ from attar.kernels.operands import Linear, Norm
 from attar.model.layers import Block
 
 NVFP4 = Fp4("nvfp4")
+
+_PARTS: Mapping[type, str] = {
+    Grid: "scale", Progressive: "scale", Fp8Blocks: "scale", Int8Rows: "absmax", Lookup: "table",
+}  # fmt: skip
 
 Stored = Checkpoint | GgufCheckpoint
 
@@ -91,19 +95,11 @@ class Knob:
 
 def part_of(form: WeightFormat) -> str | None:
     """Return the part of a weight of this form that is trained, or None where all stored parts are codes."""
-    if isinstance(form, Grid | Progressive | Fp8Blocks):
-        return "scale"
-    if isinstance(form, Int8Rows):
-        return "absmax"
-    if isinstance(form, Lookup):
-        return "table"
     if isinstance(form, Nf4):
         return "nested_absmax" if form.double else "absmax"
-    if isinstance(form, Fp4) and form.name == "nvfp4":
-        return "global"
     if isinstance(form, Sparse24):
         return "values" if form.values is None else part_of(form.values)
-    return None
+    return "global" if form == NVFP4 else _PARTS.get(type(form))
 
 
 def untrained(schemes: Iterable[Scheme | None]) -> tuple[str, ...]:
@@ -145,12 +141,17 @@ def of_weight(checkpoint: Stored, linear: Linear, dense: bool = False) -> Knob |
     module, weight = checkpoint.stored_name(linear.name), linear.weight
     if isinstance(weight, PackedTensor) and (part := part_of(weight.scheme.weight)) is not None:
         base, made = weight.parts[part], _made(weight)
-        name = f"{module}.{_library(checkpoint).stored_part(part, weight.scheme)}"
+        library = library_of(checkpoint.folder.config.get("quantization_config", {}).get("quant_method"))
+        name = f"{module}.{library.stored_part(part, weight.scheme)}"
         return Knob(name, base, _size(part, base), lambda value: setattr(linear, "dense", made(value)))
     if isinstance(weight, Tensor) and dense:
         turned = checkpoint.config.names.is_transposed(linear.name)
         base = weight.T.contiguous() if turned else weight
-        return Knob(f"{module}.weight", base, _rms(base) * (base != 0), _into_weight(linear, turned))
+
+        def install(value: Tensor) -> None:
+            linear.weight = value.T if turned else value
+
+        return Knob(f"{module}.weight", base, _rms(base) * (base != 0), install)
     return None
 
 
@@ -199,10 +200,6 @@ def _stored_name(checkpoint: Stored, module: str) -> str:
     return module if isinstance(checkpoint, GgufCheckpoint) else checkpoint.stored_name(module)
 
 
-def _library(checkpoint: Checkpoint) -> Library:
-    return library_of(checkpoint.folder.config.get("quantization_config", {}).get("quant_method"))
-
-
 def _rms(x: Tensor) -> Tensor:
     return x.float().square().mean().sqrt()
 
@@ -215,10 +212,6 @@ def _size(part: str, base: Tensor) -> Tensor:
     if part == "values":
         return _rms(base) * (base != 0)
     return base.float().abs()
-
-
-def _into_weight(linear: Linear, turned: bool) -> Callable[[Tensor], None]:
-    return lambda value: setattr(linear, "weight", value.T if turned else value)
 
 
 # Weights from frozen codes and another value of the trained part
@@ -242,8 +235,10 @@ def _made(packed: PackedTensor) -> Made:
         codes = packed.parts["codes"]
         return lambda value: codes.float() * (value / llm_int8.LARGEST).unsqueeze(-1)
     if isinstance(form, Fp8Blocks):
-        unit = _unit(packed, "scale")
-        return lambda value: unit.float() * _over_blocks(value, form.size, packed.shape)
+        unit, size, (rows, columns) = _unit(packed, "scale"), form.size, packed.shape
+        return lambda value: (
+            unit.float() * value.repeat_interleave(size, 1)[:, :columns].repeat_interleave(size, 0)[:rows]
+        )
     unit = _unit(packed, "scale")
     return lambda value: (by_scale(unit.float(), value.shape[-1]) * value.unsqueeze(-1)).flatten(-2)
 
@@ -253,12 +248,6 @@ def _unit(packed: PackedTensor, *parts: str) -> Tensor:
     exactly."""
     ones = {part: torch.ones(packed.parts[part].shape).to(packed.parts[part].dtype) for part in parts}
     return PackedTensor(packed.scheme, packed.shape, {**packed.parts, **ones}).dequantize(torch.bfloat16)
-
-
-def _over_blocks(value: Tensor, size: int, shape: tuple[int, int]) -> Tensor:
-    """Expand numbers of square blocks to each of their weights."""
-    rows, columns = shape
-    return value.repeat_interleave(size, 1)[:, :columns].repeat_interleave(size, 0)[:rows]
 
 
 def _of_nf4(packed: PackedTensor, double: bool) -> Made:
@@ -278,8 +267,7 @@ def _of_nf4(packed: PackedTensor, double: bool) -> Made:
 
 def _of_lookup(packed: PackedTensor) -> Made:
     parts = dict(packed.parts)
-    numbers = torch.arange(parts["table"].shape[1], dtype=parts["table"].dtype)
-    parts["table"] = numbers.repeat(packed.shape[0], 1)
+    parts["table"] = torch.arange(parts["table"].shape[1], dtype=parts["table"].dtype).repeat(packed.shape[0], 1)
     if "extras" in parts:
         parts["extras"] = torch.zeros_like(parts["extras"])
     codes = PackedTensor(packed.scheme, packed.shape, parts).dequantize().to(torch.uint8)

@@ -1,11 +1,10 @@
 """Frozen-code tuning: after all codes are chosen, train the few continuous numbers that are stored beside them.
 
 Block by block, rounding can only correct each block's output, not the predictions of the whole model. Here the scales
-of groups, the weights of norms and the biases move, by Adam, towards the least KL(original
-
-compressed) over the whole vocabulary, on the calibration text. (The "E2E-QP" of EfficientQAT, Chen et al. 2024, with
-the original's predictions instead of labels, and codes that never move.) It adds no bit: every such number is stored
-anyway, in the same dtype as before.
+of groups, the weights of norms and the biases move, by Adam, towards the least KL(original || compressed)
+over the whole vocabulary, on the calibration text. (The "E2E-QP" of EfficientQAT, Chen et al. 2024, with the original's
+predictions instead of labels, and codes that never move.) It adds no bit: every such number is stored anyway, in the
+same dtype as before.
 
 * Each number moves relative to its own size: w = w0 + |w0| d, d trained from 0 (biases, which may be zero, by the root
   mean square of theirs). One learning rate then fits scales of 1e-3 and norms of 10, and a weight of zero stays.
@@ -48,12 +47,12 @@ from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.vocabulary import is_gguf
 from attar.compression.calibration import gradients, texts
 from attar.compression.calibration.hidden_states import HiddenStates, rows_at_once
-from attar.compression.calibration.texts import Tokens
 from attar.compression.recipe.methods import Tune
 from attar.compression.resume import restore, save
 from attar.compression.training import trainable_parameters
 from attar.compression.training.trainable_model import WholeModel, schedule, shuffled
 from attar.compression.training.trainable_parameters import Knob
+from attar.errors import UserError
 from attar.formats.packed import PackedTensor
 from attar.model import decoder
 from attar.model.cache import ForwardBatch
@@ -95,7 +94,7 @@ def run(
     source: Checkpoint,
     made: Path,
     state: Path,
-    tokens: Tokens,
+    tokens: tuple[Tensor, Tensor | None],
     options: Tune,
     *,
     seed: int = 0,
@@ -104,9 +103,9 @@ def run(
 ) -> Tuned:
     """Tune the finished model `made` from `source`, a folder or a GGUF file; the caller stores the tensors.
 
-    The tokens are those given and those drawn, unless the options have other text drawn. `dense` names the linears
-    whose weights, but for zeros, are trained themselves. The result is kept in the folder `state`, from which a run
-    that was killed while storing the tensors takes it again.
+    The tokens are those given [S, L] and those drawn [D, L], sampled from the model in addition, unless the options
+    have other text drawn. `dense` names the linears whose weights, but for zeros, are trained themselves. The result is
+    kept in the folder `state`, from which a run that was killed while storing the tensors takes it again.
 
     Raises ValueError where this machine has too little memory, where there is only one sequence, where the compressed
     model's predictions are not finite, and where the kept result is damaged.
@@ -116,9 +115,12 @@ def run(
         figures, tensors = restore(kept)  # raises if damaged: the model may hold some of it already
         lists = {name: tuple(figures[name]) for name in ("kl_epochs", "untrained")}
         return Tuned(**{**figures, **lists}, tensors=tensors)
-    ids, drawn = tokens.given, tokens.drawn
+    ids, drawn = tokens
     if len(ids) < 2:
-        raise ValueError("tuning needs at least 2 calibration sequences: it trains on some and selects on others")
+        raise UserError(
+            "calibration_too_short",
+            "tuning needs at least 2 calibration sequences: it trains on some and selects on others",
+        )
     report = progress or (lambda stage, done, total: None)
     length = ids.shape[1]
     ids = ids[_taken(ids)]
@@ -131,12 +133,12 @@ def run(
     with torch.inference_mode(False), torch.enable_grad():
         student = _Student(_opened(made), dense)
         sequences = max(1, options.batch // length)
-        learned = sum(knob.base.numel() for knob in student.all_knobs())
-        student.fit(sequences * length, learned, None, "tuning")
+        student.fit(sequences * length, sum(knob.base.numel() for knob in student.all_knobs()), None, "tuning")
         shape = (*ids.shape, source.config.hidden)
         path = state / "teacher.f32"
         with closing(HiddenStates(path, shape, 0, rows_at_once(source.config))) as states:
-            gradients.through(source, ids, states, lambda blocks: report("original", blocks, source.config.layers))
+            layers = source.config.layers
+            gradients.through(source, ids, [states] * (layers + 1), lambda done: report("original", done, layers))
             found = _Tuning(student, _Teacher(source, states), ids, judged, options, seed).run(sequences, report)
         path.unlink()
     save(kept, found.to_dict(), found.tensors)
@@ -213,9 +215,8 @@ class _Student(WholeModel):
         """Return the schemes of linears without a trained part."""
         weights = [linear.weight for block in self.blocks for linear in block.linears()]
         schemes = [weight.scheme for weight in weights if isinstance(weight, PackedTensor)]
-        return (
-            trainable_parameters.untrained_in_file(schemes) if self.in_file else trainable_parameters.untrained(schemes)
-        )
+        which = trainable_parameters.untrained_in_file if self.in_file else trainable_parameters.untrained
+        return which(schemes)
 
 
 class _Teacher:
@@ -291,11 +292,11 @@ class _Tuning:
             losses = self.student.losses(self.student.states(self.ids[some]), self._divergence(some, count))
             total += sum(float(each) for each in losses)
         if not math.isfinite(total):
-            raise ValueError("the compressed model's predictions on the calibration text are not finite")
+            raise UserError("not_finite", "the compressed model's predictions on the calibration text are not finite")
         return total
 
     def _divergence(self, sequences: Sequence[int], count: int) -> Callable[[Tensor, slice], Tensor]:
-        """Return KL(original compressed) of some rows of these sequences, summed, over `count`."""
+        """Return KL(original || compressed) of some rows of these sequences, summed, over `count`."""
         wanted = self.teacher.states(sequences)
 
         def loss(logits: Tensor, rows: slice) -> Tensor:

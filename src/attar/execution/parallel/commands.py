@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from attar.errors import Code
 from attar.model.split import Share
 from attar.protocol.framing import frame
 
@@ -122,7 +123,8 @@ Command = Pool | Adapt | Run | Rendezvous | Room | Shutdown | Call | Logits | En
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """A worker's reply: `started`, `loaded`, or `failed` with its reason; then one for each `Run` and `Rendezvous`.
+    """A worker's reply: `started`, `loaded`, or `failed` with its reason and code; then one for each `Run` and
+    `Rendezvous`.
 
     A `Run` is answered by `ran`, `short` (of memory) or `broken` (off), a `Rendezvous` by `met`.
     """
@@ -130,6 +132,7 @@ class Reply(msgspec.Struct, frozen=True):
     what: str
     text: str = ""
     free: int | None = None  # bytes of its GPU, before it has taken any
+    code: Code = "worker_failed"
 
 
 def encode(value: msgspec.Struct) -> bytes:

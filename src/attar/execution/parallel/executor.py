@@ -42,6 +42,7 @@ import os
 import queue
 import select
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -57,30 +58,14 @@ from torch import Tensor
 
 from attar import machine
 from attar.checkpoints.sources import shards
-from attar.execution.cuda_graphs import Record
+from attar.errors import UserError
 from attar.execution.model_runner import InflightTokens, Runner, Wanted, waits
-from attar.execution.parallel.commands import (
-    MAX_FRAME,
-    Adapt,
-    Call,
-    Command,
-    End,
-    Job,
-    Logits,
-    Piece,
-    Pool,
-    Rendezvous,
-    Reply,
-    Room,
-    Run,
-    Shutdown,
-    encode,
-)
+from attar.execution.parallel import commands
+from attar.execution.parallel.commands import Command, Job, Pool, Reply, Run, encode
 from attar.kernels import dispatch
-from attar.kernels.dispatch import BackendWeights
 from attar.kernels.group import WAIT, Group
 from attar.kernels.operands import Routes
-from attar.kv.pages import Bases
+from attar.kv import schemes
 from attar.kv.schemes import KvScheme
 from attar.model.cache import ForwardBatch, KVCache
 from attar.model.decoder import Decoder
@@ -106,11 +91,8 @@ class WorkerLost(BaseException):
 def job_groups(job: Job) -> Groups:
     """Meet the other processes. Raises RuntimeError where they do not come."""
     share, device, (at_layers, at_stages) = job.share, torch.device(job.device), _meeting(job, 0)
-    layers = stages = None
-    if share.tp > 1:
-        layers = Group(at_layers, share.place, share.tp, device)
-    if share.pp > 1:
-        stages = Group(at_stages, share.stage, share.pp, device)
+    layers = Group(at_layers, share.place, share.tp, device) if share.tp > 1 else None
+    stages = Group(at_stages, share.stage, share.pp, device) if share.pp > 1 else None
     return Groups(layers, stages)
 
 
@@ -135,9 +117,7 @@ def load(job: Job, groups: Groups, progress: StageProgress | None = None) -> Spl
         torch.cuda.set_device(device)
     torch.set_num_threads(job.threads)
     dtype: torch.dtype | None = None if job.dtype is None else getattr(torch, job.dtype)
-    store: BackendWeights | None = None
-    if job.native and dtype is not None:
-        store = dispatch.store(job.activations, job.device, dtype)
+    store = dispatch.store(job.activations, job.device, dtype) if job.native and dtype is not None else None
     return shards.load(Path(job.model), job.share, groups, dtype, progress, store)
 
 
@@ -150,14 +130,12 @@ class WorkerGroup:
     def __init__(self, folder: Path, jobs: Sequence[Job]) -> None:
         self.folder, self.lost, self.ending = folder, "", False
         self.groups: Groups | None = None
-        self.met = 0
-        """Number of repeated rendezvous."""
+        self.met = 0  # number of repeated rendezvous
         self.heard: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         """Replies of the workers about steps; None where there will be no more."""
         self.on_lost: Callable[[str], None] | None = None
         self.children: list[subprocess.Popen[bytes]] = []
-        self.free: int | None = None
-        """Free bytes of the fullest of the workers' GPUs, when they started; None on CPUs."""
+        self.free: int | None = None  # bytes of the fullest of the workers' GPUs, when they started; None on CPUs
         command = [sys.executable, "-m", "attar.execution.parallel.worker"]
         try:
             for job in jobs:
@@ -180,40 +158,36 @@ class WorkerGroup:
         view = memoryview(data)
         with contextlib.suppress(BrokenPipeError):  # it is dead: waiting for it will show that
             while view:
-                if not _ready(child.stdin.fileno(), select.POLLOUT, UNREAD_SECONDS):
+                if not polled(child.stdin.fileno(), select.POLLOUT, UNREAD_SECONDS):
                     self.lose(f"process {self.children.index(child) + 1} of the model reads nothing any more")
                     raise RuntimeError(self.lost)
                 view = view[child.stdin.write(view) or 0 :]
 
     def wait_for(self, what: str, seconds: float) -> None:
-        """Wait until every worker has replied `what`.
-
-        Raises ValueError with the text of one that cannot, RuntimeError where one ended, or gives no reply for so long.
-        """
+        """Wait until every worker has replied `what`. Raises ValueError with the text of one that cannot, RuntimeError
+        where one ended, or gives no reply for so long."""
         limit = time.monotonic() + seconds
         for number, child in enumerate(self.children, 1):
             said = _read_said(child, limit)
             if said is None:
                 raise RuntimeError(f"process {number} of the model ended before it had {what}")
             if said.what != what:
-                raise ValueError(said.text)
+                raise UserError(said.code, said.text)
             if said.free is not None:
                 self.free = said.free if self.free is None else min(self.free, said.free)
 
     def watch(self) -> None:
         """Read the workers' replies, until one of them ends."""
         children = {child.stdout.fileno(): child for child in self.children if child.stdout is not None}
-        said: Reply | None = None
         poll = select.poll()
         for fd in children:
             poll.register(fd, select.POLLIN)
         while True:
             for fd, _ in poll.poll():
-                if self.ending:  # this closes the pipes: their numbers may soon be those of other files
-                    self.heard.put(None)
-                    return
+                said: Reply | None = None
                 with contextlib.suppress(RuntimeError):
-                    said = _read_said(children[fd], time.monotonic() + MOMENT)
+                    if not self.ending:  # which closes the pipes: their numbers may soon be those of other files
+                        said = _read_said(children[fd], time.monotonic() + MOMENT)
                 if said is None:
                     if not self.ending:
                         number = self.children.index(children[fd]) + 1
@@ -223,7 +197,6 @@ class WorkerGroup:
                 if said.what not in ("ran", "met"):
                     self.abort()  # this process may wait for it
                 self.heard.put(said.what)
-                said = None
 
     def verdicts(self) -> set[str]:
         """Return all workers' replies to the last step or rendezvous. Raises RuntimeError where one is gone."""
@@ -269,7 +242,7 @@ class WorkerGroup:
         for child in self.children:
             assert child.stdin is not None
             with contextlib.suppress(BrokenPipeError):
-                child.stdin.write(encode(End()))  # one that does not read is not waited for
+                child.stdin.write(encode(commands.End()))  # one that does not read is not waited for
             child.stdin.close()
         limit = time.monotonic() + END_SECONDS
         for child in self.children:
@@ -283,9 +256,9 @@ class WorkerGroup:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _ready(fd: int, event: int, seconds: float) -> bool:
-    """Return whether `fd` can be read from, or written to, in time. `select` is no choice: it stops at
-    descriptor 1023."""
+def polled(fd: int | socket.socket, event: int, seconds: float) -> bool:
+    """Return whether `fd` can be read from, or written to, in time, or its other end is closed: with `event` 0 that
+    alone. `select` is no choice: it stops at descriptor 1023."""
     poll = select.poll()
     poll.register(fd, event)
     return bool(poll.poll(1000 * seconds))
@@ -295,8 +268,8 @@ def _read_said(child: subprocess.Popen[bytes], limit: float) -> Reply | None:
     """Read one message of a worker, None where it ended instead. Raises RuntimeError where it comes too late."""
     assert child.stdout is not None
     fd, data = child.stdout.fileno(), b""
-    while wanted := framing.missing(data, MAX_FRAME):
-        if not _ready(fd, select.POLLIN, max(0.0, limit - time.monotonic())):
+    while wanted := framing.missing(data, commands.MAX_FRAME):
+        if not polled(fd, select.POLLIN, max(0.0, limit - time.monotonic())):
             raise RuntimeError("the processes of the model did not start in time")
         more = os.read(fd, wanted)
         if not more:
@@ -350,39 +323,33 @@ class ParallelExecutor:
             raise
         self.close = weakref.finalize(self.decoder, workers.end)
         """Ends the processes, like the end of the decoder's owner."""
-        threading.Thread(target=workers.watch, name="team-watch", daemon=True).start()
+        threading.Thread(target=workers.watch, name="worker-watch", daemon=True).start()
         self.decoder.lead = Caller(workers)
 
     def runner(
-        self,
-        decoder: Decoder,
-        blocks: int,
-        context: int,
-        scheme: KvScheme | None = None,
-        sequences: int = 1,
-        bases: Sequence[Bases] | None = None,
-        record: Record | None = None,
+        self, decoder: Decoder, blocks: int, context: int, scheme: KvScheme, sequences: int, bases: None, record: None
     ) -> ParallelRunner:
         """Return a `Runner` of all processes, for an engine. It replaces the one before."""
         assert decoder is self.decoder
         assert bases is None, "calibrated schemes are refused"
         assert record is None, "steps of several processes are not recorded"
-        return ParallelRunner(self.workers, self._job, self.decoder, blocks, context, scheme, sequences)
+        return ParallelRunner(self.workers, self._job, self.decoder, Pool(blocks, context, scheme.name, sequences))
 
 
 def check(path: Path, first: Share, device: str, native: bool) -> None:
-    """Raise ValueError where the model cannot be split in this way, or devices are missing, from headers alone.
-
-    On a CPU `native` kernels run a GGUF file's blocks, which `split` cuts between them.
-    """
+    """Raise ValueError where the model cannot be split in this way, or devices are missing, from headers alone. On a
+    CPU `native` kernels run a GGUF file's blocks, which `split` cuts between them."""
     if not torch.distributed.is_available():
-        raise ValueError("this build of torch has no torch.distributed: --tp and --pp need it")
+        raise UserError("parallel_unsupported", "this build of torch has no torch.distributed: --tp and --pp need it")
     if device != "cpu":
         dispatch.require(device)
         if ":" in device:
-            raise ValueError(f"processes take the GPUs in order: device is cuda, not {device}")
+            raise UserError("option_conflict", f"processes take the GPUs in order: device is cuda, not {device}")
         if (found := torch.cuda.device_count()) < first.count:
-            raise ValueError(f"--tp {first.tp} with --pp {first.pp} needs {first.count} GPUs: this machine has {found}")
+            raise UserError(
+                "device_unavailable",
+                f"--tp {first.tp} with --pp {first.pp} needs {first.count} GPUs: this machine has {found}",
+            )
     checkpoint = shards.open_checkpoint(path, blocks=native and device == "cpu")
     for share in first.every():
         split(checkpoint.config, share, shards.schemes(checkpoint, checkpoint.config))
@@ -409,45 +376,37 @@ class Caller:
     def call(self, ids: Tensor, step: ForwardBatch, rows: Tensor | None) -> None:
         cache, room = step.cache, None
         while self._left:
-            tell(self.workers, Shutdown(self._left.pop()))
+            tell(self.workers, commands.Shutdown(self._left.pop()))
         if cache is not None:
             room = self._rooms.get(cache)
             if room is None:
                 room = self._rooms[cache] = next(self._numbers)
-                tell(self.workers, Room(room, cache.capacity, len(cache.filled), cache.scheme.name, cache.block))
+                sizes = (cache.capacity, len(cache.filled), cache.scheme.name, cache.block)
+                tell(self.workers, commands.Room(room, *sizes))
                 weakref.finalize(cache, self._left.append, room)
         filled = [] if cache is None else list(cache.filled)
         picked = None if rows is None else rows.tolist()
-        tell(self.workers, Call(room, filled, step.lengths, step.horizon, ids.tolist(), picked, step.adapters))
+        tell(self.workers, commands.Call(room, filled, step.lengths, step.horizon, ids.tolist(), picked, step.adapters))
 
     def logits(self, rows: int, routes: Routes | None) -> bool:
         if self.stepping:
             return False
-        tell(self.workers, Logits(rows, [] if routes is None else routes.numbers.tolist()))
+        tell(self.workers, commands.Logits(rows, [] if routes is None else routes.numbers.tolist()))
         return True
 
     def adapt(self, number: int, folder: str) -> None:
-        tell(self.workers, Adapt(number, folder))
+        tell(self.workers, commands.Adapt(number, folder))
 
 
 class ParallelRunner(Runner):
     """A `Runner` whose steps all processes run."""
 
-    def __init__(
-        self,
-        workers: WorkerGroup,
-        job: Job,
-        decoder: SplitDecoder,
-        blocks: int,
-        context: int,
-        scheme: KvScheme | None,
-        sequences: int,
-    ) -> None:
+    def __init__(self, workers: WorkerGroup, job: Job, decoder: SplitDecoder, pool: Pool) -> None:
         self.workers, self.job = workers, job
         self._known: dict[Tokens, tuple[int, list[int]]] = {}  # a sequence's number, and the blocks sent so far
         self._numbers = itertools.count()
-        tell(workers, Pool(blocks, context, (scheme or decoder.lossless).name, sequences))
-        super().__init__(decoder, blocks, context, scheme, sequences)
+        tell(workers, pool)
+        super().__init__(decoder, pool.blocks, pool.context, schemes.scheme(pool.kv), pool.sequences)
         self.waits = "several processes compute a step together"
 
     def run(
@@ -507,7 +466,7 @@ class ParallelRunner(Runner):
         self.release()
         self.workers.met += 1
         machine.private_folder(self.workers.folder)  # without it torch waits for 300 s, and nothing can stop it
-        tell(self.workers, Rendezvous(self.workers.met))
+        tell(self.workers, commands.Rendezvous(self.workers.met))
         meet_again(self.job, self.workers.groups, self.workers.met)
         # A process that left again at once, out of a step that is short too, would reset connections that others are
         # still making: gloo fails in them, or ends the process.
@@ -529,7 +488,7 @@ class ParallelRunner(Runner):
             blocks[kept:] = new
             want = wanted.get(sequence.id, Wanted())
             pieces.append(
-                Piece(
+                commands.Piece(
                     number, start, samples, list(sequence.tokens[start : start + rows]), kept, new,
                     sequence.prompt, sequence.max_tokens, sequence.adapter,
                     want.logits is not None, want.hidden is not None,

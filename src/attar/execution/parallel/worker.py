@@ -23,24 +23,10 @@ import torch
 
 from attar import machine
 from attar.checkpoints.adapters import lora
+from attar.errors import Code, UserError, code_of
 from attar.execution.model_runner import Runner, Wanted
-from attar.execution.parallel import executor
-from attar.execution.parallel.commands import (
-    MAX_FRAME,
-    Adapt,
-    Call,
-    Command,
-    End,
-    Job,
-    Logits,
-    Pool,
-    Rendezvous,
-    Reply,
-    Room,
-    Run,
-    Shutdown,
-    encode,
-)
+from attar.execution.parallel import commands, executor
+from attar.execution.parallel.commands import MAX_FRAME, Call, Command, Job, Logits, Rendezvous, Reply, Run, encode
 from attar.kernels.operands import Routes
 from attar.kv import schemes
 from attar.model.cache import ForwardBatch, KVCache, sent
@@ -70,12 +56,12 @@ class Worker:
                 self._call(command)
             case Logits():
                 self._logits(command)
-            case Adapt():
+            case commands.Adapt():
                 if command.number:
                     lora.install(self.decoder, command.number, Path(command.folder))
                 else:
                     lora.attach(self.decoder, Path(command.folder))
-            case Pool():
+            case commands.Pool():
                 self.runner = None  # the old one's memory goes first
                 self.sequences.clear()
                 scheme = schemes.scheme(command.kv)
@@ -85,13 +71,12 @@ class Worker:
                 self.decoder.groups.leave()  # first: an exchange that no process ends would be waited for below
                 self.runner.release()  # a rendezvous takes memory of a GPU
                 executor.meet_again(self.job, self.decoder.groups, command.time)
-            case Room():
-                scheme = schemes.scheme(command.kv)
-                device = str(self.decoder.device)
+            case commands.Room():
+                scheme, device = schemes.scheme(command.kv), str(self.decoder.device)
                 self.rooms[command.number] = KVCache(
                     self.decoder.config, command.capacity, command.batch, scheme, device, command.block
                 )
-            case Shutdown():
+            case commands.Shutdown():
                 del self.rooms[command.number]
 
     def _run(self, command: Run) -> None:
@@ -100,13 +85,11 @@ class Worker:
             self.sequences.pop(number).status = Status.ENDED
         chunks, wanted = [], {}
         for piece in command.pieces:
-            sequence = self.sequences.get(piece.sequence)
-            if sequence is None:
-                sequence = Sequence(
+            if (sequence := self.sequences.get(piece.sequence)) is None:
+                sequence = self.sequences[piece.sequence] = Sequence(
                     id=str(piece.sequence), prompt_ids=[0] * piece.prompt, max_tokens=piece.max_tokens,
                     adapter=piece.adapter,
                 )  # fmt: skip
-                self.sequences[piece.sequence] = sequence
             del sequence.tokens[piece.start :]  # earlier tokens were run, or are another's and unread
             sequence.tokens.extend([0] * (piece.start - len(sequence.tokens)))
             sequence.tokens.extend(piece.tokens)
@@ -159,7 +142,7 @@ def free(device: str) -> int | None:
     try:
         return int(torch.cuda.mem_get_info(device)[0])
     except RuntimeError as error:
-        raise ValueError(f"{device} cannot be used: {error}") from None
+        raise UserError("device_unavailable", f"{device} cannot be used: {error}") from None
 
 
 def main() -> int:
@@ -168,28 +151,28 @@ def main() -> int:
         signal.signal(each, signal.SIG_IGN)
     out = os.dup(1)
     os.dup2(2, 1)  # libraries' output is not for the leader
-    commands, first = sys.stdin.buffer, read(sys.stdin.buffer, MAX_FRAME)
+    first = read(sys.stdin.buffer, MAX_FRAME)
     if first is None:
         return 1
     job = msgspec.msgpack.decode(first, type=Job)
     threading.Thread(target=_end_with, args=(0, job.folder), name="lifeline", daemon=True).start()
 
-    def say(what: str, text: str = "", free: int | None = None) -> None:
+    def say(what: str, text: str = "", free: int | None = None, code: Code = "worker_failed") -> None:
         with contextlib.suppress(BrokenPipeError):  # the lifeline ends a process without a leader
-            os.write(out, encode(Reply(what, text, free)))
+            os.write(out, encode(Reply(what, text, free, code)))
 
     try:
         say("started", free=free(job.device))
         worker = Worker(executor.load(job, executor.job_groups(job)), job)
     except (ValueError, OSError) as error:
-        say("failed", str(error))
+        say("failed", str(error), code=code_of(error))
         return 2
     say("loaded")
     gc.freeze()
     decoder = msgspec.msgpack.Decoder(Command)
-    while (body := read(commands, MAX_FRAME)) is not None:
+    while (body := read(sys.stdin.buffer, MAX_FRAME)) is not None:
         command = decoder.decode(body)
-        if isinstance(command, End):
+        if isinstance(command, commands.End):
             return 0
         verdict = "ran"
         try:

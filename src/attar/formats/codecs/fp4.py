@@ -31,6 +31,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats.codecs.ggml import FP4_VALUES
 from attar.formats.packed import ALL, PackedTensor
 from attar.formats.packing import row_slices
@@ -95,15 +96,13 @@ def _power(exponents: Tensor) -> Tensor:
     return powers.where(exponents != 255, torch.nan)
 
 
-def _scales(x: Tensor, form: Fp4, divisor: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Return scales of groups x [..., G, g] as stored, [..., G], and as multiplied, float32.
-
-    Raises ValueError on a NaN or an infinity.
-    """
+def _scales(x: Tensor, divisor: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+    """Return scales of groups x [..., G, g] as stored, [..., G], and as multiplied, float32. Raises ValueError on a NaN
+    or an infinity."""
     largest = x.abs().amax(-1)
     if not largest.isfinite().all():
         at = (~largest.isfinite()).nonzero()[0].tolist()
-        raise ValueError(f"cannot quantize: row {at[:-1]}, group {at[-1]} holds a NaN or an infinity")
+        raise UserError("not_finite", f"cannot quantize: row {at[:-1]}, group {at[-1]} holds a NaN or an infinity")
     if divisor is None:
         exponents = _exponents(largest, rule)
         return exponents, _power(exponents)
@@ -118,9 +117,9 @@ def largest_of(weight: Tensor) -> Tensor:
     return torch.maximum(low.abs(), high.abs()).reshape(1)
 
 
-def _searched(x: Tensor, form: Fp4, divisor: Tensor | None) -> tuple[Tensor, Tensor]:
+def _searched(x: Tensor, divisor: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return `_scales`, but for each group the candidate with the least squared error; among equals, the first."""
-    stored, scale = _scales(x, form, divisor, "floor")
+    stored, scale = _scales(x, divisor, "floor")
     codes = stored.view(torch.uint8).int()
     best, least = stored, torch.full_like(scale, torch.inf)
     for offset in (0, 1) if divisor is None else sorted(SEARCHED, key=abs):
@@ -134,11 +133,9 @@ def _searched(x: Tensor, form: Fp4, divisor: Tensor | None) -> tuple[Tensor, Ten
 
 
 def quantize(weight: Tensor, scheme: Scheme, rule: Rule = RULE, largest: Tensor | None = None) -> PackedTensor:
-    """Round a weight [O, I] to the nearest values of the scheme's format.
-
-    NVFP4's scale of the tensor follows from `largest` [1], by default max|W|. Engines that fuse several weights into
-    one need one scale for all of them. Raises ValueError on a NaN or an infinity, and where groups do not divide I.
-    """
+    """Round a weight [O, I] to the nearest values of the scheme's format. NVFP4's scale of the tensor follows from
+    `largest` [1], by default max|W|. Engines that fuse several weights into one need one scale for all of them. Raises
+    ValueError on a NaN or an infinity, and where groups do not divide I."""
     form, (rows, columns) = _form(scheme.weight), weight.shape
     parts = {
         name: torch.empty(part.shape, dtype=getattr(torch, part.dtype), device=weight.device)
@@ -150,10 +147,7 @@ def quantize(weight: Tensor, scheme: Scheme, rule: Rule = RULE, largest: Tensor 
         parts["global"].copy_(divisor)
     for part in row_slices(rows, columns):
         groups = weight[part].float().unflatten(1, (-1, form.group))
-        if rule == "mse":
-            stored, scale = _searched(groups, form, divisor)
-        else:
-            stored, scale = _scales(groups, form, divisor, rule)
+        stored, scale = _searched(groups, divisor) if rule == "mse" else _scales(groups, divisor, rule)
         parts["scale"][part] = stored
         parts["codes"][part] = pairs(to_codes(groups / scale[..., None]).flatten(1))
     return PackedTensor(scheme, (rows, columns), parts)
@@ -183,16 +177,13 @@ def dequantize(
 
 
 def fake_quantize(x: Tensor, form: WeightFormat, scale: Tensor | None = None) -> Tensor:
-    """Round x [..., I] to the format and back, in x's dtype. NVFP4 needs its fixed `global` [1] as `scale`.
-
-    Raises ValueError on a NaN or an infinity.
-    """
+    """Round x [..., I] to the format and back, in x's dtype. NVFP4 needs its fixed `global` [1] as `scale`. Raises
+    ValueError on a NaN or an infinity."""
     form = _form(form)
     assert (scale is not None) == (form.name == "nvfp4"), "NVFP4 activations, and no others here, have a fixed number"
     groups = x.float().unflatten(-1, (-1, form.group))
-    _, factor = _scales(groups, form, scale, "nearest")
-    values = to_values(to_codes(groups / factor[..., None])) * factor[..., None]
-    return values.flatten(-2).to(x.dtype)
+    _, factor = _scales(groups, scale, "nearest")
+    return (to_values(to_codes(groups / factor[..., None])) * factor[..., None]).flatten(-2).to(x.dtype)
 
 
 def fixed_scale(largest: Tensor, form: WeightFormat) -> Tensor:

@@ -10,11 +10,10 @@ wider of the weight's and the scale's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats.affine import qparams
 from attar.formats.packed import ALL, PackedTensor
 from attar.formats.packing import row_slices
@@ -26,21 +25,20 @@ GRID = Grid("e4m3")
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> PackedTensor:
-    """Round a weight [O, I] to the nearest float8 after scaling each block's largest magnitude to 448.
-
-    Raises ValueError on a NaN or an infinity, and on a scale that overflows.
-    """
+    """Round a weight [O, I] to the nearest float8 after scaling each block's largest magnitude to 448. Raises
+    ValueError on a NaN or an infinity, and on a scale that overflows."""
     rows, columns = weight.shape
     scale_dtype = getattr(torch, scheme.scale_dtype)
     wide = torch.promote_types(weight.dtype, scale_dtype)
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = []
-    for part in _bands(rows):
+    for start in range(0, rows, SIZE):
+        part = slice(start, start + SIZE)
         band = weight[part].to(wide)
         largest = torch.nn.functional.pad(band.abs().amax(0), (0, -columns % SIZE)).view(-1, SIZE).amax(1)
         if not largest.isfinite().all():
             block = int((~largest.isfinite()).nonzero()[0, 0])
-            raise ValueError(f"cannot quantize: block {part.start // SIZE}, {block} holds a NaN or an infinity")
+            raise UserError("not_finite", f"cannot quantize: block {start // SIZE}, {block} holds a NaN or an infinity")
         scale, _ = qparams(-largest, largest, GRID, scale_dtype)
         scaled = band / _spread(scale, columns) + 0.0  # a zero is stored as code 0, whatever its sign
         codes[part] = scaled.clamp_(GRID.qmin, GRID.qmax).to(codes.dtype)
@@ -60,10 +58,6 @@ def dequantize(
     for part in row_slices(*weight.shape):
         weight[part] = codes[part].to(scale.dtype) * _spread(scale[of_row[part]], columns)
     return weight
-
-
-def _bands(rows: int) -> Iterator[slice]:
-    return (slice(start, min(start + SIZE, rows)) for start in range(0, rows, SIZE))
 
 
 def _spread(scale: Tensor, columns: int) -> Tensor:

@@ -22,6 +22,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from attar.errors import UserError
+
 OPAQUE = "opaque"  # the only field of types that are not decoded
 
 
@@ -50,7 +52,10 @@ class GgmlType:
     def row_bytes(self, columns: int) -> int:
         """Return the bytes of a row of `columns` elements. Raises ValueError where blocks do not divide them."""
         if columns % self.elements:
-            raise ValueError(f"{self.name} stores rows in blocks of {self.elements}, which do not divide {columns}")
+            raise UserError(
+                "group_size_indivisible",
+                f"{self.name} stores rows in blocks of {self.elements}, which do not divide {columns}",
+            )
         return columns // self.elements * self.block_bytes
 
     def bytes(self, shape: Sequence[int]) -> int:

@@ -27,17 +27,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats.codecs.ggml import FP4_VALUES, IQ4_VALUES, TYPES, GgmlType
 from attar.formats.packing import row_slices
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """N blocks of E elements in G groups: integers, and the fp16 scales stored beside them.
-
-    `codes` int16 [N, E] are the factors of the scales: offsets are subtracted and tables looked up. `scales` and `mins`
-    int16 [N, G] exist where a type scales its groups; `m` is Q4_1's offset or the scale of `mins`.
-    """
+    """N blocks of E elements in G groups: integers, and the fp16 scales stored beside them. `codes` int16 [N, E] are
+    the factors of the scales: offsets are subtracted and tables looked up. `scales` and `mins` int16 [N, G] exist where
+    a type scales its groups; `m` is Q4_1's offset or the scale of `mins`."""
 
     codes: Tensor
     d: Tensor  # float16 [N, 1]
@@ -52,8 +51,7 @@ class Blocks:
 def _spread(data: Tensor, run: int, bits: int) -> Tensor:
     """Return codes uint8 [N, B * 8 / bits] of bytes [N, B], each run of `run` bytes holding slices of `run` codes."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)[:, None]
-    codes = data.reshape(data.shape[0], -1, 1, run) >> shifts
-    return codes.bitwise_and_((1 << bits) - 1).flatten(1)
+    return (data.reshape(data.shape[0], -1, 1, run) >> shifts).bitwise_and_((1 << bits) - 1).flatten(1)
 
 
 def _gather(codes: Tensor, run: int, bits: int) -> Tensor:
@@ -78,11 +76,8 @@ def _joined(low: Tensor, high: Tensor, bits: int, offset: int = 0) -> Tensor:
 
 
 def _six_bit_pairs(data: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and mins, int16 [N, 8], of Q4_K's twelve bytes.
-
-    Four scales and four mins have their six bits to themselves. For the other four of each, four bits share a byte and
-    two lie above those of the first.
-    """
+    """Return scales and mins, int16 [N, 8], of Q4_K's twelve bytes. Four scales and four mins have their six bits to
+    themselves. For the other four of each, four bits share a byte and two lie above those of the first."""
     first, second, rest = data.view(-1, 3, 4).unbind(1)
     scales = torch.cat([first & 63, (rest & 15) | (first >> 6 << 4)], 1)
     mins = torch.cat([second & 63, (rest >> 4) | (second >> 6 << 4)], 1)
@@ -113,8 +108,9 @@ def iq4_code(values: Tensor) -> Tensor:
 
 def unpack(kind: GgmlType, data: Tensor) -> Blocks:
     """Split blocks, uint8 [N, block_bytes], of a type with codes and fp16 scales into integers."""
-    fields: Fields = dict(zip((n for n, _ in kind.fields), data.split([s for _, s in kind.fields], 1), strict=True))
-    return _UNPACK[kind.name](fields)
+    f: Fields = dict(zip((n for n, _ in kind.fields), data.split([s for _, s in kind.fields], 1), strict=True))
+    codes, *integers = _UNPACK[kind.name](f)
+    return Blocks(codes, _half(f["d"]), _half(f["m"]) if "m" in f else None, *integers)
 
 
 def pack(kind: GgmlType, blocks: Blocks) -> Tensor:
@@ -127,76 +123,34 @@ def pack(kind: GgmlType, blocks: Blocks) -> Tensor:
     return data
 
 
-def _unpack_q4_0(f: Fields) -> Blocks:
-    return Blocks(_spread(f["codes"], 16, 4).to(torch.int16) - 8, _half(f["d"]))
-
-
-def _unpack_q4_1(f: Fields) -> Blocks:
-    return Blocks(_spread(f["codes"], 16, 4).to(torch.int16), _half(f["d"]), _half(f["m"]))
-
-
-def _unpack_q5_0(f: Fields) -> Blocks:
-    return Blocks(_joined(_spread(f["codes"], 16, 4), _spread(f["high"], 1, 1), 4, 16), _half(f["d"]))
-
-
-def _unpack_q5_1(f: Fields) -> Blocks:
-    return Blocks(_joined(_spread(f["codes"], 16, 4), _spread(f["high"], 1, 1), 4), _half(f["d"]), _half(f["m"]))
-
-
-def _unpack_q8_0(f: Fields) -> Blocks:
-    return Blocks(f["codes"].view(torch.int8).to(torch.int16), _half(f["d"]))
-
-
-def _unpack_q2_k(f: Fields) -> Blocks:
-    scales = f["scales"].to(torch.int16)
-    return Blocks(_spread(f["codes"], 32, 2).to(torch.int16), _half(f["d"]), _half(f["m"]), scales & 15, scales >> 4)
-
-
-def _unpack_q3_k(f: Fields) -> Blocks:
-    low, high = f["scales"].split((8, 4), 1)
-    scales = _joined(_spread(low, 8, 4), _spread(high, 4, 2), 4, 32)
-    return Blocks(_joined(_spread(f["codes"], 32, 2), _spread(f["high"], 32, 1), 2, 4), _half(f["d"]), None, scales)
-
-
-def _unpack_q4_k(f: Fields) -> Blocks:
-    codes = _spread(f["codes"], 32, 4).to(torch.int16)
-    return Blocks(codes, _half(f["d"]), _half(f["m"]), *_six_bit_pairs(f["scales"]))
-
-
-def _unpack_q5_k(f: Fields) -> Blocks:
-    codes = _joined(_spread(f["codes"], 32, 4), _spread(f["high"], 32, 1), 4)
-    return Blocks(codes, _half(f["d"]), _half(f["m"]), *_six_bit_pairs(f["scales"]))
-
-
-def _unpack_q6_k(f: Fields) -> Blocks:
-    codes = _joined(_spread(f["codes"], 64, 4), _spread(f["high"], 32, 2), 4, 32)
-    return Blocks(codes, _half(f["d"]), None, f["scales"].view(torch.int8).to(torch.int16))
-
-
-def _unpack_iq4_nl(f: Fields) -> Blocks:
-    return Blocks(_looked_up(_spread(f["codes"], 16, 4), IQ4_VALUES), _half(f["d"]))
-
-
-def _unpack_iq4_xs(f: Fields) -> Blocks:
-    scales = _joined(_spread(f["scales"], 1, 4), _spread(f["scales_high"], 1, 2), 4, 32)
-    return Blocks(_looked_up(_spread(f["codes"], 16, 4), IQ4_VALUES), _half(f["d"]), None, scales)
-
-
-_UNPACK: Mapping[str, Callable[[Fields], Blocks]] = {
-    "Q4_0": _unpack_q4_0,
-    "Q4_1": _unpack_q4_1,
-    "Q5_0": _unpack_q5_0,
-    "Q5_1": _unpack_q5_1,
-    "Q8_0": _unpack_q8_0,
-    "Q2_K": _unpack_q2_k,
-    "Q3_K": _unpack_q3_k,
-    "Q4_K": _unpack_q4_k,
-    "Q5_K": _unpack_q5_k,
-    "Q6_K": _unpack_q6_k,
-    "IQ4_NL": _unpack_iq4_nl,
-    "IQ4_XS": _unpack_iq4_xs,
+_UNPACK: Mapping[str, Callable[[Fields], tuple[Tensor, ...]]] = {
+    "Q4_0": lambda f: (_spread(f["codes"], 16, 4).to(torch.int16) - 8,),
+    "Q4_1": lambda f: (_spread(f["codes"], 16, 4).to(torch.int16),),
+    "Q5_0": lambda f: (_joined(_spread(f["codes"], 16, 4), _spread(f["high"], 1, 1), 4, 16),),
+    "Q5_1": lambda f: (_joined(_spread(f["codes"], 16, 4), _spread(f["high"], 1, 1), 4),),
+    "Q8_0": lambda f: (f["codes"].view(torch.int8).to(torch.int16),),
+    "Q2_K": lambda f: (
+        _spread(f["codes"], 32, 2).to(torch.int16),
+        f["scales"].to(torch.int16) & 15,
+        f["scales"].to(torch.int16) >> 4,
+    ),
+    "Q3_K": lambda f: (
+        _joined(_spread(f["codes"], 32, 2), _spread(f["high"], 32, 1), 2, 4),
+        _joined(_spread(f["scales"][:, :8], 8, 4), _spread(f["scales"][:, 8:], 4, 2), 4, 32),
+    ),
+    "Q4_K": lambda f: (_spread(f["codes"], 32, 4).to(torch.int16), *_six_bit_pairs(f["scales"])),
+    "Q5_K": lambda f: (_joined(_spread(f["codes"], 32, 4), _spread(f["high"], 32, 1), 4), *_six_bit_pairs(f["scales"])),
+    "Q6_K": lambda f: (
+        _joined(_spread(f["codes"], 64, 4), _spread(f["high"], 32, 2), 4, 32),
+        f["scales"].view(torch.int8).to(torch.int16),
+    ),
+    "IQ4_NL": lambda f: (_looked_up(_spread(f["codes"], 16, 4), IQ4_VALUES),),
+    "IQ4_XS": lambda f: (
+        _looked_up(_spread(f["codes"], 16, 4), IQ4_VALUES),
+        _joined(_spread(f["scales"], 1, 4), _spread(f["scales_high"], 1, 2), 4, 32),
+    ),
 }
-
+"""Codes of each type, and the integers of its groups: scales, then mins."""
 
 CODED = frozenset(_UNPACK)
 """Types of codes under float16 scales, which `unpack` splits."""
@@ -226,53 +180,35 @@ def _scales(blocks: Blocks) -> Tensor:
     return blocks.scales
 
 
-def _pack_q3_k(b: Blocks) -> Fields:
-    codes, scales = b.codes + 4, _scales(b) + 32
-    return {
-        "codes": _gather(codes, 32, 2),
-        "high": _gather(codes >> 2, 32, 1),
-        "scales": torch.cat([_gather(scales, 8, 4), _gather(scales >> 4, 4, 2)], 1),
-    }
-
-
-def _pack_q6_k(b: Blocks) -> Fields:
-    codes = b.codes + 32
-    return {
-        "codes": _gather(codes, 64, 4),
-        "high": _gather(codes >> 4, 32, 2),
-        "scales": _scales(b).to(torch.int8).view(torch.uint8),
-    }
-
-
-def _pack_iq4_xs(b: Blocks) -> Fields:
-    scales = _scales(b) + 32
-    return {
-        "codes": _gather(iq4_code(b.codes), 16, 4),
-        "scales": _gather(scales, 1, 4),
-        "scales_high": _gather(scales >> 4, 1, 2),
-    }
-
-
 _PACK: Mapping[str, Callable[[Blocks], Fields]] = {
     "Q4_0": lambda b: {"codes": _gather(b.codes + 8, 16, 4)},
     "Q4_1": lambda b: {"codes": _gather(b.codes, 16, 4)},
     "Q5_0": lambda b: {"codes": _gather(b.codes + 16, 16, 4), "high": _gather(b.codes + 16 >> 4, 1, 1)},
     "Q5_1": lambda b: {"codes": _gather(b.codes, 16, 4), "high": _gather(b.codes >> 4, 1, 1)},
     "Q8_0": lambda b: {"codes": b.codes.to(torch.int8).view(torch.uint8)},
-    "Q2_K": lambda b: {
-        "codes": _gather(b.codes, 32, 2),
-        "scales": (_both(b)[0] | (_both(b)[1] << 4)).to(torch.uint8),
+    "Q2_K": lambda b: {"codes": _gather(b.codes, 32, 2), "scales": (_both(b)[0] | (_both(b)[1] << 4)).to(torch.uint8)},
+    "Q3_K": lambda b: {
+        "codes": _gather(b.codes + 4, 32, 2),
+        "high": _gather(b.codes + 4 >> 2, 32, 1),
+        "scales": torch.cat([_gather(_scales(b) + 32, 8, 4), _gather(_scales(b) + 32 >> 4, 4, 2)], 1),
     },
-    "Q3_K": _pack_q3_k,
     "Q4_K": lambda b: {"codes": _gather(b.codes, 32, 4), "scales": _from_six_bit_pairs(*_both(b))},
     "Q5_K": lambda b: {
         "codes": _gather(b.codes, 32, 4),
         "high": _gather(b.codes >> 4, 32, 1),
         "scales": _from_six_bit_pairs(*_both(b)),
     },
-    "Q6_K": _pack_q6_k,
+    "Q6_K": lambda b: {
+        "codes": _gather(b.codes + 32, 64, 4),
+        "high": _gather(b.codes + 32 >> 4, 32, 2),
+        "scales": _scales(b).to(torch.int8).view(torch.uint8),
+    },
     "IQ4_NL": lambda b: {"codes": _gather(iq4_code(b.codes), 16, 4)},
-    "IQ4_XS": _pack_iq4_xs,
+    "IQ4_XS": lambda b: {
+        "codes": _gather(iq4_code(b.codes), 16, 4),
+        "scales": _gather(_scales(b) + 32, 1, 4),
+        "scales_high": _gather(_scales(b) + 32 >> 4, 1, 2),
+    },
 }
 
 
@@ -281,13 +217,12 @@ _PACK: Mapping[str, Callable[[Blocks], Fields]] = {
 
 def decode(kind: GgmlType, raw: Tensor, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
     """Return the values [..., I] of rows of blocks, raw uint8 [..., bytes of a row]: computed in float32, rounded to
-    `dtype`.
-
-    `out` (contiguous, of that shape and any float dtype) receives them if given. Raises ValueError for a type that is
-    not decoded, and for rows that are not whole blocks.
-    """
+    `dtype`. `out` (contiguous, of that shape and any float dtype) receives them if given. Raises ValueError for a type
+    that is not decoded, and for rows that are not whole blocks."""
     if not kind.decoded:
-        raise ValueError(f"{kind.name} is not decoded: attar computes with {', '.join(_DECODE)}")
+        raise UserError(
+            "quantization_unsupported", f"{kind.name} is not decoded: attar computes with {', '.join(_DECODE)}"
+        )
     assert raw.dtype == torch.uint8
     if raw.ndim == 0 or raw.shape[-1] % kind.block_bytes:
         raise ValueError(f"{list(raw.shape)} bytes are not rows of {kind.name}'s blocks of {kind.block_bytes} bytes")
@@ -304,10 +239,6 @@ def decode(kind: GgmlType, raw: Tensor, dtype: torch.dtype = torch.float32, out:
 def _decode_plain(kind: GgmlType, data: Tensor) -> Tensor:
     dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind.name]
     return data.contiguous().view(dtype).float()
-
-
-def _decode_coded(kind: GgmlType, data: Tensor) -> Tensor:
-    return to_values(unpack(kind, data))
 
 
 def to_values(blocks: Blocks) -> Tensor:
@@ -350,7 +281,7 @@ def _decode_nvfp4(_: GgmlType, data: Tensor) -> Tensor:
 
 _DECODE: Mapping[str, Callable[[GgmlType, Tensor], Tensor]] = {
     **dict.fromkeys(("F32", "F16", "BF16"), _decode_plain),
-    **dict.fromkeys(_UNPACK, _decode_coded),
+    **dict.fromkeys(_UNPACK, lambda kind, data: to_values(unpack(kind, data))),
     "MXFP4": _decode_mxfp4,
     "NVFP4": _decode_nvfp4,
 }

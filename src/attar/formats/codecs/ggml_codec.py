@@ -29,11 +29,8 @@ BY_COLUMN_AND_SIZE = ("Q3_K", "Q4_K", "Q5_K")
 
 
 def quantize(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> PackedTensor:
-    """Encode a weight [O, I] in blocks.
-
-    `importance`, [I] or [O, I], weights the squared error of each weight. Raises ValueError like `ggml_round.encode`
-    and `ggml_search.encode`.
-    """
+    """Encode a weight [O, I] in blocks. `importance`, [I] or [O, I], weights the squared error of each weight. Raises
+    ValueError like `ggml_round.encode` and `ggml_search.encode`."""
     kind = type_of(scheme)
     if kind.name in ggml_round.ROUNDED and (importance is None or kind.name not in ggml_search.FORMS):
         blocks = ggml_round.encode(kind, weight)
@@ -51,11 +48,9 @@ def by_size(weight: Tensor) -> Tensor:
 
 
 def by_column(weight: Tensor, scheme: Scheme, mean: Tensor) -> Tensor:
-    """Return the importance of each weight w of [O, I] from the mean squares [I] of the columns' inputs.
-
-    It is the mean square itself, in some types times sqrt(2 s + w^2), s being the mean square of the block of w. The
-    result is [I] or [O, I].
-    """
+    """Return the importance of each weight w of [O, I] from the mean squares [I] of the columns' inputs. It is the mean
+    square itself, in some types times sqrt(2 s + w^2), s being the mean square of the block of w. The result is [I] or
+    [O, I]."""
     kind = type_of(scheme)
     if kind.name not in BY_COLUMN_AND_SIZE:
         return mean

@@ -53,10 +53,8 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """A mix: the type of matrices without a rule, its number in `general.file_type`, and rules by matrix.
-
-    A matrix's rules are pairs of a type and a condition (a key of `_HOLDS`). The first condition that holds decides.
-    """
+    """A mix: the type of matrices without a rule, its number in `general.file_type`, and rules by matrix. A matrix's
+    rules are pairs of a type and a condition (a key of `_HOLDS`). The first condition that holds decides."""
 
     name: str
     base: GgmlType
@@ -125,13 +123,8 @@ _HOLDS: Mapping[str, Callable[[int, About], bool]] = {
 }
 
 _SMALLER: Mapping[str, str] = {
-    "Q2_K": "Q4_0",
-    "Q3_K": "Q4_0",
-    "Q4_K": "Q5_0",
-    "Q5_K": "Q5_1",
-    "Q6_K": "Q8_0",
-    "IQ4_XS": "IQ4_NL",
-}
+    "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL",
+}  # fmt: skip
 """Types of blocks of 32 for rows that 256 does not divide."""
 
 
@@ -148,9 +141,7 @@ def scheme(kind: GgmlType) -> Scheme:
 
 def choose(mix: Mix, matrix: str, layer: int, columns: int, about: About) -> tuple[GgmlType, str | None]:
     """Return the type of a matrix with rows of `columns`, and the name of the mix's type where its blocks do not fit.
-
-    `matrix` is its name in files without layer and `.weight`; `layer` is ignored for `token_embd` and `output`.
-    """
+    `matrix` is its name in files without layer and `.weight`; `layer` is ignored for `token_embd` and `output`."""
     kind = mix.base if mix.base.name in DENSE else TYPES[_by_rule(mix, matrix, layer, columns, about)]
     if columns % kind.elements == 0:
         return kind, None
@@ -164,11 +155,8 @@ def _by_rule(mix: Mix, matrix: str, layer: int, columns: int, about: About) -> s
     base = mix.base.name
     if matrix == HEAD or (matrix == EMBED and about.tied):
         return "Q8_0" if columns % mix.base.elements else base if base == "Q8_0" else "Q6_K"
-    rules = mix.rules.get(matrix, ())
-    found = next((kind for kind, when in rules if _HOLDS[when](layer, about)), base)
-    if matrix == VALUES and about.seventy and found in ("Q3_K", "Q4_K"):
-        return "Q5_K"
-    return found
+    found = next((kind for kind, when in mix.rules.get(matrix, ()) if _HOLDS[when](layer, about)), base)
+    return "Q5_K" if matrix == VALUES and about.seventy and found in ("Q3_K", "Q4_K") else found
 
 
 def _more(layer: int, layers: int) -> bool:

@@ -22,21 +22,19 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats.codecs.ggml import GgmlType
 from attar.formats.codecs.ggml_blocks import Blocks, pack
 from attar.formats.packing import row_slices
 
 
 def encode(kind: GgmlType, values: Tensor) -> Tensor:
-    """Encode values [..., I] of any float dtype as rows of blocks, uint8 [..., bytes of a row].
-
-    Raises ValueError for a type that has no such recipe, for a row that is not whole blocks, and, except for F32 and
-    BF16, for a NaN, an infinity, or a value that overflows the type.
-    """
+    """Encode values [..., I] of any float dtype as rows of blocks, uint8 [..., bytes of a row]. Raises ValueError for a
+    type that has no such recipe, for a row that is not whole blocks, and, except for F32 and BF16, for a NaN, an
+    infinity, or a value that overflows the type."""
     if kind.name not in _ENCODE:
-        raise ValueError(f"{kind.name} is not rounded to nearest: {', '.join(_ENCODE)} are")
-    row_bytes = kind.row_bytes(values.shape[-1])
-    raw = torch.empty((*values.shape[:-1], row_bytes), dtype=torch.uint8, device=values.device)
+        raise UserError("scheme_unsupported", f"{kind.name} is not rounded to nearest: {', '.join(_ENCODE)} are")
+    raw = torch.empty((*values.shape[:-1], kind.row_bytes(values.shape[-1])), dtype=torch.uint8, device=values.device)
     blocks, flat = values.reshape(-1, kind.elements), raw.view(-1, kind.block_bytes)
     for part in row_slices(len(blocks), kind.elements):
         flat[part] = _ENCODE[kind.name](kind, blocks[part].float())
@@ -52,13 +50,16 @@ def checked(scale: Tensor, kind: GgmlType) -> Tensor:
     """Return a scale as fp16. Raises ValueError where it is not finite, as it is wherever a value was not."""
     half = scale.half()
     if not half.isfinite().all():
-        raise ValueError(f"cannot be stored as {kind.name}: a block holds a NaN, an infinity, or values beyond fp16")
+        raise UserError(
+            "not_finite", f"cannot be stored as {kind.name}: a block holds a NaN, an infinity, or values beyond fp16"
+        )
     return half
 
 
-def _inverse(d: Tensor) -> Tensor:
-    inverse = 1 / d
-    return inverse.where(inverse.isfinite(), 0.0)
+def inverse(d: Tensor) -> Tensor:
+    """Return 1 / d, and zero where that is not finite."""
+    found = 1 / d
+    return found.where(found.isfinite(), 0.0)
 
 
 def _symmetric(kind: GgmlType, x: Tensor, half_range: int) -> Blocks:
@@ -66,7 +67,7 @@ def _symmetric(kind: GgmlType, x: Tensor, half_range: int) -> Blocks:
     # A tensor: CUDA would turn division by a plain number into a product with its reciprocal.
     d = extreme / torch.tensor(-half_range, dtype=torch.float32, device=x.device)
     scale = checked(d, kind)
-    codes = (x * _inverse(d) + (half_range + 0.5)).trunc().clamp_(0, 2 * half_range - 1)
+    codes = (x * inverse(d) + (half_range + 0.5)).trunc().clamp_(0, 2 * half_range - 1)
     return Blocks(codes.to(torch.int16) - half_range, scale)
 
 
@@ -74,14 +75,13 @@ def _affine(kind: GgmlType, x: Tensor, top: int) -> Blocks:
     low, high = x.aminmax(dim=1, keepdim=True)
     d = (high - low) / torch.tensor(top, dtype=torch.float32, device=x.device)
     scale, offset = checked(d, kind), checked(low, kind)
-    codes = ((x - low) * _inverse(d) + 0.5).trunc().clamp_(0, top)
-    return Blocks(codes.to(torch.int16), scale, offset)
+    return Blocks(((x - low) * inverse(d) + 0.5).trunc().clamp_(0, top).to(torch.int16), scale, offset)
 
 
 def _q8_0(kind: GgmlType, x: Tensor) -> Blocks:
     d = x.abs().amax(1, keepdim=True) / torch.tensor(127.0, device=x.device)
     scale = checked(d, kind)
-    scaled = x * _inverse(d)
+    scaled = x * inverse(d)
     magnitude = scaled.abs()
     whole = magnitude.floor()
     codes = scaled.sign() * (whole + (2 * (magnitude - whole)).floor())
@@ -109,15 +109,11 @@ CODED = frozenset(_CODED)
 """Names of the types that `coded` rounds."""
 
 
-def _packed(kind: GgmlType, x: Tensor) -> Tensor:
-    return pack(kind, coded(kind, x))
-
-
 _ENCODE: Mapping[str, Callable[[GgmlType, Tensor], Tensor]] = {
     "F32": lambda _, x: x.contiguous().view(torch.uint8),
     "F16": lambda kind, x: checked(x, kind).view(torch.uint8),
     "BF16": _bf16,
-    **dict.fromkeys(_CODED, _packed),
+    **dict.fromkeys(_CODED, lambda kind, x: pack(kind, coded(kind, x))),
 }
 
 ROUNDED = frozenset(_ENCODE)

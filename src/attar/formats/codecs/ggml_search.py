@@ -30,15 +30,16 @@ Not done: choices across blocks (GPTQ's compensation), which need the Hessian.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats.codecs.ggml import IQ4_VALUES, GgmlType
 from attar.formats.codecs.ggml_blocks import Blocks, pack, to_values
-from attar.formats.codecs.ggml_round import CODED, checked, coded
+from attar.formats.codecs.ggml_round import CODED, checked, coded, inverse
 
 CANDIDATES = 13  # scales tried for a group, for each end of its grid
 POLISH = 2  # rounds of rounding and fitting the best again
@@ -52,12 +53,10 @@ MOST = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class Form:
-    """A type's blocks: groups of `group` weights on a grid of values, under integer scales or none.
-
-    `scales` is the range of a group's integer, None where a block is one group under its fp16 scale alone. An affine
-    type subtracts a second integer, of the same range, times a second fp16 scale (adds an fp16 offset of either sign,
-    where a block is one group); its codes are never negative.
-    """
+    """A type's blocks: groups of `group` weights on a grid of values, under integer scales or none. `scales` is the
+    range of a group's integer, None where a block is one group under its fp16 scale alone. An affine type subtracts a
+    second integer, of the same range, times a second fp16 scale (adds an fp16 offset of either sign, where a block is
+    one group); its codes are never negative."""
 
     group: int
     values: tuple[int, ...]
@@ -97,7 +96,7 @@ def encode(kind: GgmlType, values: Tensor, importance: Tensor | None = None) -> 
     times its largest code would reach further.
     """
     if kind.name not in FORMS:
-        raise ValueError(f"{kind.name} is not encoded by search: {', '.join(FORMS)} are")
+        raise UserError("scheme_unsupported", f"{kind.name} is not encoded by search: {', '.join(FORMS)} are")
     form, row_bytes = FORMS[kind.name], kind.row_bytes(values.shape[-1])
     weights = torch.ones((), device=values.device) if importance is None else importance.float()
     if not (weights.isfinite() & (weights >= 0)).all():
@@ -111,19 +110,15 @@ def encode(kind: GgmlType, values: Tensor, importance: Tensor | None = None) -> 
         x = blocks[part].float().view(-1, kind.elements // form.group, form.group)
         checked(x.abs().amax((1, 2)), kind)
         w, alone, counts = _ratios(weights[part].reshape(x.shape))
-        search = _affine_blocks if form.affine else _blocks
-        found = search(kind, form, x, alone, counts)
+        found = (_affine_blocks if form.affine else _blocks)(kind, form, x, alone, counts)
         raw[part] = pack(kind, _better(found, _plain(kind, form, x), x.flatten(1), w.flatten(1)))
     return raw.view(*values.shape[:-1], row_bytes)
 
 
 def _ratios(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return importances [N, G, group] scaled to a largest of one a block, then a group, and the counts of groups [N,
-    G, 1].
-
-    Only ratios count; after scaling, sums neither overflow nor vanish. A group that counts for nothing is fitted
-    nevertheless, at nearly no cost to the others.
-    """
+    G, 1]. Only ratios count; after scaling, sums neither overflow nor vanish. A group that counts for nothing is fitted
+    nevertheless, at nearly no cost to the others."""
     tiny = torch.finfo(torch.float32).tiny
     counts = w.amax(2, keepdim=True)
     most = counts.amax(1, keepdim=True)
@@ -158,21 +153,10 @@ class _Grid:
         cells = y.mul_(2).ceil_().clamp_(2 * self.low, 2 * self.high).sub_(2 * self.low).to(torch.int32)
         return self.nearest_of.index_select(0, cells.flatten()).view(y.shape)
 
-    def ends(self) -> Iterator[float]:
-        """Yield divisors of a group's extreme value: near the least and near the largest value."""
-        for end in (self.low, self.high):
-            for i in range(CANDIDATES):
-                yield end + self.step * (2.4 * i / (CANDIDATES - 1) - 1.2)
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    inverse = 1 / scale
-    return inverse.where(inverse.isfinite(), 0.0)
-
 
 def _over(x: Tensor, scale: Tensor) -> Tensor:
     """Return x / scale, and zero where the scale is zero."""
-    return x * _inverse(scale)
+    return x * inverse(scale)
 
 
 def _half(d: Tensor, kind: GgmlType) -> Tensor:
@@ -180,19 +164,22 @@ def _half(d: Tensor, kind: GgmlType) -> Tensor:
     return checked(d.clamp(-MOST, MOST), kind).float()
 
 
-def _keep(better: Tensor, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(torch.where(better.view(-1, *([1] * (n.ndim - 1))), n, o) for n, o in zip(new, old, strict=True))
+def _least(found: tuple[Tensor, ...], best: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return `found` where its error, the first of its tensors, is less than that of `best`, if there is one yet."""
+    if not best:
+        return found
+    better = found[0] < best[0]
+    places = [better[(..., *[None] * (each.ndim - better.ndim))] for each in found]
+    return tuple(torch.where(*each) for each in zip(places, found, best, strict=True))
 
 
 # The plain rounding of a block
 
 
 def _plain(kind: GgmlType, form: Form, x: Tensor) -> Blocks:
-    """Return blocks x [N, G, group] without a search.
-
-    Types that `ggml_round` knows get its rounding. For the others, groups' scales and minimums follow from their
-    extreme values and are rounded to integers of the largest, and codes are the nearest.
-    """
+    """Return blocks x [N, G, group] without a search. Types that `ggml_round` knows get its rounding. For the others,
+    groups' scales and minimums follow from their extreme values and are rounded to integers of the largest, and codes
+    are the nearest."""
     if kind.name in CODED:
         return coded(kind, x.flatten(1))
     grid = _Grid(form, x.device)
@@ -246,10 +233,8 @@ def _better(found: Blocks, plain: Blocks, x: Tensor, w: Tensor) -> Blocks:
 
 
 def _fit(x: Tensor, w: Tensor, codes: Tensor, spare: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the scale [..., 1] of codes that fits x best, and how much of sum w x^2 it explains [...].
-
-    Overwrites `codes`, and `spare` where it is given: allocating memory each time takes longer than the sums.
-    """
+    """Return the scale [..., 1] of codes that fits x best, and how much of sum w x^2 it explains [...]. Overwrites
+    `codes`, and `spare` where it is given: allocating memory each time takes longer than the sums."""
     weighted = torch.mul(w, codes, out=spare)
     bottom = codes.mul_(weighted).sum(-1)
     top = weighted.mul_(x).sum(-1)
@@ -263,12 +248,12 @@ def _group_scales(grid: _Grid, x: Tensor, w: Tensor) -> Tensor:
     best = torch.zeros_like(extreme)
     gained = torch.full_like(extreme[..., 0], -1.0)
     spare, other = torch.empty_like(x), torch.empty_like(x)
-    for end in grid.ends():
-        scale, gain = _fit(x, w, grid.nearest(torch.mul(x, _inverse(extreme / end), out=spare)), other)
-        better = gain > gained
-        best, gained = torch.where(better[..., None], scale, best), torch.where(better, gain, gained)
-    for _ in range(POLISH):
-        scale, gain = _fit(x, w, grid.nearest(torch.mul(x, _inverse(best), out=spare)), other)
+    # Divisors of the extreme value: near the least and near the largest value.
+    tries = [2.4 * i / (CANDIDATES - 1) - 1.2 for i in range(CANDIDATES)]
+    ends = [end + grid.step * each for end in (grid.low, grid.high) for each in tries]
+    for end in (*ends, *[None] * POLISH):
+        by = inverse(best if end is None else extreme / end)
+        scale, gain = _fit(x, w, grid.nearest(torch.mul(x, by, out=spare)), other)
         better = gain > gained
         best, gained = torch.where(better[..., None], scale, best), torch.where(better, gain, gained)
     return best
@@ -284,17 +269,15 @@ def _blocks(kind: GgmlType, form: Form, x: Tensor, w: Tensor, counts: Tensor) ->
     w = w * counts
     low, high = form.scales
     extreme = scale.gather(1, scale.abs().argmax(1, keepdim=True))  # [N, 1, 1]
-    best: tuple[Tensor, ...] | None = None
+    best: tuple[Tensor, ...] = ()
     for end in (low, low + 1, high):  # the integer of the largest scale
         d = _half(extreme / end, kind)
         integers = _over(scale, d).round_().clamp_(low, high)
         for _ in range(ROUNDS):
             integers, codes, error = _best_integers(grid, x, w, d, integers, (low, high))
-            found = (error.sum(1), d, integers, codes)
-            best = found if best is None else _keep(found[0] < best[0], found, best)
+            best = _least((error.sum(1), d, integers, codes), best)
             fitted, _ = _fit(x.flatten(1), w.flatten(1), (integers * codes).flatten(1))
             d = _half(fitted[..., None], kind)
-    assert best is not None
     _, d, integers, codes = best
     return Blocks(_int16(codes, x), d[:, 0].half(), None, _int16(integers, integers))
 
@@ -303,33 +286,22 @@ def _best_integers(
     grid: _Grid, x: Tensor, w: Tensor, d: Tensor, integers: Tensor, bounds: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return each group's integer, tried one step up and down, its codes, and its error [N, G]."""
-    best: tuple[Tensor, ...] | None = None
+    best: tuple[Tensor, ...] = ()
     for step in (0, 1, -1):
         tried = (integers + step).clamp(*bounds)
         scale = d * tried
         codes = grid.nearest(_over(x, scale))
-        error = (scale * codes).sub_(x).square_().mul_(w).sum(2)
-        if best is None:
-            best = (tried, codes, error)
-        else:
-            better = error < best[2]
-            best = (
-                torch.where(better[..., None], tried, best[0]),
-                torch.where(better[..., None], codes, best[1]),
-                torch.where(better, error, best[2]),
-            )
-    assert best is not None
-    return best[0], best[1], best[2]
+        best = _least(((scale * codes).sub_(x).square_().mul_(w).sum(2), tried, codes), best)
+    error, tried, codes = best
+    return tried, codes, error
 
 
 # A scale and a minimum a group
 
 
 def _group_scales_and_offsets(top: int, x: Tensor, w: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return the best scale and offset of each group alone: [N, G, 1].
-
-    Scales are not negative, and offsets not positive unless they are `signed`.
-    """
+    """Return the best scale and offset of each group alone: [N, G, 1]. Scales are not negative, and offsets not
+    positive unless they are `signed`."""
     # All terms are in sqrt(w): a sum of squares is then a norm, and no product need be stored.
     root, total = w.sqrt(), w.sum(2, keepdim=True)
     mean = (w * x).sum(2, keepdim=True) / total
@@ -342,15 +314,15 @@ def _group_scales_and_offsets(top: int, x: Tensor, w: Tensor, signed: bool) -> t
     # First the candidate without a fit: from the least to the largest value.
     scale, offset = span / top, low
     codes, spare = torch.empty_like(x), torch.empty_like(x)
-    torch.mul(above, _inverse(scale), out=codes).round_().clamp_(0, top)
+    torch.mul(above, inverse(scale), out=codes).round_().clamp_(0, top)
     error = _square(codes.mul_(scale).sub_(above).mul_(root))
     steps = [top + 2.4 * i / (CANDIDATES - 1) - 1.2 for i in range(CANDIDATES)]
     for step in [*steps, *[0.0] * POLISH]:
-        inverse, bottom = (_inverse(span / step), low) if step else (_inverse(scale), offset)
+        by, bottom = (inverse(span / step), low) if step else (inverse(scale), offset)
         shifted = above if step else torch.sub(x, offset, out=spare)
         # Codes less the mean's code: all are zero where all are equal, and no sum is a small difference.
-        middle = ((mean - bottom) * inverse).round_().clamp_(0, top)
-        torch.mul(shifted, inverse, out=codes).round_().clamp_(0, top).sub_(middle).mul_(root)
+        middle = ((mean - bottom) * by).round_().clamp_(0, top)
+        torch.mul(shifted, by, out=codes).round_().clamp_(0, top).sub_(middle).mul_(root)
         second, first = _square(codes), torch.mul(codes, root, out=spare).sum(2, keepdim=True)
         across = torch.mul(codes, centred, out=spare).sum(2, keepdim=True)
         variance = second - first.square() / total
@@ -379,19 +351,18 @@ def _offset_blocks(kind: GgmlType, form: Form, x: Tensor, w: Tensor) -> Blocks:
     scale, offset = _group_scales_and_offsets(top, x, w, signed=True)
     codes, spare = torch.empty_like(x), torch.empty_like(x)
     mean = (w * x).sum(2, keepdim=True) / w.sum(2, keepdim=True)
-    best: tuple[Tensor, ...] | None = None
+    best: tuple[Tensor, ...] = ()
     # fp16 may be coarse beside a scale. So the fp16 numbers around the offset are tried, each with its best scale, and
     # the mean too: where nearly all weight lies on one value, the sum of the two should not miss it.
     for tried in (*(offset * each for each in NEIGHBOURS), mean):
         m = _half(tried, kind)
         d, shifted = _half(scale, kind), x - m
         for last in (False, True):
-            torch.mul(shifted, _inverse(d), out=codes).round_().clamp_(0, top)
+            torch.mul(shifted, inverse(d), out=codes).round_().clamp_(0, top)
             error = torch.mul(codes, d, out=spare).sub_(shifted).square_().mul_(w).sum((1, 2))
-            best = (error, d, m) if best is None else _keep(error < best[0], (error, d, m), best)
+            best = _least((error, d, m), best)
             if not last:
                 d = _half(_fit(shifted, w, codes, spare)[0].clamp(min=0), kind)
-    assert best is not None
     _, d, m = best
     codes = _over(x - m, d).round_().clamp_(0, top)
     return Blocks(_int16(codes, x), d[:, 0].half(), m[:, 0].half())
@@ -403,20 +374,18 @@ def _affine_blocks(kind: GgmlType, form: Form, x: Tensor, w: Tensor, counts: Ten
     limit, top = form.scales[1], form.values[-1]
     scale, offset = _group_scales_and_offsets(top, x, w, signed=False)
     least, w = offset.abs(), w * counts
-    best: tuple[Tensor, ...] | None = None
+    best: tuple[Tensor, ...] = ()
     for largest, rounds in ((limit, ROUNDS), (limit - 1, 1)):  # the integer of the largest scale
         d = _half(scale.amax(1, keepdim=True) / largest, kind)
         m = _half(least.amax(1, keepdim=True) / limit, kind)
         scales, mins = (_over(a, b).round_().clamp_(0, limit) for a, b in ((scale, d), (least, m)))
         for i in range(rounds):
             scales, mins, codes, error = _best_pairs(top, limit, x, w, d, m, scales, mins)
-            found = (error.sum(1), d, m, scales, mins, codes)
-            best = found if best is None else _keep(found[0] < best[0], found, best)
+            best = _least((error.sum(1), d, m, scales, mins, codes), best)
             if i < rounds - 1:
                 by_min = mins.expand(x.shape).flatten(1)
                 a, b = _block_fit(x.flatten(1), w.flatten(1), (scales * codes).flatten(1), by_min)
                 d, m = _half(a[..., None], kind), _half(b[..., None], kind)
-    assert best is not None
     _, d, m, scales, mins, codes = best
     integers = (_int16(each, each) for each in (scales, mins))
     return Blocks(_int16(codes, x), d[:, 0].half(), m[:, 0].half(), *integers)
@@ -446,7 +415,7 @@ def _best_pairs(
     top: int, limit: int, x: Tensor, w: Tensor, d: Tensor, m: Tensor, scales: Tensor, mins: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return each group's two integers, tried one step up and down, its codes, and its error [N, G]."""
-    best: tuple[Tensor, ...] | None = None
+    best: tuple[Tensor, ...] = ()
     for along in (0, 1, -1):
         least = (mins + along).clamp(0, limit)
         shifted = x + m * least
@@ -455,13 +424,7 @@ def _best_pairs(
             scale = d * tried
             codes = _over(shifted, scale).round_().clamp_(0, top)
             error = codes.mul_(scale).sub_(shifted).square_().mul_(w).sum(2, keepdim=True)
-            if best is None:
-                best = (error, tried, least)
-            else:
-                better = error < best[0]
-                new = (error, tried, least)
-                best = tuple(torch.where(better, n, o) for n, o in zip(new, best, strict=True))
-    assert best is not None
+            best = _least((error, tried, least), best)
     error, scales, mins = best
     codes = _over(x + m * mins, d * scales).round_().clamp_(0, top)
     return scales, mins, codes, error[..., 0]

@@ -22,10 +22,8 @@ ROWS = 128  # at once: the dynamic program's table is 17 MB for 16 centres
 
 
 def centres(x: Tensor, count: Tensor, number: int) -> Tensor:
-    """Return `number` centres of each row of x [R, I] under weights `count` [R, I]: float64, ascending.
-
-    A row whose weights are all zero counts all values alike.
-    """
+    """Return `number` centres of each row of x [R, I] under weights `count` [R, I]: float64, ascending. A row whose
+    weights are all zero counts all values alike."""
     parts = zip(x.split(ROWS), count.split(ROWS), strict=True)
     return torch.cat([_centres(some.double(), counts.double(), number) for some, counts in parts])
 
@@ -39,8 +37,7 @@ def _centres(x: Tensor, count: Tensor, number: int) -> Tensor:
     for _ in range(STEPS):
         inside, total = sums.gather(2, cells.expand(2, -1, -1)).diff(dim=2)
         found = torch.where(inside > 0, total / inside, found).cummax(1).values
-        ends = torch.searchsorted(x, (found[:, :-1] + found[:, 1:]) / 2)
-        cells = pad(pad(ends, (1, 0)), (0, 1), value=x.shape[1])
+        cells = pad(pad(torch.searchsorted(x, (found[:, :-1] + found[:, 1:]) / 2), (1, 0)), (0, 1), value=x.shape[1])
     return found
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats.packed import ALL, PackedTensor
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Scheme
@@ -40,7 +41,7 @@ def quantize(weight: Tensor, scheme: Scheme) -> PackedTensor:
         largest[part] = some.abs().amax(1)
         if not largest[part].isfinite().all():
             at = part.start + int((~largest[part].isfinite()).nonzero()[0])
-            raise ValueError(f"cannot quantize: row {at} holds a NaN or an infinity")
+            raise UserError("not_finite", f"cannot quantize: row {at} holds a NaN or an infinity")
         codes[part] = _round(some, largest[part][:, None])
     kept = torch.tensor(ROW_FORMAT, dtype=torch.uint8)
     return PackedTensor(scheme, (rows, columns), {"codes": codes, "absmax": largest, "format": kept})
@@ -62,7 +63,7 @@ def fake_quantize(x: Tensor, form: WeightFormat, scale: Tensor | None = None) ->
     assert isinstance(form, Outliers)
     assert scale is None, "the scale is that of the values at hand"
     if not x.isfinite().all():
-        raise ValueError("cannot quantize: the activations hold a NaN or an infinity")
+        raise UserError("not_finite", "cannot quantize: the activations hold a NaN or an infinity")
     outlier = x.abs() >= form.threshold
     rest = x.float().masked_fill(outlier, 0)
     largest = rest.abs().amax(-1, keepdim=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats.codecs import kmeans
 from attar.formats.packed import ALL, PackedTensor
 from attar.formats.packing import pack_words, row_slices, unpack_words
@@ -26,15 +27,15 @@ SENSITIVE = 0.0005  # share of a matrix that is stored apart for its sensitivity
 
 
 def quantize(weight: Tensor, scheme: Scheme, sensitivity: Tensor | None = None) -> PackedTensor:
-    """Round the weight [O, I] to a table for each row, found by k-means. `sensitivity` [O, I] is not negative.
-
-    Raises ValueError on a NaN or an infinity, on weights beyond the dtype of the table, and on sensitivities that are
-    negative or not finite.
-    """
+    """Round the weight [O, I] to a table for each row, found by k-means. `sensitivity` [O, I] is not negative. Raises
+    ValueError on a NaN or an infinity, on weights beyond the dtype of the table, and on sensitivities that are negative
+    or not finite."""
     form, (rows, columns) = _form(scheme), weight.shape
     numbers: torch.dtype = getattr(torch, form.numbers)
     if weight.abs().max() > torch.finfo(numbers).max or not weight.isfinite().all():
-        raise ValueError(f"cannot quantize: the weight holds a NaN, an infinity, or values beyond {form.numbers}")
+        raise UserError(
+            "not_finite", f"cannot quantize: the weight holds a NaN, an infinity, or values beyond {form.numbers}"
+        )
     if sensitivity is not None and not (sensitivity.isfinite() & (sensitivity >= 0)).all():
         raise ValueError("sensitivities must be finite and not negative")
     apart = outliers(weight, form.count((rows, columns)), sensitivity) if form.outliers else None
@@ -89,10 +90,8 @@ def _nearest(x: Tensor, table: Tensor) -> Tensor:
 def dequantize(
     packed: PackedTensor, dtype: torch.dtype = torch.float32, rows: slice = ALL, out: Tensor | None = None
 ) -> Tensor:
-    """Return the weight [O, I] in `dtype`, or some of its rows: added in float32, then rounded.
-
-    Raises ValueError where outliers of a damaged file lie outside of the matrix.
-    """
+    """Return the weight [O, I] in `dtype`, or some of its rows: added in float32, then rounded. Raises ValueError where
+    outliers of a damaged file lie outside of the matrix."""
     form, columns, parts = _form(packed.scheme), packed.shape[1], packed.parts
     words, table = parts["codes"][rows], parts["table"][rows]
     weight = torch.empty((len(words), columns), dtype=dtype, device=words.device) if out is None else out
@@ -113,7 +112,7 @@ def _add_outliers(values: Tensor, packed: PackedTensor, first: int) -> None:
     places = packed.parts["places"][begin:end].long()
     inside = begin >= 0 and len(places) == end - begin and bool((counts >= 0).all())
     if not inside or (len(places) and not 0 <= int(places.min()) <= int(places.max()) < values.shape[1]):
-        raise ValueError("outliers lie outside of the matrix: the file is damaged")
+        raise UserError("checkpoint_malformed", "outliers lie outside of the matrix: the file is damaged")
     at = torch.arange(len(values), device=values.device).repeat_interleave(counts)
     values.index_put_((at, places), packed.parts["extras"][begin:end].float(), accumulate=True)
 

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats.packed import ALL, PackedTensor
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Scheme
@@ -53,11 +54,9 @@ def values() -> Tensor:
 
 @cache
 def dynamic_values() -> Tensor:
-    """Return the 256 values of the second level, float32, in the order of their codes.
-
-    Seven decades end at 1, the i-th from below cut into 2^i equal steps from a tenth of its end; a value is the middle
-    of a step, with either sign. Zero and 1 make up the 256.
-    """
+    """Return the 256 values of the second level, float32, in the order of their codes. Seven decades end at 1, the i-th
+    from below cut into 2^i equal steps from a tenth of its end; a value is the middle of a step, with either sign. Zero
+    and 1 make up the 256."""
     found = [0.0, 1.0]
     for i in range(7):
         edges = torch.linspace(0.1, 1, (1 << i) + 1)
@@ -83,9 +82,7 @@ def _scaled(x: Tensor, largest: Tensor) -> Tensor:
 
 def quantize(weight: Tensor, scheme: Scheme) -> PackedTensor:
     """Round a weight [O, I] to the nearest values. The scheme's scale dtype becomes other readers' compute dtype.
-
-    Raises ValueError on a NaN or an infinity, and where 64 does not divide I.
-    """
+    Raises ValueError on a NaN or an infinity, and where 64 does not divide I."""
     rows, columns = weight.shape
     scheme.check(columns)
     codes = torch.empty((rows, columns // 2), dtype=torch.uint8, device=weight.device)
@@ -96,7 +93,7 @@ def quantize(weight: Tensor, scheme: Scheme) -> PackedTensor:
         codes[part] = pairs(_nearest(_scaled(blocks, largest[part][..., None]), values()).flatten(1))
     if not largest.isfinite().all():
         row, block = (~largest.isfinite()).nonzero()[0].tolist()
-        raise ValueError(f"cannot quantize: row {row}, block {block} holds a NaN or an infinity")
+        raise UserError("not_finite", f"cannot quantize: row {row}, block {block} holds a NaN or an infinity")
     flat, shape = largest.flatten(), (rows, columns)
     parts = {"codes": codes.view(-1, 1), "map": values().to(weight.device).clone()}
     if not _form(scheme).double:
@@ -121,12 +118,7 @@ def pairs(codes: Tensor) -> Tensor:
 def state(shape: tuple[int, int], scheme: Scheme, offset: float | None = None) -> Tensor:
     """Return the JSON that bitsandbytes stores with a weight, uint8 [256]; `offset` is the mean of rounded
     magnitudes."""
-    said: dict[str, Any] = {
-        "quant_type": "nf4",
-        "blocksize": BLOCK,
-        "dtype": scheme.scale_dtype,
-        "shape": list(shape),
-    }
+    said: dict[str, Any] = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": scheme.scale_dtype, "shape": list(shape)}
     assert (offset is not None) == _form(scheme).double
     if offset is not None:
         said |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
@@ -136,24 +128,23 @@ def state(shape: tuple[int, int], scheme: Scheme, offset: float | None = None) -
 
 
 def read_state(state: Tensor, double: bool = True) -> dict[str, Any]:
-    """Return the fields of a quantization state.
-
-    Raises ValueError where it is not the state of an NF4 weight in blocks of 64, with magnitudes that are `double`
-    quantized or not.
-    """
+    """Return the fields of a quantization state. Raises ValueError where it is not the state of an NF4 weight in blocks
+    of 64, with magnitudes that are `double` quantized or not."""
     try:
         said = json.loads(bytes(state.tolist()))
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise ValueError(f"the quantization state is not JSON: {error}") from None
+        raise UserError("quantization_invalid", f"the quantization state is not JSON: {error}") from None
     if not isinstance(said, dict):
-        raise ValueError("the quantization state is not a JSON object")
+        raise UserError("quantization_invalid", "the quantization state is not a JSON object")
     wanted = {"quant_type": "nf4", "blocksize": BLOCK, "nested_blocksize": NESTED_BLOCK if double else None}
     for key, value in wanted.items():
         if said.get(key) != value:
-            raise ValueError(f"the quantization state has {key} {said.get(key)!r}: attar reads {value!r}")
+            raise UserError(
+                "quantization_unsupported", f"the quantization state has {key} {said.get(key)!r}: attar reads {value!r}"
+            )
     offset = said.get("nested_offset")
     if double and not (isinstance(offset, int | float) and abs(offset) < LARGEST_OFFSET):
-        raise ValueError("the quantization state has no nested_offset that is a float32")
+        raise UserError("quantization_invalid", "the quantization state has no nested_offset that is a float32")
     return said
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats import affine, observers
 from attar.formats.packed import ALL, PackedTensor
 from attar.formats.packing import pack_words, row_slices, unpack_words
@@ -43,18 +44,15 @@ SHARES = tuple(9.0 + 0.5 * i for i in range(19))
 
 
 def quantize(weight: Tensor, scheme: Scheme, search: str = "minmax") -> PackedTensor:
-    """Round a weight [O, I] to nearest, as published (`minmax`) or searched (`mse`).
-
-    Raises ValueError on a NaN or an infinity, on groups that do not divide I and on a scale that overflows.
-    """
+    """Round a weight [O, I] to nearest, as published (`minmax`) or searched (`mse`). Raises ValueError on a NaN or an
+    infinity, on groups that do not divide I and on a scale that overflows."""
     rows, columns = weight.shape
     codes = torch.empty((rows, columns), dtype=torch.int8, device=weight.device)
     found = []
     for part in row_slices(rows, columns):
         some = weight[part].float()
         scale, factor, offset = levels_of(some, scheme, search)
-        units = some / scale.float()
-        codes[part] = (_round_twice if search == "minmax" else round_to)(units, factor, offset)
+        codes[part] = (_round_twice if search == "minmax" else round_to)(some / scale.float(), factor, offset)
         found.append((scale, factor, offset))
     scale, factor, offset = (torch.cat(each) for each in zip(*found, strict=True))
     return encode(codes, scale, factor, offset, scheme)
@@ -71,9 +69,8 @@ def levels_of(weight: Tensor, scheme: Scheme, search: str = "minmax") -> tuple[T
         low, high = observers.mse_range(weight, _grid(form))
         return _search(weight, low.clamp(max=0), high.clamp(min=0), dtype)
     scale = _stored(largest / PROTECTED, dtype)
-    wide = scale.float()
     bounds = torch.stack((low.clamp(max=0), high.clamp(min=0)))
-    low, high = (bounds / wide).round().clamp(-PROTECTED, PROTECTED)
+    low, high = (bounds / scale.float()).round().clamp(-PROTECTED, PROTECTED)
     factor = ((high - low) / LAST).round().clamp(min=1)
     offset = (-low / factor).round().clamp(0, LAST) * factor
     return scale, factor.to(torch.uint8), offset.to(torch.uint8)
@@ -145,7 +142,7 @@ def decode(packed: PackedTensor, rows: slice = ALL) -> Tensor:
     factor, offset = parts["factor"][rows].short(), parts["offset"][rows].short()
     found: Tensor = (codes.unflatten(1, (factor.shape[1], -1)) * factor[..., None] - offset[..., None]).flatten(1)
     if (offset > -LOWEST).any() or (found > HIGHEST).any():
-        raise ValueError("codes times factors, less offsets, are no int8: the file is damaged")
+        raise UserError("checkpoint_malformed", "codes times factors, less offsets, are no int8: the file is damaged")
     return found.to(torch.int8)
 
 
@@ -159,15 +156,14 @@ def dequantize(
     weight = torch.empty((len(words), packed.shape[1]), dtype=dtype, device=words.device) if out is None else out
     first = rows.indices(packed.shape[0])[0]
     for part in row_slices(*weight.shape):
-        numbers = decode(packed, slice(first + part.start, first + part.stop))
-        weight[part] = numbers.to(wide.dtype) * wide[part]
+        weight[part] = decode(packed, slice(first + part.start, first + part.stop)).to(wide.dtype) * wide[part]
     return weight
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
     stored = scale.to(dtype)
     if not stored.isfinite().all():
-        raise ValueError(f"a scale overflows {str(dtype).removeprefix('torch.')}: store scales as float32")
+        raise UserError("not_finite", f"a scale overflows {str(dtype).removeprefix('torch.')}: store scales as float32")
     return stored.masked_fill(stored == 0, torch.finfo(dtype).eps)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats.packed import ALL, PackedTensor, codec
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Grid, Scheme
@@ -23,11 +24,9 @@ from attar.formats.weight_formats import Sparse24
 
 
 def pack_24(dense: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a 2:4 sparse weight [O, I] into (values [O, I/2] in its dtype, places uint8 [O, I/8]); 8 divides I.
-
-    Groups with fewer than two nonzero weights keep zeros at their first places. Raises ValueError naming the first row
-    that has three in a group.
-    """
+    """Split a 2:4 sparse weight [O, I] into (values [O, I/2] in its dtype, places uint8 [O, I/8]); 8 divides I. Groups
+    with fewer than two nonzero weights keep zeros at their first places. Raises ValueError naming the first row that
+    has three in a group."""
     rows, columns = dense.shape
     Sparse24().check(columns)
     values = dense.new_empty((rows, columns // 2))
@@ -37,9 +36,10 @@ def pack_24(dense: Tensor) -> tuple[Tensor, Tensor]:
         kept = groups != 0
         if (many := kept.sum(-1) > 2).any():
             row, group = many.nonzero()[0].tolist()
-            raise ValueError(
+            raise UserError(
+                "sparsity_invalid",
                 f"row {part.start + row} is not 2:4 sparse: {int(kept[row, group].sum())} of the four weights from "
-                f"column {4 * group} on are not zero"
+                f"column {4 * group} on are not zero",
             )
         chosen = kept.byte().argsort(dim=-1, descending=True, stable=True)[..., :2].sort(-1).values
         values[part] = groups.gather(-1, chosen).flatten(1)
@@ -58,19 +58,19 @@ def unpack_24(values: Tensor, places: Tensor) -> Tensor:
     """Return the weight [R, I] of values [R, I/2] and places [R, I/8]; undoes `pack_24`."""
     nibbles = torch.stack((places & 15, places >> 4), -1).flatten(1)
     chosen = torch.stack((nibbles & 3, nibbles >> 2), -1).long()
-    dense = values.new_zeros((*nibbles.shape, 4))
-    return dense.scatter_(-1, chosen, values.unflatten(1, (-1, 2))).flatten(1)
+    return values.new_zeros((*nibbles.shape, 4)).scatter_(-1, chosen, values.unflatten(1, (-1, 2))).flatten(1)
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> PackedTensor:
     """Store a 2:4 sparse weight [O, I], its values rounded to their format. Raises ValueError like `pack_24` and that
     format."""
     values, places = pack_24(weight)
-    inner = _inner(scheme)
-    if inner is None:
+    if (inner := _inner(scheme)) is None:
         parts = {"values": values.to(getattr(torch, scheme.scale_dtype))}
         if not parts["values"].isfinite().all():
-            raise ValueError(f"cannot be stored as {scheme.scale_dtype}: a NaN, an infinity, or values beyond it")
+            raise UserError(
+                "not_finite", f"cannot be stored as {scheme.scale_dtype}: a NaN, an infinity, or values beyond it"
+            )
     else:
         parts = dict(codec(inner.weight.kind).quantize(values, inner).parts)
     return PackedTensor(scheme, (weight.shape[0], weight.shape[1]), {**parts, "places": places})
@@ -81,8 +81,7 @@ def dequantize(
 ) -> Tensor:
     """Return the weight [O, I] in `dtype`, or some of its rows."""
     places = packed.parts["places"][rows]
-    inner = _inner(packed.scheme)
-    if inner is None:
+    if (inner := _inner(packed.scheme)) is None:
         values = packed.parts["values"][rows].to(dtype)
     else:
         half = (packed.shape[0], packed.shape[1] // 2)

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attar.errors import UserError, code_of
 from attar.integrations.triton_server import pbtxt
 from attar.integrations.triton_server.pbtxt import Message
 from attar.protocol.scheduler_config import SchedulerConfig
@@ -86,21 +87,20 @@ WARNED = {
     "sink_token_length": "attention looks back as far as the model's own configuration says",
     "gpu_weights_percent": "all weights stay in memory",
     "guided_decoding_backend": "answers are not held to a grammar: requests that ask for it are refused",
-    "lora_cache_optimal_adapter_size": "adapters are not cached: --adapter NAME=FOLDER keeps each in memory",
-    "lora_cache_max_adapter_size": "adapters are not cached: --adapter NAME=FOLDER keeps each in memory",
-    "lora_cache_gpu_memory_fraction": "adapters are not cached: --adapter NAME=FOLDER keeps each in memory",
-    "lora_cache_host_memory_bytes": "adapters are not cached: --adapter NAME=FOLDER keeps each in memory",
-}
+    **dict.fromkeys((
+        "lora_cache_optimal_adapter_size", "lora_cache_max_adapter_size", "lora_cache_gpu_memory_fraction",
+        "lora_cache_host_memory_bytes",
+    ), "adapters are not cached: --adapter NAME=FOLDER keeps each in memory"),
+}  # fmt: skip
 HARMLESS = ("0", "1.0", "1")
 """Values of most parameters in `WARNED` that request nothing."""
 REFUSED = {
     "encoder_model_path": "models with an encoder are not served",
-    "medusa_choices": "speculation is not built",
-    "eagle_choices": "speculation is not built",
-    "lookahead_window_size": "speculation is not built",
-    "lookahead_ngram_size": "speculation is not built",
-    "lookahead_verification_set_size": "speculation is not built",
-}
+    **dict.fromkeys((
+        "medusa_choices", "eagle_choices", "lookahead_window_size", "lookahead_ngram_size",
+        "lookahead_verification_set_size",
+    ), "speculation is not built"),
+}  # fmt: skip
 READ = frozenset({
     "max_num_sequences", "max_num_tokens", "gpt_model_type", "batch_scheduler_policy", "max_tokens_in_paged_kv_cache",
     "kv_cache_free_gpu_mem_fraction", "max_beam_width", "decoding_mode", "num_nodes", "enable_chunked_context",
@@ -146,13 +146,8 @@ class Imported:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-compatible values."""
-        return {
-            "options": self.options,
-            "kv": self.kv,
-            "command": self.command(),
-            "notes": list(self.notes),
-            "warnings": list(self.warnings),
-        }
+        told = {"notes": list(self.notes), "warnings": list(self.warnings)}
+        return {"options": self.options, "kv": self.kv, "command": self.command(), **told}
 
 
 def load(path: Path) -> Imported:
@@ -161,7 +156,7 @@ def load(path: Path) -> Imported:
     try:
         return read(text)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise UserError(code_of(error), f"{path}: {error}") from None
 
 
 def read(text: str) -> Imported:
@@ -190,14 +185,14 @@ class _Reading:
     def _refuse(self) -> None:
         for name in ("ensemble_scheduling", "sequence_batching"):
             if self.root.all(name):
-                raise ValueError(f"{name}: this is no model of TensorRT-LLM: give the config.pbtxt of tensorrt_llm")
+                message = f"{name}: this is no model of TensorRT-LLM: give the config.pbtxt of tensorrt_llm"
+                raise UserError("file_wrong_kind", message)
         for name, known in (("backend", ("tensorrtllm", "python")), ("platform", ())):
             if (value := self.root.text(name)) and value not in known:
-                raise ValueError(f"{name}: {value[:80]!r} is not TensorRT-LLM's backend, the only one that is read")
-        strange = dict.fromkeys(_strange(self.root, "", FIELDS))
-        self.warnings += [
-            f"{name}: no field of a model's configuration that is known here; left out" for name in strange
-        ]
+                message = f"{name}: {value[:80]!r} is not TensorRT-LLM's backend, the only one that is read"
+                raise UserError("file_wrong_kind", message)
+        for name in dict.fromkeys(_strange(self.root, "", FIELDS)):
+            self.warnings.append(f"{name}: no field of a model's configuration that is known here; left out")
 
     def _parameters(self) -> dict[str, str]:
         """Return the parameters that are set, by the backend's names."""
@@ -205,17 +200,16 @@ class _Reading:
         for each in self.root.messages("parameters"):
             key = each.text("key")
             if not key:
-                raise ValueError("parameters: one has no key")
+                raise UserError("file_malformed", "parameters: one has no key")
             name = SPELT.get(key, key)
             if name in found:
-                raise ValueError(f"parameters: {key[:80]!r} is given twice")
+                raise UserError("file_malformed", f"parameters: {key[:80]!r} is given twice")
             found[name] = each.message("value").text("string_value").strip()
         return found
 
     def _sequences(self, parameters: Mapping[str, str]) -> None:
-        most = self.root.count("max_batch_size", 2**31 - 1)
-        if (runtime := _integer(parameters, "max_num_sequences")) is not None:
-            most = runtime
+        batch, runtime = self.root.count("max_batch_size", 2**31 - 1), _integer(parameters, "max_num_sequences")
+        most = batch if runtime is None else runtime
         if most is None:
             self.warnings.append(
                 "max_batch_size: not given, which Triton takes for 0, no batching; the usual number of sequences run "
@@ -240,9 +234,8 @@ class _Reading:
         if size := policy.count("max_queue_size", 2**32 - 1):
             self.options["max-waiting"] = size
         elif size == 0:
-            self.notes.append(
-                f"max_queue_size: 0 means no limit; attar's queue has one, {SchedulerConfig().max_waiting}"
-            )
+            usual = SchedulerConfig().max_waiting
+            self.notes.append(f"max_queue_size: 0 means no limit; attar's queue has one, {usual}")
         if policy.count("default_timeout_microseconds", 2**64 - 1):
             self.warnings.append(
                 "default_timeout_microseconds: time in the queue has no limit of its own; --deadline is of the whole"
@@ -261,7 +254,8 @@ class _Reading:
         delay = self.root.message("dynamic_batching").count("max_queue_delay_microseconds", 2**63) or 0
         strategy = parameters.get("gpt_model_type", "")
         if strategy and strategy.lower() not in (*INFLIGHT, "v1"):
-            raise ValueError(f"gpt_model_type: {strategy[:80]!r} is neither inflight_fused_batching nor V1")
+            message = f"gpt_model_type: {strategy[:80]!r} is neither inflight_fused_batching nor V1"
+            raise UserError("name_unknown", message)
         if strategy.lower() == "v1":
             self.options["policy"] = "dynamic" if delay else "static"
             if delay:
@@ -275,9 +269,8 @@ class _Reading:
                 )
         scheduler = parameters.get("batch_scheduler_policy", "")
         if scheduler.lower() not in ("", "max_utilization", "guaranteed_no_evict"):
-            raise ValueError(
-                f"batch_scheduler_policy: {scheduler[:80]!r} is neither max_utilization nor guaranteed_no_evict"
-            )
+            message = f"batch_scheduler_policy: {scheduler[:80]!r} is neither max_utilization nor guaranteed_no_evict"
+            raise UserError("name_unknown", message)
         pauses = scheduler.lower() == "max_utilization"
         self.options["max-preemptions"] = SchedulerConfig().max_preemptions if pauses else 0
         if not scheduler:
@@ -291,15 +284,16 @@ class _Reading:
         share = _share(parameters, "kv_cache_free_gpu_mem_fraction")
         cross = _share(parameters, "cross_kv_cache_fraction")
         if share == 0:
-            raise ValueError("kv_cache_free_gpu_mem_fraction: 0 leaves no room for keys and values")
+            message = "kv_cache_free_gpu_mem_fraction: 0 leaves no room for keys and values"
+            raise UserError("option_out_of_range", message)
         if cross is not None:
             self.notes.append("cross_kv_cache_fraction: of models with an encoder, which are not served")
         if tokens is not None:
             self.options["max-tokens-in-cache"] = tokens
-        self.options["kv-fraction"] = KV_FRACTION if share is None else share
+        self.options["kv-fraction"] = fraction = KV_FRACTION if share is None else share
         return {
             "max_tokens_in_paged_kv_cache": tokens,
-            "kv_cache_free_gpu_mem_fraction": KV_FRACTION if share is None else share,
+            "kv_cache_free_gpu_mem_fraction": fraction,
             "cross_kv_cache_fraction": CROSS_KV_FRACTION if cross is None else cross,
         }
 
@@ -307,14 +301,15 @@ class _Reading:
         if self.root.message("model_transaction_policy").flag("decoupled") is not None:
             self.notes.append("decoupled: every request may ask for a stream")
         if (beams := _integer(parameters, "max_beam_width")) is not None and beams > 1:
-            raise ValueError(f"max_beam_width: {beams} asks for beam search, which is not built")
+            raise UserError("feature_unsupported", f"max_beam_width: {beams} asks for beam search, which is not built")
         if (sampler := parameters.get("decoding_mode", "")) not in SAMPLERS:
-            raise ValueError(f"decoding_mode: {sampler[:80]} is not built: tokens are drawn, one at a time")
+            message = f"decoding_mode: {sampler[:80]} is not built: tokens are drawn, one at a time"
+            raise UserError("feature_unsupported", message)
         if (nodes := _integer(parameters, "num_nodes")) is not None and nodes > 1:
-            raise ValueError(f"num_nodes: {nodes}: a model is served by one machine")
+            raise UserError("feature_unsupported", f"num_nodes: {nodes}: a model is served by one machine")
         for name, reason in REFUSED.items():
             if parameters.get(name):
-                raise ValueError(f"{name}: {reason}")
+                raise UserError("feature_unsupported", f"{name}: {reason}")
         for name, says in (
             ("enable_chunked_context", "prompts are run in chunks of what a step has room for, to the same bits"),
             ("enable_kv_cache_reuse", "what prompts have in common is computed once, to the same bits"),
@@ -336,7 +331,7 @@ class _Reading:
             return
         listed = re.split("[,;]", ids)
         if not all(re.fullmatch("[0-9]{1,4}", each) for each in listed):
-            raise ValueError(f"gpu_device_ids: {ids[:80]!r} is no list of numbers")
+            raise UserError("option_malformed", f"gpu_device_ids: {ids[:80]!r} is no list of numbers")
         if len(listed) == 1:
             self.options["device"] = f"cuda:{int(ids)}"
         else:
@@ -375,7 +370,7 @@ def _truth(parameters: Mapping[str, str], name: str) -> bool | None:
     if not (text := parameters.get(name, "")):
         return None
     if text.lower() not in ("true", "false", "1", "0"):
-        raise ValueError(f"{name}: expected true or false, not {text[:80]!r}")
+        raise UserError("option_malformed", f"{name}: expected true or false, not {text[:80]!r}")
     return text.lower() in ("true", "1")
 
 
@@ -384,7 +379,7 @@ def _integer(parameters: Mapping[str, str], name: str) -> int | None:
     if not (text := parameters.get(name, "")):
         return None
     if not re.fullmatch("[0-9]{1,18}", text) or int(text) < 1:
-        raise ValueError(f"{name}: expected a number above 0, not {text[:80]!r}")
+        raise UserError("option_malformed", f"{name}: expected a number above 0, not {text[:80]!r}")
     return int(text)
 
 
@@ -393,5 +388,5 @@ def _share(parameters: Mapping[str, str], name: str) -> float | None:
     if not (text := parameters.get(name, "")):
         return None
     if not NUMBER.fullmatch(text) or not 0 <= (value := float(text)) <= 1:
-        raise ValueError(f"{name}: expected a number from 0 to 1, not {text[:80]!r}")
+        raise UserError("option_malformed", f"{name}: expected a number from 0 to 1, not {text[:80]!r}")
     return value

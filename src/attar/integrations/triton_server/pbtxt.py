@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from attar.errors import UserError
+
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
 LEAST, MOST = -(2**63), 2**64 - 1  # of int64 and uint64
@@ -77,16 +79,17 @@ class Message:
         """
         found = self.all(name)
         if len(found) > 1:
-            raise ValueError(f"{name} is given {len(found)} times")
+            raise UserError("file_malformed", f"{name} is given {len(found)} times")
         if found and isinstance(found[0], Hole):
-            raise ValueError(f"{name} is still ${{{found[0].name}}}: the template is to be filled in first")
+            message = f"{name} is still ${{{found[0].name}}}: the template is to be filled in first"
+            raise UserError("file_wrong_kind", message)
         return found[0] if found else None
 
     def messages(self, name: str) -> list[Message]:
         """Return the values of a field that holds messages."""
         found = [each for each in self.all(name) if isinstance(each, Message)]
         if len(found) < len(self.all(name)):
-            raise ValueError(f"{name}: expected {{ }}, not a value")
+            raise UserError("file_malformed", f"{name}: expected {{ }}, not a value")
         return found
 
     def message(self, name: str) -> Message:
@@ -98,14 +101,14 @@ class Message:
         """Return the value of a string field, empty where it is absent or is `${name}` alone."""
         value = self.one(name)
         if value is not None and not isinstance(value, str):
-            raise ValueError(f"{name}: expected a string in quotes")
+            raise UserError("file_malformed", f"{name}: expected a string in quotes")
         return "" if value is None or HOLE.fullmatch(value) else value
 
     def count(self, name: str, most: int) -> int | None:
         """Return the value of a number field, from 0 to `most`; None where it is absent."""
         value = self.one(name)
         if value is not None and (not isinstance(value, int) or not 0 <= value <= most):
-            raise ValueError(f"{name}: expected a number from 0 to {most}")
+            raise UserError("file_malformed", f"{name}: expected a number from 0 to {most}")
         return value
 
     def flag(self, name: str) -> bool | None:
@@ -113,7 +116,7 @@ class Message:
         value = self.one(name)
         word = value.text if isinstance(value, Word) else str(value) if isinstance(value, int) else ""
         if value is not None and word not in TRUTH:
-            raise ValueError(f"{name}: expected true or false")
+            raise UserError("file_malformed", f"{name}: expected true or false")
         return TRUTH.get(word)
 
 
@@ -126,18 +129,18 @@ def load(path: Path) -> str:
     with path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise ValueError(f"{path} is longer than {MAX_BYTES} bytes")
+        raise UserError("file_too_large", f"{path} is longer than {MAX_BYTES} bytes")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: byte {error.start} does not decode") from None
+        raise UserError("text_not_utf8", f"{path} is not UTF-8 text: byte {error.start} does not decode") from None
 
 
 def parse(text: str) -> Message:
     """Parse a text. Raises ValueError, naming the line, where it is not protobuf's text format or exceeds the
     bounds."""
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
-        raise ValueError(f"the text is longer than {MAX_BYTES} bytes")
+        raise UserError("file_too_large", f"the text is longer than {MAX_BYTES} bytes")
     return _Reader(text).message(None, 0)
 
 
@@ -325,5 +328,5 @@ class _Reader:
     def _shown(self) -> str:
         return "the end of the text" if self.kind == "end" else repr(self.token[:40])
 
-    def _error(self, sentence: str) -> ValueError:
-        return ValueError(f"line {self._line}: {sentence}")
+    def _error(self, sentence: str) -> UserError:
+        return UserError("file_malformed", f"line {self._line}: {sentence}")

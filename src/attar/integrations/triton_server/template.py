@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 from string import Template
 
+from attar.errors import UserError
 from attar.integrations.triton_server import pbtxt
 from attar.integrations.triton_server.config import KV_FRACTION, MICROSECONDS, SPELT
 from attar.integrations.triton_server.pbtxt import Message
@@ -51,9 +52,10 @@ def parse_values(text: str) -> dict[str, str]:
     for each in _split(text, ","):
         name, *rest = _split(each, ":")
         if not rest or not name.isidentifier():
-            raise ValueError(f"{each[:80]!r} is not NAME:VALUE; a comma within a value is written \\,")
+            message = f"{each[:80]!r} is not NAME:VALUE; a comma within a value is written \\,"
+            raise UserError("option_malformed", message)
         if name in found:
-            raise ValueError(f"{name} is given twice")
+            raise UserError("option_conflict", f"{name} is given twice")
         found[name] = ":".join(rest)
     return found
 
@@ -66,14 +68,15 @@ def fill(template: str, values: Mapping[str, str]) -> str:
     """
     holes = set(_holes(template))
     if strange := [name for name in values if name not in holes]:
-        raise ValueError(f"the template has no ${{{strange[0]}}}: it has {', '.join(sorted(holes)) or 'none'}")
+        message = f"the template has no ${{{strange[0]}}}: it has {', '.join(sorted(holes)) or 'none'}"
+        raise UserError("name_unknown", message)
     shape = list(pbtxt.paths(pbtxt.parse(template)))
     filled = Template(template).safe_substitute({**USUAL, **values})
     if (wrong := _against(filled, shape)) is not None:
         for name, value in values.items():
             if (alone := _against(Template(template).safe_substitute({name: value}), shape)) is not None:
-                raise ValueError(f"with {name}:{value[:80]} {alone}")
-        raise ValueError(f"with these values together {wrong}")
+                raise UserError("option_malformed", f"with {name}:{value[:80]} {alone}")
+        raise UserError("option_malformed", f"with these values together {wrong}")
     return filled
 
 
@@ -101,15 +104,14 @@ def values(
     """
     named = re.fullmatch(r"cpu|cuda(?::([0-9]{1,4}))?", device)
     if named is None:
-        raise ValueError(f"attar computes on cpu and cuda, not on {device[:80]}")
+        raise UserError("device_unsupported", f"attar computes on cpu and cuda, not on {device[:80]}")
     first = int(named[1] or 0)
+    delay = round(limits.max_delay * MICROSECONDS) if limits.policy == "dynamic" else 0
     return {
         "triton_backend": "tensorrtllm",
         "triton_max_batch_size": str(limits.together),
         "decoupled_mode": "true",
-        "max_queue_delay_microseconds": str(
-            round(limits.max_delay * MICROSECONDS) if limits.policy == "dynamic" else 0
-        ),
+        "max_queue_delay_microseconds": str(delay),
         "max_queue_size": str(limits.max_waiting),
         "batching_strategy": "inflight_fused_batching" if limits.policy == "continuous" else "V1",
         "batch_scheduler_policy": "max_utilization" if limits.max_preemptions else "guaranteed_no_evict",
@@ -133,7 +135,8 @@ def export(filled: Mapping[str, str], template: str | None = None) -> str:
     text = _template() if template is None else template
     holes = left(text)
     if not (known := {name: filled[name] for name in holes if name in filled}):
-        raise ValueError(f"the template has no ${{...}} to fill in: it asks for {', '.join(holes) or 'nothing'}")
+        message = f"the template has no ${{...}} to fill in: it asks for {', '.join(holes) or 'nothing'}"
+        raise UserError("file_wrong_kind", message)
     return fill(text, known)
 
 
@@ -148,12 +151,8 @@ def _template() -> str:
 
 
 def _holes(text: str) -> list[str]:
-    found = []
-    for match in Template.pattern.finditer(text):
-        name = match["named"] or match["braced"]
-        if name is not None:
-            found.append(name)
-    return found
+    found = (match["named"] or match["braced"] for match in Template.pattern.finditer(text))
+    return [name for name in found if name is not None]
 
 
 def _split(text: str, mark: str) -> list[str]:

@@ -31,10 +31,8 @@ def write_kv(
     out: Tensor | None = None,
     level: str | None = None,
 ) -> Tensor:
-    """Run `ops.write_kv` on float32 rows; the two norms are RMSNorms that differ in the weight alone.
-
-    `level` is for tests. Raises ValueError where shapes, dtypes, strides, slots or angles do not fit.
-    """
+    """Run `ops.write_kv` on float32 rows; the two norms are RMSNorms that differ in the weight alone. `level` is for
+    tests. Raises ValueError where shapes, dtypes, strides, slots or angles do not fit."""
     rows, heads, size = q.shape
     for name, heads_of, count in (("q", q, heads), ("k", k, pages.kv_heads), ("v", v, pages.kv_heads)):
         _check(name, heads_of, torch.float32, (rows, count, pages.head_dim), rows_apart=True)

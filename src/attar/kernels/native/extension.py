@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attar import env, machine
+from attar.errors import UserError
 from attar.kernels.native.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
     from attar._native import ProgressiveFactors as ProgressiveFactors
     from attar._native import ProgressiveMatrix as ProgressiveMatrix
 
-library: Any
-"""The extension itself, for the modules of this package; None where it does not load."""
+library: Any  # the extension itself, for the modules of this package; None where it does not load
 
 try:
     from attar import _native
@@ -48,15 +48,8 @@ def number_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
-    "embed": (torch.float32,),
-    "norm": (torch.float32,),
-    "linear": (torch.float32,),
-    "activate": (torch.float32,),
-    "quantize_rows_int8": (torch.float32, torch.bfloat16),
-    "write_kv": (torch.float32,),
-    "paged_attention": (torch.float32,),
-}
+_FLOAT32 = ("embed", "norm", "linear", "activate", "write_kv", "paged_attention")
+_DTYPES = dict.fromkeys(_FLOAT32, (torch.float32,)) | {"quantize_rows_int8": (torch.float32, torch.bfloat16)}
 """Operations that exist in C++, and the row dtypes they take."""
 
 
@@ -67,22 +60,19 @@ def supports(op: str, device: str, dtype: torch.dtype) -> str | None:
     if device != "cpu":
         return f"is for cpu tensors, not {device}"
     if dtype not in _DTYPES[op]:
-        names = " or ".join(str(known).removeprefix("torch.") for known in _DTYPES[op])
-        return f"takes {names} rows, not {str(dtype).removeprefix('torch.')}"
+        return f"takes {' or '.join(map(number_name, _DTYPES[op]))} rows, not {number_name(dtype)}"
     return _unavailable
 
 
 @functools.cache
 def cpu_level() -> str:
-    """Return the instruction set level of the kernels: the machine's highest, or `ATTAR_CPU`.
-
-    Raises ValueError where `ATTAR_CPU` asks for one that this machine cannot run.
-    """
-    available = library.levels()
-    forced = env.get().cpu
+    """Return the instruction set level of the kernels: the machine's highest, or `ATTAR_CPU`. Raises ValueError where
+    `ATTAR_CPU` asks for one that this machine cannot run."""
+    available, forced = library.levels(), env.get().cpu
     if forced is not None and forced not in available:
-        raise ValueError(
-            f"ATTAR_CPU={forced}, but this machine runs only {', '.join(available)}: unset it or choose one"
+        raise UserError(
+            "device_unsupported",
+            f"ATTAR_CPU={forced}, but this machine runs only {', '.join(available)}: unset it or choose one",
         )
     return forced or available[-1]
 
@@ -103,22 +93,17 @@ def openmp() -> bool:
 
 
 def fit_threads() -> None:
-    """Limit threads to the cores available: one for each pair of hyper-threads, and what a container may use.
-
-    The pool is the one of torch's own operations. `OMP_NUM_THREADS`, if set, takes precedence.
-    """
+    """Limit threads to the cores available: one for each pair of hyper-threads, and what a container may use. The pool
+    is the one of torch's own operations. `OMP_NUM_THREADS`, if set, takes precedence."""
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > machine.cores():
         torch.set_num_threads(machine.cores())
-
-
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Recording:
     """Native calls in the order they were made, and the tensors whose addresses they hold."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self.tensors: list[Tensor] = []
 
     def replay(self) -> None:
@@ -133,10 +118,8 @@ _workspace = Workspace()
 
 @contextmanager
 def record() -> Iterator[Recording]:
-    """Record every native call that this thread makes: the CPU's analogue of capturing a CUDA graph.
-
-    A torch operation that computes would be missing from the replay, so it raises RuntimeError.
-    """
+    """Record every native call that this thread makes: the CPU's analogue of capturing a CUDA graph. A torch operation
+    that computes would be missing from the replay, so it raises RuntimeError."""
     global _recording
     assert _recording is None, "recordings do not nest"
     _recording = recording = Recording()
@@ -160,15 +143,13 @@ class _OnlyViews(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        views = name == "__getitem__" and not any(isinstance(i, Tensor | list) for i in _indices(args[1]))
-        views |= name == "contiguous" and args[0].is_contiguous()
+        views = name == "contiguous" and args[0].is_contiguous()
+        if name == "__getitem__":
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            views = not any(isinstance(i, Tensor | list) for i in index)
         if name not in self.LOOKS and not views:
             raise RuntimeError(f"{name} is computed by torch, so a recorded step would lose it")
         return func(*args, **(kwargs or {}))
-
-
-def _indices(index: Any) -> tuple[Any, ...]:
-    return index if isinstance(index, tuple) else (index,)
 
 
 def call(function: Callable[..., Any], *args: Any) -> Any:
@@ -198,5 +179,5 @@ def prefer_huge_pages(tensor: Tensor) -> None:
 
 
 def release() -> None:
-    """Return idle memory of results to the system."""
+    """Return idle memory of results to the system, for programs that are short of memory between models."""
     _workspace.free.clear()

@@ -18,22 +18,20 @@ from attar.formats.codecs.llm_int8 import LARGEST
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Grid, Scheme
-from attar.formats.weight_formats import Fp8Blocks, GgmlBlocks, Progressive, Sparse24
+from attar.formats.weight_formats import Fp8Blocks, GgmlBlocks, Lookup, Progressive, Sparse24
 from attar.kernels.native.extension import library
 from attar.kernels.native.layouts import FLOATS, LANES, Layout
 
 if TYPE_CHECKING:
-    from attar.kernels.native.extension import Arena, Matrix, ProgressiveMatrix
+    from attar.kernels.native.extension import Arena, LookupMatrix, Matrix, ProgressiveMatrix
 
 Arrays = tuple[Tensor, Tensor, Tensor | None]
 """Arrays of R rows: codes [R, I], a byte each; scales [R, G]; zero points int8 [R, G], or None."""
 
 
 def pack_progressive(weight: PackedTensor, arena: Arena) -> ProgressiveMatrix:
-    """Lay a weight of two levels out in the memory of `arena`: `csrc/progressive.cpp` says how rows meet it.
-
-    Raises ValueError where a damaged file has numbers that are no int8.
-    """
+    """Lay a weight of two levels out in the memory of `arena`: `csrc/progressive.cpp` says how rows meet it. Raises
+    ValueError where a damaged file has numbers that are no int8."""
     form, (rows, columns) = weight.scheme.weight, weight.shape
     assert isinstance(form, Progressive)
     codes, factor, offset = (weight.parts[name].contiguous() for name in ("codes", "factor", "offset"))
@@ -44,15 +42,36 @@ def pack_progressive(weight: PackedTensor, arena: Arena) -> ProgressiveMatrix:
     return made
 
 
+def pack_lookup(weight: PackedTensor, arena: Arena) -> LookupMatrix:
+    """Lay a weight of tables out in the memory of `arena`: `csrc/lookup.h` draws the layout. Raises ValueError where a
+    damaged file's outliers lie outside of it."""
+    form, (rows, columns), parts = weight.scheme.weight, weight.shape, weight.parts
+    assert isinstance(form, Lookup)
+    count, starts, places, extras = 0, *(torch.empty(0, dtype=torch.int32),) * 2, torch.empty(0)
+    if form.outliers:
+        starts, places = parts["starts"].contiguous(), parts["places"].contiguous()
+        count, extras = len(places), parts["extras"].float().contiguous()
+    made: LookupMatrix = library.make_lookup(
+        arena, rows, columns, form.bits, count, starts.data_ptr(), places.data_ptr(), extras.data_ptr()
+    )
+    for part in row_slices(rows, columns):
+        signed = packing.unpack_words(parts["codes"][part], form.bits, columns)
+        codes = (signed + (1 << form.bits - 1)).to(torch.uint8).contiguous()
+        tables = parts["table"][part].float().contiguous()
+        library.fill_lookup(made, part.start, len(codes), codes.data_ptr(), tables.data_ptr())
+    return made
+
+
 def pack(weight: PackedTensor, layout: Layout, arena: Arena) -> Matrix:
     """Lay the weight out in the memory of `arena`. Raises ValueError where the shape has no kernel."""
     (rows, columns), form = weight.shape, weight.scheme.weight
     if layout.number in FLOATS:
-        return _pack_sparse(weight, layout, arena)
+        assert layout.sparse
+        values, places = weight.parts["values"].contiguous(), weight.parts["places"].contiguous()
+        sparse: Matrix = library.pack_sparse(arena, values.data_ptr(), places.data_ptr(), rows, columns, layout.number)
+        return sparse
     layout = layout.of(columns)
-    table = list(layout.table)
-    if form.kind == "nf4":
-        table = weight.parts["map"].tolist()
+    table = weight.parts["map"].tolist() if form.kind == "nf4" else list(layout.table)
     made: Matrix = library.make_matrix(
         arena, rows, columns, layout.number, layout.bits, layout.group or columns, layout.scale, layout.zeros,
         layout.offsets, layout.fine, table,
@@ -71,13 +90,6 @@ def pack(weight: PackedTensor, layout: Layout, arena: Arena) -> Matrix:
         zero = None if zero is None else zero.contiguous()
         at = 0 if zero is None else zero.data_ptr()
         library.fill_rows(made, first, part.stop - first, codes.data_ptr(), scale.data_ptr(), at)
-    return made
-
-
-def _pack_sparse(weight: PackedTensor, layout: Layout, arena: Arena) -> Matrix:
-    assert layout.sparse
-    values, places = weight.parts["values"].contiguous(), weight.parts["places"].contiguous()
-    made: Matrix = library.pack_sparse(arena, values.data_ptr(), places.data_ptr(), *weight.shape, layout.number)
     return made
 
 
@@ -128,8 +140,7 @@ def _fp8_blocks(weight: PackedTensor, layout: Layout, rows: slice) -> Arrays:
 def _fp4(weight: PackedTensor, layout: Layout, rows: slice) -> Arrays:
     """Return codes that stand for twice their values, which are then whole."""
     stored = weight.parts["codes"][rows]
-    codes = torch.stack((stored & 15, stored >> 4), -1).flatten(1)
-    return codes, fp4.factors(weight, rows) * 0.5, None
+    return torch.stack((stored & 15, stored >> 4), -1).flatten(1), fp4.factors(weight, rows) * 0.5, None
 
 
 def _nf4(weight: PackedTensor, layout: Layout, rows: slice) -> Arrays:
@@ -144,12 +155,6 @@ def _int8_rows(weight: PackedTensor, layout: Layout, rows: slice) -> Arrays:
 
 
 _ARRAYS: Mapping[str, Callable[[PackedTensor, Layout, slice], Arrays]] = {
-    "int": _grid,
-    "e4m3": _grid,
-    "e5m2": _grid,
-    "fp8-block": _fp8_blocks,
-    "fp4": _fp4,
-    "nf4": _nf4,
-    "llm-int8": _int8_rows,
-    "sparse24": _sparse,
-}
+    "int": _grid, "e4m3": _grid, "e5m2": _grid, "fp8-block": _fp8_blocks, "fp4": _fp4, "nf4": _nf4,
+    "llm-int8": _int8_rows, "sparse24": _sparse,
+}  # fmt: skip

@@ -11,6 +11,8 @@ A layout holds a weight's values exactly, in one of three ways:
 A layout may take more bits than the file: GGML's six-bit scales become bytes, scales of eight bits become floats, and
 2:4 sparse codes get their zeros back, because codes and places together are hardly fewer bits than codes alone. Codes
 of two levels (`progressive`) and tables for each row (`lookup`) have layouts of their own.
+
+`weight_against` tells from a scheme alone whether the kernels multiply by it, so that a plan can ask what will run.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from attar.formats import weight_formats
 from attar.formats.codecs.ggml import FP4_VALUES, IQ4_VALUES
 from attar.formats.scheme import FLOAT8, ITEM_BITS, Grid, Scheme
-from attar.formats.weight_formats import Fp4, Fp8Blocks, GgmlBlocks, Int8Rows, Nf4, Sparse24, WeightFormat
+from attar.formats.weight_formats import Fp4, Fp8Blocks, GgmlBlocks, Int8Rows, Lookup, Nf4, Progressive, Sparse24
 
 LANES = 16  # outputs that lie together
 RUN = 32  # columns that codes are packed together in
@@ -92,15 +95,13 @@ _GGML: Mapping[str, Layout] = {
     "MXFP4": Layout(bits=4, group=32, scale="bfloat16", table=FP4_VALUES),
     "NVFP4": Layout(bits=4, group=16, scale="bfloat16", table=FP4_VALUES),
 }
-GGML = frozenset(_GGML)
-"""GGML types whose blocks have a layout."""
-
+GGML = frozenset(_GGML)  # types whose blocks have a layout
 _NF4 = (0.5,) * 16  # whatever the file says: not whole
 
 
 def layout_of(scheme: Scheme) -> Layout | None:
     """Return the layout of weights of this scheme, or None where they have none yet."""
-    form: WeightFormat = scheme.weight
+    form: weight_formats.WeightFormat = scheme.weight
     match form:
         case Grid(kind="int"):
             return _of_codes(form, form.group_size, scheme)
@@ -131,3 +132,26 @@ def _of_codes(grid: Grid, group: int | None, scheme: Scheme) -> Layout:
     number: Number = "codes" if in_runs else "int8"
     bits = grid.bits if in_runs else 0
     return Layout(number, bits, group, scheme.scale_dtype, zeros=not grid.symmetric)
+
+
+def weight_against(scheme: Scheme) -> str | None:
+    """Return a readable reason why the reference multiplies by such a weight, or None where a kernel does."""
+    grid, rounding = scheme.weight, scheme.activation
+    if isinstance(grid, Progressive):
+        return None if rounding is not None else "weights of two levels meet rows of int8 alone"
+    if isinstance(grid, Lookup):
+        return None
+    layout = layout_of(scheme)
+    if layout is None:
+        return f"{grid.name} weights have no CPU kernel yet"
+    if rounding is None or isinstance(rounding, Fp4 | weight_formats.Outliers):
+        return None
+    if not isinstance(rounding, Grid):
+        return f"activations in {rounding.name} have no CPU kernel yet"
+    if rounding.kind == "int" and (rounding.bits != 8 or not rounding.symmetric):
+        return "integer activations other than symmetric int8 have no CPU kernel yet"
+    if rounding.kind == "int" and not layout.whole:
+        return f"rows of int8 do not go with {grid.name} weights in the CPU kernels"
+    if rounding.granularity == "tensor" and not scheme.static:
+        return "one activation scale for all rows of a call would tie them to each other"
+    return None

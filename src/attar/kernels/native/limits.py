@@ -28,13 +28,10 @@ class Limits:
 
 
 def measure(read: int | None = None, of: Callable[[list[float]], float] = statistics.median) -> Limits:
-    """Measure the machine's rates: medians of five runs, or another function `of` their seconds.
-
-    It takes some tenths of a second. With `read`, so many bytes are read, which may fit a cache.
-    """
+    """Measure the machine's rates: medians of five runs, or another function `of` their seconds. It takes some tenths
+    of a second. With `read`, so many bytes are read, which may fit a cache."""
     size = -(-(READ if read is None else read) // PAGE) * PAGE
-    level = extension.cpu_level()
-    arena = library.Arena()
+    level, arena = extension.cpu_level(), library.Arena()
     memory = arena.allocate(size)
     ctypes.memset(memory, 1, size)  # unwritten memory is one page of zeros, and in cache
     return Limits(

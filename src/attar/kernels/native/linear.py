@@ -20,27 +20,18 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats import packing
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid, Scheme
 from attar.formats.weight_formats import Fp4, GgmlBlocks, Lookup, Outliers, Progressive
-from attar.kernels.native import capabilities, extension, filling, lookup
+from attar.kernels.native import extension, filling
 from attar.kernels.native.extension import library
-from attar.kernels.native.layouts import RUN, layout_of
+from attar.kernels.native.layouts import RUN, layout_of, weight_against
 from attar.kernels.operands import Activation, Linear
 
 if TYPE_CHECKING:
-    from attar.kernels.native.extension import (
-        Arena,
-        Factors,
-        LookupFactors,
-        LookupMatrix,
-        Matrix,
-        ProgressiveFactors,
-        ProgressiveMatrix,
-    )
-
-    Plan = list[Factors | LookupFactors | ProgressiveFactors]
+    Factors = extension.Factors | extension.LookupFactors | extension.ProgressiveFactors
 
 Activations = Literal["exact", "int8", "int8g128", "int8g32"]
 """Rounding of rows before a packed weight whose scheme has no quantized activations.
@@ -58,11 +49,11 @@ DENSE = (torch.float32, torch.bfloat16, torch.float16)
 class PackedWeight:
     """A weight [O, I] that only the native kernels can read."""
 
-    matrix: Matrix | LookupMatrix | ProgressiveMatrix
+    matrix: extension.Matrix | extension.LookupMatrix | extension.ProgressiveMatrix
     scheme: Scheme | None  # None: dense
     integer: bool  # whether rows are rounded to int8
     activation_group: int  # columns that share an activation scale; 0: the whole row
-    _plans: dict[tuple[str | weakref.ref[Linear], ...], Plan] = field(default_factory=dict, repr=False)
+    _plans: dict[tuple[str | weakref.ref[Linear], ...], list[Factors]] = field(default_factory=dict, repr=False)
     """Plans by the tuple of linear layers, of which this one is the first, and the gate.
 
     The layers are weak references: a dead one equals no other, although its id may recur, and a strong one would hold
@@ -98,10 +89,9 @@ def against(each: Linear) -> str | None:
         return None if weight.dtype in DENSE else f"{weight.dtype} weights have no CPU kernel"
     if not isinstance(weight, PackedTensor):
         return "is laid out for another device"
-    divided = each.permutation is not None or each.input_scale is not None
-    if divided and isinstance(weight.scheme.weight, Progressive):
+    if (each.permutation is not None or each.input_scale is not None) and isinstance(weight.scheme.weight, Progressive):
         return "rows that are reordered or divided have no kernel of two levels"
-    return capabilities.weight_against(weight.scheme) or _shape_against(weight.scheme, each.shape[1])
+    return weight_against(weight.scheme) or _shape_against(weight.scheme, each.shape[1])
 
 
 def _shape_against(scheme: Scheme, columns: int) -> str | None:
@@ -121,7 +111,7 @@ def _shape_against(scheme: Scheme, columns: int) -> str | None:
     return None
 
 
-def prepare(each: Linear, arena: Arena, activations: Activations = "int8g128") -> None:
+def prepare(each: Linear, arena: extension.Arena, activations: Activations = "int8g128") -> None:
     """Put the weight into kernel layout, in the memory of `arena`.
 
     Raises ValueError where `against` gives a reason, where vectors do not fit the weight's shape, and where codes or
@@ -141,7 +131,7 @@ def prepare(each: Linear, arena: Arena, activations: Activations = "int8g128") -
         try:
             each.weight = _pack(weight, arena, activations)
         except ValueError as error:
-            raise ValueError(f"{each.name}: {error}") from None
+            raise UserError("quantization_invalid", f"{each.name}: {error}") from None
     else:
         assert isinstance(weight, Tensor)
         dense, (rows, columns) = weight.contiguous(), each.shape
@@ -156,12 +146,12 @@ def prepare(each: Linear, arena: Arena, activations: Activations = "int8g128") -
         each.permutation = each.permutation.to(torch.int64).contiguous()
 
 
-def _pack(weight: PackedTensor, arena: Arena, activations: Activations) -> PackedWeight:
+def _pack(weight: PackedTensor, arena: extension.Arena, activations: Activations) -> PackedWeight:
     scheme, columns = weight.scheme, weight.shape[1]
     if isinstance(scheme.weight, Progressive):
         return PackedWeight(filling.pack_progressive(weight, arena), scheme, True, 0)
     if isinstance(scheme.weight, Lookup):
-        return PackedWeight(lookup.pack(weight, arena), scheme, False, 0)
+        return PackedWeight(filling.pack_lookup(weight, arena), scheme, False, 0)
     layout = layout_of(scheme)
     assert layout is not None
     by_words = isinstance(scheme.weight, Grid) and scheme.weight.kind == "int" and layout.number == "codes"
@@ -188,7 +178,7 @@ def _nested(wanted: int, of_weight: int, columns: int) -> int:
     return of_weight if of_weight % RUN == 0 else RUN if columns % RUN == 0 else 0
 
 
-def _pack_words(weight: PackedTensor, arena: Arena) -> Matrix:
+def _pack_words(weight: PackedTensor, arena: extension.Arena) -> extension.Matrix:
     """Pack codes as grids store them; C++ reads them unchanged."""
     scheme, (rows, columns) = weight.scheme, weight.shape
     grid, plain = scheme.grid, scheme.layout == "plain"
@@ -199,7 +189,7 @@ def _pack_words(weight: PackedTensor, arena: Arena) -> Matrix:
         if zero.dtype == torch.int32:
             zero = packing.unpack_words(zero.t().contiguous(), grid.bits, rows).t()
         zero = zero.expand(rows, groups).contiguous()
-    made: Matrix = library.pack_codes(
+    made: extension.Matrix = library.pack_codes(
         arena, codes.data_ptr(), plain, rows, columns, grid.bits, columns // groups, scale.data_ptr(),
         extension.number_name(scale.dtype), 0 if zero is None else zero.data_ptr(),
     )  # fmt: skip
@@ -213,23 +203,17 @@ def linear(x: Tensor, linears: Sequence[Linear], level: str | None = None) -> Te
 
 def gated_linear(x: Tensor, linears: Sequence[Linear], kind: Activation, level: str | None = None) -> Tensor:
     """Return act(a) * b of the products (a, b) of rows x [N, I] with two linear layers that `gateable` accepts: [N, O].
-
-    The bits are those of `activate` after `linear`, without writing and reading the intermediate rows.
-    """
+    The bits are those of `activate` after `linear`, without writing and reading the intermediate rows."""
     return _multiply(x, linears, linears[0].shape[0], kind, level)
 
 
 def gateable(linears: Sequence[Linear]) -> bool:
     """Return whether these are two prepared weights of one shape, scheme and rounding."""
-    if len(linears) != 2 or not all(isinstance(each.weight, PackedWeight) for each in linears):
+    weights = [each.weight for each in linears if isinstance(each.weight, PackedWeight) and not each.weight.apart]
+    if not len(weights) == len(linears) == 2:
         return False
-    if any(isinstance(each.weight, PackedWeight) and each.weight.apart for each in linears):
-        return False
-    a, b = linears
-    same = (
-        isinstance(a.weight, PackedWeight) and isinstance(b.weight, PackedWeight) and a.weight.scheme == b.weight.scheme
-    )
-    return same and a.shape == b.shape and _form(a) == _form(b)
+    same = weights[0].scheme == weights[1].scheme and weights[0].shape == weights[1].shape
+    return same and _form(linears[0]) == _form(linears[1])
 
 
 def _multiply(x: Tensor, linears: Sequence[Linear], width: int, gate: str, level: str | None) -> Tensor:
@@ -245,7 +229,7 @@ def _multiply(x: Tensor, linears: Sequence[Linear], width: int, gate: str, level
     return out
 
 
-def _plan(linears: Sequence[Linear], width: int, gate: str) -> Plan:
+def _plan(linears: Sequence[Linear], width: int, gate: str) -> list[Factors]:
     first = linears[0].weight
     assert isinstance(first, PackedWeight)
     key: tuple[str | weakref.ref[Linear], ...] = (gate, *map(weakref.ref, linears))
@@ -264,38 +248,33 @@ def _form(each: Linear) -> tuple[object, ...]:
     """Return the properties that linear layers must share for one call."""
     weight = each.weight
     assert isinstance(weight, PackedWeight), f"{each.name} is not prepared"
-    inputs = (each.permutation, each.input_scale, each.activation_scale)
     if weight.apart:
-        form = weight.scheme and weight.scheme.weight
-        return (form, *(None if t is None else t.data_ptr() for t in inputs))
-    group = cast("Matrix", weight.matrix).group if weight.integer else 0
+        return (weight.scheme and weight.scheme.weight, *each.vectors)
+    group = cast("extension.Matrix", weight.matrix).group if weight.integer else 0
     rounding = None if weight.scheme is None else weight.scheme.activation
-    return (
-        weight.integer,
-        weight.activation_group,
-        group,
-        rounding,
-        *(None if t is None else t.data_ptr() for t in inputs),
-    )
+    return (weight.integer, weight.activation_group, group, rounding, *each.vectors)
 
 
-def _factors(linears: Sequence[Linear], at: int, width: int, gate: str) -> Factors | LookupFactors | ProgressiveFactors:
+def _factors(linears: Sequence[Linear], at: int, width: int, gate: str) -> Factors:
     one, weight = linears[0], linears[0].weight
     assert isinstance(weight, PackedWeight)
     weights = []
     for each in linears:
         assert isinstance(each.weight, PackedWeight)
         weights.append((each.weight.matrix, 0 if each.bias is None else each.bias.data_ptr()))
-    if weight.apart:
-        of_tables = weight.scheme is not None and isinstance(weight.scheme.weight, Lookup)
-        return lookup.factors(one, weights, at, width) if of_tables else library.progressive_factors(weights, at, width)
-    fixed = weight.scheme is not None and weight.scheme.static
-    assert not fixed or one.activation_scale is not None
-    scale = float(one.activation_scale) if fixed and one.activation_scale is not None else 0.0
-    scale, group, rounding = _rounding(weight, scale)
     order = 0 if one.permutation is None else one.permutation.data_ptr()
     divisor = 0 if one.input_scale is None else one.input_scale.data_ptr()
-    made: Factors = library.factors(weights, at, width, weight.integer, group, scale, order, divisor, gate, rounding)
+    made: Factors
+    if not weight.apart:
+        fixed = weight.scheme is not None and weight.scheme.static
+        assert not fixed or one.activation_scale is not None
+        scale = float(one.activation_scale) if fixed and one.activation_scale is not None else 0.0
+        scale, group, rounding = _rounding(weight, scale)
+        made = library.factors(weights, at, width, weight.integer, group, scale, order, divisor, gate, rounding)
+    elif weight.scheme is not None and isinstance(weight.scheme.weight, Lookup):
+        made = library.lookup_factors(weights, at, width, order, divisor)
+    else:
+        made = library.progressive_factors(weights, at, width)
     return made
 
 

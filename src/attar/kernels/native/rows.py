@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats.packed import PackedTensor
 from attar.kernels.native import extension
 from attar.kernels.native.extension import library
@@ -41,8 +42,7 @@ def activate(x: Tensor, kind: Activation, gated: bool, level: str | None = None)
     rows, columns = x.shape[0], x.shape[1] // (2 if gated else 1)
     if gated and x.shape[1] % 2:
         raise ValueError(f"gated rows have two halves: {x.shape[1]} columns are odd")
-    out = extension.empty((rows, columns))
-    level = level or extension.cpu_level()
+    out, level = extension.empty((rows, columns)), level or extension.cpu_level()
     extension.call(library.activate, kind, gated, x.data_ptr(), rows, columns, out.data_ptr(), level)
     return out
 
@@ -66,19 +66,19 @@ def embed(
     table: Table,
     ids: Tensor,
     scale: float,
-    position_table: Tensor | None = None,
+    learned: Tensor | None = None,
     positions: Tensor | None = None,
     offset: int = 0,
 ) -> Tensor:
     """Run `ops.embed`: float32 [N, I]. Raises ValueError where the tables or the positions do not fit."""
     assert ids.dtype == torch.int64
     assert positions is None or positions.dtype == torch.int64
-    if position_table is not None and (position_table.shape[1] != table.shape[1] or positions is None):
+    if learned is not None and (learned.shape[1] != table.shape[1] or positions is None):
         raise ValueError("a table of positions has the columns of the embedding, and is read at positions")
     if positions is not None and positions.shape != ids.shape:
         raise ValueError(f"{len(positions)} positions do not fit {len(ids)} ids")
     out = extension.empty((len(ids), table.shape[1]))
-    of_positions = None if position_table is None else Table(position_table)  # keeps its memory alive
+    of_positions = None if learned is None else Table(learned)  # keeps its memory alive
     at = 0 if positions is None else positions.data_ptr()
     second = None if of_positions is None else of_positions.native
     extension.call(library.embed, table.native, ids.data_ptr(), len(ids), scale, second, at, offset, out.data_ptr())
@@ -100,5 +100,5 @@ def quantize_rows_int8(x: Tensor, level: str | None = None) -> tuple[Tensor, Ten
     rows, columns = x.shape
     bad = kernel(x.data_ptr(), rows, columns, codes.data_ptr(), scale.data_ptr(), level or extension.cpu_level())
     if bad >= 0:
-        raise ValueError(f"row {bad} holds a NaN or an infinity: it cannot be quantized")
+        raise UserError("not_finite", f"row {bad} holds a NaN or an infinity: it cannot be quantized")
     return codes, scale

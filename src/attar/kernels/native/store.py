@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats.packed import PackedTensor
 from attar.kernels.native.extension import library
 from attar.kernels.native.linear import Activations, against, prepare
@@ -27,7 +28,7 @@ class CpuWeights:
 
     def __init__(self, activations: str = "int8g128") -> None:
         if activations not in get_args(Activations):
-            raise ValueError(f"activations are {', '.join(get_args(Activations))}, not {activations!r}")
+            raise UserError("name_unknown", f"activations are {', '.join(get_args(Activations))}, not {activations!r}")
         self.activations = cast(Activations, activations)
         self.arena: Arena = library.Arena()
         self.refused: dict[str, str] = {}

@@ -259,10 +259,8 @@ def paged_attention(q: Tensor, pages: PlainPages, place: AttentionMetadata, form
 
 
 def _splits(tiles: int, slots: int, processors: int) -> int:
-    """Return the programs for each tile of queries: a power of two, two programs a multiprocessor in all.
-
-    `slots` is the number whose work for 16 queries equals that of a tile.
-    """
+    """Return the programs for each tile of queries: a power of two, two programs a multiprocessor in all. `slots` is
+    the number whose work for 16 queries equals that of a tile."""
     splits = 1
     while tiles * splits * 2 <= 2 * processors and slots >= 2 * LEAST * splits:
         splits *= 2

@@ -13,6 +13,8 @@ import os
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OLDEST = (8, 0)  # Ampere: bfloat16 in the tensor cores
 
@@ -66,14 +68,14 @@ def require(device: torch.device | str) -> None:
     if kind == "cpu":
         return
     if kind != "cuda":
-        raise ValueError(f"attar computes on cpu and cuda, not on {device}")
+        raise UserError("device_unsupported", f"attar computes on cpu and cuda, not on {device}")
     reason = "TRITON_INTERPRET=1 keeps the kernels on CPUs" if interpreted() else unavailable()
     if reason is None:
         number, there = str(device).partition(":")[2], torch.cuda.device_count()
         if number and not (number.isdecimal() and int(number) < there):
             reason = f"torch finds {there} CUDA device{'s' if there > 1 else ''}, numbered from 0"
     if reason is not None:
-        raise ValueError(f"cannot compute on {device}: {reason}")
+        raise UserError("device_unavailable", f"cannot compute on {device}: {reason}")
 
 
 def same_device(*tensors: Tensor | None) -> None:

@@ -127,10 +127,8 @@ def write_kv(
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
 ) -> Tensor:
-    """Run `ops.write_kv` on pages of any kind here; the two norms are RMSNorms that differ in the weight alone.
-
-    Raises ValueError where shapes, strides or devices do not fit.
-    """
+    """Run `ops.write_kv` on pages of any kind here; the two norms are RMSNorms that differ in the weight alone. Raises
+    ValueError where shapes, strides or devices do not fit."""
     rows, heads, size = q.shape
     for name, heads_of, count in (("q", q, heads), ("k", k, pages.kv_heads), ("v", v, pages.kv_heads)):
         if heads_of.shape != (rows, count, pages.head_dim) or heads_of.stride()[1:] != (size, 1):

@@ -24,21 +24,16 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from attar.kernels.triton import backend
+from attar.kernels.triton.tuning import Config
 
 __all__ = [
-    "ACCUMULATE",
-    "arrive_last",
-    "counters",
-    "device_name",
-    "kernel",
-    "next_power",
-    "nothing",
-    "processors",
+    "ACCUMULATE", "arrive_last", "counters", "cut", "device_name", "kernel", "next_power", "nothing", "processors",
     "tl",
-]
+]  # fmt: skip
 
 COUNTERS = 1 << 16  # output tiles of one launch that may be split
 ACCUMULATE = "ieee"  # float32 products in float32: the default would round their factors to 10 bits
+Grid = tuple[int, int, int]  # programs of a launch
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -75,10 +70,8 @@ def nothing(device: torch.device) -> Tensor:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Return how many programs run side by side at least: the GPU's multiprocessors.
-
-    The interpreter counts 4, so that small shapes take every path.
-    """
+    """Return how many programs run side by side at least: the GPU's multiprocessors. The interpreter counts 4, so that
+    small shapes take every path."""
     if backend.interpreted():
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -88,6 +81,14 @@ def processors(device: torch.device) -> int:
 def device_name(device: torch.device) -> str:
     """Return the GPU's name in tuning tables; empty in the interpreter."""
     return "" if backend.interpreted() else torch.cuda.get_device_name(device)
+
+
+def cut(config: Config, rows: int, outputs: int, like: Tensor, dtype: torch.dtype) -> tuple[Grid, Tensor]:
+    """Return the grid of a product [rows, outputs] that is cut by `config`, and memory on the device of `like` for its
+    partial sums."""
+    grid = (-(-rows // config.rows), -(-outputs // config.outputs), config.splits)
+    shape = (grid[0] * grid[1] * config.splits, config.outputs, config.rows)
+    return grid, like.new_empty(shape, dtype=dtype) if config.splits > 1 else nothing(like.device)
 
 
 def next_power(number: int) -> int:

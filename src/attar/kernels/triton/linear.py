@@ -25,7 +25,7 @@ def linear(x: Tensor, linears: Sequence[Linear]) -> Tensor:
     if x.shape[1] != linears[0].shape[1]:
         raise ValueError(f"{linears[0].name} takes rows of {linears[0].shape[1]} columns, not {x.shape[1]}")
     out, at = x.new_empty((len(x), sum(each.shape[0] for each in linears))), 0
-    for _, alike in groupby(linears, _inputs):
+    for _, alike in groupby(linears, lambda each: each.vectors):
         members = list(alike)
         rows = _rows(x, members[0])
         weight = side_by_side([_weight(each) for each in members])
@@ -60,13 +60,6 @@ def _multiply(x: Tensor, weight: TritonWeight, bias: Tensor | None, each: Linear
         torch.mm(x, matrix.T, out=out) if bias is None else torch.addmm(bias.to(x.dtype), x, matrix.T, out=out)
 
 
-def _inputs(each: Linear) -> tuple[object, ...]:
-    """Return the properties that linear layers must share to read the same rows."""
-    return tuple(
-        None if t is None else t.data_ptr() for t in (each.permutation, each.input_scale, each.activation_scale)
-    )
-
-
 def _rows(x: Tensor, each: Linear) -> Tensor:
     if each.permutation is not None:
         x = x[:, each.permutation]
@@ -79,8 +72,7 @@ def _bias(linears: Sequence[Linear], x: Tensor) -> Tensor | None:
     """Return the biases side by side."""
     if len(linears) == 1 or all(each.bias is None for each in linears):
         return linears[0].bias
-    parts = [x.new_zeros(each.shape[0]) if each.bias is None else each.bias.to(x.dtype) for each in linears]
-    return torch.cat(parts)
+    return torch.cat([x.new_zeros(each.shape[0]) if each.bias is None else each.bias.to(x.dtype) for each in linears])
 
 
 def _weight(each: Linear) -> TritonWeight:

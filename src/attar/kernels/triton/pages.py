@@ -12,6 +12,7 @@ from typing import Self
 
 import torch
 
+from attar.errors import UserError
 from attar.kv.bit_planes import rotation
 from attar.kv.pages import RUN, Bases, PagedKV
 from attar.kv.schemes import KvScheme
@@ -29,15 +30,13 @@ class PlainPages(PagedKV):
     def make(
         cls, blocks: int, block: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str = "cpu"
     ) -> Self:
-        """Make blocks of `block` slots, all zeros.
-
-        Raises ValueError where the slots are no multiple of 16, or numbers of `dtype` cannot be stored.
-        """
+        """Make blocks of `block` slots, all zeros. Raises ValueError where the slots are no multiple of 16, or numbers
+        of `dtype` cannot be stored."""
         if block < RUN or block % RUN:
             raise ValueError(f"a block holds a multiple of {RUN} slots, not {block}")
         if dtype not in PLAIN_DTYPES:
             raise ValueError(
-                f"keys and values are kept as float32, float16, bfloat16, int8 or fp8 on this device, not {dtype}"
+                f"the KV cache is kept as float32, float16, bfloat16, int8 or fp8 on this device, not {dtype}"
             )
         shape = (blocks, kv_heads, block, head_dim)
         keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
@@ -59,13 +58,13 @@ class NibblePages(PlainPages):
     def rotated(
         cls, blocks: int, block: int, kv_heads: int, head_dim: int, scheme: KvScheme, device: str = "cpu"
     ) -> Self:
-        """Make blocks of `block` slots, all zeros, of heads in the coordinates of `bit_planes.rotation`.
-
-        Raises ValueError where the slots are no multiple of 16, or the columns no power of two from 32 on.
-        """
+        """Make blocks of `block` slots, all zeros, of heads in the coordinates of `bit_planes.rotation`. Raises
+        ValueError where the slots are no multiple of 16, or the columns no power of two from 32 on."""
         scheme.check(head_dim, block)
         if head_dim < 32 or head_dim & (head_dim - 1):
-            raise ValueError(f"{scheme.name} keeps heads of 32, 64, 128 .. columns on this device, not {head_dim}")
+            raise UserError(
+                "kv_unsupported", f"{scheme.name} keeps heads of 32, 64, 128 .. columns on this device, not {head_dim}"
+            )
         shape = (blocks, kv_heads, block, head_dim // 2)
         keys, values = (torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(2))
         key_scales, value_scales = torch.zeros((2, *shape[:3]), device=device).unbind()

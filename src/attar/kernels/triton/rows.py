@@ -1,8 +1,8 @@
-"""Norms, activations and rows rounded to int8 or float8, in Triton. Shapes: N rows, I columns.
+"""Norms, activations, rows rounded to int8 or float8, and the argmax of rows, in Triton. Shapes: N rows, I columns.
 
-Each is bound by memory, so each reads its rows once and writes them once, with a row in the registers of one program: a
-row's bits depend on that row alone. The arithmetic is float32, with the intermediate roundings of `ref` to the rows'
-own dtype: the sum with the residual, and an RMSNorm before its weight.
+Each is bound by memory, so each reads its rows once and writes them once. All but `argmax` have a row in the registers
+of one program: a row's bits depend on that row alone. The arithmetic is float32, with the intermediate roundings of
+`ref` to the rows' own dtype: the sum with the residual, and an RMSNorm before its weight.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.kernels.operands import Activation, Norm
 from attar.kernels.triton.backend import same_device
-from attar.kernels.triton.language import kernel, next_power, nothing, tl
+from attar.kernels.triton.language import arrive_last, counters, kernel, next_power, nothing, tl
 
 LONGEST = 1 << 16  # columns of a row that one program can hold
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and subtracted, it rounds a float32 below 2^22 half to even
 KINDS = ("silu", "relu", "gelu", "gelu_tanh")
+SHARE, STEP = 8192, 1024  # logits of one program, and of a step of it
 
 
 @kernel
@@ -169,9 +171,62 @@ def round_rows(x: Tensor, dtype: torch.dtype, fixed: Tensor | None = None, group
     return codes, scales
 
 
+@kernel
+def _argmax(
+    rows: tl.tensor, parts: tl.tensor, out: tl.tensor, arrived: tl.tensor, columns: tl.tensor, stride: tl.tensor,
+    SPLITS: tl.constexpr, BLOCK_P: tl.constexpr, SHARE: tl.constexpr, STEP: tl.constexpr,
+) -> None:  # fmt: skip
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    least = -9223372036854775808
+    best = tl.full([STEP], least, tl.int64)
+    for start in range(split * SHARE, tl.minimum(split * SHARE + SHARE, columns), STEP):
+        at = start + tl.arange(0, STEP)
+        x = tl.load(rows + row * stride + at, mask=at < columns, other=0.0).to(tl.float32)
+        x = tl.where(x == 0, 0.0, x)  # -0 equals 0
+        bits = x.to(tl.int32, bitcast=True)
+        order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        order = tl.where(x != x, 2147483647, order)
+        key = (order.to(tl.int64) << 32) | (2147483647 - at).to(tl.int64)
+        best = tl.maximum(best, tl.where(at < columns, key, least))
+    found = tl.max(best, 0)
+    if SPLITS > 1:
+        tl.store(parts + row * SPLITS + split, found)
+        if not arrive_last(arrived, tl.program_id(0), SPLITS):
+            return
+        each = tl.arange(0, BLOCK_P)
+        found = tl.max(tl.load(parts + row * SPLITS + each, mask=each < SPLITS, other=least, cache_modifier=".cg"), 0)
+    tl.store(out + row, 2147483647 - (found & 0xFFFFFFFF))
+
+
+def argmax(rows: Tensor) -> Tensor:
+    """Run `ops.argmax` on rows [B, V] whose numbers lie side by side: int64 [B].
+
+    It is the choice of a greedy request and the basis of every other. A row of 128,000 logits is shared out among
+    programs. Each leaves the best of its share as one integer in the wanted order: the number's bits, made monotone,
+    above the index counted down. So the first among equals wins, and a NaN is above everything.
+
+    Random numbers for sampling come from the host: they follow from a request's seed and the token's index alone
+    (`sampling/sampler.py`), so they are known before the logits are.
+    """
+    assert rows.ndim == 2
+    assert rows.stride(1) == 1
+    assert rows.shape[1] > 0
+    out = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
+    splits = -(-rows.shape[1] // SHARE)
+    parts = torch.empty((len(rows), splits), dtype=torch.int64, device=rows.device) if splits > 1 else out
+    if len(rows):
+        _argmax[(len(rows), splits)](
+            rows, parts, out, counters(rows.device) if splits > 1 else nothing(rows.device), rows.shape[1],
+            rows.stride(0), SPLITS=splits, BLOCK_P=next_power(splits), SHARE=SHARE, STEP=STEP, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
 def _check_columns(columns: int) -> None:
     if columns > LONGEST:
-        raise ValueError(f"rows of {columns:,} columns are too long for one program: at most {LONGEST:,}")
+        raise UserError(
+            "architecture_unsupported", f"rows of {columns:,} columns are too long for one program: at most {LONGEST:,}"
+        )
 
 
 def _warps(block: int) -> int:

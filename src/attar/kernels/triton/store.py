@@ -71,33 +71,19 @@ class TritonTable:
     """The rows of an embedding [vocab, I]: a weight of its own, or the LM head of a tied model."""
 
     def __init__(self, weight: TritonWeight) -> None:
-        self.weight = weight
-        self.shape = weight.shape
+        self.weight, self.shape = weight, weight.shape
 
 
-def embed(
-    table: TritonTable,
-    ids: Tensor,
-    dtype: torch.dtype,
-    scale: float = 1.0,
-    position_table: Tensor | None = None,
-    positions: Tensor | None = None,
-    offset: int = 0,
-) -> Tensor:
+def embed(table: TritonTable, ids: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """Run `ops.embed` on a table of this device. Rows of 4-bit codes are widened as they are read."""
     from attar.kernels.triton import w4  # which needs Triton; a store does not
 
-    weight = table.weight
-    factor = float(torch.tensor(scale, dtype=dtype))
+    weight, factor = table.weight, float(torch.tensor(scale, dtype=dtype))
     if weight.form in NIBBLES:
-        hidden = w4.dense(weight, dtype, ids, factor)
-    else:
-        hidden = weight.codes.index_select(0, ids) if weight.form == "dense" else weight.codes[ids]
-        hidden = hidden.to(dtype) if weight.scales is None else (hidden.float() * weight.scales[ids, None]).to(dtype)
-        hidden = hidden if factor == 1.0 else hidden * factor
-    if position_table is not None and positions is not None:
-        hidden = hidden + position_table[positions + offset].to(dtype)
-    return hidden
+        return w4.dense(weight, dtype, ids, factor)
+    hidden = weight.codes.index_select(0, ids) if weight.form == "dense" else weight.codes[ids]
+    hidden = hidden.to(dtype) if weight.scales is None else (hidden.float() * weight.scales[ids, None]).to(dtype)
+    return hidden if factor == 1.0 else hidden * factor
 
 
 def _moved(weight: Any, device: torch.device) -> Any:

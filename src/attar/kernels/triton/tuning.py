@@ -79,7 +79,5 @@ def rule(kind: Kind, rows: int, outputs: int, columns: int, processors: int) -> 
 @functools.cache
 def tables() -> Mapping[str, Mapping[str, Any]]:
     """Return what was measured, by device, as drawn above; entries are by rows."""
-    found: Mapping[str, Mapping[str, Any]] = json.loads(
-        Path(__file__).with_name("tuned.json").read_text(encoding="utf-8")
-    )
+    found: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("tuned.json").read_bytes())
     return found

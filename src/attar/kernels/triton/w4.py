@@ -34,19 +34,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attar.kernels.triton import tuning
+from attar.kernels.triton import language, tuning
 from attar.kernels.triton.backend import same_device
-from attar.kernels.triton.language import (
-    ACCUMULATE,
-    arrive_last,
-    counters,
-    device_name,
-    kernel,
-    next_power,
-    nothing,
-    processors,
-    tl,
-)
+from attar.kernels.triton.language import arrive_last, counters, device_name, kernel, nothing, processors, tl
 from attar.kernels.triton.weights import NIBBLES, TritonWeight
 
 
@@ -147,10 +137,8 @@ def _product(
 
 
 def product(x: Tensor, weight: TritonWeight, bias: Tensor | None, out: Tensor, x_scales: Tensor | None = None) -> None:
-    """Multiply rows x [N, I] by the weight, plus the bias [O], into `out` [N, O], whose rows may be apart.
-
-    `x_scales` [N] are the scales of rows that are int8 codes.
-    """
+    """Multiply rows x [N, I] by the weight, plus the bias [O], into `out` [N, O], whose rows may be apart. `x_scales`
+    [N] are the scales of rows that are int8 codes."""
     levels = weight.form == "p4a8"
     kind: tuning.Kind = "w4a16" if x_scales is None else "p4a8" if levels else "w4a8"
     assert weight.form == kind
@@ -163,21 +151,16 @@ def product(x: Tensor, weight: TritonWeight, bias: Tensor | None, out: Tensor, x
         matrix = dense(weight, x.dtype)
         torch.mm(x, matrix.T, out=out) if bias is None else torch.addmm(bias.to(x.dtype), x, matrix.T, out=out)
         return
-    runs = columns // weight.run
+    runs, none = columns // weight.run, nothing(x.device)
     config = tuning.config(kind, rows, outputs, columns, processors(x.device), device)
-    grid = (-(-rows // config.rows), -(-outputs // config.outputs), config.splits)
-    none = nothing(x.device)
-    partials = none
-    if config.splits > 1:
-        shape = (grid[0] * grid[1] * config.splits, config.outputs, config.rows)
-        partials = x.new_empty(shape, dtype=torch.int32 if levels else torch.float32)
+    grid, partials = language.cut(config, rows, outputs, x, torch.int32 if levels else torch.float32)
     _product[grid](
         x, none if x_scales is None else x_scales, weight.codes, weight.scales,
         none if weight.zeros is None else weight.zeros, none if bias is None else bias, out, partials,
         counters(x.device), rows, outputs, runs, out.stride(0), SCALED=x_scales is not None, OFFSET=_offset(x.dtype),
         RUN=weight.run, RUNS_A_GROUP=weight.group // weight.run,
         ASYMMETRIC=weight.zeros is not None and not levels, LEVELS=levels, BIAS=bias is not None,
-        SPLITS=config.splits, BLOCK_O=config.outputs, BLOCK_N=config.rows, PRECISION=ACCUMULATE,
+        SPLITS=config.splits, BLOCK_O=config.outputs, BLOCK_N=config.rows, PRECISION=language.ACCUMULATE,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
@@ -222,10 +205,9 @@ def dense(weight: TritonWeight, dtype: torch.dtype, which: Tensor | None = None,
     assert weight.form in NIBBLES
     assert weight.scales is not None
     outputs, columns = weight.shape
-    runs = columns // weight.run
-    device = weight.codes.device
+    runs, device = columns // weight.run, weight.codes.device
     out = torch.empty((outputs if which is None else len(which), columns), dtype=dtype, device=device)
-    none, count, levels = nothing(device), min(next_power(runs), 16), weight.form == "p4a8"
+    none, count, levels = nothing(device), min(language.next_power(runs), 16), weight.form == "p4a8"
     if len(out):
         _widen[(len(out), -(-runs // count))](
             weight.codes, weight.scales, none if weight.zeros is None else weight.zeros,

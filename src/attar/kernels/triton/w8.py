@@ -30,18 +30,9 @@ import functools
 import torch
 from torch import Tensor
 
-from attar.kernels.triton import tuning
+from attar.kernels.triton import language, tuning
 from attar.kernels.triton.backend import interpreted, same_device
-from attar.kernels.triton.language import (
-    ACCUMULATE,
-    arrive_last,
-    counters,
-    device_name,
-    kernel,
-    nothing,
-    processors,
-    tl,
-)
+from attar.kernels.triton.language import arrive_last, counters, device_name, kernel, nothing, processors, tl
 from attar.kernels.triton.weights import TritonWeight
 
 ROWS_TOGETHER = 4  # rows whose scales torch's product of blocks reads at once: 16 bytes
@@ -134,37 +125,27 @@ def product(x: Tensor, scales: Tensor | None, weight: TritonWeight, bias: Tensor
     integer, device = weight.codes.dtype == torch.int8, device_name(x.device)
     blocked = weight.group > 0
     assert weight.group in (0, tuning.STEP)
-    if (
-        scales is not None
-        and not (integer or blocked)
-        and rows >= tuning.rows_from("scaled_mm", device)
-        and scaled_mm_fits(out, outputs, columns)
-    ):
+    by_torch = rows >= tuning.rows_from("scaled_mm", device) and scaled_mm_fits(out, outputs, columns)
+    if scales is not None and not (integer or blocked) and by_torch:
         scaled_mm(x, scales, weight, bias, out)
         return
     if scales is not None and blocked and rows >= tuning.rows_from("scaled_mm_blocks", device):
         whole = rows - rows % ROWS_TOGETHER
         if whole and scaled_mm_against_blocks(x.device, out.dtype, weight.shape) is None:
-            scaled_mm_blocks(x[:whole], scales[:whole], weight, bias, out[:whole])
+            scaled_mm(x[:whole], scales[:whole], weight, bias, out[:whole])
             if whole == rows:
                 return
             x, scales, out, rows = x[whole:], scales[whole:], out[whole:], rows - whole
-    kind: tuning.Kind = "w8a16" if scales is None else "w8a8"
-    if blocked:
-        kind = "b8a16" if scales is None else "b8a8"
-    config = tuning.config(kind, rows, outputs, columns, processors(x.device), device)
-    grid = (-(-rows // config.rows), -(-outputs // config.outputs), config.splits)
+    kinds: tuple[tuning.Kind, tuning.Kind] = ("b8a16", "b8a8") if blocked else ("w8a16", "w8a8")
+    config = tuning.config(kinds[scales is not None], rows, outputs, columns, processors(x.device), device)
+    grid, partials = language.cut(config, rows, outputs, x, torch.float32)
     none = nothing(x.device)
-    partials = none
-    if config.splits > 1:
-        shape = (grid[0] * grid[1] * config.splits, config.outputs, config.rows)
-        partials = torch.empty(shape, dtype=torch.float32, device=x.device)
     _product[grid](
         x, none if scales is None else scales, weight.codes, weight.scales, none if bias is None else bias, out,
         partials, counters(x.device), rows, outputs, columns, out.stride(0), INTEGER=integer, WIDE=scales is None,
         WHOLE=columns % tuning.STEP == 0, BLOCKED=blocked, BIAS=bias is not None, SPLITS=config.splits,
-        BLOCK_O=config.outputs, BLOCK_N=config.rows, BLOCK_I=tuning.STEP, PRECISION=ACCUMULATE, num_warps=config.warps,
-        num_stages=config.stages,
+        BLOCK_O=config.outputs, BLOCK_N=config.rows, BLOCK_I=tuning.STEP, PRECISION=language.ACCUMULATE,
+        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
 
@@ -174,13 +155,20 @@ def scaled_mm_fits(out: Tensor, outputs: int, columns: int) -> bool:
 
 
 def scaled_mm(codes: Tensor, scales: Tensor, weight: TritonWeight, bias: Tensor | None, out: Tensor) -> None:
-    """Compute the float8 product by torch, of rows that are codes [N, I] and scales [N]."""
+    """Compute the float8 product by torch, of rows that are codes [N, I] and scales [N]; of blocks, N is a multiple of
+    four, and the rows' scales are [N, I / 128]."""
     assert weight.scales is not None
     whole = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-    torch._scaled_mm(
-        codes, weight.codes.t(), scales[:, None], weight.scales[None, :], None if bias is None else bias.to(out.dtype),
-        out_dtype=out.dtype, out=whole,
-    )  # fmt: skip
+    added, matrix = None if bias is None else bias.to(out.dtype), weight.codes.t()
+    if weight.group:
+        assert len(codes) % ROWS_TOGETHER == 0
+        row_scales = scales.t().contiguous().t()
+        torch._scaled_mm(codes, matrix, row_scales, weight.scales.t(), out_dtype=out.dtype, out=whole)
+        if added is not None:
+            whole += added
+    else:
+        row_scales, column_scales = scales[:, None], weight.scales[None, :]
+        torch._scaled_mm(codes, matrix, row_scales, column_scales, added, out_dtype=out.dtype, out=whole)
     if whole is not out:
         out.copy_(whole)
 
@@ -198,18 +186,3 @@ def scaled_mm_against_blocks(device: torch.device, dtype: torch.dtype, shape: tu
     if outputs % tuning.STEP or columns % (ROWS_TOGETHER * tuning.STEP):
         return f"torch multiplies float8 in whole blocks, four at a time along a row, which {shape} is not made of"
     return None
-
-
-def scaled_mm_blocks(codes: Tensor, scales: Tensor, weight: TritonWeight, bias: Tensor | None, out: Tensor) -> None:
-    """Compute the product of float8 in blocks by torch, of codes [N, I] and scales [N, I / 128], N a multiple
-    of four."""
-    assert weight.scales is not None
-    assert len(codes) % ROWS_TOGETHER == 0
-    whole = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-    torch._scaled_mm(
-        codes, weight.codes.t(), scales.t().contiguous().t(), weight.scales.t(), out_dtype=out.dtype, out=whole
-    )
-    if bias is not None:
-        whole += bias.to(out.dtype)
-    if whole is not out:
-        out.copy_(whole)

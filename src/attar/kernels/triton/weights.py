@@ -138,10 +138,8 @@ def against(each: Linear) -> str | None:
 
 
 def _against_numbers(weight: PackedTensor) -> str | None:
-    """Return why no kernel takes 4-bit codes or zero points stored as int8, or None.
-
-    A file may fill them with anything: packed ones cannot leave their range, and here they would wrap around in it.
-    """
+    """Return why no kernel takes 4-bit codes or zero points stored as int8, or None. A file may fill them with
+    anything: packed ones cannot leave their range, and here they would wrap around in it."""
     for part, highest in (("codes", 2 * ZERO - 1), ("zero", HIGHEST_ZERO)):
         numbers = weight.parts.get(part)
         if numbers is not None and numbers.dtype == torch.int8:
@@ -203,12 +201,11 @@ def prepare(each: Linear, dtype: torch.dtype) -> None:
     if isinstance(weight, Tensor):
         each.weight = TritonWeight("dense", (weight.shape[0], weight.shape[1]), weight.to(dtype).contiguous())
     elif isinstance(weight, PackedTensor):
-        if isinstance(weight.scheme.weight, Fp8Blocks):
-            each.weight = _blocks(weight)
-        elif isinstance(weight.scheme.weight, Progressive):
+        if isinstance(weight.scheme.weight, Progressive):
             each.weight = _progressive(weight, weight.scheme.weight)
         else:
-            each.weight = _w4(weight) if weight.scheme.grid.bits == 4 else _w8(weight)
+            blocks = isinstance(weight.scheme.weight, Fp8Blocks)
+            each.weight = _w8(weight) if blocks or weight.scheme.grid.bits == 8 else _w4(weight)
     each.dense = None
 
 
@@ -216,18 +213,11 @@ def _w4(weight: PackedTensor) -> TritonWeight:
     outputs, columns = weight.shape
     codes, scale, zero = affine.decode(weight)
     groups = weight.scheme.grid.groups(columns)
-    scale = scale.expand(outputs, groups)
-    group = columns // groups
+    laid = _nibbles((codes + ZERO).to(torch.uint8), columns // groups)
+    scales = _tiles(scale.expand(outputs, groups))
     zeros = None if zero is None else _tiles((zero.expand(outputs, groups) + ZERO).to(torch.uint8), ZERO)
-    return TritonWeight(
-        "w4a16" if weight.scheme.activation is None else "w4a8",
-        weight.shape,
-        _nibbles((codes + ZERO).to(torch.uint8), group),
-        _tiles(scale),
-        zeros,
-        group,
-        weight.scheme.static,
-    )
+    form: Form = "w4a16" if weight.scheme.activation is None else "w4a8"
+    return TritonWeight(form, weight.shape, laid, scales, zeros, columns // groups, weight.scheme.static)
 
 
 def _progressive(weight: PackedTensor, form: Progressive) -> TritonWeight:
@@ -242,8 +232,7 @@ def _progressive(weight: PackedTensor, form: Progressive) -> TritonWeight:
 
 def _nibbles(codes: Tensor, group: int) -> Tensor:
     """Arrange codes uint8 [O, I] in groups of `group` columns as [O / 64, I / run, 64, run / 2]."""
-    columns = codes.shape[1]
-    run = next(run for run in RUNS if group % run == 0)
+    columns, run = codes.shape[1], next(run for run in RUNS if group % run == 0)
     whole = torch.nn.functional.pad(codes, (0, 0, 0, -len(codes) % TILE), value=ZERO)
     low, high = whole.view(-1, TILE, columns // run, 2, run // 2).unbind(3)
     return (low | high << 4).transpose(1, 2).contiguous()
@@ -256,33 +245,26 @@ def _tiles(parts: Tensor, value: int = 0) -> Tensor:
 
 
 def _w8(weight: PackedTensor) -> TritonWeight:
-    scheme: Scheme = weight.scheme
-    codes = weight.parts["codes"] if scheme.layout == "plain" else affine.decode(weight)[0]
-    scales = weight.parts["scale"].float().flatten().expand(weight.shape[0]).contiguous()
+    scheme, scales = weight.scheme, weight.parts["scale"].float()
     form: Form = "w8a16" if scheme.activation is None else "w8a8"
-    return TritonWeight(form, weight.shape, codes.contiguous(), scales, static=scheme.static)
-
-
-def _blocks(weight: PackedTensor) -> TritonWeight:
-    form: Form = "w8a16" if weight.scheme.activation is None else "w8a8"
-    codes, scales = weight.parts["codes"].contiguous(), weight.parts["scale"].float().contiguous()
-    return TritonWeight(form, weight.shape, codes, scales, group=Fp8Blocks.size)
+    if isinstance(scheme.weight, Fp8Blocks):
+        codes = weight.parts["codes"].contiguous()
+        return TritonWeight(form, weight.shape, codes, scales.contiguous(), group=Fp8Blocks.size)
+    codes = (weight.parts["codes"] if scheme.layout == "plain" else affine.decode(weight)[0]).contiguous()
+    scales = scales.flatten().expand(weight.shape[0]).contiguous()
+    return TritonWeight(form, weight.shape, codes, scales, static=scheme.static)
 
 
 def side_by_side(weights: Sequence[TritonWeight]) -> TritonWeight | None:
-    """Return the weights as one, [sum of O, I], kept for next time; None where their layouts differ.
-
-    Their numbers move: each weight is then a view of the one, so memory holds them once.
-    """
+    """Return the weights as one, [sum of O, I], kept for next time; None where their layouts differ. Their numbers
+    move: each weight is then a view of the one, so memory holds them once."""
     first = weights[0]
     if len(weights) == 1:
         return first
     key = tuple(map(weakref.ref, weights))  # not by id, which another weight may get once one is gone
     if key not in first.fused:
-        if any(_kind(each) != _kind(first) for each in weights):
-            return None
         tile = TILE if first.form in NIBBLES else first.group or 1
-        if any(each.shape[0] % tile for each in weights[:-1]):
+        if any(_kind(each) != _kind(first) for each in weights) or any(each.shape[0] % tile for each in weights[:-1]):
             return None
         codes = _joined(weights, "codes")
         assert codes is not None

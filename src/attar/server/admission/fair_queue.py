@@ -17,7 +17,7 @@ refusal here is immediate.
 from __future__ import annotations
 
 
-class Places:
+class FairQueue:
     """Waiting choices by key. `keys` is the number of keys, each known by its salt; `slots`, of choices that run."""
 
     def __init__(self, keys: int = 0) -> None:

@@ -21,7 +21,7 @@ WINDOW = 10.0  # seconds of the past that count
 COUNTED, LEAST = 256, 8  # requests served in the window: at most, and at least for an estimate
 
 
-class Backoff:
+class RetryAfter:
     """Estimates Retry-After. Times are seconds of any monotonic clock."""
 
     def __init__(self) -> None:

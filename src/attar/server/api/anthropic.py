@@ -1,4 +1,4 @@
-"""Answers in the shape of Anthropic's /v1/messages, whole and as streams.
+"""Anthropic's /v1/messages: bodies of requests, and answers, whole and as streams.
 
 `input_tokens` are the prompt tokens that were not read from a cache. Their number is known only at the end, so a
 stream's first event counts the whole prompt as input, and its last event has the final number.
@@ -6,35 +6,95 @@ stream's first event counts the whole prompt as input, and its last event has th
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
+from msgspec import Meta, Struct
 
 from attar.faults import point
 from attar.protocol.messages import Delta, Failed, Finished
-from attar.server.api.choices import collect
-from attar.server.errors import APIError
+from attar.server.api import schemas
+from attar.server.api.openai import collect
+from attar.server.api.schemas import Body, CacheControl, Content, Fraction, Label, Length, StopStrings, TopP, text_of
+from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
 from attar.server.request_handler import RequestHandler
 
 encode = msgspec.json.encode
 
+_LAST = "The last is of role user: an assistant's message is not continued."
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+FAILED = sse.event(APIError("internal", INTERNAL).body(anthropic=True), "error")
+"""The last event of a stream that an exception ends."""
 
 
-def failed(refusal: APIError) -> bytes:
-    """Return the last event of a stream that fails."""
-    return sse.event(refusal.body(anthropic=True), "error")
+class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    role: Literal["user", "assistant"]
+    content: Content
+
+
+def _check_last(messages: Sequence[AnthropicMessage]) -> None:
+    """Raise APIError for a last message that begins the answer. Anthropic's API continues it; here a template opens a
+    turn, and many open one unlike a finished one: with thoughts or a space that the other has not."""
+    if messages[-1].role == "assistant":
+        message = "messages: continuing an assistant's message is not supported: end with one of role user"
+        raise APIError("invalid_value", message, "messages")
+
+
+class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
+    user_id: Label | None = None
+
+
+class AnthropicPrompt(Body, frozen=True, kw_only=True):
+    """Body of /v1/messages/count_tokens, and the prompt's part of /v1/messages."""
+
+    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "tools": ([],), "tool_choice": ({"type": "none"}, {"type": "auto"}), "thinking": ({"type": "disabled"},),
+        "mcp_servers": ([],), "context_management": (), "output_config": (), "output_format": (),
+    }  # fmt: skip
+
+    messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=schemas.MAX_MESSAGES, description=_LAST)]
+    system: Content | None = None
+    cache_control: CacheControl | None = None
+
+    def __post_init__(self) -> None:
+        _check_last(self.messages)
+
+    def conversation(self) -> list[dict[str, str]]:
+        """Return the system prompt and the messages as chat templates expect them."""
+        system = text_of(self.system)
+        head = [{"role": "system", "content": system}] if system else []
+        return head + [{"role": message.role, "content": text_of(message.content)} for message in self.messages]
+
+
+class AnthropicBody(AnthropicPrompt, frozen=True, kw_only=True):
+    """Body of /v1/messages."""
+
+    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **AnthropicPrompt.unbuilt,
+        "service_tier": ("auto", "standard_only"),
+        "container": (),
+    }
+
+    max_tokens: Length
+    temperature: Fraction | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    stop_sequences: StopStrings | None = None
+    stream: bool | None = None
+    metadata: Metadata | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        schemas.check_stops(self.stop_sequences, "stop_sequences")
 
 
 def _usage(request: RequestHandler, generated: int) -> dict[str, int]:
     return {
-        "input_tokens": request.prompt_tokens - request.reused,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": request.reused,
-        "output_tokens": generated,
-    }
+        "input_tokens": request.prompt_tokens - request.reused, "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": request.reused, "output_tokens": generated,
+    }  # fmt: skip
 
 
 def _reason(reason: str, stop: str | None) -> str:
@@ -47,15 +107,10 @@ def _message(
     request: RequestHandler, model: str, text: str | None, reason: str | None, stop: str | None, generated: int
 ) -> Any:
     return {
-        "id": "msg_" + request.caller.id,
-        "type": "message",
-        "role": "assistant",
-        "model": model,
+        "id": "msg_" + request.caller.id, "type": "message", "role": "assistant", "model": model,
         "content": [] if text is None else [{"type": "text", "text": text}],
-        "stop_reason": reason,
-        "stop_sequence": stop,
-        "usage": _usage(request, generated),
-    }
+        "stop_reason": reason, "stop_sequence": stop, "usage": _usage(request, generated),
+    }  # fmt: skip
 
 
 async def whole(request: RequestHandler, model: str) -> list[bytes]:
@@ -89,6 +144,6 @@ async def stream(request: RequestHandler, model: str) -> AsyncIterator[bytes]:
                 pieces.append(sse.event(encode(end), "message_delta"))
                 pieces.append(sse.event(b'{"type":"message_stop"}', "message_stop"))
             elif isinstance(event, Failed):
-                pieces.append(failed(APIError.of(event)))
+                pieces.append(sse.event(APIError.of(event).body(anthropic=True), "error"))
         if pieces:
             yield b"".join(pieces)

@@ -27,11 +27,9 @@ def make_app(dispatcher: Dispatcher, prompts: Prompts, threads: TextThreads, key
         app.add_exception_handler(kind, _handle)
     StatusRoutes(dispatcher).add_to(app)
     Routes(dispatcher, prompts, threads).add_to(app)
-
-    def described() -> dict[str, Any]:
-        return document(app, Served(keyed, dispatcher.engine.ready, prompts.shortest, dispatcher.most_choices))
-
-    app.openapi = described  # type: ignore[method-assign]
+    app.openapi = lambda: document(  # type: ignore[method-assign]
+        app, Served(keyed, dispatcher.engine.ready, prompts.shortest, dispatcher.engine.places.most)
+    )
     return app
 
 

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes: /v1/chat/completions and /v1/completions, whole and as streams.
+"""Answers in OpenAI's shapes: /v1/chat/completions and /v1/completions, whole and as streams, and /v1/embeddings.
 
 A stream makes one chunk a token, so the constant part of its chunks is encoded once. A stream ends with `data: [DONE]`,
 or with an event whose object is an `error`; never with both, and never with neither.
@@ -6,23 +6,28 @@ or with an event whose object is an `error`; never with both, and never with nei
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import base64
+import math
+from array import array
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from attar.faults import point
-from attar.protocol.messages import Delta, Failed, Finished
+from attar.protocol.messages import Delta, Embedding, Failed, Finished
 from attar.protocol.request import TokenLogprob
-from attar.server.api.choices import Choice, collect
 from attar.server.api.logprobs import Columns, Content, Turns, rows, values
 from attar.server.engine_client.connection import PromptScores
-from attar.server.errors import APIError
+from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
 from attar.server.request_handler import RequestHandler
 from attar.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
+FAILED = sse.event(APIError("internal", INTERNAL).body())
+"""The last event of a stream that an exception ends."""
 
 Pieces = list[bytes | bytearray]
 
@@ -32,17 +37,26 @@ encode = msgspec.json.encode
 def usage(request: RequestHandler, generated: int) -> dict[str, Any]:
     """Return the usage object."""
     point("openai.usage", request.caller.id)
-    return {
-        "prompt_tokens": request.prompt_tokens,
+    tokens = request.prompt_tokens
+    counts: dict[str, Any] = {
+        "prompt_tokens": tokens,
         "completion_tokens": generated,
-        "total_tokens": request.prompt_tokens + generated,
-        "prompt_tokens_details": {"cached_tokens": request.reused},
+        "total_tokens": tokens + generated,
     }
+    return counts | {"prompt_tokens_details": {"cached_tokens": request.reused}}
 
 
-def failed(refusal: APIError) -> bytes:
-    """Return the last event of a stream that fails."""
-    return sse.event(refusal.body())
+@dataclass(slots=True)
+class Choice:
+    """One whole choice. `logprob` is the sum over its `scored` tokens."""
+
+    number: int
+    text: str = ""
+    reason: str = ""
+    stop: str | None = None
+    tokens: int = 0
+    logprob: float = 0.0
+    scored: int = 0
 
 
 class ChatFormat:
@@ -72,8 +86,7 @@ class ChatFormat:
             number,
             encode(choice.text),
         )
-        content = self._contents.pop(choice.number, Content(self._tokenizer))
-        logprobs = content.json() if self._logprobs else [b"null"]
+        logprobs = self._contents.pop(choice.number, Content(self._tokenizer)).json() if self._logprobs else [b"null"]
         return [before, *logprobs, b',"finish_reason":%b}' % encode(choice.reason)]
 
     def opening(self, number: int) -> Pieces:
@@ -106,13 +119,9 @@ class CompletionFormat:
     prefix = "cmpl-"
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        logprobs: bool,
-        n: int,
-        prompts: Sequence[Sequence[int]],
+        self, tokenizer: Tokenizer, logprobs: bool, n: int, prompts: Sequence[Sequence[int]],
         echoed: Sequence[str] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.n = n
         self._tokenizer, self._logprobs, self._prompts, self._echoed = tokenizer, logprobs, prompts, echoed
         self._of_prompts: dict[int, Columns] = {}
@@ -180,19 +189,46 @@ class CompletionFormat:
 Format = ChatFormat | CompletionFormat
 
 
+async def collect(request: RequestHandler, writer: Format | None = None) -> list[Choice]:
+    """Wait for all choices of a request. `writer` takes log probabilities. Raises APIError."""
+    choices = [Choice(number) for number in range(len(request.prompts) * request.n)]
+    pieces: list[list[str]] = [[] for _ in choices]
+    turns = Turns(request.wanted)
+    async for events in request.events(whole=True):
+        for event in events:
+            if isinstance(event, Delta):
+                number = request.number(event)
+                pieces[number].append(event.text)
+                if event.logprobs and writer is not None:
+                    choices[number].logprob += sum(each.logprob for each in event.logprobs)
+                    choices[number].scored += len(event.logprobs)
+                    writer.add(request.stream.prompts[event.id], number, event.logprobs)
+                    await turns.after(values(event.logprobs))
+            elif isinstance(event, Finished):
+                choice = choices[request.number(event)]
+                choice.reason, choice.stop, choice.tokens = event.reason, event.stop, event.completion_tokens
+            elif isinstance(event, PromptScores) and writer is not None:
+                await writer.add_prompt(request.stream.prompts[event.id], event, turns)
+            elif isinstance(event, Failed):
+                raise request.context.refusal(event)
+    for choice, texts in zip(choices, pieces, strict=True):
+        choice.text = "".join(texts)
+    return choices
+
+
 def best(choices: Sequence[Choice], made: int, kept: int) -> list[Choice]:
     """Return the `kept` choices with the highest log probability per token of every `made`, best first; all, in their
     order, where none is left out."""
     if made == kept:
         return list(choices)
+
+    def per_token(choice: Choice) -> float:
+        return choice.logprob / max(1, choice.scored)
+
     found: list[Choice] = []
     for start in range(0, len(choices), made):
-        found += sorted(choices[start : start + made], key=_per_token, reverse=True)[:kept]
+        found += sorted(choices[start : start + made], key=per_token, reverse=True)[:kept]
     return found
-
-
-def _per_token(choice: Choice) -> float:
-    return choice.logprob / max(1, choice.scored)
 
 
 async def whole(request: RequestHandler, model: str, form: Format) -> Pieces:
@@ -246,10 +282,40 @@ async def stream(request: RequestHandler, model: str, form: Format, with_usage: 
         except APIError as refusal:
             for part in sse.parts(pieces):
                 yield part
-            yield failed(refusal)
+            yield sse.event(refusal.body())
             return
         for part in sse.parts(pieces):
             yield part
     if with_usage:
         yield sse.event(encode(head | {"choices": [], "usage": usage(request, generated)}))
     yield DONE
+
+
+async def embeddings(request: RequestHandler, model: str, as_base64: bool) -> Iterator[bytes]:
+    """Return the answer as one object, in pieces: one vector for each prompt, in order. Raises APIError."""
+    found: dict[str, bytes] = {}
+    async for events in request.events(whole=True):
+        for event in events:
+            if isinstance(event, Failed):
+                raise request.context.refusal(event)
+            if isinstance(event, Embedding):
+                found[event.id] = event.vector
+    point("embeddings.whole")
+    return _vectors([found[each] for each in request.stream.prompts], model, request.prompt_tokens, as_base64)
+
+
+def _unit(vector: bytes) -> array[float]:
+    """Scale a float32 vector to length 1, as OpenAI's are: clients compare by dot products. Zeros stay as they are."""
+    numbers = array("f", vector)
+    length = math.hypot(*numbers)  # a double: no square of a float32 overflows it
+    return array("f", [number / length for number in numbers]) if length else numbers
+
+
+def _vectors(vectors: Sequence[bytes], model: str, tokens: int, as_base64: bool) -> Iterator[bytes]:
+    """Yield the answer a vector at a time: text is several times as long, and thousands would block the event loop."""
+    yield b'{"object":"list","model":%b,"data":[' % encode(model)
+    for at, vector in enumerate(vectors):
+        numbers = _unit(vector)
+        shown = base64.b64encode(numbers).decode() if as_base64 else numbers.tolist()
+        yield b'%b{"object":"embedding","index":%d,"embedding":%b}' % (b"," if at else b"", at, encode(shown))
+    yield b'],"usage":%b}' % encode({"prompt_tokens": tokens, "total_tokens": tokens})

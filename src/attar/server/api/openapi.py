@@ -39,14 +39,9 @@ _WHETHER = {
 }
 _LATER = {"Retry-After": {"required": True, "schema": {"type": "integer", "minimum": 1}}}
 _HEADERS: dict[int, Schema] = {
-    200: _NAMED,
+    **dict.fromkeys((200, 403, 404, 413, 415, 500), _NAMED),
     401: {**_NAMED, "WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}}},
-    403: _NAMED,
-    404: _NAMED,
-    413: _NAMED,
-    415: _NAMED,
     429: {**_NAMED, **_LATER},
-    500: _NAMED,
     503: {**_NAMED, **_WHETHER},
 }  # the others may come from the connection, before a request has a name
 _BY_CONNECTION = (400, 408, 411, 414, 431)
@@ -174,15 +169,13 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
         {"anyOf": [_may(stream={"enum": [None, False]}), *all_kept]},
     )
     chat["properties"]["max_tokens"] = {**some, "default": None}
-    chosen = [_has(logprobs={"const": True}), _may(top_logprobs={"type": "null"})]
-    chat |= _all({"anyOf": streamed}, {"anyOf": chosen})
+    chat |= _all({"anyOf": streamed}, {"anyOf": [_has(logprobs={"const": True}), _may(top_logprobs={"type": "null"})]})
     for found in list(_parts(schemas)):
         if found.get("title") == "StopString":
             found.pop("maxLength")
             found |= _short()
     schemas["StreamOptions"]["properties"]["include_obfuscation"] = {"const": False, "default": False}
-    said = {"type": ["string", "array"]}
-    schemas["Message"]["anyOf"] = [_may(role={"const": "assistant"}), _has(content=said)]
+    schemas["Message"]["anyOf"] = [_may(role={"const": "assistant"}), _has(content={"type": ["string", "array"]})]
     schemas["EmbeddingBody"]["properties"]["input"] = {"anyOf": texts(MAX_INPUTS)}
     schemas["TokenizeBody"]["anyOf"] = [
         {**_may(prompt={"type": "string"}, messages={"type": "null"}), "required": ["prompt"]},

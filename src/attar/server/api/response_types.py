@@ -293,12 +293,6 @@ class AnthropicError(Answer, frozen=True, tag_field="type", tag="error"):
 
 
 ANTHROPIC_EVENTS: tuple[type[Answer], ...] = (
-    MessageStart,
-    ContentBlockStart,
-    ContentBlockDelta,
-    ContentBlockStop,
-    MessageDelta,
-    MessageStop,
-    Ping,
+    MessageStart, ContentBlockStart, ContentBlockDelta, ContentBlockStop, MessageDelta, MessageStop, Ping,
     AnthropicError,
-)
+)  # fmt: skip

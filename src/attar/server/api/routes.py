@@ -1,8 +1,11 @@
-"""Routes that ask the engine for work: what each reads, requests of the engine, and answers."""
+"""Routes that ask the engine for work: what each reads, requests of the engine, and answers.
+
+A body's headers are checked before it is read, and its Content-Length bounds it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -10,26 +13,19 @@ from fastapi.responses import Response
 from attar.faults import point
 from attar.protocol.messages import Ready
 from attar.server.admission.rate_limits import Caller
-from attar.server.admission.request_limits import fits, room, written
-from attar.server.api import anthropic, embeddings, openai
+from attar.server.api import anthropic, openai
 from attar.server.api import response_types as types
-from attar.server.api.anthropic_schemas import AnthropicBody, AnthropicPrompt
+from attar.server.api.anthropic import AnthropicBody, AnthropicPrompt
 from attar.server.api.openapi import taking
 from attar.server.api.sampling_params import anthropic_params, chat_params, completion_params
-from attar.server.api.schemas import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingBody,
-    TokenizeBody,
-)
+from attar.server.api.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from attar.server.api.status import respond
 from attar.server.api.validation import BodyType, read
 from attar.server.dispatcher import Dispatcher
-from attar.server.errors import INTERNAL, APIError
+from attar.server.errors import CANCELLED, APIError
 from attar.server.fair_thread_pool import TextThreads
-from attar.server.http import body as http_body
 from attar.server.http import sse
+from attar.server.http.limits import MAX_BODY
 from attar.server.prompts import Prompts
 from attar.server.request_handler import RequestHandler
 
@@ -60,103 +56,110 @@ class Routes:
     async def chat(self, request: Request) -> Response:
         """OpenAI's chat completions."""
         caller, body, model, ready = await self._read(request, ChatBody)
-        async with sse.while_wanted(request.receive):
-            ids = await self._prompts.chat_ids(caller.cache_salt, body.conversation(), ready.context)
-        n = body.n or 1
-        left = room([ids], ready.context, "messages")
-        params = chat_params(body, left, ready.vocab_size, caller.allowance(len(ids), n))
-        fits(n, self._dispatcher.most_choices, "n")
-        written([ids], params, n, bool(body.stream))
+        making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), ready.context)
+        ids = await sse.while_wanted(request.receive, making)
+        params = chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller)
         form = openai.ChatFormat(self._prompts.tokenizer, bool(body.logprobs))
-        handler = self._dispatcher.submit(caller, [ids], params, n, model, body.priority or 0)
+        handler = self._dispatcher.submit(caller, [ids], params, body.n or 1, model, body.priority or 0)
         if body.stream:
-            return await _stream(request, handler, openai.stream(handler, model, form, body.with_usage), openai.failed)
+            return await _stream(request, handler, openai.stream(handler, model, form, body.with_usage), openai.FAILED)
         return await _whole(request, handler, openai.whole(handler, model, form))
 
     async def completions(self, request: Request) -> Response:
         """OpenAI's text completions."""
         caller, body, model, ready = await self._read(request, CompletionBody)
         asked = body.prompts()
-        async with sse.while_wanted(request.receive):
-            ids = await self._prompts.ids(caller.cache_salt, asked, ready.vocab_size, "prompt", ready.context)
-        left = room(ids, ready.context, "prompt", new=0 if body.max_tokens == 0 else 1)
-        params = completion_params(body, left, ready.vocab_size)
-        echoed = None
+        making = self._prompts.ids(
+            caller.cache_salt, asked, ready.vocab_size, "prompt", ready.context, new=0 if body.max_tokens == 0 else 1
+        )
+        ids = await sse.while_wanted(request.receive, making)
+        params = completion_params(body, ids, ready, self._dispatcher.engine.places.most)
+        n, echoed = body.n or 1, None
         if body.echo:
-            async with sse.while_wanted(request.receive):
-                echoed = [
-                    text if isinstance(text, str) else await self._prompts.text(caller.cache_salt, text)
-                    for text in asked
-                ]
-        n = body.n or 1
-        made = body.best_of or n
-        fits(made, self._dispatcher.most_choices, "best_of" if made > n else "n")
-        scored = body.logprobs is not None
-        if scored:
-            written(ids, params, made, bool(body.stream))
-        form = openai.CompletionFormat(self._prompts.tokenizer, scored, n, ids, echoed)
-        handler = self._dispatcher.submit(caller, ids, params, made, model, body.priority or 0)
+            echoed = await sse.while_wanted(request.receive, self._prompts.texts(caller.cache_salt, asked))
+        form = openai.CompletionFormat(self._prompts.tokenizer, body.logprobs is not None, n, ids, echoed)
+        handler = self._dispatcher.submit(caller, ids, params, body.best_of or n, model, body.priority or 0)
         if body.stream:
-            return await _stream(request, handler, openai.stream(handler, model, form, body.with_usage), openai.failed)
+            return await _stream(request, handler, openai.stream(handler, model, form, body.with_usage), openai.FAILED)
         return await _whole(request, handler, openai.whole(handler, model, form))
 
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
         caller, body, model, ready = await self._read(request, AnthropicBody)
-        async with sse.while_wanted(request.receive):
-            ids = await self._prompts.chat_ids(caller.cache_salt, body.conversation(), ready.context)
-        params = anthropic_params(body, room([ids], ready.context, "messages"))
+        making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), ready.context)
+        ids = await sse.while_wanted(request.receive, making)
+        params = anthropic_params(body, ready.context - len(ids))
         handler = self._dispatcher.submit(caller, [ids], params, 1, model)
         if body.stream:
-            return await _stream(request, handler, anthropic.stream(handler, model), anthropic.failed, anthropic.PING)
+            return await _stream(request, handler, anthropic.stream(handler, model), anthropic.FAILED, anthropic.PING)
         return await _whole(request, handler, anthropic.whole(handler, model))
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the prompt tokens that /v1/messages would read."""
         caller, body, _, _ = await self._read(request, AnthropicPrompt)
-        async with sse.while_wanted(request.receive):
-            ids = await self._prompts.chat_ids(caller.cache_salt, body.conversation())
+        ids = await sse.while_wanted(request.receive, self._prompts.chat_ids(caller.cache_salt, body.conversation()))
         return respond({"input_tokens": len(ids)})
 
     async def embeddings(self, request: Request) -> Response:
         """OpenAI's embeddings, from the model's final hidden states, each at unit length."""
         caller, body, model, ready = await self._read(request, EmbeddingBody)
-        async with sse.while_wanted(request.receive):
-            ids = await self._prompts.ids(caller.cache_salt, body.inputs(), ready.vocab_size, "input", ready.context)
-        room(ids, ready.context, "input", new=0)
+        making = self._prompts.ids(caller.cache_salt, body.inputs(), ready.vocab_size, "input", ready.context)
+        ids = await sse.while_wanted(request.receive, making)
         handler = self._dispatcher.embed(caller, ids, body.pooling, model)
-        return await _whole(request, handler, embeddings.whole(handler, model, body.encoding_format == "base64"))
+        return await _whole(request, handler, openai.embeddings(handler, model, body.encoding_format == "base64"))
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text, or of a conversation as the chat endpoint renders it. `add_special_tokens` applies to a
         text; a chat template writes the special tokens itself."""
         caller, body, _, ready = await self._read(request, TokenizeBody)
-        async with sse.while_wanted(request.receive):
-            if body.prompt is None:
-                ids = list(await self._prompts.chat_ids(caller.cache_salt, body.conversation()))
-            else:
-                ids = await self._prompts.text_ids(caller.cache_salt, body.prompt, body.add_special_tokens)
+        making: Awaitable[Sequence[int]]
+        if body.prompt is None:
+            making = self._prompts.chat_ids(caller.cache_salt, body.conversation())
+        else:
+            making = self._prompts.text_ids(caller.cache_salt, body.prompt, body.add_special_tokens)
+        ids = await sse.while_wanted(request.receive, making)
         return respond({"tokens": ids, "count": len(ids), "max_model_len": ready.context})
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         caller, body, _, ready = await self._read(request, DetokenizeBody)
-        async with sse.while_wanted(request.receive):
-            text = await self._prompts.text(caller.cache_salt, body.tokens, ready.vocab_size)
-        return respond({"prompt": text})
+        making = self._prompts.text(caller.cache_salt, body.tokens, ready.vocab_size)
+        return respond({"prompt": await sse.while_wanted(request.receive, making)})
 
     async def _read(self, request: Request, kind: type[BodyType]) -> tuple[Caller, BodyType, str, Ready]:
         """Read the request's body. Returns the caller, the body, the name of the requested model, and the engine that
         runs it."""
         caller: Caller = request.scope["attar"]
-        data = await http_body.receive(request, caller.id)
+        data = await _receive(request, caller.id)
         point("http.parse", caller.id)
-        async with sse.while_wanted(request.receive):
-            if len(data) <= LARGE_BODY:
-                body = read(kind, data)
-            else:
-                body = await self._threads.run(caller.cache_salt, len(data), lambda: read(kind, data))
-        return caller, body, self._dispatcher.model(body.model), self._dispatcher.ready()
+        if len(data) <= LARGE_BODY:
+            body = read(kind, data)
+        else:
+            reading = self._threads.run(caller.cache_salt, len(data), lambda: read(kind, data))
+            body = await sse.while_wanted(request.receive, reading)
+        return caller, body, *self._dispatcher.model(body.model)
+
+
+async def _receive(request: Request, name: str) -> bytes:
+    """Read the body of the request called `name`. Raises APIError for content other than JSON, and for a large body."""
+    headers: dict[bytes, bytes] = dict(request.scope["headers"])
+    if headers.get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):
+        raise APIError("unsupported_media_type", "Content-Encoding is not supported: send plain JSON")
+    # A form of a foreign web page can be posted without a preflight, but not as JSON.
+    if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
+        raise APIError("unsupported_media_type", "send JSON, with Content-Type: application/json")
+    if int(headers.get(b"content-length", b"0")) > MAX_BODY:
+        raise APIError("body_too_large", f"the body is larger than {MAX_BODY} bytes")
+    body, more = bytearray(), True
+    while more:
+        point("http.read_body", name)
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise APIError("cancelled", CANCELLED)
+        body += message.get("body", b"")
+        assert len(body) <= MAX_BODY, "h11 holds a body to its Content-Length"
+        more = message.get("more_body", False)
+    return bytes(body)
 
 
 async def _whole(request: Request, handler: RequestHandler, answer: Awaitable[Iterable[bytes | bytearray]]) -> Response:
@@ -169,17 +172,12 @@ async def _whole(request: Request, handler: RequestHandler, answer: Awaitable[It
 
 
 async def _stream(
-    request: Request,
-    handler: RequestHandler,
-    pieces: AsyncIterator[bytes],
-    failed: Callable[[APIError], bytes],
-    ping: bytes = sse.COMMENT,
+    request: Request, handler: RequestHandler, pieces: AsyncIterator[bytes], failed: bytes, ping: bytes = sse.COMMENT
 ) -> Response:
     try:
         async with sse.while_connected(request.receive, handler.leave):
             await handler.admitted()
-        last = failed(APIError("internal", INTERNAL))
-        return sse.EventStream(pieces, handler.leave, handler.close, last, handler.caller.id, ping)
+        return sse.EventStream(pieces, handler.leave, handler.close, failed, handler.caller.id, ping)
     except BaseException:
         handler.close()
         raise

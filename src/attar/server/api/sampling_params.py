@@ -1,46 +1,88 @@
-"""Conversion of a request's fields to `SamplingParams`; the remaining checks need the vocabulary and the context."""
+"""Parameters of one request: its fields as `SamplingParams`, with the checks that need the model or the queue.
+
+A refusal gives both numbers: what was asked for, and what there may be.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from attar.faults import point
+from attar.protocol.messages import Ready
 from attar.protocol.request import MAX_SEED, SamplingParams
-from attar.server.admission.request_limits import in_vocabulary
-from attar.server.api.anthropic_schemas import AnthropicBody
+from attar.server.admission.rate_limits import Caller
+from attar.server.api.anthropic import AnthropicBody
 from attar.server.api.schemas import ChatBody, CompletionBody, Sampling
 from attar.server.errors import APIError
+from attar.server.prompts import in_vocabulary
 
 DEFAULT_COMPLETION = 16  # tokens: /v1/completions, as OpenAI has it
+MAX_LOGPROBS = 3_000_000  # per answer, alternatives included: 20 for each token of a context of 128K, and more
 
 
-def completion_params(body: CompletionBody, room: int, vocab: int) -> SamplingParams:
-    """Make the parameters of a completion whose prompt leaves `room` tokens of the context."""
-    given = _common(body, vocab)
-    wanted = DEFAULT_COMPLETION if body.max_tokens is None else body.max_tokens
+def completion_params(
+    body: CompletionBody, prompts: Sequence[Sequence[int]], ready: Ready, most: int
+) -> SamplingParams:
+    """Make the parameters of completions of `prompts`, of which `most` choices each could ever wait together. Raises
+    APIError."""
+    given = _common(body, ready.vocab_size)
+    n, room = body.n or 1, ready.context - max(map(len, prompts))
+    made = body.best_of or n
     if body.logprobs is not None:
         given["logprobs"] = body.logprobs
         if body.echo:
             given["prompt_logprobs"] = body.logprobs
-    elif (body.best_of or 1) > (body.n or 1):
+    elif made > n:
         given["logprobs"] = 0  # needed to rank the choices
-    return SamplingParams(max_tokens=min(wanted, room), **given)
+    wanted = DEFAULT_COMPLETION if body.max_tokens is None else body.max_tokens
+    params = SamplingParams(max_tokens=min(wanted, room), **given)
+    _check_choices(made, most, "best_of" if made > n else "n")
+    if body.logprobs is not None:
+        check_logprobs(prompts, params, made, bool(body.stream))
+    return params
 
 
-def chat_params(body: ChatBody, room: int, vocab: int, allowance: int | None = None) -> SamplingParams:
-    """Make the parameters of a chat; without a limit it may fill the context, within the key's `allowance`."""
-    given = _common(body, vocab)
-    wanted = body.max_completion_tokens or body.max_tokens or (room if allowance is None else allowance)
+def chat_params(body: ChatBody, prompt: Sequence[int], ready: Ready, most: int, caller: Caller) -> SamplingParams:
+    """Make the parameters of a chat; without a limit it may fill the context, within the key's allowance. `most` is as
+    in `completion_params`. Raises APIError."""
+    given = _common(body, ready.vocab_size)
+    n, room = body.n or 1, ready.context - len(prompt)
+    wanted = body.max_completion_tokens or body.max_tokens or caller.allowance(len(prompt), n) or room
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
-    return SamplingParams(max_tokens=min(wanted, room), **given)
+    params = SamplingParams(max_tokens=min(wanted, room), **given)
+    _check_choices(n, most, "n")
+    check_logprobs([prompt], params, n, bool(body.stream))
+    return params
 
 
 def anthropic_params(body: AnthropicBody, room: int) -> SamplingParams:
-    """Make the parameters of Anthropic's messages."""
+    """Make the parameters of Anthropic's messages, whose prompt leaves `room` tokens of the context."""
     given: dict[str, Any] = {"temperature": body.temperature, "stop": body.stop_sequences}
     given |= _filters(body.top_k, body.top_p)
     return SamplingParams(max_tokens=min(body.max_tokens, room), **_present(given))
+
+
+def check_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams, n: int, stream: bool) -> None:
+    """Raise APIError where an answer would have too many log probabilities. A stream keeps none of its choices'."""
+    read = 0 if params.prompt_logprobs is None else sum(map(len, prompts)) * (params.prompt_logprobs + 1)
+    made = 0 if params.logprobs is None or stream else len(prompts) * params.max_tokens * (params.logprobs + 1)
+    if (count := n * (read + made)) > MAX_LOGPROBS:
+        message = (
+            f"logprobs: up to {count} of them are more than the {MAX_LOGPROBS} that an answer may have: ask for fewer "
+            "prompts, choices, tokens (max_tokens) or likely ones for each"
+        )
+        raise APIError("out_of_range", message, "logprobs")
+
+
+def _check_choices(n: int, most: int, name: str) -> None:
+    """Raise APIError where a prompt's choices could never wait together."""
+    if n > most:
+        message = (
+            f"{name}: {n} choices of a prompt are more than the {most} that one key may have waiting: ask for fewer"
+        )
+        raise APIError("out_of_range", message, name)
 
 
 _PLAIN = (
@@ -59,8 +101,7 @@ def _common(body: Sampling, vocab: int) -> dict[str, Any]:
         for key in body.logit_bias:
             # Canonical numbers only: with two spellings of one token, one bias would be lost.
             if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key and int(key) < vocab):
-                message = f"logit_bias: keys are token ids, 0 to {vocab - 1}"
-                raise APIError("invalid_value", message, "logit_bias")
+                raise APIError("invalid_value", f"logit_bias: keys are token ids, 0 to {vocab - 1}", "logit_bias")
         given["logit_bias"] = {int(key): bias for key, bias in body.logit_bias.items()}
     return _present(given)
 

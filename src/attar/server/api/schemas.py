@@ -33,14 +33,8 @@ LengthOrNone = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Token = Annotated[int, Meta(ge=0, le=MAX_TOKENS, title="Token")]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES, title="Choices")]
-Priority = Annotated[
-    int,
-    Meta(
-        ge=-MAX_PRIORITY,
-        le=MAX_PRIORITY,
-        description="The lowest goes first; 0 where none is given. With API keys, less than 0 counts as 0.",
-    ),
-]
+_LOWEST = "The lowest goes first; 0 where none is given. With API keys, less than 0 counts as 0."
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description=_LOWEST)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(ge=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
@@ -120,21 +114,11 @@ class Sampling(Body, frozen=True, kw_only=True):
 
 
 _NEITHER: Mapping[str, tuple[Any, ...]] = {  # fields of both endpoints, or of other servers' dialects
-    "min_tokens": (0,),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "echo": (False,),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
+    "min_tokens": (0,), "use_beam_search": (False,), "length_penalty": (1, 1.0), "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,), "echo": (False,), "prompt_logprobs": (), "truncate_prompt_tokens": (),
+    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
     "logits_processors": (),
-}
+}  # fmt: skip
 
 
 def _check_prompts(given: str | Sequence[Any], name: str, most: int, noun: str) -> None:
@@ -235,8 +219,7 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def for_template(self) -> dict[str, str]:
         """Return the message as chat templates expect it: `developer` is the newer name of `system`."""
-        role = "system" if self.role == "developer" else self.role
-        entry = {"role": role, "content": text_of(self.content)}
+        entry = {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content)}
         return entry if self.name is None else entry | {"name": self.name}
 
 
@@ -255,26 +238,12 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
 
     unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **_NEITHER,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "response_format": ({"type": "text"},),
-        "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "reasoning_effort": (),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-        "store": (False,),
-        "service_tier": ("auto", "default"),
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
-        "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "documents": ([],),
-    }
+        "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "functions": ([],),
+        "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],),
+        "audio": (), "prediction": (), "reasoning_effort": (), "verbosity": ("medium",), "web_search_options": (),
+        "store": (False,), "service_tier": ("auto", "default"), "add_generation_prompt": (True,),
+        "continue_final_message": (False,), "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],),
+    }  # fmt: skip
 
     messages: Messages
     max_completion_tokens: Length | None = None

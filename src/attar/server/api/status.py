@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import importlib.resources
 from typing import Any
 
 import msgspec
@@ -12,7 +15,16 @@ from attar.protocol.messages import Ready
 from attar.server.api import response_types as types
 from attar.server.api.openapi import giving
 from attar.server.dispatcher import Dispatcher
-from attar.server.pages.chat import PAGE, POLICY
+
+PAGE = importlib.resources.files("attar.server.pages").joinpath("chat.html").read_bytes()
+"""The page to chat with the model and to watch the engine. It loads nothing from elsewhere."""
+
+_DIGEST = hashlib.sha256(PAGE.partition(b"<script>")[2].partition(b"</script>")[0]).digest()
+POLICY = (
+    f"default-src 'none'; script-src 'sha256-{base64.b64encode(_DIGEST).decode()}'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""The page's content security policy: it may run its own script, and connect to this server."""
 
 
 def respond(value: Any) -> Response:
@@ -57,7 +69,7 @@ class StatusRoutes:
 
     async def engine(self) -> Response:
         """The engine's message when it became ready, and its state since; `blocks` is base64, a byte each."""
-        return respond({"ready": self._dispatcher.ready(), "stats": self._dispatcher.stats})
+        return respond({"ready": self._dispatcher.ready(), "stats": self._dispatcher.engine.stats})
 
     async def models(self) -> Response:
         """The served model and its adapters, in a list."""
@@ -66,7 +78,7 @@ class StatusRoutes:
 
     async def one_model(self, name: str) -> Response:
         """The served model, or one of its adapters."""
-        return respond(_model(self._dispatcher.model(name), self._dispatcher.ready()))
+        return respond(_model(*self._dispatcher.model(name)))
 
     async def why(self, request: Request, name: str) -> Response:
         """Account of where a request's time went, or goes. `name` is its `X-Request-Id`, or the `id` of its answer."""

@@ -20,24 +20,9 @@ from pathlib import Path
 from weakref import WeakSet
 
 from attar.faults import point
-from attar.protocol.messages import (
-    Beat,
-    Cancel,
-    Command,
-    Drain,
-    Embed,
-    Embedding,
-    Failed,
-    Finished,
-    QueryStatus,
-    Ready,
-    Report,
-    RequestStatus,
-    Stats,
-    Submit,
-    encode,
-)
-from attar.server.admission.fair_queue import Places
+from attar.protocol import messages
+from attar.protocol.messages import Command, Embed, Embedding, Failed, Finished, Ready, RequestStatus, Stats, Submit
+from attar.server.admission.fair_queue import FairQueue
 from attar.server.engine_client.connection import AnswerEvent, Connection, Event
 from attar.server.engine_client.heartbeat import STUCK, Heartbeat
 from attar.server.engine_client.response_stream import Backlog, ResponseStream
@@ -56,7 +41,7 @@ class EngineClient:
     def __init__(self, path: Path, stuck: float = STUCK, keys: int = 0) -> None:
         """A step that exceeds `stuck` seconds is taken for stuck (`heartbeat.py`). `keys` API keys share the queue."""
         self.path = path
-        self.places, self.heartbeat, self.backlog = Places(keys), Heartbeat(stuck), Backlog()
+        self.places, self.heartbeat, self.backlog = FairQueue(keys), Heartbeat(stuck), Backlog()
         self.ready: Ready | None = None
         """The engine's message when it became ready; None while there is none."""
         self.stats: Stats | None = None
@@ -65,17 +50,12 @@ class EngineClient:
         """The engine's requests that have not ended, by id."""
         self._streams: WeakSet[ResponseStream] = WeakSet()
         self._left: dict[str, ResponseStream] = {}  # ended here, and not yet by the engine
-        self._asked: dict[str, asyncio.Future[Report]] = {}  # reports awaited, by request
+        self._asked: dict[str, asyncio.Future[messages.Report]] = {}  # reports awaited, by request
         self.hung: Callable[[], None] | None = None
         """Called repeatedly while the engine runs without progress."""
         self._given_up = ""  # why the last connection was given up, if no engine has been ready since
         self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def trouble(self) -> str | None:
-        """A sentence about what is wrong with a connected engine; None if nothing is."""
-        return self.heartbeat.trouble
 
     @property
     def held(self) -> int:
@@ -94,7 +74,7 @@ class EngineClient:
                 await self._task
         self._end_all()
         if self._connection is not None:
-            self._send([Drain()])
+            self._send([messages.Drain()])
             self._connection.close()
         self.ready = self.stats = self._connection = None
 
@@ -105,19 +85,18 @@ class EngineClient:
         if self.ready is None:
             stream.cancel("shutdown")
         else:
-            deadlines = [command.deadline for command in commands if command.deadline is not None]
-            if deadlines:
-                stream.end_after(max(deadlines) + GRACE)
+            if (left := commands[0].deadline) is not None:  # the others have the same
+                stream.end_after(left + GRACE)
             stream.go_on()
         return stream
 
-    async def reports(self, requests: Iterable[str]) -> dict[str, Report]:
+    async def reports(self, requests: Iterable[str]) -> dict[str, messages.Report]:
         """Return the progress of requests by id, for those that the engine has and reports within `TOLD_SECONDS`."""
         open, loop = [each for each in requests if each in self.open], asyncio.get_running_loop()
         new = {each: loop.create_future() for each in open if each not in self._asked}
         self._asked |= new
         if new:
-            self._send([QueryStatus(tuple(new))])  # once, however many callers wait
+            self._send([messages.QueryStatus(tuple(new))])  # once, however many callers wait
         asked = {each: self._asked[each] for each in open}
         try:
             if asked:
@@ -153,11 +132,11 @@ class EngineClient:
             if tell and stream is not None:
                 self._left[request] = stream
         if tell:
-            self._send([Cancel(request) for request in requests])
+            self._send([messages.Cancel(request) for request in requests])
 
     def _send(self, commands: Sequence[Command]) -> None:
         if self._connection is not None and commands:
-            self._connection.write(encode(commands))
+            self._connection.write(messages.encode(commands))
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -191,7 +170,7 @@ class EngineClient:
             self.heartbeat.silent += WATCH_SECONDS
             if self.heartbeat.hung and self.hung is not None:
                 self.hung()
-            if (trouble := self.trouble) != known:
+            if (trouble := self.heartbeat.trouble) != known:
                 known = trouble
                 level = logging.INFO if trouble is None else logging.ERROR
                 logger.log(level, "%s; open requests: %d", trouble or "the engine gets on again", len(self.open))
@@ -202,7 +181,7 @@ class EngineClient:
             if isinstance(event, Stats):
                 self.heartbeat.count(self.stats, event)
                 self.stats = event
-            elif isinstance(event, Beat):
+            elif isinstance(event, messages.Beat):
                 self.heartbeat.beat(event.busy)
             elif isinstance(event, RequestStatus):
                 if (told := self._asked.pop(event.id, None)) is not None:

@@ -31,13 +31,14 @@ Event = AnswerEvent | Ready | Stats | Beat | RequestStatus
 class Connection(asyncio.Protocol):
     """One connection. Unreadable data ends it, and `wrong` gets the reason."""
 
+    _transport: asyncio.Transport
+
     def __init__(
         self, arrived: Callable[[Sequence[Event]], None], lost: Callable[[], None], wrong: Callable[[str], None]
     ) -> None:
         self._arrived, self._lost, self._wrong = arrived, lost, wrong
         self._decoder = msgspec.msgpack.Decoder(list[Event])
         self._buffer = bytearray()
-        self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -64,15 +65,12 @@ class Connection(asyncio.Protocol):
         self._lost()
 
     def write(self, data: bytes) -> None:
-        assert self._transport is not None
         self._transport.write(data)
 
     def close(self) -> None:
-        assert self._transport is not None
         self._transport.close()
 
     def give_up(self, why: str) -> None:
         """End the connection at once."""
         self._wrong(why)
-        assert self._transport is not None
         self._transport.abort()

@@ -22,7 +22,7 @@ from weakref import WeakSet
 import msgspec
 
 from attar.protocol.messages import Delta, Embed, Embedding, Failed, Finished, Submit
-from attar.server.admission.fair_queue import Places
+from attar.server.admission.fair_queue import FairQueue
 from attar.server.engine_client.connection import AnswerEvent, PromptScores
 from attar.server.http.limits import STALL_SECONDS
 
@@ -71,14 +71,10 @@ class ResponseStream:
     """
 
     def __init__(
-        self,
-        commands: Sequence[Submit | Embed],
-        window: int,
-        send: Callable[[ResponseStream, Sequence[Submit | Embed]], None],
-        drop: Callable[[Iterable[str], bool], None],
-        places: Places,
-        backlog: Backlog | None = None,
-    ) -> None:
+        self, commands: Sequence[Submit | Embed], window: int,
+        send: Callable[[ResponseStream, Sequence[Submit | Embed]], None], drop: Callable[[Iterable[str], bool], None],
+        places: FairQueue, backlog: Backlog | None = None,
+    ) -> None:  # fmt: skip
         self.prompts = {command.id: at for at, command in enumerate(commands)}
         self.ended = False
         self.failure: str | None = None

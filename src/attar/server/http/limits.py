@@ -80,7 +80,7 @@ logging.getLogger("uvicorn.error").addFilter(Sparing())
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection of a server; all its connections share `waiting`."""
+    """One connection of a server; all its connections share `waiting`, of those without a request in progress."""
 
     receipt_seconds = RECEIPT_SECONDS
     stall_seconds = STALL_SECONDS
@@ -100,18 +100,14 @@ class LimitedProtocol(H11Protocol):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
         self._receipt = self.loop.call_later(self.receipt_seconds, self._too_slow)
-        self.waiting.add(self, len(self.connections))
+        self.waiting.add(self.transport, len(self.connections))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.waiting.remove(self)
+        self.waiting.remove(self.transport)
         self._disarm()
         self._unstall()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
-
-    def hang_up(self) -> None:
-        """Close the connection, which has no request in progress."""
-        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
@@ -121,13 +117,13 @@ class LimitedProtocol(H11Protocol):
             super().data_received(data)
 
     def on_response_complete(self) -> None:
-        self.waiting.add(self, len(self.connections))
+        self.waiting.add(self.transport, len(self.connections))
         super().on_response_complete()  # which may begin the next request
 
     def handle_events(self) -> None:
         super().handle_events()
         if self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY):
-            self.waiting.remove(self)
+            self.waiting.remove(self.transport)
         state = self.conn.their_state
         if state is h11.SEND_BODY or (state is h11.IDLE and self.conn.trailing_data[0]):
             if self._receipt is None and not self.transport.is_closing():
@@ -154,8 +150,7 @@ class LimitedProtocol(H11Protocol):
         super().resume_writing()
 
     def _watch_stall(self) -> None:
-        left = self.transport.get_write_buffer_size()
-        self._stall = self.loop.call_later(self.stall_seconds, self._see_stall, left)
+        self._stall = self.loop.call_later(self.stall_seconds, self._see_stall, self.transport.get_write_buffer_size())
 
     def _see_stall(self, before: int) -> None:
         if self.transport.get_write_buffer_size() < before:
@@ -180,21 +175,15 @@ class LimitedProtocol(H11Protocol):
     def _refuse(self, status: int) -> None:
         """Answer in place of the application, unless it has begun to, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            code, message = _HINTS.get(status, _HINTS[400])
-            refusal = APIError(code, message)
+            refusal = APIError(*_HINTS.get(status, _HINTS[400]))
             body = refusal.body()
             headers = [
-                *self.server_state.default_headers,
-                (b"content-type", b"application/json"),
-                (b"content-length", b"%d" % len(body)),
-                (b"connection", b"close"),
+                *self.server_state.default_headers, (b"content-type", b"application/json"),
+                (b"content-length", b"%d" % len(body)), (b"connection", b"close"),
                 (b"x-request-id", secrets.token_hex(12).encode()),
-            ]
-            for event in (
-                h11.Response(status_code=refusal.kind.status, headers=headers),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            ):
+            ]  # fmt: skip
+            response = h11.Response(status_code=refusal.kind.status, headers=headers)
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 

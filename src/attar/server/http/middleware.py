@@ -2,16 +2,18 @@
 
 It is plain ASGI around the application, so that every route passes it, routes added later included. Access is denied by
 default: with keys set, only /livez and the page, which holds nothing, answer without one. No body is read before its
-request is admitted.
+request is admitted. Web pages of other servers may call this one from a browser where options list them (CORS).
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import time
 import traceback
 from collections import Counter
+from collections.abc import Mapping
 
 from starlette.applications import Starlette
 from starlette.routing import Route
@@ -20,17 +22,18 @@ from starlette.types import Message, Receive, Scope, Send
 from attar.faults import point
 from attar.server.admission.rate_limits import Account, Caller, Quotas
 from attar.server.errors import ANTHROPIC, INTERNAL, APIError
-from attar.server.http import body, cors
 from attar.server.http.limits import MAX_BODY
 from attar.server.http.security import host_name
 from attar.server.options import ServerOptions
-from attar.server.request_context import RequestContext
+from attar.server.request_handler import RequestContext
 
 OPEN_TO_ALL = frozenset({"/livez", "/"})  # the page holds no data
 METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE", "PATCH"})  # methods that a log may repeat
 GONE = 499  # the client had disconnected
 FULL = 429
 MAX_BODIES = 256 * MAX_BODY  # of all requests together: a body is held until its answer has ended
+EXPOSED = b"x-request-id, request-id, retry-after, x-should-retry"  # headers of an answer that pages may read
+_NAMES = re.compile(rb"[\w, -]+")
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,7 @@ class Middleware:
             return
         arrived, name, status = time.monotonic(), secrets.token_hex(12), 0
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        extra = [(b"x-request-id", name.encode()), *cors.headers_for(self.options.origins, headers)]
+        extra = [(b"x-request-id", name.encode()), *_cors_headers(self.options.origins, headers)]
         if scope["path"].startswith(ANTHROPIC):
             extra.append((b"request-id", name.encode()))  # where Anthropic's clients look for it
 
@@ -67,14 +70,14 @@ class Middleware:
         account: Account | None = None
         cache_salt, size = b"", 0
         try:
-            if cors.is_preflight(self.options.origins, scope, headers):
-                await cors.answer_preflight(headers, tell)
+            if _is_preflight(self.options.origins, scope, headers):
+                await _answer_preflight(headers, tell)
                 return
             point("http.door", name)
             cache_salt = self._let_in(scope, headers)
             if scope["method"] == "POST":
                 account = self.quotas.enter(cache_salt)
-                size = body.size(headers)
+                size = _size(headers)
                 self.bodies[cache_salt] += size
             scope["attar"] = Caller(name, arrived, cache_salt, account)
             await self.app(scope, receive, tell)
@@ -111,13 +114,48 @@ class Middleware:
         if cache_salt is None:
             raise APIError("invalid_api_key", "send a valid key: Authorization: Bearer KEY")
         if scope["method"] == "POST":
-            self._check_room(cache_salt, body.size(headers))
+            if self.context.draining:
+                raise APIError("draining", "the server is shutting down")
+            size = _size(headers)
+            own = MAX_BODIES // 2 if len(set(self.options.keys.hashes)) > 1 else MAX_BODIES
+            large = self.bodies[cache_salt] + size > own or self.bodies.total() + size > MAX_BODIES
+            if large or self.open > self.options.max_requests:
+                raise self.context.full()
         return cache_salt
 
-    def _check_room(self, cache_salt: bytes, size: int) -> None:
-        if self.context.draining:
-            raise APIError("draining", "the server is shutting down")
-        own = MAX_BODIES // 2 if len(set(self.options.keys.hashes)) > 1 else MAX_BODIES
-        large = self.bodies[cache_salt] + size > own or self.bodies.total() + size > MAX_BODIES
-        if large or self.open > self.options.max_requests:
-            raise self.context.full("the server is full: try again later")
+
+def _cors_headers(origins: frozenset[str], headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+    """Return the CORS headers of an answer to a request with `headers`, where pages of `origins` may read it."""
+    if not origins:
+        return []
+    origin = headers.get(b"origin", b"")
+    if origin.decode("latin-1") not in origins:
+        return [(b"vary", b"Origin")]
+    allowed = [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", EXPOSED)]
+    return [(b"vary", b"Origin"), *allowed]
+
+
+def _is_preflight(origins: frozenset[str], scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
+    """Return whether this is a preflight for a page that may call."""
+    return (
+        scope["method"] == "OPTIONS"
+        and b"access-control-request-method" in headers
+        and headers.get(b"origin", b"").decode("latin-1") in origins
+    )
+
+
+async def _answer_preflight(asked: Mapping[bytes, bytes], send: Send) -> None:
+    """Allow a page's call with any headers that it wants to send: client libraries have their own."""
+    wanted = asked.get(b"access-control-request-headers", b"")
+    headers = [
+        (b"access-control-allow-methods", b"GET, POST"),
+        (b"access-control-allow-headers", wanted if _NAMES.fullmatch(wanted) else b"authorization, content-type"),
+        (b"access-control-max-age", b"600"),
+    ]
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _size(headers: Mapping[bytes, bytes]) -> int:
+    """Return the bytes of the body to be held: 0 for one that is too large, which is not read."""
+    return length if (length := int(headers.get(b"content-length", b"0"))) <= MAX_BODY else 0

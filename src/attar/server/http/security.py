@@ -18,6 +18,8 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from attar.errors import UserError
+
 MIN_KEY = 32  # characters
 KEY_VARIABLE = "ATTAR_API_KEY"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+")
@@ -35,9 +37,9 @@ def find_keys(file: Path | None, environ: MutableMapping[str, str]) -> tuple[str
 
 def read_keys(file: Path) -> tuple[str, ...]:
     """Read keys of a file, one a line. Raises ValueError for short keys, an empty file, or one that others may read."""
-    with open(file, encoding="utf-8", opener=_no_links) as stream:
+    with open(file, encoding="utf-8", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW)) as stream:
         if stat.S_IMODE(os.fstat(stream.fileno()).st_mode) & 0o077:
-            raise ValueError(f"{file} can be read by other users: chmod 600 it")
+            raise UserError("file_unsafe", f"{file} can be read by other users: chmod 600 it")
         return checked_keys(stream.read().split("\n"), str(file))
 
 
@@ -45,15 +47,12 @@ def checked_keys(lines: Iterable[str], source: str) -> tuple[str, ...]:
     """Return the keys among `lines`, stripped. Raises ValueError for short ones, and where there are none."""
     keys = tuple(key for line in lines if (key := line.strip()))
     if not keys:
-        raise ValueError(f"{source} holds no key")
+        raise UserError("key_invalid", f"{source} holds no key")
     for number, key in enumerate(keys, 1):
         if len(key) < MIN_KEY or not (key.isascii() and key.isprintable()) or " " in key:
-            raise ValueError(f"key {number} of {source}: keys are at least {MIN_KEY} printable ASCII characters")
+            message = f"key {number} of {source}: keys are at least {MIN_KEY} printable ASCII characters"
+            raise UserError("key_invalid", message)
     return keys
-
-
-def _no_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW)
 
 
 @dataclass(frozen=True)
@@ -109,9 +108,8 @@ def parse_origin(text: str) -> str:
     origin = text.lower().removesuffix("/")
     scheme, _, rest = origin.partition("://")
     if not ORIGIN.fullmatch(origin) or set(rest) & set("/?#@"):
-        raise ValueError(
-            f"--origin {text!r} is no page's: write scheme, host and port, such as https://chat.example:8443"
-        )
+        message = f"--origin {text!r} is no page's: write scheme, host and port, such as https://chat.example:8443"
+        raise UserError("address_invalid", message)
     return origin.removesuffix(DEFAULT_PORTS.get(scheme, ""))
 
 
@@ -125,4 +123,4 @@ def check_host(host: str) -> None:
     except UnicodeError:
         sound = False
     if not sound:
-        raise ValueError(f"--host {host!r} is neither an address nor a name") from None
+        raise UserError("address_invalid", f"--host {host!r} is neither an address nor a name") from None

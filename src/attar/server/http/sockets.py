@@ -7,11 +7,13 @@ next request is closed, as it would be a little later anyhow: clients open anoth
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import resource
 import socket
-from typing import Protocol
+
+from attar.errors import UserError
 
 FILES = 256  # descriptors of this process besides connections: half of all where few are allowed
 BACKLOG = 512  # connections that wait to be accepted
@@ -35,30 +37,23 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-class Closable(Protocol):
-    """A connection that can be closed."""
-
-    def hang_up(self) -> None:
-        """Close the connection."""
-
-
 class Waiting:
     """Idle connections, longest idle first. At most `most` connections may be open in all."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._waiting: dict[Closable, None] = {}
+        self._waiting: dict[asyncio.BaseTransport, None] = {}
 
-    def add(self, connection: Closable, opened: int) -> None:
+    def add(self, connection: asyncio.BaseTransport, opened: int) -> None:
         """Add a connection that is idle from now on. `opened`: how many are open in all."""
         self._waiting.pop(connection, None)
         self._waiting[connection] = None
         if opened > self.most:
             longest = next(iter(self._waiting))
             del self._waiting[longest]
-            longest.hang_up()
+            longest.close()
 
-    def remove(self, connection: Closable) -> None:
+    def remove(self, connection: asyncio.BaseTransport) -> None:
         """Remove a connection that has a request, or was closed."""
         self._waiting.pop(connection, None)
 
@@ -92,7 +87,8 @@ def explained(error: OSError, host: str, port: int) -> Exception:
         return error
     at = f"cannot listen at {host}, port {port}: {str(error.strerror).lower()}"
     if error.errno in (errno.EADDRINUSE, errno.EACCES):
-        return ValueError(f"{at}; --port takes another, and 0 a free one")
+        return UserError("address_invalid", f"{at}; --port takes another, and 0 a free one")
     if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-        return ValueError(f"{at}; --host is an address or a name of this machine, such as 127.0.0.1 or ::1")
+        message = f"{at}; --host is an address or a name of this machine, such as 127.0.0.1 or ::1"
+        return UserError("address_invalid", message)
     return error

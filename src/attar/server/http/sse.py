@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from itertools import chain
+from typing import TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -25,6 +26,7 @@ from attar.server.errors import CANCELLED, APIError
 PART = 64 << 10  # bytes of a write, at least, except the last
 SILENCE = 15.0  # seconds after which a stream sends a keep-alive
 COMMENT = b": ping\n\n"  # skipped by readers, by the standard
+Value = TypeVar("Value")
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -44,10 +46,9 @@ async def while_connected(receive: Receive, gone: Callable[[], None]) -> AsyncIt
         task.cancel()
 
 
-@contextlib.asynccontextmanager
-async def while_wanted(receive: Receive) -> AsyncIterator[None]:
-    """Cancel work that precedes the engine's, reading a body or making a prompt, once the client has disconnected.
-    Raises APIError then."""
+async def while_wanted(receive: Receive, work: Awaitable[Value]) -> Value:
+    """Return the result of work that precedes the engine's, such as a prompt's making. It is cancelled once the client
+    has disconnected. Raises APIError then."""
     task, gone = asyncio.current_task(), False
     assert task is not None
 
@@ -58,7 +59,7 @@ async def while_wanted(receive: Receive) -> AsyncIterator[None]:
 
     async with while_connected(receive, leave):
         try:
-            yield
+            return await work
         except asyncio.CancelledError:
             if gone and not task.uncancel():  # else the server is ending as well
                 raise APIError("cancelled", CANCELLED) from None
@@ -119,14 +120,9 @@ class EventStream(Response):
     charset = "utf-8"
 
     def __init__(
-        self,
-        pieces: AsyncIterator[bytes],
-        gone: Callable[[], None],
-        closed: Callable[[], None],
-        failed: bytes,
-        name: str = "",
-        ping: bytes = COMMENT,
-    ) -> None:
+        self, pieces: AsyncIterator[bytes], gone: Callable[[], None], closed: Callable[[], None], failed: bytes,
+        name: str = "", ping: bytes = COMMENT,
+    ) -> None:  # fmt: skip
         super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
         self._pieces, self._gone, self._closed, self._failed, self._name = pieces, gone, closed, failed, name

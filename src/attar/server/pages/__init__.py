@@ -1,4 +1,5 @@
-"""HTML pages that the server itself offers: `chat.py` has the page and its content security policy.
+"""HTML pages that the server itself offers: `chat.html`, a chat with the served model.
 
-The pages load nothing from elsewhere. No module of attar is imported, and the files are package data.
+A page loads nothing from elsewhere. No module of attar is imported here; `api/status.py` serves the page with its
+content security policy.
 """

@@ -13,6 +13,7 @@ from attar.compression.solvers.pruning import zeros
 from attar.compression.solvers.pruning.zeros import Unit
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
+from tests.errors import user_error
 
 TOLERANCE = 1e-6
 
@@ -29,7 +30,7 @@ WRONG = ("", "50", "s0", "s100", "s5.5", "s05", "0:4", "4:4", "4:2", f"2:{LARGES
 
 @pytest.mark.parametrize("name", WRONG)
 def test_other_words_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="sparsity"):
+    with user_error("sparsity_invalid"):
         Pattern.parse(name)
 
 
@@ -64,7 +65,7 @@ def test_the_smallest_go_and_equal_ones_by_place(
 
 
 def test_groups_must_divide_a_row() -> None:
-    with pytest.raises(ValueError, match="divisible by 4, not 6"):
+    with user_error("group_size_indivisible"):
         zeros.mask(torch.ones(2, 6), Pattern.parse("2:4"))
 
 

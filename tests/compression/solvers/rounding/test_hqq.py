@@ -12,6 +12,7 @@ from attar.compression.runs.pipeline import compress
 from attar.compression.solvers.rounding import hqq, rtn
 from attar.formats import affine
 from attar.formats.scheme import Scheme
+from tests.errors import user_error
 
 SAME = 1e-5
 
@@ -71,5 +72,5 @@ def test_a_model_needs_no_text(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_floats_are_refused() -> None:
-    with pytest.raises(ValueError, match="integer grids, not of fp8"):
+    with user_error("scheme_unsupported"):
         hqq.solve(heavy(4, 8), Scheme.parse("fp8-weight"))

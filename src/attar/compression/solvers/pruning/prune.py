@@ -99,8 +99,7 @@ def places(weight: Tensor, prepared: Prepared, pattern: Pattern, steps: int) -> 
     sparse, dual = whole, torch.zeros_like(whole)
     for step in range(steps):
         rho = FIRST * (LAST / FIRST) ** (step / max(steps - 1, 1))
-        free = ((pull + rho * ((sparse - dual) @ vectors)) / (strengths + rho)) @ vectors.T
-        dual += free
+        dual += ((pull + rho * ((sparse - dual) @ vectors)) / (strengths + rho)) @ vectors.T
         sparse = dual.masked_fill(zeros.mask(dual.abs(), pattern), 0)
         dual -= sparse
     return sparse / prepared.root
@@ -136,10 +135,8 @@ def _rounded(target: Tensor, prepared: Prepared, scheme: Scheme, search: ScaleSe
 
 
 def _descend(found: Tensor, codes: Tensor, target: Tensor, hessian: Tensor, levels: Uniform, gone: Tensor) -> None:
-    """Move every weight that is not zeroed to the level nearest to its best value given all others.
-
-    `found`, `codes` and `gone` are [I, O]; the first two change.
-    """
+    """Move every weight that is not zeroed to the level nearest to its best value given all others. `found`, `codes`
+    and `gone` are [I, O]; the first two change."""
     columns = len(found)
     for start in range(0, columns, COLUMNS_AT_ONCE):
         stop = min(start + COLUMNS_AT_ONCE, columns)

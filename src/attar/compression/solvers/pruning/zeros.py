@@ -48,8 +48,7 @@ def mask(score: Tensor, pattern: Pattern, unit: Unit = "matrix") -> Tensor:
     rows, columns = score.shape
     pattern.check(columns)
     if pattern.grouped:
-        groups = score.reshape(rows, columns // pattern.of, pattern.of)
-        return _lowest(groups, pattern.zeros).reshape(rows, columns)
+        return _lowest(score.reshape(rows, columns // pattern.of, pattern.of), pattern.zeros).reshape(rows, columns)
     if unit == "row":
         return _lowest(score, columns * pattern.zeros // pattern.of)
     return _lowest_of_all(score.reshape(-1), score.numel() * pattern.zeros // pattern.of).view(rows, columns)
@@ -84,12 +83,7 @@ def by_magnitude(weight: Tensor, pattern: Pattern, scheme: Scheme | None, search
 
 
 def by_wanda(
-    weight: Tensor,
-    squares: Tensor,
-    pattern: Pattern,
-    scheme: Scheme | None,
-    search: ScaleSearch,
-    unit: Unit = "row",
+    weight: Tensor, squares: Tensor, pattern: Pattern, scheme: Scheme | None, search: ScaleSearch, unit: Unit = "row"
 ) -> GptqResult:
     """Zero the smallest |w| sqrt(mean x^2) of each row of a matrix [O, I], given the mean squares [I]. Errors are those
     of outputs with uncorrelated inputs: Wanda knows only the Hessian's diagonal. The result's `rtn_error` is that of

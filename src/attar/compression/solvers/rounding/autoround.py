@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from attar.compression.recipe.methods import ScaleSearch
+from attar.errors import UserError
 from attar.formats import affine, observers
 from attar.formats.affine import by_scale
 from attar.formats.packed import PackedTensor
@@ -43,7 +44,7 @@ class Rounding:
     def __init__(self, weight: Tensor, scheme: Scheme, scale_search: ScaleSearch = "mse") -> None:
         grid = scheme.grid
         if grid.kind != "int":
-            raise ValueError(f"autoround learns codes of integers, not {scheme.name}")
+            raise UserError("scheme_unsupported", f"autoround learns codes of integers, not {scheme.name}")
         self.scheme, self.grid = scheme, grid
         self.scale_dtype: torch.dtype = getattr(torch, scheme.scale_dtype)
         self.weight = weight.to(torch.float32, copy=True)
@@ -85,16 +86,14 @@ class Rounding:
         """Return codes as floats [O, G, I/G], scale and zero point [O, G] (or [1]) as stored, in float32."""
         grid, groups = self.grid, self.low.shape[-1]
         low, high = (self.low * self.bottom).clamp(max=0), (self.high * self.top).clamp(min=0)
-        steps = grid.qmax - grid.qmin
         wide = torch.maximum(-low, high) * 2 if grid.symmetric else high - low
-        exact = wide / steps
+        exact = wide / (grid.qmax - grid.qmin)
         stored = exact.detach().to(self.scale_dtype).float()
         stored = stored.masked_fill(stored == 0, torch.finfo(self.scale_dtype).eps)
         scale = stored + (exact - exact.detach())
         zero = None
         if not grid.symmetric:
-            shift = (grid.qmin - low / exact).nan_to_num(0.0).clamp(grid.qmin, grid.qmax)
-            zero = _rounded(shift)
+            zero = _rounded((grid.qmin - low / exact).nan_to_num(0.0).clamp(grid.qmin, grid.qmax))
         scaled = by_scale(self.weight, groups) / scale.unsqueeze(-1) + by_scale(self.shift, groups)
         if zero is not None:
             scaled = scaled + zero.unsqueeze(-1)
@@ -123,14 +122,13 @@ def search(
         with torch.no_grad():
             error = check([each.value() for each in roundings])
         if not error < float("inf"):
-            raise ValueError(f"the block's output error is {error}: its inputs overflow")
+            raise UserError("not_finite", f"the block's output error is {error}: its inputs overflow")
         return error
 
     first = least = checked()
     best = [number.detach().clone() for number in numbers]
     for step in range(steps):
-        found = loss([each.value() for each in roundings], step)
-        gradients = torch.autograd.grad(found, numbers, allow_unused=True)
+        gradients = torch.autograd.grad(loss([each.value() for each in roundings], step), numbers, allow_unused=True)
         for at, each in enumerate(roundings):
             each.step(gradients[3 * at : 3 * at + 3], (1 - step / steps) / steps)
         if (step + 1) * CHECKS // steps > step * CHECKS // steps:

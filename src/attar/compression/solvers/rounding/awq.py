@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from attar.compression.solvers.transforms import fold
+from attar.errors import UserError
 from attar.formats.packed import codec
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Scheme
@@ -60,8 +61,7 @@ def scaled_rounding(weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
     rows, columns = weight.shape
     whole = not scheme.weight.by_row  # if true, all rows share a scale
     for part in [slice(0, rows)] if whole else row_slices(rows, columns):
-        scaled = (weight[part].float() * scales).to(weight.dtype)
-        found[part] = _rounded(scaled, scheme) / scales
+        found[part] = _rounded((weight[part].float() * scales).to(weight.dtype), scheme) / scales
     return found
 
 
@@ -85,8 +85,9 @@ def search_scales(
         # No name for the list: the candidates are gone before the next ones are made.
         tried.append(loss([w if q is None else scaled_rounding(w, s, q) for w, q in pairs]))
         if not tried[-1] < float("inf"):
-            raise ValueError(
-                f"the block's output error is {tried[-1]} at alpha {i / (points - 1):.3f}: its inputs overflow"
+            raise UserError(
+                "not_finite",
+                f"the block's output error is {tried[-1]} at alpha {i / (points - 1):.3f}: its inputs overflow",
             )
     best = min(range(points), key=tried.__getitem__)
     alpha = best / (points - 1)
@@ -110,12 +111,10 @@ def foldable(before: Linear, after: Linear) -> bool:
 
 def clip(weight: Tensor, x: Tensor, scheme: Scheme) -> Tensor:
     """Return the weight [O, I] with the values of each (row, group) limited to its best range, in the weight's dtype.
-
     Both ends of each range are shrunk to 1, 0.95 .. 0.55 of their size, and the ratio is kept that minimises the
     squared error of the group's product with the inputs `x` [N, I], of which at most 512 rows, evenly spaced, are used.
     Errors of different groups may add up in a row's output, so a row that becomes worse as a whole is left unchanged:
-    on those tokens no row is ever worse than unclipped. Min-max scales of the result are those of the shrunk ranges.
-    """
+    on those tokens no row is ever worse than unclipped. Min-max scales of the result are those of the shrunk ranges."""
     rows, columns = weight.shape
     x = x[:: -(-len(x) // CLIP_TOKENS)].float()  # [N, I]
     groups = (scheme.weight if isinstance(scheme.weight, Progressive) else scheme.grid).groups(columns)
@@ -138,8 +137,7 @@ def _clip_rows(weight: Tensor, x: Tensor, factors: Tensor, scheme: Scheme) -> Te
     def error(candidate: Tensor) -> Tensor:
         """Return the squared error of rounding [G, R, g]: [G, R, 1], or [G, 1, 1] where rows share a scale."""
         rounded = _rounded(candidate.transpose(0, 1).flatten(1), scheme).unflatten(1, (len(factors), -1))
-        delta = rounded.transpose(0, 1) - parts.float()
-        errors: Tensor = delta @ factors.mT
+        errors: Tensor = (rounded.transpose(0, 1) - parts.float()) @ factors.mT
         return errors.square().sum(over, keepdim=True)
 
     best, least = parts, error(parts)

@@ -11,9 +11,9 @@ here are shared beyond one row and group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,13 +45,17 @@ def levels_of(
         counts = None if importance is None else importance.float().expand(weight.shape)
         return Tables(lookup.quantize(weight, scheme, counts))
     if isinstance(form, Fp4):
-        rule: fp4.Rule = "mse" if search == "mse" else fp4.RULE
-        return Scaled(fp4.quantize(weight, scheme, rule, largest), _Fp4Codes())
+        packed = fp4.quantize(weight, scheme, "mse" if search == "mse" else fp4.RULE, largest)
+        return Scaled(packed, fp4.factors(packed), form.group, _FP4)
     if isinstance(form, Nf4):
-        return Scaled(nf4.quantize(weight, scheme), _Nf4Codes())
+        packed = nf4.quantize(weight, scheme)
+        return Scaled(packed, nf4.magnitudes(packed), nf4.BLOCK, _NF4)
     if isinstance(form, Int8Rows):
-        return Scaled(llm_int8.quantize(weight, scheme), _Int8Codes())
-    return Scaled(fp8_blocks.quantize(weight, scheme), _Fp8Codes())
+        packed = llm_int8.quantize(weight, scheme)
+        return Scaled(packed, packed.parts["absmax"][:, None] / llm_int8.LARGEST, weight.shape[1], _INT8)
+    packed = fp8_blocks.quantize(weight, scheme)
+    scale = packed.parts["scale"].float().repeat_interleave(fp8_blocks.SIZE, 0)[: len(weight)]
+    return Scaled(packed, scale, fp8_blocks.SIZE, _FP8)
 
 
 def shared_largest(groups: Iterable[Sequence[tuple[Linear, Scheme | None]]]) -> dict[str, Tensor]:
@@ -66,104 +70,40 @@ def shared_largest(groups: Iterable[Sequence[tuple[Linear, Scheme | None]]]) -> 
     return found
 
 
-class _Codes(Protocol):
-    """Coding of one family for values divided by their scales; codes are uint8."""
+class _Coding(NamedTuple):
+    """Coding of one family for values divided by their scales; codes are uint8. `store` returns the part `codes` of a
+    weight with the codes [O, I]."""
 
-    def scales(self, packed: PackedTensor) -> Tensor:
-        """Return the multiplier of each group of columns, float32 [O, G]."""
-        ...
-
-    def group(self, packed: PackedTensor) -> int:
-        """Return the columns of a group."""
-        ...
-
-    def encode(self, x: Tensor) -> Tensor: ...
-
-    def decode(self, codes: Tensor) -> Tensor: ...
-
-    def store(self, codes: Tensor) -> Tensor:
-        """Return the part `codes` of a weight with the codes [O, I]."""
-        ...
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
+    store: Callable[[Tensor], Tensor]
 
 
-class _Fp4Codes:
-    def scales(self, packed: PackedTensor) -> Tensor:
-        return fp4.factors(packed)
-
-    def group(self, packed: PackedTensor) -> int:
-        assert isinstance(packed.scheme.weight, Fp4)
-        return packed.scheme.weight.group
-
-    def encode(self, x: Tensor) -> Tensor:
-        return fp4.to_codes(x)
-
-    def decode(self, codes: Tensor) -> Tensor:
-        return fp4.to_values(codes)
-
-    def store(self, codes: Tensor) -> Tensor:
-        return fp4.pairs(codes)
-
-
-class _Nf4Codes:
-    def scales(self, packed: PackedTensor) -> Tensor:
-        return nf4.magnitudes(packed)
-
-    def group(self, packed: PackedTensor) -> int:
-        return nf4.BLOCK
-
-    def encode(self, x: Tensor) -> Tensor:
-        return nf4.to_codes(x)
-
-    def decode(self, codes: Tensor) -> Tensor:
-        return nf4.values().to(codes.device)[codes.long()]
-
-    def store(self, codes: Tensor) -> Tensor:
-        return nf4.pairs(codes).reshape(-1, 1)
-
-
-class _Fp8Codes:
-    def scales(self, packed: PackedTensor) -> Tensor:
-        return packed.parts["scale"].float().repeat_interleave(fp8_blocks.SIZE, 0)[: packed.shape[0]]
-
-    def group(self, packed: PackedTensor) -> int:
-        return fp8_blocks.SIZE
-
-    def encode(self, x: Tensor) -> Tensor:
-        return (x + 0.0).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-
-    def decode(self, codes: Tensor) -> Tensor:
-        return codes.view(torch.float8_e4m3fn).float()
-
-    def store(self, codes: Tensor) -> Tensor:
-        return codes.view(torch.float8_e4m3fn)
-
-
-class _Int8Codes:
-    def scales(self, packed: PackedTensor) -> Tensor:
-        return packed.parts["absmax"][:, None] / llm_int8.LARGEST
-
-    def group(self, packed: PackedTensor) -> int:
-        return packed.shape[1]
-
-    def encode(self, x: Tensor) -> Tensor:
-        return x.round().clamp(-llm_int8.LARGEST, llm_int8.LARGEST).to(torch.int8).view(torch.uint8)
-
-    def decode(self, codes: Tensor) -> Tensor:
-        return codes.view(torch.int8).float()
-
-    def store(self, codes: Tensor) -> Tensor:
-        return codes.view(torch.int8)
+_FP4 = _Coding(fp4.to_codes, fp4.to_values, fp4.pairs)
+_NF4 = _Coding(
+    nf4.to_codes,
+    lambda codes: nf4.values().to(codes.device)[codes.long()],
+    lambda codes: nf4.pairs(codes).reshape(-1, 1),
+)
+_FP8 = _Coding(
+    lambda x: (x + 0.0).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8),
+    lambda codes: codes.view(torch.float8_e4m3fn).float(),
+    lambda codes: codes.view(torch.float8_e4m3fn),
+)
+_INT8 = _Coding(
+    lambda x: x.round().clamp(-llm_int8.LARGEST, llm_int8.LARGEST).to(torch.int8).view(torch.uint8),
+    lambda codes: codes.view(torch.int8).float(),
+    lambda codes: codes.view(torch.int8),
+)
 
 
 class Scaled:
-    """Levels that are a form's values times a scale for each row and group of columns."""
+    """Levels that are a form's values times a scale [O, G], float32, for each row and group of `width` columns."""
 
     code_dtype = torch.uint8
 
-    def __init__(self, packed: PackedTensor, codes: _Codes) -> None:
-        self.packed, self.codes = packed, codes
-        self.scale = codes.scales(packed)  # float32 [O, G]
-        self.width = codes.group(packed)
+    def __init__(self, packed: PackedTensor, scale: Tensor, width: int, coding: _Coding) -> None:
+        self.packed, self.scale, self.width, self.coding = packed, scale, width, coding
 
     def nearest(self, column: int, x: Tensor) -> tuple[Tensor, Tensor]:
         scale = self.scale[:, column // self.width].to(x.dtype)
@@ -197,14 +137,13 @@ class Scaled:
         return change
 
     def pack(self, codes: Tensor) -> PackedTensor:
-        stored = self.codes.store(codes.T.contiguous())
-        return replace(self.packed, parts={**self.packed.parts, "codes": stored})
+        return replace(self.packed, parts={**self.packed.parts, "codes": self.coding.store(codes.T.contiguous())})
 
     def _encode(self, x: Tensor, scale: Tensor) -> Tensor:
-        return self.codes.encode(torch.where(scale == 0, 0.0, x / scale).float())
+        return self.coding.encode(torch.where(scale == 0, 0.0, x / scale).float())
 
     def _decode(self, codes: Tensor, scale: Tensor) -> Tensor:
-        return self.codes.decode(codes).to(scale.dtype) * scale
+        return self.coding.decode(codes).to(scale.dtype) * scale
 
 
 class Tables:

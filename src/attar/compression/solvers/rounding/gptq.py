@@ -39,9 +39,10 @@ from torch import Tensor
 from attar.compression.recipe.methods import Gptq, Order, ScaleSearch
 from attar.compression.solvers.rounding.form_levels import LEVELLED, Scaled, Tables, levels_of
 from attar.compression.solvers.rounding.ggml_levels import Ggml
-from attar.compression.solvers.rounding.levels import Uniform
+from attar.compression.solvers.rounding.levels import Levels, Uniform
 from attar.compression.solvers.rounding.polish import descend
 from attar.compression.solvers.rounding.progressive_levels import TwoLevel
+from attar.errors import UserError
 from attar.formats import affine
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid, Scheme
@@ -115,8 +116,7 @@ class Prepared:
     def solve(self, right: Tensor) -> Tensor:
         """Return H^-1 right of the damped H, for right [I, N]."""
         backwards = self.sweep.flip(0)
-        found = torch.cholesky_solve(right[backwards], self.upper, upper=True)
-        return found.index_select(0, backwards.argsort())
+        return torch.cholesky_solve(right[backwards], self.upper, upper=True).index_select(0, backwards.argsort())
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,17 +170,18 @@ def prepare(hessian: Hessian, damping: float = 0.01, order: Order = "activation"
     mean = hessian.mean
     diagonal = mean.diagonal()
     if not diagonal.isfinite().all():
-        raise ValueError("the calibration inputs of this linear hold a NaN or an infinity, or overflow when squared")
+        raise UserError(
+            "not_finite", "the calibration inputs of this linear hold a NaN or an infinity, or overflow when squared"
+        )
     if hessian.silent:
         if not hessian.tokens:
-            raise ValueError(
-                "no calibration token reached this linear: give more calibration text, or keep it as it is"
+            raise UserError(
+                "linear_without_tokens",
+                "no calibration token reached this linear: give more calibration text, or keep it as it is",
             )
         hessian.weigh_alike()
-    if order == "natural":
-        sweep = torch.arange(len(mean), device=mean.device)
-    else:
-        sweep = diagonal.argsort(descending=True, stable=True)
+    places = torch.arange(len(mean), device=mean.device)
+    sweep = places if order == "natural" else diagonal.argsort(descending=True, stable=True)
     backwards = sweep.flip(0)
     upper = torch.empty_like(mean, memory_format=torch.contiguous_format)
     for at, part in zip(range(0, len(mean), ROWS_AT_ONCE), backwards.split(ROWS_AT_ONCE), strict=True):
@@ -191,9 +192,10 @@ def prepare(hessian: Hessian, damping: float = 0.01, order: Order = "activation"
     failed = torch.empty((), dtype=torch.int32, device=mean.device)
     torch.linalg.cholesky_ex(upper.mT, out=(upper.mT, failed))  # in place: column-major is what LAPACK wants
     if failed:
-        raise ValueError(
+        raise UserError(
+            "hessian_singular",
             f"the Hessian of this linear is not positive definite with damping {damping}: give more calibration tokens "
-            f"or a larger damping, such as {max(10 * damping, 0.01):g}"
+            f"or a larger damping, such as {max(10 * damping, 0.01):g}",
         )
     return Prepared(mean, sweep, upper, order)
 
@@ -214,7 +216,9 @@ def solve(
     assert options.static_groups or prepared.order == "natural", "activation order visits groups in pieces"
     columns = weight.shape[1]
     hessian, sweep = prepared.hessian, prepared.sweep
-    levels, work, energy, rtn_damage = _begin(weight, prepared, scheme, options.scale_search, largest, importance)
+    original, levels = begin(weight, prepared, scheme, options.scale_search, largest, importance)
+    work, energy, rtn_damage = _transposed(original, levels, prepared)
+    del original
     codes = torch.empty(weight.shape[::-1], dtype=levels.code_dtype, device=weight.device)  # [I, O], in original order
     dynamic = not options.static_groups and isinstance(levels, Uniform) and levels.width < columns
     step = levels.width if dynamic else options.block
@@ -238,7 +242,7 @@ def solve(
         del work  # a matrix of the same size follows
         work = descend(codes, levels, weight, hessian, options.polish, options.damping)
         back = torch.arange(columns, device=sweep.device)
-    damage = sum(_damage(work[:, some].T.index_select(1, back), hessian) for some in _slices(len(weight)))
+    damage = sum(_damage(work[:, some].T.index_select(1, back), hessian) for some in slices(len(weight), ROWS_AT_ONCE))
     return GptqResult(levels.pack(codes), damage, rtn_damage, energy)
 
 
@@ -265,30 +269,22 @@ def begin(
     return original, Uniform.of(original, scheme, scale_search)
 
 
-def _begin(
-    weight: Tensor,
-    prepared: Prepared,
-    scheme: Scheme,
-    scale_search: ScaleSearch,
-    largest: Tensor | None,
-    importance: Tensor | None,
-) -> tuple[Uniform | Ggml | Scaled | Tables, Tensor, float, float]:
-    """Return (levels, work, tr(W H W^T), damage of rounding to nearest) before the first column is rounded. `work` [I,
-    O] is the weight transposed, one row a column, in the order of the sweep."""
-    hessian = prepared.hessian
-    original, levels = begin(weight, prepared, scheme, scale_search, largest, importance)
-    work = torch.empty((weight.shape[1], weight.shape[0]), dtype=hessian.dtype, device=weight.device)
+def _transposed(weight: Tensor, levels: Levels, prepared: Prepared) -> tuple[Tensor, float, float]:
+    """Return the weight transposed [I, O], one row a column in the order of the sweep, with tr(W H W^T) and the damage
+    of rounding to nearest."""
+    work = torch.empty(weight.shape[::-1], dtype=weight.dtype, device=weight.device)
     energy = damage = 0.0
-    for some in _slices(len(weight)):
-        part = original[some]
+    for some in slices(len(weight), ROWS_AT_ONCE):
+        part = weight[some]
         work[:, some] = part.index_select(1, prepared.sweep).T
-        energy += _damage(part, hessian)
-        damage += _damage(part - levels.rounded(part, some), hessian)
-    return levels, work, energy, damage
+        energy += _damage(part, prepared.hessian)
+        damage += _damage(part - levels.rounded(part, some), prepared.hessian)
+    return work, energy, damage
 
 
-def _slices(rows: int) -> Iterator[slice]:
-    return (slice(at, min(at + ROWS_AT_ONCE, rows)) for at in range(0, rows, ROWS_AT_ONCE))
+def slices(size: int, step: int) -> Iterator[slice]:
+    """Return slices that cover `size` in order, each of `step` but the last."""
+    return (slice(at, min(at + step, size)) for at in range(0, size, step))
 
 
 def _damage(delta: Tensor, hessian: Tensor) -> float:

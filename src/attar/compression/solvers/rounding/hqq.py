@@ -24,10 +24,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats import affine
 from attar.formats.affine import by_scale
 from attar.formats.packed import PackedTensor
-from attar.formats.packing import row_slices
 from attar.formats.scheme import Grid, Scheme
 
 POWER = 0.7
@@ -40,17 +40,10 @@ def solve(weight: Tensor, scheme: Scheme, *, steps: int = STEPS) -> PackedTensor
     infinity, where the group size does not divide I, and off the integer grids."""
     grid = scheme.grid
     if grid.kind != "int":
-        raise ValueError(f"hqq moves zero points and scales of integer grids, not of {scheme.name}")
-    rows, columns = weight.shape
-    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    parts = [slice(None)] if grid.granularity == "tensor" else list(row_slices(rows, columns))
-    scales, zeros = [], []
-    for part in parts:
-        scale, zero = fit(weight[part].float(), grid, getattr(torch, scheme.scale_dtype), steps)
-        codes[part] = affine.round_to_grid(weight[part].float(), scale.float(), zero, grid)
-        scales.append(scale)
-        zeros += [] if zero is None else [zero]
-    return affine.encode(codes, torch.cat(scales), torch.cat(zeros) if zeros else None, scheme, (rows, columns))
+        raise UserError(
+            "scheme_unsupported", f"hqq moves zero points and scales of integer grids, not of {scheme.name}"
+        )
+    return affine.fitted(weight, scheme, lambda rows: fit(rows, grid, getattr(torch, scheme.scale_dtype), steps))
 
 
 def fit(weight: Tensor, grid: Grid, scale_dtype: torch.dtype, steps: int) -> tuple[Tensor, Tensor | None]:
@@ -82,8 +75,7 @@ def fit(weight: Tensor, grid: Grid, scale_dtype: torch.dtype, steps: int) -> tup
             zero = z[..., 0].to(torch.int8)
         values = code - z
         factor = (values * kept).sum(over) / values.square().sum(over).clamp_min(1e-12)
-        factor = factor.reshape(scale.shape)
-        moved = (scale.float() * factor).to(scale_dtype)
+        moved = (scale.float() * factor.reshape(scale.shape)).to(scale_dtype)
         scale = torch.where(moved > 0, moved, scale)  # a group of zeros has no slope
         beta *= GROWTH
     return best

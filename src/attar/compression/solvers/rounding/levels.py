@@ -27,6 +27,8 @@ from attar.formats import affine
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import FLOAT8, Grid, Scheme
 
+_Place = Tensor | slice | int
+
 
 class Levels(Protocol):
     """Representable values of each column of a weight [O, I]. Codes of all columns are [I, O], in `code_dtype`."""
@@ -94,15 +96,11 @@ class Uniform:
         return self.shape[1] // self.grid.groups(self.shape[1])
 
     def nearest(self, column: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        return _nearest(x, *self._at(column, x.dtype), self.grid)
+        return _nearest(x, *self._at((slice(None), column // self.width), x.dtype), self.grid)
 
     def nearest_at(self, rows: Tensor, columns: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes and values nearest to single elements x [n] at these rows and columns."""
-        scale, zero = self.scale, self.zero
-        if scale.ndim == 2:
-            groups = columns // self.width
-            scale, zero = scale[rows, groups], None if zero is None else zero[rows, groups]
-        return _nearest(x, scale.to(x.dtype), None if zero is None else zero.to(x.dtype), self.grid)
+        return _nearest(x, *self._at((rows, columns // self.width), x.dtype), self.grid)
 
     def part(self, rows: slice) -> Uniform:
         """Return the levels of some rows; they share memory, so changes are visible here."""
@@ -120,23 +118,20 @@ class Uniform:
             self.zero.copy_(kept[1])
 
     def values(self, columns: slice, codes: Tensor) -> Tensor:
-        scale, zero = self._at(columns.start, codes.dtype)
+        scale, zero = self._at((slice(None), columns.start // self.width), codes.dtype)
         return (codes if zero is None else codes - zero) * scale
 
     def rounded(self, weight: Tensor, rows: slice) -> Tensor:
-        scale, zero = self.scale, self.zero
-        if scale.ndim == 2:
-            scale, zero = scale[rows], None if zero is None else zero[rows]
-        wide, shift = scale.to(weight.dtype)[..., None], None if zero is None else zero.to(weight.dtype)[..., None]
-        parts = weight.unflatten(1, (scale.shape[-1], -1))
-        return _nearest(parts, wide, shift, self.grid)[1].flatten(1)
+        scale, zero = self._at((rows, slice(None)), weight.dtype)
+        parts, shift = weight.unflatten(1, (scale.shape[-1], -1)), None if zero is None else zero[..., None]
+        return _nearest(parts, scale[..., None], shift, self.grid)[1].flatten(1)
 
     def refit(self, columns: slice, codes: Tensor, pull: Tensor, own: Tensor) -> Tensor | None:
         """Fit scale and zero point of one group. Scales stay positive. One scale of a whole tensor is not fitted."""
         if self.scale.ndim == 1:
             return None
         group, dtype = columns.start // self.width, codes.dtype
-        scale, zero = self._at(columns.start, dtype)
+        scale, zero = self._at((slice(None), group), dtype)
         units = codes if zero is None else codes - zero
         pulled = own @ units
         curve = (pulled * units).sum(0)
@@ -158,12 +153,11 @@ class Uniform:
             return affine.encode(codes, self.scale, self.zero, self.scheme, self.shape)
         return PackedTensor(self.scheme, self.shape, {"codes": codes, "scale": self.scale})
 
-    def _at(self, column: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Return scale and zero point of a column in a solver's dtype, [O], or [1] for the whole tensor."""
+    def _at(self, place: tuple[_Place, _Place], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return scale and zero point at a place of [O, G] in a solver's dtype, or [1] for the whole tensor."""
         scale, zero = self.scale, self.zero
         if scale.ndim == 2:
-            at = column // self.width
-            scale, zero = scale[:, at], None if zero is None else zero[:, at]
+            scale, zero = scale[place], None if zero is None else zero[place]
         return scale.to(dtype), None if zero is None else zero.to(dtype)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
+
 ROWS_AT_ONCE = 512
 
 
@@ -25,10 +27,11 @@ class ColumnMean:
         """Add rows x [N, I]. Raises ValueError on a NaN, an infinity, or a value that overflows when squared."""
         total = torch.zeros_like(self.total, device=x.device)
         for part in x.split(ROWS_AT_ONCE):  # a sum in float64 begins with a copy in float64
-            each = part.float().square() if self.power == 2 else part.abs()
-            total += each.sum(0, dtype=torch.float64)
+            total += (part.float().square() if self.power == 2 else part.abs()).sum(0, dtype=torch.float64)
         if not total.isfinite().all():
-            raise ValueError(f"input channel {int((~total.isfinite()).nonzero()[0])} holds a NaN or an infinity")
+            raise UserError(
+                "not_finite", f"input channel {int((~total.isfinite()).nonzero()[0])} holds a NaN or an infinity"
+            )
         self.total = self.total.to(x.device) + total
         self.tokens += len(x)
 
@@ -36,5 +39,7 @@ class ColumnMean:
     def value(self) -> Tensor:
         """Return the mean, float32 [I]. Raises ValueError where no row was seen."""
         if self.tokens == 0:
-            raise ValueError(f"no calibration token reached {self.reader}: give more calibration text")
+            raise UserError(
+                "linear_without_tokens", f"no calibration token reached {self.reader}: give more calibration text"
+            )
         return (self.total / self.tokens).float()

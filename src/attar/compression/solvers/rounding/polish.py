@@ -47,8 +47,7 @@ def descend(
             if change is not None:
                 error[group] += change
             for start in range(group.start, group.stop, COLUMNS_AT_ONCE):
-                some = slice(start, min(start + COLUMNS_AT_ONCE, group.stop))
-                _round(some, codes, levels, error, hessian, ridge)
+                _round(slice(start, min(start + COLUMNS_AT_ONCE, group.stop)), codes, levels, error, hessian, ridge)
     return error
 
 
@@ -63,8 +62,7 @@ def _round(some: slice, codes: Tensor, levels: Levels, error: Tensor, hessian: T
     value = levels.values(some, codes[some].to(error.dtype))  # [w, O]
     moved = torch.zeros_like(pull)  # change of each column's values
     for k, curve in enumerate((own.diagonal() + ridge[some]).tolist()):
-        wanted = value[k] - pull[k].addmv_(moved[:k].T, own[k, :k]) / curve
-        code, found = levels.nearest(some.start + k, wanted)
+        code, found = levels.nearest(some.start + k, value[k] - pull[k].addmv_(moved[:k].T, own[k, :k]) / curve)
         moved[k] = found - value[k]
         codes[some.start + k] = code
     error[some] += moved

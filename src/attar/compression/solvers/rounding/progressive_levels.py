@@ -73,9 +73,8 @@ class TwoLevel(Uniform):
     def refit(self, columns: slice, codes: Tensor, pull: Tensor, own: Tensor) -> Tensor:
         """Fit factor and offset; the damage never rises, since the present ones are among the choices."""
         group, dtype = columns.start // self.width, codes.dtype
-        row, factor, offset = (
-            each.to(dtype) for each in (self.row[:, 0], self.factor[:, group], self.offset[:, group])
-        )
+        present = self.row[:, 0], self.factor[:, group], self.offset[:, group]
+        row, factor, offset = (each.to(dtype) for each in present)
         units = codes + MIDDLE
         pulled = own @ units
         by_units, by_ones = row * (pull * units).sum(0), row * pull.sum(0)
@@ -99,8 +98,7 @@ class TwoLevel(Uniform):
         return row * (units * more - further)
 
     def pack(self, codes: Tensor) -> PackedTensor:
-        signed = codes.T.to(torch.int8)
-        return progressive.encode(signed + MIDDLE, self.row, self.factor, self.offset, self.scheme)
+        return progressive.encode(codes.T.to(torch.int8) + MIDDLE, self.row, self.factor, self.offset, self.scheme)
 
 
 _FITTED = ("factor", "offset", "scale", "zero", "top")

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from attar.compression.solvers.rounding.gptq import Prepared
 
-TOKENS_AT_ONCE = 2048
-
 
 class Drift:
     """E[(x - x~) x~^T] of a linear's I inputs, the running mean over all pairs of rows seen: float32 [I, I]. `residual`

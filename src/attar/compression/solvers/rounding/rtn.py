@@ -17,7 +17,6 @@ from attar.compression.recipe.methods import ScaleSearch
 from attar.formats import affine, observers
 from attar.formats.codecs import fp4, ggml_codec, progressive
 from attar.formats.packed import PackedTensor, codec
-from attar.formats.packing import row_slices
 from attar.formats.scheme import Grid, Scheme
 from attar.formats.weight_formats import Fp4, GgmlBlocks, Progressive
 
@@ -44,17 +43,7 @@ def solve(
     if scale_search == "minmax" or scheme.weight.kind != "int":
         return codec(scheme.weight.kind).quantize(weight, scheme)
     grid, scale_dtype = scheme.grid, getattr(torch, scheme.scale_dtype)
-    rows, columns = weight.shape
-    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    parts = [slice(None)] if grid.granularity == "tensor" else list(row_slices(rows, columns))
-    scales, zeros = [], []
-    for part in parts:  # avoids a float32 copy of a matrix with a row for each token of a vocabulary
-        some = weight[part].float()
-        scale, zero = group_scales(some, grid, scale_dtype, scale_search)
-        codes[part] = affine.round_to_grid(some, scale, zero, grid)
-        scales.append(scale)
-        zeros += [] if zero is None else [zero]
-    return affine.encode(codes, torch.cat(scales), torch.cat(zeros) if zeros else None, scheme, (rows, columns))
+    return affine.fitted(weight, scheme, lambda rows: group_scales(rows, grid, scale_dtype, scale_search))
 
 
 def group_scales(

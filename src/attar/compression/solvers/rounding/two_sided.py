@@ -21,8 +21,6 @@ harm, they are put back and tried in halves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -32,6 +30,7 @@ from attar.compression.solvers.rounding.ggml_levels import Ggml
 from attar.compression.solvers.rounding.gptq import GptqResult, Prepared
 from attar.compression.solvers.rounding.levels import Uniform
 from attar.compression.solvers.rounding.polish import descend
+from attar.errors import UserError
 from attar.formats.scheme import Scheme
 
 TILE = 128  # rows and columns of a tile: speed, not results
@@ -53,23 +52,24 @@ def solve(
     `importance` is as in `gptq.begin`. Damages and energy are tr(Ho E H E^T). Raises ValueError as `gptq.solve`."""
     original, levels = gptq.begin(weight, inputs, scheme, options.scale_search, importance=importance)
     if not isinstance(levels, Uniform | Ggml):
-        raise ValueError(f"rows of {scheme.name} cannot make up for one another here: leave `couple` off")
+        raise UserError(
+            "scheme_unsupported", f"rows of {scheme.name} cannot make up for one another here: leave `couple` off"
+        )
     codes = torch.empty(weight.shape[::-1], dtype=levels.code_dtype, device=weight.device)  # [I, O]
     down, across = outputs.sweep, inputs.sweep
-    rounded = torch.cat([levels.rounded(original[rows], rows) for rows in _tiles(len(weight))])
+    rounded = torch.cat([levels.rounded(original[rows], rows) for rows in gptq.slices(len(weight), TILE)])
     rtn_damage = _damage(original - rounded, outputs.hessian, inputs.hessian)  # before `_polish` fits the levels anew
     del rounded
     work = original[down][:, across]  # rows and columns in the order of the sweep
     error, reach = torch.zeros_like(work), torch.zeros_like(work)  # E, and Vo^T E
-    for columns in _tiles(work.shape[1]):
+    for columns in gptq.slices(work.shape[1], TILE):
         pull = inputs.rows(columns.start, columns.stop)  # [c, stop]: row k, column l holds V_lk
-        for rows in _tiles(len(work)):
+        for rows in gptq.slices(len(work), TILE):
             push = outputs.rows(rows.start, rows.stop)  # [b, stop]: row i, column j holds Vo_ji
             above = push[:, : rows.start] @ error[: rows.start, columns]
             left = reach[rows, : columns.start] @ pull[:, : columns.start].T
             tile = _Tile(work[rows, columns], above, left, push[:, rows.start :], pull[:, columns.start :])
-            found = tile.round(levels, down[rows], across[columns])
-            codes[across[columns, None], down[rows]] = found.T.to(codes.dtype)
+            codes[across[columns, None], down[rows]] = tile.round(levels, down[rows], across[columns]).T.to(codes.dtype)
             error[rows, columns], reach[rows, columns] = tile.error, tile.reach
     if options.polish:
         _polish(codes, levels, original, inputs.hessian, outputs.hessian, options)
@@ -109,12 +109,7 @@ class _Tile:
 
 
 def _polish(
-    codes: Tensor,
-    levels: Uniform | Ggml,
-    target: Tensor,
-    inputs: Tensor,
-    outputs: Tensor,
-    options: Gptq,
+    codes: Tensor, levels: Uniform | Ggml, target: Tensor, inputs: Tensor, outputs: Tensor, options: Gptq
 ) -> None:
     """Improve codes [I, O] and levels in place, towards `target` [O, I], given H [I, I] and Ho [O, O]. tr(Ho' E H' E^T)
     never rises, both damped."""
@@ -140,19 +135,12 @@ def _polish(
                 codes[:, rows] = kept
                 part.restore(before)
                 if len(own) >= 2 * FEWEST:
-                    turns += [
-                        slice(rows.start, None, 2 * rows.step),
-                        slice(rows.start + rows.step, None, 2 * rows.step),
-                    ]
+                    turns += [slice(start, None, 2 * rows.step) for start in (rows.start, rows.start + rows.step)]
 
 
 def _damage(error: Tensor, outputs: Tensor, inputs: Tensor) -> float:
     """Return tr(Ho E H E^T) of E [O, I], summed in float64."""
     total = 0.0
-    for columns in _tiles(len(inputs)):
+    for columns in gptq.slices(len(inputs), TILE):
         total += float(((error @ inputs[:, columns]) * (outputs @ error[:, columns])).sum(dtype=torch.float64))
     return total
-
-
-def _tiles(size: int) -> Iterator[slice]:
-    return (slice(at, min(at + TILE, size)) for at in range(0, size, TILE))

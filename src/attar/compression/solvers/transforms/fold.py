@@ -21,6 +21,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
 from attar.kernels.operands import Linear, Norm
@@ -29,7 +30,7 @@ from attar.kernels.operands import Linear, Norm
 def dense_weight(linear: Linear) -> Tensor:
     """Return the weight [O, I] of a linear that is not compressed yet. Raises ValueError on one that is."""
     if isinstance(linear.weight, PackedTensor):
-        raise ValueError(f"{linear.name} is compressed already: start from the original checkpoint")
+        raise UserError("source_compressed", f"{linear.name} is compressed already: start from the original checkpoint")
     assert isinstance(linear.weight, Tensor)
     return linear.weight
 
@@ -42,10 +43,11 @@ def into_norm(norm: Norm, scales: Tensor) -> Tensor:
     stored = (original / scales - norm.offset).to(norm.weight.dtype)
     divided = stored.float() + norm.offset
     exact = torch.where((original == 0) | (divided == 0), 1.0, original / divided)
-    keep = (original != 0) & (divided == 0)
-    stored = torch.where(keep, norm.weight, stored)
+    stored = torch.where((original != 0) & (divided == 0), norm.weight, stored)
     if not stored.isfinite().all():
-        raise ValueError(f"scales from {scales.min():.3g} to {scales.max():.3g} overflow a {norm.weight.dtype} norm")
+        raise UserError(
+            "not_finite", f"scales from {scales.min():.3g} to {scales.max():.3g} overflow a {norm.weight.dtype} norm"
+        )
     norm.weight = stored
     if norm.bias is not None:
         norm.bias = (norm.bias.float() / exact).to(norm.bias.dtype)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attar.errors import UserError, code_of
 from attar.kernels import hadamard
 
 
@@ -49,7 +50,7 @@ def draw(kind: str, size: int, seed: int, number: int, keeps_mean: bool = False)
     try:
         hadamard.factors(size)
     except ValueError as error:
-        raise ValueError(f"{error}: `rotation: orthogonal` in a recipe file does without") from None
+        raise UserError(code_of(error), f"{error}: `rotation: orthogonal` in a recipe file does without") from None
     if not keeps_mean:
         return Rotation(size, signs)
     signs[0] = 1

@@ -32,6 +32,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.kv import bit_planes
 from attar.kv.schemes import KvScheme
 
@@ -55,7 +56,7 @@ class Channels:
     def add(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Add queries [N, H, D], keys and values [N, G, D], rotated. Raises ValueError on a NaN or an infinity."""
         if not all(each.isfinite().all() for each in (q, k, v)):
-            raise ValueError("queries, keys or values hold a NaN or an infinity")
+            raise UserError("not_finite", "queries, keys or values hold a NaN or an infinity")
         room = KEYS - sum(map(len, self.kept))
         if room > 0:
             self.kept.append(k[:room].float().clone())

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from attar.compression.solvers.transforms import fold
+from attar.errors import UserError
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear, Norm
@@ -51,7 +52,9 @@ class AbsMax:
         """Add rows x [N, I]. Raises ValueError on a NaN or an infinity."""
         largest = x.abs().amax(0).float()
         if not largest.isfinite().all():
-            raise ValueError(f"input channel {int((~largest.isfinite()).nonzero()[0])} holds a NaN or an infinity")
+            raise UserError(
+                "not_finite", f"input channel {int((~largest.isfinite()).nonzero()[0])} holds a NaN or an infinity"
+            )
         self.value = torch.maximum(self.value.to(x.device), largest)
 
 

@@ -44,10 +44,8 @@ def loss(rows: Tensor, costs: Tensor, matrix: Tensor) -> Tensor:
 
 
 def solve(rows: Tensor, costs: Tensor, start: Tensor, *, steps: int, batch: int, seed: int) -> Learned:
-    """Descend from the orthogonal matrix `start` [I, I] on rows [N, m I] with costs [N].
-
-    Returns `start` itself where no iterate is better.
-    """
+    """Descend from the orthogonal matrix `start` [I, I] on rows [N, m I] with costs [N]. Returns `start` itself where
+    no iterate is better."""
     rows, costs = rows.float(), (costs / costs.mean()).float()
     matrix, size = start.double(), start.shape[0]
     eye = torch.eye(size, dtype=torch.float64)
@@ -56,13 +54,11 @@ def solve(rows: Tensor, costs: Tensor, start: Tensor, *, steps: int, batch: int,
     random = np.random.Philox(key=np.array([seed, 0], dtype=np.uint64), counter=np.array([0, 0, 4, 0]))
     for step in range(steps):
         chosen = torch.from_numpy((random.random_raw(min(batch, len(rows))) % np.uint64(len(rows))).astype(np.int64))
-        gradient = _gradient(rows[chosen], costs[chosen], matrix.float()).double()
-        momentum = MOMENTUM * momentum + gradient
+        momentum = MOMENTUM * momentum + _gradient(rows[chosen], costs[chosen], matrix.float()).double()
         skew = momentum @ matrix.T
         skew = skew - skew.T
         momentum = skew @ matrix / 2  # its part tangent to the orthogonal matrices
-        turn = LARGEST_TURN * (1 - step / steps)
-        skew *= turn / _spectral_norm(skew)
+        skew *= LARGEST_TURN * (1 - step / steps) / _spectral_norm(skew)
         matrix = torch.linalg.solve(eye + skew / 2, (eye - skew / 2) @ matrix)
     # Project to the nearest orthogonal matrix, which removes accumulated rounding errors.
     u, _, vt = torch.linalg.svd(matrix)
@@ -89,5 +85,4 @@ def _spectral_norm(skew: Tensor) -> float:
     for _ in range(8):
         x = skew.T @ (skew @ x)
         x = x / x.norm().clamp(min=1e-300)
-    found = float((skew @ x).norm())
-    return max(found, float(skew.norm()) / math.sqrt(len(skew)), 1e-300)
+    return max(float((skew @ x).norm()), float(skew.norm()) / math.sqrt(len(skew)), 1e-300)

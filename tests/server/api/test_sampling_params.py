@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from attar.protocol.request import SamplingParams
-from attar.server.admission import request_limits
-from attar.server.admission.request_limits import written
+from attar.server.api import sampling_params
+from attar.server.api.sampling_params import check_logprobs
 from attar.server.errors import APIError
 from tests.server.api.test_routes import CHAT, COMPLETIONS
 from tests.server.bad_requests import USER
@@ -34,7 +34,7 @@ def test_choices_that_can_never_wait_together_are_refused_with_both_numbers(star
 def test_more_log_probabilities_than_an_answer_may_have_are_refused_with_both_numbers(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_limits, "MAX_LOGPROBS", 600)
+    monkeypatch.setattr(sampling_params, "MAX_LOGPROBS", 600)
     scored: dict[str, Any] = {"prompt": [[1] * 100] * 2, "max_tokens": 50, "echo": True, "logprobs": 1, "seed": 1}
     chat = {"messages": USER, "max_tokens": 100, "logprobs": True, "top_logprobs": 5, "seed": 1}
     for path, body, count in (
@@ -54,7 +54,7 @@ def test_more_log_probabilities_than_an_answer_may_have_are_refused_with_both_nu
 
 def test_what_lm_eval_asks_for_at_once_is_not_too_much() -> None:
     params = SamplingParams(max_tokens=1, logprobs=1, prompt_logprobs=1)
-    written([(1,) * 4096] * 128, params, 1, False)
-    written([(1,)], SamplingParams(max_tokens=(128 << 10) - 1, logprobs=20), 1, False)
+    check_logprobs([(1,) * 4096] * 128, params, 1, False)
+    check_logprobs([(1,)], SamplingParams(max_tokens=(128 << 10) - 1, logprobs=20), 1, False)
     with pytest.raises(APIError, match="out_of_range"):
-        written([(1,) * 16384] * 128, params, 1, False)
+        check_logprobs([(1,) * 16384] * 128, params, 1, False)

@@ -9,7 +9,7 @@ import torch
 
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.sources import hf
-from attar.checkpoints.sources.stored import stored
+from attar.checkpoints.sources.opening import stored
 from attar.compression.runs.pipeline import compress
 from attar.kernels import dispatch
 from attar.kernels.operands import Prepared

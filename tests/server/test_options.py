@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from attar.server.model_names import check_name, name_of, parse_adapters
+from attar.server.options import check_name, name_of, parse_adapters
+from tests.errors import user_error
 
 
 def test_a_folder_goes_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +22,7 @@ def test_a_folder_goes_by_its_own_name(tmp_path: Path, monkeypatch: pytest.Monke
     assert name_of("..") == tmp_path.name
     assert name_of("../current/") == "current"
     assert name_of("~/model.gguf") == "model.gguf"
-    with pytest.raises(ValueError, match="/ has no name that requests could ask for: give it one with --name"):
+    with user_error("model_name_invalid"):
         name_of("/")
 
 
@@ -37,7 +38,7 @@ def test_names_that_requests_can_ask_for() -> None:
     for name in ("a", "acme/tiny@v1.2", "gpt-4o:mini", "x" * 256):
         assert check_name(name) == name
     for name in ("", " ", "a b", "/a", "-a", "a\n", "é", "x" * 257):
-        with pytest.raises(ValueError, match="a model's name is of letters, digits and"):
+        with user_error("model_name_invalid"):
             check_name(name)
 
 
@@ -48,12 +49,12 @@ def test_names_of_adapters(tmp_path: Path) -> None:
         (Path(folder) / "adapter_config.json").write_text("{}")
     assert parse_adapters([f"a={tone}", f"b:1={style}"], "model") == (("a", tone), ("b:1", style))
     for given, sentence in (
-        ([tone], "given as NAME=FOLDER"),
-        ([f"a/b={tone}"], "given as NAME=FOLDER"),
-        ([f"a={tone}", f"a={style}"], "the name of two adapters"),
-        ([f"model={tone}"], "the model's own name"),
-        (["a=nowhere"], "no adapter_config.json"),
-        ([f"a{i}={tone}" for i in range(65)], "at most 64"),
+        ([tone], "option_malformed"),
+        ([f"a/b={tone}"], "option_malformed"),
+        ([f"a={tone}", f"a={style}"], "option_conflict"),
+        ([f"model={tone}"], "option_conflict"),
+        (["a=nowhere"], "adapter_invalid"),
+        ([f"a{i}={tone}" for i in range(65)], "option_out_of_range"),
     ):
-        with pytest.raises(ValueError, match=sentence):
+        with user_error(sentence):
             parse_adapters(given, "model")
