@@ -33,7 +33,7 @@ def test_the_text_has_a_line_for_every_choice_and_an_answer() -> None:
     lines = report.to_text(made).splitlines()
     assert lines[0] == "llama-3.2-1b: 8 x 2,048 tokens in 4 GB (--memory)"
     assert len([line for line in lines if line.startswith(("w4g128", "bf16", "w8a8", "w3g128"))]) == 16
-    assert lines[-1].startswith("8 users of 2,048 tokens fit with w4g128 weights and float32 keys and values")
+    assert lines[-1].startswith("8 users of 2,048 tokens fit with w4g128 weights and a float32 KV cache")
     assert report.FORMULA in lines[-2]
 
 
