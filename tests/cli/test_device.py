@@ -59,12 +59,11 @@ def test_a_device_at_which_the_process_that_asks_dies_is_refused(ends: str, monk
 
 def test_no_process_that_serve_starts_has_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "k" * 32)
-    monkeypatch.setattr(
-        terminal, "ASK", f"import os; print('has the key' if {KEY_VARIABLE!r} in os.environ else 'has it not')"
-    )
+    said = f"'has the key' if {KEY_VARIABLE!r} in os.environ else 'has it not'"
+    monkeypatch.setattr(terminal, "ASK", f"import os; print('device_unavailable', {said})")
     monkeypatch.setattr(supervisor, "run", never)
     done = CliRunner().invoke(app, ["serve", "demo", "--device", "cuda", "--json"])
-    refused(done, BAD_INPUT, "has it not", as_json=True)
+    refused(done, BAD_INPUT, "device_unavailable", "has it not", as_json=True)
 
 
 @without

@@ -33,7 +33,7 @@ def test_the_text_has_a_line_for_every_choice_and_an_answer() -> None:
     lines = report.to_text(made).splitlines()
     assert lines[0] == "llama-3.2-1b: 8 x 2,048 tokens in 4 GB (--memory)"
     assert len([line for line in lines if line.startswith(("w4g128", "bf16", "w8a8", "w3g128"))]) == 16
-    assert lines[-1].startswith("8 users of 2,048 tokens fit with w4g128 weights and a float32 KV cache")
+    assert lines[-1].startswith("8 users of 2,048 tokens fit with w4g128 weights and the KV cache in float32")
     assert report.FORMULA in lines[-2]
 
 
@@ -41,7 +41,10 @@ def test_what_does_not_fit_says_how_much_is_missing() -> None:
     made = make(2 * 10**9, users=64)
     assert all(row.short and row.speed is None for row in made.rows)
     least = min(row.short for row in made.rows)
-    assert f"do not fit: {fit.size(least)} too little even with w3g128 weights and int4" in report.answer(made)
+    assert (
+        f"do not fit: {fit.size(least)} too little even with w3g128 weights and the KV cache in int4"
+        in report.answer(made)
+    )
 
 
 def test_what_a_server_would_say_is_in_the_plan() -> None:

@@ -44,7 +44,7 @@ def to_text(plan: Plan) -> str:
     first = plan.rows[0]
     by_compute = " (c: by compute)" if any(_by_compute(row) for row in plan.rows) else ""
     slow = dict.fromkeys(row.weights for row in plan.rows if row.references)
-    precisions = f"{first.weights} weights and a {first.kv.name} KV cache"
+    precisions = f"{first.weights} weights and the KV cache in {first.kv.name}"
     lines += [f"a request is one full context; with {precisions} a server has:", "", startup(first.fit, first.kv), ""]
     if plan.gpu is not None:
         rates = ", ".join(f"{kind} {rate / 1e12:,.0f}" for kind, rate in plan.gpu.operations.items())
@@ -76,7 +76,7 @@ def answer(plan: Plan) -> str:
         best = fitting[0]
         fit, precisions = (
             "fits" if plan.users == 1 else "fit",
-            f"{best.weights} weights and a {best.kv.name} KV cache",
+            f"{best.weights} weights and the KV cache in {best.kv.name}",
         )
         room = f"{_users(plan, best.fit.context)} {fit} with {precisions}: there is room for {best.fit.requests:,}"
         if best.fit.requests >= plan.limits.sequences:
@@ -93,7 +93,7 @@ def answer(plan: Plan) -> str:
     if not least.short:
         kept = f"{least.fit.tokens:,} tokens, as {least.fit.kept_by} keeps it"
         return f"{not_fit} into a cache of {kept} ({held})"
-    precisions = f"{least.weights} weights and a {least.kv.name} KV cache"
+    precisions = f"{least.weights} weights and the KV cache in {least.kv.name}"
     return f"{not_fit}: {size(least.short)} too little even with {precisions} ({held})"
 
 
