@@ -216,7 +216,7 @@ def test_who_listens_in_the_engines_place_is_said_once_until_the_engine_is_back(
                 before = came
                 await until(lambda before=before: came > before + 5)  # type: ignore[misc]
                 said = [each.message for each in caplog.records if "given up" in each.message]
-                assert said == ["the engine is given up: somebody else listens in the engine's place"] * times
+                assert said == ["the engine is given up: another user's process listens at the engine's socket"] * times
                 monkeypatch.setattr(connection.os, "geteuid", lambda: own)
                 await until(lambda: engine.ready is not None)
             await engine.close()

@@ -33,7 +33,7 @@ def test_nobody_else_is_listened_to_in_the_engines_place(
             loop = asyncio.get_running_loop()
             await loop.create_unix_connection(lambda: Connection(events.extend, ended.set, wrong.append), sock=ours)
             await asyncio.wait_for(ended.wait(), SECONDS)
-        assert wrong == ([] if heard else ["somebody else listens in the engine's place"])
+        assert wrong == ([] if heard else ["another user's process listens at the engine's socket"])
         return events
 
     assert asyncio.run(talk()) == ([Beat(0.5)] if heard else [])

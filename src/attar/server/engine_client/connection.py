@@ -29,7 +29,8 @@ Event = AnswerEvent | Ready | Stats | Beat | RequestStatus
 
 
 class Connection(asyncio.Protocol):
-    """One connection. Unreadable data ends it, and `wrong` gets the reason."""
+    """A connection to the engine's socket. `arrived` gets the events of each frame. Unreadable data ends the
+    connection, and `wrong` gets the reason."""
 
     _transport: asyncio.Transport
 
@@ -46,7 +47,7 @@ class Connection(asyncio.Protocol):
         # The folder may have been cleaned away, and made again by another user, with a socket of the same name.
         peer = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         if int.from_bytes(peer[4:8], sys.byteorder) != os.geteuid():
-            self.give_up("somebody else listens in the engine's place")
+            self.give_up("another user's process listens at the engine's socket")
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
