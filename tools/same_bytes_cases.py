@@ -113,7 +113,7 @@ GGUF = (
         compress("q4_k_m", "demo", TEXT, "out.gguf"), "attar verify out.gguf --json --quiet > verify.json",
         "generate out.gguf > text.json",
     )),
-    Case("gguf-gptq", (compress("gptq-q4_k_m", "models/qwen2", TEXT, "out.gguf"), "generate out.gguf > text.json")),
+    Case("gguf-gptq", (compress("gptq-q4_k_m", "models/qwen3", TEXT, "out.gguf"), "generate out.gguf > text.json")),
     Case("gguf-rotated", (compress("rotate+gptq-q4_k_s", "models/llama", TEXT, "out.gguf"),)),
     Case("gguf-target", (compress("q4_k_m", "models/llama", f"{TEXT} --target-bits 5", "out.gguf"),)),
     *(

@@ -21,6 +21,8 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +30,7 @@ from typing import Any
 
 PROMPTS = ["Once upon a time", "It was a dark and stormy night, and the rain", "The licensor", "No"]
 TOKENS = 64
+SECONDS = 120  # for an engine to load its model
 GREEDY = {"max_tokens": TOKENS, "temperature": 0.0, "seed": 0, "logprobs": 3}
 SEEDED = {"max_tokens": TOKENS, "temperature": 0.9, "top_p": 0.95, "seed": 7, "logprobs": 3}
 FILTERED = {
@@ -65,6 +68,7 @@ def serve(*words: str) -> None:
         try:
             assert server.stdout is not None
             url = json.loads(server.stdout.readline())["url"]
+            _wait(f"{url}/readyz")
             found = dict[str, Any]()
             for name, mode in (("greedy", GREEDY), ("seeded", SEEDED)):
                 for prompts in (PROMPTS[:1], PROMPTS):
@@ -78,6 +82,19 @@ def serve(*words: str) -> None:
             print(json.dumps(found))
         finally:
             server.terminate()
+
+
+def _wait(ready: str) -> None:
+    """Wait until the engine has loaded its model: until then a server refuses requests. Raises HTTPError."""
+    until = time.monotonic() + SECONDS
+    while True:
+        try:
+            urllib.request.urlopen(ready).close()
+            return
+        except urllib.error.HTTPError as error:
+            if error.code != 503 or time.monotonic() > until:
+                raise
+            time.sleep(0.2)
 
 
 def command_line(*words: str) -> None:

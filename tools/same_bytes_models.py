@@ -40,7 +40,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2moe": ("qwen2_moe", {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 256}),
     "qwen3moe": ("qwen3_moe", {**SIZES, **EXPERTS, "head_dim": 64}),
     "gpt2": ("gpt2", {**IDS, "n_embd": HIDDEN, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT}),
-    "opt": ("opt", {**SIZES, "ffn_dim": 512, "word_embed_proj_dim": HIDDEN}),
+    "opt": ("opt", {**SIZES, "num_key_value_heads": 4, "ffn_dim": 512, "word_embed_proj_dim": HIDDEN}),
 }
 RECIPES = {
     "autoround": "recipe: autoround-w4g128\nsteps: 4\n",
