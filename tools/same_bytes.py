@@ -185,17 +185,19 @@ class Place:
         return place / Path(name).name
 
     def inputs(self, tree: Path) -> Path:
-        """Write the inputs where they are not there yet. Returns their folder."""
-        folder, demo = self.work / "inputs", tree / "src/attar/data/demo"
-        if not folder.exists():
+        """Write the inputs where those of this program are not there yet. Returns their folder."""
+        program, demo = HERE / "same_bytes_models.py", tree / "src/attar/data/demo"
+        folder, made_by = self.work / "inputs", self.work / "inputs.program"
+        if not folder.exists() or not made_by.exists() or made_by.read_bytes() != program.read_bytes():
             say("writing the inputs")
             partial = folder.with_suffix(".partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            program = HERE / "same_bytes_models.py"
+            for each in (partial, folder):
+                shutil.rmtree(each, ignore_errors=True)
             subprocess.run(
                 [self.python, program, partial, demo, tree / "LICENSE"], check=True, stderr=subprocess.DEVNULL
             )
             partial.rename(folder)
+            made_by.write_bytes(program.read_bytes())
         return folder
 
     @cached_property

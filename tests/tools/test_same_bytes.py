@@ -169,6 +169,7 @@ def test_commits_are_compared_and_results_kept(
     step = same_bytes_cases.Spelling("attar go > it.json", "attar run > it.json")
     monkeypatch.setattr(same_bytes_cases, "cases", lambda real: [same_bytes_cases.Case("it", (step,))])
     (tmp_path / "work/inputs").mkdir(parents=True)
+    shutil.copy(same_bytes_models.__file__, tmp_path / "work/inputs.program")
 
     def compare(old: str, new: str) -> tuple[int, dict[str, Any]]:
         words = [old, new, "--work", str(tmp_path / "work"), "--repo", str(repository), "--json"]
