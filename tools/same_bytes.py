@@ -185,7 +185,7 @@ class Place:
         return place / Path(name).name
 
     def inputs(self, tree: Path) -> Path:
-        """Write the inputs where those of this program are not there yet. Returns their folder."""
+        """Write the inputs, unless the present version of their program did. Returns their folder."""
         program, demo = HERE / "same_bytes_models.py", tree / "src/attar/data/demo"
         folder, made_by = self.work / "inputs", self.work / "inputs.program"
         if not folder.exists() or not made_by.exists() or made_by.read_bytes() != program.read_bytes():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -25,11 +28,12 @@ from tests.checkpoints.hostile_files import (
     Corpus,
     examine,
 )
+from tests.checkpoints.test_safetensors import many
 from tests.errors import user_error
 
 SEED, DAMAGED, EVERY, TENSORS = 11, 60, 9, 40
 BYTES = 32 << 20  # and four times the header
-SECONDS = 1.0  # of the processor; what is held to is 0.2, and this machine may be slow and busy
+SECONDS = 0.4  # of the processor; what is held to is 0.2, and this machine may be busy
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +71,23 @@ def test_hostile_files_are_refused_in_our_words_or_read_correctly(corpus: Corpus
     assert 0.6 * len(numbers(corpus)) < refused < len(numbers(corpus))
 
 
+def pace() -> float:
+    """Return how long Python's own JSON takes for a plain header of 90,000 tensors, in seconds of the processor."""
+    header, found = many(90_000)[8:], []
+    gc.disable()
+    try:
+        for _ in range(3):
+            began = time.process_time()
+            json.loads(header)
+            found.append(time.process_time() - began)
+    finally:
+        gc.enable()
+    return min(found)
+
+
 def test_headers_that_are_made_to_cost_much_do_not(corpus: Corpus, tmp_path: Path) -> None:
+    """Slower processors get twice the time of Python's JSON, which a reader that is not linear exceeds as well."""
+    allowed = max(SECONDS, 2 * pace())
     costly = [case for case in corpus.named if case.family == COSTLY]
     assert len(costly) > 10
     for case in costly:
@@ -75,9 +95,9 @@ def test_headers_that_are_made_to_cost_much_do_not(corpus: Corpus, tmp_path: Pat
         assert outcome.refused is not None, case.kind
         seconds = outcome.seconds
         for _ in range(4):  # what the system did meanwhile is booked as ours
-            if seconds >= SECONDS:
+            if seconds >= allowed:
                 seconds = min(seconds, examine(case.write(tmp_path / "model")).seconds)
-        assert seconds < SECONDS, f"{case.kind}: {seconds} s"
+        assert seconds < allowed, f"{case.kind}: {seconds} s"
         assert outcome.bytes <= BYTES + outcome.allowance, f"{case.kind}: {outcome.bytes} bytes"
 
 
