@@ -17,7 +17,6 @@ from attar.checkpoints.convert.from_gguf import config_json, write_tokenizer
 from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.gguf import export
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
-from attar.checkpoints.gguf.config import file_name
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
 from attar.formats.scheme import Part
 
@@ -32,7 +31,7 @@ def dense(path: Path, out: Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     checkpoint = GgufCheckpoint.open(path, torch.bfloat16)
     names = list(export.tensor_names(checkpoint.config, checkpoint.has))
-    layout = {name: Part("bfloat16", checkpoint.file.info(file_name(name)).shape) for name in names}
+    layout = {name: Part("bfloat16", checkpoint.info(name).shape) for name in names}
     with atomic_folder(out, resumes=False) as work:
         with ShardWriter(work.out, plan_files(layout)) as writer:
             for name in names:

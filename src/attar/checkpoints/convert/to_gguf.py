@@ -26,7 +26,7 @@ from attar.checkpoints.convert.source import (
 )
 from attar.checkpoints.gguf import export as gguf_export
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
-from attar.checkpoints.gguf.config import ROPE_FACTORS, file_name
+from attar.checkpoints.gguf.names import ROPE_FACTORS, file_name
 from attar.checkpoints.gguf.writer import atomic_gguf
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.formats.codecs import ggml_round
@@ -57,13 +57,13 @@ def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: P
     if factors is not None:
         layout[ROPE_FACTORS] = (TYPES["F32"], (len(factors),))
     names = list(gguf_export.tensor_names(config, checkpoint.has))
-    layout |= {file_name(name): _planned(checkpoint, name, kinds) for name in names}
+    layout |= {file_name(config.names, name): _planned(checkpoint, name, kinds) for name in names}
     ours = Digest()
     with atomic_gguf(dst, head | words, layout, overwrite) as writer:
         if factors is not None:
             writer.write(ROPE_FACTORS, factors.contiguous().view(torch.uint8))
         for done, name in enumerate(names, 1):
-            module, kind = name.removesuffix(".weight"), layout[file_name(name)][0]
+            module, kind = name.removesuffix(".weight"), layout[file_name(config.names, name)][0]
             if module in kinds:
                 linear = checkpoint.linear(config.names.head if module == config.names.embed else module)
                 assert isinstance(linear.weight, PackedTensor)
@@ -80,7 +80,7 @@ def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: P
                 turned = values.float().contiguous() if name.endswith(".bias") else raw
                 raw = gguf_export.neighbours(turned, config.head_dim)
                 raw = raw.contiguous().view(torch.uint8) if name.endswith(".bias") else raw
-            writer.write(file_name(name), raw)
+            writer.write(file_name(config.names, name), raw)
             report("converting", done, len(names))
         writer.sync()
         theirs = _of_file(GgufCheckpoint.open(writer.folder / writer.plans[0].name, torch.float32), names, report)

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoints.gguf.config import ARCHITECTURES, HEAD, file_name, read_gguf_config, rope_with_factors
+from attar.checkpoints.gguf.config import read_gguf_config, rope_with_factors
+from attar.checkpoints.gguf.families import ARCHITECTURES
+from attar.checkpoints.gguf.names import HEAD, file_name
 from attar.checkpoints.gguf.values import Typed
 from attar.checkpoints.vocabulary import NO_TOKENIZER, has_tokenizer
 from attar.errors import UserError
@@ -41,7 +43,9 @@ ones."""
 
 QUANTIZATION_VERSION = 2  # version of the layout of blocks, by llama.cpp's count
 
-WRITTEN: Mapping[str, str] = {each.name: name for name, each in ARCHITECTURES.items()} | {"MistralForCausalLM": "llama"}
+WRITTEN: Mapping[str, str] = {
+    "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"
+}  # fmt: skip
 """Architectures of config.json that are written -> their names in GGUF files."""
 
 _UNSAID = {
@@ -130,12 +134,12 @@ def matrices(config: ModelConfig) -> Iterator[tuple[str, str, int]]:
     The LM head is left out where the model is tied.
     """
     names = config.names
-    yield names.embed, file_name(names.embed), 0
+    yield names.embed, file_name(names, names.embed), 0
     if not config.tied:
-        yield names.head, file_name(names.head), 0
+        yield names.head, file_name(names, names.head), 0
     for layer in range(config.layers):
         for module in compressible(config, layer):
-            yield module, file_name(module).rpartition(".")[2], layer
+            yield module, file_name(config.names, module).rpartition(".")[2], layer
 
 
 def tensor_names(config: ModelConfig, has: Callable[[str], bool]) -> Iterator[str]:
@@ -157,7 +161,7 @@ def tensor_names(config: ModelConfig, has: Callable[[str], bool]) -> Iterator[st
 
 def interleaves(config: ModelConfig, module: str) -> bool:
     """Return whether rows of this module have another order in files."""
-    matrix = file_name(module).rpartition(".")[2]
+    matrix = file_name(config.names, module).rpartition(".")[2]
     return ARCHITECTURES[architecture(config)].interleaved and matrix in ("attn_q", "attn_k")
 
 
