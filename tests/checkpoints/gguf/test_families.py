@@ -20,6 +20,7 @@ from torch import Tensor
 from attar.checkpoints.convert.run import convert
 from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
+from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.sources import hf
 from attar.checkpoints.strict_io import CheckpointError
 from attar.model.cache import ForwardBatch
@@ -279,3 +280,22 @@ def test_a_list_says_which_layers_slide(made: Made, tmp_path: Path) -> None:
 def test_files_that_do_not_become_folders_say_which_do(kind: str, made: Made, tmp_path: Path) -> None:
     with user_error("architecture_unsupported", "LlamaForCausalLM"):
         convert(made(kind)[1], tmp_path / "out", to="compressed-tensors")
+
+
+WRITTEN = [kind for kind in CONFIGS if kind not in ("mixtral", "qwen2moe", "qwen3moe")]
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_a_folder_of_each_written_family_becomes_the_file_that_llama_cpp_makes(
+    kind: str, made: Made, tmp_path: Path
+) -> None:
+    source, path = made(kind)
+    ours, theirs = GgufFile(convert(source, tmp_path / "ours.gguf", to="gguf").path), GgufFile(path)
+    assert set(ours.names()) == set(theirs.names())
+    for name in theirs.names():
+        assert ours.info(name).shape == theirs.info(name).shape
+        assert ours.info(name).kind == theirs.info(name).kind
+        assert torch.equal(ours.read(name), theirs.read(name)), name
+    for key, value in theirs.metadata.items():
+        if key.startswith(theirs.metadata["general.architecture"]) and not key.endswith("original_context_length"):
+            assert ours.metadata[key] == value, key

@@ -28,10 +28,9 @@ from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.gguf.header import GgufTensor
 from attar.checkpoints.gguf.names import (
     EMBED,
-    LONG_FACTORS,
+    FACTORS,
     ROPE_FACTORS,
     SHARED_GATE,
-    SHORT_FACTORS,
     Place,
     place,
 )
@@ -62,7 +61,6 @@ SCHEMES: Mapping[str, Scheme] = {
 
 PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-FACTORS = (SHORT_FACTORS, LONG_FACTORS)
 UNUSED = (ROPE_FACTORS, *FACTORS)  # read while opening
 
 

@@ -17,6 +17,7 @@ from attar.model.config import Names
 EMBED, HEAD, POSITIONS, FINAL_NORM = "token_embd", "output", "position_embd", "output_norm"
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+FACTORS = (SHORT_FACTORS, LONG_FACTORS)
 SHARED_GATE = "ffn_gate_inp_shexp"
 """The gate of a shared expert, whose one row is stored as a vector."""
 

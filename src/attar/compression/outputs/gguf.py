@@ -24,7 +24,7 @@ from torch import Tensor
 from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
 from attar.checkpoints.gguf import export as gguf_export
 from attar.checkpoints.gguf.file import GgufFile
-from attar.checkpoints.gguf.names import ROPE_FACTORS, file_name
+from attar.checkpoints.gguf.names import file_name
 from attar.checkpoints.gguf.writer import GgufPlan, plan
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.writer import FilePlan, ShardWriter
@@ -97,7 +97,6 @@ class GgufOutput:
             self.notes += untrained_note(
                 trainable_parameters.untrained_in_file(blocks), blocks, recipe.tune.method, dense=False
             )
-        self._final = f"{config.names.final_norm}.weight"
         self._factors = factors
         self.plan: GgufPlan = plan(name, head_words | tokenizer, dict(self._tensors(shapes)))
         counted = self._counted()
@@ -179,8 +178,8 @@ class GgufOutput:
     def _tensors(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, tuple[GgmlType, tuple[int, ...]]]]:
         """Yield every tensor of the file: name, type and shape."""
         plain, embed = TYPES["F32"], self.config.names.embed
-        if self._factors is not None:
-            yield ROPE_FACTORS, (plain, (len(self._factors),))
+        for name, factors in self._factors.items():
+            yield name, (plain, (len(factors),))
         for name in gguf_export.tensor_names(self.config, self.checkpoint.has):
             module = self._embed if name == f"{embed}.weight" else name.removesuffix(".weight")
             if module in shapes:
@@ -194,7 +193,10 @@ class GgufOutput:
     def write_block(self, writer: ShardWriter, block: Block, layer: int) -> None:
         """Write every tensor of the block, and leave its weights as a reader of the file has them."""
         for norm in block.norms():
-            _write_plain(writer, self._named(f"{norm.name}.weight"), norm.weight)
+            name = f"{norm.name}.weight"
+            _write_plain(writer, self._named(name), gguf_export.in_file(self.config, name, norm.weight))
+            if norm.bias is not None:
+                _write_plain(writer, self._named(f"{norm.name}.bias"), norm.bias)
         for linear in block.linears():
             weight = linear.weight
             assert isinstance(weight, Tensor | PackedTensor)
@@ -222,7 +224,7 @@ class GgufOutput:
                 raw = file.read(self._named(name))
                 writer.write(self._named(name), ggml_blocks.with_numbers(self._kind(module), raw, values))
             else:
-                _write_plain(writer, self._named(name), values)
+                _write_plain(writer, self._named(name), gguf_export.in_file(self.config, name, values))
 
     def round_head(self, rows: Tensor) -> PackedTensor:
         assert self.head is not None
@@ -248,9 +250,14 @@ class GgufOutput:
 
     def copy_rest(self, writer: ShardWriter, report: Progress) -> None:
         """Write what belongs to no block, except an LM head that `write_head` wrote."""
-        _write_plain(writer, self._named(self._final), self.checkpoint.tensor(self._final))
-        if self._factors is not None:
-            _write_plain(writer, ROPE_FACTORS, self._factors)
+        names = self.config.names
+        plain = [f"{names.final_norm}.weight", *([f"{names.final_norm}.bias"] if self.config.norm == "layer" else [])]
+        plain += [] if names.positions is None else [f"{names.positions}.weight"]
+        for name in plain:
+            values = gguf_export.in_file(self.config, name, self.checkpoint.tensor(name))
+            _write_plain(writer, self._named(name), values)
+        for name, factors in self._factors.items():
+            _write_plain(writer, name, factors)
         ends = [self._embed, *([] if self.shared else [HEAD])]
         left = [module for module in ends if module != HEAD or self.head is None]
         for done, module in enumerate(left, 1):
