@@ -23,6 +23,8 @@ from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.sources import hf
 from attar.checkpoints.strict_io import CheckpointError
+from attar.compression.runs.pipeline import compress
+from attar.formats.codecs import ggml_blocks
 from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
@@ -30,6 +32,7 @@ from tests.errors import user_error
 from tests.model.random_model import write as random_model
 
 SAME = 2e-5  # relative to the largest logit: float32 norms of 1 + w are rounded once more in a file
+NEAR = 0.5 / 127 + 2**-10  # relative to the largest: rounding to 8 bits, and of the scale to fp16
 LENGTH = 24
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "rms_norm_eps": 1e-5}
@@ -299,3 +302,20 @@ def test_a_folder_of_each_written_family_becomes_the_file_that_llama_cpp_makes(
     for key, value in theirs.metadata.items():
         if key.startswith(theirs.metadata["general.architecture"]) and not key.endswith("original_context_length"):
             assert ours.metadata[key] == value, key
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "phi3 long", "gpt2"])
+def test_a_compressed_file_is_what_its_converted_values_are(kind: str, made: Made, tmp_path: Path) -> None:
+    """All but the matrices has the values of the folder, in the form of files; the matrices are near."""
+    source, path = made(kind)
+    file = compress(source, tmp_path / "out.gguf", recipe="q8_0").path
+    ours, theirs = GgufFile(file), GgufFile(path)
+    assert set(ours.names()) == set(theirs.names())
+    for name in theirs.names():
+        found = ggml_blocks.decode(ours.info(name).kind, ours.read(name))
+        expected = ggml_blocks.decode(theirs.info(name).kind, theirs.read(name))
+        assert (found - expected).abs().max() <= (
+            0 if ours.info(name).kind.name == "F32" else NEAR * expected.abs().max()
+        )
+    assert ours.info("blk.0.ffn_up.weight").kind.name == "Q8_0"
+    assert logits(gguf_checkpoint.load(file, torch.float32)).isfinite().all()
