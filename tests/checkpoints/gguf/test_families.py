@@ -14,6 +14,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from dense import dense
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -28,11 +29,13 @@ from attar.formats.codecs import ggml_blocks
 from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
+from attar.model.rope import frequencies
 from tests.errors import user_error
 from tests.model.random_model import write as random_model
 
 SAME = 2e-5  # relative to the largest logit: float32 norms of 1 + w are rounded once more in a file
 NEAR = 0.5 / 127 + 2**-10  # relative to the largest: rounding to 8 bits, and of the scale to fp16
+BFLOAT16 = 2**-8
 LENGTH = 24
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "rms_norm_eps": 1e-5}
@@ -319,3 +322,19 @@ def test_a_compressed_file_is_what_its_converted_values_are(kind: str, made: Mad
         )
     assert ours.info("blk.0.ffn_up.weight").kind.name == "Q8_0"
     assert logits(gguf_checkpoint.load(file, torch.float32)).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "phi3 long", "gpt2", "qwen3"])
+def test_a_file_becomes_a_dense_folder_in_the_form_of_its_family(kind: str, made: Made, tmp_path: Path) -> None:
+    source, path = made(kind)
+    out = dense(path, tmp_path / "dense")
+    expected, found = (load_file(folder / "model.safetensors") for folder in (source, out))
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name].float(), values, rtol=BFLOAT16, atol=1e-6)
+    ours, theirs = hf.Checkpoint.open(out).config, hf.Checkpoint.open(source).config
+    assert (ours.windows, ours.scale) == (theirs.windows, theirs.scale)
+    for rope, other in zip(ours.ropes, theirs.ropes, strict=True):
+        assert (rope is None) == (other is None)
+        if rope is not None and other is not None:
+            torch.testing.assert_close(frequencies(rope, 64), frequencies(other, 64))

@@ -160,8 +160,8 @@ def words(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], str | None
     """Return (the metadata of a folder's tokenizer, a note for the user or None). Raises ValueError as `vocabulary`."""
     if not has_tokenizer(folder):
         none = next(name for name in NO_TOKENIZER if name is not None)
-        note = "The source has no tokenizer, so the file has none: give it token ids."
-        return {"tokenizer.ggml.model": none}, _joined(note, _narrowed(config))
+        missing = "The source has no tokenizer, so the file has none: give it token ids."
+        return {"tokenizer.ggml.model": none}, _joined(missing, _narrowed(config))
     tokenizer = Tokenizer.load(folder)
     found = vocabulary(tokenizer, config.vocab_size, config.eos_ids)
     merges, note = "tokenizer.ggml.merges", lost(tokenizer, found)
