@@ -22,6 +22,7 @@ from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
 from attar.checkpoints.gguf import config as gguf_config
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.gguf.file import GgufFile
+from attar.checkpoints.gguf.names import file_name, place
 from attar.checkpoints.gguf.values import Array, Typed
 from attar.checkpoints.gguf.writer import atomic_gguf
 from attar.checkpoints.inspect import inspect
@@ -32,7 +33,7 @@ from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.codecs import ggml_blocks, ggml_round, ggml_search
 from attar.formats.codecs.ggml import TYPES
 from attar.formats.packed import PackedTensor
-from attar.model.config import Rope
+from attar.model.config import Names, Rope
 from attar.model.decoder import Decoder
 from attar.model.rope import frequencies
 from attar.text import convert
@@ -432,7 +433,10 @@ METADATA_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0, "llama.rope.scaling.attn_factor": 2.0},
         "llama.rope.scaling.attn_factor is 2.0: another factor of attention",
     ),
-    "experts": ({"llama.expert_count": 8}, "llama.expert_count is set: mixtures of experts are not read"),
+    "experts without their number for a token": ({"llama.expert_count": 8}, "llama.expert_used_count is missing"),
+    "more experts for a token than there are": (
+        {"llama.expert_count": 8, "llama.expert_used_count": 9}, "num_experts_per_tok must be a whole num"
+    ),
     "bos id negative": ({"tokenizer.ggml.bos_token_id": -1}, "tokenizer.ggml.bos_token_id must be a whole"),
     "context a string": ({"llama.context_length": "128"}, "llama.context_length must be a whole number"),
     "context a bool": ({"llama.context_length": True}, "llama.context_length must be a whole number"),
@@ -536,11 +540,14 @@ def test_factors_beside_a_scaled_rope_are_refused(write: Write) -> None:
 
 
 def test_names_of_files() -> None:
-    assert gguf_config.file_name("model.layers.12.mlp.gate_proj.weight") == "blk.12.ffn_gate.weight"
-    assert gguf_config.file_name("model.layers.0.self_attn.k_norm") == "blk.0.attn_k_norm"
-    assert gguf_config.file_name("lm_head.weight") == "output.weight"
-    assert gguf_config.file_name("model.norm") == "output_norm"
-    assert gguf_config.file_name("model.layers.0.mlp.experts.1.up_proj") == "model.layers.0.mlp.experts.1.up_proj"
+    names = Names()
+    assert file_name(names, "model.layers.12.mlp.gate_proj.weight") == "blk.12.ffn_gate.weight"
+    assert file_name(names, "model.layers.0.self_attn.k_norm") == "blk.0.attn_k_norm"
+    assert file_name(names, "lm_head.weight") == "output.weight"
+    assert file_name(names, "model.norm") == "output_norm"
+    assert place(names, "model.layers.0.mlp.experts.11.up_proj.weight") == ("blk.0.ffn_up_exps.weight", 11)
+    for unknown in ("model.layers.0.mlp.experts.x.up_proj", "model.layers.0.mlp.other", "model.layers.x.mlp.up_proj"):
+        assert place(names, unknown) == (unknown, None)
 
 
 # Through the front doors

@@ -18,6 +18,13 @@ BASE = {
     "intermediate_size": 48, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 
+GEMMA3: dict[str, object] = {
+    "num_hidden_layers": 6, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16
+}  # fmt: skip
+LONGROPE = {
+    "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 64
+}  # fmt: skip
+
 
 def config(name: str, **more: object) -> ModelConfig:
     return read_config({"architectures": [name], **BASE, **more})
@@ -29,6 +36,13 @@ def config(name: str, **more: object) -> ModelConfig:
         (config("LlamaForCausalLM"), "llama"),
         (config("LlamaForCausalLM", head_dim=16, tie_word_embeddings=True), "llama"),
         (config("MistralForCausalLM", sliding_window=None), "llama"),
+        (config("MistralForCausalLM", sliding_window=16), "llama"),
+        (config("Gemma2ForCausalLM", head_dim=8, query_pre_attn_scalar=8, sliding_window=16), "gemma2"),
+        (config("Gemma3ForCausalLM", **GEMMA3), "gemma3"),
+        (config("Gemma3ForCausalLM", **GEMMA3, rope_scaling={"rope_type": "linear", "factor": 8.0}), "gemma3"),
+        (config("Phi3ForCausalLM", sliding_window=16), "phi3"),
+        (config("Phi3ForCausalLM", partial_rotary_factor=0.75), "phi3"),
+        (config("GPT2LMHeadModel", n_embd=32, n_head=4, n_layer=2), "gpt2"),
         (config("Qwen2ForCausalLM"), "qwen2"),
         (config("Qwen3ForCausalLM", head_dim=16), "qwen3"),
         (config("LlamaForCausalLM", rope_scaling={"rope_type": "linear", "factor": 4.0}), "llama"),
@@ -46,7 +60,7 @@ def test_a_config_reads_back_the_same(made: ModelConfig, said: str) -> None:
     metadata, factors = describe(made, 15, "a model")
     assert metadata["general.architecture"] == said
     assert metadata["general.file_type"] == 15
-    assert factors is None
+    assert not factors
 
 
 def test_the_rope_of_llama_3_is_said_by_its_factors() -> None:
@@ -56,17 +70,15 @@ def test_the_rope_of_llama_3_is_said_by_its_factors() -> None:
     }  # fmt: skip
     made = config("LlamaForCausalLM", rope_scaling=scaling, rope_theta=500000.0)
     metadata, factors = describe(made, 0, "")
-    assert factors is not None
     assert not any("scaling" in key for key in metadata)
-    assert rope_with_factors(Rope(500000.0, 8), factors.tolist()) == made.ropes[0]
+    assert rope_with_factors(Rope(500000.0, 8), factors["rope_freqs.weight"].tolist()) == made.ropes[0]
     other = config("LlamaForCausalLM", rope_scaling=scaling | {"original_max_position_embeddings": 64})
-    assert describe(other, 0, "")[1] is not None, "factors say any settings, known or not"
+    assert describe(other, 0, "")[1], "factors say any settings, known or not"
 
 
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (config("MistralForCausalLM", sliding_window=16), "gguf_inexpressible"),
         (
             config("Qwen2ForCausalLM", use_sliding_window=True, sliding_window=8, max_window_layers=1),
             "gguf_inexpressible",
@@ -83,7 +95,14 @@ def test_the_rope_of_llama_3_is_said_by_its_factors() -> None:
             "gguf_inexpressible",
         ),
         (replace(config("LlamaForCausalLM"), attention_scale=0.5), "gguf_inexpressible"),
-        (config("Phi3ForCausalLM"), "architecture_unsupported"),
+        (config("Phi3ForCausalLM", head_dim=16), "gguf_inexpressible"),
+        (config("Gemma2ForCausalLM", head_dim=8, tie_word_embeddings=False), "gguf_inexpressible"),
+        (config("Gemma2ForCausalLM", head_dim=8, query_pre_attn_scalar=16), "gguf_inexpressible"),
+        (config("Gemma3ForCausalLM", **GEMMA3, rope_local_base_freq=20000.0), "gguf_inexpressible"),
+        (config("Gemma3ForCausalLM", **GEMMA3, sliding_window_pattern=2), "gguf_inexpressible"),
+        (replace(config("GPT2LMHeadModel", n_embd=32, n_head=4, n_layer=2), attention_scale=1.0), "gguf_inexpressible"),
+        (config("OPTForCausalLM", ffn_dim=48, num_key_value_heads=4), "architecture_unsupported"),
+        (config("MixtralForCausalLM"), "architecture_unsupported"),
     ],
 )  # fmt: skip
 def test_what_a_file_has_no_words_for_is_refused(made: ModelConfig, words: str) -> None:
@@ -119,3 +138,24 @@ def test_rows_stand_side_by_side_as_llama_cpp_turns_them() -> None:
     rows = torch.arange(16)[:, None].expand(16, 3)
     assert neighbours(rows, 8)[:, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
     assert neighbours(torch.arange(8), 8).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def test_the_window_of_a_mistral_becomes_its_context() -> None:
+    """As in Mistral-7B-v0.1, whose window of 4096 no reader of files applies."""
+    made = config("MistralForCausalLM", max_position_embeddings=32768, sliding_window=4096)
+    metadata, _ = describe(made, 0, "")
+    assert metadata["llama.context_length"] == 4096
+    wide = config("MistralForCausalLM", max_position_embeddings=128, sliding_window=4096)
+    assert describe(wide, 0, "")[0]["llama.context_length"] == 128
+
+
+def test_a_longrope_is_two_tensors_and_a_factor_of_attention() -> None:
+    scaling = {"rope_type": "longrope", **{key: LONGROPE[key] for key in ("short_factor", "long_factor")}}
+    made = config("Phi3ForCausalLM", rope_scaling=scaling, original_max_position_embeddings=64)
+    metadata, factors = describe(made, 0, "")
+    assert factors["rope_factors_long.weight"].tolist() == LONGROPE["long_factor"]
+    assert factors["rope_factors_short.weight"].tolist() == LONGROPE["short_factor"]
+    assert metadata["phi3.rope.scaling.original_context_length"] == 64
+    rope = made.ropes[0]
+    assert rope is not None
+    assert metadata["phi3.rope.scaling.attn_factor"] == rope.attention_factor

@@ -23,7 +23,6 @@ from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.gguf import config as gguf_config
 from attar.checkpoints.gguf import export as gguf_export
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
-from attar.checkpoints.gguf.config import file_name
 from attar.checkpoints.sources import hf
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
@@ -33,6 +32,9 @@ from attar.formats.scheme import Part, Scheme
 from attar.formats.weight_formats import GgmlBlocks
 from attar.kernels.operands import Linear
 from attar.progress import Progress
+
+FOLDERS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Architectures whose files become folders: those that store every tensor in the form of a folder."""
 
 
 def file_to_folder(
@@ -45,26 +47,31 @@ def file_to_folder(
     otherwise than it was written.
     """
     config, where = checkpoint.config, checkpoint.file.path
+    if config.architecture not in FOLDERS:
+        known = ", ".join(FOLDERS)
+        raise UserError(
+            "architecture_unsupported", f"{where} is a {config.architecture}: files that become folders are of {known}"
+        )
     names = list(gguf_export.tensor_names(config, checkpoint.has))
     ends = {f"{each}.weight" for each in (config.names.embed, config.names.head)}
     linears: dict[str, Stored] = {}
     notes: list[str] = []
     layout: dict[str, Part] = {}
     for name in names:
-        module, info = name.removesuffix(".weight"), checkpoint.file.info(file_name(name))
+        module, info = name.removesuffix(".weight"), checkpoint.info(name)
         kind, shape = info.kind, info.shape
         dtype = next((dtype for dtype, plain in DENSE.items() if plain == kind.name), None)
         if name in ends or dtype is not None or len(shape) != 2:
             if dtype is None:
                 notes.append(
-                    f"{file_name(name)} is {kind.name}: of a file only matrices of blocks are re-packed, so it became "
-                    "float32."
+                    f"{checkpoint.place(name).tensor} is {kind.name}: of a file only matrices of blocks are re-packed, "
+                    "so it became float32."
                 )
             layout[name] = Part(dtype or "float32", shape)
             continue
         linears[module] = Stored(Scheme(GgmlBlocks(kind), layout="plain"), (shape[0], shape[1]))
         if (against := target.against(linears[module])) is not None:
-            raise inexact(file_name(name), against, where)
+            raise inexact(checkpoint.place(name).tensor, against, where)
     if not linears:
         raise UserError(
             "source_not_compressed",
@@ -84,7 +91,7 @@ def file_to_folder(
                     try:
                         arrays = target.arrays(module, packed_as(_linear(checkpoint, module), planned[module]))
                     except ValueError as error:
-                        raise inexact(file_name(name), error, where) from None
+                        raise inexact(checkpoint.place(name).tensor, error, where) from None
                     for tensor, value in arrays.items():
                         writer.write(tensor, value)
                 else:
@@ -117,7 +124,7 @@ def _linear(checkpoint: GgufCheckpoint, module: str) -> Linear:
 def config_json(checkpoint: GgufCheckpoint) -> dict[str, Any]:
     """Return the config.json of a file, in a form that transformers reads too."""
     file, config = checkpoint.file, checkpoint.config
-    found = gguf_config.config_json(file.metadata, file.names(), config.vocab_size, config.dtype)
+    found = gguf_config.config_json(file.metadata, file.names(), config.vocab_size, config.dtype, checkpoint.factors)
     rope = config.ropes[0]
     if rope is not None and rope.kind == "llama3":
         found["rope_scaling"] = {

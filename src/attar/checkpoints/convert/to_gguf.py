@@ -26,7 +26,7 @@ from attar.checkpoints.convert.source import (
 )
 from attar.checkpoints.gguf import export as gguf_export
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
-from attar.checkpoints.gguf.config import ROPE_FACTORS, file_name
+from attar.checkpoints.gguf.names import file_name
 from attar.checkpoints.gguf.writer import atomic_gguf
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.formats.codecs import ggml_round
@@ -54,16 +54,15 @@ def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: P
     head, factors = gguf_export.describe(config, file_type, folder.path.resolve().name)
     words, note = gguf_export.words(folder.path, config)
     layout: dict[str, tuple[GgmlType, tuple[int, ...]]] = {}
-    if factors is not None:
-        layout[ROPE_FACTORS] = (TYPES["F32"], (len(factors),))
+    layout |= {name: (TYPES["F32"], (len(each),)) for name, each in factors.items()}
     names = list(gguf_export.tensor_names(config, checkpoint.has))
-    layout |= {file_name(name): _planned(checkpoint, name, kinds) for name in names}
+    layout |= {file_name(config.names, name): _planned(checkpoint, name, kinds) for name in names}
     ours = Digest()
     with atomic_gguf(dst, head | words, layout, overwrite) as writer:
-        if factors is not None:
-            writer.write(ROPE_FACTORS, factors.contiguous().view(torch.uint8))
+        for name, each in factors.items():
+            writer.write(name, each.contiguous().view(torch.uint8))
         for done, name in enumerate(names, 1):
-            module, kind = name.removesuffix(".weight"), layout[file_name(name)][0]
+            module, kind = name.removesuffix(".weight"), layout[file_name(config.names, name)][0]
             if module in kinds:
                 linear = checkpoint.linear(config.names.head if module == config.names.embed else module)
                 assert isinstance(linear.weight, PackedTensor)
@@ -73,14 +72,14 @@ def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: P
                     raise inexact(module, error, folder.path) from None
                 values = values_of(linear)
             else:
-                values = dense_values(checkpoint, name)
+                values = gguf_export.in_file(config, name, dense_values(checkpoint, name))
                 raw = ggml_round.encode(kind, values)
             ours.add(name, values)
             if gguf_export.interleaves(config, name.rpartition(".")[0]):
                 turned = values.float().contiguous() if name.endswith(".bias") else raw
                 raw = gguf_export.neighbours(turned, config.head_dim)
                 raw = raw.contiguous().view(torch.uint8) if name.endswith(".bias") else raw
-            writer.write(file_name(name), raw)
+            writer.write(file_name(config.names, name), raw)
             report("converting", done, len(names))
         writer.sync()
         theirs = _of_file(GgufCheckpoint.open(writer.folder / writer.plans[0].name, torch.float32), names, report)
@@ -123,7 +122,10 @@ def _planned(checkpoint: Checkpoint, name: str, kinds: Mapping[str, GgmlType]) -
     if part.dtype not in DENSE:
         reason = f"attar writes {', '.join(DENSE)} to GGUF files, not {part.dtype}"
         raise inexact(name, reason, checkpoint.folder.path)
-    return TYPES[DENSE[part.dtype] if len(part.shape) == 2 else "F32"], part.shape
+    config = checkpoint.config
+    plain = len(part.shape) != 2 or module == config.names.positions  # F32, as llama.cpp wants them
+    shape = part.shape[::-1] if len(part.shape) == 2 and gguf_export.turned(config, module) else part.shape
+    return TYPES["F32" if plain else DENSE[part.dtype]], shape
 
 
 def _of_file(checkpoint: GgufCheckpoint, names: list[str], report: Progress) -> Digest:

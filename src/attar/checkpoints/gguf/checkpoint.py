@@ -23,8 +23,17 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.gguf import config as gguf_config
-from attar.checkpoints.gguf.config import EMBED, ROPE_FACTORS, file_name
+from attar.checkpoints.gguf.families import Factors
 from attar.checkpoints.gguf.file import GgufFile
+from attar.checkpoints.gguf.header import GgufTensor
+from attar.checkpoints.gguf.names import (
+    EMBED,
+    FACTORS,
+    ROPE_FACTORS,
+    SHARED_GATE,
+    Place,
+    place,
+)
 from attar.checkpoints.strict_io import CheckpointError, naming
 from attar.errors import code_of
 from attar.formats import affine
@@ -41,6 +50,7 @@ from attar.kernels.operands import Linear
 from attar.model import decoder
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
+from attar.model.fields import COUNT
 from attar.progress import StageProgress
 
 SCHEMES: Mapping[str, Scheme] = {
@@ -51,7 +61,7 @@ SCHEMES: Mapping[str, Scheme] = {
 
 PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-UNUSED = (ROPE_FACTORS,)  # read while opening
+UNUSED = (ROPE_FACTORS, *FACTORS)  # read while opening
 
 
 class GgufCheckpoint:
@@ -74,8 +84,9 @@ class GgufCheckpoint:
         self.as_stored, self.blocks = as_stored, blocks
         with naming(file.path):
             self._interleaved = gguf_config.architecture(file.metadata).interleaved
+            self.factors = self._factors()
             self.config = gguf_config.read_gguf_config(
-                file.metadata, file.names(), embed.shape[0], str(own).removeprefix("torch.")
+                file.metadata, file.names(), embed.shape[0], str(own).removeprefix("torch."), self.factors
             )
             if ROPE_FACTORS in file:
                 self.config = self._with_rope_factors(self.config)
@@ -117,16 +128,17 @@ class GgufCheckpoint:
 
     def has(self, name: str) -> bool:
         """Return whether `tensor(name)` finds one; weights that `linear` gives packed do not count."""
-        stored = file_name(name)
+        stored = self.place(name).tensor
         return stored in self.file and not (name.endswith(".weight") and self._scheme(self._kind(name)))
 
     # Interface to reports
 
     def linear_shape(self, name: str) -> tuple[int, int]:
         """Return the shape (out, in) of linear `name`, from the header alone."""
-        shape = self.file.info(file_name(self._weight(name))).shape
+        shape = self.info(self._weight(name)).shape
         if len(shape) != 2:
-            raise self.file.error("checkpoint_mismatch", f"{file_name(name)}.weight is {list(shape)}, not a matrix")
+            stored = self.place(name).tensor
+            raise self.file.error("checkpoint_mismatch", f"{stored}.weight is {list(shape)}, not a matrix")
         return (shape[0], shape[1])
 
     def kind_of(self, name: str) -> GgmlType:
@@ -143,8 +155,34 @@ class GgufCheckpoint:
 
     # Reading
 
+    def place(self, name: str) -> Place:
+        """Return the place in the file of our tensor or module `name`."""
+        return place(self.config.names, name)
+
+    def info(self, name: str) -> GgufTensor:
+        """Return type and shape of our tensor `name`: of one expert's matrix, where the file stacks all experts, and of
+        a matrix of one row, where it stores a vector. Raises CheckpointError where it is missing."""
+        stored, expert = self.place(name)
+        found = self.file.info(stored)
+        if expert is not None:
+            count = 0 if self.config.experts is None else self.config.experts.count
+            if found.shape[0] != count or len(found.shape) != 3:
+                raise self.file.error(
+                    "checkpoint_mismatch",
+                    f"{stored} is {list(found.shape)}: it must be {count} matrices, one for each expert",
+                )
+            return found._replace(shape=found.shape[1:])
+        if SHARED_GATE in stored and len(found.shape) == 1:
+            return found._replace(shape=(1, *found.shape))
+        return found
+
+    def read(self, name: str) -> Tensor:
+        """Return the stored bytes of our tensor `name`, uint8 [..., bytes of a row]."""
+        found = self.info(name)
+        return self.file.read(*self.place(name)).view(found.raw_shape)
+
     def _kind(self, name: str) -> GgmlType:
-        return self.file.info(file_name(name)).kind
+        return self.file.info(self.place(name).tensor).kind
 
     def _scheme(self, kind: GgmlType) -> Scheme | None:
         return Scheme(GgmlBlocks(kind), layout="plain") if self.blocks and kind.name in GGML else SCHEMES.get(kind.name)
@@ -160,7 +198,7 @@ class GgufCheckpoint:
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
         """Return rows [O, ...] of a tensor in our order: files may store the pairs of a head of q and k as
         neighbours."""
-        stored = file_name(name)
+        stored = self.place(name).tensor
         if not self._interleaved or (".attn_q." not in stored and ".attn_k." not in stored):
             return rows
         size = self.config.head_dim
@@ -168,10 +206,10 @@ class GgufCheckpoint:
 
     def rows_of(self, name: str) -> Tensor:
         """Return the stored rows of matrix `name`, uint8 [O, bytes of a row], in our order."""
-        return self._in_order(name, self.file.read(file_name(name)))
+        return self._in_order(name, self.read(name))
 
     def _decoded(self, name: str, dtype: torch.dtype) -> Tensor:
-        kind, raw = self._kind(name), self.file.read(file_name(name))
+        kind, raw = self._kind(name), self.read(name)
         if name.endswith(".bias"):  # one row, whose values are put in order: a block holds several
             return self._in_order(name, ggml_blocks.decode(kind, raw, dtype))
         return ggml_blocks.decode(kind, self._in_order(name, raw), dtype)
@@ -182,12 +220,34 @@ class GgufCheckpoint:
             return as_grid(kind, raw)
         scheme = self._scheme(kind)
         assert scheme is not None
-        shape = self.file.info(file_name(name)).shape
+        shape = self.info(name).shape
         return PackedTensor(scheme, (shape[0], shape[1]), {"blocks": raw})
 
+    def _factors(self) -> Factors | None:
+        """Return the factors of a longrope, None where there are none. The config's reader checks their number."""
+        found = [name for name in FACTORS if name in self.file]
+        if not found:
+            return None
+        if len(found) == 1:
+            (missing,) = set(FACTORS) - set(found)
+            raise self.file.error("checkpoint_incomplete", f"has {found[0]}, but not {missing}")
+        rows = []
+        for name in FACTORS:
+            tensor = self.file.info(name)
+            if not tensor.kind.decoded or len(tensor.shape) != 1 or tensor.shape[0] > COUNT:
+                raise self.file.error(
+                    "checkpoint_mismatch",
+                    f"{name} must be a row of numbers, not {tensor.kind.name} {list(tensor.shape)}",
+                )
+            rows.append(ggml_blocks.decode(tensor.kind, self.file.read(name)).tolist())
+        return Factors(*rows)
+
     def _with_rope_factors(self, config: ModelConfig) -> ModelConfig:
-        rope, tensor = config.ropes[0], self.file.info(ROPE_FACTORS)
-        assert rope is not None, "the metadata describe one rope, for every layer"
+        (rope, *others), tensor = dict.fromkeys(config.ropes), self.file.info(ROPE_FACTORS)
+        if rope is None or others:
+            raise self.file.error(
+                "checkpoint_mismatch", f"tensor {ROPE_FACTORS!r} has no place in a {config.architecture}"
+            )
         if not tensor.kind.decoded or tensor.shape != (rope.dims // 2,):  # before any value is read
             raise self.file.error(
                 "checkpoint_mismatch",
@@ -241,12 +301,13 @@ class _Outline:
     def linear(self, name: str) -> Linear:
         weight = self.tensor(self.checkpoint._weight(name))
         if weight.ndim != 2:
-            raise self.checkpoint.file.error("checkpoint_mismatch", f"{file_name(name)}.weight is not a matrix")
+            stored = self.checkpoint.place(name).tensor
+            raise self.checkpoint.file.error("checkpoint_mismatch", f"{stored}.weight is not a matrix")
         return Linear(name, weight, self.tensor(f"{name}.bias") if self.has(f"{name}.bias") else None)
 
     def tensor(self, name: str) -> Tensor:
-        file, stored = self.checkpoint.file, file_name(name)
-        tensor = file.info(stored)
+        file, stored = self.checkpoint.file, self.checkpoint.place(name).tensor
+        tensor = self.checkpoint.info(name)
         if not tensor.kind.decoded:
             known = ", ".join(kind.name for kind in DECODED)
             raise file.error(

@@ -1,8 +1,9 @@
-"""Configuration of the model in a GGUF file: its metadata as a `ModelConfig`, and its names of tensors as ours.
+"""Configuration of the model in a GGUF file: its metadata as a `ModelConfig`.
 
 The metadata hold the settings of config.json under other names. So they are read, each checked under its name in the
 file, into the keys of config.json, and the family's own reader (`model.families`) makes the config: one implementation
-of an architecture for both kinds of files. The two differ in five points:
+of an architecture for both kinds of files. `families.py` beside this module says what each architecture adds. The two
+kinds of files differ in these points:
 
 * a file has no `tie_word_embeddings`: a model is tied where `output.weight` is missing;
 * `vocab_size` is the rows of `token_embd.weight`: the key of that name is often missing, and counts no padding;
@@ -11,7 +12,9 @@ of an architecture for both kinds of files. The two differ in five points:
   otherwise they are kept as they are (a longrope whose factors do not depend on the length);
 * the tokenizer provides the tokens that end a text, because it knows more of them than `tokenizer.ggml.eos_token_id`;
 * in files of the `llama` architecture the rows of q and k are in another order, since llama.cpp rotates neighbours
-  there, and not the halves of a head: `interleaved` marks them.
+  there, and not the halves of a head: `interleaved` marks them;
+* the weights of Gemma's norms are stored with the one that the family adds to them, so `norm_offset` is 0;
+* every matrix is stored [out, in], GPT-2's too.
 
 Torch-free.
 """
@@ -21,40 +24,16 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from attar.checkpoints.gguf.families import ARCHITECTURES, Architecture, Factors, scaling
+from attar.checkpoints.gguf.names import HEAD, ROPE_FACTORS
 from attar.errors import UserError, code_of
 from attar.model.config import ModelConfig, Rope
+from attar.model.families import ARCHITECTURES as FAMILIES
 from attar.model.families import read_config
 from attar.model.fields import COUNT, EPSILON, LENGTH, SIZE, Fields, nearest
-
-EMBED, HEAD, ROPE_FACTORS = "token_embd", "output", "rope_freqs.weight"
-
-MODULES: Mapping[str, str] = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-"""Modules of a layer: our name -> the name in files, where a layer is `blk.N`."""
-
-AROUND: Mapping[str, str] = {"model.embed_tokens": EMBED, "model.norm": "output_norm", "lm_head": HEAD}
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """An architecture of GGUF files: its name in config.json, and whether rows of q and k are interleaved."""
-
-    name: str
-    interleaved: bool = False
-
-
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("LlamaForCausalLM", interleaved=True),
-    "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen3": Architecture("Qwen3ForCausalLM"),
-}
 
 LLAMA3_FACTORS, LLAMA3_CONTEXT = (8.0, 32.0), 8192
 """Settings of Llama 3's rope in circulation, beside its bounds of 1 and 4 turns."""
@@ -73,40 +52,40 @@ def architecture(metadata: Mapping[str, Any]) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def file_name(name: str) -> str:
-    """Return the name in GGUF files of our tensor or module `name`; itself where files have no such thing."""
-    for ending in (".weight", ".bias", ""):
-        if name.endswith(ending):
-            module = name.removesuffix(ending)
-            if module in AROUND:
-                return AROUND[module] + ending
-            layer, _, rest = module.removeprefix("model.layers.").partition(".")
-            if module.startswith("model.layers.") and rest in MODULES:
-                return f"blk.{layer}.{MODULES[rest]}{ending}"
-    return name
+def read_gguf_config(
+    metadata: Mapping[str, Any], names: Collection[str], vocab: int, dtype: str, factors: Factors | None = None
+) -> ModelConfig:
+    """Return the model that the metadata describe.
 
-
-def read_gguf_config(metadata: Mapping[str, Any], names: Collection[str], vocab: int, dtype: str) -> ModelConfig:
-    """Return the model that the metadata describe; `names` are the file's tensors, `vocab` the rows of its embedding.
-
-    Raises ValueError naming the key that is missing, of the wrong type, out of bounds, or not supported.
+    `names` are the file's tensors, `vocab` the rows of its embedding, `factors` those of a longrope where the file has
+    them. Raises ValueError naming the key that is missing, of the wrong type, out of bounds, or not supported.
     """
-    config = config_json(metadata, names, vocab, dtype)
+    config = config_json(metadata, names, vocab, dtype, factors)
     bos = Fields(metadata, where="metadata").optional_integer("tokenizer.ggml.bos_token_id", low=0, high=SIZE)
     try:
-        return replace(read_config(config), bos_ids=() if bos is None else (bos,), eos_ids=())
+        found = read_config(config)
     except ValueError as error:  # errors of the family's reader name keys of config.json
         raise UserError(code_of(error), f"metadata: {str(error).removeprefix('config.json: ')}") from None
+    return replace(as_in_files(found), bos_ids=() if bos is None else (bos,), eos_ids=())
 
 
-def config_json(metadata: Mapping[str, Any], names: Collection[str], vocab: int, dtype: str) -> dict[str, object]:
+def as_in_files(config: ModelConfig) -> ModelConfig:
+    """Return the config of the same model whose weights are stored as GGUF files store them."""
+    return replace(config, norm_offset=0.0, names=replace(config.names, transposed=False))
+
+
+def config_json(
+    metadata: Mapping[str, Any], names: Collection[str], vocab: int, dtype: str, factors: Factors | None = None
+) -> dict[str, object]:
     """Return the metadata in the keys of config.json. Arguments and errors as `read_gguf_config`."""
     family = architecture(metadata)
     at = metadata["general.architecture"]
     f = Fields(metadata, where="metadata")
-    if f.optional_integer(f"{at}.expert_count", low=0, high=COUNT):
+    count = f.optional_integer(f"{at}.expert_count", low=0, high=COUNT)
+    if count and not family.experts:
+        known = ", ".join(name for name, each in ARCHITECTURES.items() if each.experts)
         raise f.error(
-            f"{at}.expert_count", "is set: mixtures of experts are not read from GGUF files", "feature_unsupported"
+            f"{at}.expert_count", f"is set: mixtures of experts are read of {known} alone", "feature_unsupported"
         )
     hidden, heads = f.integer(f"{at}.embedding_length"), f.integer(f"{at}.attention.head_count", high=COUNT)
     size = f.optional_integer(f"{at}.attention.key_length", high=COUNT)
@@ -114,7 +93,8 @@ def config_json(metadata: Mapping[str, Any], names: Collection[str], vocab: int,
         if hidden % heads:
             raise f.error(f"{at}.attention.head_count", f"is {heads}, which does not divide the {hidden} columns")
         size = hidden // heads
-    for key in (f"{at}.attention.value_length", f"{at}.rope.dimension_count"):
+    whole = ("attention.value_length", *([] if family.partial else ["rope.dimension_count"]))
+    for key in (f"{at}.{each}" for each in whole):
         given = f.optional_integer(key, high=COUNT)
         if given is not None and given != size:
             raise f.error(
@@ -122,8 +102,8 @@ def config_json(metadata: Mapping[str, Any], names: Collection[str], vocab: int,
                 f"is {given}, and heads have {size} columns: a part of a head is not supported",
                 "feature_unsupported",
             )
-    return {
-        "architectures": [family.name],
+    found: dict[str, object] = {
+        "architectures": [family.experts if family.experts and count else family.name],
         "vocab_size": vocab,
         "hidden_size": hidden,
         "intermediate_size": f.integer(f"{at}.feed_forward_length"),
@@ -132,37 +112,17 @@ def config_json(metadata: Mapping[str, Any], names: Collection[str], vocab: int,
         "num_key_value_heads": f.optional_integer(f"{at}.attention.head_count_kv", high=COUNT) or heads,
         "head_dim": size,
         "max_position_embeddings": f.integer(f"{at}.context_length", high=LENGTH),
-        "rms_norm_eps": f.number(f"{at}.attention.layer_norm_rms_epsilon", high=EPSILON),
-        "rope_theta": f.optional_number(f"{at}.rope.freq_base", low=1.0) or 10000.0,
-        "rope_scaling": _scaling(f, at),
+        "rms_norm_eps": f.number(f"{at}.attention.{family.epsilon}", high=EPSILON),
         "tie_word_embeddings": f"{HEAD}.weight" not in names,
         "dtype": dtype,
     }
-
-
-def _scaling(f: Fields, at: str) -> dict[str, object] | None:
-    """Return `rope_scaling` in the form of config.json."""
-    where = f"{at}.rope.scaling"
-    f.only(f"{where}.attn_factor", 1.0, "another factor of attention")
-    given = f.get(f"{where}.type") is not None
-    kind = f.choice(f"{where}.type", {"none": "none", "linear": "linear", "yarn": "yarn"}) if given else "linear"
-    if kind == "none":
-        return None
-    factor = f.optional_number(f"{where}.factor")
-    if factor is None:
-        factor = f.optional_number(f"{at}.rope.scale_linear")  # in files of 2023
-    if not given and factor in (None, 1.0):
-        return None
-    if factor is None:
-        raise f.error(f"{where}.factor", "is missing")
-    scaling: dict[str, object] = {"rope_type": kind, "factor": factor}
-    if kind == "yarn":
-        # `yarn_beta_fast` and `yarn_beta_slow` are ignored: llama.cpp, which makes and runs these files, reads them for
-        # other architectures (mistral3, grok), and never for those read here. Its logits are the same bits with any
-        # betas, and ours without (test_llamacpp.py).
-        original = f.optional_integer(f"{where}.original_context_length", low=2, high=LENGTH)
-        scaling["original_max_position_embeddings"] = original
-    return scaling
+    if family.rotates:
+        found["rope_theta"] = f.optional_number(f"{at}.rope.freq_base", low=1.0) or 10000.0
+        if not family.partial:
+            found["rope_scaling"] = scaling(f, at)
+    found |= family.more(f, at, found, factors)
+    aliases = FAMILIES[family.name].aliases if family.renamed else {}
+    return {aliases.get(key, (key,))[0]: value for key, value in found.items()}
 
 
 def rope_with_factors(rope: Rope, factors: Sequence[float]) -> Rope:

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoints.gguf.config import ARCHITECTURES, HEAD, file_name, read_gguf_config, rope_with_factors
+from attar.checkpoints.gguf.config import as_in_files, read_gguf_config, rope_with_factors
+from attar.checkpoints.gguf.families import ARCHITECTURES, Factors
+from attar.checkpoints.gguf.names import FACTORS, HEAD, LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, file_name
 from attar.checkpoints.gguf.values import Typed
 from attar.checkpoints.vocabulary import NO_TOKENIZER, has_tokenizer
 from attar.errors import UserError
@@ -41,7 +43,11 @@ ones."""
 
 QUANTIZATION_VERSION = 2  # version of the layout of blocks, by llama.cpp's count
 
-WRITTEN: Mapping[str, str] = {each.name: name for name, each in ARCHITECTURES.items()} | {"MistralForCausalLM": "llama"}
+WRITTEN: Mapping[str, str] = {
+    "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3", "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3",
+    "Phi3ForCausalLM": "phi3", "GPT2LMHeadModel": "gpt2",
+}  # fmt: skip
 """Architectures of config.json that are written -> their names in GGUF files."""
 
 _UNSAID = {
@@ -52,7 +58,8 @@ _UNSAID = {
 YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 """Values of llama.cpp for every architecture that is written: it does not read the keys that files have for others."""
 
-_SQUARE = ("qwen2",)  # llama.cpp takes their q to be as wide as the hidden size, whatever `key_length` says
+_SQUARE = ("qwen2", "phi3", "gpt2")
+"""Architectures whose q llama.cpp takes to be as wide as the hidden size, whatever `key_length` says."""
 
 SAME = 1e-6  # relative: rounding of a number to float32
 
@@ -73,15 +80,15 @@ def file_type(names: Sequence[str]) -> int:
     return FILE_TYPES.get(max(dict.fromkeys(names), key=names.count), PLAIN)
 
 
-def describe(config: ModelConfig, file_type: int, name: str) -> tuple[dict[str, Any], Tensor | None]:
-    """Return (the metadata of a model except its tokenizer's, the factors of its rope [dims / 2] or None).
+def describe(config: ModelConfig, file_type: int, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return (the metadata of a model except its tokenizer's, the tensors of its rope's factors [dims / 2] by name).
 
     Raises ValueError for an architecture that is not written, and for properties that the metadata cannot express.
     """
     at = architecture(config)
-    rope = config.ropes[0]
-    assert rope is not None, "families that are written rotate"
-    _check_readers(config, rope, at)
+    config = within_window(config)
+    _check_readers(config, at)
+    family = ARCHITECTURES[at]
     found: dict[str, Any] = {
         "general.architecture": at,
         "general.name": name,
@@ -96,18 +103,56 @@ def describe(config: ModelConfig, file_type: int, name: str) -> tuple[dict[str, 
         f"{at}.attention.head_count_kv": config.kv_heads,
         f"{at}.attention.key_length": config.head_dim,
         f"{at}.attention.value_length": config.head_dim,
-        f"{at}.attention.layer_norm_rms_epsilon": config.norm_eps,
-        f"{at}.rope.dimension_count": rope.dims,
-        f"{at}.rope.freq_base": rope.theta,
+        f"{at}.attention.{family.epsilon}": config.norm_eps,
     }
-    factors = None
-    if rope.kind == "llama3":
-        factors = frequencies(replace(rope, kind="default"), config.context) / frequencies(rope, config.context)
-    elif rope.kind in ("linear", "yarn"):
-        found |= {f"{at}.rope.scaling.type": rope.kind, f"{at}.rope.scaling.factor": rope.factor}
-    if rope.kind == "yarn":
-        found[f"{at}.rope.scaling.original_context_length"] = rope.original_context
+    factors: dict[str, Tensor] = {}
+    window = next((each for each in config.windows if each is not None), None)
+    if at == "phi3" or (at in ("gemma2", "gemma3") and window is not None):
+        found[f"{at}.attention.sliding_window"] = window or 0  # 0 tells Phi-4 from other models, in llama.cpp too
+    if config.attention_soft_cap is not None:
+        found[f"{at}.attn_logit_softcapping"] = config.attention_soft_cap
+    if config.logit_soft_cap is not None:
+        found[f"{at}.final_logit_softcapping"] = config.logit_soft_cap
+    if family.rotates:
+        words, factors = _rope(config, _full_rope(config), at)
+        found |= words
     _check(config, found, factors)
+    return found, factors
+
+
+def within_window(config: ModelConfig) -> ModelConfig:
+    """Return a Mistral whose context ends where its window does: llama.cpp has no window for it, and within the window
+    attention is to everything. Others are returned as they are."""
+    window = config.windows[0]
+    if config.architecture != "MistralForCausalLM" or window is None:
+        return config
+    return replace(config, windows=(None,) * config.layers, context=min(config.context, window))
+
+
+def _full_rope(config: ModelConfig) -> Rope:
+    """Return the rope of layers with full attention: metadata have no words for that of layers that slide."""
+    full = (rope for rope, window in zip(config.ropes, config.windows, strict=True) if window is None)
+    found = next(full, config.ropes[0])
+    assert found is not None, "the family rotates"
+    return found
+
+
+def _rope(config: ModelConfig, rope: Rope, at: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return (the metadata of a rope, the tensors of its factors)."""
+    found: dict[str, Any] = {f"{at}.rope.dimension_count": rope.dims, f"{at}.rope.freq_base": rope.theta}
+    factors: dict[str, Tensor] = {}
+    where = f"{at}.rope.scaling"
+    if rope.kind == "llama3":
+        plain = frequencies(replace(rope, kind="default"), config.context)
+        factors[ROPE_FACTORS] = plain / frequencies(rope, config.context)
+    elif rope.kind in ("linear", "yarn"):
+        found |= {f"{where}.type": rope.kind, f"{where}.factor": rope.factor}
+    elif rope.kind == "longrope" and at == "phi3":
+        found[f"{where}.attn_factor"] = rope.attention_factor
+        factors[LONG_FACTORS] = torch.tensor(rope.long_factor)
+        factors[SHORT_FACTORS] = torch.tensor(rope.short_factor)
+    if rope.kind in ("yarn", "longrope"):
+        found[f"{where}.original_context_length"] = rope.original_context
     return found, factors
 
 
@@ -115,13 +160,29 @@ def words(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], str | None
     """Return (the metadata of a folder's tokenizer, a note for the user or None). Raises ValueError as `vocabulary`."""
     if not has_tokenizer(folder):
         none = next(name for name in NO_TOKENIZER if name is not None)
-        return {"tokenizer.ggml.model": none}, "The source has no tokenizer, so the file has none: give it token ids."
+        missing = "The source has no tokenizer, so the file has none: give it token ids."
+        return {"tokenizer.ggml.model": none}, _joined(missing, _narrowed(config))
     tokenizer = Tokenizer.load(folder)
     found = vocabulary(tokenizer, config.vocab_size, config.eos_ids)
     merges, note = "tokenizer.ggml.merges", lost(tokenizer, found)
     if not found.get(merges, True):  # an empty array has no type of its own
         found[merges] = Typed("[string]", [])
-    return found, note
+    return found, _joined(note, _narrowed(config))
+
+
+def _joined(*notes: str | None) -> str | None:
+    return " ".join(note for note in notes if note is not None) or None
+
+
+def _narrowed(config: ModelConfig) -> str | None:
+    """Return what a window cost the context, as a sentence for people; None where it cost nothing."""
+    context = within_window(config).context
+    if context == config.context:
+        return None
+    return (
+        f"The file's context is {context} and not {config.context}: llama.cpp has no sliding window for this "
+        "architecture, and the model's window has that length."
+    )
 
 
 def matrices(config: ModelConfig) -> Iterator[tuple[str, str, int]]:
@@ -130,34 +191,59 @@ def matrices(config: ModelConfig) -> Iterator[tuple[str, str, int]]:
     The LM head is left out where the model is tied.
     """
     names = config.names
-    yield names.embed, file_name(names.embed), 0
+    yield names.embed, file_name(names, names.embed), 0
     if not config.tied:
-        yield names.head, file_name(names.head), 0
+        yield names.head, file_name(names, names.head), 0
     for layer in range(config.layers):
         for module in compressible(config, layer):
-            yield module, file_name(module).rpartition(".")[2], layer
+            yield module, file_name(config.names, module).rpartition(".")[2], layer
 
 
 def tensor_names(config: ModelConfig, has: Callable[[str], bool]) -> Iterator[str]:
     """Yield every tensor of a file by our name, the ends first, then block after block; `has` tests for biases."""
     names = config.names
+    of_norm = ("weight", "bias") if config.norm == "layer" else ("weight",)
     yield f"{names.embed}.weight"
-    yield f"{names.final_norm}.weight"
+    if names.positions is not None:
+        yield f"{names.positions}.weight"
+    yield from (f"{names.final_norm}.{part}" for part in of_norm)
     if not config.tied:
         yield f"{names.head}.weight"
     for layer in range(config.layers):
         at = names.layer.format(i=layer)
-        for norm in (names.attention_norm, names.feed_forward_norm, *([names.q_norm, names.k_norm] * config.qk_norm)):
-            yield f"{at}.{norm}.weight"
+        after = [each for each in (names.attention_post_norm, names.feed_forward_post_norm) if each is not None]
+        heads = [names.q_norm, names.k_norm] if config.qk_norm else []
+        for norm in (names.attention_norm, names.feed_forward_norm, *after, *heads):
+            yield from (f"{at}.{norm}.{part}" for part in of_norm)
         for module in compressible(config, layer):
             yield f"{module}.weight"
             if has(f"{module}.bias"):
                 yield f"{module}.bias"
 
 
+def is_norm(config: ModelConfig, module: str) -> bool:
+    """Return whether the module is a norm."""
+    return file_name(config.names, module).endswith("norm")
+
+
+def in_file(config: ModelConfig, name: str, values: Tensor) -> Tensor:
+    """Return the values of our dense tensor `name` as a file stores them, except for the order of rows: the weights of
+    norms with the number that the family adds to them, in float32, and matrices [out, in]."""
+    module, _, part = name.rpartition(".")
+    if part == "weight" and config.norm_offset and is_norm(config, module):
+        return values.float() + config.norm_offset
+    return values.T.contiguous() if values.ndim == 2 and turned(config, module) else values
+
+
+def turned(config: ModelConfig, module: str) -> bool:
+    """Return whether a folder stores this matrix [in, out], and a file [out, in]."""
+    names = config.names
+    return names.is_transposed(module) and module not in (names.embed, names.positions)
+
+
 def interleaves(config: ModelConfig, module: str) -> bool:
     """Return whether rows of this module have another order in files."""
-    matrix = file_name(module).rpartition(".")[2]
+    matrix = file_name(config.names, module).rpartition(".")[2]
     return ARCHITECTURES[architecture(config)].interleaved and matrix in ("attn_q", "attn_k")
 
 
@@ -166,7 +252,7 @@ def neighbours(rows: Tensor, head_dim: int) -> Tensor:
     return rows.view(-1, 2, head_dim // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def _check_readers(config: ModelConfig, rope: Rope, at: str) -> None:
+def _check_readers(config: ModelConfig, at: str) -> None:
     """Raise ValueError for settings that files can express and llama.cpp does not read."""
     columns = config.heads * config.head_dim
     if at in _SQUARE and columns != config.hidden:
@@ -174,6 +260,11 @@ def _check_readers(config: ModelConfig, rope: Rope, at: str) -> None:
             f": its heads have {columns} columns together and its hidden size is {config.hidden}, and llama.cpp loads "
             f"a {at} only where these are one: keep it in a folder"
         )
+    if at == "gemma2" and not config.tied:
+        raise _inexpressible(": its LM head is a matrix of its own, and llama.cpp's gemma2 has none")
+    if not ARCHITECTURES[at].rotates:
+        return
+    rope = _full_rope(config)
     for key, standard in YARN_BETAS.items():
         value = getattr(rope, key)
         if rope.kind == "yarn" and value != standard:
@@ -184,23 +275,26 @@ def _check_readers(config: ModelConfig, rope: Rope, at: str) -> None:
             )
 
 
-def _check(config: ModelConfig, metadata: Mapping[str, Any], factors: Tensor | None) -> None:
+def _check(config: ModelConfig, metadata: Mapping[str, Any], factors: Mapping[str, Tensor]) -> None:
     """Read the metadata back. Raises ValueError naming the first field that differs."""
     tensors = () if config.tied else (f"{HEAD}.weight",)
+    long = Factors(*(factors[each].tolist() for each in FACTORS)) if LONG_FACTORS in factors else None
     try:
-        again = read_gguf_config(_as_stored(metadata), tensors, config.vocab_size, config.dtype)
+        again = read_gguf_config(_as_stored(metadata), tensors, config.vocab_size, config.dtype, long)
     except ValueError as error:
         raise _inexpressible(f": {error}") from None
+    stored = as_in_files(config)
     for field in fields(ModelConfig):
-        ours, theirs = getattr(config, field.name), getattr(again, field.name)
+        ours, theirs = getattr(stored, field.name), getattr(again, field.name)
         if field.name not in _UNSAID and not _same(ours, theirs):
             raise _inexpressible(f", which has no words for its {field.name} ({_shown(ours)})")
-    (rope,) = set(again.ropes)
-    assert rope is not None
-    if factors is not None:
-        rope = rope_with_factors(rope, factors.tolist())
-    if any(each is None or not _turns_alike(each, rope, config.context) for each in config.ropes):
-        raise _inexpressible(f", which has no words for its rope ({_shown(config.ropes[0])})")
+    for ours, theirs in dict.fromkeys(zip(config.ropes, again.ropes, strict=True)):
+        if theirs is not None and ROPE_FACTORS in factors:
+            theirs = rope_with_factors(theirs, factors[ROPE_FACTORS].tolist())
+        if (ours is None) != (theirs is None):
+            raise _inexpressible(f", which has no words for its rope ({_shown(ours)})")
+        if ours is not None and theirs is not None and not _turns_alike(ours, theirs, config.context):
+            raise _inexpressible(f", which has no words for its rope ({_shown(ours)})")
 
 
 def _inexpressible(why: str) -> UserError:

@@ -47,11 +47,17 @@ class GgufFile(OpenFile):
             raise self.error("checkpoint_incomplete", f"has no tensor {name!r}{near(name, self.header.tensors)}")
         return self.header.tensors[name]
 
-    def read(self, name: str) -> Tensor:
-        """Return the tensor's bytes, uint8 [..., bytes of a row], in memory of their own."""
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """Return the tensor's bytes, uint8 [..., bytes of a row], in memory of their own; with an `index`, of this
+        entry of its first dimension alone."""
         import torch
 
         tensor = self.info(name)
-        raw = torch.empty(tensor.raw_shape, dtype=torch.uint8)
-        self.fill(byte_view(raw), self.header.data + tensor.begin)
+        shape, begin = tensor.raw_shape, self.header.data + tensor.begin
+        if index is not None:
+            assert 0 <= index < shape[0], (name, index, shape)
+            begin += index * (tensor.end - tensor.begin) // shape[0]
+            shape = shape[1:]
+        raw = torch.empty(shape, dtype=torch.uint8)
+        self.fill(byte_view(raw), begin)
         return raw

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.gguf import export as gguf_export
-from attar.checkpoints.gguf.config import file_name
+from attar.checkpoints.gguf.names import file_name
 from attar.checkpoints.sources import hub, imatrix
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.sources.imatrix import Imatrix
@@ -32,6 +32,7 @@ from attar.compression.solvers.rounding.means import ColumnMean
 from attar.errors import UserError
 from attar.kernels import ops
 from attar.kernels.operands import Linear
+from attar.model.config import Names
 from attar.model.decoder import all_compressible, build_block, build_final_norm
 from attar.model.layers import Block
 from attar.progress import Progress
@@ -78,13 +79,18 @@ def kept(
     """Return the importances of `collect`, computed once: a resumed run finds them in `folder`, under its `key`."""
     path = folder / f"importances-{key}.gguf"
     if not path.exists():
-        imatrix.write(path, as_imatrix(collect(checkpoint, ids, folder, key, memory, progress), ids, "calibration"))
+        imatrix.write(
+            path,
+            as_imatrix(
+                checkpoint.config.names, collect(checkpoint, ids, folder, key, memory, progress), ids, "calibration"
+            ),
+        )
     return known(path, checkpoint)
 
 
-def as_imatrix(means: dict[str, Tensor], ids: Tensor, dataset: str) -> Imatrix:
+def as_imatrix(names: Names, means: dict[str, Tensor], ids: Tensor, dataset: str) -> Imatrix:
     """Convert importances to an `Imatrix`, under the names of a GGUF file's tensors."""
-    named = {file_name(f"{module}.weight"): mean for module, mean in means.items()}
+    named = {file_name(names, f"{module}.weight"): mean for module, mean in means.items()}
     return Imatrix(named, dict.fromkeys(named, ids.numel()), len(ids), ids.shape[1], (dataset,))
 
 
@@ -95,18 +101,19 @@ def known(path: str | Path, checkpoint: Checkpoint) -> dict[str, Tensor]:
     modules = all_compressible(config)
     importances: dict[str, Tensor] = {}
     for module in [*modules, config.names.head]:
-        if (mean := found.get(file_name(f"{module}.weight"))) is None:
+        if (mean := found.get(file_name(config.names, f"{module}.weight"))) is None:
             continue
         columns = config.hidden if module == config.names.head else checkpoint.linear_shape(module)[1]
         if len(mean) != columns:
             raise UserError(
-                "imatrix_mismatch", f"{path}: {file_name(module)} has {len(mean)} columns, and {columns} in the model"
+                "imatrix_mismatch",
+                f"{path}: {file_name(config.names, module)} has {len(mean)} columns, and {columns} in the model",
             )
         importances[module] = mean
     if missing := [module for module in modules if module not in importances]:
         raise UserError(
             "imatrix_mismatch",
-            f"{path}: knows nothing of {file_name(missing[0])}.weight"
+            f"{path}: knows nothing of {file_name(config.names, missing[0])}.weight"
             + (f" and {len(missing) - 1} other matrices" if len(missing) > 1 else "")
             + f" of {checkpoint.folder.path}: it was made of another model",
         )
@@ -180,7 +187,9 @@ def make(
             *coverage.of(checkpoint.config, ids, Path(folder), ""),
             *domain.warnings(domain.surprise(checkpoint, ids, Path(folder)), None),
         )
-    named = as_imatrix(means, ids, Path(str(calibration)).name if texts.is_text(calibration) else "self")
+    named = as_imatrix(
+        checkpoint.config.names, means, ids, Path(str(calibration)).name if texts.is_text(calibration) else "self"
+    )
     imatrix.write(target, named, overwrite)
     ratios = {name: float(mean.max() / mean.mean().clamp_min(1e-30)) for name, mean in named.means.items()}
     widest = max(ratios, key=lambda name: ratios[name])

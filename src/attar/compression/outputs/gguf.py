@@ -23,8 +23,8 @@ from torch import Tensor
 
 from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
 from attar.checkpoints.gguf import export as gguf_export
-from attar.checkpoints.gguf.config import ROPE_FACTORS, file_name
 from attar.checkpoints.gguf.file import GgufFile
+from attar.checkpoints.gguf.names import file_name
 from attar.checkpoints.gguf.writer import GgufPlan, plan
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.writer import FilePlan, ShardWriter
@@ -97,7 +97,6 @@ class GgufOutput:
             self.notes += untrained_note(
                 trainable_parameters.untrained_in_file(blocks), blocks, recipe.tune.method, dense=False
             )
-        self._final = f"{config.names.final_norm}.weight"
         self._factors = factors
         self.plan: GgufPlan = plan(name, head_words | tokenizer, dict(self._tensors(shapes)))
         counted = self._counted()
@@ -117,6 +116,10 @@ class GgufOutput:
 
     def written(self, blocks_done: int) -> list[str]:
         return [each for each in self.plan.slots if each.startswith("blk.") and int(each.split(".")[1]) < blocks_done]
+
+    def _named(self, name: str) -> str:
+        """Return the name in the file of our tensor or module `name`."""
+        return file_name(self.config.names, name)
 
     def _shapes(self) -> dict[str, tuple[int, int]]:
         """Return (out, in) of every matrix, by its name in recipes."""
@@ -141,7 +144,7 @@ class GgufOutput:
             kind, wanted = ggml_mix.choose(self.mix, matrix, layer, columns, about)
             found[ours] = ggml_mix.scheme(kind)
             if wanted is not None:
-                others.setdefault((wanted, columns, kind.name), []).append(file_name(module))
+                others.setdefault((wanted, columns, kind.name), []).append(file_name(config.names, module))
         return found, tuple(
             f"{', '.join(names)}: rows of {columns} columns are not whole blocks of {wanted}, so they are {kind}."
             for (wanted, columns, kind), names in others.items()
@@ -175,22 +178,25 @@ class GgufOutput:
     def _tensors(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, tuple[GgmlType, tuple[int, ...]]]]:
         """Yield every tensor of the file: name, type and shape."""
         plain, embed = TYPES["F32"], self.config.names.embed
-        if self._factors is not None:
-            yield ROPE_FACTORS, (plain, (len(self._factors),))
+        for name, factors in self._factors.items():
+            yield name, (plain, (len(factors),))
         for name in gguf_export.tensor_names(self.config, self.checkpoint.has):
             module = self._embed if name == f"{embed}.weight" else name.removesuffix(".weight")
             if module in shapes:
-                yield file_name(name), (self._kind(module), shapes[module])
+                yield self._named(name), (self._kind(module), shapes[module])
             else:
                 shape = self.checkpoint.folder.info(self.checkpoint.stored_name(name)).shape  # of a norm or a bias
-                yield file_name(name), (plain, shape)
+                yield self._named(name), (plain, shape)
 
     # Writing
 
     def write_block(self, writer: ShardWriter, block: Block, layer: int) -> None:
         """Write every tensor of the block, and leave its weights as a reader of the file has them."""
         for norm in block.norms():
-            _write_plain(writer, f"{norm.name}.weight", norm.weight)
+            name = f"{norm.name}.weight"
+            _write_plain(writer, self._named(name), gguf_export.in_file(self.config, name, norm.weight))
+            if norm.bias is not None:
+                _write_plain(writer, self._named(f"{norm.name}.bias"), norm.bias)
         for linear in block.linears():
             weight = linear.weight
             assert isinstance(weight, Tensor | PackedTensor)
@@ -203,9 +209,9 @@ class GgufOutput:
             if gguf_export.interleaves(self.config, linear.name):
                 raw = gguf_export.neighbours(raw, self.config.head_dim)
                 bias = None if bias is None else gguf_export.neighbours(bias, self.config.head_dim)
-            writer.write(file_name(f"{linear.name}.weight"), raw)
+            writer.write(self._named(f"{linear.name}.weight"), raw)
             if bias is not None:
-                _write_plain(writer, f"{linear.name}.bias", bias)
+                _write_plain(writer, self._named(f"{linear.name}.bias"), bias)
 
     def write_again(self, writer: ShardWriter, found: Mapping[str, Tensor]) -> None:
         """Replace norms and biases, and numbers within the blocks of matrices, by attar's names."""
@@ -215,10 +221,10 @@ class GgufOutput:
             if gguf_export.interleaves(self.config, module):
                 values = gguf_export.neighbours(values, self.config.head_dim)
             if module in self.schemes and name.endswith(".weight"):
-                raw = file.read(file_name(name))
-                writer.write(file_name(name), ggml_blocks.with_numbers(self._kind(module), raw, values))
+                raw = file.read(self._named(name))
+                writer.write(self._named(name), ggml_blocks.with_numbers(self._kind(module), raw, values))
             else:
-                _write_plain(writer, name, values)
+                _write_plain(writer, self._named(name), gguf_export.in_file(self.config, name, values))
 
     def round_head(self, rows: Tensor) -> PackedTensor:
         assert self.head is not None
@@ -240,18 +246,23 @@ class GgufOutput:
 
     def write_head(self, writer: ShardWriter, pieces: Iterable[PackedTensor]) -> None:
         module = self.config.names.embed if self.shared else HEAD
-        writer.write_rows(file_name(f"{module}.weight"), (piece.parts["blocks"] for piece in pieces))
+        writer.write_rows(self._named(f"{module}.weight"), (piece.parts["blocks"] for piece in pieces))
 
     def copy_rest(self, writer: ShardWriter, report: Progress) -> None:
         """Write what belongs to no block, except an LM head that `write_head` wrote."""
-        _write_plain(writer, self._final, self.checkpoint.tensor(self._final))
-        if self._factors is not None:
-            _write_plain(writer, ROPE_FACTORS, self._factors)
+        names = self.config.names
+        plain = [f"{names.final_norm}.weight", *([f"{names.final_norm}.bias"] if self.config.norm == "layer" else [])]
+        plain += [] if names.positions is None else [f"{names.positions}.weight"]
+        for name in plain:
+            values = gguf_export.in_file(self.config, name, self.checkpoint.tensor(name))
+            _write_plain(writer, self._named(name), values)
+        for name, factors in self._factors.items():
+            _write_plain(writer, name, factors)
         ends = [self._embed, *([] if self.shared else [HEAD])]
         left = [module for module in ends if module != HEAD or self.head is None]
         for done, module in enumerate(left, 1):
             name = self.config.names.embed if module == self._embed else module
-            writer.write_rows(file_name(f"{name}.weight"), self._table(module))
+            writer.write_rows(self._named(f"{name}.weight"), self._table(module))
             report("copying", done, len(left))
 
     def _table(self, module: str) -> Iterator[Tensor]:
@@ -274,4 +285,4 @@ class GgufOutput:
 
 
 def _write_plain(writer: ShardWriter, name: str, values: Tensor) -> None:
-    writer.write(file_name(name), values.float().contiguous().view(torch.uint8))
+    writer.write(name, values.float().contiguous().view(torch.uint8))
