@@ -20,7 +20,8 @@ from attar.errors import UserError
 @dataclass(frozen=True)
 class Converted:
     """Result of `convert`. `sha256` covers every tensor as float32, the same for source and output. Bits per weight
-    cover all that is stored of the packed linears, in the output and in the source; None where there are none."""
+    cover all that is stored of the packed linears, in the output and in the source; None where there are none. A dense
+    output may be rounded: `sha256` is of its values then."""
 
     path: Path
     format: str
@@ -31,8 +32,11 @@ class Converted:
     source_bits: float | None
     sha256: str
     notes: tuple[str, ...]
+    dtype: str | None = None  # of a dense output
+    rounded: int = 0  # tensors of a dense output that hold other numbers than the source's, in its dtype
 
     def to_dict(self) -> dict[str, Any]:
+        dense = {} if self.dtype is None else {"dtype": self.dtype, "rounded": self.rounded}
         return {
             "path": str(self.path),
             "format": self.format,
@@ -43,11 +47,19 @@ class Converted:
             "source_bits_per_weight": self.source_bits,
             "sha256": self.sha256,
             "notes": list(self.notes),
+            **dense,
         }
 
 
 def proof(done: Converted) -> Iterator[str]:
     """Yield the proof in sentences."""
+    if done.dtype is not None:
+        exact = done.tensors - done.rounded
+        yield (
+            f"{done.tensors} tensors, {done.packed} of them decoded: {exact} are exact, {done.rounded} were rounded to "
+            f"{done.dtype}; sha256 {done.sha256} of what was written and of what was read back"
+        )
+        return
     yield (
         f"every one of {done.tensors} tensors, {done.packed} of them re-packed, decodes to the same bits: "
         f"sha256 {done.sha256} of the source and of what was read back"
