@@ -66,6 +66,8 @@ MISTAKES = {
     "imatrix ./model text.txt --calib text.txt": "text.txt exists and is kept",
     "imatrix ./model new.gguf --calib absent.txt": "absent.txt: no such file",
     "convert ./model new --to gptq": "is not compressed",
+    "convert ./model new --to gptq --dtype float16": "a dtype is of a dense output",
+    "convert ./model new --to dense --dtype int8": "'int8' is not one of",
     "convert ./model new --to gguf": "--to gguf writes a file whose name ends in .gguf, not new",
     "convert ./model new --to ggml": "'ggml' is not one of",
 }

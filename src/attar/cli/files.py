@@ -96,7 +96,7 @@ def convert(
 class ImatrixConfig(options.OutputConfig):
     """Options of `imatrix`."""
 
-    model: options.Folder
+    model: options.Model
     output: Annotated[Path, typer.Argument(
         metavar="OUT", help="The file to write: GGUF, or llama.cpp's older format if it ends in .dat.",
     )]  # fmt: skip

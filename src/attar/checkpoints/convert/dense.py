@@ -84,7 +84,10 @@ class GgufFolder(Folder):
     def __init__(self, of: GgufCheckpoint) -> None:
         self.path, self.mapped = of.file.path, False
         self.files = {self.path.name: of.file}
-        self.of, self.config = of, config_json(of)
+        self.of = of
+        ends, padding = generation(of) or {}, of.file.metadata.get("tokenizer.ggml.padding_token_id")
+        ids = {key: ends.get(key) for key in ("bos_token_id", "eos_token_id")} | {"pad_token_id": padding}
+        self.config = {**config_json(of), **ids}  # a null as well, or transformers takes the family's
         self._family = read_config(self.config)
         check_config(of, self._family)
 

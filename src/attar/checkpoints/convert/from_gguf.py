@@ -57,7 +57,9 @@ def file_to_folder(
     if config.architecture not in FOLDERS:
         known = ", ".join(FOLDERS)
         raise UserError(
-            "architecture_unsupported", f"{where} is a {config.architecture}: files that become folders are of {known}"
+            "architecture_unsupported",
+            f"{where} is a {config.architecture}, and files that become folders of {target.name} are of {known}: --to "
+            "dense writes a folder of any",
         )
     names = list(gguf_export.tensor_names(config, checkpoint.has))
     ends = {f"{each}.weight" for each in (config.names.embed, config.names.head)}
@@ -82,7 +84,7 @@ def file_to_folder(
     if not linears:
         raise UserError(
             "source_not_compressed",
-            f"{where} is not compressed: there is nothing to re-pack, and `attar compress` reads folders",
+            f"{where} is not compressed: there is nothing to re-pack. `attar compress` makes a smaller model of it",
         )
     planned = target.planned(linears)
     for module, each in planned.items():

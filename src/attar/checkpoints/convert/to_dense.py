@@ -68,6 +68,4 @@ def to_dense(path: Path, dst: Path, dtype: str | None, overwrite: bool, report: 
         except UserError as error:  # of a model that computes NaN, whose tensors are right all the same
             notes = (f"The output has no receipt: {error}.",)
     packed = sum(folder.original.schemes.values())
-    return Converted(
-        dst, DENSE, len(layout), packed, size, None, None, ours.whole, notes, folder.decoded_as, rounded
-    )
+    return Converted(dst, DENSE, len(layout), packed, size, None, None, ours.whole, notes, folder.decoded_as, rounded)

@@ -44,6 +44,7 @@ from attar.model.decoder import Decoder, Weights
 from attar.model.families import read_config
 from attar.progress import StageProgress
 
+
 class Quantized(Protocol):
     """Interface of a quantized format's reader. Modules go by their stored names."""
 
