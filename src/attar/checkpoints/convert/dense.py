@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.convert.from_gguf import check_config, config_json, generation, write_tokenizer
-from attar.checkpoints.convert.source import dense_names, packed_linears, values_of
+from attar.checkpoints.convert.proof import pieces
+from attar.checkpoints.convert.source import dense_names, packed_schemes, values_of
 from attar.checkpoints.folder import Folder, FolderView
 from attar.checkpoints.gguf import export as gguf_export
 from attar.checkpoints.gguf.checkpoint import PLAIN, GgufCheckpoint
@@ -68,10 +69,10 @@ def open_dense(path: Path, dtype: str | None = None) -> Checkpoint:
         plain = PLAIN.get(file.info(f"{file.config.names.embed}.weight").kind.name, torch.bfloat16)
         return Checkpoint.over(DenseFolder(of, dtype or str(plain).removeprefix("torch."), _original_of_file(file)))
     of = Checkpoint.open(path)
-    linears = packed_linears(of)
+    found = packed_schemes(of)
     library = str((of.folder.config.get("quantization_config") or {}).get("quant_method"))
-    schemes = Counter(each.scheme.name for each in linears.values())
-    original = Original(library if linears else "safetensors", schemes, receipt.known(path))
+    schemes = Counter(each.name for each in found.values())
+    original = Original(library if found else "safetensors", schemes, receipt.known(path))
     return Checkpoint.over(DenseFolder(of, dtype, original))
 
 
@@ -134,7 +135,7 @@ class DenseFolder(FolderView):
 
     def __init__(self, source: Checkpoint, dtype: str | None, original: Original) -> None:
         folder = source.folder
-        linears = packed_linears(source)
+        linears = packed_schemes(source)
         self._linears = {f"{source.stored_linear(name)}.weight": name for name in linears}
         kept = dense_names(source, linears)
         for name in kept:
@@ -174,10 +175,11 @@ class DenseFolder(FolderView):
         dtype: torch.dtype = getattr(torch, self.info(name).dtype)
         if values.dtype == dtype:
             return values
-        found = values.to(dtype)
-        lost = found.isinf() & values.isfinite()
-        if bool(lost.any()):
-            largest = float(values[lost].abs().max())
+        found, largest = values.to(dtype), 0.0
+        for ours, theirs in zip(pieces(found), pieces(values), strict=True):
+            if bool((lost := ours.isinf() & theirs.isfinite()).any()):
+                largest = max(largest, float(theirs[lost].abs().max()))
+        if largest:
             wider = [each for each in DTYPES if torch.finfo(getattr(torch, each)).max >= largest]
             raise UserError(
                 "not_finite",

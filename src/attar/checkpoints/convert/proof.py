@@ -68,6 +68,11 @@ def proof(done: Converted) -> Iterator[str]:
         yield f"stored bits of a re-packed weight: {done.source_bits:.3f} before, {done.bits_per_weight:.3f} now"
 
 
+def pieces(values: Tensor) -> tuple[Tensor, ...]:
+    """Return the values of a tensor in order, as vectors of at most a million: tables are large."""
+    return values.reshape(-1).split(1 << 20)
+
+
 class Digest:
     """SHA-256 over tensors as float32, each with its name, in any order."""
 
@@ -75,8 +80,10 @@ class Digest:
         self.of: dict[str, str] = {}  # of each tensor
 
     def add(self, name: str, values: Tensor) -> None:
-        raw = values.float().contiguous().numpy().tobytes()
-        self.of[name] = hashlib.sha256(raw).hexdigest()
+        digest = hashlib.sha256()
+        for piece in pieces(values):
+            digest.update(piece.float().numpy())
+        self.of[name] = digest.hexdigest()
 
     @property
     def whole(self) -> str:

@@ -11,9 +11,10 @@ import math
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from attar.checkpoints.convert.dense import DenseFolder, open_dense
-from attar.checkpoints.convert.proof import Converted, Digest, compare
+from attar.checkpoints.convert.proof import Converted, Digest, compare, pieces
 from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.receipts.probes import measure_probes
@@ -44,7 +45,7 @@ def to_dense(path: Path, dst: Path, dtype: str | None, overwrite: bool, report: 
             for done, name in enumerate(layout, 1):
                 exact = folder.values(name)
                 value = folder.rounded(name, exact)
-                rounded += value.dtype != exact.dtype and not torch.equal(value.to(exact.dtype), exact)
+                rounded += value.dtype != exact.dtype and not _same(value, exact)
                 writer.write(name, value)
                 ours.add(name, value)
                 report("converting", done, len(layout))
@@ -69,3 +70,8 @@ def to_dense(path: Path, dst: Path, dtype: str | None, overwrite: bool, report: 
             notes = (f"The output has no receipt: {error}.",)
     packed = sum(folder.original.schemes.values())
     return Converted(dst, DENSE, len(layout), packed, size, None, None, ours.whole, notes, folder.decoded_as, rounded)
+
+
+def _same(ours: Tensor, theirs: Tensor) -> bool:
+    """Return whether two tensors of different dtypes hold the same numbers."""
+    return all(torch.equal(a.to(b.dtype), b) for a, b in zip(pieces(ours), pieces(theirs), strict=True))
