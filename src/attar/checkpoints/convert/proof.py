@@ -14,7 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
+from attar.checkpoints.safetensors import byte_view
 from attar.errors import UserError
+
+PIECE = 1 << 20  # numbers worked on at a time
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,10 @@ def proof(done: Converted) -> Iterator[str]:
         yield f"stored bits of a re-packed weight: {done.source_bits:.3f} before, {done.bits_per_weight:.3f} now"
 
 
-def pieces(values: Tensor) -> tuple[Tensor, ...]:
-    """Return the values of a tensor in order, as vectors of at most a million: tables are large."""
-    return values.reshape(-1).split(1 << 20)
+def pieces(values: Tensor) -> list[Tensor]:
+    """Return the values of a tensor in order, as vectors of at most `PIECE`: tables are large."""
+    flat = values.reshape(-1)
+    return [flat[start : start + PIECE] for start in range(0, len(flat), PIECE)]
 
 
 class Digest:
@@ -82,7 +86,8 @@ class Digest:
     def add(self, name: str, values: Tensor) -> None:
         digest = hashlib.sha256()
         for piece in pieces(values):
-            digest.update(piece.float().numpy())
+            numbers = piece.float()  # outlives its view
+            digest.update(byte_view(numbers))
         self.of[name] = digest.hexdigest()
 
     @property
