@@ -23,6 +23,7 @@ import safetensors.torch as oracle
 import torch
 
 from attar.checkpoints import safetensors as ours
+from attar.checkpoints import strict_io
 from attar.checkpoints.safetensors import TensorFile
 from attar.checkpoints.strict_io import NEAR, CheckpointError
 from attar.checkpoints.writer import ShardWriter, plan_files
@@ -600,7 +601,7 @@ def test_threads_read_one_file_at_once(tmp_path: Path) -> None:
 
 
 def test_sha256_reports_its_progress(write: Callable[[bytes], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "_CHUNK", 16)
+    monkeypatch.setattr(strict_io, "_CHUNK", 16)
     path, seen = write(GOOD), list[int]()
     assert TensorFile(path).sha256(seen.append) == hashlib.sha256(GOOD).hexdigest()
     assert sum(seen) == len(GOOD)

@@ -347,7 +347,7 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("compress ./linked ./new --recipe rtn-w4g128", ("file_unsafe",)),
     ("compress ./tiny text.txt --recipe rtn-w4g128 --overwrite", ("output_invalid",)),
     ("compress ./model text.txt/new --recipe rtn-w4g128", ("file_failed",)),
-    ("compress ./out ./new --recipe rtn-w4g128", ("source_compressed",)),
+    ("compress ./out ./new --recipe rtn-w4g128", ("source_compressed", "--requantize")),
     ("compress ./model ./new", ("calibration_missing", "self")),
     ("compress ./model ./new --recipe gtpq-w4g128", ("method_unknown",)),
     ("compress ./model ./new --recipe gptq-w4g128x", ("scheme_unknown", "w4g128")),
@@ -561,7 +561,7 @@ def test_help(command: str, columns: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_help_says_which_commands_take_a_gguf_file() -> None:
-    for command, taken in (("generate", True), ("plan", True), ("finetune", False)):
+    for command, taken in (("generate", True), ("plan", True), ("compress", True), ("finetune", False)):
         assert ("a GGUF file" in " ".join(attar(command, "--help").stdout.split())) is taken
 
 

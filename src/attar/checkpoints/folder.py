@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attar.checkpoints.safetensors import TensorFile
-from attar.checkpoints.strict_io import CONVERT, PICKLES, CheckpointError, OnDisk, near, parse_json
+from attar.checkpoints.strict_io import CONVERT, PICKLES, CheckpointError, OnDisk, OpenFile, near, parse_json
 from attar.errors import code_of
 from attar.formats.scheme import Part
 from attar.progress import StageProgress
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 MAX_CONFIG = 16_000_000
 MAX_INDEX = 48_000_000
 MAX_MARKS = 500_000  # braces, brackets and commas of a config: one with 80,000 packed linears has as many
@@ -111,17 +112,18 @@ class Folder(OnDisk):
         self._where: dict[str, TensorFile] = {}
         index = self._index()
         shards = [self._single()] if index is None else sorted(set(index.values()))
-        self.files = {shard: TensorFile(self.path / shard) for shard in shards}
-        for shard, file in self.files.items():
+        files = {shard: TensorFile(self.path / shard) for shard in shards}
+        self.files: Mapping[str, OpenFile] = files
+        for shard, file in files.items():
             for name in file.names():
                 if index is not None and index.get(name) != shard:
                     place = f"places it in {index[name]} instead" if name in index else "does not list it"
                     raise file.error("checkpoint_mismatch", f"holds tensor {name!r}, but {INDEX} {place}")
                 self._where[name] = file
         for name, shard in (index or {}).items():
-            if name not in self.files[shard]:
+            if name not in files[shard]:
                 problem = f"has no tensor {reprlib.repr(name)}, which {INDEX} places in it"
-                raise self.files[shard].error("checkpoint_mismatch", problem)
+                raise files[shard].error("checkpoint_mismatch", problem)
 
     def names(self) -> tuple[str, ...]:
         """Return all tensors' names, file by file, in the order of their data."""
@@ -141,6 +143,16 @@ class Folder(OnDisk):
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows start..stop-1 of the first dimension: [stop - start, ...]."""
         return self._file(name).read_rows(name, start, stop)
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of all weight files."""
+        return sum(file.size for file in self.files.values())
+
+    def generation(self) -> dict[str, Any] | None:
+        """Return generation_config.json, None where there is none."""
+        path = self.path / GENERATION
+        return read_json(path, MAX_CONFIG) if path.exists() else None
 
     def carry_files(self) -> tuple[str, ...]:
         """Return the files that an output made from this checkpoint needs too (tokenizer, templates, generation config,
@@ -179,7 +191,7 @@ class Folder(OnDisk):
         for name in (CONFIG, INDEX):
             if (self.path / name).is_file():
                 hashes[name] = hashlib.sha256((self.path / name).read_bytes()).hexdigest()
-        done, total = 0, sum(file.size for file in self.files.values())
+        done, total = 0, self.size
 
         def advance(count: int) -> None:
             nonlocal done
@@ -260,3 +272,30 @@ class Folder(OnDisk):
         if pickles:
             raise self.error("file_unsafe", f"its weights are pickles ({', '.join(pickles[:3])}). {CONVERT}")
         raise self.error("checkpoint_incomplete", "has no safetensors file; download or copy the weights again")
+
+
+class FolderView(Folder):
+    """A folder whose tensors are those of another, `of`, read through changes; all its other files are that one's.
+
+    `names` are its tensors, in order. Subclasses say in `info`, `read` and `read_rows` what the changes are.
+    """
+
+    def __init__(self, of: Folder, names: Iterable[str], config: Mapping[str, Any]) -> None:
+        self.path, self.files, self.mapped = of.path, of.files, False
+        self.config, self.of = dict(config), of
+        self._names = dict.fromkeys(names)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._names)
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def generation(self) -> dict[str, Any] | None:
+        return self.of.generation()
+
+    def carry_files(self) -> tuple[str, ...]:
+        return self.of.carry_files()
+
+    def carry(self, names: Iterable[str], out: Path) -> None:
+        self.of.carry(names, out)

@@ -22,7 +22,6 @@ Not done: big-endian hosts, and the sub-byte dtypes of the format.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 import math
 import mmap
@@ -30,7 +29,7 @@ import os
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -65,7 +64,6 @@ DTYPES: Mapping[str, str] = {
 }  # fmt: skip
 """Names of dtypes: safetensors' -> torch's."""
 
-_CHUNK = 1 << 22
 _SPLIT = " (save_pretrained's max_shard_size)"
 _KNOWN = {name.encode(): (torch_name, ITEM_BITS[torch_name] // 8) for name, torch_name in DTYPES.items()}
 _FORMS = 1024  # cached dtypes and shapes: benign files have few
@@ -262,7 +260,6 @@ class TensorFile(OpenFile):
         if (where := Path(path)).suffix in PICKLES:
             raise CheckpointError("file_unsafe", f"{where}: not safetensors. {CONVERT}")
         super().__init__(path)
-        self._sha256: str | None = None
         try:
             self._data, self._slots, self.metadata = self._open()
         except CheckpointError:
@@ -338,25 +335,6 @@ class TensorFile(OpenFile):
         assert 0 <= start <= stop <= shape[0], (name, shape, start, stop)
         row, rows = (Part(slot.part.dtype, (*lead, *shape[1:])) for lead in ((), (stop - start,)))
         return self._read(rows, self._data + slot.begin + start * row.bytes, None)
-
-    def sha256(self, progress: Callable[[int], None] | None = None) -> str:
-        """Return the whole file's SHA-256 in hex, computed once. `progress` is called with the size of each hashed
-        chunk, or at once with the file's size."""
-        if self._sha256 is not None:
-            if progress is not None:
-                progress(self.size)
-            return self._sha256
-        digest, at = hashlib.sha256(), 0
-        buffer = memoryview(bytearray(min(_CHUNK, self.size)))
-        while at < self.size:
-            chunk = buffer[: self.size - at]
-            self.fill(chunk, at)
-            digest.update(chunk)
-            at += len(chunk)
-            if progress is not None:
-                progress(len(chunk))
-        self._sha256 = digest.hexdigest()
-        return self._sha256
 
     def _slot(self, name: str) -> Slot:
         if name not in self._slots:

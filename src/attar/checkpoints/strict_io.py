@@ -7,11 +7,12 @@ depend on the file's format.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 import reprlib
 import stat
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -24,6 +25,7 @@ MAX_WIDE = 8_000_000  # bytes of JSON that is not plain ASCII: each may take eig
 MAX_NAME = 1024  # bytes of a tensor's name
 NEAR = 300  # names searched for near misses: difflib takes up to a millisecond for each
 WORD = 96  # characters of such a name, more than models use: the time grows at least with their square
+_CHUNK = 1 << 22
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 CONVERT = (
@@ -94,6 +96,7 @@ class OpenFile(OnDisk):
             self.close()
             raise self.error("file_wrong_kind", "not a regular file")
         self.size = status.st_size
+        self._sha256: str | None = None
 
     def fill(self, view: memoryview, offset: int) -> None:
         """Read exactly len(view) bytes from `offset`. One call moves 2 GiB at most, hence the loop."""
@@ -105,6 +108,25 @@ class OpenFile(OnDisk):
             if count == 0:
                 raise self.error("checkpoint_changed", "the file shrank while it was read; copy it again")
             view, offset = view[count:], offset + count
+
+    def sha256(self, progress: Callable[[int], None] | None = None) -> str:
+        """Return the whole file's SHA-256 in hex, computed once. `progress` is called with the size of each hashed
+        chunk, or at once with the file's size."""
+        if self._sha256 is not None:
+            if progress is not None:
+                progress(self.size)
+            return self._sha256
+        digest, at = hashlib.sha256(), 0
+        buffer = memoryview(bytearray(min(_CHUNK, self.size)))
+        while at < self.size:
+            chunk = buffer[: self.size - at]
+            self.fill(chunk, at)
+            digest.update(chunk)
+            at += len(chunk)
+            if progress is not None:
+                progress(len(chunk))
+        self._sha256 = digest.hexdigest()
+        return self._sha256
 
 
 @contextmanager

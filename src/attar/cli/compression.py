@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attar.cli import options
-from attar.cli.commands import configured, option
+from attar.cli.commands import configured, flag, option
 from attar.cli.terminal import emit, errors, parse_bytes, progress, tell, tell_doubt
 from attar.errors import UserError
 
@@ -27,7 +27,7 @@ RESUME = "the same command resumes after the last finished block, if there is on
 class CompressConfig(options.OutputConfig):
     """Options of `compress`."""
 
-    source: options.Folder
+    source: options.Model
     output: Annotated[str, typer.Argument(
         metavar="OUTPUT", help="The folder to write, or a file OUT.gguf. It is written atomically: complete or absent.",
     )]  # fmt: skip
@@ -37,6 +37,9 @@ class CompressConfig(options.OutputConfig):
         "best on held-out calibration text. ablate-NAME: keep the steps that help there.",
         default="gptq-w4g128, or q4_k_m for OUT.gguf",
     )] = None  # fmt: skip
+    requantize: Annotated[
+        bool, flag("Recipe", "Compress a model that is compressed already: its decoded values.", "--requantize")
+    ] = False
     head: Annotated[str | None, option(
         "Recipe", "SCHEME", "Scheme of the LM head: bf16 (unchanged), int8, int4, or another; in OUT.gguf int8 is "
         "q8_0 and int4 q4_0.", default="the recipe's, unchanged",
@@ -107,6 +110,7 @@ def compress(config: CompressConfig) -> None:
       attar compress org/name ./out --calib text.txt --eval heldout.txt
       attar compress ./model out.gguf --recipe q4_k_m --calib text.txt
       attar compress ./model ./mixed --target-bits 3.5 --calib text.txt
+      attar compress model.gguf ./out --requantize --calib text.txt
     """
     with errors(config.as_json, after_interrupt=RESUME), progress(config.quiet) as bar:
         from attar.compression.request.request import CompressionRequest, default_recipe
@@ -118,7 +122,7 @@ def compress(config: CompressConfig) -> None:
             calibration=config.calib, imatrix=config.imatrix, evaluation=config.evaluation, samples=config.samples,
             length=config.length, seed=config.seed, drawn=config.self_samples, calib_memory=config.calib_memory,
             eval_tokens=config.eval_tokens, max_shard_bytes=config.max_shard, overwrite=config.overwrite,
-            resume=not config.restart, device=config.device,
+            resume=not config.restart, device=config.device, requantize=config.requantize,
         )  # fmt: skip
         done = compress_request(request, bar)
         bar.close()

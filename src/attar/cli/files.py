@@ -21,6 +21,15 @@ class Format(StrEnum):
     compressed_tensors = "compressed-tensors"
     awq = "awq"
     gptq = "gptq"
+    dense = "dense"
+
+
+class Dtype(StrEnum):
+    """A dtype of dense outputs."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
 
 
 def inspect(model: options.Model, as_json: options.Json = False) -> None:
@@ -47,26 +56,33 @@ def convert(
     source: options.Model,
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="The folder to write, or OUT.gguf.")],
     to: Annotated[
-        Format, option("Output", "FORMAT", "Format to write: gguf, compressed-tensors, awq or gptq.", "--to")
+        Format, option("Output", "FORMAT", "Format to write: gguf, compressed-tensors, awq, gptq or dense.", "--to")
     ],
+    dtype: Annotated[Dtype | None, option(
+        "Output", "DTYPE", "Dtype of --to dense: bfloat16, float16 or float32, which keeps most values exactly.",
+        "--dtype", default="the source's, and bfloat16 for quantized GGUF files",
+    )] = None,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
-) -> None:
+) -> None:  # fmt: skip
     """Write a model in another format, bit for bit.
 
     Integers and scales are re-packed, and nothing is rounded. The output is read back and compared with the source. An
     error names the tensor that the format cannot hold exactly, and the reason.
 
+    With --to dense, weights are decoded and rounded to a dtype: the folder is that of an uncompressed model.
+
     Examples:
       attar convert ./out out.gguf --to gguf
       attar convert ./out ./awq --to awq
+      attar convert model.gguf ./dense --to dense
     """
     with errors(as_json), progress(quiet) as bar:
         from attar.checkpoints.convert.proof import proof
         from attar.checkpoints.convert.run import convert as run
 
-        done = run(source, output, to=to.value, overwrite=overwrite, progress=bar)
+        done = run(source, output, to=to.value, dtype=dtype and dtype.value, overwrite=overwrite, progress=bar)
         bar.close()
         print(f"{done.path}: {done.bytes:,} bytes, {done.format}")
         for sentence in proof(done):
@@ -80,7 +96,7 @@ def convert(
 class ImatrixConfig(options.OutputConfig):
     """Options of `imatrix`."""
 
-    model: options.Folder
+    model: options.Model
     output: Annotated[Path, typer.Argument(
         metavar="OUT", help="The file to write: GGUF, or llama.cpp's older format if it ends in .dat.",
     )]  # fmt: skip

@@ -227,13 +227,6 @@ def test_bad_settings_are_refused_before_any_work(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_gguf_file_is_no_source(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with user_error("source_is_gguf", "model.gguf"):
-        compress(tmp_path / "model.gguf", tmp_path / "out", recipe="rtn-w4g32")
-    assert not (tmp_path / "out").exists()
-
-
 def test_compressing_twice_is_refused(tiny: Path, tmp_path: Path) -> None:
     compress(tiny, tmp_path / "out", recipe="rtn-w4g32")
     with user_error("source_compressed"):

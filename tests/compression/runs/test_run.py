@@ -163,7 +163,9 @@ def test_the_cost_is_measured_where_blocks_were_compressed(
     monkeypatch.setattr(run, "measure", lambda *_, **__: SimpleNamespace(to_dict=lambda: {"kl_mean": 0.5}))
     assert measuring(device).measure() == {"kl_mean": 0.5}
     store = None if device == "cpu" else "a store of cuda"
-    assert loaded == [(Path(name), dtype, None, store) for name in ("output", "original")]
+    (output, *how), (original, *how_again) = loaded
+    assert (output, original.folder.path) == (Path("output"), Path("original"))  # the latter is open already
+    assert how == how_again == [dtype, None, store]
 
 
 def test_a_card_without_room_for_both_models_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def merge(base: Path, adapter: Path, out: Path, *, overwrite: bool = False, max_
         raise UserError(
             "source_is_gguf",
             f"{base} is a GGUF file, whose types have no place for an adapter: use it unmerged (--adapter), or merge "
-            "it into the folder that the file was made from",
+            f"it into a folder: the one that the file was made from, or attar convert {base} OUT --to dense",
         )
     source = Checkpoint.open(base)
     folder, config = source.folder, source.config

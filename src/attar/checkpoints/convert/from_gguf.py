@@ -8,6 +8,7 @@ must be zero points, and scales numbers of the format's dtype; this is found whe
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,10 @@ from attar.checkpoints.convert.gguf import DENSE
 from attar.checkpoints.convert.proof import Converted, Digest, compare
 from attar.checkpoints.convert.source import Stored, dense_values, inexact, values_of
 from attar.checkpoints.convert.targets import Target, bits_per_weight, packed_as
-from attar.checkpoints.folder import CONFIG, write_json
+from attar.checkpoints.folder import CONFIG, GENERATION, write_json
 from attar.checkpoints.gguf import config as gguf_config
 from attar.checkpoints.gguf import export as gguf_export
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
-from attar.checkpoints.sources import hf
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
 from attar.errors import UserError
@@ -31,10 +31,17 @@ from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Part, Scheme
 from attar.formats.weight_formats import GgmlBlocks
 from attar.kernels.operands import Linear
+from attar.model.config import ModelConfig
 from attar.progress import Progress
 
 FOLDERS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Architectures whose files become folders: those that store every tensor in the form of a folder."""
+
+MODEL_TYPES: Mapping[str, str] = {
+    "MixtralForCausalLM": "mixtral", "Qwen2MoeForCausalLM": "qwen2_moe", "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Gemma3ForCausalLM": "gemma3_text",
+}  # fmt: skip
+"""Values of `model_type` in config.json that differ from the architecture's name in files."""
 
 
 def file_to_folder(
@@ -50,7 +57,9 @@ def file_to_folder(
     if config.architecture not in FOLDERS:
         known = ", ".join(FOLDERS)
         raise UserError(
-            "architecture_unsupported", f"{where} is a {config.architecture}: files that become folders are of {known}"
+            "architecture_unsupported",
+            f"{where} is a {config.architecture}, and files that become folders of {target.name} are of {known}: --to "
+            "dense writes a folder of any",
         )
     names = list(gguf_export.tensor_names(config, checkpoint.has))
     ends = {f"{each}.weight" for each in (config.names.embed, config.names.head)}
@@ -75,7 +84,7 @@ def file_to_folder(
     if not linears:
         raise UserError(
             "source_not_compressed",
-            f"{where} is not compressed: there is nothing to re-pack, and `attar compress` reads folders",
+            f"{where} is not compressed: there is nothing to re-pack. `attar compress` makes a smaller model of it",
         )
     planned = target.planned(linears)
     for module, each in planned.items():
@@ -102,7 +111,7 @@ def file_to_folder(
         write_json(work.out / CONFIG, {**config_json(checkpoint), "quantization_config": settings})
         write_tokenizer(checkpoint, work.out)
         again, theirs = Checkpoint.open(work.out, as_stored=True), Digest()
-        _check_config(checkpoint, again)
+        check_config(checkpoint, again.config)
         for done, name in enumerate(names, 1):
             module = name.removesuffix(".weight")
             theirs.add(name, values_of(again.linear(module)) if module in linears else dense_values(again, name))
@@ -137,13 +146,13 @@ def config_json(checkpoint: GgufCheckpoint) -> dict[str, Any]:
     at = f"{config.names.layer.format(i=0)}."
     found["attention_bias"] = checkpoint.has(f"{at}{config.names.qkv[0]}.bias")
     found["mlp_bias"] = checkpoint.has(f"{at}{config.names.down}.bias")
-    found["model_type"] = file.metadata["general.architecture"]
+    found["model_type"] = MODEL_TYPES.get(config.architecture, file.metadata["general.architecture"])
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _check_config(file: GgufCheckpoint, folder: Checkpoint) -> None:
-    """Raise ValueError where config.json could not express the metadata."""
-    ours, theirs = file.config, folder.config
+def check_config(file: GgufCheckpoint, made: ModelConfig) -> None:
+    """Raise ValueError where config.json, which reads back as `made`, could not express the metadata."""
+    ours, theirs = file.config, gguf_config.as_in_files(made)
     same = replace(
         theirs, bos_ids=ours.bos_ids, eos_ids=ours.eos_ids, qkv_bias=ours.qkv_bias, output_bias=ours.output_bias,
         feed_forward_bias=ours.feed_forward_bias, dtype=ours.dtype,
@@ -158,10 +167,16 @@ def _check_config(file: GgufCheckpoint, folder: Checkpoint) -> None:
 
 def write_tokenizer(checkpoint: GgufCheckpoint, out: Path) -> None:
     """Write the file's tokenizer and the tokens that end a text into the folder `out`, if the file has a tokenizer."""
+    if (ends := generation(checkpoint)) is not None:
+        vocabulary.tokenizer(checkpoint.file.path).save(out)
+        write_json(out / GENERATION, ends)
+
+
+def generation(checkpoint: GgufCheckpoint) -> dict[str, Any] | None:
+    """Return the generation_config.json of a file: the tokens that begin and end a text; None without a tokenizer."""
     path = checkpoint.file.path
     if not vocabulary.has_tokenizer(path):
-        return
+        return None
     tokenizer = vocabulary.tokenizer(path)
-    tokenizer.save(out)
-    generation = {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(tokenizer.eos_ids)}
-    write_json(out / hf.GENERATION, {key: value for key, value in generation.items() if value not in (None, [])})
+    found = {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(tokenizer.eos_ids)}
+    return {key: value for key, value in found.items() if value not in (None, [])}

@@ -14,13 +14,17 @@ from typing import Any
 
 from torch import Tensor
 
+from attar.checkpoints.safetensors import byte_view
 from attar.errors import UserError
+
+PIECE = 1 << 20  # numbers worked on at a time
 
 
 @dataclass(frozen=True)
 class Converted:
     """Result of `convert`. `sha256` covers every tensor as float32, the same for source and output. Bits per weight
-    cover all that is stored of the packed linears, in the output and in the source; None where there are none."""
+    cover all that is stored of the packed linears, in the output and in the source; None where there are none. A dense
+    output may be rounded: `sha256` is of its values then."""
 
     path: Path
     format: str
@@ -31,8 +35,11 @@ class Converted:
     source_bits: float | None
     sha256: str
     notes: tuple[str, ...]
+    dtype: str | None = None  # of a dense output
+    rounded: int = 0  # tensors of a dense output that hold other numbers than the source's, in its dtype
 
     def to_dict(self) -> dict[str, Any]:
+        dense = {} if self.dtype is None else {"dtype": self.dtype, "rounded": self.rounded}
         return {
             "path": str(self.path),
             "format": self.format,
@@ -43,17 +50,31 @@ class Converted:
             "source_bits_per_weight": self.source_bits,
             "sha256": self.sha256,
             "notes": list(self.notes),
+            **dense,
         }
 
 
 def proof(done: Converted) -> Iterator[str]:
     """Yield the proof in sentences."""
+    if done.dtype is not None:
+        exact = done.tensors - done.rounded
+        yield (
+            f"{done.tensors} tensors, {done.packed} of them decoded: {exact} are exact, {done.rounded} were rounded to "
+            f"{done.dtype}; sha256 {done.sha256} of what was written and of what was read back"
+        )
+        return
     yield (
         f"every one of {done.tensors} tensors, {done.packed} of them re-packed, decodes to the same bits: "
         f"sha256 {done.sha256} of the source and of what was read back"
     )
     if done.bits_per_weight is not None and done.source_bits is not None:
         yield f"stored bits of a re-packed weight: {done.source_bits:.3f} before, {done.bits_per_weight:.3f} now"
+
+
+def pieces(values: Tensor) -> list[Tensor]:
+    """Return the values of a tensor in order, as vectors of at most `PIECE`: tables are large."""
+    flat = values.reshape(-1)
+    return [flat[start : start + PIECE] for start in range(0, len(flat), PIECE)]
 
 
 class Digest:
@@ -63,8 +84,11 @@ class Digest:
         self.of: dict[str, str] = {}  # of each tensor
 
     def add(self, name: str, values: Tensor) -> None:
-        raw = values.float().contiguous().numpy().tobytes()
-        self.of[name] = hashlib.sha256(raw).hexdigest()
+        digest = hashlib.sha256()
+        for piece in pieces(values):
+            numbers = piece.float()  # outlives its view
+            digest.update(byte_view(numbers))
+        self.of[name] = digest.hexdigest()
 
     @property
     def whole(self) -> str:

@@ -11,6 +11,8 @@ content in metadata, so its config.json and tokenizer are written anew, and read
 may have a type that no folder's format has (Q6_K, mostly): those are stored as float32 values.
 
 The output keeps the source's receipt, with the hashes of its own files: `verify` replays the same probes on it.
+
+A dense folder (`to_dense.py`) is the exception: it may be rounded to its dtype, and has a receipt of its own.
 """
 
 from __future__ import annotations
@@ -28,30 +30,44 @@ from attar.checkpoints.convert.gguf import GGUF
 from attar.checkpoints.convert.proof import Converted, Digest, compare
 from attar.checkpoints.convert.source import Stored, dense_names, inexact, packed_linears, stored_bits, values_of
 from attar.checkpoints.convert.targets import TARGETS, Target, bits_per_weight, packed_as
+from attar.checkpoints.convert.to_dense import DENSE, to_dense
 from attar.checkpoints.convert.to_gguf import folder_to_file
 from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources import hub
 from attar.checkpoints.sources.hf import Checkpoint
+from attar.checkpoints.strict_io import near
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
 from attar.errors import UserError
 from attar.formats.scheme import Part
+from attar.model.families import DTYPES
 from attar.progress import Progress
 
-FORMATS = (GGUF, *TARGETS)
+FORMATS = (GGUF, *TARGETS, DENSE)
 
 
 def convert(
-    src: str | Path, dst: str | Path, *, to: str, overwrite: bool = False, progress: Progress | None = None
+    src: str | Path,
+    dst: str | Path,
+    *,
+    to: str,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
 ) -> Converted:
     """Write the model `src` (folder, GGUF file, Hub id or `demo`) to `dst` in the format `to`, one of `FORMATS`.
 
-    Raises ValueError naming the first tensor that the format cannot hold exactly, and why. It also does for an unknown
-    format, where source and output are of one format, where `dst` exists, and where the source's receipt is damaged.
+    `dtype` is that of a dense output: float32, float16 or bfloat16, by default the source's own. Raises ValueError
+    naming the first tensor that the format cannot hold exactly, and why. It also does for an unknown format or dtype,
+    where source and output are of one format, where `dst` exists, and where the source's receipt is damaged.
     """
     if to not in FORMATS:
         raise UserError("name_unknown", f"unknown format {to!r}: known are {', '.join(FORMATS)}")
+    if dtype is not None and to != DENSE:
+        raise UserError("option_unused", f"a dtype is of a dense output: leave it out, or write --to {DENSE}")
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError("name_unknown", f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}{near(dtype, DTYPES)}")
     source = hub.resolve(src)
     if not str(dst):
         raise UserError("option_missing", "the output's name is empty: give a folder or a .gguf file to write")
@@ -62,7 +78,10 @@ def convert(
         raise UserError(
             "output_is_source", f"{dst} would replace the model that it is made from: choose another output"
         )
-    report, found = progress or (lambda stage, done, total: None), receipt.read_receipt(source)
+    report = progress or (lambda stage, done, total: None)
+    if to == DENSE:
+        return to_dense(source, Path(dst), dtype, overwrite, report)
+    found = receipt.read_receipt(source)
     if vocabulary.is_gguf(source):
         if to == GGUF:
             raise UserError("source_is_gguf", f"{source} is a GGUF file already")

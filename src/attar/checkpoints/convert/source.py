@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,23 +27,27 @@ class Stored:
     permuted: bool = False
 
 
+def packed_schemes(checkpoint: Checkpoint) -> dict[str, Scheme]:
+    """Return the scheme of every compressed linear of a folder, by our name, from headers alone."""
+    config = checkpoint.config
+    ends = [] if config.tied and not packed_ends(config, checkpoint) else [config.names.head]
+    found = {name: checkpoint.scheme_of(name) for name in (*all_compressible(config), *ends)}
+    return {name: scheme for name, scheme in found.items() if scheme is not None}
+
+
 def packed_linears(checkpoint: Checkpoint) -> dict[str, Stored]:
     """Return every compressed linear of a folder, by our name."""
-    config, found = checkpoint.config, {}
-    for name in (*all_compressible(config), config.names.head):
-        if name == config.names.head and config.tied and not packed_ends(config, checkpoint):
-            continue
-        scheme = checkpoint.scheme_of(name)
-        if scheme is not None:
-            module = checkpoint.stored_linear(name)
-            permuted = any(checkpoint.folder.has(f"{module}.{part}") for part in ("g_idx", "weight_g_idx"))
-            # A declared order is not always used: only the reader knows whether columns are out of order.
-            permuted = permuted and checkpoint.linear(name).permutation is not None
-            found[name] = Stored(scheme, checkpoint.linear_shape(name), permuted)
+    found = {}
+    for name, scheme in packed_schemes(checkpoint).items():
+        module = checkpoint.stored_linear(name)
+        permuted = any(checkpoint.folder.has(f"{module}.{part}") for part in ("g_idx", "weight_g_idx"))
+        # A declared order is not always used: only the reader knows whether columns are out of order.
+        permuted = permuted and checkpoint.linear(name).permutation is not None
+        found[name] = Stored(scheme, checkpoint.linear_shape(name), permuted)
     return found
 
 
-def dense_names(checkpoint: Checkpoint, linears: Mapping[str, Stored]) -> list[str]:
+def dense_names(checkpoint: Checkpoint, linears: Iterable[str]) -> list[str]:
     """Return the folder's tensors that are no part of a compressed linear's weight: all dense ones, and biases."""
     modules = {checkpoint.stored_linear(name) for name in linears}
 

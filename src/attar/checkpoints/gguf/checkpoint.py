@@ -14,7 +14,7 @@ than its architecture's tensors computes something else (an adapter, a head for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -82,6 +82,7 @@ class GgufCheckpoint:
         own = PLAIN.get(embed.kind.name, torch.float32)
         self.dtype = own if dtype is None else dtype
         self.as_stored, self.blocks = as_stored, blocks
+        self.names: Collection[str] = ()  # ours of all tensors, in the order in which a decoder reads them
         with naming(file.path):
             self._interleaved = gguf_config.architecture(file.metadata).interleaved
             self.factors = self._factors()
@@ -262,6 +263,7 @@ class GgufCheckpoint:
     def _check(self) -> None:
         """Build the model from shapes alone. Raises CheckpointError where the tensors are not those of the model."""
         outline, config, path = _Outline(self), self.config, self.file.path
+        self.names = outline.names.keys()
         try:
             decoder.check(config, outline)
         except CheckpointError:
@@ -296,7 +298,7 @@ class _Outline:
 
     def __init__(self, checkpoint: GgufCheckpoint) -> None:
         self.checkpoint, self.dtype, self.has = checkpoint, checkpoint.dtype, checkpoint.has
-        self.asked = set[str]()
+        self.asked, self.names = set[str](), dict[str, None]()
 
     def linear(self, name: str) -> Linear:
         weight = self.tensor(self.checkpoint._weight(name))
@@ -314,6 +316,7 @@ class _Outline:
                 "quantization_unsupported", f"tensor {stored!r} is {tensor.kind.name}: attar computes with {known}"
             )
         self.asked.add(stored)
+        self.names[name] = None
         return torch.empty(tensor.shape, device="meta")
 
     matrix = tensor

@@ -25,12 +25,12 @@ from attar.checkpoints.gguf.families import ARCHITECTURES, Factors
 from attar.checkpoints.gguf.names import FACTORS, HEAD, LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, file_name
 from attar.checkpoints.gguf.values import Typed
 from attar.checkpoints.vocabulary import NO_TOKENIZER, has_tokenizer
+from attar.checkpoints.vocabulary import tokenizer as load_tokenizer
 from attar.errors import UserError
 from attar.model.config import ModelConfig, Rope
 from attar.model.decoder import compressible
 from attar.model.rope import frequencies
 from attar.text.gguf_vocabulary import lost, vocabulary
-from attar.text.tokenizer import Tokenizer
 
 PLAIN = 0  # general.file_type of a file whose matrices have several types, as in llama.cpp's own writers
 
@@ -162,7 +162,7 @@ def words(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], str | None
         none = next(name for name in NO_TOKENIZER if name is not None)
         missing = "The source has no tokenizer, so the file has none: give it token ids."
         return {"tokenizer.ggml.model": none}, _joined(missing, _narrowed(config))
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = load_tokenizer(folder)
     found = vocabulary(tokenizer, config.vocab_size, config.eos_ids)
     merges, note = "tokenizer.ggml.merges", lost(tokenizer, found)
     if not found.get(merges, True):  # an empty array has no type of its own

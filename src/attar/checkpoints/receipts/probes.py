@@ -56,7 +56,7 @@ from attar.kernels.triton.weights import TritonWeight
 from attar.model import decoder as model
 from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
-from attar.model.decoder import Decoder
+from attar.model.decoder import Decoder, Weights
 from attar.model.layers import Block
 
 PROMPTS = 8
@@ -260,6 +260,28 @@ class ProbeRun:
         rounded = ((_SHAKEN,) if by_scheme else ()) + ((_ROUNDED,) if by_kernels else ())
         paths = {EXACT: None if by_scheme else floor(_SHAKEN), ROUNDED: floor(*rounded), CUDA: None}
         return {"prompts": items, "noise": paths}
+
+
+@torch.inference_mode()
+def measure_probes(config: ModelConfig, weights: Weights, seed: int) -> dict[str, Any]:
+    """Return the probes of a finished model with these weights, one block after another in memory.
+
+    Raises ValueError naming the block whose output is not finite.
+    """
+    run = ProbeRun(config, seed)
+    embedding, head = model.build_ends(config, weights)
+    head.keep_dense = False
+    count, length = run.ids.shape
+    rows = embedding.forward(run.ids.reshape(-1), ForwardBatch((length,) * count, length).positions).float()
+    seen = []
+    for layer in range(config.layers):
+        block = model.build_block(config, weights, layer)
+        for linear in block.linears():
+            linear.keep_dense = False
+        rows, noted = run.run(layer, block, rows)
+        seen.append(noted)
+    last = rows.view(count, length, -1)[:, -1]
+    return run.finish(seen, run.logits(model.build_final_norm(config, weights), head, last))
 
 
 def _through(block: Block, rows: Tensor, together: int) -> Tensor:

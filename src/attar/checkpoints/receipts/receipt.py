@@ -4,8 +4,9 @@ A receipt holds the hashes of the source and of every file beside it, the recipe
 the seed, and the versions. It holds the properties of the machine that decide the last bits (instruction set, threads,
 whether there are native kernels). It holds the error of each layer, as stored and if only rounded, the bits per weight,
 the evaluation figures, and the probes (`probes.py`). A receipt that a conversion copied holds its origin under
-`converted`. It holds no clock, host, path or duration: the same inputs give the same bytes. The JSON is canonical, keys
-sorted and floats in their shortest form.
+`converted`; format and schemes of a source that was compressed itself are under `original`. It holds no clock, host,
+path or duration: the same inputs give the same bytes. The JSON is canonical, keys sorted and floats in their shortest
+form.
 
 A receipt is no signature: a change of the weights can come with a change of the receipt. It finds accidents (a download
 that ended early, a conversion that lost something, a machine whose kernels are wrong), and it records what was done.
@@ -52,7 +53,7 @@ _MACHINE = ("attar", "torch", "python", "instruction_set", "threads", "kernels")
 _REQUIRED = ("source", "recipe", "calibration", "seed", "versions", "layers", "bits_per_weight", "evaluation", "files")
 _OURS = (
     "format", *_REQUIRED, "probes", "shard", "drawn", "device", "imatrix", "allocation", "rotation", "tune",
-    "selection", "texts", "gain", "warnings",
+    "selection", "texts", "gain", "warnings", "original",
 )  # fmt: skip
 """Keys that `write` may give a receipt."""
 

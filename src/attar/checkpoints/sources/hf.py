@@ -15,6 +15,7 @@ Where the config does not mention tying, a checkpoint that stores only one of th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from attar.checkpoints.folder import CONFIG, MAX_CONFIG, Folder, read_json
+from attar.checkpoints.folder import CONFIG, Folder
 from attar.checkpoints.layouts import bitsandbytes, fp8, own_format, squeezellm
 from attar.checkpoints.layouts.awq import Awq
 from attar.checkpoints.layouts.bitsandbytes import BitsAndBytes
@@ -42,8 +43,6 @@ from attar.model.config import ModelConfig, Names
 from attar.model.decoder import Decoder, Weights
 from attar.model.families import read_config
 from attar.progress import StageProgress
-
-GENERATION = "generation_config.json"
 
 
 class Quantized(Protocol):
@@ -101,8 +100,13 @@ class Checkpoint:
         folder = Folder(path)
         if "quantization_config" not in folder.config and (settings := squeezellm.beside(folder)) is not None:
             folder.config = {**folder.config, "quantization_config": settings}
-        generation = read_json(path / GENERATION, MAX_CONFIG) if (path / GENERATION).exists() else None
-        with naming(path / CONFIG):
+        return cls.over(folder, dtype, as_stored=as_stored)
+
+    @classmethod
+    def over(cls, folder: Folder, dtype: torch.dtype | None = None, *, as_stored: bool = False) -> Self:
+        """Open the model of an open folder. Arguments and errors as `open`."""
+        generation = folder.generation()
+        with naming(folder.path / CONFIG):
             config = read_config(folder.config, generation)
         checkpoint = cls(folder, config, dtype, as_stored)
         checkpoint._check()
@@ -141,8 +145,7 @@ class Checkpoint:
         """Return whether `tensor(name)` finds one; the codes of a quantized module do not count."""
         stored = self.stored_name(name)
         module, _, part = stored.rpartition(".")
-        codes = part == "weight" and self._quantized is not None and self._quantized.holds(module)
-        return self.folder.has(stored) and not codes
+        return self.folder.has(stored) and not (part == "weight" and self.holds_packed(module))
 
     # Interface to writers
 
@@ -159,6 +162,10 @@ class Checkpoint:
         names = self.config.names
         shared = name == names.head and self.config.tied and not self._stored_module(name)
         return self.stored_name(names.embed if shared else name)
+
+    def holds_packed(self, module: str) -> bool:
+        """Return whether the files hold a module, by its stored name, in a quantized format."""
+        return self._quantized is not None and self._quantized.holds(module)
 
     def linear_shape(self, name: str) -> tuple[int, int]:
         """Return the shape (out, in) of linear `name`, from headers alone."""
@@ -188,7 +195,7 @@ class Checkpoint:
 
     def _stored_module(self, name: str) -> bool:
         module = self.stored_name(name)
-        return self.has(f"{name}.weight") or (self._quantized is not None and self._quantized.holds(module))
+        return self.has(f"{name}.weight") or self.holds_packed(module)
 
     def _own_dtype(self) -> torch.dtype:
         names = self.config.names
@@ -311,6 +318,14 @@ def load(
     checkpoint = Checkpoint.open(path, dtype, as_stored=store is not None)
     with naming(path):
         return decoder.build(checkpoint.config, checkpoint, progress, store)
+
+
+def load_again(checkpoint: Checkpoint, dtype: torch.dtype, store: BackendWeights | None = None) -> Decoder:
+    """Load the whole model of an open checkpoint, ready to run in `dtype`. Arguments and errors as `load`."""
+    again = copy.copy(checkpoint)
+    again.dtype, again.as_stored = dtype, store is not None
+    with naming(checkpoint.folder.path):
+        return decoder.build(again.config, again, None, store)
 
 
 def _reader(folder: Folder) -> Quantized | None:

@@ -33,14 +33,18 @@ def load(
     return (gguf_checkpoint.load if is_gguf(path) else hf.load)(path, dtype, progress, store)
 
 
-def load_on(path: Path, device: str, dtype: torch.dtype | None, progress: StageProgress | None = None) -> Decoder:
-    """Load the model for measurements: on a CPU with the reference, elsewhere with the device's kernels, which compute
-    in `dtype`. Raises ValueError also where the device cannot compute."""
+def load_on(
+    model: Path | hf.Checkpoint, device: str, dtype: torch.dtype | None, progress: StageProgress | None = None
+) -> Decoder:
+    """Load a model, or that of an open checkpoint, for measurements: on a CPU with the reference, elsewhere with the
+    device's kernels, which compute in `dtype`. Raises ValueError also where the device cannot compute."""
     store = None
     if device != "cpu":
         assert dtype is not None, "kernels are laid out for one"
         store = dispatch.store(device=device, dtype=dtype)
-    return load(path, dtype, progress, store)
+    if isinstance(model, hf.Checkpoint):
+        return hf.load_again(model, dtype or model.dtype, store)
+    return load(model, dtype, progress, store)
 
 
 def stored(path: Path) -> tuple[ModelConfig, Storage]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attar.checkpoints.convert.dense import open_dense
 from attar.checkpoints.gguf import export as gguf_export
 from attar.checkpoints.gguf.names import file_name
 from attar.checkpoints.sources import hub, imatrix
@@ -163,20 +164,18 @@ def make(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Made:
-    """Measure the importances of the checkpoint `src` (folder, Hub id or `demo`), and write them to the file `dst`.
-    `calibration` is as in `pipeline.compress`. A name that ends in .dat selects the older file form. Raises ValueError
-    for anything a user can mend: an existing output, a text that is too short, a GGUF file as source."""
+    """Measure the importances of the checkpoint `src` (folder, GGUF file, Hub id or `demo`), and write them to the file
+    `dst`. `calibration` is as in `pipeline.compress`. A name that ends in .dat selects the older file form. Raises
+    ValueError for anything a user can mend: an existing output, a text that is too short."""
     source, target = hub.resolve(src), Path(dst)
     if not str(dst) or target.is_dir():
         raise UserError("output_invalid", f"{str(dst)!r} is no name of a file to write")
-    if is_gguf(source):
-        raise UserError("source_is_gguf", f"{source} is a GGUF file: give the folder it was made from")
     if target.exists() and not overwrite:
         raise UserError("output_exists", f"{target} exists and is kept; choose another output, or pass --overwrite")
     if not target.parent.is_dir():
         raise UserError("output_invalid", f"{target.parent}: no such folder to write {target.name} into: make it first")
     report = progress or (lambda stage, done, total: None)
-    checkpoint = Checkpoint.open(source)
+    checkpoint = open_dense(source) if is_gguf(source) else Checkpoint.open(source)
     gguf_export.architecture(checkpoint.config)
     tokenizer = texts.tokenizer_for(calibration, source)
     with tempfile.TemporaryDirectory(prefix="attar-", dir=target.absolute().parent) as folder:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attar.checkpoints import vocabulary
 from attar.checkpoints.sources import hf
 from attar.compression.calibration.gradients import draw, uniforms
 from attar.compression.recipe.methods import MOST_DRAWN
@@ -77,7 +78,7 @@ def is_drawn(calibration: Calibration | None) -> bool:
 
 def tokenizer_for(calibration: Calibration, folder: Path) -> Tokenizer | None:
     """Return the tokenizer of the model in `folder` where a text needs one: ids and `SELF` need none."""
-    return Tokenizer.load(folder) if is_text(calibration) else None
+    return vocabulary.tokenizer(folder) if is_text(calibration) else None
 
 
 def count(calibration: Calibration, amount: Amount) -> int:
@@ -131,7 +132,7 @@ def written(checkpoint: hf.Checkpoint, amount: Amount, drawn: Path, progress: St
                 "--restart draws anew",
             )
         return known
-    found = sample_from(hf.load(checkpoint.folder.path, torch.float32), amount, progress=progress)
+    found = sample_from(hf.load_again(checkpoint, torch.float32), amount, progress=progress)
     temporary = drawn.with_suffix(".tmp")
     temporary.write_bytes(found.numpy().astype("<i4").tobytes())
     temporary.replace(drawn)

@@ -43,15 +43,11 @@ COPY_BYTES = 16 << 20  # bytes of a table copied at once
 
 class FolderOutput:
     """An `Output` that is a folder: names, schemes and sizes of what one recipe makes of one checkpoint. Raises
-    ValueError where the source is compressed already, a group size does not divide, a scheme has no place in the
+    ValueError where a group size does not divide, a scheme has no place in the
     output's format, nothing would change, or a file that belongs beside the weights is a link out of the source."""
 
     def __init__(self, checkpoint: Checkpoint, recipe: Recipe) -> None:
         folder, config = checkpoint.folder, checkpoint.config
-        if "quantization_config" in folder.config:
-            raise UserError(
-                "source_compressed", f"{folder.path} is compressed already: start from the original checkpoint"
-            )
         self.checkpoint = checkpoint
         self.carried = folder.carry_files()
         self.recipe = recipe

@@ -50,16 +50,11 @@ DENSE: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF1
 class GgufOutput:
     """An `Output` that is a file: names, types and sizes of the file `name` that one recipe makes of one checkpoint.
     `calibrated` says whether importances will be known (`weighing`). Raises ValueError where the file format cannot
-    represent the architecture or a part of the model, and where the source is compressed already. Also raises it for a
-    recipe of schemes that are not GGML types, and where nothing would change."""
+    represent the architecture or a part of the model. Also raises it for a recipe of schemes that are not GGML types,
+    and where nothing would change."""
 
     def __init__(self, checkpoint: Checkpoint, recipe: Recipe, name: str, calibrated: bool = False) -> None:
         folder, config = checkpoint.folder, checkpoint.config
-        if "quantization_config" in folder.config:
-            raise UserError(
-                "source_compressed",
-                f"{folder.path} is compressed already: start from the original checkpoint, or see `attar convert`",
-            )
         assert recipe.mix is not None, "`Recipe.for_file` makes it one"
         self.checkpoint, self.recipe, self.name = checkpoint, recipe, name
         self.mix = ggml_mix.MIXES[recipe.mix]

@@ -45,7 +45,8 @@ def parse_candidates(text: str) -> tuple[Scheme, ...]:
 
 @dataclass(frozen=True)
 class CompressionRequest:
-    """Compress the checkpoint `src` (folder, Hub id or `demo`) into the folder `dst`, or the file, if it ends in .gguf.
+    """Compress the checkpoint `src` (folder, GGUF file, Hub id or `demo`) into the folder `dst`, or the file, if it
+    ends in .gguf.
 
     `recipe` is a name such as `gptq-w4g128`, a YAML file, or a Recipe. Of several names, or `best-w4g128`, the one
     closest to the original on calibration text set aside is kept (`best`); of `ablate-` with a name, the steps that
@@ -59,6 +60,9 @@ class CompressionRequest:
     given text alone chooses between recipes or bits and judges tuning. `imatrix` is an importance matrix for a GGUF
     file, which weighs errors by it; calibration alone gives one. `evaluation` is a held-out text file on whose first
     `eval_tokens` the cost is measured.
+
+    With `requantize` the source may be compressed itself, in any format that attar reads: its decoded values are
+    compressed then, and are the original in every measurement.
 
     On a `device` that is not a CPU each block is moved there, run and solved there, and the result comes back to be
     written (`device_placement`); the cost is measured there too, in bfloat16. At most `calib_memory` bytes of
@@ -86,6 +90,7 @@ class CompressionRequest:
     max_shard_bytes: int = MAX_SHARD
     overwrite: bool = False
     resume: bool = True
+    requantize: bool = False
 
     def __post_init__(self) -> None:
         drawn = self.amount.drawn  # checked by `Amount`

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from attar.checkpoints import vocabulary
+from attar.checkpoints.convert.dense import DenseFolder, Original, open_dense
 from attar.checkpoints.sources import hf, hub
-from attar.checkpoints.vocabulary import is_gguf
 from attar.compression import device_placement
 from attar.compression.calibration import importance, texts
 from attar.compression.calibration.texts import Calibration
@@ -58,7 +59,7 @@ class ResolvedCompression:
         """Read the texts that the request needs. Raises ValueError where the evaluation text is too short."""
         request, tokenizer, held_out = self.request, None, None
         if texts.is_text(request.calibration) or request.evaluation is not None:
-            tokenizer = Tokenizer.load(self.source.folder.path)
+            tokenizer = vocabulary.tokenizer(self.source.folder.path)
         if request.evaluation is not None:
             assert tokenizer is not None
             held_out = tokenizer.encode(read_text(request.evaluation), add_special_tokens=False)[: request.eval_tokens]
@@ -86,11 +87,24 @@ def open_source(request: CompressionRequest) -> hf.Checkpoint:
         raise UserError(
             "output_is_source", f"{request.dst} would replace the model that it is made from: choose another output"
         )
-    if is_gguf(folder):
+    if not vocabulary.is_gguf(folder):
+        checkpoint = hf.Checkpoint.open(folder)
+        if "quantization_config" not in checkpoint.folder.config:
+            return checkpoint
+    checkpoint = open_dense(folder)
+    if (original := compressed_original(checkpoint)) is not None and not request.requantize:
         raise UserError(
-            "source_is_gguf", f"{folder} is a GGUF file, which compress does not read: give the folder it was made from"
+            "source_compressed",
+            f"{folder} is compressed already ({original}): start from the original checkpoint, or pass --requantize, "
+            "which compresses its decoded values",
         )
-    return hf.Checkpoint.open(folder)
+    return checkpoint
+
+
+def compressed_original(source: hf.Checkpoint) -> Original | None:
+    """Return what a source was decoded from, where that was compressed; else None."""
+    folder = source.folder
+    return folder.original if isinstance(folder, DenseFolder) and folder.original.schemes else None
 
 
 def resolve(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attar.checkpoints.folder import Folder
+from attar.checkpoints.folder import Folder, FolderView
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.compression.solvers.transforms.rotations import Rotation
 from attar.errors import UserError
@@ -90,7 +90,7 @@ class NormBias:
 Change = Matrix | Vector | NormWeight | NormBias
 
 
-class RotatedFolder(Folder):
+class RotatedFolder(FolderView):
     """A folder whose tensors are read with their changes, in the dtypes and shapes that `info` says. `added` maps
     additional tensors to those they are made of. Tables that are `wide` are read at least in float32: their readers
     round them to another dtype."""
@@ -98,21 +98,18 @@ class RotatedFolder(Folder):
     def __init__(
         self, folder: Folder, changes: Mapping[str, Change], added: Mapping[str, str], config: Mapping[str, object]
     ) -> None:
-        self.path, self.files, self.mapped = folder.path, folder.files, False
-        self.config = dict(config)
-        self._plain, self._changes = folder, changes
+        super().__init__(folder, (*folder.names(), *added), config)
+        self._changes, self._added = changes, added
         self._balances: dict[Balance, Tensor] = {}
-        self._where = {name: folder._file(added.get(name, name)) for name in (*folder.names(), *added)}
-        self._added = added
         self.wide: Collection[str] = ()
 
     def info(self, name: str) -> Part:
-        return self._plain.info(self._added.get(name, name))
+        return self.of.info(self._added.get(name, name))
 
     def read(self, name: str, out: Tensor | None = None) -> Tensor:
         change = self._changes.get(name)
         if change is None:
-            return self._plain.read(self._added.get(name, name), out)
+            return self.of.read(self._added.get(name, name), out)
         dtype: torch.dtype = getattr(torch, self.info(name).dtype)
         if isinstance(change, NormWeight):
             found = torch.ones(self.info(name).shape, dtype=dtype)
@@ -139,9 +136,9 @@ class RotatedFolder(Folder):
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         change = self._changes.get(name)
         if change is None:
-            return self._plain.read_rows(self._added.get(name, name), start, stop)
+            return self.of.read_rows(self._added.get(name, name), start, stop)
         if isinstance(change, Matrix) and change.by_rows:
-            rows = self._plain.read_rows(change.source, start, stop)
+            rows = self.of.read_rows(change.source, start, stop)
             dtype = _at_least_float32(rows.dtype) if name in self.wide else rows.dtype
             return self._columns(change, rows.double()).to(dtype)
         return self.read(name)[start:stop]
@@ -156,7 +153,7 @@ class RotatedFolder(Folder):
         return weight if change.inputs is None else change.inputs.apply(weight)
 
     def _matrix(self, change: Matrix) -> Tensor:
-        stored = self._plain.read(change.source).double()
+        stored = self.of.read(change.source).double()
         weight = self._columns(change, stored.T if change.turned else stored)
         if change.over is not None:
             weight[-change.last :] /= self._scales(change.over)[:, None]
@@ -165,10 +162,10 @@ class RotatedFolder(Folder):
         return weight.T.contiguous() if change.turned else weight
 
     def _vector(self, change: Vector) -> Tensor:
-        bias = self._plain.read(change.source).double()
+        bias = self.of.read(change.source).double()
         if change.norm is not None:
-            weight = self._plain.read(change.weight).double()
-            bias = bias + (weight.T if change.turned else weight) @ self._plain.read(f"{change.norm}.bias").double()
+            weight = self.of.read(change.weight).double()
+            bias = bias + (weight.T if change.turned else weight) @ self.of.read(f"{change.norm}.bias").double()
         if change.over is not None:
             bias[-change.last :] /= self._scales(change.over)
         if change.outputs is not None:
@@ -176,7 +173,7 @@ class RotatedFolder(Folder):
         return bias
 
     def _norm_bias(self, change: NormBias) -> Tensor:
-        bias = self._plain.read(f"{change.norm}.bias").double()
+        bias = self.of.read(f"{change.norm}.bias").double()
         if change.inputs is None:
             return torch.zeros_like(bias)
         weight = self._weight_of(change.norm)
@@ -190,7 +187,7 @@ class RotatedFolder(Folder):
     def _scales(self, balance: Balance) -> Tensor:
         """Return the scales [n], 1 where a row or its columns are zero."""
         if balance not in self._balances:
-            weight, reader = self._plain.read(balance.source).double(), self._plain.read(balance.reader).double()
+            weight, reader = self.of.read(balance.source).double(), self.of.read(balance.reader).double()
             weight, reader = (weight.T, reader.T) if balance.turned else (weight, reader)
             rows = (weight[-balance.size :] * self._weight_of(balance.norm)).norm(dim=1)
             columns = reader.norm(dim=0).view(-1, balance.groups, balance.head_dim).norm(dim=1).flatten()
@@ -199,7 +196,7 @@ class RotatedFolder(Folder):
 
     def _weight_of(self, norm: str) -> Tensor:
         """Return the weight of a norm, by the stored name of its module."""
-        return self._plain.read(f"{norm}.weight").double()
+        return self.of.read(f"{norm}.weight").double()
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:

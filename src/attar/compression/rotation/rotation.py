@@ -65,10 +65,6 @@ def rotated(checkpoint: Checkpoint, recipe: Recipe, seed: int) -> RotatedCheckpo
             f"{recipe.name}: {checkpoint.config.architecture} has norms behind attention and feed-forward, whose "
             "weights no linear takes in: the residual stream of such a model cannot be rotated",
         )
-    if "quantization_config" in checkpoint.folder.config:
-        raise UserError(
-            "source_compressed", f"{checkpoint.folder.path} is compressed already: start from the original checkpoint"
-        )
     with naming(recipe.name):
         plan = _Plan(checkpoint, recipe, recipe.rotate, seed)
         for layer in range(checkpoint.config.layers):

@@ -28,7 +28,7 @@ from attar.compression.calibration.texts import Calibration
 from attar.compression.memory import large_blocks_apart
 from attar.compression.recipe.recipe import Recipe
 from attar.compression.request.request import CompressionRequest, Target
-from attar.compression.request.resolve import ResolvedCompression, open_source, resolve
+from attar.compression.request.resolve import ResolvedCompression, compressed_original, open_source, resolve
 from attar.compression.resume import write_note
 from attar.compression.runs.run import Run, begin_anew
 from attar.compression.search import best, bit_budget, candidates, compare_rtn
@@ -85,8 +85,8 @@ def compress(
     evaluation: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Compressed:
-    """Compress the checkpoint `src` (folder, Hub id or `demo`) into the folder `dst`, or the file, if it ends in .gguf.
-    `CompressionRequest` describes the arguments, and has more of them for `compress_request`."""
+    """Compress the checkpoint `src` (folder, GGUF file, Hub id or `demo`) into the folder `dst`, or the file, if it
+    ends in .gguf. `CompressionRequest` describes the arguments, and has more of them for `compress_request`."""
     asked = CompressionRequest(
         src, dst, recipe=recipe, head=head, calibration=calibration, target=target, evaluation=evaluation
     )
@@ -212,7 +212,7 @@ def _gain(asked: ResolvedCompression, run: Run, hashes: Mapping[str, str]) -> Ga
     )  # fmt: skip
     trial = resolve(plain, asked.source, rounded, plain.sequences, importances=importances)
     made = _carry_out(trial, lambda stage, done, total: None, trial=True)
-    found = compare_rtn.compare(asked.source.folder.path, run.made, made.path, ids, run.report)
+    found = compare_rtn.compare(asked.source, run.made, made.path, ids, run.report)
     write_note(kept, asdict(found))
     return found
 
@@ -235,13 +235,18 @@ def _finished(
     if gained is not None:
         warnings += gained.warnings(run.plan.name)
         about["gain"] = asdict(gained)
+    if (original := compressed_original(run.source)) is not None:
+        warnings += (
+            f"The source was compressed already ({original}): its decoded values are the original here, and what that "
+            "compression cost is not in these figures.",
+        )
     result = Compressed(
         path=run.request.path,
         recipe=run.plan.name,
         head=run.plan.head_name,
         bits_per_weight=output.bits_per_weight,
         bytes=sum(f.size for f in run.files),
-        source_bytes=sum(f.size for f in run.source.folder.files.values()),
+        source_bytes=run.source.folder.size,
         seconds=0.0,  # set at the very end
         records=tuple(run.records),
         cost=cost,

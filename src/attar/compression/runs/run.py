@@ -30,7 +30,7 @@ from attar.compression.outputs.base import Output
 from attar.compression.recipe import requirements
 from attar.compression.recipe.methods import SpinQuant, SqueezeLlm
 from attar.compression.recipe.recipe import HEAD, Recipe
-from attar.compression.request.resolve import ResolvedCompression
+from attar.compression.request.resolve import ResolvedCompression, compressed_original
 from attar.compression.resume import write_note
 from attar.compression.rotation import spinquant_training
 from attar.compression.rotation.rotated import RotatedCheckpoint
@@ -111,7 +111,7 @@ class Run:
         if resolved.calibration is None or not (resolved.reads or resolved.weighs):
             return None, None
         drawn, told = self.work.state / texts.drawn_name(source, amount), partial(self.report, "sampling")
-        given = texts.tokens(resolved.calibration, self.checkpoint, resolved.tokenizer, amount, drawn, told)
+        given = texts.tokens(resolved.calibration, self.source, resolved.tokenizer, amount, drawn, told)
         requirements.enough(self.plan, len(given))
         if not amount.drawn:
             return given, None
@@ -131,6 +131,8 @@ class Run:
         }
         about |= {"drawn": request.drawn} if request.drawn else {}
         about |= {} if request.device == "cpu" else {"device": request.device}
+        original = compressed_original(self.source)
+        about |= {} if original is None else {"original": original.to_dict()}
         return about | ({} if request.imatrix is None else {"imatrix": receipt.sha256(Path(request.imatrix))})
 
     def _with_drawn(self, ids: Tensor) -> Tensor:
@@ -223,7 +225,7 @@ class Run:
         """Return the mean KL of the output from the original, in nats, at every position of token ids [T, L]. It is
         measured in float32 by the reference, as bits are chosen, whatever the device."""
         windows = [[*row, 0] for row in ids.tolist()]  # no divergence depends on the last token
-        made, base = (opening.load(path, torch.float32) for path in (self.made, self.source.folder.path))
+        made, base = opening.load(self.made, torch.float32), hf.load_again(self.source, torch.float32)
         return measure(made, windows, base=base, context=ids.shape[1]).figures["kl_mean"].value
 
     def shared(self, read: Tensor | None) -> float | None:
@@ -248,7 +250,7 @@ class Run:
         assert tokenizer is not None
         try:
             return measure(
-                self._whole(self.made), held_out, base=self._whole(self.source.folder.path), bos=tokenizer.added_bos,
+                self._whole(self.made), held_out, base=self._whole(self.source), bos=tokenizer.added_bos,
                 bytes_of=tokenizer, progress=partial(self.report, "evaluating"),
             ).to_dict()  # fmt: skip
         except torch.OutOfMemoryError as error:
@@ -259,9 +261,9 @@ class Run:
                 f"({error})",
             ) from None
 
-    def _whole(self, path: Path) -> Decoder:
+    def _whole(self, model: Path | hf.Checkpoint) -> Decoder:
         device = self.request.device
-        return opening.load_on(path, device, hf.compute_dtype(None, device))
+        return opening.load_on(model, device, hf.compute_dtype(None, device))
 
 
 def _guided(

@@ -104,8 +104,7 @@ def for_output(
             "choosing among recipes needs calibration: give --calib a text file, or `self` to sample it",
         )
     left_out = _refused(candidates, request, checkpoint, _calibrating(texts.count(calibration, amount)))
-    folder = checkpoint.folder.path
-    tokenizer = texts.tokenizer_for(calibration, folder)
+    tokenizer = texts.tokenizer_for(calibration, checkpoint.folder.path)
     kept = dst.absolute().parent / f".{dst.name}.attar-tried"
     if not request.resume:
         shutil.rmtree(kept, ignore_errors=True)
@@ -123,7 +122,7 @@ def for_output(
     about |= {"file": request.to_file, "device": request.device}
     if candidates.count == 1:  # no choice to make: all of the text calibrates
         return Choice((), ids.tolist(), 0, ids, tuple(left_out.items()), kept, candidates.names[0])
-    found = choose(candidates, ids, lambda: hf.load(folder, torch.float32), run, kept, report, about)
+    found = choose(candidates, ids, lambda: hf.load_again(checkpoint, torch.float32), run, kept, report, about)
     return replace(found, left_out=(*left_out.items(), *found.left_out), folder=kept)
 
 

@@ -135,8 +135,7 @@ def for_output(resolved: ResolvedCompression, report: Progress) -> Allocated:
     if free:
         whole = Group(0, tuple(free), tuple(map(checkpoint.linear_shape, free)))
         reachable(target, [whole], [scheme.with_scale_dtype(stored) for scheme in candidates])
-    folder = checkpoint.folder.path
-    tokenizer = texts.tokenizer_for(calibration, folder)
+    tokenizer = texts.tokenizer_for(calibration, checkpoint.folder.path)
     dst = request.path.absolute()
     dst.parent.mkdir(parents=True, exist_ok=True)
     file = dst.parent / f".{dst.name}.attar-allocation.jsonl"
@@ -147,7 +146,7 @@ def for_output(resolved: ResolvedCompression, report: Progress) -> Allocated:
     if not request.resume:
         Log.remove(file)
         drawn.unlink(missing_ok=True)
-    ids = texts.tokens(calibration, checkpoint, tokenizer, amount, drawn, partial(report, "sampling"))
+    ids = texts.tokens(calibration, resolved.source, tokenizer, amount, drawn, partial(report, "sampling"))
     rest, measured = apart(ids)
     seen = rest
     if recipe.tune is not None:  # tuning judges by text that nothing before it has seen
@@ -167,7 +166,7 @@ def for_output(resolved: ResolvedCompression, report: Progress) -> Allocated:
 
     model = load()
     storage = Storage(resolved.output, resolved.weighs, stored, bytes_of)
-    original = None if recipe.rotate is None else lambda: hf.load(folder, torch.float32)
+    original = None if recipe.rotate is None else lambda: hf.load_again(resolved.source, torch.float32)
     bits = Allocator(model, recipe, target, (seen, measured), file, storage, report, original)
     about = {"recipe": recipe.to_dict(), "target": target.to_dict(), "calibration": texts.token_hash(ids)}
     walks = f"walks of {key(about | {'seed': request.seed, 'drawn': amount.drawn, 'device': request.device})}"

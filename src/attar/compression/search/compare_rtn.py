@@ -99,11 +99,11 @@ def fits(checkpoint: hf.Checkpoint) -> bool:
     return 2 * 4 * sum(math.prod(folder.info(name).shape) for name in folder.names()) <= machine.examine().budget
 
 
-def compare(original: Path, made: Path, rounded: Path, ids: Tensor, report: Progress) -> Gain:
+def compare(original: hf.Checkpoint, made: Path, rounded: Path, ids: Tensor, report: Progress) -> Gain:
     """Measure the outputs of a recipe, `made`, and of plain rounding against the original, by the reference in
     float32."""
     windows = [[*row, 0] for row in ids.tolist()]  # no divergence depends on the last token
-    base, found = opening.load(original, torch.float32), []
+    base, found = hf.load_again(original, torch.float32), []
     for done, path in enumerate((made, rounded)):
         report("comparing", done, 2)
         model = opening.load(path, torch.float32)

@@ -99,7 +99,7 @@ def refuse_file(base: Path) -> None:
         raise UserError(
             "source_is_gguf",
             f"{base} is a GGUF file, and adapters are trained on folders: give the one it was made from, compressed or "
-            "not; what is trained there runs on the file too",
+            f"not, or make one: attar convert {base} OUT --to dense; what is trained there runs on the file too",
         )
 
 

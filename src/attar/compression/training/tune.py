@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
-from attar.checkpoints.receipts.probes import ProbeRun
+from attar.checkpoints.receipts.probes import measure_probes
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.vocabulary import is_gguf
 from attar.compression.calibration import gradients, texts
@@ -55,7 +55,6 @@ from attar.compression.training.trainable_parameters import Knob
 from attar.errors import UserError
 from attar.formats.packed import PackedTensor
 from attar.model import decoder
-from attar.model.cache import ForwardBatch
 from attar.progress import Progress
 
 TOKENS = 1 << 16
@@ -171,24 +170,10 @@ def _opened(made: Path) -> Checkpoint | GgufCheckpoint:
     return Checkpoint.open(made)
 
 
-@torch.inference_mode()
 def probes(made: Path, seed: int) -> dict[str, Any]:
     """Return the probes of the finished model, for its receipt: those of the block pass are of the untuned model."""
     checkpoint = _opened(made)
-    config, run = checkpoint.config, ProbeRun(checkpoint.config, seed)
-    embedding, head = decoder.build_ends(config, checkpoint)
-    head.keep_dense = False
-    count, length = run.ids.shape
-    rows = embedding.forward(run.ids.reshape(-1), ForwardBatch((length,) * count, length).positions).float()
-    seen = []
-    for layer in range(config.layers):
-        block = decoder.build_block(config, checkpoint, layer)
-        for linear in block.linears():
-            linear.keep_dense = False
-        rows, noted = run.run(layer, block, rows)
-        seen.append(noted)
-    last = rows.view(count, length, -1)[:, -1]
-    return run.finish(seen, run.logits(decoder.build_final_norm(config, checkpoint), head, last))
+    return measure_probes(checkpoint.config, checkpoint, seed)
 
 
 # The two models
