@@ -29,6 +29,7 @@ from attar.errors import UserError
 from attar.model.config import ModelConfig, Rope
 from attar.model.decoder import compressible
 from attar.model.rope import frequencies
+from attar.model.rope_config import stated_context
 from attar.text.gguf_vocabulary import lost, vocabulary
 from attar.text.tokenizer import Tokenizer
 
@@ -95,7 +96,7 @@ def describe(config: ModelConfig, file_type: int, name: str) -> tuple[dict[str, 
         "general.file_type": file_type,
         "general.quantization_version": QUANTIZATION_VERSION,
         f"{at}.vocab_size": config.vocab_size,
-        f"{at}.context_length": config.context,
+        f"{at}.context_length": stated_context(config.context, set(config.ropes)),
         f"{at}.embedding_length": config.hidden,
         f"{at}.block_count": config.layers,
         f"{at}.feed_forward_length": config.intermediate,
