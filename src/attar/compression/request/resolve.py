@@ -90,7 +90,9 @@ def open_source(request: CompressionRequest) -> hf.Checkpoint:
         raise UserError(
             "source_is_gguf", f"{folder} is a GGUF file, which compress does not read: give the folder it was made from"
         )
-    return hf.Checkpoint.open(folder)
+    checkpoint = hf.Checkpoint.open(folder)
+    widest = checkpoint.widest()  # so that norms wider than the embedding lose nothing on their way through
+    return checkpoint if widest == checkpoint.dtype else hf.Checkpoint.open(folder, widest)
 
 
 def resolve(
