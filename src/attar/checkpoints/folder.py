@@ -81,7 +81,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
     return text
 
 
-def json_object(text: bytes, path: Path, marks: int = MAX_MARKS, lenient: bool = False) -> dict[str, Any]:
+def json_object(text: bytes, path: Path, marks: int = MAX_MARKS, *, lenient: bool = False) -> dict[str, Any]:
     """Parse a JSON object of at most `marks` braces, brackets and commas from a text, which `path` holds or will hold.
 
     The marks are counted before parsing, so that 16 MB of "[],[]," cannot become half a gigabyte of lists. Raises

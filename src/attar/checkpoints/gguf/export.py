@@ -12,6 +12,7 @@ well as of numbers, because no block spans two rows.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -92,7 +93,7 @@ def describe(config: ModelConfig, file_type: int, name: str) -> tuple[dict[str, 
     family = ARCHITECTURES[at]
     found: dict[str, Any] = {
         "general.architecture": at,
-        "general.name": name,
+        "general.name": os.fsencode(name).decode(errors="replace"),  # that of a folder, in the locale's encoding
         "general.file_type": file_type,
         "general.quantization_version": QUANTIZATION_VERSION,
         f"{at}.vocab_size": config.vocab_size,
