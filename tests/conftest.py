@@ -82,7 +82,7 @@ def stories(shared: Path) -> Path:
 @pytest.fixture(scope="session")
 def tiny_decoder() -> Callable[..., Decoder]:
     """Builds a small Llama of random weights:
-    `tiny_decoder(seed=0, layers=3, vocab=97, scheme=None, tensors=None, store=None)`.
+    `tiny_decoder(seed=0, layers=3, vocab=97, scheme=None, tensors=None, store=None, rope=None)`.
 
     `scheme` names what its linears are quantized to; `tensors` replaces tensors by name; with a `store` the model is
     laid out for the native kernels.
@@ -139,10 +139,11 @@ def tiny_decoder() -> Callable[..., Decoder]:
         scheme: str | None = None,
         tensors: dict[str, torch.Tensor] | None = None,
         store: BackendWeights | None = None,
+        rope: Rope | None = None,
     ) -> Decoder:
         config = ModelConfig(
             "LlamaForCausalLM", vocab_size=vocab, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128,
-            context=64, windows=(None,) * layers, ropes=(Rope(10000.0, 16),) * layers, tied=True,
+            context=64, windows=(None,) * layers, ropes=(rope or Rope(10000.0, 16),) * layers, tied=True,
         )  # fmt: skip
         return build(config, Random(config, seed, scheme, tensors or {}), store=store)
 

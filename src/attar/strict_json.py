@@ -44,6 +44,12 @@ def parse(data: bytes | bytearray) -> Any:
     return _parsed(_decoded(data), _finite)
 
 
+def parse_as_python(data: bytes | bytearray) -> Any:
+    """Return the value that a file holds to Python's own reader, which wrote it: NaN and Infinity are numbers, and the
+    last of equal keys counts. Raises JSONError."""
+    return _parsed(_decoded(data), float, float, pairs=dict)
+
+
 def loads(body: bytes) -> Any:
     """Return the value that a request's body holds, within the limits above. Raises JSONError."""
     if not body.strip(b" \t\r\n"):
@@ -68,11 +74,14 @@ def _decoded(data: bytes | bytearray) -> str:
 
 
 def _parsed(
-    text: str, number: Callable[[str], Any], constant: Callable[[str], Any] | None = None, whole: str = "", at: int = 0
-) -> Any:
+    text: str, number: Callable[[str], Any], constant: Callable[[str], Any] | None = None, whole: str = "", at: int = 0,
+    pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None,
+) -> Any:  # fmt: skip
     """Parse `text`, which stands at a place of the `whole` that errors are to be found in."""
     try:
-        return json.loads(text, object_pairs_hook=_object, parse_constant=constant or _constant, parse_float=number)
+        return json.loads(
+            text, object_pairs_hook=pairs or _object, parse_constant=constant or _constant, parse_float=number
+        )
     except JSONError:
         raise
     except json.JSONDecodeError as error:

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from attar.engine import inflight
+from attar.engine.engine import Engine
 from attar.engine.llm import LLM
 from attar.engine.outputs import Choice, Request
-from attar.kernels import ops
+from attar.kernels import dispatch, ops
 from attar.kv.schemes import SCHEMES
 from attar.model.cache import ForwardBatch
+from attar.model.config import Rope
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Delta, Embed, Embedding, Event, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.request import SamplingParams
@@ -106,6 +108,45 @@ def company(decoder: Decoder, seed: int, count: int, kv: str | None = None) -> N
     for key, answer in together.items():
         assert answer == alone[key], f"choice {key}"
     assert made.pool.active == 0
+
+
+GROWING = {
+    "longrope": Rope(10000.0, 16, "longrope", original_context=24, short_factor=(1.0,) * 8, long_factor=(3.0,) * 8),
+    "dynamic": Rope(10000.0, 16, "dynamic", factor=4.0, original_context=24),
+}
+
+
+@pytest.fixture(params=GROWING)
+def growing(request: pytest.FixtureRequest, tiny_decoder: Make) -> Decoder:
+    """A model whose angles change as a sequence grows: past 24 positions, and for `dynamic` past 48, 96 and 192."""
+    return tiny_decoder(scheme="w4g32", store=dispatch.store("exact"), rope=GROWING[request.param])
+
+
+def test_a_greedy_text_does_not_depend_on_max_tokens(growing: Decoder) -> None:
+    """Angles are chosen by the length that there is, and the text goes on as one computed in one piece would."""
+    prompt = tuple(range(10))
+    made = make_engine(growing)
+    found = [
+        run_greedy(made, f"{count}", prompt, count) for count in (1, 10, 14, 15, 16, 60)
+    ]  # fmt: skip
+    longest = found[-1]
+    assert all(tokens == longest[: len(tokens)] for tokens in found)
+    horizons = made.runner.horizons
+    text = prompt + tuple(longest)
+    for length in (10, 23, 24, 25, 40, 49, 69):
+        horizon = next(at for at in horizons if at >= length)
+        logits = growing.forward(torch.tensor(text[:length]), ForwardBatch((length,), horizon))
+        assert int(logits[-1].argmax()) == text[length], f"after {length} tokens"
+
+
+def run_greedy(made: Engine, name: str, prompt: tuple[int, ...], count: int) -> list[int]:
+    events = run(made, [Submit(name, prompt, SamplingParams(max_tokens=count, temperature=0, seed=0))])
+    return [token for event in events if isinstance(event, Delta) for token in event.token_ids]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_company_changes_no_bit_where_sequences_start_over(growing: Decoder, seed: int) -> None:
+    company(growing, seed, 14)
 
 
 def test_a_tight_pool_does_preempt(decoder: Decoder) -> None:

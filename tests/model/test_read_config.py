@@ -270,8 +270,9 @@ def test_end_of_text_ids() -> None:
     assert read_config(raw, {"eos_token_id": 151643, "bos_token_id": 7}).bos_ids == (7,)
     assert read_config(raw, {"eos_token_id": None, "temperature": 0.6}).eos_ids == (151645,)
     assert read_config({**raw, "eos_token_id": None}).eos_ids == ()
+    assert read_config(raw, {"eos_token_id": [1, -1]}).eos_ids == (1,)
     with user_error("config_invalid", "generation_config.json"):
-        read_config(raw, {"eos_token_id": [1, -1]})
+        read_config(raw, {"eos_token_id": [1, "</s>"]})
 
 
 def test_windows_by_layer() -> None:
@@ -322,6 +323,59 @@ def test_ropes(key: str, scaling: dict[str, Any], expected: Rope) -> None:
     assert read_config({**raw, key: scaling}).ropes == (expected,) * 16
 
 
+@pytest.mark.parametrize("key", ["attn_factor", "finetuned", "x" * 10_000])
+def test_a_key_that_no_rope_has_is_not_used(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    raw, yarn = HUB["Llama-3.2-1B"], {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    expected = read_config({**raw, "rope_scaling": yarn})
+    assert not caplog.text
+    assert read_config({**raw, "rope_scaling": {**yarn, key: 0.5}}) == expected
+    assert key[:50] in caplog.text
+    assert len(caplog.text) < 500
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"type": "yarn", "factor": 4.0}, 256),
+        ({"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}, 64),
+        ({"type": "linear", "factor": 2.5}, 160),
+        ({"type": "linear", "factor": 0.5}, 64),
+        ({"type": "dynamic", "factor": 4.0}, 256),
+        ({"type": "linear", "factor": 1e12}, 1 << 32),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 64),
+        (None, 64),
+    ],
+)
+def test_a_rope_that_stretches_stretches_the_context(scaling: dict[str, Any] | None, context: int) -> None:
+    """vLLM's rule: cards tell users to add the rope, and `max_position_embeddings` stays the trained length."""
+    raw = {**HUB["Llama-3.2-1B"], "max_position_embeddings": 64, "rope_scaling": scaling}
+    assert read_config(raw).context == context
+
+
+def test_a_gemma_3_states_what_it_supports() -> None:
+    assert read_config(HUB["gemma-3-4b-it"]).context == 131072
+
+
+@pytest.mark.parametrize("model", HUB)
+def test_a_config_without_architectures_is_read_by_its_type(model: str) -> None:
+    raw = {**HUB[model], "architectures": None}
+    assert read_config(raw) == read_config(HUB[model])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn", "auto", 16])
+def test_a_dtype_that_is_not_computed_in_is_taken_as_float32(dtype: object) -> None:
+    """The tensors say how they are stored."""
+    assert read_config({**HUB["Llama-3.2-1B"], "torch_dtype": dtype}).dtype == "float32"
+
+
+@pytest.mark.parametrize("wrong", [-1, 1 << 31, 128256])
+def test_ids_outside_the_vocabulary_are_not_used(wrong: int, caplog: pytest.LogCaptureFixture) -> None:
+    config = read_config({**HUB["Llama-3.2-1B"], "bos_token_id": wrong, "eos_token_id": [5, wrong]})
+    assert (config.bos_ids, config.eos_ids) == ((), (5,))
+    assert str(wrong) in caplog.text
+
+
 def test_phi3_rotates_a_part() -> None:
     raw = {**HUB["Phi-3-mini-128k-instruct"], "rope_scaling": None, "partial_rotary_factor": 0.75}
     assert read_config(raw).ropes[0] == Rope(10000.0, 72)
@@ -359,7 +413,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("Llama-3.2-1B", {"rms_norm_eps": "1e-5"}, "config_invalid"),
     ("Llama-3.2-1B", {"hidden_act": "siluu"}, "feature_unsupported"),
     ("Llama-3.2-1B", {"hidden_act": "quick_gelu"}, "feature_unsupported"),
-    ("Llama-3.2-1B", {"torch_dtype": "float64"}, "feature_unsupported"),
     ("Llama-3.2-1B", {"tie_word_embeddings": 1}, "config_invalid"),
     ("Llama-3.2-1B", {"attention_bias": "no"}, "config_invalid"),
     ("Llama-3.2-1B", {"rope_theta": 1.0}, "config_invalid"),

@@ -73,4 +73,8 @@ def test_no_memory_is_not_all_of_it(demo: Path) -> None:
 
 def test_what_settings_say_reaches_the_process() -> None:
     given = Settings("model", "socket", name="acme/tiny", files={"model/config.json": "2 1 ab"})
-    assert msgspec.json.decode(msgspec.json.encode(given), type=settings.Settings) == given
+    assert settings.Settings.of(given.line()) == given
+    foreign = msgspec.structs.replace(given, model="mod\udce8le")  # no UTF-8, as some names are in other locales
+    assert settings.Settings.of(foreign.line()) == foreign
+    with pytest.raises(ValueError):
+        settings.Settings.of(b'{"model": 5}')

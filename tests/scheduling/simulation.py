@@ -86,7 +86,7 @@ class Asked:
     sequence: Sequence
     seed: int
     tokens: list[int]
-    digests: list[int] = field(default_factory=list)
+    digests: dict[int, list[int]] = field(default_factory=dict)  # by horizon
     passed: int = 0
     preempted: int = 0
     gained: int | None = None
@@ -94,14 +94,21 @@ class Asked:
     endings: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        state = begin(self.sequence.cache_salt)
+        salt, horizons = self.sequence.cache_salt, self.sequence.horizons
+        states = {at: begin(salt + at.to_bytes(8, "little") * bool(horizons)) for at in horizons or (0,)}
+        self.digests = {at: [] for at in states}
+
+        def follow(token: int) -> None:
+            for at in states:
+                states[at] = digest(states[at], token)
+                self.digests[at].append(states[at])
+
         for token in self.tokens:
-            state = digest(state, token)
-            self.digests.append(state)
+            follow(token)
         while len(self.tokens) < self.sequence.prompt + self.sequence.max_tokens:
-            self.tokens.append(choose(state, self.seed))
-            state = digest(state, self.tokens[-1])
-            self.digests.append(state)
+            at = next((at for at in states if at >= len(self.tokens)), max(states))
+            self.tokens.append(choose(states[at], self.seed))
+            follow(self.tokens[-1])
             if self.tokens[-1] == END:
                 break
 
@@ -155,6 +162,8 @@ class Simulation:
         self.overlaps = self.lag.random() < 1 / 2
         self.dice = random.Random(-1 - seed)  # of faults alone: lives without them are as they would be
         self.faulty = self.dice.random() < 1 / 3
+        ends: tuple[tuple[int, ...], ...] = ((), (), (), (7, 1 << 20), (4, 8, 16, 32, 1 << 20))
+        self.horizons = random.Random(-(2**33) - seed).choice(ends)
         self.fired = self.suffered = 0  # faults, and what failed for no other reason
         self.spoiled: set[str] = set()
         """Sequences for which a step failed: the device has nothing more of theirs."""
@@ -185,7 +194,7 @@ class Simulation:
         for i in range(rng.choice([1, 1, 1, 2, 3])):
             sequence = Sequence(
                 id=f"{self.requests}.{i}", prompt_ids=prompt, max_tokens=longest, priority=priority,
-                deadline=deadline, cache_salt=cache_salt, bypass=bypass and i == 0,
+                deadline=deadline, cache_salt=cache_salt, bypass=bypass and i == 0, horizons=self.horizons,
             )  # fmt: skip
             choices.append(Asked(sequence, rng.getrandbits(32), list(prompt)))
         self.requests += 1
@@ -280,7 +289,7 @@ class Simulation:
         self.deadlines()
         if step is None:
             return
-        gave_way = ends or bool(step.preempted) or self.fired > fired
+        gave_way = ends or bool(step.preempted or step.started_over) or self.fired > fired
         evicted = not gave_way and not all(map(self.pool.kept, used))
         assert not evicted, "a block in use was evicted"
         rows = {chunk.sequence for chunk in step.chunks}
@@ -300,7 +309,7 @@ class Simulation:
     def planned(self, step: StepPlan, ahead: bool) -> None:
         assert step.tokens <= self.limits.max_step_tokens, "over the token budget"
         assert len(self.scheduler.running) <= self.limits.together, "too many run"
-        assert not (ahead and step.preempted), "somebody gives way to a step ahead"
+        assert not (ahead and (step.preempted or step.started_over)), "somebody gives way to a step ahead"
         if self.limits.policy == "continuous":
             assert set(step.admitted) <= {chunk.sequence for chunk in step.chunks}, "let in, and nothing left for it"
         for sequence in step.admitted:
@@ -338,12 +347,13 @@ class Simulation:
                 continue
             fails = everything_fails or rng.random() < 0.005
             found = [memory[block][slot] for block in blocks for slot in range(size)][:start]
-            assert found == asked.digests[:start], f"{sequence.id} reads what is not its own"
+            digests = asked.digests[sequence.horizon]
+            assert found == digests[:start], f"{sequence.id} reads what is not its own"
             for at in range(start, start + rows):
                 slot = blocks[at // size], at % size
                 assert slot not in written, "a slot is written twice in a step"
                 written.add(slot)
-                memory[slot[0]][slot[1]] = None if fails else asked.digests[at]
+                memory[slot[0]][slot[1]] = None if fails else digests[at]
             if fails:
                 outcomes[sequence.id] = self.module.Outcome(failure="internal")
             elif samples:
@@ -358,7 +368,8 @@ class Simulation:
         for _ in range(min(left, 1 if self.overlaps else self.rng.choice([1, 1, 1, 2, 3]))):
             tokens.append(choose(state, asked.seed))
             state = digest(state, tokens[-1])
-            if tokens[-1] == END:
+            longer = len(asked.sequence.tokens) + len(tokens) > asked.sequence.horizon > 0  # drafts end with a horizon
+            if tokens[-1] == END or longer:
                 break
         return self.module.Outcome(tuple(tokens), END in tokens)
 
@@ -422,7 +433,7 @@ class Simulation:
     def drain(self) -> None:
         """Let everything end."""
         alive = [asked for asked in self.asked.values() if asked.sequence.id in self.scheduler.sequences]
-        steps = sum(len(asked.tokens) for asked in alive) * (self.limits.max_preemptions + 2) + 10
+        steps = sum(len(asked.tokens) for asked in alive) * (self.limits.max_preemptions + 2 + len(self.horizons)) + 10
         while self.scheduler.sequences or self.steps:
             steps -= not self.steps
             assert steps > 0, "it goes on for ever"

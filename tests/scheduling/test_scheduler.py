@@ -649,3 +649,32 @@ def test_steps_are_committed_in_their_order() -> None:
     second = engine.ahead()
     with pytest.raises(AssertionError, match="in their order"):
         engine.commit(second)
+
+
+def test_a_sequence_that_outgrows_its_horizon_starts_over() -> None:
+    """All of its keys are others then: nothing computed before is used, nor found by a prompt of the other horizon."""
+    engine = Engine()
+    (a,) = engine.add("a", range(6), max_tokens=5, horizons=(8, 99))
+    ran = []
+    while engine.scheduler.sequences:
+        ran.append((a.horizon, engine.step()))
+    assert ran == [
+        (8, [("a", 6)]), (8, [("a", 1)]), (8, [("a", 1)]), (8, [("a", 9)]), (99, [("a", 1)])
+    ]  # fmt: skip
+    assert (list(a.tokens), a.preemptions, engine.scheduler.preemptions) == ([*range(6), *[7] * 5], 0, 0)
+    (b,) = engine.add("b", range(6), horizons=(8, 99))
+    (c,) = engine.add("c", [*a.tokens, 1], horizons=(8, 99))
+    engine.step()
+    assert (b.horizon, b.reused) == (8, 5)
+    assert (c.horizon, c.reused) == (99, 10)
+
+
+def test_no_step_is_planned_ahead_past_a_horizon() -> None:
+    engine = Engine()
+    engine.add("a", range(6), max_tokens=5, horizons=(7, 99))
+    step = engine.plan()
+    follower = engine.ahead()
+    engine.commit(step)
+    assert engine.scheduler.ahead(engine.now) is None
+    engine.commit(follower)
+    assert engine.step() == [("a", 8)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,12 @@ def test_a_folder_goes_by_its_own_name(tmp_path: Path, monkeypatch: pytest.Monke
     assert name_of("~/model.gguf") == "model.gguf"
     with user_error("model_name_invalid"):
         name_of("/")
+
+
+def test_a_name_that_is_no_unicode_is_text_for_clients(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"mod\xe8le")
+    folder.mkdir()
+    assert name_of(str(folder)) == "mod\ufffdle"
 
 
 def test_a_hub_id_is_a_name_unless_it_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

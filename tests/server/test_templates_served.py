@@ -107,6 +107,31 @@ def test_every_endpoint_that_renders_refuses_hostile_templates(
         assert server.post(path, body).status == 200
 
 
+ROLES = "Conversation roles must alternate user/assistant/user/assistant/..."
+
+
+@pytest.mark.parametrize(
+    ("sentence", "shown"),
+    [
+        (ROLES, True),
+        ("Only text, no </s> and/or <br/>: see https://huggingface.co/docs/x", True),
+        ("System role not supported", True),
+        ("<object at 0x7f4a1ea8e850>", False),
+        ("cannot open /usr/lib/python3/jinja2.py", False),
+        ("cannot open '/usr/lib/x'", False),
+        ("~/models/x is missing", False),
+    ],
+)
+def test_a_templates_own_words_are_passed_on(
+    server: Running, serve: Callable[[str], None], sentence: str, shown: bool
+) -> None:
+    serve("{{ raise_exception(" + json.dumps(sentence) + ") }}")
+    path = "/v1/chat/completions"
+    reply = server.post(path, RENDERING[path])
+    assert refused(reply, path)
+    assert (sentence in reply.json["error"]["message"]) == shown
+
+
 def test_there_are_enough_of_them() -> None:
     assert len({*WALKS, *RUNS, *BIG, *SLOW}) >= 80
 

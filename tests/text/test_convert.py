@@ -180,6 +180,64 @@ def test_vocab_and_merges_with_bos(tmp_path: Path) -> None:
     assert tokenizer.encode("abb", add_special_tokens=False) == [2, 1]
 
 
+def _merges(folder: Path, *merges: str, config: dict[str, object] | None = None, **vocab: int) -> Path:
+    """Byte-level BPE as two files: the bytes, one token for each merge, and `vocab`; with a tokenizer_config.json."""
+    chars = convert.bytes_to_chars().values()
+    tokens = [*chars, *(merge.replace(" ", "") for merge in merges)]
+    known = {token: index for index, token in enumerate(tokens)} | vocab
+    (folder / "vocab.json").write_text(json.dumps(known))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config or {}))
+    return folder
+
+
+def test_added_tokens_of_an_older_folder(tmp_path: Path) -> None:
+    """Without added_tokens_decoder, ids stand in added_tokens.json, and special tokens in special_tokens_map.json."""
+    config = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    _merges(tmp_path, config=config, **{"<s>": 256, "</s>": 257})
+    added = {"<|im_end|>": 259, "<|im_start|>": 258, "<think>": 260}
+    special = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
+    ours, oracle = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    text = "a<|im_start|>b<think><|im_end|>"
+    assert ours.encode(text) == oracle(text)["input_ids"] == [97 - 33, 258, 98 - 33, 260, 259]
+    assert ours.eos_id == oracle.eos_token_id == 259
+    assert ours.special_ids == {256, 258, 259}
+    (tmp_path / "added_tokens.json").write_text('["<|im_end|>"]')
+    with user_error("tokenizer_malformed"):
+        Tokenizer.load(tmp_path)
+
+
+def test_added_tokens_beside_a_sentencepiece_model(tmp_path: Path) -> None:
+    size = 3 + 256 + 7 + 1
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": size}))
+    tokenizer = Tokenizer.load(_folder(tmp_path, _model()))
+    assert tokenizer.encode("abc<|im_end|>")[-1] == size
+
+
+@pytest.mark.parametrize("where", ["tokenizer_class", "config.json", "model_type"])
+@pytest.mark.parametrize("kind", ["Qwen2", "GPT2"])
+def test_the_class_or_the_models_type_says_how_text_is_cut(kind: str, where: str, tmp_path: Path) -> None:
+    newlines, digits = "\u010a \u010a", "1 2"
+    named = {"tokenizer_class": f"{kind}Tokenizer"}
+    _merges(tmp_path, newlines, digits, config=named if where == "tokenizer_class" else {})
+    model = {"model_type": kind.lower()} | (named if where == "config.json" else {})
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    ours, oracle = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ids = ours.encode("x\n\n12")
+    assert ids == oracle("x\n\n12", add_special_tokens=False)["input_ids"]
+    assert (257 in ids) == (kind == "GPT2")
+
+
+def test_a_class_that_cuts_in_an_unknown_way_is_refused(tmp_path: Path) -> None:
+    for config, model_type in (({"tokenizer_class": "RobertaTokenizer"}, "qwen2"), ({}, "llama")):
+        _merges(tmp_path, config=config)
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        with user_error("tokenizer_unsupported"):
+            Tokenizer.load(tmp_path)
+
+
 def test_added_tokens_must_fit_behind_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1}))
     (tmp_path / "merges.txt").write_text("")

@@ -286,6 +286,29 @@ def test_bos_may_be_spelled_anyhow(token: str) -> None:
     assert ours.decode(ours.encode("zz")) == "zz"
 
 
+@pytest.mark.parametrize("name", ["bos", "eos", "eot", "padding", "seperator", "image"])
+@pytest.mark.parametrize("wrong", [-1, 2**32 - 1, 128256])
+def test_an_id_that_is_no_token_is_not_used(name: str, wrong: int, caplog: pytest.LogCaptureFixture) -> None:
+    """As in llama.cpp: -1 as u32, or an id beyond the vocabulary."""
+    ours, expected = (tokenizer_from_gguf(small_gpt2(**more)) for more in ({f"{name}_token_id": wrong}, {}))
+    assert ours.encode("zz<|im_end|>") == expected.encode("zz<|im_end|>")
+    assert (ours.bos_id, ours.eos_ids) == (expected.bos_id, expected.eos_ids)
+    assert f"{name}_token_id" in caplog.text
+
+
+def test_a_llama_whose_ids_are_no_tokens_has_the_usual_ones() -> None:
+    ours = tokenizer_from_gguf(small_llama() | {K + "bos_token_id": 2**32 - 1, K + "eos_token_id": 2**32 - 1})
+    expected = tokenizer_from_gguf(small_llama())
+    assert (ours.bos_id, ours.eos_id, ours.encode("ab")) == (expected.bos_id, expected.eos_id, expected.encode("ab"))
+
+
+@pytest.mark.parametrize("end", ["bos", "eos"])
+def test_no_token_is_added_that_the_file_does_not_name(end: str, caplog: pytest.LogCaptureFixture) -> None:
+    ours = tokenizer_from_gguf(small_gpt2(**{f"add_{end}_token": True}))
+    assert ours.encode("zz") == tokenizer_from_gguf(small_gpt2()).encode("zz")
+    assert f"add_{end}_token is true" in caplog.text
+
+
 def test_types_decide_what_is_shown_and_found_whole() -> None:
     ours = tokenizer_from_gguf(small_gpt2(eos_token_id=300))
     count = len(small_gpt2()[K + "tokens"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import reprlib
 import shutil
@@ -29,6 +30,8 @@ from attar.progress import StageProgress
 if TYPE_CHECKING:
     from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,6 +40,8 @@ MAX_CONFIG = 16_000_000
 MAX_INDEX = 48_000_000
 MAX_MARKS = 500_000  # braces, brackets and commas of a config: one with 80,000 packed linears has as many
 MAX_ENTRIES = 300_000  # entries of an index; the largest published have two thirds of it
+
+DENSE = frozenset({"float32", "float16", "bfloat16", "float64"})  # dtypes of tensors that are numbers as they are
 
 CARRIED = (
     "tokenizer.json", "tokenizer.model", "tokenizer.model.v[0-9]*", "tokenizer_config.json", "spiece.model",
@@ -59,6 +64,12 @@ def read_json(path: Path, limit: int, marks: int = MAX_MARKS) -> dict[str, Any]:
     return json_object(read_bytes(path, limit), path, marks)
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a config that a library of Python wrote: as `read_json`, and what only Python takes for JSON is read as
+    Python reads it, with a warning. Raises CheckpointError."""
+    return json_object(read_bytes(path, MAX_CONFIG), path, lenient=True)
+
+
 def read_bytes(path: Path, limit: int) -> bytes:
     """Read a regular file of at most `limit` bytes. Raises CheckpointError."""
     if not path.is_file():
@@ -74,7 +85,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
     return text
 
 
-def json_object(text: bytes, path: Path, marks: int = MAX_MARKS) -> dict[str, Any]:
+def json_object(text: bytes, path: Path, marks: int = MAX_MARKS, *, lenient: bool = False) -> dict[str, Any]:
     """Parse a JSON object of at most `marks` braces, brackets and commas from a text, which `path` holds or will hold.
 
     The marks are counted before parsing, so that 16 MB of "[],[]," cannot become half a gigabyte of lists. Raises
@@ -84,7 +95,7 @@ def json_object(text: bytes, path: Path, marks: int = MAX_MARKS) -> dict[str, An
         raise CheckpointError(
             "file_too_large", f"{path}: has {count} braces, brackets and commas; attar accepts {marks}"
         )
-    value = parse_json(text, path)
+    value = parse_json(text, path, lenient)
     if not isinstance(value, dict):
         raise CheckpointError("file_malformed", f"{path}: must hold a JSON object, not {type(value).__name__}")
     return value
@@ -107,7 +118,7 @@ class Folder(OnDisk):
         if not self.path.is_dir():
             raise self.error("file_not_found", "no such folder")
         self._refuse_other_kinds()
-        self.config = read_json(self.path / CONFIG, MAX_CONFIG)
+        self.config = read_config(self.path / CONFIG)
         self.mapped = False  # whether `read` may give tensors on the pages of the files (`TensorFile.map`)
         self._where: dict[str, TensorFile] = {}
         index = self._index()
@@ -150,9 +161,18 @@ class Folder(OnDisk):
         return sum(file.size for file in self.files.values())
 
     def generation(self) -> dict[str, Any] | None:
-        """Return generation_config.json, None where there is none."""
+        """Return generation_config.json, None where there is none. A file that holds no JSON object counts as none,
+        with a warning: the model runs without it."""
         path = self.path / GENERATION
-        return read_json(path, MAX_CONFIG) if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            return read_config(path)
+        except CheckpointError as error:
+            if error.code != "file_malformed":
+                raise
+            logger.warning("it is not used: %s", error)
+            return None
 
     def carry_files(self) -> tuple[str, ...]:
         """Return the files that an output made from this checkpoint needs too (tokenizer, templates, generation config,

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import logging
 import os
 import reprlib
 import stat
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from attar import strict_json
 from attar.errors import Code, UserError, code_of
+
+logger = logging.getLogger(__name__)
 
 MAX_WIDE = 8_000_000  # bytes of JSON that is not plain ASCII: each may take eight in memory
 MAX_NAME = 1024  # bytes of a tensor's name
@@ -141,8 +144,9 @@ def naming(where: object, code: Code | None = None) -> Iterator[None]:
         raise CheckpointError(code or code_of(error), f"{where}: {error}") from None
 
 
-def parse_json(text: bytes | bytearray, where: str | Path) -> Any:
-    """Decode JSON strictly (`strict_json.parse`), and of more than `MAX_WIDE` bytes plain ASCII alone.
+def parse_json(text: bytes | bytearray, where: str | Path, lenient: bool = False) -> Any:
+    """Decode JSON strictly (`strict_json.parse`), and of more than `MAX_WIDE` bytes plain ASCII alone. `lenient` reads
+    what only Python takes for JSON as Python does, with a warning.
 
     Raises CheckpointError beginning with `where`.
     """
@@ -153,6 +157,11 @@ def parse_json(text: bytes | bytearray, where: str | Path) -> Any:
     try:
         return strict_json.parse(text)
     except strict_json.JSONError as error:
+        if lenient:
+            with suppress(strict_json.JSONError):
+                value = strict_json.parse_as_python(text)
+                logger.warning("%s: not strict JSON, read as Python reads it: %s", where, error)
+                return value
         raise CheckpointError("file_malformed", f"{where}: not valid JSON: {error}") from None
 
 

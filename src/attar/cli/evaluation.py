@@ -123,7 +123,7 @@ def _subject(config: EvalConfig, bar: Progress) -> tuple[str | Decoder, Tokenize
         progress=lambda done, total: bar("loading", done, total),
     )  # fmt: skip
     if config.adapter is not None:
-        lora.attach(executor.decoder, config.adapter)
+        lora.attach(executor.decoder, config.adapter, path)
     return executor.decoder, vocabulary.tokenizer(path), None
 
 

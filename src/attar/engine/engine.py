@@ -38,7 +38,7 @@ from attar.engine.inflight import Drawn, InflightStep, Launcher
 from attar.engine.outputs import Choice, Request
 from attar.engine.requests import RequestTable
 from attar.execution import cuda_graphs, kv_cache
-from attar.execution.model_runner import InflightTokens, Runner, horizon
+from attar.execution.model_runner import InflightTokens, Runner
 from attar.faults import point
 from attar.kv.schemes import KvScheme
 from attar.model.decoder import Decoder
@@ -223,9 +223,8 @@ class Engine:
             priority=ask.priority if isinstance(ask, Submit) else 0,
             deadline=None if ask.deadline is None else self.clock() + ask.deadline,
             cache_salt=adapter.to_bytes(4, "little") + ask.cache_salt,  # fixed length: no salt reads as another's
+            horizons=self.runner.horizons,
         )  # fmt: skip
-        if self.runner.grows:  # rotary angles depend on the sequence's length
-            sequence.cache_salt += horizon(sequence).to_bytes(8, "little")
         point("engine.choice", sequence.id)
         params = request.params
         assert params.seed is not None

@@ -141,7 +141,7 @@ class LLM:
         """Attach a low-rank adapter, a folder in PEFT's format, beside the weights, unmerged. Raises ValueError where
         it does not fit, and ends the processes that share the model then."""
         try:
-            lora.attach(self.decoder, Path(adapter))
+            lora.attach(self.decoder, Path(adapter), self.model.path)
         except BaseException:
             self.close()
             raise

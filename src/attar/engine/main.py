@@ -263,7 +263,7 @@ def main() -> int:
     logs.begin("engine: %(message)s")
     for each in (signal.SIGINT, signal.SIGTERM):  # sent to whole process groups; the server says when to end
         signal.signal(each, signal.SIG_IGN)
-    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
+    settings = Settings.of(sys.stdin.buffer.readline())
     try:
         faults.arm_from(env.get().faults)
         engine, ready = startup.start_engine(settings)

@@ -129,7 +129,7 @@ def _install(model: LoadedModel, settings: Settings) -> None:
     for number, (_, folder) in enumerate(settings.adapters, 1):
         if (sentence := lora.doubt(Path(folder), model.path)) is not None:
             logger.warning("%s", sentence)
-        lora.install(model.decoder, number, Path(folder))
+        lora.install(model.decoder, number, Path(folder), model.path)
 
 
 def _roof(held: Deployment, rates: Rates | None) -> Roofline | None:

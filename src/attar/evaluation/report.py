@@ -130,5 +130,5 @@ def load(
     path = folder or hub.resolve(model)
     found = opening.load_on(path, device, dtype, lambda done, total: progress("loading", done, total))
     if adapter is not None:
-        lora.attach(found, adapter)
+        lora.attach(found, adapter, path)
     return found

@@ -101,11 +101,6 @@ class _Batch(NamedTuple):
     rows: list[list[int]]
 
 
-def horizon(sequence: Sequence) -> int:
-    """Return the greatest length that the sequence can reach."""
-    return sequence.prompt + sequence.max_tokens
-
-
 class Unfinished:
     """The assignment of unfinished blocks to sequences, where a scheme stores those apart: three for each sequence.
 
@@ -163,9 +158,10 @@ class Runner:
         tails, blocks = self._unfinished.count, blocks + (record is not None)
         self.pages = cache.pool(decoder.config, blocks, self.scheme, str(self.device), tails=tails, bases=bases)
         self.block = self.pages[0].block
-        self.grows = any(rope is not None and rope.grows for rope in decoder.config.ropes)
-        """True where keys depend on the greatest length of their sequence: then no other sequence can use them."""
-        self._recorded = decoder.against_recording() is None and not self.grows
+        ropes = {rope for rope in decoder.config.ropes if rope is not None}
+        self.horizons = tuple(sorted({at for rope in ropes for at in rope.horizons(context)}))
+        """Lengths past each of which all keys of a sequence are others (`Rope.horizons`)."""
+        self._recorded = decoder.against_recording() is None and not self.horizons
         self._batches: OrderedDict[int, _Batch] = OrderedDict()
         self.graphs = None if record is None else cuda_graphs.Graphs(decoder, self.pages, context, sequences, record)
         self.waits = waits(decoder)
@@ -260,7 +256,7 @@ class Runner:
         told.complete(ids)
         tails = self._unfinished.tails(chunks, self.block) if self.scheme.recent else None
         view = KVCache.over(self.pages, tables, [chunk.start for chunk in chunks], tails)
-        horizons = tuple(horizon(chunk.sequence) for chunk in chunks) if self.grows else self.context
+        horizons = tuple(chunk.sequence.horizon for chunk in chunks) if self.horizons else self.context
         adapters = tuple(chunk.sequence.adapter for chunk in chunks)
         step = ForwardBatch(tuple(chunk.rows for chunk in chunks), horizons, view, adapters)
         stream, delta = self.decoder.states(ids, step)

@@ -51,7 +51,11 @@ def dequantize(
 
 
 def fake_quantize(x: Tensor, grid: Grid, scale: Tensor | None = None) -> Tensor:
-    """Round x [..., I] to the float8 grid and back, in x's dtype; see `affine.fake_quantize`."""
+    """Round x [..., I] to the float8 grid and back, in x's dtype; see `affine.fake_quantize`. The last group may be
+    smaller than the others."""
+    if grid.group_size is not None and (missing := -x.shape[-1] % grid.group_size):
+        padded = torch.nn.functional.pad(x, (0, missing))
+        return fake_quantize(padded, grid, scale)[..., : x.shape[-1]]
     low, high = min_max(x, grid)
     if scale is None:
         scale, _ = qparams(low, high, grid)

@@ -198,10 +198,11 @@ class Scheme:
         return self.weight
 
     def check(self, columns: int) -> None:
-        """Raise ValueError where a linear layer with `columns` inputs cannot have this scheme."""
+        """Raise ValueError where a linear layer with `columns` inputs cannot have this scheme.
+
+        Activations can always be rounded: their last group may be smaller.
+        """
         self.weight.check(columns)
-        if self.activation is not None:
-            self.activation.check(columns)
 
     def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
         """Return every array of a stored weight of `shape` (out, in). Raises ValueError where groups do not divide."""
@@ -287,3 +288,8 @@ def multiplied_in(scheme: Scheme | None) -> Literal["bf16", "int8", "fp8"]:
     if rounding is None:
         return "bf16"
     return "fp8" if isinstance(rounding, Grid) and rounding.kind == "e4m3" else "int8"
+
+
+def scale_dtype(stored: str) -> str:
+    """Return the dtype of the scales of a weight that is stored in dtype `stored`: the same, float32 for float64."""
+    return "float32" if stored == "float64" else stored

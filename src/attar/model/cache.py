@@ -169,9 +169,9 @@ class ForwardBatch:
     """The rows of one call: `lengths[s]` rows of sequence s, one sequence after another, in order of position.
 
     Without a cache every sequence starts at position 0 and its keys are its own rows. With one, each continues at the
-    cache's filled length, and a sequence that skips this step has length 0. `horizon` is the greatest length that each
-    sequence will reach, or one number for all; it fixes the rotary angles (`rope.py`). `adapters` are the numbers of
-    the sequences' adapters, 0 for none. Without a cache `device` is the device of the rows. Raises ValueError where the
+    cache's filled length, and a sequence that skips this step has length 0. `horizon` is a length that each sequence
+    does not exceed, or one number for all; it fixes the rotary angles (`rope.py`). `adapters` are the numbers of the
+    sequences' adapters, 0 for none. Without a cache `device` is the device of the rows. Raises ValueError where the
     cache is too small.
     """
 

@@ -36,8 +36,21 @@ class Rope:
 
     @property
     def grows(self) -> bool:
-        """Return whether the angles depend on the greatest length of the sequence."""
-        return self.kind in ("dynamic", "longrope")
+        """Return whether the angles depend on the length of the sequence."""
+        return self.kind == "dynamic" or (self.kind == "longrope" and self.short_factor != self.long_factor)
+
+    def horizons(self, context: int) -> tuple[int, ...]:
+        """Return the lengths, ascending to `context` or beyond, up to each of which one set of angles serves.
+
+        () where one set serves all lengths. `longrope` changes once, past the original context. `dynamic` would change
+        with every token; here it changes each time that the length has doubled.
+        """
+        if not self.grows or context <= self.original_context:
+            return ()
+        found = [self.original_context]
+        while found[-1] < context:
+            found.append(context if self.kind == "longrope" else 2 * found[-1])
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,17 @@ transformers does; never the union, because chat models narrow or widen the list
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from attar.errors import UserError
 from attar.model.config import Activation, Experts, ModelConfig, Names, RopeKind
-from attar.model.fields import COUNT, EPSILON, LENGTH, SIZE, Fields, nearest
-from attar.model.rope_config import read_gemma3_ropes, read_rope, rope_parameters
+from attar.model.fields import COUNT, EPSILON, LENGTH, Fields, nearest
+from attar.model.rope_config import read_gemma3_ropes, read_rope, rope_parameters, scaled_context
+
+logger = logging.getLogger(__name__)
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
@@ -59,6 +62,14 @@ SIZES = (
     "max_position_embeddings",
 )  # fmt: skip
 """Keys of the sizes that `family` takes, in this order."""
+
+MODEL_TYPES: Mapping[str, str] = {
+    "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration", "gemma3_text": "Gemma3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM", "opt": "OPTForCausalLM", "phi3": "Phi3ForCausalLM", "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+}  # fmt: skip
+"""Architecture of a config.json that states its `model_type` alone."""
 
 Reader = Callable[[Fields], ModelConfig]
 
@@ -103,8 +114,24 @@ def read_config(config: Mapping[str, object], generation: Mapping[str, object] |
             raise fields.error(key, f"is set: {meaning} is not supported", "feature_unsupported")
     own = Fields(generation or {}, where="generation_config.json")
     keys = ("bos_token_id", "eos_token_id")
-    bos, eos = ((own if own.get(key) is not None else fields).integers(key, 0, SIZE) for key in keys)
-    return replace(found.read(fields), architecture=architecture, bos_ids=bos, eos_ids=eos)
+    bos, eos = ((own if own.get(key) is not None else fields).integers(key, -LENGTH, LENGTH) for key in keys)
+    model = found.read(fields)
+    context = scaled_context(model.context, set(model.ropes))
+    return replace(
+        model,
+        architecture=architecture,
+        context=context,
+        bos_ids=_of_vocabulary(bos, model, "bos_token_id"),
+        eos_ids=_of_vocabulary(eos, model, "eos_token_id"),
+    )
+
+
+def _of_vocabulary(ids: tuple[int, ...], model: ModelConfig, key: str) -> tuple[int, ...]:
+    """Return the ids that the model can give; others, such as -1, are left out with a warning."""
+    known = tuple(each for each in ids if 0 <= each < model.vocab_size)
+    if known != ids:
+        logger.warning("%s %s is not used where it is outside the vocabulary of %d", key, ids, model.vocab_size)
+    return known
 
 
 OUTER = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
@@ -113,12 +140,18 @@ OUTER = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "tie_word_embed
 
 def _architecture(config: Mapping[str, object]) -> str:
     names = Fields(config, {"architectures": []}).items("architectures")
+    kind = config.get("model_type")
+    if not names and isinstance(kind, str) and kind in MODEL_TYPES:  # all that transformers' Auto classes look at
+        names = [MODEL_TYPES[kind]]
     for name in names:
         if isinstance(name, str) and name in ARCHITECTURES:
             return name
     known = ", ".join(sorted(ARCHITECTURES))
     if not names:
-        raise UserError("config_invalid", f"config.json names no architecture under 'architectures': known are {known}")
+        raise UserError(
+            "config_invalid",
+            f"config.json names no architecture under 'architectures', nor a known model_type: known are {known}",
+        )
     raise UserError(
         "architecture_unsupported",
         f"unknown architecture {names[0]!r}: known are {known}{nearest(str(names[0]), ARCHITECTURES)}",
@@ -155,7 +188,7 @@ def _base(f: Fields, rotary: bool = True) -> ModelConfig:
         norm_eps=f.number("rms_norm_eps", high=EPSILON),
         activation=f.choice("hidden_act", ACTIVATIONS),
         tied=f.flag("tie_word_embeddings"),
-        dtype=f.choice("dtype", DTYPES),
+        dtype=DTYPES.get(str(f.get("dtype")), "float32"),  # only a declaration: the tensors say how they are stored
     )
 
 

@@ -2,8 +2,9 @@
 
 Two kinds choose their frequencies by the sequence's length: `dynamic` (NTK-aware, grows with length) and `longrope`
 (one set of factors up to the trained context, another beyond). Keys are rotated when they are written, so a choice that
-changed in mid-sequence would leave old keys turned by other angles. The choice is therefore made once, by the
-*horizon*: the greatest length the sequence can reach. One piece, chunks and a cache then give the same numbers.
+changed in mid-sequence would leave old keys turned by other angles. The choice is therefore made by the *horizon*: a
+length that the sequence does not exceed. One piece, chunks and a cache then give the same numbers. A sequence that
+outgrows its horizon (`Rope.horizons`) is computed anew, with the next one.
 """
 
 from __future__ import annotations

@@ -1,19 +1,22 @@
 """Reading the rope of a config.json: `rope_scaling` of transformers 4, `rope_parameters` of transformers 5.
 
 Numbers that follow from others (the attention factors of YaRN and LongRoPE) are computed here by transformers' rules,
-so that a `Rope` holds every number its arithmetic needs. An unknown key is an error, because each key changes the
-angles.
+so that a `Rope` holds every number its arithmetic needs. A key that no kind of rope has is not used, with a warning, as
+in transformers.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import get_args
 
 from attar.model.config import Rope, RopeKind
 from attar.model.fields import LENGTH, Fields, nearest
+
+logger = logging.getLogger(__name__)
 
 ROPES: Mapping[str, RopeKind] = {kind: kind for kind in get_args(RopeKind)}
 KEYS = frozenset({
@@ -31,9 +34,9 @@ def rope_parameters(f: Fields) -> Fields:
 
 
 def _parameters(f: Fields, where: str, data: Mapping[str, object]) -> Fields:
-    unknown = sorted(data.keys() - KEYS)
-    if unknown:
-        raise f.error(where, f"has an unsupported key {unknown[0]!r}{nearest(unknown[0], KEYS)}", "feature_unsupported")
+    for unknown in sorted(data.keys() - KEYS):
+        hint = nearest(unknown, KEYS)
+        logger.warning("%s: %s has the key %.60r, which no rope has: it is not used%s", f.where, where, unknown, hint)
     data = {k: v for k, v in data.items() if v is not None}
     defaults = {
         "rope_type": data.get("type", "default"),
@@ -100,6 +103,34 @@ def read_rope(
         long_factor=p.numbers("long_factor", dims // 2),
         attention_factor=stretched if given is None else given,
     )
+
+
+def _stretch(ropes: Collection[Rope | None]) -> float:
+    """Return how many times the stated context is what a model supports, whose layers all have the one rope that states
+    no context of its own."""
+    (rope,) = ropes if len(ropes) == 1 else (None,)
+    return max(rope.factor, 1.0) if rope is not None and rope.kind in ("linear", "dynamic") else 1.0
+
+
+def scaled_context(stated: int, ropes: Collection[Rope | None]) -> int:
+    """Return the positions that a model with these different ropes supports, where its config states
+    `max_position_embeddings`.
+
+    Model cards add a rope that stretches to configs whose stated context stays the trained one. vLLM's rule: a `linear`
+    or `dynamic` rope multiplies it, and `yarn` multiplies the original one. Models whose layers have several ropes
+    (Gemma 3) state what they support.
+    """
+    found = int(stated * _stretch(ropes))
+    if len(ropes) == 1:
+        found = max(
+            [found, *(int(each.original_context * each.factor) for each in ropes if each and each.kind == "yarn")]
+        )
+    return min(found, LENGTH)
+
+
+def stated_context(supported: int, ropes: Collection[Rope | None]) -> int:
+    """Return the context to state for a model that supports `supported` positions: the inverse of `scaled_context`."""
+    return round(supported / _stretch(ropes))
 
 
 def _yarn_attention(p: Fields, factor: float) -> float:

@@ -6,8 +6,10 @@ with the same settings. So they include fingerprints of the model's files, and a
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -69,3 +71,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         names = ("policy", "max_running", "max_step_tokens", "max_waiting", "max_delay", "max_preemptions")
         changed = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(PRESETS[self.preset] if self.preset else SchedulerConfig(), **changed)
+
+    def line(self) -> bytes:
+        """Return the settings as a line of JSON. Its escapes also write names of files that are no Unicode here, as
+        names beyond ASCII are in a locale of another encoding; msgspec's JSON does not."""
+        return json.dumps(msgspec.to_builtins(self)).encode() + b"\n"
+
+    @classmethod
+    def of(cls, line: bytes) -> Self:
+        """Return the settings of a line that `line` made. Raises ValueError for another."""
+        return msgspec.convert(json.loads(line), cls)

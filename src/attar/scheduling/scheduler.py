@@ -25,6 +25,10 @@ admitted again only with all blocks that it can ever need, and never preempted a
 fits alone (`add` refuses others), every preemption is one of finitely many, and a step with anything running makes
 progress. Each choice is a sequence and counts for itself: a request of n of them may be preempted n times as often.
 
+*Starting over.* Rotary angles of some models change past a length, for all keys of a sequence (`Sequence.horizons`). A
+sequence that outgrows its horizon gives up its blocks like a preempted one, which is not counted, and has another salt
+from then on. It does so a few times at most.
+
 *Faults.* An exception in the work for one sequence ends that sequence alone, as `internal`: its blocks are dropped and
 the tree learns nothing from it. To that end every change is made in one go, after all code that may raise.
 
@@ -154,12 +158,12 @@ class Scheduler:
         return self._decide(now)
 
     def ahead(self, now: float) -> StepPlan | None:
-        """Decide the step behind the one under way; None where a sequence would have to be preempted. An empty one is
-        not under way: nothing is to be committed."""
+        """Decide the step behind the one under way; None where a sequence would have to be preempted or to start
+        over. An empty one is not under way: nothing is to be committed."""
         assert len(self._steps) == 1, "ahead of one step"
         self.expire(now)
         missing = sum(max(0, self._missing(sequence)) for sequence in self.running)
-        if missing > self.pool.available:
+        if missing > self.pool.available or any(sequence.outgrown for sequence in self.running):
             return None
         step = self._decide(now)
         if not step.chunks:
@@ -169,6 +173,14 @@ class Scheduler:
 
     def _decide(self, now: float) -> StepPlan:
         step = StepPlan()
+        for sequence in tuple(self.running):
+            if sequence.outgrown:
+                try:
+                    self._start_over(sequence, now)
+                except Exception as error:
+                    self._give_up(sequence, now, error)
+                else:
+                    step.started_over.append(sequence)
         self._grow(step, now)
         budget, prefills = self.limits.max_step_tokens, []
         for sequence in self.running:
@@ -273,15 +285,19 @@ class Scheduler:
                     self._give_up(sequence, now, error)
 
     def _preempt(self, step: StepPlan, sequence: Sequence, now: float) -> None:
+        self._start_over(sequence, now)
+        sequence.preemptions += 1
+        self.preemptions += 1
+        step.preempted.append(sequence)
+
+    def _start_over(self, sequence: Sequence, now: float) -> None:
+        """Take the blocks of a running sequence, which goes back to its place in the queue."""
         assert not sequence.under_way, "preempted under the runner"
         point("scheduler.preempt", sequence.id)
         self._release(sequence)
         self.running.remove(sequence)
-        sequence.preemptions += 1
-        self.preemptions += 1
         sequence.enter(Status.PREEMPTED, now)
         insort(self.waiting, sequence, key=_rank)
-        step.preempted.append(sequence)
 
     def _open(self, now: float) -> bool:
         """Return whether the policy admits sequences now."""
@@ -299,10 +315,11 @@ class Scheduler:
         """Start the first sequence of the queue; return whether there was room for it."""
         point("scheduler.admit", sequence.id)
         match = NOTHING
+        sequence.settle()
         if not sequence.bypass:
             prompt = sequence.tokens[:-1]  # the last has to be run, for its logits
-            match = self.cache.match(sequence.cache_salt, prompt)
-            if self._soon_more(sequence.cache_salt, prompt, match):
+            match = self.cache.match(sequence.salt, prompt)
+            if self._soon_more(sequence.salt, prompt, match):
                 return False
         room = self._room(sequence, match)
         if room is None and match.source is not None:  # the block to copy from may be the one that is missing
@@ -327,13 +344,13 @@ class Scheduler:
         step.admitted.append(sequence)
         return True
 
-    def _soon_more(self, cache_salt: bytes, prompt: array[int], match: Match) -> bool:
+    def _soon_more(self, salt: bytes, prompt: array[int], match: Match) -> bool:
         """Return whether a prompt being computed will bring a block more of this one into the tree, or all of it.
         Batches of the other policies start together, so there is nothing to wait for."""
         if self.limits.policy != "continuous":
             return False
         for other in self.running:
-            if other.status is Status.PREFILL and other.cache_salt == cache_salt:
+            if other.status is Status.PREFILL and other.salt == salt:
                 length = common(prompt, other.tokens)
                 whole = length == len(prompt)
                 length -= length % self.cache.round_to
@@ -373,7 +390,7 @@ class Scheduler:
     def _keep(self, sequence: Sequence) -> None:
         """Put the sequence's computed tokens into the tree."""
         tokens = sequence.tokens[: sequence.computed]
-        self.cache.insert(sequence.cache_salt, tokens, sequence.blocks, self._let_go(sequence))
+        self.cache.insert(sequence.salt, tokens, sequence.blocks, self._let_go(sequence))
 
     def _let_go(self, sequence: Sequence) -> Callable[[list[int]], None]:
         """Return the function that takes blocks given up: a step that may still use them releases them at its

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
 
@@ -43,6 +44,8 @@ class Sequence:
     `priority`: lower goes first. `deadline` is on the scheduler's clock. Sequences of different `cache_salt` share no
     block. With `bypass` nothing of the prompt is taken from the cache, because the request needs every position
     computed. `adapter` is the number of its adapter, 0 for none; the caller makes the salt differ by adapter.
+    `horizons` are the lengths, ascending, past each of which all of its keys are others, and last one that it never
+    exceeds; () where its keys never change.
     """
 
     id: str
@@ -53,7 +56,9 @@ class Sequence:
     cache_salt: bytes = b""
     bypass: bool = False
     adapter: int = 0
+    horizons: tuple[int, ...] = ()
 
+    horizon: int = field(init=False, default=0)  # that of the keys in the blocks; 0: they never change
     tokens: array[int] = field(init=False)
     prompt: int = field(init=False)  # number of tokens of the prompt
     longest: int = field(init=False)
@@ -85,6 +90,23 @@ class Sequence:
         assert self.prompt > 0
         assert self.max_tokens >= 0
         self.longest = self.prompt + max(self.max_tokens - 1, 0)
+        self.settle()
+
+    def settle(self) -> None:
+        """Take the horizon of the present length, before anything is computed."""
+        assert not self.computed
+        if self.horizons:
+            self.horizon = self.horizons[bisect_left(self.horizons, len(self.tokens))]
+
+    @property
+    def outgrown(self) -> bool:
+        """Return whether it is, or will be once the steps under way are over, longer than its horizon."""
+        return 0 < self.horizon < self.expected
+
+    @property
+    def salt(self) -> bytes:
+        """Return the salt of its blocks: `cache_salt`, and the horizon where there is one."""
+        return self.cache_salt + self.horizon.to_bytes(8, "little") if self.horizon else self.cache_salt
 
     @property
     def output(self) -> int:

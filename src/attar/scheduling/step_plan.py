@@ -37,6 +37,7 @@ class StepPlan:
     copies: list[Copy] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    started_over: list[Sequence] = field(default_factory=list)  # they outgrew their horizon
     held: list[int] = field(default_factory=list)
     """Blocks to release with the commit: their sequences gave them up while the step was under way."""
 

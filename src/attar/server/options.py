@@ -88,7 +88,7 @@ def name_of(model: str) -> str:
     if not name:
         message = f"{model} has no name that requests could ask for: give it one with --name"
         raise UserError("model_name_invalid", message)
-    return name
+    return os.fsencode(name).decode(errors="replace")  # of a file's name, in the locale's encoding
 
 
 def check_name(name: str) -> str:

@@ -6,6 +6,7 @@ known to be far too long are never tokenized. A refusal gives the prompt's lengt
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from attar import strict_json
@@ -17,6 +18,8 @@ from attar.text.template import TemplateError, render_chat
 from attar.text.token_bounds import TokenBounds
 from attar.text.tokenizer import Tokenizer
 
+_PRIVATE = re.compile(r"0x[0-9a-fA-F]|(?<![\w/.<:])~?/[\w.-]+/|\b[A-Za-z]:\\")
+"""What looks like an address in memory, or an absolute path."""
 FEW_IDS = 4096  # checked on the spot, in less time than a thread takes to start
 
 
@@ -134,6 +137,6 @@ def in_vocabulary(tokens: Sequence[int], vocab: int, name: str) -> None:
 
 
 def _fit(sentence: str) -> str:
-    """Return a template's message without what looks like an address or a path, for the client that caused it."""
-    unfit = "0x" in sentence or "/" in sentence or "\\" in sentence
-    return "it cannot render this conversation" if unfit else strict_json.shown(sentence, 200)
+    """Return a template's message, for the client that caused it; not one with what looks like an address in memory or
+    a path of this machine. Words with a slash between them, tags and URLs are neither."""
+    return "it cannot render this conversation" if _PRIVATE.search(sentence) else strict_json.shown(sentence, 200)

@@ -95,7 +95,7 @@ class EngineProcess:
         self.child = subprocess.Popen(self.command, stdin=subprocess.PIPE)
         assert self.child.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once: the watcher sees that
-            self.child.stdin.write(msgspec.json.encode(self.settings) + b"\n")
+            self.child.stdin.write(self.settings.line())
             self.child.stdin.flush()
 
     def _watch(self) -> None:

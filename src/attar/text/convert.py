@@ -16,7 +16,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +30,12 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\
 QWEN2_SPLIT = _WORDS % r"\p{N}"
 LLAMA3_SPLIT = _WORDS % r"\p{N}{1,3}"
 """Text splitting before merging: GPT-4's, with digits one by one (Qwen2) or in threes (Llama 3)."""
+
+_CUTS: Mapping[str, Sequence[str]] = {
+    "qwen2": (QWEN2_SPLIT,), "qwen3": (QWEN2_SPLIT,), "gpt2": (), "opt": (), "codegen": ()
+}  # fmt: skip
+"""Text splitting by how the name of a tokenizer's class, or of a model's type, begins; () is GPT-2's."""
+_ANY = ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend", None)  # classes that do not say
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # sentencepiece's piece types, and GGUF's
 MAX_MERGES = 1 << 21  # merges that follow from pieces: 2^19 for Gemma's quarter of a million
@@ -52,12 +58,21 @@ def bytes_to_chars() -> dict[int, str]:
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
-def from_merges(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
-    """Load byte-level BPE from `vocab.json` and `merges.txt`, split like Qwen2's if that is its class, else like
-    GPT-2's.
+def from_merges(folder: Path, config: Mapping[str, Any], model_config: Mapping[str, Any]) -> Tokenizer:
+    """Load byte-level BPE from `vocab.json` and `merges.txt`, which do not say how text is cut: its class does.
 
-    Raises ValueError where the merges are malformed or do not belong to the vocabulary.
+    The class stands in tokenizer_config.json (`config`) or in config.json (`model_config`), else the model's type has
+    one. Where neither is known, it is GPT-2, which was published as the two files alone. Raises ValueError for a class
+    that cuts in a way unknown here, and where the merges are malformed or do not belong to the vocabulary.
     """
+    words = [config.get("tokenizer_class"), model_config.get("tokenizer_class"), model_config.get("model_type")]
+    word = str(next((word for word in words if word not in _ANY), "gpt2"))
+    kind = next((kind for kind in _CUTS if word.lower().startswith(kind)), None)
+    if kind is None:
+        raise unsupported(
+            f"{folder}: how {word!r} cuts text is not known of vocab.json and merges.txt; convert it once with "
+            "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes a tokenizer.json"
+        )
     vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
     lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
     split = (line.split(" ") for line in lines if line and not line.startswith("#version"))
@@ -72,9 +87,8 @@ def from_merges(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
             "tokenizer_mismatch", f"{folder / 'merges.txt'} does not belong to its vocab.json: {error}"
         ) from error
     prefix = bool(config.get("add_prefix_space", False))
-    if str(config.get("tokenizer_class", "")).startswith("Qwen2"):
-        return byte_level(model, [QWEN2_SPLIT], normalizers.NFC(), prefix=prefix)
-    return byte_level(model, [], None, prefix=prefix)
+    cuts = _CUTS[kind]
+    return byte_level(model, cuts, normalizers.NFC() if cuts else None, prefix=prefix)
 
 
 def from_model_file(path: Path) -> Tokenizer:
@@ -89,19 +103,54 @@ def from_model_file(path: Path) -> Tokenizer:
     return _from_sentencepiece(path, data)
 
 
-def add_special(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    """Register the added tokens of `tokenizer_config.json`, in the order of their ids.
+def listed_tokens(
+    config: Mapping[str, Any], beside: Mapping[str, Any], special: Collection[str]
+) -> dict[int, AddedToken]:
+    """Return added tokens by id: those of `added_tokens_decoder` in tokenizer_config.json, else those of
+    added_tokens.json (`beside`), of which the tokens named `special` are special.
 
-    Raises ValueError where one cannot get its id.
+    Raises ValueError where an entry is malformed.
     """
-    listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    tokenizer.add_tokens(
-        [AddedToken(entry["content"], **{flag: bool(entry.get(flag)) for flag in flags}) for _, entry in listed]
-    )
-    for expected, entry in listed:
-        if tokenizer.token_to_id(entry["content"]) != int(expected):
-            raise malformed(f"added token {entry['content']!r} cannot get the id {expected}: the vocabulary has a gap")
+    try:
+        if "added_tokens_decoder" in config:
+            return {
+                int(index): AddedToken(entry["content"], **{flag: bool(entry.get(flag)) for flag in flags})
+                for index, entry in config["added_tokens_decoder"].items()
+            }
+        return {
+            int(index): AddedToken(text, special=text in special, normalized=False) for text, index in beside.items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise malformed(f"added tokens must be listed with an id each: {error}") from error
+
+
+def add_listed(tokenizer: Tokenizer, listed: Mapping[int, AddedToken], flags: bool) -> dict[int, str]:
+    """Register added tokens; with `flags`, give those that are registered already the flags listed.
+
+    Return those, by id, that cannot get their id: another token has it, or ids before it are free.
+    """
+    added = tokenizer.get_added_tokens_decoder()
+    following = max(tokenizer.get_vocab_size(with_added_tokens=False), max(added, default=-1) + 1)
+    tokens, missed = [], {}
+    for index, token in sorted(listed.items()):
+        known = tokenizer.token_to_id(token.content)
+        if index != (following if known is None else known):
+            missed[index] = token.content
+            continue
+        following += known is None
+        if flags or index not in added:
+            tokens.append(token)
+    tokenizer.add_tokens(tokens)
+    return missed
+
+
+def mark_special(tokenizer: Tokenizer, names: Iterable[str]) -> None:
+    """Register tokens of the vocabulary as special ones, which are found whole in text. Those that the vocabulary lacks
+    are left out, and added tokens keep their flags."""
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    known = (name for name in dict.fromkeys(names) if name not in added and tokenizer.token_to_id(name) is not None)
+    tokenizer.add_special_tokens(list(known))
 
 
 def surround(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:

@@ -20,6 +20,7 @@ ValueError names the first that is wrong; a number's width in the file (u8 or i3
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -33,6 +34,8 @@ from attar.text.convert import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFI
 from attar.text.gguf_pre import KNOWN, Pre
 from attar.text.template import MAX_TEMPLATE
 from attar.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 Element = TypeVar("Element", str, int, float)
 
@@ -84,9 +87,9 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     text = {name: tokens[i] for name, i in special.items()}
     _register(backend, metadata, tokens, kinds, [text[name] for name in ("bos", "eos", "eot", "eom") if name in text])
     ends = {"bos": adds_bos, "eos": _flag(metadata, "add_eos_token", False)}
-    for name, added in ends.items():
-        if added and name not in special:
-            raise malformed(f"{_KEY}add_{name}_token is true, but there is no {_KEY}{name}_token_id")
+    for name in [name for name, added in ends.items() if added and name not in special]:
+        logger.warning("%sadd_%s_token is true, but the file names no such token: none is added", _KEY, name)
+        ends[name] = False
     if any(ends.values()):
         convert.surround(backend, *(text[name] if added else None for name, added in ends.items()))
     eos_ids = _eos_ids(tokens, kinds, special)
@@ -190,15 +193,15 @@ def _eos_ids(tokens: Sequence[str], kinds: Sequence[int], special: Mapping[str, 
 
 
 def _special_ids(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, int]:
-    """Return ids by name: bos, eos, eot, ... Raises ValueError for ids outside the vocabulary."""
+    """Return ids by name: bos, eos, eot, ... An id that is no token of the vocabulary, such as -1 as u32, is left out
+    with a warning, as in llama.cpp."""
     found = {}
     for key in metadata:
         if key.startswith(_KEY) and key.endswith("_token_id"):
             index = _value(metadata, key, int)
-            if not 0 <= index < len(tokens):
-                raise malformed(f"{_shown(key)} is {index}, outside the vocabulary of {len(tokens)} tokens")
-            if not tokens[index]:
-                raise malformed(f"{_shown(key)} is {index}, an empty token")
+            if not 0 <= index < len(tokens) or not tokens[index]:
+                logger.warning("%s is %d, which is no token of the vocabulary: it is not used", _shown(key), index)
+                continue
             found[key.removeprefix(_KEY).removesuffix("_token_id")] = index
     return found
 

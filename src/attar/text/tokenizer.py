@@ -1,7 +1,7 @@
 """Text to token ids and back, with the `tokenizers` library and the small files beside a checkpoint.
 
-Encoding is the library's. Two questions about it have a fixed answer here. A `tokenizer.json` fully defines its
-tokenizer: its own post-processor decides about BOS, whatever `add_bos_token` says, as in transformers 5. (For
+Encoding is the library's. Two questions about it have a fixed answer here. A `tokenizer.json` defines how text is cut
+and its own post-processor decides about BOS, whatever `add_bos_token` says, as in transformers 5. (For
 `LlamaTokenizer` transformers 5 rebuilds the rest of the pipeline, which changes text that begins with a space or
 follows a special token; here both follow the file and sentencepiece.) A rendered chat template is encoded with nothing
 added, because templates write their own BOS.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from tokenizers import Tokenizer as Backend
 from attar.errors import UserError
 from attar.text import convert
 
+logger = logging.getLogger(__name__)
+
+SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # the special tokens that transformers names
 LONGEST_CHARACTER = 4  # bytes, of UTF-8
 MISSING = (
     "{folder} has no tokenizer: neither tokenizer.json, nor vocab.json with merges.txt, nor tokenizer.model. "
@@ -70,34 +74,49 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Load the tokenizer of a checkpoint folder. Raises ValueError naming the file that is missing or malformed."""
-        config = _read_json(folder / "tokenizer_config.json")
-        special = _read_json(folder / "special_tokens_map.json") | config  # the config wins, as in transformers
-        bos, eos = _content(special.get("bos_token")), _content(special.get("eos_token"))
-        if (folder / "tokenizer.json").is_file():
+        """Load the tokenizer of a checkpoint folder. Raises ValueError naming the file that is missing or malformed.
+
+        Special and added tokens come from the files that transformers reads: `tokenizer_config.json`, where it lists
+        added tokens; in older folders also `special_tokens_map.json`, which wins over it, and `added_tokens.json`.
+        """
+        config, beside = (_read_json(folder / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
+        special = beside | config if "added_tokens_decoder" in config else config | beside
+        named = _named(special)
+        listed = convert.listed_tokens(config, _read_json(folder / "added_tokens.json"), named)
+        complete = (folder / "tokenizer.json").is_file()
+        if complete:
             try:
-                backend = Backend.from_file(str(folder / "tokenizer.json"))
+                # As text: the library reads paths in UTF-8 alone, whatever the locale's encoding is.
+                backend = Backend.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
             except Exception as error:  # the library raises bare Exception
                 raise convert.malformed(f"{folder / 'tokenizer.json'} is not a tokenizer: {error}") from error
         elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-            backend = convert.from_merges(folder, config)
+            backend = convert.from_merges(folder, config, _read_json(folder / "config.json"))
             if not special and backend.token_to_id("<|endoftext|>") is not None:
-                bos = eos = "<|endoftext|>"  # GPT-2 itself was published as these two files alone
+                special = dict.fromkeys(("bos_token", "eos_token"), "<|endoftext|>")  # GPT-2 itself is these two files
         elif (folder / "tokenizer.model").is_file():
             backend = convert.from_model_file(folder / "tokenizer.model")
         else:
             raise UserError("tokenizer_missing", MISSING.format(folder=folder))
-        if not (folder / "tokenizer.json").is_file():
-            convert.add_special(backend, config)
-            backend.add_special_tokens([token for token in (bos, eos) if token is not None])
-            # A tokenizer.model belongs to a Llama-like model, which begins with BOS unless the config says otherwise.
-            if config.get("add_bos_token", not (folder / "vocab.json").is_file()) and bos is not None:
-                convert.surround(backend, bos, None)
+        missed = convert.add_listed(backend, listed, flags="added_tokens_decoder" in config)
+        if missed and not complete:
+            index, token = next(iter(missed.items()))
+            raise convert.malformed(f"added token {token!r} cannot get the id {index}: the vocabulary has a gap")
+        if missed:
+            logger.warning("%s: ids of added tokens beside tokenizer.json are not used: %s", folder, _few(missed))
+        bos, eos = (
+            _in_vocabulary(_content(special.get(key)), key, backend, folder) for key in ("bos_token", "eos_token")
+        )
+        convert.mark_special(backend, [*named, *(token for token in (bos, eos) if token is not None)])
+        # A tokenizer.model belongs to a Llama-like model, which begins with BOS unless the config says otherwise.
+        adds_bos = config.get("add_bos_token", not (folder / "vocab.json").is_file())
+        if not complete and adds_bos and bos is not None:
+            convert.surround(backend, bos, None)
         return cls(backend, bos, eos, _chat_templates(folder, config))
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, which `load` and transformers read as this tokenizer."""
-        self._backend.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer.json").write_text(self._backend.to_str(pretty=True), encoding="utf-8")
         templates = self.chat_templates
         named = [{"name": name, "template": template} for name, template in templates.items()]
         config = {
@@ -267,6 +286,30 @@ def _content(token: Any) -> str | None:
     if text is not None and not isinstance(text, str):
         raise convert.malformed(f"a special token must be a string, not {text!r}")
     return text
+
+
+def _named(special: Mapping[str, Any]) -> list[str]:
+    """Return every special token that the configs name: BOS, EOS, padding and so on, and those without a name."""
+    tokens = [special.get(f"{name}_token") for name in SPECIAL]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = special.get(key)
+        tokens += more if isinstance(more, list) else more.values() if isinstance(more, dict) else []
+    found = (token.get("content") if isinstance(token, dict) else token for token in tokens)
+    return [token for token in found if isinstance(token, str)]
+
+
+def _in_vocabulary(token: str | None, key: str, backend: Backend, folder: Path) -> str | None:
+    """Return the token; None, with a warning, where the vocabulary lacks it. An id made up for it would mean
+    nothing."""
+    if token is not None and backend.token_to_id(token) is None:
+        logger.warning("%s: %s is %r, which the vocabulary lacks: it is not used", folder, key, token)
+        return None
+    return token
+
+
+def _few(tokens: Mapping[int, str]) -> str:
+    shown = [f"{token!r} ({index})" for index, token in tokens.items()]
+    return ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -346,7 +346,11 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
     [
         ({"peft_type": "IA3"}, None, "feature_unsupported"),
         ({"use_dora": True}, None, "feature_unsupported"),
-        ({"modules_to_save": ["embed_tokens"]}, None, "feature_unsupported"),
+        (
+            {"modules_to_save": ["norm"]},
+            having("base_model.model.model.norm.weight", torch.ones(256)),
+            "adapter_invalid",
+        ),
         ({"bias": "lora_only"}, None, "feature_unsupported"),
         ({"something_new": 3}, None, "feature_unsupported"),
         ({"lora_alpha": -1}, None, "adapter_invalid"),
@@ -385,3 +389,29 @@ def test_what_is_not_understood_is_refused(
     with user_error(message):
         lora.attach(model, save(tmp_path / "adapter", CONFIG | config, weights))
     assert all(linear.adapter is None for linear in lora.linears_of(model))
+
+
+@pytest.mark.parametrize(
+    "name", ["lm_head", "model.embed_tokens", "model.norm", "lm_head.base_layer", "lm_head.modules_to_save"]
+)
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tensor_of_the_base_must_equal_it(name: str, same: bool, base: Path, tmp_path: Path) -> None:
+    """PEFT saves copies where the LM head is a target, and of `modules_to_save`, which training may have changed."""
+    model, checkpoint = hf.load(base, torch.float32), hf.Checkpoint.open(base)
+    module = name.removesuffix(".base_layer").removesuffix(".modules_to_save")
+    stored = "model.embed_tokens" if checkpoint.config.tied and module == "lm_head" else module
+    copy = checkpoint.tensor(f"{stored}.weight").bfloat16() + (0.0 if same else 0.5)
+    adapter = save(tmp_path / "adapter", None, tensors() | {f"base_model.model.{name}.weight": copy})
+    if same:
+        lora.attach(model, adapter, base)
+        assert (logits(model) - expected(base)).abs().max() <= SAME
+        merge(base, adapter, tmp_path / "merged")
+    for of in (None, *([] if same else [base])):
+        with user_error("adapter_invalid", name):
+            lora.attach(model, adapter, of)
+
+
+def test_modules_to_save_that_were_not_saved_change_nothing(base: Path, tmp_path: Path) -> None:
+    model = hf.load(base, torch.float32)
+    lora.attach(model, save(tmp_path / "adapter", {**CONFIG, "modules_to_save": ["lm_head"]}))
+    assert (logits(model) - expected(base)).abs().max() <= SAME

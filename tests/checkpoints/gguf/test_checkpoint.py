@@ -325,6 +325,11 @@ def test_qwen3_normalises_heads(write: Write) -> None:
         ({"llama.rope.scaling.factor": 4.0}, Rope(10000.0, HEAD, "linear", 4.0)),
         ({"llama.rope.scaling.factor": 4.0, "llama.rope.scale_linear": 2.0}, Rope(10000.0, HEAD, "linear", 4.0)),
         ({"llama.rope.scaling.factor": 1.0}, Rope(10000.0, HEAD)),
+        # llama.cpp takes 0 for "not set", and then for 1.
+        ({"llama.rope.scaling.type": "linear"}, Rope(10000.0, HEAD)),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0}, Rope(10000.0, HEAD)),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 0.0}, Rope(10000.0, HEAD)),
+        ({"llama.rope.scaling.factor": 0.0, "llama.rope.scale_linear": 2.0}, Rope(10000.0, HEAD, "linear", 2.0)),
         ({"llama.rope.scaling.type": "linear", "llama.rope.scale_linear": 2.0}, Rope(10000.0, HEAD, "linear", 2.0)),
         ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, Rope(10000.0, HEAD)),
         ({"llama.rope.scaling.attn_factor": 1.0}, Rope(10000.0, HEAD)),
@@ -354,6 +359,19 @@ def test_qwen3_normalises_heads(write: Write) -> None:
 )
 def test_ropes(metadata: dict[str, Any], expected: Rope, write: Write) -> None:
     assert GgufCheckpoint.open(write(metadata=metadata)).config.ropes == (expected,) * LAYERS
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**32 - 1, VOCAB])
+def test_a_bos_id_outside_the_vocabulary_is_not_used(wrong: int, write: Write) -> None:
+    assert GgufCheckpoint.open(write(metadata={"tokenizer.ggml.bos_token_id": wrong})).config.bos_ids == ()
+
+
+def test_settings_may_be_listed_layer_by_layer(write: Write) -> None:
+    arrays = {
+        f"llama.{key}": [METADATA[f"llama.{key}"]] * LAYERS
+        for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+    }
+    assert GgufCheckpoint.open(write(metadata=arrays)).config == GgufCheckpoint.open(write()).config
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
@@ -411,7 +429,7 @@ METADATA_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "block_count missing": ({"llama.block_count": None}, "llama.block_count is missing"),
     "head_count 0": ({"llama.attention.head_count": 0}, f"llama.attention.head_count must be {MANY}, not 0"),
     "head_count not dividing": ({"llama.attention.head_count": 5}, "is 5, which does not divide the 128 columns"),
-    "head_count for each layer": ({"llama.attention.head_count": [4, 4, 4]}, f"must be {MANY}, not an array of 3 i32"),
+    "head_count for two layers": ({"llama.attention.head_count": [4, 4]}, f"must be {MANY}, not an array of 2 i32"),
     "head_count_kv not dividing": ({"llama.attention.head_count_kv": 3}, "which does not divide num_attention_heads 4"),
     "embedding_length lies": ({"llama.embedding_length": 256}, "rope.dimension_count is 32, and heads have 64 columns"),
     "feed_forward_length lies": ({"llama.feed_forward_length": 255}, "the metadata make it [128, 255]"),
@@ -423,7 +441,6 @@ METADATA_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "eps missing": ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon is missing"),
     "freq_base infinite": ({"llama.rope.freq_base": math.inf}, "llama.rope.freq_base must be a number above 1"),
     "scaling unknown": ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type is 'longrope': supported"),
-    "scaling without a factor": ({"llama.rope.scaling.type": "linear"}, "llama.rope.scaling.factor is missing"),
     "attn_factor beside nothing": ({"llama.rope.scaling.attn_factor": 2.0}, "another factor of attention is not supp"),
     "attn_factor beside linear": (
         {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0, "llama.rope.scaling.attn_factor": 2.0},
@@ -437,7 +454,9 @@ METADATA_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "more experts for a token than there are": (
         {"llama.expert_count": 8, "llama.expert_used_count": 9}, "num_experts_per_tok must be a whole num"
     ),
-    "bos id negative": ({"tokenizer.ggml.bos_token_id": -1}, "tokenizer.ggml.bos_token_id must be a whole"),
+    "layers of different shapes": (
+        {"llama.attention.head_count_kv": Typed("[u32]", [2, 2, 1])}, "head_count_kv differs from layer to layer"
+    ),
     "context a string": ({"llama.context_length": "128"}, "llama.context_length must be a whole number"),
     "context a bool": ({"llama.context_length": True}, "llama.context_length must be a whole number"),
     "context 2^63": ({"llama.context_length": Typed("u64", 2**63)}, "llama.context_length must be a whole number"),

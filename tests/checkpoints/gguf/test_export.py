@@ -159,3 +159,17 @@ def test_a_longrope_is_two_tensors_and_a_factor_of_attention() -> None:
     rope = made.ropes[0]
     assert rope is not None
     assert metadata["phi3.rope.scaling.attn_factor"] == rope.attention_factor
+
+
+def test_a_folders_name_that_is_no_unicode_is_text_in_the_file() -> None:
+    """As names beyond ASCII are in a locale of another encoding."""
+    words, _ = describe(config("LlamaForCausalLM"), 0, "mod\udce8le")
+    assert words["general.name"] == "mod\ufffdle"
+
+
+def test_a_stretched_context_is_written_as_config_json_states_it() -> None:
+    """As llama.cpp's converter does; the reader stretches it again."""
+    for kind, stated in (("linear", 128), ("yarn", 512)):
+        made = config("Qwen2ForCausalLM", rope_scaling={"rope_type": kind, "factor": 4.0})
+        assert made.context == 512
+        assert describe(made, 0, "")[0]["qwen2.context_length"] == stated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,8 @@ def test_weights_are_exact(group: int, sym: bool, tiny: Any, tmp_path: Path) -> 
     torch.testing.assert_close(ref.linear(x, (linear,)), x @ layer.weight.T, rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_gives_the_logits_of_its_dense_twin(tiny: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [None, "quant_config.json", "quantize_config.json"])
+def test_a_model_gives_the_logits_of_its_dense_twin(beside: str | None, tiny: Any, tmp_path: Path) -> None:
     """One linear is left dense, as modules_to_not_convert does."""
     tensors, kept = tiny.tensors, "model.layers.1.mlp.down_proj"
     for seed, (name, linear) in enumerate(tiny.linears.items()):
@@ -87,7 +89,10 @@ def test_a_model_gives_the_logits_of_its_dense_twin(tiny: Any, tmp_path: Path) -
         del tensors[f"{name}.weight"]
         tensors |= {f"{name}.{part}": tensor for part, tensor in layer.tensors.items()}
     config = settings(32, modules_to_not_convert=[kept])
-    folder = tiny.write(tmp_path / "awq", tensors, quantization_config=config)
+    folder = tiny.write(tmp_path / "awq", tensors, **{} if beside else {"quantization_config": config})
+    if beside:
+        older = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+        (folder / beside).write_text(json.dumps(older))
     assert tiny.difference(tiny.our_logits(folder), tiny.their_logits()) <= LOGITS
 
 

@@ -13,8 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from attar.checkpoints.sources import hf
+from attar.formats.codecs import fp8_blocks
 from attar.formats.packed import PackedTensor
-from attar.kernels import ref
+from attar.kernels import dispatch, ref
+from attar.model.cache import ForwardBatch
 from tests.errors import user_error
 
 SETTINGS = {
@@ -39,7 +41,7 @@ def write(folder: Path, settings: dict[str, Any], **changed: Tensor) -> dict[str
         if "proj" not in name:
             tensors[name] = tensor.bfloat16()
             continue
-        scale = torch.rand(-(-tensor.shape[0] // 128), tensor.shape[1] // 128) / 100
+        scale = torch.rand(-(-tensor.shape[0] // 128), -(-tensor.shape[1] // 128)) / 100
         tensors[name] = (10 * torch.randn(tensor.shape)).to(torch.float8_e4m3fn)
         tensors[f"{name}_scale_inv"] = scale
     tensors |= {name: value for name, value in changed.items() if value is not None}
@@ -75,6 +77,30 @@ def test_inputs_are_rounded_in_groups(tmp_path: Path) -> None:
     scale = groups.abs().amax(-1, keepdim=True) / 448
     rounded = ((groups / scale).to(torch.float8_e4m3fn).float() * scale).view(4, WIDTH)
     torch.testing.assert_close(ref.linear(x, [linear]), rounded @ linear.weight.dequantize().T)
+
+
+@pytest.mark.parametrize("width", [160, 136])
+def test_the_last_block_may_be_smaller(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the file, in the reference, in the native kernels and from our own rounding."""
+    monkeypatch.setattr("tests.checkpoints.layouts.test_fp8.WIDTH", width)
+    write(tmp_path, SETTINGS)
+    linear = hf.Checkpoint.open(tmp_path).linear("model.layers.0.mlp.up_proj")
+    assert isinstance(linear.weight, PackedTensor)
+    x = torch.randn(4, width)
+    rounded = torch.empty_like(x)
+    for at in (slice(0, 128), slice(128, width)):
+        scale = x[:, at].abs().amax(-1, keepdim=True) / 448
+        rounded[:, at] = (x[:, at] / scale).to(torch.float8_e4m3fn).float() * scale
+    expected = rounded @ linear.weight.dequantize().T
+    torch.testing.assert_close(ref.linear(x, [linear]), expected)
+    again = fp8_blocks.quantize(linear.weight.dequantize(), linear.weight.scheme)
+    torch.testing.assert_close(again.dequantize(), linear.weight.dequantize(), rtol=0.1, atol=1e-3)
+    again.scheme.check(width)
+    if (store := dispatch.store("exact")) is not None:
+        ids = torch.arange(9)
+        native, plain = (hf.load(tmp_path, torch.float32, store=each) for each in (store, None))
+        step = ForwardBatch((len(ids),), len(ids))
+        torch.testing.assert_close(native.forward(ids, step), plain.forward(ids, step), rtol=1e-3, atol=1e-3)
 
 
 BY_TENSOR = {"quant_method": "fp8", "weight_block_size": None, "modules_to_not_convert": ["lm_head"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +120,23 @@ def test_the_config_does_not_decide_the_order(tiny: Any, tmp_path: Path) -> None
     assert Gptq(module(tmp_path, layer, tiny), settings(4, 32)).read("m").permutation is None
 
 
+@pytest.mark.parametrize("beside", [None, "quantize_config.json", "quant_config.json"])
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_a_model_gives_the_logits_of_its_dense_twin(shuffled: bool, tiny: Any, tmp_path: Path) -> None:
+def test_a_model_gives_the_logits_of_its_dense_twin(
+    shuffled: bool, beside: str | None, tiny: Any, tmp_path: Path
+) -> None:
+    """Its settings stand in config.json or, as of 2023, in a file beside it."""
     tensors = tiny.tensors
     for seed, (name, linear) in enumerate(tiny.linears.items()):
         layer = Layer(*linear.weight.shape, 4, 32, shuffled=shuffled, seed=seed)
         linear.weight.data = layer.weight
         del tensors[f"{name}.weight"]
         tensors |= {f"{name}.{part}": tensor for part, tensor in layer.tensors.items()}
-    folder = tiny.write(tmp_path / "gptq", tensors, quantization_config=settings(4, 32, desc_act=shuffled))
+    found = settings(4, 32, desc_act=shuffled)
+    folder = tiny.write(tmp_path / "gptq", tensors, **{} if beside else {"quantization_config": found})
+    if beside:
+        older = {key: value for key, value in found.items() if key != "quant_method"}
+        (folder / beside).write_text(json.dumps({**older, "damp_percent": 0.01, "model_file_base_name": None}))
     assert tiny.difference(tiny.our_logits(folder), tiny.their_logits()) <= LOGITS
 
 

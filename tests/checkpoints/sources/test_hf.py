@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from attar.checkpoints.folder import INDEX
 from attar.checkpoints.sources import hf
+from attar.compression.runs.pipeline import compress
+from attar.kernels import dispatch
 from attar.model.cache import ForwardBatch
 from tests.errors import user_error
 
@@ -172,11 +174,79 @@ def test_a_folder_without_the_first_block_says_what_was_looked_for(tiny: Any, tm
         hf.Checkpoint.open(folder)
 
 
+PACKED = "model.layers.0.mlp.up_proj"
+
+
 @pytest.mark.parametrize("method", ["quark", "hqq", None])
 def test_an_unknown_quantization_lists_the_known_ones(method: str | None, tiny: Any, tmp_path: Path) -> None:
-    folder = tiny.write(tmp_path, quantization_config={"quant_method": method})
+    tensors = {**tiny.tensors, f"{PACKED}.weight_scale": torch.ones(1)}
+    folder = tiny.write(tmp_path, tensors, quantization_config={"quant_method": method})
     with user_error("quantization_unsupported"):
         hf.Checkpoint.open(folder)
+
+
+STALE: list[Any] = [
+    {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    {"quant_method": "gptq", "bits": 5},
+    {"quant_method": "quark"},
+    {"quant_method": "compressed-tensors", "config_groups": {}},
+    {},
+    "none",
+]
+
+
+@pytest.mark.parametrize("settings", STALE)
+def test_settings_of_a_quantization_that_no_tensor_has_are_not_used(
+    settings: Any, tiny: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model merged back to 16 bits, say: it runs, and is compressed, like any other."""
+    folder = tiny.write(tmp_path / "model", quantization_config=settings)
+    assert tiny.difference(tiny.our_logits(folder), tiny.their_logits()) <= LOGITS
+    assert "quantization_config" in caplog.text
+    compress(folder, tmp_path / "small", recipe="rtn-w8")
+    found = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
+    assert found["quant_method"] == "compressed-tensors"
+    compress(folder, tmp_path / "pruned", recipe="magnitude-s50")
+    assert "quantization_config" not in json.loads((tmp_path / "pruned" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{"])
+def test_a_generation_config_that_holds_none_is_not_used(
+    text: str, tiny: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tiny.write(tmp_path, eos_token_id=7)
+    (folder / "generation_config.json").write_text(text)
+    assert hf.Checkpoint.open(folder).config.eos_ids == (7,)
+    assert "generation_config.json" in caplog.text
+
+
+# Dtypes that differ within a checkpoint
+
+
+@pytest.mark.parametrize("store", [None, "exact", "int8g128"])
+def test_linears_of_one_input_may_be_stored_in_different_dtypes(store: str | None, tiny: Any, tmp_path: Path) -> None:
+    kinds = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    stored = {name: tensor.to(kinds[i % 4]) for i, (name, tensor) in enumerate(tiny.tensors.items())}
+    folder = tiny.write(tmp_path, stored)
+    kernels = None if store is None else dispatch.store(store)
+    if store is not None and kernels is None:
+        pytest.skip("the native kernels are off or do not load")
+    ours = hf.load(folder, torch.float32, store=kernels)
+    logits = ours.forward(tiny.ids, ForwardBatch((len(tiny.ids),), len(tiny.ids)))
+    assert tiny.difference(logits, tiny.their_logits()) <= 0.02
+
+
+def test_the_widest_dtype_holds_all(tiny: Any, tmp_path: Path) -> None:
+    bf16 = {name: tensor.bfloat16() for name, tensor in tiny.tensors.items()}
+    norm = "model.norm.weight"
+    for number, (dtype, widest) in enumerate(
+        [(torch.bfloat16, torch.bfloat16), (torch.float32,) * 2, (torch.float64, torch.float32)]
+    ):
+        folder = tiny.write(tmp_path / str(number), {**bf16, norm: bf16[norm].to(dtype)})
+        checkpoint = hf.Checkpoint.open(folder)
+        assert (checkpoint.dtype, checkpoint.widest()) == (torch.bfloat16, widest)
+    folder = tiny.write(tmp_path / "all", {name: tensor.double() for name, tensor in tiny.tensors.items()})
+    assert hf.Checkpoint.open(folder).dtype == torch.float32
 
 
 def test_quantized_tensors_without_a_config_say_so(tiny: Any, tmp_path: Path) -> None:

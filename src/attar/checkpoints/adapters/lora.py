@@ -16,7 +16,9 @@ receive it. It keeps the part that belongs to its linears (`parallel.cut_adapter
 
 A partly read adapter gives a model that runs and answers otherwise than trained. So every tensor must have its place,
 every pair must be whole, and every key of the config that changes the computation must be known here. DoRA, trained
-biases or embeddings, activated and quantization-aware adapters are refused by name. Header and config are checked, and
+biases or embeddings, activated and quantization-aware adapters are refused by name. PEFT also saves matrices of the
+base: those of `modules_to_save`, and the embedding and LM head where one is a target. Such a copy is accepted where it
+equals the base's own, so that it changes nothing. Header and config are checked, and
 the adapter's memory is known (`Outline`), before any value is read.
 """
 
@@ -32,7 +34,8 @@ from typing import Any
 
 from torch import Tensor
 
-from attar.checkpoints.folder import read_json
+from attar.checkpoints.adapters import base_copies
+from attar.checkpoints.folder import read_config, read_json
 from attar.checkpoints.patterns import Patterns
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.safetensors import TensorFile
@@ -54,16 +57,13 @@ MAX_CONFIG = 1_000_000
 MAX_RANK = 512
 PREFIX = "base_model.model."
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
-ENDS = (".base_layer.weight", "embed_tokens.weight", "wte.weight", "lm_head.weight")
-"""Names of the base's own embedding and LM head, which PEFT saves too where one of them is a target."""
-
 KNOWN = frozenset(
     (
         "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config",
         "ensure_weight_tying", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights",
         "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "megatron_config",
-        "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
-        "runtime_config", "target_modules", "task_type", "use_rslora",
+        "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
+        "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
     )
 )  # fmt: skip
 """Keys of adapter_config.json that are read here, or do not affect what a trained adapter computes. Any other key is
@@ -92,6 +92,8 @@ class Outline:
 
     path: Path
     pairs: Mapping[str, Pair]
+    copies: Mapping[str, str]
+    """Tensors that are none of a pair, with the names of the base's tensors that they should equal."""
 
     def weight_bytes(self, shapes: Mapping[str, tuple[int, int]]) -> int:
         """Return the bytes of its matrices in memory, in the layout of the CPU kernels, for linears of `shapes`
@@ -173,21 +175,19 @@ def _open(path: Path) -> TensorFile:
 
 
 def _outline(path: Path, file: TensorFile, names: Names, shapes: Mapping[str, tuple[int, int]]) -> Outline:
-    config = read_json(path / CONFIG, MAX_CONFIG)
+    config = read_config(path / CONFIG)
     _check(config, path)
     modules = {spelling: name for name in shapes for spelling in names.spellings(name)}
     halves: dict[str, dict[str, str]] = {}
+    copies: dict[str, str] = {}
     for tensor in file.names():
         half = next((end for end in (DOWN, UP) if tensor.endswith(end)), None)
         module = tensor.removeprefix(PREFIX)
-        if module.endswith(ENDS):
-            raise file.error(
-                "adapter_invalid",
-                f"{tensor!r} is a matrix of the base itself, which training may have changed: have PEFT "
-                "save with save_embedding_layers=False",
-            )
-        if half is None or not tensor.startswith(PREFIX):
+        if not tensor.startswith(PREFIX) or (half is None and not module.endswith((".weight", ".bias"))):
             raise file.error("adapter_invalid", f"tensor {tensor!r} is neither the A nor the B of a linear's LoRA")
+        if half is None:
+            copies[tensor] = base_copies.name_in_base(module)
+            continue
         module = module.removesuffix(half)
         if module not in modules:
             raise file.error("adapter_mismatch", f"the model has no linear {module!r}{near(module, modules)}")
@@ -220,18 +220,22 @@ def _outline(path: Path, file: TensorFile, names: Names, shapes: Mapping[str, tu
             )
         scale = alphas.of(name) / (math.sqrt(rank) if config.get("use_rslora") else rank)
         pairs[name] = Pair(pair[DOWN], pair[UP], int(rank), scale)
-    return Outline(path, pairs)
+    return Outline(path, pairs, copies)
 
 
-def read(path: Path, names: Names, shapes: Mapping[str, tuple[int, int]]) -> Lora:
-    """Read the adapter folder `path` for a model whose linears, by name, have `shapes` (O, I); in float32.
+def read(path: Path, names: Names, shapes: Mapping[str, tuple[int, int]], base: Path | None = None) -> Lora:
+    """Read the adapter folder `path` for the model `base`, whose linears, by name, have `shapes` (O, I); in float32.
 
-    Raises CheckpointError as `outline` does, and for a value that is not finite.
+    Raises CheckpointError as `outline` does, for a value that is not finite, and for a tensor of the base itself that
+    does not equal the base's, or cannot be compared because no `base` is given.
     """
     with closing(_open(path)) as file:
+        found = _outline(path, file, names, shapes)
+        if found.copies:
+            base_copies.check(file, found.copies, base)
         adapters = {
             name: Adapter(_finite(file, pair.down), _finite(file, pair.up, pair.scale))
-            for name, pair in _outline(path, file, names, shapes).pairs.items()
+            for name, pair in found.pairs.items()
         }
     return Lora(path, adapters)
 
@@ -314,7 +318,7 @@ def doubt(adapter: Path, base: Path) -> str | None:
     moved = [each for each in methods[:-1] if each not in STILL]  # the last pass chooses codes, and moves nothing
     moved += ["rotate"] if recipe.get("rotate") else []
     if made is None and base.is_dir():
-        quantization = read_json(base / "config.json", MAX_CONFIG).get("quantization_config")
+        quantization = read_config(base / "config.json").get("quantization_config")
         moved = ["awq"] if isinstance(quantization, dict) and quantization.get("quant_method") == "awq" else []
     if not moved or not set(trained_on(adapter)).isdisjoint(receipt.known(base)):
         return None
@@ -332,26 +336,26 @@ def trained_on(adapter: Path) -> list[str]:
     return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
 
 
-def attach(decoder: Decoder, path: Path) -> Lora:
+def attach(decoder: Decoder, path: Path, base: Path | None = None) -> Lora:
     """Read an adapter and apply it to every row of the model; the weights stay as they are. It replaces an earlier one.
 
-    Raises CheckpointError as `read` does.
+    `base` is the model's folder or file. Raises CheckpointError as `read` does.
     """
-    return _put(decoder, 0, path)
+    return _put(decoder, 0, path, base)
 
 
-def install(decoder: Decoder, number: int, path: Path) -> Lora:
+def install(decoder: Decoder, number: int, path: Path, base: Path | None = None) -> Lora:
     """Read an adapter for the rows of a step that ask for `number`, which is 1 or more.
 
-    Raises CheckpointError as `read` does.
+    `base` is the model's folder or file. Raises CheckpointError as `read` does.
     """
     assert number > 0, "0 is for rows without an adapter"
-    return _put(decoder, number, path)
+    return _put(decoder, number, path, base)
 
 
-def _put(decoder: Decoder, number: int, path: Path) -> Lora:
+def _put(decoder: Decoder, number: int, path: Path, base: Path | None) -> Lora:
     """Read an adapter into a model's linears, number 0 for every row; other processes of the model read it too."""
-    found = read(path, decoder.config.names, shapes_of(decoder))
+    found = read(path, decoder.config.names, shapes_of(decoder), base)
     for linear in linears_of(decoder):
         made = _prepared(found, linear, decoder)
         if not number:

@@ -119,7 +119,7 @@ def merge(base: Path, adapter: Path, out: Path, *, overwrite: bool = False, max_
     source = Checkpoint.open(base)
     folder, config = source.folder, source.config
     shapes = {name: source.linear_shape(name) for name in all_compressible(config)}
-    found = lora.read(adapter, config.names, shapes | {config.names.head: (config.vocab_size, config.hidden)})
+    found = lora.read(adapter, config.names, shapes | {config.names.head: (config.vocab_size, config.hidden)}, base)
     if config.tied and config.names.head in found.adapters:
         raise CheckpointError(
             "adapter_mismatch", f"{adapter} changes an output matrix that is the embedding too: use it unmerged"

@@ -33,8 +33,10 @@ from attar.errors import UserError, code_of
 from attar.model.config import ModelConfig, Rope
 from attar.model.families import ARCHITECTURES as FAMILIES
 from attar.model.families import read_config
-from attar.model.fields import COUNT, EPSILON, LENGTH, SIZE, Fields, nearest
+from attar.model.fields import COUNT, EPSILON, LENGTH, Fields, nearest
 
+BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+"""Settings that llama.cpp reads as one number or as one a layer."""
 LLAMA3_FACTORS, LLAMA3_CONTEXT = (8.0, 32.0), 8192
 """Settings of Llama 3's rope in circulation, beside its bounds of 1 and 4 turns."""
 SAME_FACTOR = 1e-4  # relative; the file's factors are rounded to float32
@@ -61,12 +63,12 @@ def read_gguf_config(
     them. Raises ValueError naming the key that is missing, of the wrong type, out of bounds, or not supported.
     """
     config = config_json(metadata, names, vocab, dtype, factors)
-    bos = Fields(metadata, where="metadata").optional_integer("tokenizer.ggml.bos_token_id", low=0, high=SIZE)
+    bos = Fields(metadata, where="metadata").optional_integer("tokenizer.ggml.bos_token_id", low=-LENGTH, high=LENGTH)
     try:
         found = read_config(config)
     except ValueError as error:  # errors of the family's reader name keys of config.json
         raise UserError(code_of(error), f"metadata: {str(error).removeprefix('config.json: ')}") from None
-    return replace(as_in_files(found), bos_ids=() if bos is None else (bos,), eos_ids=())
+    return replace(as_in_files(found), bos_ids=(bos,) if bos is not None and 0 <= bos < vocab else (), eos_ids=())
 
 
 def as_in_files(config: ModelConfig) -> ModelConfig:
@@ -80,7 +82,7 @@ def config_json(
     """Return the metadata in the keys of config.json. Arguments and errors as `read_gguf_config`."""
     family = architecture(metadata)
     at = metadata["general.architecture"]
-    f = Fields(metadata, where="metadata")
+    f = Fields(_by_layer(metadata, at), where="metadata")
     count = f.optional_integer(f"{at}.expert_count", low=0, high=COUNT)
     if count and not family.experts:
         known = ", ".join(name for name, each in ARCHITECTURES.items() if each.experts)
@@ -123,6 +125,23 @@ def config_json(
     found |= family.more(f, at, found, factors)
     aliases = FAMILIES[family.name].aliases if family.renamed else {}
     return {aliases.get(key, (key,))[0]: value for key, value in found.items()}
+
+
+def _by_layer(metadata: Mapping[str, Any], at: str) -> Mapping[str, Any]:
+    """Return the metadata with one number for each setting that a file may list layer by layer, and that all layers
+    share here. Raises ValueError where layers differ."""
+    found, layers = {}, metadata.get(f"{at}.block_count")
+    for key in (f"{at}.{each}" for each in BY_LAYER):
+        given = metadata.get(key)
+        if isinstance(given, Collection) and not isinstance(given, str) and len(given) == layers:
+            values = set(given)
+            if len(values) > 1:
+                raise UserError(
+                    "feature_unsupported",
+                    f"metadata: {key} differs from layer to layer: layers of different shapes are not supported",
+                )
+            found[key] = values.pop()
+    return {**metadata, **found} if found else metadata
 
 
 def rope_with_factors(rope: Rope, factors: Sequence[float]) -> Rope:

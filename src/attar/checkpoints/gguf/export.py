@@ -12,6 +12,7 @@ well as of numbers, because no block spans two rows.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from attar.errors import UserError
 from attar.model.config import ModelConfig, Rope
 from attar.model.decoder import compressible
 from attar.model.rope import frequencies
+from attar.model.rope_config import stated_context
 from attar.text.gguf_vocabulary import lost, vocabulary
 
 PLAIN = 0  # general.file_type of a file whose matrices have several types, as in llama.cpp's own writers
@@ -91,11 +93,11 @@ def describe(config: ModelConfig, file_type: int, name: str) -> tuple[dict[str, 
     family = ARCHITECTURES[at]
     found: dict[str, Any] = {
         "general.architecture": at,
-        "general.name": name,
+        "general.name": os.fsencode(name).decode(errors="replace"),  # that of a folder, in the locale's encoding
         "general.file_type": file_type,
         "general.quantization_version": QUANTIZATION_VERSION,
         f"{at}.vocab_size": config.vocab_size,
-        f"{at}.context_length": config.context,
+        f"{at}.context_length": stated_context(config.context, set(config.ropes)),
         f"{at}.embedding_length": config.hidden,
         f"{at}.block_count": config.layers,
         f"{at}.feed_forward_length": config.intermediate,

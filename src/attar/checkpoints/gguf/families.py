@@ -53,13 +53,9 @@ def scaling(f: Fields, at: str) -> dict[str, object] | None:
     kind = f.choice(f"{where}.type", {"none": "none", "linear": "linear", "yarn": "yarn"}) if given else "linear"
     if kind == "none":
         return None
-    factor = f.optional_number(f"{where}.factor")
-    if factor is None:
-        factor = f.optional_number(f"{at}.rope.scale_linear")  # in files of 2023
-    if not given and factor in (None, 1.0):
+    factor = _given(f, f"{where}.factor") or _given(f, f"{at}.rope.scale_linear")  # the latter in files of 2023
+    if factor is None or (not given and factor == 1.0):
         return None
-    if factor is None:
-        raise f.error(f"{where}.factor", "is missing")
     found: dict[str, object] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         # `yarn_beta_fast` and `yarn_beta_slow` are ignored: llama.cpp, which makes and runs these files, reads them for
@@ -68,6 +64,11 @@ def scaling(f: Fields, at: str) -> dict[str, object] | None:
         original = f.optional_integer(f"{where}.original_context_length", low=2, high=LENGTH)
         found["original_max_position_embeddings"] = original
     return found
+
+
+def _given(f: Fields, key: str) -> float | None:
+    """Return a positive number of the file; None where it is missing or 0, which llama.cpp takes for "not set"."""
+    return None if f.get(key) == 0 else f.optional_number(key)
 
 
 def _llama(f: Fields, at: str, found: Mapping[str, object], factors: Factors | None) -> Found:
@@ -126,7 +127,7 @@ def _gemma(f: Fields, at: str, found: Mapping[str, object], factors: Factors | N
     more["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in sliding]
     more["sliding_window"] = window or None
     local = f.optional_number(f"{at}.rope.freq_base_swa", low=1.0)
-    cap = f.optional_number(f"{at}.final_logit_softcapping")
+    cap = _given(f, f"{at}.final_logit_softcapping")
     if at == "gemma3":
         scaled = found["rope_scaling"]
         if isinstance(scaled, dict) and scaled["rope_type"] != "linear":

@@ -11,6 +11,7 @@ so the type and length of an `Array` cost nothing. Torch-free.
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple
 
 from attar.checkpoints.strict_io import CheckpointError
 from attar.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 SCALARS: Mapping[str, struct.Struct] = {
     name: struct.Struct(f"<{code}")
@@ -97,7 +100,7 @@ class Metadata(Mapping[str, Any]):
 
     def _scalar(self, key: str, entry: Entry) -> Any:
         if entry.type == STRING:
-            return self._string(key, entry.at)[0]
+            return self._text(key, entry.at)
         (value,) = SCALARS[entry.type].unpack_from(self._header, entry.at)
         return value == 1 if entry.type == "bool" else value
 
@@ -110,13 +113,26 @@ class Metadata(Mapping[str, Any]):
             text, at = self._string(key, at)
             yield text
 
-    def _string(self, key: str, at: int) -> tuple[str, int]:
-        (length,) = _LENGTH.unpack_from(self._header, at)
-        end = at + 8 + length
+    def _text(self, key: str, at: int) -> str:
+        """Return a string that is the value of a key. Bytes that are not UTF-8 become U+FFFD, with a warning: llama.cpp
+        loads such files."""
+        data, _ = self._bytes(at)
         try:
-            return self._header[at + 8 : end].decode(), end
+            return data.decode()
+        except UnicodeDecodeError:
+            logger.warning("%s: key %r: the string is not UTF-8, and is read as far as it is", self._where, key)
+            return data.decode(errors="replace")
+
+    def _string(self, key: str, at: int) -> tuple[str, int]:
+        data, end = self._bytes(at)
+        try:
+            return data.decode(), end
         except UnicodeDecodeError:
             raise CheckpointError("gguf_malformed", f"{self._where}: key {key!r}: a string is not UTF-8") from None
+
+    def _bytes(self, at: int) -> tuple[bytearray, int]:
+        (length,) = _LENGTH.unpack_from(self._header, at)
+        return self._header[at + 8 : at + 8 + length], at + 8 + length
 
 
 # Writing

@@ -10,7 +10,7 @@ A quantized linear X is
 
 So all of it is the scheme `lut4-s...`, number for number. The project publishes pickles, which are refused like all
 pickles; safetensors made of them have these names. The bits are `wbits`, in config.json's `quantization_config`, or in
-the quant_config.json beside it that the project's own tools write.
+the quant_config.json beside it that the project's own tools write (`beside.py`).
 
 Not done: the rows that its hybrid kernel keeps whole (X.full_rows), refused by name.
 """
@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from attar.checkpoints.folder import MAX_CONFIG, Folder, read_json
+from attar.checkpoints.folder import Folder
 from attar.checkpoints.layouts.gptq import matrix
 from attar.checkpoints.strict_io import invalid, unsupported
 from attar.formats.packed import PackedTensor
@@ -32,17 +32,9 @@ from attar.formats.weight_formats import NUMBERS, Lookup, ScaleDtype
 from attar.kernels.operands import Linear
 
 METHOD = "squeezellm"
-BESIDE = "quant_config.json"
 TABLE = "lookup_table"
 BITS = (3, 4)
 PLACES = ("rows", "cols")
-
-
-def beside(folder: Folder) -> dict[str, Any] | None:
-    """Return the quantization config of a folder whose config.json has none, if it holds lookup tables."""
-    if not (folder.path / BESIDE).exists() or not any(name.endswith(f".{TABLE}") for name in folder.names()):
-        return None
-    return {"quant_method": METHOD, **read_json(folder.path / BESIDE, MAX_CONFIG)}
 
 
 class SqueezeLlm:

@@ -144,7 +144,7 @@ def unrounded(decoder: Decoder) -> Iterator[None]:
         weight = each.weight
         if isinstance(weight, PackedWeight) and weight.scheme is not None and weight.scheme.activation is None:
             changed.append((each, weight))
-            each.weight = PackedWeight(weight.matrix, weight.scheme, False, 0)
+            each.weight = PackedWeight(weight.matrix, weight.scheme, False, 0, weight.dtype)
     try:
         yield
     finally:

@@ -16,16 +16,18 @@ Where the config does not mention tying, a checkpoint that stores only one of th
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from attar.checkpoints.folder import CONFIG, Folder
-from attar.checkpoints.layouts import bitsandbytes, fp8, own_format, squeezellm
+from attar.checkpoints.folder import CONFIG, DENSE, Folder
+from attar.checkpoints.layouts import beside, bitsandbytes, fp8, own_format, squeezellm
 from attar.checkpoints.layouts.awq import Awq
 from attar.checkpoints.layouts.bitsandbytes import BitsAndBytes
 from attar.checkpoints.layouts.compressed_tensors import METHOD, CompressedTensors
@@ -33,7 +35,7 @@ from attar.checkpoints.layouts.fp8 import Fp8
 from attar.checkpoints.layouts.gptq import Gptq
 from attar.checkpoints.layouts.own_format import OwnFormat
 from attar.checkpoints.layouts.squeezellm import SqueezeLlm
-from attar.checkpoints.strict_io import invalid, naming, near, unsupported
+from attar.checkpoints.strict_io import CheckpointError, invalid, naming, near, unsupported
 from attar.errors import UserError
 from attar.formats.scheme import Part, Scheme
 from attar.kernels.dispatch import BackendWeights
@@ -42,7 +44,10 @@ from attar.model import decoder
 from attar.model.config import ModelConfig, Names
 from attar.model.decoder import Decoder, Weights
 from attar.model.families import read_config
+from attar.plan.costs import matrices
 from attar.progress import StageProgress
+
+logger = logging.getLogger(__name__)
 
 
 class Quantized(Protocol):
@@ -82,6 +87,7 @@ class Checkpoint:
         self.folder = folder
         self.config = config
         self._renames = _renames(folder, config.names)
+        beside.drop_stale(folder, (self.stored_name(each.name) for each in matrices(config)))
         self._quantized = _reader(folder)
         if self._tied_by_omission():
             self.config = replace(config, tied=True)
@@ -91,15 +97,15 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path, dtype: torch.dtype | None = None, *, as_stored: bool = False) -> Self:
-        """Open a model folder to compute in `dtype`; None: the dtype of its stored embedding. `as_stored` leaves dense
+        """Open a model folder to compute in `dtype`; None: the dtype of its stored embedding, float32 where that is
+        float64. `as_stored` leaves dense
         matrices in the dtype of the files, for kernels that read it.
 
         Raises CheckpointError where the folder is not a checkpoint of a known architecture and format, lacks a tensor,
         or holds one of another shape than its config says. No weight is read.
         """
         folder = Folder(path)
-        if "quantization_config" not in folder.config and (settings := squeezellm.beside(folder)) is not None:
-            folder.config = {**folder.config, "quantization_config": settings}
+        beside.settle(folder)
         return cls.over(folder, dtype, as_stored=as_stored)
 
     @classmethod
@@ -202,8 +208,17 @@ class Checkpoint:
         if decoder.packed_ends(self.config, self) and (scheme := self.scheme_of(names.head)) is not None:
             return getattr(torch, scheme.scale_dtype)  # type: ignore[no-any-return]
         table = names.embed if self.has(f"{names.embed}.weight") else names.head
-        dtype: torch.dtype = getattr(torch, self._dense_part(f"{table}.weight").dtype)
-        return dtype
+        return self._computable(self._dense_part(f"{table}.weight").dtype)
+
+    def widest(self) -> torch.dtype:
+        """Return the dtype that holds every dense tensor of the files as stored; float32 for float64."""
+        dtypes = {self.folder.info(name).dtype for name in self.folder.names()} & DENSE
+        return reduce(torch.promote_types, map(self._computable, dtypes), self.dtype)
+
+    @staticmethod
+    def _computable(dtype: str) -> torch.dtype:
+        """Return the dtype to compute in of tensors stored in `dtype`: no kernel computes in float64."""
+        return torch.float32 if dtype == "float64" else getattr(torch, dtype)
 
     def _dense_part(self, name: str) -> Part:
         stored = self.stored_name(name)
@@ -220,7 +235,7 @@ class Checkpoint:
             listed = ", ".join(files[:5]) + (f" and {len(files) - 5} more files" if len(files) > 5 else "")
             raise self.folder.error("checkpoint_incomplete", f"no tensor {stored!r} in {listed}{hint}")
         part = self.folder.info(stored)
-        if part.dtype not in ("float32", "float16", "bfloat16", "float64"):
+        if part.dtype not in DENSE:
             raise invalid(
                 f"{self.folder.path}: tensor {stored!r} is {part.dtype}, without the scales that would make it numbers"
             )

@@ -1,8 +1,9 @@
 """The output folder: the stored form and name of every tensor, decided before any weight is read.
 
-Tensors keep the names, dtypes and order of the source; only a compressed linear's weight becomes the parts its scheme
-declares. Everything that belongs to a block is written when the block is done, since transforms change norms and biases
-too; the rest (embeddings, final norm, LM head) is copied, large tables by rows.
+Tensors keep the names, dtypes and order of the source, also where dtypes differ within it; only a compressed linear's
+weight becomes the parts its scheme declares. Everything that belongs to a block is written when the block is done,
+since transforms change norms and biases too; the rest (embeddings, final norm, LM head) is copied, large tables by
+rows.
 
 A recipe may compress the LM head. A tied model's LM head is its embedding as well, and is stored once, as the
 embedding: as large as several blocks, a second copy would outweigh the gain of packing. compressed-tensors declares
@@ -33,7 +34,7 @@ from attar.compression.solvers.rounding import rtn
 from attar.compression.training import trainable_parameters
 from attar.errors import UserError
 from attar.formats.packed import PackedTensor
-from attar.formats.scheme import Part, Scheme
+from attar.formats.scheme import Part, Scheme, scale_dtype
 from attar.model.decoder import all_compressible, gates
 from attar.model.layers import Block
 from attar.progress import Progress
@@ -61,7 +62,7 @@ class FolderOutput:
             rows, columns = folder.info(tensor).shape
             shapes[name] = (columns, rows) if config.names.is_transposed(name) else (rows, columns)
         self.schemes: dict[str, Scheme | None] = {
-            name: None if scheme is None else scheme.with_scale_dtype(folder.info(tensor).dtype)
+            name: None if scheme is None else scheme.with_scale_dtype(scale_dtype(folder.info(tensor).dtype))
             for (tensor, name), scheme in zip(stored.items(), recipe.schemes(shapes).values(), strict=True)
         }
         self.sizes: structured.Sizes | None = None
@@ -137,7 +138,15 @@ class FolderOutput:
         changed = dict(self._tensors(block))
         for name in [name for name, home in self._in_block.items() if home == layer]:
             tensor = changed.get(name)
-            writer.write(name, self.checkpoint.folder.read(name) if tensor is None else tensor)
+            writer.write(name, self.checkpoint.folder.read(name) if tensor is None else self._as_stored(name, tensor))
+
+    def _as_stored(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor of the source in the dtype that it has there: bit for bit, where nothing changed it."""
+        folder, dtype = self.checkpoint.folder, getattr(torch, self.layout[name].dtype)
+        if tensor.dtype == dtype or not folder.has(name):
+            return tensor
+        stored = folder.read(name)
+        return stored if torch.equal(stored.to(tensor.dtype), tensor) else tensor.to(dtype)
 
     def _tensors(self, block: Block) -> Iterator[tuple[str, Tensor]]:
         for linear in block.linears():
@@ -157,7 +166,7 @@ class FolderOutput:
 
     def write_again(self, writer: ShardWriter, found: Mapping[str, Tensor]) -> None:
         for name, tensor in found.items():
-            writer.write(name, tensor)
+            writer.write(name, self._as_stored(name, tensor))
 
     def round_head(self, rows: Tensor) -> PackedTensor:
         assert self.head is not None

@@ -90,7 +90,7 @@ def open_source(request: CompressionRequest) -> hf.Checkpoint:
     if not vocabulary.is_gguf(folder):
         checkpoint = hf.Checkpoint.open(folder)
         if "quantization_config" not in checkpoint.folder.config:
-            return checkpoint
+            return _widest(checkpoint)
     checkpoint = open_dense(folder)
     if (original := compressed_original(checkpoint)) is not None and not request.requantize:
         raise UserError(
@@ -98,7 +98,13 @@ def open_source(request: CompressionRequest) -> hf.Checkpoint:
             f"{folder} is compressed already ({original}): start from the original checkpoint, or pass --requantize, "
             "which compresses its decoded values",
         )
-    return checkpoint
+    return _widest(checkpoint)
+
+
+def _widest(source: hf.Checkpoint) -> hf.Checkpoint:
+    """Return a source in the widest dtype of its files, so that norms wider than the embedding lose nothing."""
+    widest = source.widest()
+    return source if widest == source.dtype else hf.Checkpoint.over(source.folder, widest)
 
 
 def compressed_original(source: hf.Checkpoint) -> Original | None:

@@ -60,7 +60,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     kept: int
     blocks: list[int]
     prompt: int
-    max_tokens: int
+    horizon: int
     adapter: int
     wants_logits: bool
     wants_hidden: bool

@@ -490,7 +490,7 @@ class ParallelRunner(Runner):
             pieces.append(
                 commands.Piece(
                     number, start, samples, list(sequence.tokens[start : start + rows]), kept, new,
-                    sequence.prompt, sequence.max_tokens, sequence.adapter,
+                    sequence.prompt, sequence.horizon, sequence.adapter,
                     want.logits is not None, want.hidden is not None,
                 )
             )  # fmt: skip

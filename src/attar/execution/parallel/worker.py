@@ -58,9 +58,9 @@ class Worker:
                 self._logits(command)
             case commands.Adapt():
                 if command.number:
-                    lora.install(self.decoder, command.number, Path(command.folder))
+                    lora.install(self.decoder, command.number, Path(command.folder), Path(self.job.model))
                 else:
-                    lora.attach(self.decoder, Path(command.folder))
+                    lora.attach(self.decoder, Path(command.folder), Path(self.job.model))
             case commands.Pool():
                 self.runner = None  # the old one's memory goes first
                 self.sequences.clear()
@@ -87,9 +87,9 @@ class Worker:
         for piece in command.pieces:
             if (sequence := self.sequences.get(piece.sequence)) is None:
                 sequence = self.sequences[piece.sequence] = Sequence(
-                    id=str(piece.sequence), prompt_ids=[0] * piece.prompt, max_tokens=piece.max_tokens,
-                    adapter=piece.adapter,
-                )  # fmt: skip
+                    id=str(piece.sequence), prompt_ids=[0] * piece.prompt, max_tokens=0, adapter=piece.adapter
+                )
+            sequence.horizon = piece.horizon
             del sequence.tokens[piece.start :]  # earlier tokens were run, or are another's and unread
             sequence.tokens.extend([0] * (piece.start - len(sequence.tokens)))
             sequence.tokens.extend(piece.tokens)

@@ -53,6 +53,7 @@ class PackedWeight:
     scheme: Scheme | None  # None: dense
     integer: bool  # whether rows are rounded to int8
     activation_group: int  # columns that share an activation scale; 0: the whole row
+    dtype: torch.dtype | None = None  # of a dense weight
     _plans: dict[tuple[str | weakref.ref[Linear], ...], list[Factors]] = field(default_factory=dict, repr=False)
     """Plans by the tuple of linear layers, of which this one is the first, and the gate.
 
@@ -136,7 +137,7 @@ def prepare(each: Linear, arena: extension.Arena, activations: Activations = "in
         assert isinstance(weight, Tensor)
         dense, (rows, columns) = weight.contiguous(), each.shape
         matrix = library.pack_dense(arena, dense.data_ptr(), rows, columns, extension.number_name(dense.dtype))
-        each.weight = PackedWeight(matrix, None, False, 0)
+        each.weight = PackedWeight(matrix, None, False, 0, dense.dtype)
     each.dense = None
     if each.bias is not None:
         each.bias = each.bias.float().contiguous()
@@ -208,11 +209,11 @@ def gated_linear(x: Tensor, linears: Sequence[Linear], kind: Activation, level: 
 
 
 def gateable(linears: Sequence[Linear]) -> bool:
-    """Return whether these are two prepared weights of one shape, scheme and rounding."""
+    """Return whether these are two prepared weights of one shape, scheme, dtype and rounding."""
     weights = [each.weight for each in linears if isinstance(each.weight, PackedWeight) and not each.weight.apart]
     if not len(weights) == len(linears) == 2:
         return False
-    same = weights[0].scheme == weights[1].scheme and weights[0].shape == weights[1].shape
+    same = len({(each.scheme, each.dtype, each.shape) for each in weights}) == 1
     return same and _form(linears[0]) == _form(linears[1])
 
 

@@ -44,7 +44,7 @@ _HEADERS: dict[int, Schema] = {
     429: {**_NAMED, **_LATER},
     503: {**_NAMED, **_WHETHER},
 }  # the others may come from the connection, before a request has a name
-_BY_CONNECTION = (400, 408, 411, 414, 431)
+_BY_CONNECTION = (400, 408, 414, 431)
 
 _SAID = [{"role": "user", "content": "Why is the sky blue?"}]
 _TOLD: Schema = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2}
@@ -239,7 +239,7 @@ def _below(end: int) -> Iterator[str]:
 def _add_errors(operation: Schema, path: str, posting: bool, keyed: bool) -> None:
     responses = operation["responses"]
     responses.pop("422", None)  # FastAPI's own validation, unused here
-    statuses = [400, 403, 408, 411, 414, 431, 500, 503] + ([404, 413, 415, 429] if posting else [])
+    statuses = [400, 403, 408, 414, 431, 500, 503] + ([404, 413, 415, 429] if posting else [])
     if "{" in path:
         statuses.append(404)
     if keyed and path != "/livez":

@@ -157,7 +157,8 @@ async def _receive(request: Request, name: str) -> bytes:
         if message["type"] == "http.disconnect":
             raise APIError("cancelled", CANCELLED)
         body += message.get("body", b"")
-        assert len(body) <= MAX_BODY, "h11 holds a body to its Content-Length"
+        if len(body) > MAX_BODY:  # it came in chunks
+            raise APIError("body_too_large", f"the body is larger than {MAX_BODY} bytes")
         more = message.get("more_body", False)
     return bytes(body)
 

@@ -68,7 +68,18 @@ class Middleware:
         self.open += 1
         self.metrics.open.set(self.open)
         account: Account | None = None
-        cache_salt, size = b"", 0
+        cache_salt, size, received = b"", 0, 0
+
+        async def settled() -> Message:
+            """Receive a body in chunks; once it is there, count what it has, not the most that it may have."""
+            nonlocal received, size
+            message = await receive()
+            received += len(message.get("body", b""))
+            if message["type"] == "http.request" and not message.get("more_body", False):
+                self.bodies[cache_salt] += min(received, size) - size
+                size = min(received, size)
+            return message
+
         try:
             if _is_preflight(self.options.origins, scope, headers):
                 await _answer_preflight(headers, tell)
@@ -80,7 +91,7 @@ class Middleware:
                 size = _size(headers)
                 self.bodies[cache_salt] += size
             scope["attar"] = Caller(name, arrived, cache_salt, account)
-            await self.app(scope, receive, tell)
+            await self.app(scope, settled if b"transfer-encoding" in headers else receive, tell)
         except APIError as refusal:
             await refusal.send(scope["path"], tell)
         except Exception as error:
@@ -157,5 +168,8 @@ async def _answer_preflight(asked: Mapping[bytes, bytes], send: Send) -> None:
 
 
 def _size(headers: Mapping[bytes, bytes]) -> int:
-    """Return the bytes of the body to be held: 0 for one that is too large, which is not read."""
+    """Return the bytes of the body to be held: 0 for one that is too large, which is not read, and the most that there
+    may be for one in chunks."""
+    if b"transfer-encoding" in headers:
+        return MAX_BODY
     return length if (length := int(headers.get(b"content-length", b"0"))) <= MAX_BODY else 0
