@@ -235,8 +235,8 @@ def _array(
     if like is not None and len(given) != len(like):
         raise malformed(f"{key} has {len(given)} entries, {_KEY}tokens has {len(like)}")
     value = list(given)
-    wrong = next((i for i, element in enumerate(value) if type(element) is not kind), None)
-    if wrong is not None:
+    if set(map(type, value)) - {kind}:
+        wrong = next(i for i, element in enumerate(value) if type(element) is not kind)
         raise malformed(f"{key}[{wrong}] is of type {type(value[wrong]).__name__}, not {kind.__name__}")
     if kind is str:
         _check_unicode(key, value)
@@ -267,8 +267,7 @@ def _given(metadata: Mapping[str, Any], key: str) -> Any:
 
 def _check_unicode(key: str, texts: Sequence[str]) -> None:
     try:
-        for text in texts:
-            text.encode()
+        "".join(texts).encode()
     except UnicodeEncodeError as error:
         raise malformed(f"{_shown(key)} holds a lone surrogate (no Unicode)") from error
 

@@ -97,7 +97,7 @@ class Metadata(Mapping[str, Any]):
 
     def _scalar(self, key: str, entry: Entry) -> Any:
         if entry.type == STRING:
-            return self._string(key, entry.at)[0]
+            return self._string(key, entry.at)
         (value,) = SCALARS[entry.type].unpack_from(self._header, entry.at)
         return value == 1 if entry.type == "bool" else value
 
@@ -106,17 +106,24 @@ class Metadata(Mapping[str, Any]):
             values = struct.unpack_from(f"<{count}{SCALARS[kind].format[1:]}", self._header, at)
             yield from (value == 1 for value in values) if kind == "bool" else values
             return
-        for _ in range(count):
-            text, at = self._string(key, at)
-            yield text
-
-    def _string(self, key: str, at: int) -> tuple[str, int]:
-        (length,) = _LENGTH.unpack_from(self._header, at)
-        end = at + 8 + length
+        header, unpack = self._header, _LENGTH.unpack_from
         try:
-            return self._header[at + 8 : end].decode(), end
+            for _ in range(count):  # of a quarter of a million: a call for each takes as long again
+                begin = at + _LENGTH.size
+                at = begin + unpack(header, at)[0]
+                yield header[begin:at].decode()
         except UnicodeDecodeError:
-            raise CheckpointError("gguf_malformed", f"{self._where}: key {key!r}: a string is not UTF-8") from None
+            raise self._no_text(key) from None
+
+    def _string(self, key: str, at: int) -> str:
+        (length,) = _LENGTH.unpack_from(self._header, at)
+        try:
+            return self._header[at + _LENGTH.size : at + _LENGTH.size + length].decode()
+        except UnicodeDecodeError:
+            raise self._no_text(key) from None
+
+    def _no_text(self, key: str) -> CheckpointError:
+        return CheckpointError("gguf_malformed", f"{self._where}: key {key!r}: a string is not UTF-8")
 
 
 # Writing
