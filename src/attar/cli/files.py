@@ -49,6 +49,7 @@ def convert(
     to: Annotated[
         Format, option("Output", "FORMAT", "Format to write: gguf, compressed-tensors, awq or gptq.", "--to")
     ],
+    max_shard: options.MaxShard = None,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -66,7 +67,9 @@ def convert(
         from attar.checkpoints.convert.proof import proof
         from attar.checkpoints.convert.run import convert as run
 
-        done = run(source, output, to=to.value, overwrite=overwrite, progress=bar)
+        done = run(
+            source, output, to=to.value, max_shard_bytes=max_shard, overwrite=overwrite, progress=bar
+        )  # fmt: skip
         bar.close()
         print(f"{done.path}: {done.bytes:,} bytes, {done.format}")
         for sentence in proof(done):

@@ -86,7 +86,7 @@ def _cuts(pieces: Sequence[Piece]) -> tuple[Indices, Indices, Indices]:
 def _characters(pieces: Sequence[Piece]) -> Hashes:
     """Return the characters or bytes of all pieces, one after another."""
     if pieces and isinstance(pieces[0], str):
-        return np.frombuffer("".join(pieces).encode("utf-32-le"), "<u4").astype(np.uint64)  # type: ignore[arg-type]
+        return np.frombuffer("".join(pieces).encode("utf-32-le"), "<u4").astype(np.uint64)
     return np.frombuffer(b"".join(pieces), np.uint8).astype(np.uint64)  # type: ignore[arg-type]
 
 

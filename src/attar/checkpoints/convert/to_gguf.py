@@ -35,8 +35,10 @@ from attar.formats.packed import PackedTensor
 from attar.progress import Progress
 
 
-def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: Progress) -> Converted:
-    """Write a folder to the GGUF file `dst`; `report` counts tensors.
+def folder_to_file(
+    checkpoint: Checkpoint, dst: Path, overwrite: bool, report: Progress, most: int | None = None
+) -> Converted:
+    """Write a folder to the GGUF file `dst`, or parts of at most `most` bytes; `report` counts tensors.
 
     Raises ValueError naming the first tensor that no type holds exactly. It also does where GGUF cannot express the
     model or its tokenizer, where `dst` exists, and where a tensor reads back otherwise than it was written.
@@ -58,7 +60,7 @@ def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: P
     names = list(gguf_export.tensor_names(config, checkpoint.has))
     layout |= {file_name(config.names, name): _planned(checkpoint, name, kinds) for name in names}
     ours = Digest()
-    with atomic_gguf(dst, head | words, layout, overwrite) as writer:
+    with atomic_gguf(dst, head | words, layout, overwrite, most) as writer:
         for name, each in factors.items():
             writer.write(name, each.contiguous().view(torch.uint8))
         for done, name in enumerate(names, 1):
@@ -84,12 +86,13 @@ def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: P
         writer.sync()
         theirs = _of_file(GgufCheckpoint.open(writer.folder / writer.plans[0].name, torch.float32), names, report)
         compare(ours, theirs)
-        size = writer.plans[0].size
+        size = sum(each.size for each in writer.plans)
+        path = dst.with_name(writer.plans[0].name)
     stored = sum(kinds[name].bytes(each.shape) for name, each in linears.items())
     bits = 8 * stored / sum(math.prod(each.shape) for each in linears.values()) if linears else None
     notes = () if note is None else (note,)
     before = stored_bits(checkpoint, linears)
-    return Converted(dst, GGUF, len(ours.of), len(linears), size, bits, before, ours.whole, notes)
+    return Converted(path, GGUF, len(ours.of), len(linears), size, bits, before, ours.whole, notes)
 
 
 def _chosen(checkpoint: Checkpoint, name: str, each: Stored) -> GgmlType:

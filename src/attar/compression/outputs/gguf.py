@@ -25,7 +25,7 @@ from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
 from attar.checkpoints.gguf import export as gguf_export
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.gguf.names import file_name
-from attar.checkpoints.gguf.writer import GgufPlan, plan
+from attar.checkpoints.gguf.writer import GgufPlan, plan_parts
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.writer import FilePlan, ShardWriter
 from attar.compression.block import structured
@@ -98,7 +98,8 @@ class GgufOutput:
                 trainable_parameters.untrained_in_file(blocks), blocks, recipe.tune.method, dense=False
             )
         self._factors = factors
-        self.plan: GgufPlan = plan(name, head_words | tokenizer, dict(self._tensors(shapes)))
+        self._metadata, self._layout = head_words | tokenizer, dict(self._tensors(shapes))
+        (self._plan,) = self._plans(None)
         counted = self._counted()
         stored = sum(self._kind(module).bytes(shapes[module]) for module in counted)
         self.bits_per_weight = 8 * stored / sum(math.prod(shapes[module]) for module in counted)
@@ -110,12 +111,15 @@ class GgufOutput:
 
     # Layout
 
-    def plans(self, max_shard_bytes: int) -> list[FilePlan]:
-        """Plan the one file, whatever its size: llama.cpp's splits are not written."""
-        return [self.plan]
+    def plans(self, max_shard_bytes: int | None) -> list[FilePlan]:
+        """Plan one file, whatever its size, or parts of at most so many bytes."""
+        return [self._plan] if max_shard_bytes is None else [*self._plans(max_shard_bytes)]
+
+    def _plans(self, most: int | None) -> list[GgufPlan]:
+        return plan_parts(self.name, self._metadata, self._layout, most)
 
     def written(self, blocks_done: int) -> list[str]:
-        return [each for each in self.plan.slots if each.startswith("blk.") and int(each.split(".")[1]) < blocks_done]
+        return [each for each in self._layout if each.startswith("blk.") and int(each.split(".")[1]) < blocks_done]
 
     def _named(self, name: str) -> str:
         """Return the name in the file of our tensor or module `name`."""
@@ -215,7 +219,7 @@ class GgufOutput:
 
     def write_again(self, writer: ShardWriter, found: Mapping[str, Tensor]) -> None:
         """Replace norms and biases, and numbers within the blocks of matrices, by attar's names."""
-        file = GgufFile(writer.folder / self.name)
+        file = GgufFile(writer.folder / writer.plans[0].name)
         for name, values in found.items():
             module = name.rpartition(".")[0]
             if gguf_export.interleaves(self.config, module):

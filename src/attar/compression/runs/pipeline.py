@@ -236,7 +236,7 @@ def _finished(
         warnings += gained.warnings(run.plan.name)
         about["gain"] = asdict(gained)
     result = Compressed(
-        path=run.request.path,
+        path=run.request.path.with_name(run.files[0].name) if run.request.to_file else run.request.path,
         recipe=run.plan.name,
         head=run.plan.head_name,
         bits_per_weight=output.bits_per_weight,
