@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -139,6 +139,11 @@ def _described(name: str, kind: GgmlType, shape: tuple[int, ...]) -> bytes:
         raise UserError("gguf_inexpressible", f"tensor {name!r} of shape {list(shape)}: {error}") from None
     sizes = b"".join(SCALARS["u64"].pack(size) for size in reversed(shape))
     return SCALARS["u32"].pack(len(shape)) + sizes + SCALARS["u32"].pack(kind.id)
+
+
+def output_path(dst: Path, plans: Sequence[FilePlan]) -> Path:
+    """Return the path by which the output `dst` is opened: of its first part, where it has several."""
+    return dst if len(plans) == 1 else Path(os.path.realpath(dst)).with_name(plans[0].name)
 
 
 def _outputs(target: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoints.gguf.writer import atomic_file
+from attar.checkpoints.gguf.writer import atomic_file, output_path
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.writer import atomic_folder
@@ -236,7 +236,7 @@ def _finished(
         warnings += gained.warnings(run.plan.name)
         about["gain"] = asdict(gained)
     result = Compressed(
-        path=run.request.path.with_name(run.files[0].name) if run.request.to_file else run.request.path,
+        path=output_path(run.request.path, run.files) if run.request.to_file else run.request.path,
         recipe=run.plan.name,
         head=run.plan.head_name,
         bits_per_weight=output.bits_per_weight,
