@@ -6,7 +6,6 @@ import base64
 import json
 import shutil
 import struct
-import time
 from pathlib import Path
 
 import pytest
@@ -249,30 +248,3 @@ def test_added_tokens_must_fit_behind_the_vocabulary(tmp_path: Path) -> None:
         else:
             with user_error("tokenizer_malformed"):
                 Tokenizer.load(tmp_path)
-
-
-def test_a_vocabulary_whose_cuts_would_take_long_is_refused_at_once() -> None:
-    """A piece costs the square of its length: 200,000 of 246 characters took 21 s."""
-    ranks = {f"{i:06d}" + "x" * 240: float(i) for i in range(20_000)}
-    began = time.process_time()
-    with user_error("tokenizer_unsupported"):
-        convert._merges(ranks, dict.fromkeys(ranks, 0))
-    assert time.process_time() - began < 0.2
-
-
-def test_a_vocabulary_of_gemmas_size_is_not(shared: Path) -> None:
-    """As long pieces as Llama 3's, twice as many: 256,000."""
-    lines = (shared / "tokenizers" / "llama3" / "tokenizer.model").read_bytes().splitlines()
-    pieces = [base64.b64decode(line.split()[0]) for line in lines]
-    ranks = {piece: i for i, piece in enumerate([*pieces, *(piece[::-1] + b"\xff" for piece in pieces)])}
-    assert len(ranks) > 255_000
-    assert len(convert._merges(ranks, ranks)) > 280_000
-
-
-def test_merges_are_made_of_the_vocabularys_own_strings() -> None:
-    """Slices would be copies: of a piece of n characters, n^2 of them."""
-    pieces = {"a" * length: float(length) for length in range(1, 100)}
-    own = {id(piece) for piece in pieces}
-    merges = convert._merges(pieces, {piece: i for i, piece in enumerate(pieces)})
-    assert len(merges) == 99 * 98 // 2
-    assert all(id(half) in own for merge in merges for half in merge)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import unicodedata
@@ -358,3 +359,15 @@ def test_templates_by_name() -> None:
     assert (ours.chat_template(), ours.chat_template(tools=True)) == ("plain", "tools")
     with user_error("template_missing"):
         tokenizer_from_gguf(small_gpt2()).chat_template()
+
+
+def test_garbage_is_collected_again_afterwards() -> None:
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            tokenizer_from_gguf(small_gpt2())
+            with user_error("tokenizer_missing"):
+                tokenizer_from_gguf({})
+            assert gc.isenabled() is enabled
+        finally:
+            gc.enable()

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from attar.checkpoints.gguf.parts import part_paths
 from attar.errors import UserError
 
 READ = (
@@ -38,7 +39,7 @@ def fingerprints(folders: Iterable[str]) -> dict[str, str]:
 
 def _read_from(path: Path) -> Iterator[Path]:
     if not path.is_dir():
-        yield path
+        yield from part_paths(path)
         return
     yield from sorted({found for pattern in READ for found in path.glob(pattern) if found.is_file()})
 

@@ -23,7 +23,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from attar.checkpoints.folder import CONFIG, INDEX, SINGLE
 from attar.checkpoints.safetensors import DTYPES, Slot, byte_view
@@ -47,6 +47,7 @@ class FilePlan:
     name: str
     slots: Mapping[str, Slot]
     header: bytes  # including the length field
+    indexed: ClassVar[bool] = True  # several files have an index
 
     @property
     def size(self) -> int:
@@ -224,7 +225,7 @@ class ShardWriter:
         """Check that every tensor was written, add the index where there are several files, sync and close."""
         if missing := sorted(self._home.keys() - self.written):
             raise ValueError(f"{len(missing)} tensors were never written: {', '.join(missing[:5])}")
-        if len(self.plans) > 1:
+        if len(self.plans) > 1 and self.plans[0].indexed:
             with writing(self.folder / INDEX):
                 (self.folder / INDEX).write_bytes(index_json(self.plans))
         self.sync()

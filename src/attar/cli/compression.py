@@ -79,9 +79,7 @@ class CompressConfig(options.OutputConfig):
     )] = None  # fmt: skip
     eval_tokens: Annotated[int | None, option("Comparison", "N", "Tokens of --eval to use at most.", min=2)] = None
     device: options.Device = "cpu"
-    max_shard: Annotated[
-        int, option("Output", "SIZE", "Size of an output file at most.", parser=parse_bytes, default="5GB")
-    ] = 5 * 10**9
+    max_shard: options.MaxShard = None
     overwrite: options.Overwrite = False
     restart: options.Restart = False
 

@@ -62,6 +62,7 @@ def convert(
         "Output", "DTYPE", "Dtype of --to dense: bfloat16, float16 or float32, which keeps most values exactly.",
         "--dtype", default="the source's, and bfloat16 for quantized GGUF files",
     )] = None,
+    max_shard: options.MaxShard = None,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -82,7 +83,10 @@ def convert(
         from attar.checkpoints.convert.proof import proof
         from attar.checkpoints.convert.run import convert as run
 
-        done = run(source, output, to=to.value, dtype=dtype and dtype.value, overwrite=overwrite, progress=bar)
+        done = run(
+            source, output, to=to.value, dtype=dtype and dtype.value, max_shard_bytes=max_shard, overwrite=overwrite,
+            progress=bar,
+        )  # fmt: skip
         bar.close()
         print(f"{done.path}: {done.bytes:,} bytes, {done.format}")
         for sentence in proof(done):

@@ -49,6 +49,11 @@ Quiet = Annotated[bool, flag("Output", "Show no progress on stderr.", "--quiet",
 Overwrite = Annotated[bool, flag("Output", "Replace the output if it exists.", "--overwrite")]
 Restart = Annotated[bool, flag("Output", "Discard an interrupted run instead of resuming it.", "--restart")]
 
+MaxShard = Annotated[int | None, option(
+    "Output", "SIZE", "Size of an output file at most. OUT.gguf becomes parts: OUT-00001-of-00003.gguf and so on.",
+    "--max-shard", parser=parse_size, default="5GB, or one file for OUT.gguf",
+)]  # fmt: skip
+
 DEVICE = "cpu, or cuda for an NVIDIA GPU; cuda:1 is the second one."
 Device = Annotated[str, option("Device", "DEVICE", DEVICE, "--device")]
 ComputeDtype = Annotated[Dtype | None, option(

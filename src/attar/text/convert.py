@@ -18,13 +18,11 @@ import json
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from attar.errors import UserError
-
-Piece = TypeVar("Piece", str, bytes)
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2_SPLIT = _WORDS % r"\p{N}"
@@ -38,8 +36,6 @@ _CUTS: Mapping[str, Sequence[str]] = {
 _ANY = ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend", None)  # classes that do not say
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # sentencepiece's piece types, and GGUF's
-MAX_MERGES = 1 << 21  # merges that follow from pieces: 2^19 for Gemma's quarter of a million
-MAX_CUT = 1 << 26  # characters in all cuts of all pieces: 2^23 for Llama 3's 128,000
 _BPE = 2  # sentencepiece's model types: 1 is unigram
 
 
@@ -200,10 +196,12 @@ def sentencepiece(pieces: Sequence[tuple[str, float, int]], *, dummy_prefix: boo
     With `dummy_prefix` a space is put before the text, and before text that follows a special token. No piece is
     registered as an added token; the caller does that.
     """
+    from attar.text.merges import merges  # with numpy, which not every tokenizer needs
+
     vocab = {text: index for index, (text, _, _) in enumerate(pieces)}
     ranks = {text: -score for text, score, kind in pieces if kind in (NORMAL, USER_DEFINED, UNUSED)}
     unknown = next((text for text, _, kind in pieces if kind == UNKNOWN), None)
-    model = models.BPE(vocab, _merges(ranks, vocab), unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
+    model = models.BPE(vocab, merges(ranks, vocab), unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
     tokenizer = Tokenizer(model)
     spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁")] * dummy_prefix + spaces)
@@ -214,34 +212,11 @@ def sentencepiece(pieces: Sequence[tuple[str, float, int]], *, dummy_prefix: boo
     return tokenizer
 
 
-def _merges(ranks: Mapping[Piece, float], ids: Mapping[Piece, int]) -> list[tuple[Piece, Piece]]:
-    """Return every cut of a piece into two, ordered by the rank (low is early) of the whole, then by the ids of the
-    halves.
-
-    Llama 2 gives all its runs of spaces one score: there the order of the halves alone decides. Raises ValueError
-    beyond MAX_MERGES, because there may be as many merges as characters in the vocabulary, and beyond MAX_CUT, because
-    a piece costs the square of its length.
-    """
-    if (cut := sum(len(piece) ** 2 for piece in ranks)) > MAX_CUT:
-        raise unsupported(
-            f"the vocabulary's pieces are too long to find their merges: all cuts of all pieces have {cut} characters, "
-            f"and attar looks at {MAX_CUT}"
-        )
-    own = {piece: piece for piece in ranks}  # halves are the vocabulary's own strings, not slices that copy them
-    found = []
-    for piece, rank in ranks.items():
-        for cut in range(1, len(piece)):
-            if (left := own.get(piece[:cut])) is not None and (right := own.get(piece[cut:])) is not None:
-                found.append((rank, ids[left], ids[right], left, right))
-        if len(found) > MAX_MERGES:
-            raise unsupported(f"the vocabulary's pieces are joined by more than {MAX_MERGES} merges")
-    found.sort()
-    return [(left, right) for *_, left, right in found]
-
-
 def _from_ranks(path: Path, data: bytes) -> Tokenizer:
     """Load Llama 3's ranks: they are ids, and a word that is a piece is taken whole, without merging
     (tiktoken's rule)."""
+    from attar.text.merges import merges  # as above
+
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(data.splitlines(), 1):
         try:
@@ -252,8 +227,8 @@ def _from_ranks(path: Path, data: bytes) -> Tokenizer:
     chars = bytes_to_chars()
     spelled = {piece: "".join(chars[byte] for byte in piece) for piece in ranks}
     vocab = {spelled[piece]: rank for piece, rank in ranks.items()}
-    merges = [(spelled[left], spelled[right]) for left, right in _merges(ranks, ranks)]
-    return byte_level(models.BPE(vocab, merges, fuse_unk=False, ignore_merges=True), [LLAMA3_SPLIT], None)
+    pairs = [(spelled[left], spelled[right]) for left, right in merges(ranks, ranks)]
+    return byte_level(models.BPE(vocab, pairs, fuse_unk=False, ignore_merges=True), [LLAMA3_SPLIT], None)
 
 
 def _from_sentencepiece(path: Path, data: bytes) -> Tokenizer:

@@ -36,8 +36,8 @@ from attar.formats.packed import PackedTensor
 from attar.model.config import Names, Rope
 from attar.model.decoder import Decoder
 from attar.model.rope import frequencies
-from attar.text import convert
 from attar.text import gguf as text_gguf
+from attar.text import merges
 from tests.checkpoints.conftest import make_probes
 from tests.errors import user_error
 
@@ -636,8 +636,8 @@ def runs(longest: int) -> dict[str, Any]:
 
 
 def test_merges_that_follow_from_pieces_are_bounded(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert convert.MAX_MERGES == 1 << 21
-    monkeypatch.setattr(convert, "MAX_MERGES", 50 * 49 // 2)
+    assert merges.MAX_MERGES == 1 << 21
+    monkeypatch.setattr(merges, "MAX_MERGES", 50 * 49 // 2)
     assert vocabulary.tokenizer(write("Q4_0", runs(50))).vocab_size == len(TOKENS) + 49
     with user_error("tokenizer_unsupported", "model.gguf"):
         vocabulary.tokenizer(write("Q4_0", runs(51)))

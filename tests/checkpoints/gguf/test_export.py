@@ -21,6 +21,7 @@ BASE = {
 GEMMA3: dict[str, object] = {
     "num_hidden_layers": 6, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16
 }  # fmt: skip
+EXPERTS: dict[str, object] = {"num_experts": 4, "num_experts_per_tok": 2}
 LONGROPE = {
     "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 64
 }  # fmt: skip
@@ -45,6 +46,9 @@ def config(name: str, **more: object) -> ModelConfig:
         (config("GPT2LMHeadModel", n_embd=32, n_head=4, n_layer=2), "gpt2"),
         (config("Qwen2ForCausalLM"), "qwen2"),
         (config("Qwen3ForCausalLM", head_dim=16), "qwen3"),
+        (config("MixtralForCausalLM"), "llama"),
+        (config("Qwen2MoeForCausalLM", **EXPERTS), "qwen2moe"),
+        (config("Qwen3MoeForCausalLM", **EXPERTS, norm_topk_prob=True), "qwen3moe"),
         (config("LlamaForCausalLM", rope_scaling={"rope_type": "linear", "factor": 4.0}), "llama"),
         (
             config(
@@ -102,7 +106,8 @@ def test_the_rope_of_llama_3_is_said_by_its_factors() -> None:
         (config("Gemma3ForCausalLM", **GEMMA3, sliding_window_pattern=2), "gguf_inexpressible"),
         (replace(config("GPT2LMHeadModel", n_embd=32, n_head=4, n_layer=2), attention_scale=1.0), "gguf_inexpressible"),
         (config("OPTForCausalLM", ffn_dim=48, num_key_value_heads=4), "architecture_unsupported"),
-        (config("MixtralForCausalLM"), "architecture_unsupported"),
+        (config("Qwen2MoeForCausalLM", norm_topk_prob=True, **EXPERTS), "gguf_inexpressible"),
+        (config("Qwen3MoeForCausalLM", **EXPERTS, mlp_only_layers=[0]), "gguf_inexpressible"),
     ],
 )  # fmt: skip
 def test_what_a_file_has_no_words_for_is_refused(made: ModelConfig, words: str) -> None:

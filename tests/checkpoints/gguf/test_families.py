@@ -20,12 +20,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from attar.checkpoints.convert.run import convert
+from attar.checkpoints.convert.source import values_of
 from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.gguf.file import GgufFile
-from attar.checkpoints.sources import hf
+from attar.checkpoints.gguf.values import Typed
+from attar.checkpoints.gguf.writer import atomic_gguf
+from attar.checkpoints.sources import hf, imatrix
 from attar.checkpoints.strict_io import CheckpointError
-from attar.compression.runs.pipeline import compress
+from attar.compression.calibration import importance
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress, compress_request
 from attar.formats.codecs import ggml_blocks
 from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
@@ -288,10 +293,7 @@ def test_files_that_do_not_become_folders_say_which_do(kind: str, made: Made, tm
         convert(made(kind)[1], tmp_path / "out", to="compressed-tensors")
 
 
-WRITTEN = [kind for kind in CONFIGS if kind not in ("mixtral", "qwen2moe", "qwen3moe")]
-
-
-@pytest.mark.parametrize("kind", WRITTEN)
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_a_folder_of_each_written_family_becomes_the_file_that_llama_cpp_makes(
     kind: str, made: Made, tmp_path: Path
 ) -> None:
@@ -307,7 +309,7 @@ def test_a_folder_of_each_written_family_becomes_the_file_that_llama_cpp_makes(
             assert ours.metadata[key] == value, key
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "phi3 long", "gpt2"])
+@pytest.mark.parametrize("kind", ["gemma3", "phi3 long", "gpt2", "mixtral", "qwen2moe", "qwen3moe"])
 def test_a_compressed_file_is_what_its_converted_values_are(kind: str, made: Made, tmp_path: Path) -> None:
     """All but the matrices has the values of the folder, in the form of files; the matrices are near."""
     source, path = made(kind)
@@ -320,8 +322,73 @@ def test_a_compressed_file_is_what_its_converted_values_are(kind: str, made: Mad
         assert (found - expected).abs().max() <= (
             0 if ours.info(name).kind.name == "F32" else NEAR * expected.abs().max()
         )
-    assert ours.info("blk.0.ffn_up.weight").kind.name == "Q8_0"
+    up = "blk.0.ffn_up_exps.weight" if kind in EXPERTS_OF else "blk.0.ffn_up.weight"
+    assert ours.info(up).kind.name == "Q8_0"
     assert logits(gguf_checkpoint.load(file, torch.float32)).isfinite().all()
+
+
+EXPERTS_OF = ("mixtral", "qwen2moe", "qwen3moe")
+
+
+@pytest.mark.parametrize("kind", EXPERTS_OF)
+def test_importances_of_each_expert_weigh_its_own_errors(kind: str, made: Made, tmp_path: Path) -> None:
+    """A matrix kept in a file, with a row for each expert, is that which the run measures."""
+    source, _ = made(kind)
+    ids = [(torch.arange(LENGTH) * (7 + i) % 96).tolist() for i in range(24)]
+    own = compress(source, tmp_path / "own.gguf", recipe="q4_0", calibration=ids).path
+    matrix = tmp_path / "m.gguf"
+    importance.make(source, matrix, calibration=ids)
+    stored = imatrix.read(matrix).means["blk.1.ffn_down_exps.weight"]
+    assert stored.shape[0] == CONFIGS[kind].get("num_local_experts", CONFIGS[kind].get("num_experts"))
+    assert not torch.equal(stored[0], stored[1])
+    request = CompressionRequest(source, tmp_path / "given.gguf", recipe="q4_0", imatrix=matrix)
+    given, plain = compress_request(request).path, compress(source, tmp_path / "plain.gguf", recipe="q4_0").path
+    files = [GgufFile(path) for path in (own, given, plain)]
+    same = [torch.equal(files[0].read(name), files[1].read(name)) for name in files[0].names()]
+    assert all(same)
+    assert not torch.equal(*(file.read("blk.1.ffn_down_exps.weight") for file in files[1:]))
+
+
+def test_experts_of_two_types_have_no_stack(made: Made, tmp_path: Path) -> None:
+    recipe = tmp_path / "two.yaml"
+    recipe.write_text("recipe: rtn-q8_0\noverrides:\n  - match: '*.experts.1.down_proj'\n    scheme: q4_0\n")
+    with user_error("gguf_inexpressible", "blk.0.ffn_down_exps.weight", "experts.1"):
+        compress(made("qwen3moe")[0], tmp_path / "out.gguf", recipe=recipe)
+
+
+@pytest.mark.parametrize("scheme", ["rtn-q5_1", "rtn-q8_0"])
+def test_a_compressed_mixture_is_converted_bit_for_bit(scheme: str, made: Made, tmp_path: Path) -> None:
+    source, _ = made("qwen3moe")
+    folder = compress(source, tmp_path / "folder", recipe=scheme).path
+    done = convert(folder, tmp_path / "out.gguf", to="gguf")
+    checkpoint = GgufCheckpoint.open(done.path, torch.float32)
+    name = "model.layers.2.mlp.experts.3.up_proj"
+    expected = values_of(hf.Checkpoint.open(folder, as_stored=True).linear(name))
+    assert torch.equal(checkpoint.tensor(f"{name}.weight"), expected.float())
+
+
+def test_a_tensor_for_each_expert_is_read_as_their_stack(made: Made, tmp_path: Path) -> None:
+    """As Mixtral's files of before April 2024 have them."""
+    _, path = made("mixtral")
+    file = GgufFile(path)
+    layout: dict[str, Any] = {}
+    data: dict[str, Tensor] = {}
+    for name in file.names():
+        info, raw = file.info(name), file.read(name)
+        if "_exps" not in name:
+            layout[name], data[name] = (info.kind, info.shape), raw
+            continue
+        for expert in range(info.shape[0]):
+            alone = name.replace("_exps", f".{expert}")
+            layout[alone], data[alone] = (info.kind, info.shape[1:]), raw[expert]
+    head = {key: Typed(file.metadata.type_of(key), file.metadata[key]) for key in file.metadata}
+    with atomic_gguf(tmp_path / "old.gguf", head, layout) as writer:
+        for name, raw in data.items():
+            writer.write(name, raw)
+    old = tmp_path / "old.gguf"
+    assert "blk.0.ffn_gate.3.weight" in GgufFile(old)
+    found, expected = (logits(gguf_checkpoint.load(each, torch.float32)) for each in (old, path))
+    assert torch.equal(found, expected)
 
 
 DENSE_NORM = 1e-6  # absolute: Gemma's norms lose one and get it back

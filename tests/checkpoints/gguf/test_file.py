@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "alignment a string": (alignment(STR, text("32")), "65536, not string"),
     "alignment a float": (alignment(F32, struct.pack("<f", 32)), "65536, not f32"),
     "alignment an array": (alignment(ARR, u32(U32) + u64(1) + u32(32)), "65536, not [u32]"),
-    "one of 3 parts": (one(keys=[key("split.count", U16, b"\3\0")]), "one of 3 files of a split model; join them"),
+    "one of 3 parts": (one(keys=[key("split.count", U16, b"\3\0")]), "has split.count 3, but no split.no"),
     "parts a string": (one(keys=[key("split.count", STR, text("3"))]), "split.count must be a whole number, not str"),
     "parts an array": (one(keys=[array("split.count", U16, 1, b"\3\0")]), "must be a whole number, not [u16]"),
     # tensors' names

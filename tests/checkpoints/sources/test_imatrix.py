@@ -147,8 +147,8 @@ def test_malformed_files_of_the_newer_form_are_refused(tmp_path: Path) -> None:
     one, ones = torch.ones(1, 1), torch.ones(1, 4)
     with user_error("checkpoint_incomplete"):
         imatrix.read(newer(tmp_path / "a.gguf", **{"w.in_sum2": ones}))
-    with user_error("feature_unsupported"):
-        imatrix.read(newer(tmp_path / "b.gguf", **{"w.in_sum2": torch.ones(2, 4), "w.counts": torch.ones(2, 1)}))
+    with user_error("file_malformed"):
+        imatrix.read(newer(tmp_path / "b.gguf", **{"w.in_sum2": torch.ones(2, 4), "w.counts": torch.ones(3, 1)}))
     with user_error("file_malformed"):
         imatrix.read(newer(tmp_path / "c.gguf", **{"w.in_sum2": ones, "w.counts": -one}))
     with user_error("file_malformed"):
@@ -159,3 +159,13 @@ def test_malformed_files_of_the_newer_form_are_refused(tmp_path: Path) -> None:
         imatrix.read(tmp_path / "e.gguf")
     with user_error("file_not_found"):
         imatrix.read(tmp_path / "f.gguf")
+
+
+def test_stacked_experts_have_means_each(tmp_path: Path) -> None:
+    """An expert that no row reached counts all columns alike."""
+    sums, counts = torch.tensor([[2.0, 4.0], [9.0, 3.0], [0.0, 0.0]]), torch.tensor([[2.0], [3.0], [0.0]])
+    found = imatrix.read(newer(tmp_path / "a.gguf", **{"w.in_sum2": sums, "w.counts": counts})).means["w"]
+    assert found.tolist() == [[1.0, 2.0], [3.0, 1.0], [1.0, 1.0]]
+    for name in ("b.gguf", "b.dat"):
+        imatrix.write(tmp_path / name, imatrix.Imatrix({"w": found}, {"w": 3}, 1, 4))
+        torch.testing.assert_close(imatrix.read(tmp_path / name).means["w"].flatten(), found.flatten())

@@ -113,3 +113,31 @@ def test_a_type_that_does_not_fit_is_told() -> None:
 def test_names_are_those_of_llama_cpp_in_either_case() -> None:
     assert ggml_mix.find("Q4_K_M") is ggml_mix.find("q4_k") is MIXES["q4_k_m"]
     assert ggml_mix.find("w4g128") is None
+
+
+@pytest.mark.parametrize(
+    ("mix", "experts", "matrix", "layer", "kind"),
+    [
+        ("q4_k_m", 8, "attn_v", 5, "Q8_0"),
+        ("q4_k_m", 8, "attn_k", 5, "Q8_0"),
+        ("q4_0", 8, "attn_k", 5, "Q8_0"),
+        ("q4_k_m", 8, "attn_output", 5, "Q5_K"),
+        ("q3_k_l", 8, "attn_output", 5, "Q3_K"),
+        ("q5_k_m", 8, "attn_output", 5, "Q5_K"),
+        ("q6_k", 8, "attn_output", 5, "Q6_K"),
+        ("q4_k_m", 60, "attn_k", 5, "Q4_K"),
+        ("q4_k_m", 60, "ffn_down_exps", 0, "Q6_K"),
+        ("q4_k_m", 60, "ffn_down_shexp", 0, "Q6_K"),
+        ("q4_k_m", 60, "ffn_down_exps", 3, "Q4_K"),
+        ("q4_k_m", 60, "ffn_gate_exps", 0, "Q4_K"),
+        ("q4_k_m", 0, "attn_qkv", 0, "Q6_K"),
+        ("q4_k_m", 0, "attn_qkv", 3, "Q4_K"),
+        ("q3_k_m", 0, "attn_qkv", 0, "Q5_K"),
+    ],
+)
+def test_experts_and_fused_projections_have_the_types_of_llama_cpp(
+    mix: str, experts: int, matrix: str, layer: int, kind: str
+) -> None:
+    """By the rules of llama_tensor_get_type_impl, where q, k and v in one are a value projection."""
+    about = About(16, 8, 8, False, False, experts)
+    assert ggml_mix.choose(MIXES[mix], matrix, layer, 256, about)[0].name == kind

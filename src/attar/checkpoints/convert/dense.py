@@ -84,7 +84,7 @@ class GgufFolder(Folder):
 
     def __init__(self, of: GgufCheckpoint) -> None:
         self.path, self.mapped = of.file.path, False
-        self.files = {self.path.name: of.file}
+        self.files = {part.path.name: part for part in of.file.parts}
         self.of = of
         ends, padding = generation(of) or {}, of.file.metadata.get("tokenizer.ggml.padding_token_id")
         ids = {key: ends.get(key) for key in ("bos_token_id", "eos_token_id")} | {"pad_token_id": padding}

@@ -25,7 +25,7 @@ from attar.checkpoints.gguf import config as gguf_config
 from attar.checkpoints.gguf import export as gguf_export
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.sources.hf import Checkpoint
-from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
+from attar.checkpoints.writer import MAX_SHARD, ShardWriter, atomic_folder, plan_files
 from attar.errors import UserError
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Part, Scheme
@@ -45,9 +45,10 @@ MODEL_TYPES: Mapping[str, str] = {
 
 
 def file_to_folder(
-    checkpoint: GgufCheckpoint, dst: Path, target: Target, overwrite: bool, report: Progress
+    checkpoint: GgufCheckpoint, dst: Path, target: Target, overwrite: bool, report: Progress, most: int = MAX_SHARD
 ) -> Converted:
-    """Write a GGUF file to the folder `dst` in the format of `target`; `report` counts tensors.
+    """Write a GGUF file to the folder `dst` in the format of `target`, in files of at most `most` bytes; `report`
+    counts tensors.
 
     Raises ValueError naming the first tensor that the format cannot hold exactly. It also does where nothing is
     compressed, where config.json cannot express the metadata, where `dst` exists, and where a tensor reads back
@@ -90,7 +91,7 @@ def file_to_folder(
     for module, each in planned.items():
         layout |= target.declared(module, each)
     settings = target.config(planned, [config.names.head])
-    files, ours = plan_files(layout), Digest()
+    files, ours = plan_files(layout, most), Digest()
     with atomic_folder(dst, overwrite, resumes=False) as work:
         with ShardWriter(work.out, files) as writer:
             for done, name in enumerate(names, 1):

@@ -38,7 +38,7 @@ from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources import hub
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.strict_io import near
-from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
+from attar.checkpoints.writer import MAX_SHARD, ShardWriter, atomic_folder, plan_files
 from attar.errors import UserError
 from attar.formats.scheme import Part
 from attar.model.families import DTYPES
@@ -53,14 +53,18 @@ def convert(
     *,
     to: str,
     dtype: str | None = None,
+    max_shard_bytes: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Converted:
     """Write the model `src` (folder, GGUF file, Hub id or `demo`) to `dst` in the format `to`, one of `FORMATS`.
 
-    `dtype` is that of a dense output: float32, float16 or bfloat16, by default the source's own. Raises ValueError
-    naming the first tensor that the format cannot hold exactly, and why. It also does for an unknown format or dtype,
-    where source and output are of one format, where `dst` exists, and where the source's receipt is damaged.
+    `dtype` is that of a dense output: float32, float16 or bfloat16, by default the source's own. An output file has at
+    most `max_shard_bytes`; None: 5 GB, and a GGUF file of any size.
+
+    Raises ValueError naming the first tensor that the format cannot hold exactly, and why. It also does for an unknown
+    format or dtype, where source and output are of one format, where `dst` exists, and where the source's receipt is
+    damaged.
     """
     if to not in FORMATS:
         raise UserError("name_unknown", f"unknown format {to!r}: known are {', '.join(FORMATS)}")
@@ -80,13 +84,15 @@ def convert(
         )
     report = progress or (lambda stage, done, total: None)
     if to == DENSE:
-        return to_dense(source, Path(dst), dtype, overwrite, report)
+        return to_dense(source, Path(dst), dtype, overwrite, report, max_shard_bytes or MAX_SHARD)
     found = receipt.read_receipt(source)
     if vocabulary.is_gguf(source):
         if to == GGUF:
             raise UserError("source_is_gguf", f"{source} is a GGUF file already")
         file = GgufCheckpoint.open(source, torch.float32)
-        return _with_receipt(found, source, file_to_folder(file, Path(dst), TARGETS[to], overwrite, report), report)
+        most = max_shard_bytes or MAX_SHARD
+        done = file_to_folder(file, Path(dst), TARGETS[to], overwrite, report, most)
+        return _with_receipt(found, source, done, report)
     checkpoint = Checkpoint.open(source, as_stored=True)
     if (checkpoint.folder.config.get("quantization_config") or {}).get("transform_config"):
         raise UserError(
@@ -94,8 +100,9 @@ def convert(
             f"{source} rotates inputs at run time (transform_config), which no other format can say",
         )
     if to == GGUF:
-        return _with_receipt(found, source, folder_to_file(checkpoint, Path(dst), overwrite, report), report)
-    done = folder_to_folder(checkpoint, Path(dst), TARGETS[to], overwrite, report)
+        done = folder_to_file(checkpoint, Path(dst), overwrite, report, max_shard_bytes)
+        return _with_receipt(found, source, done, report)
+    done = folder_to_folder(checkpoint, Path(dst), TARGETS[to], overwrite, report, max_shard_bytes or MAX_SHARD)
     return _with_receipt(found, source, done, report)
 
 
@@ -114,8 +121,11 @@ def _with_receipt(found: receipt.Receipt | None, source: Path, done: Converted, 
     return done if why is None else replace(done, notes=(*done.notes, why))
 
 
-def folder_to_folder(checkpoint: Checkpoint, dst: Path, target: Target, overwrite: bool, report: Progress) -> Converted:
-    """Write a compressed folder to the folder `dst` in the format of `target`; `report` counts linears.
+def folder_to_folder(
+    checkpoint: Checkpoint, dst: Path, target: Target, overwrite: bool, report: Progress, most: int = MAX_SHARD
+) -> Converted:
+    """Write a compressed folder to the folder `dst` in the format of `target`, in files of at most `most` bytes;
+    `report` counts linears.
 
     Raises ValueError naming the first tensor that the format cannot hold exactly. It also does where nothing is
     compressed or all is in that format already, where `dst` exists, and where a tensor reads back otherwise than it was
@@ -141,7 +151,7 @@ def folder_to_folder(checkpoint: Checkpoint, dst: Path, target: Target, overwrit
     layout: dict[str, Part] = {name: folder.info(name) for name in kept}
     for module, each in placed.items():
         layout |= target.declared(module, each)
-    files, carried, ours = plan_files(layout), folder.carry_files(), Digest()
+    files, carried, ours = plan_files(layout, most), folder.carry_files(), Digest()
     with atomic_folder(dst, overwrite, resumes=False) as work:
         with ShardWriter(work.out, files) as writer:
             for done, name in enumerate(linears, 1):

@@ -19,16 +19,18 @@ from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.receipts.probes import measure_probes
 from attar.checkpoints.sources.hf import Checkpoint
-from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files, require_free
+from attar.checkpoints.writer import MAX_SHARD, ShardWriter, atomic_folder, plan_files, require_free
 from attar.errors import UserError
 from attar.progress import Progress
 
 DENSE = "dense"  # the users' name of the format
 
 
-def to_dense(path: Path, dst: Path, dtype: str | None, overwrite: bool, report: Progress) -> Converted:
-    """Write the model at `path`, a folder or GGUF file, to the folder `dst` without compression; `report` counts
-    tensors. `dtype` is float32, float16 or bfloat16, None for the source's own.
+def to_dense(
+    path: Path, dst: Path, dtype: str | None, overwrite: bool, report: Progress, most: int = MAX_SHARD
+) -> Converted:
+    """Write the model at `path`, a folder or GGUF file, to the folder `dst` without compression, in files of at most
+    `most` bytes; `report` counts tensors. `dtype` is float32, float16 or bfloat16, None for the source's own.
 
     Raises UserError where the model has no dense form, where a number is too large for the dtype, where `dst` exists or
     the disk has too little room, and where a tensor reads back otherwise than it was written.
@@ -37,7 +39,7 @@ def to_dense(path: Path, dst: Path, dtype: str | None, overwrite: bool, report: 
     folder = checkpoint.folder
     assert isinstance(folder, DenseFolder)
     layout = {name: folder.info(name) for name in folder.names()}
-    files, carried, ours, rounded = plan_files(layout), folder.carry_files(), Digest(), 0
+    files, carried, ours, rounded = plan_files(layout, most), folder.carry_files(), Digest(), 0
     size = sum(file.size for file in files)
     require_free(dst.absolute().parent, size)
     with atomic_folder(dst, overwrite, resumes=False) as work:

@@ -157,8 +157,13 @@ class GgufCheckpoint:
     # Reading
 
     def place(self, name: str) -> Place:
-        """Return the place in the file of our tensor or module `name`."""
-        return place(self.config.names, name)
+        """Return the place in the file of our tensor or module `name`. Mixtral's files of before April 2024 have a
+        tensor for each expert."""
+        found = place(self.config.names, name)
+        if found.expert is not None and found.tensor not in self.file:
+            alone = Place(found.tensor.replace("_exps", f".{found.expert}"))
+            return alone if alone.tensor in self.file else found
+        return found
 
     def info(self, name: str) -> GgufTensor:
         """Return type and shape of our tensor `name`: of one expert's matrix, where the file stacks all experts, and of

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,23 @@ from torch import Tensor
 
 from attar.checkpoints.gguf.config import as_in_files, read_gguf_config, rope_with_factors
 from attar.checkpoints.gguf.families import ARCHITECTURES, Factors
-from attar.checkpoints.gguf.names import FACTORS, HEAD, LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, file_name
+from attar.checkpoints.gguf.names import (
+    FACTORS,
+    HEAD,
+    LONG_FACTORS,
+    ROPE_FACTORS,
+    SHARED_GATE,
+    SHORT_FACTORS,
+    file_name,
+    place,
+)
 from attar.checkpoints.gguf.values import Typed
 from attar.checkpoints.vocabulary import NO_TOKENIZER, has_tokenizer
 from attar.checkpoints.vocabulary import tokenizer as load_tokenizer
 from attar.errors import UserError
-from attar.model.config import ModelConfig, Rope
-from attar.model.decoder import compressible
+from attar.formats.codecs.ggml import GgmlType
+from attar.model.config import Experts, ModelConfig, Rope
+from attar.model.decoder import compressible, gates
 from attar.model.rope import frequencies
 from attar.model.rope_config import stated_context
 from attar.text.gguf_vocabulary import lost, vocabulary
@@ -48,9 +58,12 @@ QUANTIZATION_VERSION = 2  # version of the layout of blocks, by llama.cpp's coun
 WRITTEN: Mapping[str, str] = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3", "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3",
-    "Phi3ForCausalLM": "phi3", "GPT2LMHeadModel": "gpt2",
+    "Phi3ForCausalLM": "phi3", "GPT2LMHeadModel": "gpt2", "MixtralForCausalLM": "llama",
+    "Qwen2MoeForCausalLM": "qwen2moe", "Qwen3MoeForCausalLM": "qwen3moe",
 }  # fmt: skip
 """Architectures of config.json that are written -> their names in GGUF files."""
+
+_UNKNOWN_THERE = ("OPTForCausalLM",)
 
 _UNSAID = {
     "architecture", "bos_ids", "eos_ids", "dtype", "names", "ropes", "qkv_bias", "output_bias", "feed_forward_bias"
@@ -60,7 +73,7 @@ _UNSAID = {
 YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 """Values of llama.cpp for every architecture that is written: it does not read the keys that files have for others."""
 
-_SQUARE = ("qwen2", "phi3", "gpt2")
+_SQUARE = ("qwen2", "qwen2moe", "phi3", "gpt2")
 """Architectures whose q llama.cpp takes to be as wide as the hidden size, whatever `key_length` says."""
 
 SAME = 1e-6  # relative: rounding of a number to float32
@@ -71,7 +84,9 @@ def architecture(config: ModelConfig) -> str:
     if config.architecture not in WRITTEN:
         raise UserError(
             "architecture_unsupported",
-            f"a {config.architecture} cannot be written to a GGUF file: attar writes {', '.join(sorted(WRITTEN))}",
+            f"a {config.architecture} cannot be written to a GGUF file"
+            + (", because llama.cpp has no such architecture" if config.architecture in _UNKNOWN_THERE else "")
+            + f": attar writes {', '.join(sorted(WRITTEN))}",
         )
     return WRITTEN[config.architecture]
 
@@ -107,6 +122,8 @@ def describe(config: ModelConfig, file_type: int, name: str) -> tuple[dict[str, 
         f"{at}.attention.value_length": config.head_dim,
         f"{at}.attention.{family.epsilon}": config.norm_eps,
     }
+    if config.experts is not None:
+        found |= _experts(config.experts, at)
     factors: dict[str, Tensor] = {}
     window = next((each for each in config.windows if each is not None), None)
     if at == "phi3" or (at in ("gemma2", "gemma3") and window is not None):
@@ -122,11 +139,20 @@ def describe(config: ModelConfig, file_type: int, name: str) -> tuple[dict[str, 
     return found, factors
 
 
+def _experts(experts: Experts, at: str) -> dict[str, Any]:
+    found: dict[str, Any] = {f"{at}.expert_count": experts.count, f"{at}.expert_used_count": experts.top_k}
+    if at != "llama":  # whose experts have the width of a dense feed-forward
+        found[f"{at}.expert_feed_forward_length"] = experts.intermediate
+    if experts.shared:
+        found[f"{at}.expert_shared_feed_forward_length"] = experts.shared_intermediate
+    return found
+
+
 def within_window(config: ModelConfig) -> ModelConfig:
-    """Return a Mistral whose context ends where its window does: llama.cpp has no window for it, and within the window
-    attention is to everything. Others are returned as they are."""
+    """Return a Mistral or Mixtral whose context ends where its window does: llama.cpp has no window for it, and within
+    the window attention is to everything. Others are returned as they are."""
     window = config.windows[0]
-    if config.architecture != "MistralForCausalLM" or window is None:
+    if config.architecture not in ("MistralForCausalLM", "MixtralForCausalLM") or window is None:
         return config
     return replace(config, windows=(None,) * config.layers, context=min(config.context, window))
 
@@ -221,6 +247,32 @@ def tensor_names(config: ModelConfig, has: Callable[[str], bool]) -> Iterator[st
             yield f"{module}.weight"
             if has(f"{module}.bias"):
                 yield f"{module}.bias"
+        yield from (f"{module}.weight" for module in gates(config, layer))
+
+
+Planned = tuple[GgmlType, tuple[int, ...]]
+"""Type and shape of a tensor of a file."""
+
+
+def layout(config: ModelConfig, names: Iterable[str], planned: Callable[[str], Planned]) -> dict[str, Planned]:
+    """Return type and shape of each tensor of a file by its name there, given those of ours. Experts are stacked, and
+    the one row of a shared expert's gate is a vector. Raises ValueError where experts of a stack have two types."""
+    found: dict[str, Planned] = {}
+    for name in names:
+        tensor, expert = place(config.names, name)
+        kind, shape = planned(name)
+        if expert is not None:
+            assert config.experts is not None
+            shape = (config.experts.count, *shape)
+        elif SHARED_GATE in tensor:
+            shape = shape[-1:]
+        before = found.setdefault(tensor, (kind, shape))
+        if before[0] is not kind:
+            raise _inexpressible(
+                f": {tensor} holds this matrix of all experts in one type, and {name.removesuffix('.weight')} is "
+                f"{kind.name}, another {before[0].name}: give them one scheme"
+            )
+    return found
 
 
 def is_norm(config: ModelConfig, module: str) -> bool:
@@ -234,6 +286,8 @@ def in_file(config: ModelConfig, name: str, values: Tensor) -> Tensor:
     module, _, part = name.rpartition(".")
     if part == "weight" and config.norm_offset and is_norm(config, module):
         return values.float() + config.norm_offset
+    if SHARED_GATE in file_name(config.names, module):
+        return values.flatten()
     return values.T.contiguous() if values.ndim == 2 and turned(config, module) else values
 
 

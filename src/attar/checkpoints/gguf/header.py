@@ -10,8 +10,8 @@ Refused, although llama.cpp or its Python package accept some of it, are these: 
 that do not print; arrays of arrays; a bool that is neither 0 nor 1; an alignment that is no power of two from 8 to
 65536; tensors that are empty, overlap, start unaligned or leave a hole; types that were withdrawn; more than the counts
 below. Bytes after the last tensor are not read, with a warning. Versions 2 and 3 are read; their differences do not
-matter here. Version 1, whose lengths have 32 bits, big-endian files, and files that are one of several parts are each
-refused with a sentence that names the remedy.
+matter here. Version 1, whose lengths have 32 bits, and big-endian files are each refused with a sentence that names the
+remedy.
 
 Torch-free. A shape is in torch's order, rows last; files store the reverse.
 """
@@ -35,7 +35,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = "general.alignment"
 DEFAULT_ALIGNMENT = 32
-SPLIT = "split.count"
+PART_KEYS = ("split.no", "split.count", "split.tensors.count")
+"""Keys of parts of a model: which part a file is, from 0 on, their number, and the number of tensors in all."""
 
 MAX_HEADER = 1 << 26
 MAX_KEYS = 1 << 14
@@ -50,6 +51,7 @@ MAX_ITEMS = 1 << 20  # values in one array
 MAX_STRINGS = 1 << 20  # strings in all arrays together: the largest vocabularies have 2^18, with 2^19 merges
 
 _U32, _U64 = SCALARS["u32"], SCALARS["u64"]
+_WHOLE = ("u8", "i8", "u16", "i16", "u32", "i32", "u64", "i64")
 _GONE = dict.fromkeys((4, 5, 31, 32, 33, 36, 37, 38), ": it was withdrawn; convert the model again") | dict.fromkeys(
     (9, 15), ": it belongs to running programs, not to files"
 )
@@ -145,8 +147,18 @@ def padded(at: int, alignment: int) -> int:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Place of a file among the parts of a model: the values of `PART_KEYS`."""
+
+    index: int
+    count: int
+    tensors: int
+
+
+@dataclass(frozen=True)
 class Header:
-    """Contents of the header. `tensors` are in the order of their data in the file, from byte `data` on."""
+    """Contents of the header. `tensors` are in the order of their data in the file, from byte `data` on. `part` is None
+    for a whole model."""
 
     version: int
     metadata: Metadata
@@ -154,6 +166,7 @@ class Header:
     tensors: Mapping[str, GgufTensor]
     bytes: int
     data: int
+    part: Part | None
 
 
 def read_header(file: OpenFile) -> Header:
@@ -162,11 +175,11 @@ def read_header(file: OpenFile) -> Header:
     version, tensor_count, key_count = _counts(walk)
     metadata = _metadata(walk, key_count)
     alignment = _alignment(walk, metadata)
-    _refuse_parts(walk, metadata)
+    part = _part(walk, metadata)
     tensors = _tensors(walk, tensor_count, alignment)
     data = padded(walk.at, alignment)
     _check_data(walk, tensors, data, alignment)
-    return Header(version, metadata, alignment, tensors, walk.at, data)
+    return Header(version, metadata, alignment, tensors, walk.at, data, part)
 
 
 def _counts(walk: _Walk) -> tuple[int, int, int]:
@@ -280,19 +293,20 @@ def _alignment(walk: _Walk, metadata: Metadata) -> int:
     return value
 
 
-def _refuse_parts(walk: _Walk, metadata: Metadata) -> None:
-    if SPLIT not in metadata:
-        return
-    kind = metadata.type_of(SPLIT)
-    if kind not in ("u16", "u32", "i32", "u64"):
-        raise walk.error("gguf_malformed", f"{SPLIT} must be a whole number, not {kind}")
-    value = metadata[SPLIT]
-    if value > 1:
-        raise walk.error(
-            "feature_unsupported",
-            f"one of {value} files of a split model; join them with llama.cpp's tool: llama-gguf-split "
-            "--merge FIRST-PART OUT.gguf",
-        )
+def _part(walk: _Walk, metadata: Metadata) -> Part | None:
+    """Return the place of the file among the parts of a model; None where it is whole."""
+    given = [key for key in PART_KEYS if key in metadata]
+    for key in given:
+        if (kind := metadata.type_of(key)) not in _WHOLE:
+            raise walk.error("gguf_malformed", f"{key} must be a whole number, not {kind}")
+    index, count, tensors = (metadata[key] if key in given else 0 for key in PART_KEYS)
+    if count <= 1:
+        return None
+    if missing := [key for key in PART_KEYS if key not in given]:
+        raise walk.error("gguf_malformed", f"has split.count {count}, but no {missing[0]}")
+    if not 0 <= index < count:
+        raise walk.error("gguf_malformed", f"split.no is {index}, and split.count {count}")
+    return Part(index, count, tensors)
 
 
 def _tensors(walk: _Walk, count: int, alignment: int) -> dict[str, GgufTensor]:

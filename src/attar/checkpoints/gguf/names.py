@@ -9,7 +9,7 @@ The experts of a layer are one tensor in a file, stacked: `Place.expert` is the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from attar.model.config import Names
@@ -18,8 +18,8 @@ EMBED, HEAD, POSITIONS, FINAL_NORM = "token_embd", "output", "position_embd", "o
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 FACTORS = (SHORT_FACTORS, LONG_FACTORS)
-SHARED_GATE = "ffn_gate_inp_shexp"
-"""The gate of a shared expert, whose one row is stored as a vector."""
+ROUTER, SHARED_GATE = "ffn_gate_inp", "ffn_gate_inp_shexp"
+"""The gates of experts: the router, and that of a shared expert, whose one row is stored as a vector."""
 
 _QKV = ("attn_q", "attn_k", "attn_v")
 _GATE_UP = ("ffn_gate", "ffn_up")
@@ -58,6 +58,14 @@ def file_name(names: Names, name: str) -> str:
     return place(names, name).tensor
 
 
+def homes(names: Names, ours: Iterable[str]) -> dict[str, list[str]]:
+    """Return our names by the tensor of a file that holds them: one, or those of all experts in order."""
+    found: dict[str, list[str]] = {}
+    for name in ours:
+        found.setdefault(file_name(names, name), []).append(name)
+    return found
+
+
 def _split(pattern: str, mark: str, name: str) -> tuple[int | None, str]:
     """Return (the number at `mark`, what follows the pattern and a dot) of a name that begins by the pattern, else
     (None, "")."""
@@ -77,7 +85,7 @@ def _tables(names: Names) -> tuple[Mapping[str, str], Mapping[str, str]]:
     found: dict[str, str] = {
         names.attention_norm: "attn_norm", names.feed_forward_norm: "ffn_norm", names.output: "attn_output",
         names.q_norm: "attn_q_norm", names.k_norm: "attn_k_norm", names.down: "ffn_down",
-        names.router: "ffn_gate_inp", names.shared_gate: SHARED_GATE,
+        names.router: ROUTER, names.shared_gate: SHARED_GATE,
     }  # fmt: skip
     for ours, theirs in (
         (names.attention_post_norm, "post_attention_norm"),

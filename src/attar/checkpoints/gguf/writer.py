@@ -6,17 +6,18 @@ reserves space before any work, and reports a full disk in a sentence. `atomic_g
 at all. The bytes are deterministic: the same keys and tensors in the same order give the same file.
 
 Files are of version 3, little-endian, with the default alignment unless the metadata say otherwise, tensors in the
-order given and padded at the end too, as llama.cpp requires.
+order given and padded at the end too, as llama.cpp requires. A model in parts (`parts.py`) has the metadata in the
+first. Its first part is put in place last, so that a set that is not whole has none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from attar.checkpoints.gguf.header import (
     ALIGNMENT,
@@ -27,9 +28,11 @@ from attar.checkpoints.gguf.header import (
     MAX_NAME,
     MAX_RANK,
     MAX_TENSORS,
+    PART_KEYS,
     padded,
 )  # fmt: skip
-from attar.checkpoints.gguf.values import SCALARS, encode, text
+from attar.checkpoints.gguf.parts import MAX_PARTS, PartName, part_name, part_paths
+from attar.checkpoints.gguf.values import SCALARS, Typed, encode, text
 from attar.checkpoints.receipts.receipt import receipt_path
 from attar.checkpoints.safetensors import Slot
 from attar.checkpoints.strict_io import CheckpointError, check_name
@@ -40,20 +43,24 @@ from attar.formats.scheme import Part
 
 VERSION = 3
 
+Tensors = Mapping[str, tuple[GgmlType, tuple[int, ...]]]
+"""Types and shapes by name; shapes are in torch's order, rows last."""
+
 
 @dataclass(frozen=True)
 class GgufPlan(FilePlan):
     """Layout of a GGUF file before it exists. Its slots are uint8 arrays: the bytes of each tensor's rows."""
 
     alignment: int
+    indexed: ClassVar[bool] = False
 
     @property
     def size(self) -> int:
         return padded(super().size, self.alignment)
 
 
-def plan(name: str, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[GgmlType, tuple[int, ...]]]) -> GgufPlan:
-    """Lay out the file `name`. Values of `metadata` are plain or `Typed`; shapes are in torch's order, rows last.
+def plan(name: str, metadata: Mapping[str, Any], tensors: Tensors) -> GgufPlan:
+    """Lay out the file `name`. Values of `metadata` are plain or `Typed`.
 
     Raises ValueError for a name, value or shape that a GGUF file cannot hold.
     """
@@ -75,6 +82,33 @@ def plan(name: str, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[Ggm
         at = padded(at + part.bytes, alignment)
     header += bytes(-len(header) % alignment)
     return GgufPlan(name, slots, bytes(header), alignment)
+
+
+def plan_parts(name: str, metadata: Mapping[str, Any], tensors: Tensors, most: int | None) -> list[GgufPlan]:
+    """Lay out the file `name`, or parts of it with at most `most` bytes of tensors each, as llama.cpp's `gguf-split`
+    does; a larger tensor has a part of its own. None: one file. Raises ValueError as `plan`, and for too many parts."""
+    alignment, shares, used = _alignment(metadata), [dict[str, tuple[GgmlType, tuple[int, ...]]]()], 0
+    for tensor, (kind, shape) in tensors.items():
+        size = padded(kind.bytes(shape), alignment)
+        if most is not None and shares[-1] and used + size > most:
+            shares.append({})
+            used = 0
+        shares[-1][tensor] = (kind, shape)
+        used += size
+    count = len(shares)
+    if count == 1:
+        return [plan(name, metadata, tensors)]
+    if count > MAX_PARTS:
+        raise UserError(
+            "option_out_of_range", f"parts of at most {most} bytes would be {count}, more than {MAX_PARTS}: allow more"
+        )
+    plans = []
+    for index, share in enumerate(shares):
+        own = metadata if index == 0 else {key: metadata[key] for key in metadata if key == ALIGNMENT}
+        place = (Typed("u16", index), Typed("u16", count), Typed("i32", len(tensors)))
+        found = str(PartName(Path(name).stem, index + 1, count))
+        plans.append(plan(found, {**own, **dict(zip(PART_KEYS, place, strict=True))}, share))
+    return plans
 
 
 def _alignment(metadata: Mapping[str, Any]) -> int:
@@ -107,53 +141,87 @@ def _described(name: str, kind: GgmlType, shape: tuple[int, ...]) -> bytes:
     return SCALARS["u32"].pack(len(shape)) + sizes + SCALARS["u32"].pack(kind.id)
 
 
+def output_path(dst: Path, plans: Sequence[FilePlan]) -> Path:
+    """Return the path by which the output `dst` is opened: of its first part, where it has several."""
+    return dst if len(plans) == 1 else Path(os.path.realpath(dst)).with_name(plans[0].name)
+
+
+def _outputs(target: Path) -> list[Path]:
+    """Return the files of earlier outputs of this name, whole or in parts, those by which they are opened first."""
+    names = [] if not target.parent.is_dir() else sorted(os.listdir(target.parent))
+    parts = [(name, found) for name in names if (found := part_name(Path(name))) and found.stem == target.stem]
+    ordered = [name for name, _ in sorted(parts, key=lambda each: each[1].number)]
+    return [path for path in (target, *map(target.with_name, ordered)) if path.exists()]
+
+
 def _check_target(target: Path, overwrite: bool) -> None:
-    if target.exists() and not target.is_file():
-        raise CheckpointError("output_invalid", f"{target} is no file and is kept; choose another output")
-    if target.exists() and not overwrite:
+    if part_name(target) is not None:
         raise CheckpointError(
-            "output_exists", f"{target} exists and is kept; choose another output, or pass --overwrite"
+            "output_invalid", f"{target} has the name of a part of a model: name the model, and parts are numbered"
         )
+    for path in _outputs(target):
+        if not path.is_file():
+            raise CheckpointError("output_invalid", f"{path} is no file and is kept; choose another output")
+        begins = path == target or len(part_paths(path)) > 1  # parts without a first are of no model
+        if begins and not overwrite:
+            raise CheckpointError(
+                "output_exists", f"{path} exists and is kept; choose another output, or pass --overwrite"
+            )
+
+
+def _put(folder: Path, names: list[str], target: Path) -> None:
+    """Move the finished files `names` from `folder` to their place, where they replace earlier outputs."""
+    before = _outputs(target)
+    for path in before:
+        receipt_path(path).unlink(missing_ok=True)  # it would belong to another file
+    if [path.name for path in before] != [target.name] or names != [target.name]:
+        for path in before:
+            path.unlink()
+    for name in reversed(names):
+        (folder / name).replace(target.with_name(name))
+    sync_path(target.parent)
 
 
 @contextlib.contextmanager
 def atomic_gguf(
     dst: str | os.PathLike[str],
     metadata: Mapping[str, Any],
-    tensors: Mapping[str, tuple[GgmlType, tuple[int, ...]]],
+    tensors: Tensors,
     overwrite: bool = False,
+    most: int | None = None,
 ) -> Iterator[ShardWriter]:
-    """Write the file `dst`: give each tensor's bytes to the writer; leaving the context puts the file in place.
+    """Write the file `dst`, or its parts of at most `most` bytes of tensors: give each tensor's bytes to the writer;
+    leaving the context puts the files in place.
 
-    It grows in a hidden folder beside `dst`, which is removed when the body fails. Raises ValueError as `plan` does and
-    where a tensor was not written. Raises CheckpointError where `dst` exists (unless `overwrite`, and it is a file),
-    where another process is writing it, and where the disk is full.
+    They grow in a hidden folder beside `dst`, which is removed when the body fails. Raises ValueError as `plan_parts`
+    does and where a tensor was not written. Raises CheckpointError where `dst` exists (unless `overwrite`, and it is a
+    file), where another process is writing it, and where the disk is full.
     """
     target = Path(os.path.realpath(dst))
-    planned = plan(target.name, metadata, tensors)
+    planned = plan_parts(target.name, metadata, tensors, most)
     _check_target(target, overwrite)
     partial = target.parent / f".{target.name}.attar-partial"
     with locked(partial, target):
         try:
             _check_target(target, overwrite)  # again: the previous holder of the lock may have made it
-            with ShardWriter(partial, [planned]) as writer:
+            with ShardWriter(partial, planned) as writer:
                 yield writer
                 writer.finish()
             with writing(target):
-                receipt_path(target).unlink(missing_ok=True)  # it would belong to another file
-                (partial / planned.name).replace(target)
-                sync_path(target.parent)
+                _put(partial, [each.name for each in planned], target)
         finally:
-            (partial / planned.name).unlink(missing_ok=True)
+            for each in planned:
+                (partial / each.name).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def atomic_file(dst: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Workspace]:
-    """Write the one file `dst` and its receipt beside it atomically, as `writer.atomic_folder` does for a folder.
+    """Write the one file `dst`, or the parts of it, and the receipt beside it atomically, as `writer.atomic_folder`
+    does for a folder.
 
-    Both grow in `out` under their final names. After an exception or a kill the hidden folder stays, and the next call
-    with the same `dst` finds `out` and `state` as they were left. The file is put in place first: a kill between the
-    two leaves a file without a receipt, never one with another's. Raises CheckpointError as `atomic_gguf` does.
+    All grow in `out` under their final names. After an exception or a kill the hidden folder stays, and the next call
+    with the same `dst` finds `out` and `state` as they were left. The model is put in place first: a kill between
+    leaves a model without a receipt, never one with another's. Raises CheckpointError as `atomic_gguf` does.
     """
     target = Path(os.path.realpath(dst))
     _check_target(target, overwrite)
@@ -162,15 +230,20 @@ def atomic_file(dst: str | os.PathLike[str], overwrite: bool = False) -> Iterato
     with locked(partial, target, work.out, work.state):
         _check_target(target, overwrite)  # again: the previous holder of the lock may have made it
         left = work.out.exists() and any(work.out.iterdir())
-        if left and not (work.out / target.name).exists():  # left by a run that was killed when it was almost done
+        if left and not _whole(_outputs(work.out / target.name)):  # by a run that was killed when it was almost done
             remove(work.out, work.state)
         work.out.mkdir(exist_ok=True)
         work.state.mkdir(exist_ok=True)
         yield work
-        beside = [path for path in work.out.iterdir() if path.name != target.name]
+        names = [path.name for path in _outputs(work.out / target.name)]
+        beside = [path for path in work.out.iterdir() if path.name not in names]
         for path in beside:
             target.with_name(path.name).unlink(missing_ok=True)
-        (work.out / target.name).replace(target)
+        _put(work.out, names, target)
         for path in beside:
             path.replace(target.with_name(path.name))
         sync_path(target.parent)
+
+
+def _whole(files: list[Path]) -> bool:
+    return bool(files) and [path for path in part_paths(files[0]) if path not in files] == []

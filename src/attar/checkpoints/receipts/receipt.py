@@ -29,6 +29,7 @@ from typing import Any, Literal
 import torch
 
 from attar.checkpoints.folder import json_object, read_bytes
+from attar.checkpoints.gguf.parts import part_paths
 from attar.checkpoints.receipts.probes import EXACT, NO_FLOOR, Probes, kernel_path, unrounded
 from attar.checkpoints.strict_io import CheckpointError
 from attar.errors import UserError
@@ -81,7 +82,7 @@ def combined_hash(hashes: Mapping[str, str]) -> str:
 
 
 def receipt_path(output: Path) -> Path:
-    """Return the path of an output's receipt: in a folder, or beside a file (a GGUF)."""
+    """Return the path of an output's receipt: in a folder, or beside a file (a GGUF, or its first part)."""
     return output / NAME if output.is_dir() else output.with_name(f"{output.name}.{NAME}")
 
 
@@ -361,13 +362,16 @@ def sha256(path: Path, advance: Advance | None = None) -> str:
 
 
 def output_file(output: Path, name: str) -> Path:
-    return output / name if output.is_dir() else output
+    """Return the path of an output's file. A file may have been renamed; parts of a GGUF go by their names."""
+    if output.is_dir():
+        return output / name
+    return output if part_paths(output) == [output] else output.with_name(name)
 
 
 def _files(output: Path) -> list[str]:
     """Return the names of an output's files, relative to its folder and sorted, without receipts and hidden files."""
     if not output.is_dir():
-        return [output.name]
+        return [path.name for path in part_paths(output)]
     found = (path.relative_to(output) for path in output.rglob("*") if path.is_file())
     return sorted(f.as_posix() for f in found if f.as_posix() != NAME and not any(p.startswith(".") for p in f.parts))
 

@@ -35,7 +35,7 @@ from attar.checkpoints.layouts.fp8 import Fp8
 from attar.checkpoints.layouts.gptq import Gptq
 from attar.checkpoints.layouts.own_format import OwnFormat
 from attar.checkpoints.layouts.squeezellm import SqueezeLlm
-from attar.checkpoints.strict_io import CheckpointError, invalid, naming, near, unsupported
+from attar.checkpoints.strict_io import invalid, naming, near, unsupported
 from attar.errors import UserError
 from attar.formats.scheme import Part, Scheme
 from attar.kernels.dispatch import BackendWeights

@@ -8,7 +8,7 @@ ends in .dat.
 
 These files are untrusted input like all files. Every length is checked against the bytes that are left before it is
 used. The older form must end where its last field does, and values that are not finite or below zero are refused.
-Entries of mixtures of experts are refused too, because the models that attar writes GGUF files of have none.
+An entry of stacked experts has a row and a count for each of them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _I32 = struct.Struct("<i")
 
 @dataclass(frozen=True, eq=False)
 class Imatrix:
-    """An importance matrix. `means` are E[x^2], float32 [I], by tensor, over `counts` rows each, of `chunks` chunks of
-    `chunk` tokens of `datasets`."""
+    """An importance matrix. `means` are E[x^2], float32 [I], or [E, I] of stacked experts, by tensor. They are over
+    `counts` rows each, of `chunks` chunks of `chunk` tokens of `datasets`."""
 
     means: Mapping[str, Tensor]
     counts: Mapping[str, int]
@@ -90,13 +90,15 @@ def _read_gguf(path: Path) -> Imatrix:
             continue
         entry = name.removesuffix(_SUM)
         shape = file.info(name).shape
-        if math.prod(file.info(entry + _COUNT).shape) != 1 or math.prod(shape) != shape[-1]:
-            raise file.error("feature_unsupported", f"{entry!r} is of a mixture of experts, which is not read")
-        total, rows = _floats(file, name), _floats(file, entry + _COUNT)
-        if not rows.isfinite().all() or float(rows) < 0:
+        experts = math.prod(file.info(entry + _COUNT).shape)
+        if math.prod(shape) != experts * shape[-1]:
+            raise file.error("file_malformed", f"{entry!r} has {list(shape)} sums and {experts} counts")
+        total, rows = _floats(file, name).view(experts, -1), _floats(file, entry + _COUNT).view(experts, 1)
+        if not rows.isfinite().all() or (rows < 0).any():
             raise file.error("file_malformed", f"{entry!r} has a count that is below zero or not finite")
-        if float(rows):  # an entry without rows has no means
-            means[entry], counts[entry] = total.flatten() / rows.flatten(), int(rows)
+        if rows.any():  # an entry without rows has no means; an expert without rows counts all columns alike
+            mean = torch.where(rows > 0, total / rows, torch.ones(()))
+            means[entry], counts[entry] = mean if experts > 1 else mean[0], int(rows.max())
     if not means:
         raise file.error("file_malformed", "holds no importances")
     chunks, chunk = (file.metadata.get(f"imatrix.chunk_{each}", 0) for each in ("count", "size"))
@@ -123,12 +125,13 @@ def _write_gguf(path: Path, matrix: Imatrix, overwrite: bool) -> None:
     plain, names = TYPES["F32"], sorted(matrix.means)
     layout: dict[str, tuple[GgmlType, tuple[int, ...]]] = {}
     for name in names:
-        layout |= {name + _SUM: (plain, (1, len(matrix.means[name]))), name + _COUNT: (plain, (1, 1))}
+        experts, columns = matrix.means[name].view(-1, matrix.means[name].shape[-1]).shape
+        layout |= {name + _SUM: (plain, (experts, columns)), name + _COUNT: (plain, (experts, 1))}
     with atomic_gguf(path, metadata, layout, overwrite) as writer:
         for name in names:
-            count = float(matrix.counts[name])
-            writer.write(name + _SUM, (matrix.means[name] * count)[None].view(torch.uint8))
-            writer.write(name + _COUNT, torch.tensor([[count]]).view(torch.uint8))
+            count, mean = float(matrix.counts[name]), matrix.means[name].view(-1, matrix.means[name].shape[-1])
+            writer.write(name + _SUM, (mean * count).view(torch.uint8))
+            writer.write(name + _COUNT, torch.full((len(mean), 1), count).view(torch.uint8))
 
 
 # The older form
@@ -199,7 +202,7 @@ def _write_legacy(path: Path, matrix: Imatrix, overwrite: bool) -> None:
     calls = max(1, matrix.chunks)
     pieces = [_I32.pack(len(matrix.means))]
     for name in sorted(matrix.means):
-        values = (matrix.means[name] * calls).contiguous()
+        values = (matrix.means[name] * calls).flatten()
         pieces += [_text(name), _I32.pack(calls), _I32.pack(len(values)), values.numpy().astype("<f4").tobytes()]
     pieces += [_I32.pack(matrix.chunks), _text(matrix.datasets[-1] if matrix.datasets else "")]
     with atomic_file(path, overwrite) as work:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attar.checkpoints.convert.dense import open_dense
 from attar.checkpoints.gguf import export as gguf_export
-from attar.checkpoints.gguf.names import file_name
+from attar.checkpoints.gguf.names import file_name, homes, place
 from attar.checkpoints.sources import hub, imatrix
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.sources.imatrix import Imatrix
@@ -90,8 +90,11 @@ def kept(
 
 
 def as_imatrix(names: Names, means: dict[str, Tensor], ids: Tensor, dataset: str) -> Imatrix:
-    """Convert importances to an `Imatrix`, under the names of a GGUF file's tensors."""
-    named = {file_name(names, f"{module}.weight"): mean for module, mean in means.items()}
+    """Convert importances to an `Imatrix`, under the names of a GGUF file's tensors; those of experts [E, I]."""
+    named: dict[str, Tensor] = {}
+    for tensor, together in homes(names, (f"{module}.weight" for module in means)).items():
+        rows = [means[name.removesuffix(".weight")] for name in together]
+        named[tensor] = rows[0] if place(names, together[0]).expert is None else torch.stack(rows)
     return Imatrix(named, dict.fromkeys(named, ids.numel()), len(ids), ids.shape[1], (dataset,))
 
 
@@ -102,14 +105,18 @@ def known(path: str | Path, checkpoint: Checkpoint) -> dict[str, Tensor]:
     modules = all_compressible(config)
     importances: dict[str, Tensor] = {}
     for module in [*modules, config.names.head]:
-        if (mean := found.get(file_name(config.names, f"{module}.weight"))) is None:
+        tensor, expert = place(config.names, f"{module}.weight")
+        if (mean := found.get(tensor)) is None:
             continue
         columns = config.hidden if module == config.names.head else checkpoint.linear_shape(module)[1]
-        if len(mean) != columns:
+        count = 1 if expert is None or config.experts is None else config.experts.count
+        if mean.numel() != count * columns:
             raise UserError(
                 "imatrix_mismatch",
-                f"{path}: {file_name(config.names, module)} has {len(mean)} columns, and {columns} in the model",
+                f"{path}: {tensor.removesuffix('.weight')} has {mean.numel()} columns, and {count * columns} in the "
+                "model",
             )
+        mean = mean.view(count, columns)[expert or 0]
         importances[module] = mean
     if missing := [module for module in modules if module not in importances]:
         raise UserError(

@@ -37,8 +37,8 @@ class Output(Protocol):
     def weighing(self, importances: Mapping[str, Tensor]) -> Output:
         """Return this output with importances, or itself where it rounds nothing by them."""
 
-    def plans(self, max_shard_bytes: int) -> list[FilePlan]:
-        """Lay out the files. Raises ValueError as `plan_files`."""
+    def plans(self, max_shard_bytes: int | None) -> list[FilePlan]:
+        """Lay out files of at most so many bytes; None: of the output's own size. Raises ValueError as `plan_files`."""
 
     def written(self, blocks_done: int) -> list[str]:
         """Name the tensors that are on disk once so many blocks are done."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.layouts import compressed_tensors, export_layouts
 from attar.checkpoints.sources.hf import Checkpoint
-from attar.checkpoints.writer import FilePlan, ShardWriter, plan_files
+from attar.checkpoints.writer import MAX_SHARD, FilePlan, ShardWriter, plan_files
 from attar.compression.block import structured
 from attar.compression.outputs import model_card
 from attar.compression.recipe.recipe import HEAD, Recipe, naming
@@ -128,8 +128,8 @@ class FolderOutput:
     def weighing(self, importances: Mapping[str, Tensor]) -> FolderOutput:
         return self
 
-    def plans(self, max_shard_bytes: int) -> list[FilePlan]:
-        return plan_files(self.layout, max_shard_bytes)
+    def plans(self, max_shard_bytes: int | None) -> list[FilePlan]:
+        return plan_files(self.layout, MAX_SHARD if max_shard_bytes is None else max_shard_bytes)
 
     def written(self, blocks_done: int) -> list[str]:
         return [name for name, layer in self._in_block.items() if layer < blocks_done]

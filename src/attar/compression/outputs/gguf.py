@@ -24,8 +24,8 @@ from torch import Tensor
 from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
 from attar.checkpoints.gguf import export as gguf_export
 from attar.checkpoints.gguf.file import GgufFile
-from attar.checkpoints.gguf.names import file_name
-from attar.checkpoints.gguf.writer import GgufPlan, plan
+from attar.checkpoints.gguf.names import file_name, homes, place
+from attar.checkpoints.gguf.writer import GgufPlan, plan_parts
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.writer import FilePlan, ShardWriter
 from attar.compression.block import structured
@@ -40,6 +40,7 @@ from attar.formats.codecs.ggml import TYPES, GgmlType
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.formats.weight_formats import GgmlBlocks
+from attar.kernels.operands import Linear
 from attar.model.layers import Block
 from attar.progress import Progress
 
@@ -93,7 +94,8 @@ class GgufOutput:
                 trainable_parameters.untrained_in_file(blocks), blocks, recipe.tune.method, dense=False
             )
         self._factors = factors
-        self.plan: GgufPlan = plan(name, head_words | tokenizer, dict(self._tensors(shapes)))
+        self._metadata, self._layout = head_words | tokenizer, dict(self._tensors(shapes))
+        (self._plan,) = self._plans(None)
         counted = self._counted()
         stored = sum(self._kind(module).bytes(shapes[module]) for module in counted)
         self.bits_per_weight = 8 * stored / sum(math.prod(shapes[module]) for module in counted)
@@ -105,12 +107,15 @@ class GgufOutput:
 
     # Layout
 
-    def plans(self, max_shard_bytes: int) -> list[FilePlan]:
-        """Plan the one file, whatever its size: llama.cpp's splits are not written."""
-        return [self.plan]
+    def plans(self, max_shard_bytes: int | None) -> list[FilePlan]:
+        """Plan one file, whatever its size, or parts of at most so many bytes."""
+        return [self._plan] if max_shard_bytes is None else [*self._plans(max_shard_bytes)]
+
+    def _plans(self, most: int | None) -> list[GgufPlan]:
+        return plan_parts(self.name, self._metadata, self._layout, most)
 
     def written(self, blocks_done: int) -> list[str]:
-        return [each for each in self.plan.slots if each.startswith("blk.") and int(each.split(".")[1]) < blocks_done]
+        return [each for each in self._layout if each.startswith("blk.") and int(each.split(".")[1]) < blocks_done]
 
     def _named(self, name: str) -> str:
         """Return the name in the file of our tensor or module `name`."""
@@ -130,7 +135,8 @@ class GgufOutput:
     ) -> tuple[dict[str, Scheme], tuple[str, ...]]:
         """Return the schemes that the recipe's mix gives each matrix, and the notes about it."""
         config = self.config
-        about = ggml_mix.About(config.layers, config.heads, config.kv_heads, self.shared, calibrated)
+        experts = 0 if config.experts is None else config.experts.count
+        about = ggml_mix.About(config.layers, config.heads, config.kv_heads, self.shared, calibrated, experts)
         found: dict[str, Scheme] = {}
         others: dict[tuple[str, int, str], list[str]] = {}
         for module, matrix, layer in gguf_export.matrices(config):
@@ -141,7 +147,8 @@ class GgufOutput:
             if wanted is not None:
                 others.setdefault((wanted, columns, kind.name), []).append(file_name(config.names, module))
         return found, tuple(
-            f"{', '.join(names)}: rows of {columns} columns are not whole blocks of {wanted}, so they are {kind}."
+            f"{', '.join(dict.fromkeys(names))}: rows of {columns} columns are not whole blocks of {wanted}, so they "
+            f"are {kind}."
             for (wanted, columns, kind), names in others.items()
         )
 
@@ -175,13 +182,16 @@ class GgufOutput:
         plain, embed = TYPES["F32"], self.config.names.embed
         for name, factors in self._factors.items():
             yield name, (plain, (len(factors),))
-        for name in gguf_export.tensor_names(self.config, self.checkpoint.has):
+
+        def planned(name: str) -> gguf_export.Planned:
             module = self._embed if name == f"{embed}.weight" else name.removesuffix(".weight")
             if module in shapes:
-                yield self._named(name), (self._kind(module), shapes[module])
-            else:
-                shape = self.checkpoint.folder.info(self.checkpoint.stored_name(name)).shape  # of a norm or a bias
-                yield self._named(name), (plain, shape)
+                return self._kind(module), shapes[module]
+            # a norm, a bias or the gate of experts
+            return plain, self.checkpoint.folder.info(self.checkpoint.stored_name(name)).shape
+
+        names = gguf_export.tensor_names(self.config, self.checkpoint.has)
+        yield from gguf_export.layout(self.config, names, planned).items()
 
     # Writing
 
@@ -192,32 +202,46 @@ class GgufOutput:
             _write_plain(writer, self._named(name), gguf_export.in_file(self.config, name, norm.weight))
             if norm.bias is not None:
                 _write_plain(writer, self._named(f"{norm.name}.bias"), norm.bias)
-        for linear in block.linears():
-            weight = linear.weight
-            assert isinstance(weight, Tensor | PackedTensor)
-            if isinstance(weight, PackedTensor):
-                raw = weight.parts["blocks"]
-                linear.weight = self.as_read(weight)
-            else:
-                raw = ggml_round.encode(self._kind(linear.name), weight)
-            bias = linear.bias
-            if gguf_export.interleaves(self.config, linear.name):
-                raw = gguf_export.neighbours(raw, self.config.head_dim)
-                bias = None if bias is None else gguf_export.neighbours(bias, self.config.head_dim)
-            writer.write(self._named(f"{linear.name}.weight"), raw)
-            if bias is not None:
+        linears = {f"{linear.name}.weight": linear for linear in block.linears()}
+        for tensor, names in homes(self.config.names, linears).items():
+            if place(self.config.names, names[0]).expert is not None:
+                writer.write_rows(tensor, (self._raw(linears[name])[None] for name in names))
+            elif (linear := linears[names[0]]).name in self.schemes:
+                writer.write(tensor, self._raw(linear))
+            else:  # the gates of experts
+                assert isinstance(linear.weight, Tensor)
+                _write_plain(writer, tensor, gguf_export.in_file(self.config, names[0], linear.weight))
+        for linear in linears.values():
+            if (bias := linear.bias) is not None:
+                if gguf_export.interleaves(self.config, linear.name):
+                    bias = gguf_export.neighbours(bias, self.config.head_dim)
                 _write_plain(writer, self._named(f"{linear.name}.bias"), bias)
+
+    def _raw(self, linear: Linear) -> Tensor:
+        """Return a weight as the file has it, and leave it in the linear as a reader has it."""
+        weight = linear.weight
+        assert isinstance(weight, Tensor | PackedTensor)
+        if isinstance(weight, PackedTensor):
+            raw = weight.parts["blocks"]
+            linear.weight = self.as_read(weight)
+        else:
+            raw = ggml_round.encode(self._kind(linear.name), weight)
+        interleaved = gguf_export.interleaves(self.config, linear.name)
+        return gguf_export.neighbours(raw, self.config.head_dim) if interleaved else raw
 
     def write_again(self, writer: ShardWriter, found: Mapping[str, Tensor]) -> None:
         """Replace norms and biases, and numbers within the blocks of matrices, by attar's names."""
-        file = GgufFile(writer.folder / self.name)
+        file = GgufFile(writer.folder / writer.plans[0].name)
         for name, values in found.items():
             module = name.rpartition(".")[0]
             if gguf_export.interleaves(self.config, module):
                 values = gguf_export.neighbours(values, self.config.head_dim)
+            tensor, expert = place(self.config.names, name)
             if module in self.schemes and name.endswith(".weight"):
-                raw = file.read(self._named(name))
-                writer.write(self._named(name), ggml_blocks.with_numbers(self._kind(module), raw, values))
+                raw = file.read(tensor)
+                part = raw if expert is None else raw[expert]
+                part.copy_(ggml_blocks.with_numbers(self._kind(module), part, values))
+                writer.write(tensor, raw)
             else:
                 _write_plain(writer, self._named(name), gguf_export.in_file(self.config, name, values))
 

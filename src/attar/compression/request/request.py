@@ -6,7 +6,6 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
-from attar.checkpoints.writer import MAX_SHARD
 from attar.compression.calibration import texts
 from attar.compression.calibration.texts import Amount, Calibration
 from attar.compression.recipe.recipe import Recipe
@@ -62,7 +61,8 @@ class CompressionRequest:
     `eval_tokens` the cost is measured.
 
     With `requantize` the source may be compressed itself, in any format that attar reads: its decoded values are
-    compressed then, and are the original in every measurement.
+    compressed then, and are the original in every measurement. An output file has at most `max_shard_bytes`; None:
+    5 GB, and a GGUF file of any size.
 
     On a `device` that is not a CPU each block is moved there, run and solved there, and the result comes back to be
     written (`device_placement`); the cost is measured there too, in bfloat16. At most `calib_memory` bytes of
@@ -87,7 +87,7 @@ class CompressionRequest:
     eval_tokens: int | None = None
     device: str = "cpu"
     calib_memory: int = 2 << 30
-    max_shard_bytes: int = MAX_SHARD
+    max_shard_bytes: int | None = None
     overwrite: bool = False
     resume: bool = True
     requantize: bool = False

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoints.gguf.writer import atomic_file
+from attar.checkpoints.gguf.writer import atomic_file, output_path
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.writer import atomic_folder
@@ -241,7 +241,7 @@ def _finished(
             "compression cost is not in these figures.",
         )
     result = Compressed(
-        path=run.request.path,
+        path=output_path(run.request.path, run.files) if run.request.to_file else run.request.path,
         recipe=run.plan.name,
         head=run.plan.head_name,
         bits_per_weight=output.bits_per_weight,

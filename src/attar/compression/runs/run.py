@@ -21,7 +21,7 @@ from torch import Tensor
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.receipts.probes import ProbeRun
 from attar.checkpoints.sources import hf, opening
-from attar.checkpoints.writer import ShardWriter, Workspace, allocated, require_free
+from attar.checkpoints.writer import MAX_SHARD, ShardWriter, Workspace, allocated, require_free
 from attar.compression.block.record import Record
 from attar.compression.calibration import coverage, domain, importance, texts
 from attar.compression.calibration.domain import DomainCheck
@@ -127,7 +127,7 @@ class Run:
             "recipe": recipe.to_dict(),
             "calibration": None if self.given is None else texts.token_hash(self._with_drawn(self.given)),
             "seed": request.seed,
-            "shard": request.max_shard_bytes,
+            "shard": MAX_SHARD if request.max_shard_bytes is None else request.max_shard_bytes,
         }
         about |= {"drawn": request.drawn} if request.drawn else {}
         about |= {} if request.device == "cpu" else {"device": request.device}

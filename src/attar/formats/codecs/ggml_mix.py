@@ -2,13 +2,14 @@
 
 A file's name is not one type. The gain of an extra byte differs between matrices, so llama.cpp gives more to those
 found to need it: the value projection, which grouped queries make small; the feed-forward's down projection, in the
-first layers and every third of the others; the LM head. `choose` follows its rules for dense decoders, so a file
-written here has the types and the size of llama.cpp's file of that name: comparing the two compares the rounding.
+first layers and every third of the others; the LM head. Stacked and shared experts have the rules of a dense
+feed-forward, and attention beside exactly eight experts has more bits, as in Mixtral. `choose` follows its rules, so a
+file written here has the types and the size of llama.cpp's file of that name: comparing the two compares the rounding.
 
 Rows that a type's blocks of 256 do not divide get another type, as in llama.cpp: of 32, and as many bits or more. The
 size then differs from the one asked for, so `choose` returns the wanted type too, for callers to report.
 
-Not covered: mixtures of experts, architectures that attar does not write, and types below 2.6 bits.
+Not covered: architectures that attar does not write, and types below 2.6 bits.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ DENSE_MIXES = tuple(name.lower() for name in DENSE)
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Properties of a model that the rules use. `calibrated`: importances are known."""
+    """Properties of a model that the rules use. `calibrated`: importances are known. `experts`: of each layer."""
 
     layers: int
     heads: int
     kv_heads: int
     tied: bool
     calibrated: bool
+    experts: int = 0
 
     @property
     def shared(self) -> bool:
@@ -81,17 +83,16 @@ MIXES: Mapping[str, Mix] = {
         _mix("q4_1", "Q4_1", 3),
         _mix("q4_0", "Q4_0", 2, ffn_down=(("Q4_1", "first 8th, calibrated"),)),
         _mix("q6_k", "Q6_K", 18),
-        _mix("q5_k_m", "Q5_K", 17, attn_qkv=(("Q6_K", "all"),), attn_v=_MORE, ffn_down=_MORE),
+        _mix("q5_k_m", "Q5_K", 17, attn_v=_MORE, ffn_down=_MORE),
         _mix("q5_k_s", "Q5_K", 16),
-        _mix("q4_k_m", "Q4_K", 15, attn_qkv=(("Q5_K", "all"),), attn_v=_MORE, ffn_down=_MORE),
+        _mix("q4_k_m", "Q4_K", 15, attn_v=_MORE, ffn_down=_MORE),
         _mix("q4_k_s", "Q4_K", 14, attn_v=(("Q5_K", "first 4"),), ffn_down=(("Q5_K", "first 8th"),)),
         _mix(
-            "q3_k_l", "Q3_K", 13, attn_qkv=(("Q4_K", "all"),),
-            attn_v=(("Q5_K", "all"),), attn_output=(("Q5_K", "all"),), ffn_down=(("Q5_K", "all"),),
+            "q3_k_l", "Q3_K", 13, attn_v=(("Q5_K", "all"),),
+            attn_output=(("Q5_K", "all"),), ffn_down=(("Q5_K", "all"),),
         ),
         _mix(
-            "q3_k_m", "Q3_K", 12, attn_qkv=(("Q4_K", "all"),),
-            attn_v=(("Q5_K", "first 2"), ("Q4_K", "all")),
+            "q3_k_m", "Q3_K", 12, attn_v=(("Q5_K", "first 2"), ("Q4_K", "all")),
             attn_output=(("Q4_K", "all"),),
             ffn_down=(("Q5_K", "first 16th"), ("Q4_K", "all")),
         ),
@@ -121,6 +122,12 @@ _HOLDS: Mapping[str, Callable[[int, About], bool]] = {
     "first 8th, calibrated": lambda layer, about: about.calibrated and layer < about.layers // 8,
     "first 8th, uncalibrated": lambda layer, about: not about.calibrated and layer < about.layers // 8,
 }
+
+EIGHT = 8
+"""Experts of a Mixtral, whose attention is a small part of it and gets more bits."""
+
+_OUTPUT_OF_EIGHT = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", "iq4_nl", "iq4_xs")
+"""Mixes that give the output of attention beside eight experts Q5_K."""
 
 _SMALLER: Mapping[str, str] = {
     "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL",
@@ -155,6 +162,11 @@ def _by_rule(mix: Mix, matrix: str, layer: int, columns: int, about: About) -> s
     base = mix.base.name
     if matrix == HEAD or (matrix == EMBED and about.tied):
         return "Q8_0" if columns % mix.base.elements else base if base == "Q8_0" else "Q6_K"
+    matrix = VALUES if matrix == "attn_qkv" else matrix.removesuffix("_exps").removesuffix("_shexp")
+    if about.experts == EIGHT and matrix in (VALUES, "attn_k"):
+        return "Q8_0"
+    if about.experts == EIGHT and matrix == "attn_output":
+        return "Q5_K" if mix.name in _OUTPUT_OF_EIGHT else base
     found = next((kind for kind, when in mix.rules.get(matrix, ()) if _HOLDS[when](layer, about)), base)
     return "Q5_K" if matrix == VALUES and about.seventy and found in ("Q3_K", "Q4_K") else found
 
