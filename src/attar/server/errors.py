@@ -46,7 +46,6 @@ CATALOGUE: dict[str, Kind] = {
     "model_not_found": Kind(404, "invalid_request_error", "not_found_error"),
     "method_not_allowed": Kind(405, "invalid_request_error", "invalid_request_error"),
     "receipt_timeout": Kind(408, "invalid_request_error", "invalid_request_error"),
-    "length_required": Kind(411, "invalid_request_error", "invalid_request_error"),
     "body_too_large": Kind(413, "invalid_request_error", "request_too_large"),
     "target_too_long": Kind(414, "invalid_request_error", "invalid_request_error"),
     "unsupported_media_type": Kind(415, "invalid_request_error", "invalid_request_error"),
