@@ -291,7 +291,7 @@ def reload(browser: Browser, url: str) -> dict[str, Any]:
     page, seen = walk.page, {}
 
     def turns() -> Any:
-        return page.locator(".user, .assistant").all_text_contents()
+        return page.locator(".turn").all_text_contents()
 
     for name, value in (("temperature", "0.5"), ("max_tokens", "4"), ("system", "hm"), ("key", "secret")):
         walk.set(name, value)
@@ -304,10 +304,15 @@ def reload(browser: Browser, url: str) -> dict[str, Any]:
     seen["turns"] = [before, turns()]
     seen["knobs"] = [page.input_value(f"#{name}") for name in ("temperature", "max_tokens", "system", "key")]
     walk.say("more")
-    until(lambda: walk.notes() == 1)
+    until(lambda: walk.notes() == 2)
     seen["asked"] = page.evaluate("asked")[-1]
+    walk.set("max_tokens", str(MANY))
+    walk.to("text", "Shift+Tab")
+    walk.say("lost")
+    walk.answering()
     walk.to("clear")
     walk.press("Enter")
+    until(lambda: page.locator("#stop").is_disabled())
     page.reload()
     until(lambda: "tokens" in walk.text("#model"))
     seen["cleared"] = turns()

@@ -88,9 +88,10 @@ def test_a_reload_keeps_the_conversation_and_the_knobs(seen: dict[str, Any]) -> 
     found = seen["reload"]
     assert found["errors"] == []
     assert found["turns"][0] == found["turns"][1]
-    assert len(found["turns"][0]) == 2
+    asked, answer, note = found["turns"][0]
+    assert note.startswith("4 tokens, ")
     assert found["knobs"] == ["0.5", "4", "hm", ""]  # the key is not kept
-    assert [message["content"] for message in found["asked"]["messages"]] == ["hm", *found["turns"][0], "more"]
+    assert [message["content"] for message in found["asked"]["messages"]] == ["hm", asked, answer, "more"]
     assert found["cleared"] == []
 
 
