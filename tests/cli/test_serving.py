@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import shlex
 import shutil
 import socket
@@ -13,8 +14,11 @@ from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
 from attar.checkpoints.fingerprints import require_unchanged
+from attar.cli import options as options_of
+from attar.cli.generation import ChatConfig, GenerateConfig, _params
 from attar.cli.main import app
 from attar.cli.serving import BESIDES
+from attar.cli.terminal import BAD_INPUT
 from attar.engine import startup
 from attar.kernels.native import limits
 from attar.plan.fit import ROOM
@@ -53,6 +57,28 @@ def test_the_door_lets_in_what_the_engine_may_have(monkeypatch: pytest.MonkeyPat
     done = CliRunner().invoke(app, ["serve", "demo", *shlex.split(options)])
     assert done.exit_code == 0, done.output
     assert found[0].max_requests == most
+
+
+def test_defaults_of_the_model_are_taken_where_asked_for(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path(shutil.copytree(demo, tmp_path / "model"))
+    (model / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    found: list[ServerOptions] = []
+    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, *_: found.append(options) or 0)
+    for options in ("", "--generation-config model --template-date 2026-01-31"):
+        done = CliRunner().invoke(app, ["serve", str(model), *shlex.split(options)])
+        assert done.exit_code == 0, done.output
+    assert [each.sampling for each in found] == [{}, {"temperature": 0.6, "top_k": 20}]
+    assert [each.template_date for each in found] == [None, datetime.date(2026, 1, 31)]
+    refused(CliRunner().invoke(app, ["serve", "demo", "--template-date", "today"]), BAD_INPUT, "2026-01-31")
+    theirs = options_of.Defaults.model
+    made = GenerateConfig(model=str(model), generation_config=theirs, top_k=3).sampling()
+    assert (made.temperature, made.top_k, made.max_tokens) == (0.6, 3, 128)
+    assert _params(ChatConfig(model=str(model), generation_config=theirs), {"temperature": 0.7}, ()).temperature == 0.6
+    assert _params(ChatConfig(model=str(model)), {"temperature": 0.7}, ()).temperature == 0.7
+    with user_error("option_out_of_range", "top_p"):
+        GenerateConfig(model="nowhere", generation_config=theirs, top_p=2.0).sampling()  # before it is looked for
 
 
 def test_a_model_is_asked_for_by_the_name_it_was_served_by(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,3 +196,44 @@ def test_log_probabilities_of_the_prompt_are_part_of_the_completion(llm: LLM) ->
     assert [len(each.top) for each in done.prompt_logprobs] == [2] * 4
     assert llm.generate([ids[:1]], asked)[0].prompt_logprobs == ()
     assert llm.generate([ids], GREEDY)[0].prompt_logprobs is None
+
+
+def test_a_special_token_named_as_a_stop_string_ends_the_text(llm: LLM) -> None:
+    """No text ever shows it."""
+    end = llm.tokenizer.eos_id
+    assert end is not None
+    forced = replace(GREEDY, max_tokens=6, logit_bias={end: 100.0})
+    assert llm.generate(PROMPTS[0], forced)[0].finish_reason == "length"
+    (done,) = llm.generate(PROMPTS[0], replace(forced, stop=["zz", "<|endoftext|>"]))
+    assert (done.finish_reason, done.token_ids, done.text) == ("stop", (end,), "")
+
+
+def test_nothing_ends_a_text_before_its_fewest_tokens(llm: LLM, alone: list[Completion]) -> None:
+    end = llm.tokenizer.eos_id
+    assert end is not None
+    (done,) = llm.generate(PROMPTS[0], replace(GREEDY, ignore_eos=False, logit_bias={end: 100.0}, min_tokens=5))
+    assert (done.finish_reason, done.token_ids.index(end), len(done.token_ids)) == ("stop", 5, 6)
+    stop = alone[0].text[:2]
+    whole = llm.generate(PROMPTS[0], replace(GREEDY, stop=stop))[0]
+    later = llm.generate(PROMPTS[0], replace(GREEDY, stop=stop, min_tokens=5))[0]
+    assert whole.text == ""
+    assert later.text.startswith(stop)
+    assert later.token_ids == alone[0].token_ids[: len(later.token_ids)]
+    assert len(later.token_ids) > 5
+
+
+def test_the_tokenizers_end_of_text_ends_one_too(demo: Path, tmp_path: Path) -> None:
+    """A generation config that lists another end does not take it away."""
+    folder = Path(shutil.copytree(demo, tmp_path / "model"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 70, "do_sample": false, "temperature": 0.5}')
+    made = LLM(folder, verify=False, generation_config="model")
+    end = made.tokenizer.eos_id
+    assert end is not None
+    assert made.model.eos_ids == {70, end}
+    for token in (70, end):
+        params = SamplingParams(max_tokens=4, temperature=0, logit_bias={token: 100.0})
+        assert made.generate(PROMPTS[0], params)[0].token_ids == (token,)
+    assert made.sampling == {"temperature": 0}
+    assert (
+        made.generate(PROMPTS[0])[0].token_ids == made.generate(PROMPTS[0], SamplingParams(temperature=0))[0].token_ids
+    )

@@ -462,6 +462,22 @@ def test_a_mask_decides_what_may_come_and_a_look_ahead_leaves_no_trace(choose: A
             other.commit(draw.token_id)
 
 
+@pytest.mark.parametrize("choose", [sample, device_sampler.sample])
+def test_tokens_that_end_the_output_wait_for_its_fewest_tokens(choose: Any) -> None:
+    logits = torch.tensor([[0.5, 1.0, 2.0, 9.0, -1.0]])
+    given = {"temperature": 0, "repetition_penalty": 1.5, "logit_bias": {2: 0.5, 3: 0.25}, "presence_penalty": 0.5}
+    held = Sampler(SamplingParams(min_tokens=2, **given), [1, 3], 5, ending=frozenset({3, 4, 99}))
+    free = Sampler(SamplingParams(**given), [1, 3], 5)
+    for _ in range(2):
+        assert penalized(logits, [held])[0, [3, 4]].tolist() == [-INF, -INF]
+        (one,) = choose(logits, [held])
+        assert one.token_id not in (3, 4)
+        for each in (held, free):
+            each.commit(one.token_id)
+    assert penalized(logits, [held]).equal(penalized(logits, [free]))
+    assert choose(logits, [held])[0].token_id == 3
+
+
 def test_a_mask_that_allows_nothing_fails_its_row_alone() -> None:
     mask = Alternating(3)
     mask.allowed = lambda: torch.zeros(3, dtype=torch.bool)  # type: ignore[method-assign]

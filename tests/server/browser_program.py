@@ -285,6 +285,62 @@ def refused(browser: Browser, url: str) -> dict[str, Any]:
     return seen
 
 
+def reload(browser: Browser, url: str) -> dict[str, Any]:
+    """What is there of a conversation after the page is loaded again, and after it was cleared."""
+    walk = Walk(browser, url, (1000, 700))
+    page, seen = walk.page, {}
+
+    def turns() -> Any:
+        return page.locator(".turn").all_text_contents()
+
+    for name, value in (("temperature", "0.5"), ("max_tokens", "4"), ("system", "hm"), ("key", "secret")):
+        walk.set(name, value)
+    walk.to("text", "Shift+Tab")
+    walk.say("first")
+    until(lambda: walk.notes() == 1)
+    before = turns()
+    page.reload()
+    until(lambda: "tokens" in walk.text("#model"))
+    seen["turns"] = [before, turns()]
+    seen["knobs"] = [page.input_value(f"#{name}") for name in ("temperature", "max_tokens", "system", "key")]
+    walk.say("more")
+    until(lambda: walk.notes() == 2)
+    seen["asked"] = page.evaluate("asked")[-1]
+    walk.set("max_tokens", str(MANY))
+    walk.to("text", "Shift+Tab")
+    walk.say("lost")
+    walk.answering()
+    walk.to("clear")
+    walk.press("Enter")
+    until(lambda: page.locator("#stop").is_disabled())
+    page.reload()
+    until(lambda: "tokens" in walk.text("#model"))
+    seen["cleared"] = turns()
+    seen["errors"] = walk.errors
+    page.close()
+    return seen
+
+
+def completes(browser: Browser, url: str) -> dict[str, Any]:
+    """What a page does whose model has no chat template."""
+    walk = Walk(browser, url, (1000, 700))
+    page, prompts = walk.page, []
+    error = {"message": "this model has no chat template: use /v1/completions", "code": "no_chat_template"}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json={"error": error}))
+    page.on("request", lambda each: prompts.append(each.post_data_json["prompt"]) if "/v1/comp" in each.url else None)
+    walk.set("max_tokens", "4")
+    walk.to("text", "Shift+Tab")
+    for number, text in enumerate(("Once", "and"), 1):
+        walk.say(text)
+        until(lambda many=number: walk.notes() == many)
+    seen = {
+        "turns": page.locator(".assistant").all_text_contents(), "errors": page.locator(".error").count(),
+        "prompts": prompts, "chats": len(page.evaluate("asked")),
+    }  # fmt: skip
+    page.close()
+    return seen
+
+
 def look(browser: Browser, url: str) -> dict[str, Any]:
     """What is drawn of what an engine says, by a clock that stands still between two looks: in the dark, the last."""
     page = browser.new_page(viewport={"width": 1200, "height": 760})
@@ -327,6 +383,8 @@ def main() -> None:
         seen["look"] = look(browser, url)
         seen["read back"] = read_back(browser, url)
         seen["refused"] = refused(browser, url)
+        seen["reload"] = reload(browser, url)
+        seen["completes"] = completes(browser, url)
         browser.close()
     print(json.dumps(seen))
 

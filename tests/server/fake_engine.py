@@ -125,7 +125,7 @@ class FakeEngine:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer, self._drained = writer, False
         blocks, vocab = (("weights", 10), ("cache", 20)), self.tokenizer.vocab_size
-        ready = Ready("fake", self.context, vocab, BLOCKS, 16, self.queue, blocks, self.adapters, self.batch)
+        ready = Ready("fake", self.context, vocab, BLOCKS, 16, self.queue, blocks, self.adapters, self.batch, 8)
         writer.write(encode([ready]))
         steps = asyncio.get_running_loop().create_task(self._steps(writer))
         heart = asyncio.get_running_loop().create_task(self._beat(writer))

@@ -84,6 +84,26 @@ def test_what_is_cleared_is_gone(seen: dict[str, Any], size: str) -> None:
     assert [message["content"] for message in page["asked"][-1]["messages"]] == ["hm", "fresh"]
 
 
+def test_a_reload_keeps_the_conversation_and_the_knobs(seen: dict[str, Any]) -> None:
+    found = seen["reload"]
+    assert found["errors"] == []
+    assert found["turns"][0] == found["turns"][1]
+    asked, answer, note = found["turns"][0]
+    assert note.startswith("4 tokens, ")
+    assert found["knobs"] == ["0.5", "4", "hm", ""]  # the key is not kept
+    assert [message["content"] for message in found["asked"]["messages"]] == ["hm", asked, answer, "more"]
+    assert found["cleared"] == []
+
+
+def test_a_model_without_a_chat_template_completes_a_text(seen: dict[str, Any]) -> None:
+    found = seen["completes"]
+    first, second = found["turns"]
+    assert first
+    assert second
+    assert found["prompts"] == ["Once", f"Once{first}\nand"]
+    assert (found["errors"], found["chats"]) == (0, 1)  # once is enough to know it
+
+
 @SIZE
 def test_the_figures_are_the_engines(seen: dict[str, Any], size: str) -> None:
     page = seen[size]

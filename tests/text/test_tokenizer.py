@@ -202,6 +202,14 @@ def test_refuses_lone_surrogates() -> None:
         tokenizers()[0].encode("ab\ud800")
 
 
+def test_an_added_token_is_spelled_as_it_was_added(shared: Path) -> None:
+    """The library spells it as the normalizer does, which in Llama 2's file puts a space before it."""
+    tokenizer = _load(shared / "tokenizers" / "llama2")
+    assert (tokenizer.id_to_bytes(1), tokenizer.id_to_token(1), tokenizer.id_to_token(10**6)) == (b"<s>", "<s>", "")
+    ids = [1, *tokenizer.encode("na", add_special_tokens=False), 2]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s> na</s>"  # as transformers has it
+
+
 def test_leftover_truncation_and_padding_are_off() -> None:
     backend = byte_level()
     backend.enable_truncation(2)

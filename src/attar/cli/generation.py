@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from attar.cli import options, terminal
 from attar.cli.commands import configured, flag, option
@@ -59,39 +59,59 @@ class GenerateConfig(options.RunConfig):
     logprobs: Annotated[
         int | None, option("Prompt", "K", "Report the log probabilities of the K most probable tokens.", min=0)
     ] = None
-    temperature: options.Temperature = 1.0
-    top_k: Annotated[int, option("Sampling", "K", "Sample among the K most probable tokens; 0: all.", min=0)] = 0
-    top_p: options.TopP = 1.0
-    min_p: Annotated[
-        float, option("Sampling", "P", "Drop tokens below this fraction of the largest probability; in [0, 1].")
-    ] = 0.0
-    repetition_penalty: Annotated[
-        float, option("Sampling", "X", "Above 1: make tokens of the prompt and the text less probable.")
-    ] = 1.0
+    temperature: Annotated[
+        float | None, option("Sampling", "T", options.TEMPERATURE, "--temperature", min=0, default="1")
+    ] = None
+    top_k: Annotated[
+        int | None, option("Sampling", "K", "Sample among the K most probable tokens; 0: all.", min=0, default="0")
+    ] = None
+    top_p: Annotated[float | None, option("Sampling", "P", options.TOP_P, "--top-p", default="1")] = None
+    min_p: Annotated[float | None, option(
+        "Sampling", "P", "Drop tokens below this fraction of the largest probability; in [0, 1].", default="0",
+    )] = None  # fmt: skip
+    repetition_penalty: Annotated[float | None, option(
+        "Sampling", "X", "Above 1: make tokens of the prompt and the text less probable.", default="1",
+    )] = None  # fmt: skip
     presence_penalty: Annotated[
         float, option("Sampling", "X", "Subtract this from the logit of each token generated before.")
     ] = 0.0
     frequency_penalty: Annotated[float, option("Sampling", "X", "The same, once for each occurrence.")] = 0.0
     seed: options.SamplingSeed = None
+    generation_config: options.GenerationConfig = options.Defaults.attar
 
     def sampling(self) -> SamplingParams:
         """Make the settings of sampling. Raises ValueError for values that make no sense."""
-        from attar.protocol.request import SamplingParams
-
-        return SamplingParams(
-            max_tokens=self.max_tokens, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p,
-            min_p=self.min_p, repetition_penalty=self.repetition_penalty, presence_penalty=self.presence_penalty,
+        return _params(
+            self, {}, ("top_k", "min_p", "repetition_penalty"), presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty, stop=tuple(self.stop or ()), ignore_eos=self.ignore_eos,
-            seed=self.seed, logprobs=self.logprobs,
+            logprobs=self.logprobs,
         )  # fmt: skip
+
+
+def _params(
+    config: GenerateConfig | ChatConfig, own: dict[str, Any], names: tuple[str, ...], **others: Any
+) -> SamplingParams:
+    """Make sampling parameters: those given by option, else the model's where they are asked for, else the command's
+    `own`. `names` are options besides those that both commands have."""
+    from attar.checkpoints import generation_config
+    from attar.checkpoints.sources import hub
+    from attar.protocol.request import SamplingParams
+
+    options_given = {name: getattr(config, name) for name in ("temperature", "top_p", *names)}
+    given = {name: value for name, value in options_given.items() if value is not None} | others
+    given |= {"max_tokens": config.max_tokens, "seed": config.seed}
+    SamplingParams(**given)  # wrong ones are refused before anything is downloaded
+    if config.generation_config is options.Defaults.model:
+        own = generation_config.sampling(hub.resolve(config.model))
+    return SamplingParams(**own | given)
 
 
 @configured(GenerateConfig)
 def generate(config: GenerateConfig) -> None:
     """Continue a prompt.
 
-    The text streams to stdout. The model's generation_config.json sets the end tokens only, never a temperature or
-    filter.
+    The text streams to stdout. The model's generation_config.json sets the end tokens. It sets a temperature or filter
+    with --generation-config model only.
 
     Examples:
       attar generate ./out --prompt "Once upon a time" --temperature 0
@@ -112,9 +132,13 @@ class ChatConfig(options.RunConfig):
 
     system: Annotated[str | None, option("Prompt", "TEXT", "System message.")] = None
     max_tokens: options.MaxTokens = 512
-    temperature: options.Temperature = 0.7
-    top_p: options.TopP = 1.0
+    temperature: Annotated[
+        float | None, option("Sampling", "T", options.TEMPERATURE, "--temperature", min=0, default="0.7")
+    ] = None
+    top_p: Annotated[float | None, option("Sampling", "P", options.TOP_P, "--top-p", default="1")] = None
     seed: options.SamplingSeed = None
+    generation_config: options.GenerationConfig = options.Defaults.attar
+    template_date: options.TemplateDate = None
 
 
 @configured(ChatConfig)
@@ -128,18 +152,14 @@ def chat(config: ChatConfig) -> None:
       attar chat ./out --system "Answer in one sentence." --temperature 0
     """
     with errors(config.as_json), progress(config.quiet) as bar:
-        from attar.protocol.request import SamplingParams
-
-        params = SamplingParams(
-            max_tokens=config.max_tokens, temperature=config.temperature, top_p=config.top_p, seed=config.seed
-        )
+        params = _params(config, {"temperature": 0.7}, ())
         llm = _load(config, bar)
         llm.tokenizer.chat_template()  # a model that cannot chat says so before the first turn
         messages = [{"role": "system", "content": config.system}] if config.system else []
         warnings = []
         for said in _turns():
             messages.append({"role": "user", "content": said})
-            answer = print_pieces(llm.stream_chat(messages, params))
+            answer = print_pieces(llm.stream_chat(messages, params, date=config.template_date))
             messages.append({"role": "assistant", "content": answer.text})
             warnings += _cut_short(llm, answer, config.max_tokens)
         emit(config.as_json, {"messages": messages, "warnings": warnings})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -87,6 +88,32 @@ Adapter = Annotated[Path | None, option("Model", "DIR", "Compute with this LoRA 
 NoVerify = Annotated[bool, flag("Model", "Skip the receipt's probe when the model loads.", "--no-verify")]
 
 CALIBRATION_TEXT = "Calibration text (.txt, .jsonl), or `self`: sampled from the model."
+
+
+def parse_date(text: str) -> datetime.date:
+    """Parse a date such as 2026-01-31. Raises ValueError for anything else."""
+    try:
+        return datetime.date.fromisoformat(text)
+    except ValueError:
+        raise UserError("option_malformed", f"{text!r} is no date: write it as 2026-01-31") from None
+
+
+class Defaults(StrEnum):
+    """Where sampling parameters come from that are not given."""
+
+    attar = "attar"
+    model = "model"
+
+
+TemplateDate = Annotated[datetime.date | None, option(
+    "Model", "DATE", "Date that the chat template prints, such as 2026-01-31.", "--template-date", parser=parse_date,
+    default="today",
+)]  # fmt: skip
+GenerationConfig = Annotated[Defaults, option(
+    "Model", "SOURCE", "Take sampling parameters that are not given from `attar`, or from `model`: its "
+    "generation_config.json.", "--generation-config",
+)]  # fmt: skip
+
 Samples = Annotated[int, option("Calibration", "N", "Calibration sequences.", "--samples", min=1)]
 Length = Annotated[int, option("Calibration", "N", "Tokens of each calibration sequence.", "--length", min=2)]
 Seed = Annotated[int, option("Calibration", "N", "Seed of all random numbers.", "--seed", min=0)]
@@ -97,12 +124,8 @@ CalibrationMemory = Annotated[int, option(
 CALIBRATION_MEMORY = 2 << 30
 
 MaxTokens = Annotated[int, option("Prompt", "N", "Tokens to generate at most.", "--max-tokens", min=1)]
-Temperature = Annotated[
-    float, option("Sampling", "T", "Temperature; 0: take the most probable token.", "--temperature", min=0)
-]
-TopP = Annotated[float, option(
-    "Sampling", "P", "Nucleus sampling: smallest set of tokens with cumulative probability P.", "--top-p",
-)]  # fmt: skip
+TEMPERATURE = "Temperature; 0: take the most probable token."
+TOP_P = "Nucleus sampling: smallest set of tokens with cumulative probability P."
 SamplingSeed = Annotated[int | None, option("Sampling", "N", "Seed that makes sampling repeatable.", "--seed", min=0)]
 
 

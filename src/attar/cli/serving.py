@@ -48,6 +48,8 @@ class ServeConfig(SchedulerOptions):
         "Model", "FILE", "config.pbtxt of a TensorRT-LLM model: take what is not given here from it. `attar "
         "tritonserver import` shows what that is.",
     )] = None  # fmt: skip
+    generation_config: options.GenerationConfig = options.Defaults.attar
+    template_date: options.TemplateDate = None
     no_verify: options.NoVerify = False
     device: Annotated[str | None, option("Device", "DEVICE", options.DEVICE, "--device", default="cpu")] = None
     threads: options.Threads = None
@@ -118,16 +120,20 @@ class ServeConfig(SchedulerOptions):
             raise UserError("option_unused", message)
         return settings
 
-    def http(self, keys: Keys, origins: frozenset[str], limits: SchedulerConfig) -> ServerOptions:
-        """Make the settings of HTTP. Raises ValueError for a public address without a key."""
+    def http(self, keys: Keys, origins: frozenset[str], limits: SchedulerConfig, path: Path) -> ServerOptions:
+        """Make the settings of HTTP for the model at `path`. Raises ValueError for a public address without a key."""
+        from attar.checkpoints import generation_config
         from attar.server.admission.rate_limits import KeyLimits
         from attar.server.options import ServerOptions
 
+        model_defaults = self.generation_config is options.Defaults.model
+        sampling = generation_config.sampling(path) if model_defaults else {}
         most = limits.together + limits.max_waiting + BESIDES
         return ServerOptions(
             self.host, self.port, keys, frozenset(self.allowed_host or ()), origins,
             most if self.max_requests is None else self.max_requests,
             KeyLimits(self.max_requests_per_key, self.tokens_per_minute), self.deadline, self.drain_seconds,
+            self.template_date, sampling,
         )  # fmt: skip
 
 
@@ -164,11 +170,11 @@ def serve(config: ServeConfig) -> None:
         path = hub.resolve(config.model)
         settings = config.engine(path, name, theirs)
         tell_shared(settings.device, config.tp, config.pp)
-        options = config.http(keys, origins, settings.limits())
+        server_options = config.http(keys, origins, settings.limits(), path)
         settings = replace(settings, files=fingerprints(settings.folders))  # first: later changes are noticed
         tokenizer = vocabulary.tokenizer(path)
         try:
-            status = supervisor.run(settings, tokenizer, options, ENGINE, _started(tokenizer, config.as_json))
+            status = supervisor.run(settings, tokenizer, server_options, ENGINE, _started(tokenizer, config.as_json))
         except OSError as error:
             raise explained(error, config.host, config.port) from None
         if status:

@@ -210,9 +210,18 @@ class Engine:
         if not all(0 <= token < vocab for token in prompt):
             raise Refused("invalid", f"a token id lies outside the model's vocabulary 0..{vocab - 1}")
         if len(prompt) + (params.max_tokens > 0) > self.context:
-            raise Refused("too_long", f"the prompt has {len(prompt)} tokens; the context holds {self.context}")
-        ending = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
-        return Request(id, prompt, params, ending)
+            words = f"this model's maximum context length is {self.context} tokens; the prompt has {len(prompt)}"
+            raise Refused("too_long", words)
+        named = self._specials(params)
+        ending = frozenset(params.stop_token_ids) | named.keys() | (frozenset() if params.ignore_eos else self.eos_ids)
+        return Request(id, prompt, params, ending, named)
+
+    def _specials(self, params: SamplingParams) -> dict[int, str]:
+        """Return the stop strings that are special tokens, by token: no text ever shows those."""
+        if self.tokenizer is None:
+            return {}
+        found = {self.tokenizer.token_to_id(stop): stop for stop in params.stop}
+        return {token: stop for token, stop in found.items() if token in self.tokenizer.special_ids}
 
     def _choice(self, request: Request, number: int, longest: int, ask: Submit | Embed, bypass: bool) -> Choice:
         if ask.adapter not in self.adapters:
@@ -230,7 +239,8 @@ class Engine:
         assert params.seed is not None
         own = replace(params, seed=seed_of_choice(params.seed, number))
         vocab = self.decoder.config.vocab_size
-        sampler = Sampler(own, request.prompt if request.seen is None else request.seen, vocab, name=sequence.id)
+        seen = request.prompt if request.seen is None else request.seen
+        sampler = Sampler(own, seen, vocab, name=sequence.id, ending=request.ending)
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.prompt)
         return Choice(request, number, sequence, sampler, detokenizer, StopChecker(own.stop))
 

@@ -18,12 +18,13 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from attar.checkpoints.adapters import lora
+from attar.checkpoints.generation_config import sampling as recommended
 from attar.checkpoints.sources import hub
 from attar.engine.engine import Engine, EngineConfig
 from attar.engine.loader import Parallel, load_model
@@ -96,6 +97,10 @@ class LLM:
     On loading, one probe of the checkpoint's receipt is replayed, unless `verify` is false: a checkpoint that does not
     reproduce its recorded results is refused.
 
+    `generation_config` is where sampling parameters come from for calls without any: `attar`, the defaults of
+    `SamplingParams`, or `model`, whose recommended ones are in `sampling`. `SamplingParams(**llm.sampling, ...)` adds
+    others to these.
+
     `device` is `cpu`, or `cuda`, an NVIDIA GPU, or `cuda:1`, the second. `dtype` is the number format of computation:
     on CPUs float32 by the native kernels (by default), others by the reference; on `cuda` bfloat16 (by default),
     float16 or float32. `activations` is the precision of activations for weight-only schemes: rounded to int8 on the
@@ -123,11 +128,14 @@ class LLM:
         activations: str = "int8g128",
         parallel: Parallel | None = None,
         verify: bool = True,
+        generation_config: Literal["attar", "model"] = "attar",
         progress: Progress | None = None,
     ) -> None:
         dispatch.require(device)  # before anything is downloaded
+        path = hub.resolve(model)
+        self.sampling = recommended(path) if generation_config == "model" else {}
         self.model = load_model(
-            hub.resolve(model), device=device, dtype=dtype, activations=activations, parallel=parallel, verify=verify,
+            path, device=device, dtype=dtype, activations=activations, parallel=parallel, verify=verify,
             progress=progress,
         )  # fmt: skip
         self.decoder = self.model.decoder
@@ -209,7 +217,7 @@ class LLM:
                 "context_exceeded",
                 f"the prompt has {len(ids)} tokens and the model a context of {self.context}: shorten it",
             )
-        return Answer(tuple(ids), (params or SamplingParams()).seeded())
+        return Answer(tuple(ids), (params or SamplingParams(**self.sampling)).seeded())
 
     def _run(self, answers: Sequence[Answer]) -> Iterator[Delta]:
         """Run requests to their ends, and yield their new tokens. Raises ValueError for one that fails, RuntimeError

@@ -69,11 +69,9 @@ class LoadedModel:
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a text: those of the generation config, else the tokenizer's."""
-        declared = self.decoder.config.eos_ids
-        if declared or not self.has_tokenizer:
-            return frozenset(declared)
-        return self.tokenizer.eos_ids
+        """Tokens that end a text: those of the generation config, and the tokenizer's. Chat templates end a turn by the
+        tokenizer's, which some configs forget."""
+        return frozenset(self.decoder.config.eos_ids) | (self.tokenizer.eos_ids if self.has_tokenizer else frozenset())
 
 
 def load_model(

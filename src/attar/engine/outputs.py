@@ -51,6 +51,8 @@ class Choice:
             text += self._shown(self.detokenizer.flush())
             if not self.stops.done:
                 text += self.stops.flush()
+        if not self.stops.done:
+            self.stops.stopped = self.request.named.get(token)
         if self.stops.done:
             self.reason = "stop"
         elif last and self.reason is None:
@@ -79,7 +81,7 @@ class Choice:
 
     def _shown(self, text: str) -> str:
         point("stops.push", self.sequence.id)
-        return self.stops.push(text)
+        return text if self.sampler.index <= self.sampler.params.min_tokens else self.stops.push(text)
 
 
 @dataclass(eq=False, slots=True)
@@ -90,6 +92,7 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     ending: frozenset[int]
+    named: dict[int, str] = field(default_factory=dict)  # stop strings that are special tokens, by token
     choices: list[Choice] = field(default_factory=list)
     open: int = 0  # choices that have not ended
     seen: Tensor | None = None  # the prompt's tokens as `sampler.distinct` returns them, where a penalty needs them

@@ -113,7 +113,7 @@ def _made(
     require_unchanged(settings.files, settings.folders)  # nor while it was read
     ready = Ready(
         settings.served_as, found.context, held.config.vocab_size, found.blocks, found.block, limits.max_waiting,
-        found.table(), names, limits.together,
+        found.table(), names, limits.together, held.config.hidden,
     )  # fmt: skip
     return made, ready
 

@@ -162,6 +162,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     table: tuple[tuple[str, int], ...]  # memory by use: (use, bytes)
     adapters: tuple[str, ...] = ()  # names that a request may ask for
     max_running: int = 1  # most choices that may run at a time
+    dimensions: int = 0  # numbers of an embedding
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):

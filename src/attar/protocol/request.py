@@ -33,6 +33,8 @@ class SamplingParams:
     range.
 
     max_tokens: most new tokens, >= 0.
+    min_tokens: no EOS or stop token is sampled, and no stop string sought, in so many first tokens; 0 for none. The end
+        of max_tokens, or of the context, may come before.
     temperature: >= 0; 0 takes the most probable token, after penalties.
     top_k: keep the k most probable tokens; 0 keeps all.
     top_p: keep the fewest most probable tokens whose probabilities sum to at least this; in (0, 1], 1 keeps all.
@@ -40,7 +42,8 @@ class SamplingParams:
     repetition_penalty: in [0.01, 100]; above 1 makes tokens of prompt and output less probable (1 is off).
     presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logits of tokens of the output, once, or once
         per occurrence.
-    stop: a string or several that end the text; they are not part of it. At most 16 of 1024 UTF-8 bytes each.
+    stop: a string or several that end the text; they are not part of it. One may be a special token, which no text
+        shows. At most 16 of 1024 UTF-8 bytes each.
     stop_token_ids: tokens that end the text, besides the model's own EOS tokens.
     ignore_eos: generate past the model's EOS tokens.
     seed: 0 to 2^64 - 1; the same seed gives the same text, whatever else runs. None takes a random one (see `seeded`).
@@ -50,6 +53,7 @@ class SamplingParams:
     """
 
     max_tokens: int = 256
+    min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -67,6 +71,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _integer("max_tokens", self.max_tokens, 0)
+        _integer("min_tokens", self.min_tokens, 0)
         _number("temperature", self.temperature, 0.0)
         _integer("top_k", self.top_k, 0)
         _number("top_p", self.top_p, 0.0, 1.0, above=True)

@@ -2,7 +2,8 @@
 
 The steps, in this order, in float64:
 
-0. the logit biases, added; with a mask, -inf for disallowed tokens; 1. repetition penalty r on every token of prompt
+0. the logit biases, added; -inf for tokens that would end the output before min_tokens; with a mask, -inf for
+disallowed tokens; 1. repetition penalty r on every token of prompt
 and output: x / r where x > 0, else x * r (CTRL, arXiv 1909.05858); 2. presence and frequency penalties on tokens of the
 output: x - presence * (count > 0) - frequency * count (OpenAI's formula; the prompt does not count);
 3. at temperature 0 the largest x, the lowest id among equals, ends the steps. Otherwise x / temperature; 4. top-k: the
@@ -135,8 +136,8 @@ class Sampler:
 
     `sample` reads it; `commit` records a token once it is part of the output. Tokens are counted only where a penalty
     uses them. A prompt that is a tensor is the result of `distinct`, shared with other choices. `vocab_size` is the
-    width of the logits. `name` is its sequence's. Raises ValueError for a token beyond the vocabulary in `logit_bias`,
-    or in a prompt that a penalty reads.
+    width of the logits. `ending` are the tokens that end the output. `name` is its sequence's. Raises ValueError for a
+    token beyond the vocabulary in `logit_bias`, or in a prompt that a penalty reads.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class Sampler:
         vocab_size: int,
         name: str = "",
         mask: Mask | None = None,
+        ending: frozenset[int] = frozenset(),
     ) -> None:
         self.name, self.mask, self.params = name, mask, params.seeded()
         assert self.params.seed is not None
@@ -161,15 +163,18 @@ class Sampler:
         self._times: Counter[int] = Counter()  # in the output
         # Rounded to float32, like torch's product of a number and a bool: seeded texts stay unchanged.
         self._presence = torch.tensor(params.presence_penalty, dtype=torch.float32).item()
+        self._held = sorted(token for token in ending if token < vocab_size) if params.min_tokens else []
         for token, bias in params.logit_bias.items():
             if token >= vocab_size:
                 raise UserError(
                     "token_out_of_vocabulary", f"token {token} of logit_bias is not in the vocabulary of {vocab_size}"
                 )
             self.changes[self._place(token) + 1] = bias
+        for token in self._held:
+            self.changes[self._place(token) + 1] = -math.inf
         if params.repetition_penalty != 1.0:
             self.seen = prompt_ids if isinstance(prompt_ids, Tensor) else distinct(prompt_ids, vocab_size)
-            seen, biased = self.seen.numpy(), np.array(list(params.logit_bias), np.int64)
+            seen, biased = self.seen.numpy(), np.array([*params.logit_bias, *self._held], np.int64)
             found = np.searchsorted(seen, biased) < np.searchsorted(seen, biased, "right")
             for token in biased[found].tolist():
                 self.changes[self._place(token) + 2] = params.repetition_penalty
@@ -187,6 +192,9 @@ class Sampler:
         if self.mask is not None:
             self.mask.advance(token_id)
         params = self.params
+        if self.index == params.min_tokens:
+            for held in self._held:
+                self.changes[self._place(held) + 1] = params.logit_bias.get(held, 0.0)
         if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
             self._times[token_id] += 1
             at = self._place(token_id)

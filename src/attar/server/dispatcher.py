@@ -12,7 +12,9 @@ from attar.protocol.request import SamplingParams
 from attar.server.admission.rate_limits import Caller
 from attar.server.errors import APIError
 from attar.server.request_handler import RequestContext, RequestHandler
+from attar.strict_json import shown
 
+LISTED = 8  # adapters in an error
 WINDOW = 32  # texts to embed in the engine at a time
 SHARE_AFTER = 1  # Retry-After, in seconds, for a key that has its share: all keys share the turns of `RetryAfter`
 
@@ -50,7 +52,10 @@ class Dispatcher:
         description. Raises APIError for unknown names."""
         ready = self.ready()
         if asked is not None and asked != ready.model and asked not in ready.adapters:
-            raise APIError("model_not_found", "model: not served here; GET /v1/models lists what is", "model")
+            known = ", ".join((ready.model, *ready.adapters[:LISTED]))
+            more = "" if len(ready.adapters) <= LISTED else ", ... (GET /v1/models lists all)"
+            message = f"model: {shown(asked)} is not served here, but {known}{more}; `attar serve --name` names a model"
+            raise APIError("model_not_found", message, "model")
         return ready.model if asked is None else asked, ready
 
     def submit(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from ipaddress import IPv6Address
 from pathlib import Path
+from typing import Any
 
 from attar.errors import UserError
 from attar.server.admission.rate_limits import KeyLimits
@@ -30,7 +32,8 @@ class ServerOptions:
     time; more get 429. limits: of each key; with several keys and no limit of requests each has half of max_requests.
     So none can keep the others out of the server; the engine's queue has shares of its own (`fair_queue.py`). The same
     holds of `middleware.MAX_BODIES`. deadline, drain_seconds: seconds for one request, and for all when the
-    server ends.
+    server ends. template_date: what chat templates print, by default today. sampling: parameters of `SamplingParams`
+    for requests that do not name them.
     """
 
     host: str = "127.0.0.1"
@@ -42,6 +45,8 @@ class ServerOptions:
     limits: KeyLimits = field(default_factory=KeyLimits)
     deadline: float = 600.0
     drain_seconds: float = 30.0
+    template_date: datetime.date | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.keys.hashes and not is_loopback(self.host):

@@ -6,8 +6,13 @@ known to be far too long are never tokenized. A refusal gives the prompt's lengt
 
 from __future__ import annotations
 
+import datetime
 import re
+from array import array
 from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 from attar import strict_json
 from attar.faults import point
@@ -16,19 +21,26 @@ from attar.server.fair_thread_pool import TextThreads
 from attar.text.literal import LiteralChat, Messages
 from attar.text.template import TemplateError, render_chat
 from attar.text.token_bounds import TokenBounds
-from attar.text.tokenizer import Tokenizer
+from attar.text.tokenizer import Detokenizer, Tokenizer
 
 _PRIVATE = re.compile(r"0x[0-9a-fA-F]|(?<![\w/.<:])~?/[\w.-]+/|\b[A-Za-z]:\\")
 """What looks like an address in memory, or an absolute path."""
 FEW_IDS = 4096  # checked on the spot, in less time than a thread takes to start
 
 
-class Prompts:
-    """The tokenizer and chat template of the served model, for requests of a `key`, or its salt. Raises APIError for
-    what cannot be a prompt."""
+class Echo(NamedTuple):
+    """A prompt's text, and where each of its tokens begins there, in characters."""
 
-    def __init__(self, tokenizer: Tokenizer, threads: TextThreads) -> None:
-        self.tokenizer = tokenizer
+    text: str
+    starts: array[int]
+
+
+class Prompts:
+    """The tokenizer and chat template of the served model, for requests of a `key`, or its salt. `date` is what chat
+    templates print, by default today. Raises APIError for what cannot be a prompt."""
+
+    def __init__(self, tokenizer: Tokenizer, threads: TextThreads, date: datetime.date | None = None) -> None:
+        self.tokenizer, self._date = tokenizer, date
         self.shortest = 0 if tokenizer.encode("") else 1  # characters of a text that has tokens
         self._threads = threads
         self._bounds = TokenBounds(tokenizer)
@@ -47,7 +59,7 @@ class Prompts:
         if not all(found):
             raise APIError("empty_prompt", f"{name}: no tokens", name)
         if (longest := max(map(len, found))) + new > context:
-            raise _beyond(str(longest), new, context, name)
+            raise _beyond(str(longest), context, name, full=longest == context)
         return found
 
     async def text_ids(self, key: bytes, text: str, add_special_tokens: bool) -> list[int]:
@@ -57,16 +69,16 @@ class Prompts:
         )
 
     async def chat_ids(
-        self, key: bytes, messages: Sequence[dict[str, str]], context: int | None = None
+        self, key: bytes, messages: Sequence[dict[str, str]], context: int | None = None, opened: bool = True
     ) -> tuple[int, ...]:
-        """Return the token ids of a conversation, ready for the assistant's answer. One that leaves no room in the
+        """Return the token ids of a conversation, with the assistant's turn `opened`. One that leaves no room in the
         `context` is refused."""
         size = sum(len(message["content"]) for message in messages)
-        ids = await self._threads.run(key, size, lambda: self._render(messages, context), chat=True)
+        ids = await self._threads.run(key, size, lambda: self._render(messages, context, opened), chat=True)
         if not ids:
             raise APIError("empty_prompt", "messages: no tokens", "messages")
         if context is not None and len(ids) >= context:
-            raise _beyond(str(len(ids)), 1, context, "messages")
+            raise _beyond(str(len(ids)), context, "messages", full=len(ids) == context)
         return ids
 
     async def text(self, key: bytes, ids: Sequence[int], vocab: int | None = None) -> str:
@@ -75,14 +87,22 @@ class Prompts:
         def decode() -> str:
             if vocab is not None:
                 in_vocabulary(ids, vocab, "tokens")
-            point("prompt.decode")
-            return self.tokenizer.decode(ids, skip_special_tokens=False)
+            return self._decode(ids)
 
         return await self._threads.run(key, len(ids), decode)
 
-    async def texts(self, key: bytes, prompts: Sequence[str | Sequence[int]]) -> list[str]:
-        """Return the texts of prompts, each a text or token ids."""
-        return [prompt if isinstance(prompt, str) else await self.text(key, prompt) for prompt in prompts]
+    async def echoes(self, key: bytes, prompts: Sequence[str | Sequence[int]], scored: bool) -> list[Echo]:
+        """Return prompts, each a text or token ids, as answers echo them; where they are `scored`, with the starts of
+        their tokens."""
+
+        def echo(prompt: str | Sequence[int]) -> Echo:
+            if isinstance(prompt, str):
+                return Echo(prompt, array("I", self.tokenizer.starts(prompt) if scored else ()))
+            detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=False)
+            lengths = (len(detokenizer.push(token)) for token in prompt[:-1])
+            return Echo(self._decode(prompt), array("I", accumulate(lengths, initial=0) if scored else ()))
+
+        return [await self._threads.run(key, len(prompt), partial(echo, prompt)) for prompt in prompts]
 
     def _encoded(
         self, prompts: Sequence[str | Sequence[int]], vocab: int, name: str, context: int
@@ -96,13 +116,17 @@ class Prompts:
 
     def _check_length(self, text: str, name: str, context: int | None) -> None:
         if context is not None and (least := self._bounds.at_least(text)) > context:
-            raise _beyond(f"at least {least}", 0, context, name)
+            raise _beyond(f"at least {least}", context, name)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        point("prompt.decode")
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _encode(self, prompt: str) -> tuple[int, ...]:
         point("prompt.tokenize")
         return tuple(self.tokenizer.encode(prompt))
 
-    def _render(self, messages: Sequence[dict[str, str]], context: int | None) -> tuple[int, ...]:
+    def _render(self, messages: Sequence[dict[str, str]], context: int | None, opened: bool) -> tuple[int, ...]:
         point("prompt.render")
         tokenizer = self.tokenizer
         try:
@@ -111,7 +135,10 @@ class Prompts:
             raise APIError("no_chat_template", "this model has no chat template: use /v1/completions") from error
 
         def render(said: Messages) -> str:
-            text = render_chat(template, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+            text = render_chat(
+                template, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token,
+                add_generation_prompt=opened, date=self._date,
+            )  # fmt: skip
             if said is messages:  # else it has placeholders, longer than the text they stand for
                 self._check_length(text, "messages", context)
             return text
@@ -124,9 +151,13 @@ class Prompts:
             raise APIError("invalid_value", "messages: not text that this model can read", "messages") from error
 
 
-def _beyond(tokens: str, new: int, context: int, name: str) -> APIError:
-    """Make the refusal of a prompt of `tokens`, a phrase, that has no room in the context with `new` more."""
-    message = f"{name}: {tokens} tokens, which with {new} to come are more than this model's context of {context}"
+def _beyond(tokens: str, context: int, name: str, full: bool = False) -> APIError:
+    """Make the refusal of a prompt of `tokens`, a phrase, that is beyond the context, or `full`: just fills it. Clients
+    know OpenAI's first words, or Anthropic's `prompt is too long`; then they shorten it or take another model."""
+    message = (
+        f"This model's maximum context length is {context} tokens, and the prompt is too long: {tokens} tokens in "
+        f"{name}{' leave no room for an answer' if full else ''}"
+    )
     return APIError("context_length_exceeded", message, name)
 
 

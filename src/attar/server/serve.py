@@ -48,8 +48,8 @@ class Server:
         self.context = RequestContext(self.engine)
         self.dispatcher = Dispatcher(self.context, options.deadline)
         self.threads = TextThreads(keys)
-        self.prompts = Prompts(tokenizer, self.threads)
-        self.app = make_app(self.dispatcher, self.prompts, self.threads, keyed=bool(options.keys.hashes))
+        self.prompts = Prompts(tokenizer, self.threads, options.template_date)
+        self.app = make_app(self.dispatcher, self.prompts, self.threads, options.sampling, bool(options.keys.hashes))
         self.middleware = Middleware(self.app, options, self.context)
         self._stop, self._now = asyncio.Event(), asyncio.Event()
 

@@ -7,8 +7,7 @@ process, `_render_child.py`, under limits on memory, processor time, files and o
 deadline. One such process serves all renders, since starting Python costs a hundred times more than a render; after
 any failure of its own it is replaced. It shares no memory with the caller; only JSON and text pass between them.
 
-The date a template may print (`strftime_now`) is an argument with a constant default: the same messages give the same
-prompt on any day.
+The date a template may print (`strftime_now`) is an argument, by default now in local time, as in transformers.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ MAX_ANSWER = (4 << 20) + 1
 RENDER_SECONDS = 1.2  # of which half on a processor; a render takes about a millisecond
 STARVED_SECONDS = 10.0  # in any case: no template can wait for anything but a processor
 START_SECONDS = 60.0  # importing jinja2 on a busy machine
-DEFAULT_DATE = datetime.date(2024, 7, 26)
-"""The fallback date of Llama 3's own template."""
 
 
 class TemplateError(UserError):
@@ -57,13 +54,14 @@ def render_chat(
     eos_token: str | None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
-    date: datetime.date = DEFAULT_DATE,
+    date: datetime.date | None = None,
     **extra: Any,
 ) -> str:
     """Return the prompt text of a conversation.
 
     messages: mappings with a "role" and, mostly, "content"; plain JSON values. tools: JSON schemas. extra: further
-    variables for the template, such as `enable_thinking`. A special token that is None stays undefined.
+    variables for the template, such as `enable_thinking`. A special token that is None stays undefined. With a `date`
+    the same messages give the same prompt on any day.
 
     Raises TemplateError for a template that fails, raises an error of its own, or exceeds a limit (1 MiB of template, 4
     MiB of text, 256 MiB of memory, 1.2 s), and for messages that are not JSON. Thread-safe; renders wait for each
@@ -80,7 +78,7 @@ def render_chat(
         **extra,
     }
     try:
-        content = {"template": template, "variables": variables, "date": date.isoformat()}
+        content = {"template": template, "variables": variables, "date": (date or datetime.datetime.now()).isoformat()}
         request = json.dumps(content, ensure_ascii=False).encode()  # refuses lone surrogates
     except (TypeError, ValueError, RecursionError) as error:
         raise TemplateError(f"messages, tools and template variables must be plain JSON values: {error}") from error

@@ -65,6 +65,7 @@ class Tokenizer:
         self.eos_ids = frozenset(eos_ids) | ({self.eos_id} if self.eos_id is not None else set())
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
+        self._added = {index: token.content for index, token in added.items()}
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         # Special tokens that are searched for in normalized text: fullwidth letters or capitals, say, may then spell
         # them as well.
@@ -150,6 +151,20 @@ class Tokenizer:
         none."""
         return self.encode(rendered, add_special_tokens=False)
 
+    def starts(self, text: str) -> list[int]:
+        """Return where each token of `encode(text)` begins in the text, in characters.
+
+        A token begins where those before it end, or within a character that it shares with them. So slices from one
+        start to the next make up the text. Tokens that the post-processor adds, such as BOS, have empty slices.
+        """
+        _check(text)
+        encoding = self._backend.encode_batch([text])[0]
+        found, end = [], 0
+        for (first, last), added in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
+            found.append(end if added else min(first, end))
+            end = max(end, last)
+        return found
+
     def special_spans(self, texts: Sequence[str]) -> list[list[tuple[int, int]]]:
         """Return the spans (first character, end) of special tokens in each text, in order.
 
@@ -172,9 +187,14 @@ class Tokenizer:
         """Return the bytes of one token, a sentencepiece word's leading space included; empty for an unknown id."""
         known = self._bytes.get(index)
         if known is None:
-            token = self._backend.id_to_token(index) if 0 <= index < 2**32 else None
+            # The library spells added tokens as its normalizer does: with Llama 2's, `<s>` would get a space.
+            token = self._added.get(index, self._backend.id_to_token(index) if 0 <= index < 2**32 else None)
             known = self._bytes[index] = b"" if token is None else _spell(token, self._byte_of)
         return known
+
+    def id_to_token(self, index: int) -> str:
+        """Return a token as the vocabulary spells it, such as `Ġthe`; empty for an unknown id."""
+        return self._added.get(index) or str(self._backend.id_to_token(index) or "")
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of one whole token, None where the vocabulary lacks it."""

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import math
-from collections.abc import Awaitable
+from array import array
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from tokenizers import Tokenizer as Backend
 
 from attar.protocol.messages import Event, Finished, PromptLogprobs, Ready, Submit, encode
 from attar.protocol.request import SamplingParams, TokenLogprob
 from attar.server.admission.rate_limits import Caller
 from attar.server.api import openai
-from attar.server.api.logprobs import LEAST, SLICE, Columns, Content, Turns, rows
+from attar.server.api.logprobs import LEAST, SLICE, Columns, Content, Offsets, Turns, rows
 from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client.client import EngineClient
 from attar.server.engine_client.connection import Connection, PromptScores
 from attar.server.engine_client.connection import Event as Arrived
 from attar.server.errors import APIError
+from attar.server.fair_thread_pool import TextThreads
+from attar.server.prompts import Echo, Prompts
 from attar.server.request_handler import RequestContext, RequestHandler
-from attar.text.tokenizer import Tokenizer
+from attar.text.tokenizer import Detokenizer, Tokenizer
+from tests.text.test_tokenizer import byte_level, sentencepiece_like
+
+ECHO = Echo("", array("I", bytes(4 << 16)))  # of any number of tokens
 
 
 def scores(tokens: int, top: int) -> tuple[TokenLogprob, ...]:
@@ -61,7 +70,7 @@ def test_the_loop_has_a_turn_after_every_slice(tokenizer: Tokenizer, monkeypatch
         had[0] += 1
 
     monkeypatch.setattr(Columns, "add", counted)
-    form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [""])
+    form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [ECHO])
     asyncio.run(beside(form.add_prompt(0, raw(scores(3000, top)), Turns(has)), turns))
     assert sum(seen.values()) == 3000 * (top + 1)
     assert max(seen.values()) <= SLICE + top
@@ -91,9 +100,9 @@ def test_nothing_more_is_written_for_a_reader_that_has_gone(
         answer = engine.ask([Submit("a", (1, 2), SamplingParams())], 1)
         work = RequestHandler(Caller("a", 0.0, b""), [(1, 2)], 1, answer, dispatcher.context)
         engine._arrived([raw(scores(20 * SLICE, 0)), *[Finished("a", 0, "length", 0)] * finished])
-        form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [""])
+        form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [ECHO])
         if stream:
-            (last,) = [piece async for piece in openai.stream(work, "fake", form, False)]
+            (last,) = [piece async for piece in openai.stream(work, "fake", form)]
             assert b'"code":"cancelled"' in last
         else:
             with pytest.raises(APIError, match="cancelled"):
@@ -115,7 +124,7 @@ def test_what_is_written_of_an_answer_that_has_ended_well_is_all_of_it(tokenizer
         answer = engine.ask([Submit("a", (1, 2), SamplingParams())], 1)
         work = RequestHandler(Caller("a", 0.0, b""), [(1, 2)], 1, answer, RequestContext(engine))
         engine._arrived([raw(scores(4 * SLICE, 0)), Finished("a", 0, "length", 0)])
-        form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [""])
+        form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [ECHO])
         whole = json.loads(b"".join(await openai.whole(work, "fake", form)))
         assert len(whole["choices"][0]["logprobs"]["tokens"]) == 1 + 4 * SLICE
         work.close()
@@ -146,29 +155,58 @@ def test_every_event_of_the_engine_is_known_here() -> None:
 def test_a_completions_columns_go_on_where_its_prompt_ends(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a 😀")
     assert len(ids) > 3, "a character of several tokens"
-    prompt = Columns(tokenizer)
+    starts = iter(tokenizer.starts("a 😀"))
+    prompt = Columns(tokenizer, lambda token: next(starts))
     prompt.add_first(ids[0])
     for token in ids[1:-1]:
         prompt.add(TokenLogprob(token, -1.0))
     for number in range(2):  # each choice goes on from the same place
-        columns = Columns(tokenizer, prompt)
+        columns = Columns(tokenizer, Offsets(tokenizer, ids[:-1], len("a ")))
         columns.add(TokenLogprob(ids[-1], -2.0 - number, ((ids[0], -math.inf),)))
         columns.add(TokenLogprob(ids[0], -math.inf))
-        whole = Columns(tokenizer)
-        whole.add_first(ids[0])
-        for token in ids[1:-1]:
-            whole.add(TokenLogprob(token, -1.0))
-        whole.add(TokenLogprob(ids[-1], -2.0 - number, ((ids[0], -math.inf),)))
-        whole.add(TokenLogprob(ids[0], -math.inf))
         table = json.loads(b"".join(columns.json(prompt)))
-        assert table == json.loads(b"".join(whole.json()))
         assert table["token_logprobs"] == [None, *[-1.0] * (len(ids) - 2), -2.0 - number, LEAST]
-        assert table["text_offset"][-1] == len("a 😀")
+        assert table["text_offset"][-2:] == [len("a "), len("a 😀")]
     columns.clear()
     columns.add(TokenLogprob(ids[0], -1.0))
     assert json.loads(b"".join(columns.json()))["text_offset"] == [len("a 😀a")]
     empty = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    assert json.loads(b"".join(Columns(tokenizer).json())) == empty
+    assert json.loads(b"".join(Columns(tokenizer, len).json())) == empty  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [byte_level, sentencepiece_like])
+@pytest.mark.parametrize("as_ids", [False, True], ids=["text", "ids"])
+@pytest.mark.parametrize("text", ["ab ab", "  ab  c ab ", "a😀é b", "</s>ab", "ab </s> ab"])
+def test_slices_between_offsets_are_the_tokens(kind: Callable[[], Backend], as_ids: bool, text: str) -> None:
+    """Also where the tokenizer puts BOS and a space in front, which the text does not show."""
+    tokenizer = Tokenizer(kind(), "<s>", "</s>")
+    half = tokenizer.encode("😀")[-2:-1] if as_ids else []  # of a character
+    ids = tokenizer.encode(text) + half
+    prompt = ids if as_ids else text
+    with contextlib.closing(TextThreads(1)) as threads:
+        (echo,) = asyncio.run(Prompts(tokenizer, threads).echoes(b"", [prompt], scored=True))
+    assert echo.text == (tokenizer.decode(ids, skip_special_tokens=False) if as_ids else text)
+    assert len(echo.starts) == len(ids)
+    parts = [echo.text[a:b] for a, b in itertools.pairwise([*echo.starts, len(echo.text)])]
+    assert "".join(parts) == echo.text
+    whole = [tokenizer.id_to_bytes(token) for token in ids]
+    for part, token, raw in zip(parts, ids, whole, strict=True):
+        shown = as_ids or token != tokenizer.bos_id
+        if shown and not raw.decode("utf-8", "replace").count("\ufffd"):
+            assert part.strip(" ") == raw.decode().strip(" ")
+        elif not shown:
+            assert part == ""
+
+
+def test_what_is_generated_begins_where_its_text_does() -> None:
+    """A sentencepiece word has its leading space behind a prompt that shows something, and nowhere else."""
+    tokenizer = Tokenizer(sentencepiece_like(), "<s>", "</s>")
+    bos, word = tokenizer.encode("ab")
+    for prompt, expected in (((bos, word), [0, 3, 6]), ((bos,), [0, 2, 5])):
+        offset = Offsets(tokenizer, prompt, 0)
+        assert [offset(token) for token in (word, word, word)] == expected
+        text = Detokenizer(tokenizer, prompt)
+        assert len(text.push(word) + text.push(word)) == expected[2]
 
 
 def test_a_chats_tokens(tokenizer: Tokenizer) -> None:

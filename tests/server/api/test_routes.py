@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
+import datetime
 import gc
-import http.client
 import json
 import math
 from array import array
@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attar.protocol.messages import Delta
+from attar.protocol.messages import Delta, Submit
 from attar.protocol.request import TokenLogprob
 from attar.server.api import openai
 from attar.server.api.logprobs import LEAST
 from attar.server.api.openai import Choice
+from attar.server.options import ServerOptions
 from attar.text.tokenizer import Tokenizer
 from tests.server.bad_requests import USER
 from tests.server.conftest import Reply, Running
@@ -87,6 +88,25 @@ def test_usage_comes_last_and_only_when_asked_for(server: Running) -> None:
     usage = server.post(COMPLETIONS, SEEDED).json["usage"]
     assert with_usage[-1]["usage"] == usage
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+
+
+def test_usage_comes_with_every_chunk_where_it_is_asked_for(server: Running) -> None:
+    """As guidellm does of every stream."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for body in (SEEDED | {"n": 2}, SEEDED | {"echo": True, "logprobs": 1}):
+        found = chunks(server.post(COMPLETIONS, body | {"stream": True, "stream_options": options}))
+        final = server.post(COMPLETIONS, body).json["usage"]
+        counts = [chunk["usage"]["completion_tokens"] for chunk in found]
+        assert counts == sorted(counts)
+        assert counts[-1] == counts[-2] == final["completion_tokens"]
+        assert len(set(counts)) > 6  # they grow with the answer
+        for chunk in found[:-1]:
+            usage = chunk["usage"]
+            assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+            assert "prompt_tokens_details" not in usage  # the engine tells it at the end
+        assert found[-1]["usage"] == final
+    alone = SEEDED | {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    assert not any("usage" in chunk for chunk in chunks(server.post(COMPLETIONS, alone)))  # as in vLLM
 
 
 def test_chat(server: Running, tokenizer: Tokenizer) -> None:
@@ -224,7 +244,7 @@ def test_several_prompts_of_tokens_are_scored_at_once(server: Running, tokenizer
 
 
 def test_the_chosen_token_is_among_the_likely_ones(tokenizer: Tokenizer) -> None:
-    form = openai.CompletionFormat(tokenizer, True, 1, [], None)
+    form = openai.CompletionFormat(tokenizer, True, 1, [(1,)], None)
     token, other = tokenizer.encode("Once upon")[:2]
     event = Delta("a", 0, (token,), "", (TokenLogprob(token, -math.inf, ((other, -1.0),)),))
     made = json.loads(b"".join(form.delta(0, event)))
@@ -267,42 +287,59 @@ def test_no_length_is_too_small_or_too_large_to_divide_by(scale: float) -> None:
     assert zero == [0] * 4
 
 
+def test_dimensions_may_be_the_models_own(server: Running) -> None:
+    own = len(embedding([1]))
+    plain = server.post("/v1/embeddings", {"input": "one"}).json["data"]
+    assert server.post("/v1/embeddings", {"input": "one", "dimensions": own}).json["data"] == plain
+    refused = server.post("/v1/embeddings", {"input": "one", "dimensions": own - 1})
+    assert (refused.code, refused.json["error"]["param"]) == ("unsupported_field", "dimensions")
+    assert str(own) in refused.json["error"]["message"]
+
+
+def test_a_conversation_is_tokenized_without_the_assistants_turn(server: Running, tokenizer: Tokenizer) -> None:
+    templates = server.server.prompts.tokenizer.chat_templates
+    known = templates["default"]
+    templates["default"] = "{{ messages[0].content }}{% if add_generation_prompt %} answer:{% endif %}"
+    try:
+        opened = server.post("/tokenize", {"messages": USER}).json
+        body = {"messages": USER, "add_generation_prompt": False, "return_token_strs": True}
+        closed = server.post("/tokenize", body).json
+    finally:
+        templates["default"] = known
+    texts = [server.post("/detokenize", {"tokens": found["tokens"]}).json["prompt"] for found in (opened, closed)]
+    assert texts == ["hello answer:", "hello"]
+    assert "token_strs" not in opened
+    assert closed["token_strs"] == [tokenizer.id_to_token(token) for token in closed["tokens"]]
+    text = server.post("/tokenize", {"prompt": " a time", "return_token_strs": True, "add_special_tokens": None}).json
+    assert len(text["token_strs"]) == text["count"]
+
+
+def test_a_template_prints_todays_date_or_the_servers(start: Callable[..., Running], server: Running) -> None:
+    fixed = start(ServerOptions(port=0, template_date=datetime.date(2026, 1, 2)))
+    templates = server.server.prompts.tokenizer.chat_templates  # of one tokenizer, which both servers have
+    known = templates["default"]
+    templates["default"] = "{{ strftime_now('%d %b %Y') }}"
+    try:
+        ids = [each.post("/tokenize", {"messages": USER}).json["tokens"] for each in (server, fixed)]
+    finally:
+        templates["default"] = known
+    texts = [server.post("/detokenize", {"tokens": tokens}).json["prompt"] for tokens in ids]
+    assert texts == [datetime.date.today().strftime("%d %b %Y"), "02 Jan 2026"]
+
+
+def test_the_fewest_tokens_reach_the_engine(server: Running) -> None:
+    server.post(COMPLETIONS, SEEDED | {"min_tokens": 7})
+    asked = server.engine.commands[-1]
+    assert isinstance(asked, Submit)
+    assert asked.params.min_tokens == 7
+
+
 def test_tokens_there_and_back(server: Running) -> None:
     for text in ("Once upon a time", "😀 <|endoftext|>", "a\nb"):
         answer = server.post("/tokenize", {"prompt": text}).json
         assert answer["count"] == len(answer["tokens"])
         assert server.post("/detokenize", {"tokens": answer["tokens"]}).json == {"prompt": text}
     assert server.post("/detokenize", {"tokens": []}).json == {"prompt": ""}
-
-
-@pytest.mark.parametrize("path", ["/livez", "/readyz"])
-def test_a_balancer_may_ask_for_the_head_alone(start: Callable[..., Running], path: str) -> None:
-    made = start()
-    connection = http.client.HTTPConnection("127.0.0.1", made.port, timeout=20)
-
-    def ask(method: str) -> tuple[int, dict[str, str], bytes]:
-        connection.request(method, path)
-        reply = connection.getresponse()
-        found = {name.lower(): value for name, value in reply.getheaders()}
-        return reply.status, {name: found.get(name, "") for name in ("content-type", "content-length")}, reply.read()
-
-    def agree(status: int) -> None:
-        """All over one connection: a body that came all the same would be taken for the next answer."""
-        for _ in range(2):
-            whole, head = ask("GET"), ask("HEAD")
-            assert head == (status, whole[1], b"")
-            assert whole[0] == status
-            assert whole[2]
-
-    agree(200)
-    if path == "/readyz":
-        made.call(lambda: setattr(made.engine, "beats", False))
-        made.call(lambda: setattr(made.engine, "held", True))
-        made.wait(lambda: made.get(path).status == 503)
-        agree(503)
-    refused = made.request("DELETE", path)
-    assert (refused.status, refused.headers["allow"]) == (405, "GET, HEAD")
-    connection.close()
 
 
 def test_models(server: Running) -> None:

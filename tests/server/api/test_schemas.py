@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -16,7 +18,7 @@ from attar.protocol.request import SamplingParams
 from attar.server.admission.rate_limits import Caller
 from attar.server.api import openapi, sampling_params, validation
 from attar.server.api.anthropic import AnthropicBody, AnthropicPrompt
-from attar.server.api.app import make_app
+from attar.server.api.app import NO_DEFAULTS, make_app
 from attar.server.api.schemas import (
     Body,
     ChatBody,
@@ -53,34 +55,12 @@ def ready(room: int) -> Ready:
     return Ready("fake", room + 1, 10, 10, 16, 8, ())
 
 
-def chat(body: ChatBody, room: int = 100) -> SamplingParams:
-    return sampling_params.chat_params(body, (1,), ready(room), 16, Caller("a", 0.0, b""))
+def chat(body: ChatBody, room: int = 100, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
+    return sampling_params.chat_params(body, (1,), ready(room), 16, Caller("a", 0.0, b""), defaults)
 
 
-def completion(body: CompletionBody, room: int = 100) -> SamplingParams:
-    return sampling_params.completion_params(body, [(1,)], ready(room), 16)
-
-
-@pytest.mark.parametrize("kind", LEAST)
-def test_null_and_harmless_values_of_unbuilt_fields_are_welcome(kind: type[Body]) -> None:
-    plain = take(kind)
-    for name, harmless in kind.unbuilt.items():
-        for value in (None, *harmless):
-            assert take(kind, **{name: value}) == plain, (name, value)
-
-
-@pytest.mark.parametrize("kind", LEAST)
-def test_other_values_of_unbuilt_fields_are_refused_by_name(kind: type[Body]) -> None:
-    for name in kind.unbuilt:
-        with pytest.raises(APIError) as error:
-            take(kind, **{name: {"some": "thing"}})
-        assert (error.value.code, error.value.param) == ("unsupported_field", name)
-
-
-def test_a_harmless_value_of_another_type_is_not_harmless() -> None:
-    for name, value in (("store", 0), ("echo", 0), ("length_penalty", True)):
-        with pytest.raises(APIError, match="unsupported_field"):
-            take(ChatBody, **{name: value})
+def completion(body: CompletionBody, room: int = 100, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
+    return sampling_params.completion_params(body, [(1,)], ready(room), 16, Caller("a", 0.0, b""), defaults)
 
 
 def test_null_is_the_default_of_every_optional_field() -> None:
@@ -147,7 +127,7 @@ def test_the_smallest_nucleus_is_one_token() -> None:
     for kind, made in (
         (ChatBody, chat(take(ChatBody, top_p=0, top_k=40))),
         (CompletionBody, completion(take(CompletionBody, top_p=0.0))),
-        (AnthropicBody, sampling_params.anthropic_params(take(AnthropicBody, top_p=0, top_k=3), 100)),
+        (AnthropicBody, sampling_params.anthropic_params(take(AnthropicBody, top_p=0, top_k=3), 100, {})),
     ):
         assert (made.top_k, made.top_p) == (1, 1.0), kind
 
@@ -239,8 +219,34 @@ def test_defaults_are_the_apis() -> None:
     assert completion(take(CompletionBody)).max_tokens == 16
     assert completion(take(CompletionBody), 5).max_tokens == 5
     assert completion(take(CompletionBody)).temperature == 1
+    assert completion(take(CompletionBody)).min_tokens == 0
     echo = completion(take(CompletionBody, echo=True, max_tokens=0, logprobs=1))
     assert (echo.max_tokens, echo.logprobs, echo.prompt_logprobs) == (0, 1, 1)
+
+
+def test_a_limit_of_minus_one_is_as_many_as_fit() -> None:
+    assert chat(take(ChatBody, max_tokens=-1)) == replace(chat(take(ChatBody)), seed=None)
+    assert chat(take(ChatBody, max_completion_tokens=-1, max_tokens=7)).max_tokens == 7
+    assert completion(take(CompletionBody, max_tokens=-1)).max_tokens == 100
+    for kind, field in ((ChatBody, "max_tokens"), (ChatBody, "max_completion_tokens"), (CompletionBody, "max_tokens")):
+        with pytest.raises(APIError, match="out_of_range"):
+            take(kind, **{field: -2})
+
+
+def test_what_is_not_named_is_the_servers_default() -> None:
+    """As `--generation-config model` gives it."""
+    defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
+    wanted = SamplingParams(max_tokens=100, **defaults)
+    assert chat(take(ChatBody), defaults=defaults) == wanted
+    assert chat(take(ChatBody, top_k=3, temperature=0), defaults=defaults) == replace(wanted, top_k=3, temperature=0)
+    assert completion(take(CompletionBody, max_tokens=100), defaults=defaults) == wanted
+    body = take(AnthropicBody, max_tokens=100, top_p=0.5)
+    assert sampling_params.anthropic_params(body, 100, defaults) == replace(wanted, top_p=0.5)
+
+
+def test_fewest_tokens_are_asked_for() -> None:
+    assert chat(take(ChatBody, min_tokens=5, max_tokens=8)).min_tokens == 5
+    assert completion(take(CompletionBody, min_tokens=5)).min_tokens == 5
 
 
 def test_logit_bias_is_by_token() -> None:
@@ -280,7 +286,9 @@ def test_the_librarys_sentences_are_understood(sentence: str, code: str, param: 
         (ChatBody, {"n": 1.5}, "n: a whole number or null, not a number"),
         (ChatBody, {"stream": 1}, "stream: true or false or null, not a whole number"),
         (ChatBody, {"stop": ["a"] * 17}, "stop: at most 16 entries"),
-        (ChatBody, {"stop": ""}, "stop: at least 1 characters"),
+        (ChatBody, {"stop": ["a", ""]}, "stop[1]: at least 1 characters"),
+        (ChatBody, {"max_tokens": 0}, "max_tokens: at least 1, or -1 for as many as fit"),
+        (ChatBody, {"max_completion_tokens": 0}, "max_completion_tokens: at least 1, or -1 for as many as fit"),
         (ChatBody, {"messages": "hello"}, "messages: a list, not a string"),
         (ChatBody, {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
          "messages[0].tool_calls: not supported by this server"),
@@ -320,7 +328,7 @@ def test_hints_that_change_no_token_are_taken() -> None:
 def test_whole_floats_are_integers_as_in_json_schema() -> None:
     body = take(CompletionBody, n=2.0, max_tokens=1e1, seed=-0.0, prompt=[1.0, 2], logit_bias={"3": 5})
     assert (body.n, body.max_tokens, body.seed, body.prompt) == (2, 10, 0, [1, 2])
-    assert take(CompletionBody, min_tokens=0.0, temperature=1.0).temperature == 1
+    assert take(CompletionBody, min_tokens=2.0, temperature=1.0).min_tokens == 2
     for value in (1.5, 1e300, 1e-9):
         with pytest.raises(APIError, match="invalid_type"):
             take(CompletionBody, n=value)
@@ -348,7 +356,7 @@ def test_the_document_names_what_is_served_and_asks_for_keys_where_they_are_need
     before = openapi.document(app, openapi.Served())
     assert "security" not in before
     assert "401" not in before["paths"]["/tokenize"]["post"]["responses"]
-    ready = Ready("a-model", 512, 1000, 1, 16, 256, ())
+    ready = Ready("a-model", 512, 1000, 1, 16, 256, (), dimensions=64)
     after = openapi.document(app, openapi.Served(keyed=True, ready=ready, shortest=1))
     body = after["components"]["schemas"]["CompletionBody"]["properties"]
     assert body["model"] == {"enum": [None, "a-model"]}
@@ -358,9 +366,11 @@ def test_the_document_names_what_is_served_and_asks_for_keys_where_they_are_need
         assert after["paths"]["/livez"][method]["security"] == []
     for path, methods in after["paths"].items():
         for operation in methods.values():
-            assert ("401" in operation["responses"]) == (path != "/livez")
+            assert ("401" in operation["responses"]) == (path not in ("/livez", "/health"))
             for status, response in operation["responses"].items():
                 assert ("Retry-After" in response.get("headers", {})) == (status in ("429", "503"))
         for response in methods.get("head", {"responses": {}})["responses"].values():
             assert "content" not in response
-    assert {path for path, methods in after["paths"].items() if "head" in methods} == {"/livez", "/readyz"}
+    heads, gets = ({path for path, kinds in after["paths"].items() if kind in kinds} for kind in ("head", "get"))
+    assert heads == gets
+    assert after["components"]["schemas"]["EmbeddingBody"]["properties"]["dimensions"] == {"enum": [None, 64]}

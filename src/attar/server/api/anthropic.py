@@ -16,7 +16,7 @@ from attar.faults import point
 from attar.protocol.messages import Delta, Failed, Finished
 from attar.server.api import schemas
 from attar.server.api.openai import collect
-from attar.server.api.schemas import Body, CacheControl, Content, Fraction, Label, Length, StopStrings, TopP, text_of
+from attar.server.api.schemas import Body, Content, Fraction, Length, StopStrings, TopP, text_of
 from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
 from attar.server.request_handler import RequestHandler
@@ -42,21 +42,16 @@ def _check_last(messages: Sequence[AnthropicMessage]) -> None:
         raise APIError("invalid_value", message, "messages")
 
 
-class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
-    user_id: Label | None = None
-
-
 class AnthropicPrompt(Body, frozen=True, kw_only=True):
     """Body of /v1/messages/count_tokens, and the prompt's part of /v1/messages."""
 
-    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "tools": ([],), "tool_choice": ({"type": "none"}, {"type": "auto"}), "thinking": ({"type": "disabled"},),
         "mcp_servers": ([],), "context_management": (), "output_config": (), "output_format": (),
     }  # fmt: skip
 
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=schemas.MAX_MESSAGES, description=_LAST)]
     system: Content | None = None
-    cache_control: CacheControl | None = None
 
     def __post_init__(self) -> None:
         _check_last(self.messages)
@@ -71,9 +66,9 @@ class AnthropicPrompt(Body, frozen=True, kw_only=True):
 class AnthropicBody(AnthropicPrompt, frozen=True, kw_only=True):
     """Body of /v1/messages."""
 
-    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **AnthropicPrompt.unbuilt,
-        "service_tier": ("auto", "standard_only"),
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **AnthropicPrompt.neutral,
+        "stop_sequences": ([""],),
         "container": (),
     }
 
@@ -83,7 +78,6 @@ class AnthropicBody(AnthropicPrompt, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     stop_sequences: StopStrings | None = None
     stream: bool | None = None
-    metadata: Metadata | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,16 +19,24 @@ from attar.server.dispatcher import Dispatcher
 from attar.server.errors import INTERNAL, APIError
 from attar.server.fair_thread_pool import TextThreads
 from attar.server.prompts import Prompts
+from attar.strict_json import shown
 from attar.version import __version__
 
+NO_DEFAULTS: Mapping[str, Any] = {}
+MAX_COMPARED = 64  # characters of an unknown path
 
-def make_app(dispatcher: Dispatcher, prompts: Prompts, threads: TextThreads, keyed: bool = False) -> FastAPI:
-    """Make the application. `keyed`: whether its middleware requires keys, which the document then states."""
+
+def make_app(
+    dispatcher: Dispatcher, prompts: Prompts, threads: TextThreads, sampling: Mapping[str, Any] = NO_DEFAULTS,
+    keyed: bool = False,
+) -> FastAPI:  # fmt: skip
+    """Make the application. `sampling`: parameters of requests that do not name them. `keyed`: whether its middleware
+    requires keys, which the document then states."""
     app = FastAPI(title="attar", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     for kind in (APIError, HTTPException, Exception):
         app.add_exception_handler(kind, _handle)
     StatusRoutes(dispatcher).add_to(app)
-    Routes(dispatcher, prompts, threads).add_to(app)
+    Routes(dispatcher, prompts, threads, sampling).add_to(app)
     app.openapi = lambda: document(  # type: ignore[method-assign]
         app, Served(keyed, dispatcher.engine.ready, prompts.shortest, dispatcher.engine.places.most)
     )
@@ -35,18 +45,25 @@ def make_app(dispatcher: Dispatcher, prompts: Prompts, threads: TextThreads, key
 
 async def _handle(request: Request, error: Exception) -> Response:
     """Answer every error in our shape: errors of routes, of routing, and unexpected ones, which the middleware logs."""
-    if isinstance(error, HTTPException):
-        code, message = {
-            404: ("not_found", "no such route"),
-            405: ("method_not_allowed", "this route does not take this method"),
-        }[error.status_code]
-        refusal = APIError(code, message)
+    path, allowed = request.url.path, None
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        allowed = _methods(request.app, request.scope)
+        refusal = APIError("method_not_allowed", f"{shown(path)} takes {allowed}, not {shown(request.method)}")
+    elif isinstance(error, HTTPException):
+        refusal = APIError("not_found", f"no route {shown(path)}: {_nearest(request.app, path)}")
     elif isinstance(error, APIError):
         refusal = error
     else:
         refusal = APIError("internal", INTERNAL)
-    allowed = _methods(request.app, request.scope) if refusal.code == "method_not_allowed" else None
-    return _Refused(refusal, request.url.path, allowed)
+    return _Refused(refusal, path, allowed)
+
+
+def _nearest(app: FastAPI, path: str) -> str:
+    """Return a hint at the route that was meant: one with another beginning, or of a similar name."""
+    known = [route.path for route in app.routes if isinstance(route, Route) and "{" not in route.path]
+    found = [each for each in known if each != "/" and (each.endswith(path) or path.endswith(each))]
+    found += difflib.get_close_matches(path[:MAX_COMPARED], known, 1, 0.75)
+    return f"did you mean {found[0]}?" if found else "GET /openapi.json lists the routes"
 
 
 def _methods(app: FastAPI, scope: Scope) -> str:

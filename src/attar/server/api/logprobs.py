@@ -7,7 +7,6 @@ every `SLICE` of them the event loop gets a turn: no other request waits longer 
 from __future__ import annotations
 
 import asyncio
-import codecs
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import msgspec
 
 from attar.faults import point
 from attar.protocol.request import TokenLogprob
-from attar.text.tokenizer import Tokenizer
+from attar.text.tokenizer import Detokenizer, Tokenizer
 
 LEAST = -9999.0  # JSON has no infinity; OpenAI's number for it
 SLICE = 512  # values: less than a millisecond's work
@@ -83,22 +82,31 @@ class Content:
         return {"token": token_text(self._tokenizer, token), "logprob": max(logprob, LEAST), "bytes": list(raw)}
 
 
+class Offsets:
+    """Where the text of each generated token begins: `at` characters of text, and those that the tokens before it
+    completed behind the prompt."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], at: int) -> None:
+        self._text, self._at = Detokenizer(tokenizer, prompt), at
+
+    def __call__(self, token: int) -> int:
+        """Take the next token; return where it begins."""
+        at = self._at
+        self._at += len(self._text.push(token))
+        return at
+
+
 class Columns:
     """The tokens of a completion, each a value in every one of its columns, as the items of JSON arrays.
 
-    An offset says where a token's text begins: at the characters completed by the tokens before it, `before` included.
+    `offset` is called with each token, in order, and returns where its text begins.
     """
 
     NAMES = (b"tokens", b"token_logprobs", b"top_logprobs", b"text_offset")
 
-    def __init__(self, tokenizer: Tokenizer, before: Columns | None = None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, offset: Callable[[int], int]) -> None:
+        self._tokenizer, self._offset = tokenizer, offset
         self._columns = self._none()
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at = 0
-        if before is not None:
-            self._utf8.setstate(before._utf8.getstate())
-            self._at = before._at
 
     def add(self, each: TokenLogprob) -> None:
         """Add one token."""
@@ -130,10 +138,7 @@ class Columns:
         return tuple(bytearray() for _ in self.NAMES)
 
     def _row(self, token: int, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
-        at = self._at
-        if token not in self._tokenizer.special_ids:
-            self._at += len(self._utf8.decode(self._tokenizer.id_to_bytes(token)))
-        for column, value in zip(self._columns, (text, logprob, top, at), strict=True):
+        for column, value in zip(self._columns, (text, logprob, top, self._offset(token)), strict=True):
             _append(column, encode(value))
 
 

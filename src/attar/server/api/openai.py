@@ -18,10 +18,12 @@ import msgspec
 from attar.faults import point
 from attar.protocol.messages import Delta, Embedding, Failed, Finished
 from attar.protocol.request import TokenLogprob
-from attar.server.api.logprobs import Columns, Content, Turns, rows, values
+from attar.server.api.logprobs import Columns, Content, Offsets, Turns, rows, values
+from attar.server.api.schemas import StreamOptions
 from attar.server.engine_client.connection import PromptScores
 from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
+from attar.server.prompts import Echo
 from attar.server.request_handler import RequestHandler
 from attar.text.tokenizer import Tokenizer
 
@@ -29,13 +31,15 @@ DONE = b"data: [DONE]\n\n"
 FAILED = sse.event(APIError("internal", INTERNAL).body())
 """The last event of a stream that an exception ends."""
 
+NO_OPTIONS = StreamOptions()
+
 Pieces = list[bytes | bytearray]
 
 encode = msgspec.json.encode
 
 
-def usage(request: RequestHandler, generated: int) -> dict[str, Any]:
-    """Return the usage object."""
+def usage(request: RequestHandler, generated: int, ended: bool = True) -> dict[str, Any]:
+    """Return the usage object. The number of cached tokens is known once the request has `ended`."""
     point("openai.usage", request.caller.id)
     tokens = request.prompt_tokens
     counts: dict[str, Any] = {
@@ -43,7 +47,7 @@ def usage(request: RequestHandler, generated: int) -> dict[str, Any]:
         "completion_tokens": generated,
         "total_tokens": tokens + generated,
     }
-    return counts | {"prompt_tokens_details": {"cached_tokens": request.reused}}
+    return counts | {"prompt_tokens_details": {"cached_tokens": request.reused}} if ended else counts
 
 
 @dataclass(slots=True)
@@ -110,7 +114,7 @@ class ChatFormat:
 
 
 class CompletionFormat:
-    """Format of text completions, `n` of each of `prompts`. `echoed` holds the prompts' texts where answers echo them.
+    """Format of text completions, `n` of each of `prompts`. `echoes` has the prompts' texts where answers echo them.
 
     Log probabilities are written as they come, a prompt's once for all of its choices.
     """
@@ -120,10 +124,10 @@ class CompletionFormat:
 
     def __init__(
         self, tokenizer: Tokenizer, logprobs: bool, n: int, prompts: Sequence[Sequence[int]],
-        echoed: Sequence[str] | None,
+        echoes: Sequence[Echo] | None,
     ) -> None:  # fmt: skip
         self.n = n
-        self._tokenizer, self._logprobs, self._prompts, self._echoed = tokenizer, logprobs, prompts, echoed
+        self._tokenizer, self._logprobs, self._prompts, self._echoes = tokenizer, logprobs, prompts, echoes
         self._of_prompts: dict[int, Columns] = {}
         self._of_choices: dict[int, Columns] = {}
 
@@ -136,7 +140,9 @@ class CompletionFormat:
 
     async def add_prompt(self, at: int, event: PromptScores, turns: Turns) -> None:
         """Write the log probabilities of prompt `at`, before its choices begin."""
-        columns = self._of_prompts[at] = Columns(self._tokenizer)
+        assert self._echoes is not None
+        starts = iter(self._echoes[at].starts)
+        columns = self._of_prompts[at] = Columns(self._tokenizer, lambda token: next(starts))
         columns.add_first(self._prompts[at][0])
         for each in rows(event.logprobs):
             columns.add(each)
@@ -145,7 +151,7 @@ class CompletionFormat:
     def whole(self, number: int, choice: Choice) -> Pieces:
         """Return one choice of a whole answer, behind its prompt where that is echoed."""
         at = number // self.n
-        text = choice.text if self._echoed is None else self._echoed[at] + choice.text
+        text = choice.text if self._echoes is None else self._echoes[at].text + choice.text
         logprobs: Pieces = [b"null"]
         if self._logprobs:
             logprobs = self._columns(at, choice.number).json(self._of_prompts.get(at))
@@ -154,13 +160,13 @@ class CompletionFormat:
 
     def opening(self, number: int) -> Pieces:
         """Return a chunk's choice with the prompt, where it is echoed."""
-        if self._echoed is None:
+        if self._echoes is None:
             return []
         at = number // self.n
         logprobs: Pieces = [b"null"]
         if self._logprobs:
-            logprobs = self._of_prompts.get(at, Columns(self._tokenizer)).json()
-        return self._choice(number, self._echoed[at], logprobs)
+            logprobs = self._of_prompts[at].json()
+        return self._choice(number, self._echoes[at].text, logprobs)
 
     def delta(self, number: int, event: Delta) -> Pieces:
         """Return a chunk's choice with more text."""
@@ -179,7 +185,8 @@ class CompletionFormat:
 
     def _columns(self, at: int, number: int) -> Columns:
         if number not in self._of_choices:
-            self._of_choices[number] = Columns(self._tokenizer, self._of_prompts.get(at))
+            echoed = 0 if self._echoes is None else len(self._echoes[at].text)
+            self._of_choices[number] = Columns(self._tokenizer, Offsets(self._tokenizer, self._prompts[at], echoed))
         return self._of_choices[number]
 
     def _choice(self, number: int, text: str, logprobs: Pieces) -> Pieces:
@@ -245,12 +252,21 @@ async def whole(request: RequestHandler, model: str, form: Format) -> Pieces:
     return [*pieces, b'],"usage":%b}' % encode(usage(request, generated))]
 
 
-async def stream(request: RequestHandler, model: str, form: Format, with_usage: bool) -> AsyncIterator[bytes]:
+async def stream(
+    request: RequestHandler, model: str, form: Format, options: StreamOptions = NO_OPTIONS
+) -> AsyncIterator[bytes]:
     """Yield the answer as server-sent events."""
     kind = form.kind + ".chunk" if isinstance(form, ChatFormat) else form.kind
     head = {"id": form.prefix + request.caller.id, "object": kind, "created": request.created, "model": model}
-    before = b"data: " + encode(head)[:-1] + (b',"usage":null' if with_usage else b"") + b',"choices":['
-    generated = 0
+    start = b"data: " + encode(head)[:-1]
+    before = start + (b',"usage":null' if options.include_usage else b"") + b',"choices":['
+    generated = so_far = 0
+
+    def beginning() -> bytes:
+        if options.include_usage and options.continuous_usage_stats:
+            return start + b',"usage":%b,"choices":[' % encode(usage(request, so_far, ended=False))
+        return before
+
     opened: set[int] = set()
     turns = Turns(request.wanted)
     async for events in request.events():
@@ -258,7 +274,7 @@ async def stream(request: RequestHandler, model: str, form: Format, with_usage: 
 
         def say(choice: Pieces, pieces: Pieces = pieces) -> None:
             if choice:
-                pieces += [before, *choice, b"]}\n\n"]
+                pieces += [beginning(), *choice, b"]}\n\n"]
 
         try:
             for event in events:
@@ -271,7 +287,9 @@ async def stream(request: RequestHandler, model: str, form: Format, with_usage: 
                     if isinstance(event, Finished):
                         generated += event.completion_tokens
                         say(form.closing(number, event.reason))
-                    elif event.text or event.logprobs:
+                        continue
+                    so_far += len(event.token_ids)
+                    if event.text or event.logprobs:
                         say(form.delta(number, event))
                         if event.logprobs:
                             await turns.after(values(event.logprobs))
@@ -286,7 +304,7 @@ async def stream(request: RequestHandler, model: str, form: Format, with_usage: 
             return
         for part in sse.parts(pieces):
             yield part
-    if with_usage:
+    if options.include_usage:
         yield sse.event(encode(head | {"choices": [], "usage": usage(request, generated)}))
     yield DONE
 

@@ -2,11 +2,11 @@
 
 Two things that the types cannot express are added here: rules between fields, and what depends on the served model,
 whose name and vocabulary the document has once it is loaded. The document is exact: a body that fits it is accepted,
-any other is refused, and schemathesis tests that. Four limits have no schema. A prompt's length is counted in tokens,
+any other is refused, and schemathesis tests that. Five limits have no schema. A prompt's length is counted in tokens,
 so a text that fits here may exceed the model's context, or have more log probabilities than an answer may hold. A stop
 string's length is counted in bytes, and stated here in characters of the widest kind, so one of mixed widths may be
 longer than stated. The role of Anthropic's last message is described in words. So is the number of lists, objects and
-keys in a body (`strict_json.MAX_PARTS`).
+keys in a body (`strict_json.MAX_PARTS`). Integers have 64 bits, also in fields whose values are ignored.
 """
 
 from __future__ import annotations
@@ -22,8 +22,17 @@ from fastapi.openapi.utils import get_openapi
 from attar.protocol.messages import Ready
 from attar.server.api import response_types
 from attar.server.api.response_types import Answer
-from attar.server.api.schemas import MAX_CHOICES, MAX_INPUTS, MAX_PROMPTS, MAX_STOP_BYTES, MAX_TOKENS, Body
+from attar.server.api.schemas import (
+    ALL_THAT_FIT,
+    MAX_CHOICES,
+    MAX_INPUTS,
+    MAX_PROMPTS,
+    MAX_STOP_BYTES,
+    MAX_TOKENS,
+    Body,
+)
 from attar.server.errors import ANTHROPIC, CATALOGUE
+from attar.server.http.middleware import OPEN_TO_ALL
 
 Schema = dict[str, Any]
 
@@ -39,12 +48,12 @@ _WHETHER = {
 }
 _LATER = {"Retry-After": {"required": True, "schema": {"type": "integer", "minimum": 1}}}
 _HEADERS: dict[int, Schema] = {
-    **dict.fromkeys((200, 403, 404, 413, 415, 500), _NAMED),
+    **dict.fromkeys((200, 403, 404, 415, 500), _NAMED),
     401: {**_NAMED, "WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}}},
     429: {**_NAMED, **_LATER},
     503: {**_NAMED, **_WHETHER},
 }  # the others may come from the connection, before a request has a name
-_BY_CONNECTION = (400, 408, 414, 431)
+_BY_CONNECTION = (400, 408, 413, 414, 431)
 
 _SAID = [{"role": "user", "content": "Why is the sky blue?"}]
 _TOLD: Schema = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2}
@@ -95,7 +104,8 @@ def document(app: FastAPI, served: Served) -> Schema:
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
     for name, kind in _BODIES.items():
         fields = schemas[name]["properties"]
-        fields.update({field: _harmless(values) for field, values in kind.unbuilt.items()})
+        for field, values in kind.neutral.items():
+            fields[field] = {"anyOf": [fields[field], _neutral(values)]} if field in fields else _neutral(values)
         if served.ready is not None:
             fields["model"] = {"enum": [None, served.ready.model, *served.ready.adapters]}
     _add_rules(schemas, served.shortest)
@@ -114,8 +124,9 @@ def document(app: FastAPI, served: Served) -> Schema:
         schemes["key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
         made["components"]["securitySchemes"] = schemes
         made["security"] = [{name: []} for name in schemes]
-        for operation in made["paths"]["/livez"].values():
-            operation["security"] = []
+        for path in OPEN_TO_ALL & made["paths"].keys():
+            for operation in made["paths"][path].values():
+                operation["security"] = []
     return made
 
 
@@ -132,7 +143,7 @@ def _event(kinds: tuple[type[Answer], ...]) -> Schema:
     return {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
 
 
-def _harmless(values: tuple[Any, ...]) -> Schema:
+def _neutral(values: tuple[Any, ...]) -> Schema:
     alike = [values.index(value) for value in values]  # 1 and 1.0 are one number in JSON
     return {"enum": [None, *(values[at] for at in sorted(set(alike)))]}
 
@@ -148,7 +159,7 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
         return [text, ids, *many]
 
     streamed = [_has(stream={"const": True}), _may(stream_options={"type": "null"})]
-    filled = {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS}
+    filled = {"type": "integer", "minimum": ALL_THAT_FIT, "maximum": MAX_TOKENS, "not": {"const": 0}}
     completion, chat = schemas["CompletionBody"], schemas["ChatBody"]
     completion["properties"]["prompt"] = {"anyOf": texts(MAX_PROMPTS)}
     some = {"anyOf": [filled, {"type": "null"}]}
@@ -168,7 +179,8 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
         {"anyOf": enough},
         {"anyOf": [_may(stream={"enum": [None, False]}), *all_kept]},
     )
-    chat["properties"]["max_tokens"] = {**some, "default": None}
+    for field in ("max_tokens", "max_completion_tokens"):
+        chat["properties"][field] = {**some, "default": None}
     chat |= _all({"anyOf": streamed}, {"anyOf": [_has(logprobs={"const": True}), _may(top_logprobs={"type": "null"})]})
     for found in list(_parts(schemas)):
         if found.get("title") == "StopString":
@@ -215,6 +227,7 @@ def _add_numbers(schemas: Schema, ready: Ready, most: int) -> None:
             found["maximum"] = min(MAX_CHOICES, most)
         elif found.get("title") == "Biases":
             found["propertyNames"] = {"pattern": f"^({'|'.join(_below(ready.vocab_size))})$"}
+    schemas["EmbeddingBody"]["properties"]["dimensions"] = {"enum": [None, ready.dimensions]}
 
 
 def _parts(value: Any) -> Iterator[Schema]:
@@ -242,7 +255,7 @@ def _add_errors(operation: Schema, path: str, posting: bool, keyed: bool) -> Non
     statuses = [400, 403, 408, 414, 431, 500, 503] + ([404, 413, 415, 429] if posting else [])
     if "{" in path:
         statuses.append(404)
-    if keyed and path != "/livez":
+    if keyed and path not in OPEN_TO_ALL:
         statuses.append(401)
     theirs = path.startswith(ANTHROPIC)
     own = response_types.AnthropicError if theirs else response_types.Error

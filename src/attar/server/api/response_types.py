@@ -61,6 +61,7 @@ class Tokenized(Answer, frozen=True):
     tokens: list[int]
     count: int
     max_model_len: int
+    token_strs: list[str] | UnsetType = UNSET  # where they were asked for
 
 
 class Detokenized(Answer, frozen=True):
@@ -75,7 +76,7 @@ class Usage(Answer, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
+    prompt_tokens_details: CachedTokens | UnsetType = UNSET  # in a stream, with the last chunk
 
 
 class ReadUsage(Answer, frozen=True):

@@ -1,11 +1,12 @@
 """Routes that ask the engine for work: what each reads, requests of the engine, and answers.
 
-A body's headers are checked before it is read, and its Content-Length bounds it.
+A body's headers are checked before it is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -29,14 +30,19 @@ from attar.server.http.limits import MAX_BODY
 from attar.server.prompts import Prompts
 from attar.server.request_handler import RequestHandler
 
+TOO_LARGE = f"the body is larger than {MAX_BODY} bytes"
 LARGE_BODY = 16 << 10  # bytes: smaller ones are parsed on the spot, in less time than a thread is asked
 
 
 class Routes:
-    """Routes with a body. A request is cancelled once its client has disconnected."""
+    """Routes with a body. A request is cancelled once its client has disconnected. Those that do not name a sampling
+    parameter get that of `sampling`, if any."""
 
-    def __init__(self, dispatcher: Dispatcher, prompts: Prompts, threads: TextThreads) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, prompts: Prompts, threads: TextThreads, sampling: Mapping[str, Any]
+    ) -> None:
         self._dispatcher, self._prompts, self._threads = dispatcher, prompts, threads
+        self._sampling = sampling
 
     def add_to(self, app: FastAPI) -> None:
         """Register the routes, in the order of the OpenAPI document."""
@@ -58,11 +64,12 @@ class Routes:
         caller, body, model, ready = await self._read(request, ChatBody)
         making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), ready.context)
         ids = await sse.while_wanted(request.receive, making)
-        params = chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller)
+        params = chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
         form = openai.ChatFormat(self._prompts.tokenizer, bool(body.logprobs))
         handler = self._dispatcher.submit(caller, [ids], params, body.n or 1, model, body.priority or 0)
         if body.stream:
-            return await _stream(request, handler, openai.stream(handler, model, form, body.with_usage), openai.FAILED)
+            options = body.stream_options or openai.NO_OPTIONS
+            return await _stream(request, handler, openai.stream(handler, model, form, options), openai.FAILED)
         return await _whole(request, handler, openai.whole(handler, model, form))
 
     async def completions(self, request: Request) -> Response:
@@ -73,14 +80,16 @@ class Routes:
             caller.cache_salt, asked, ready.vocab_size, "prompt", ready.context, new=0 if body.max_tokens == 0 else 1
         )
         ids = await sse.while_wanted(request.receive, making)
-        params = completion_params(body, ids, ready, self._dispatcher.engine.places.most)
-        n, echoed = body.n or 1, None
+        params = completion_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
+        n, scored, echoes = body.n or 1, body.logprobs is not None, None
         if body.echo:
-            echoed = await sse.while_wanted(request.receive, self._prompts.texts(caller.cache_salt, asked))
-        form = openai.CompletionFormat(self._prompts.tokenizer, body.logprobs is not None, n, ids, echoed)
+            making_echoes = self._prompts.echoes(caller.cache_salt, asked, scored)
+            echoes = await sse.while_wanted(request.receive, making_echoes)
+        form = openai.CompletionFormat(self._prompts.tokenizer, scored, n, ids, echoes)
         handler = self._dispatcher.submit(caller, ids, params, body.best_of or n, model, body.priority or 0)
         if body.stream:
-            return await _stream(request, handler, openai.stream(handler, model, form, body.with_usage), openai.FAILED)
+            options = body.stream_options or openai.NO_OPTIONS
+            return await _stream(request, handler, openai.stream(handler, model, form, options), openai.FAILED)
         return await _whole(request, handler, openai.whole(handler, model, form))
 
     async def messages(self, request: Request) -> Response:
@@ -88,7 +97,7 @@ class Routes:
         caller, body, model, ready = await self._read(request, AnthropicBody)
         making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), ready.context)
         ids = await sse.while_wanted(request.receive, making)
-        params = anthropic_params(body, ready.context - len(ids))
+        params = anthropic_params(body, ready.context - len(ids), self._sampling)
         handler = self._dispatcher.submit(caller, [ids], params, 1, model)
         if body.stream:
             return await _stream(request, handler, anthropic.stream(handler, model), anthropic.FAILED, anthropic.PING)
@@ -103,6 +112,9 @@ class Routes:
     async def embeddings(self, request: Request) -> Response:
         """OpenAI's embeddings, from the model's final hidden states, each at unit length."""
         caller, body, model, ready = await self._read(request, EmbeddingBody)
+        if body.dimensions not in (None, ready.dimensions):
+            message = f"dimensions: this model's vectors have {ready.dimensions} numbers, and are not shortened"
+            raise APIError("unsupported_field", message, "dimensions")
         making = self._prompts.ids(caller.cache_salt, body.inputs(), ready.vocab_size, "input", ready.context)
         ids = await sse.while_wanted(request.receive, making)
         handler = self._dispatcher.embed(caller, ids, body.pooling, model)
@@ -114,11 +126,15 @@ class Routes:
         caller, body, _, ready = await self._read(request, TokenizeBody)
         making: Awaitable[Sequence[int]]
         if body.prompt is None:
-            making = self._prompts.chat_ids(caller.cache_salt, body.conversation())
+            opened = body.add_generation_prompt is not False
+            making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), opened=opened)
         else:
-            making = self._prompts.text_ids(caller.cache_salt, body.prompt, body.add_special_tokens)
+            making = self._prompts.text_ids(caller.cache_salt, body.prompt, body.add_special_tokens is not False)
         ids = await sse.while_wanted(request.receive, making)
-        return respond({"tokens": ids, "count": len(ids), "max_model_len": ready.context})
+        found = {"tokens": ids, "count": len(ids), "max_model_len": ready.context}
+        if body.return_token_strs:
+            found["token_strs"] = [self._prompts.tokenizer.id_to_token(token) for token in ids]
+        return respond(found)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
@@ -149,7 +165,7 @@ async def _receive(request: Request, name: str) -> bytes:
     if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
         raise APIError("unsupported_media_type", "send JSON, with Content-Type: application/json")
     if int(headers.get(b"content-length", b"0")) > MAX_BODY:
-        raise APIError("body_too_large", f"the body is larger than {MAX_BODY} bytes")
+        raise APIError("body_too_large", TOO_LARGE)
     body, more = bytearray(), True
     while more:
         point("http.read_body", name)
@@ -157,8 +173,8 @@ async def _receive(request: Request, name: str) -> bytes:
         if message["type"] == "http.disconnect":
             raise APIError("cancelled", CANCELLED)
         body += message.get("body", b"")
-        if len(body) > MAX_BODY:  # it came in chunks
-            raise APIError("body_too_large", f"the body is larger than {MAX_BODY} bytes")
+        if len(body) > MAX_BODY:  # in chunks
+            raise APIError("body_too_large", TOO_LARGE)
         more = message.get("more_body", False)
     return bytes(body)
 

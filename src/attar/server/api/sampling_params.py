@@ -5,7 +5,7 @@ A refusal gives both numbers: what was asked for, and what there may be.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attar.faults import point
@@ -13,7 +13,7 @@ from attar.protocol.messages import Ready
 from attar.protocol.request import MAX_SEED, SamplingParams
 from attar.server.admission.rate_limits import Caller
 from attar.server.api.anthropic import AnthropicBody
-from attar.server.api.schemas import ChatBody, CompletionBody, Sampling
+from attar.server.api.schemas import ALL_THAT_FIT, ChatBody, CompletionBody, Sampling
 from attar.server.errors import APIError
 from attar.server.prompts import in_vocabulary
 
@@ -22,11 +22,13 @@ MAX_LOGPROBS = 3_000_000  # per answer, alternatives included: 20 for each token
 
 
 def completion_params(
-    body: CompletionBody, prompts: Sequence[Sequence[int]], ready: Ready, most: int
-) -> SamplingParams:
-    """Make the parameters of completions of `prompts`, of which `most` choices each could ever wait together. Raises
-    APIError."""
-    given = _common(body, ready.vocab_size)
+    body: CompletionBody, prompts: Sequence[Sequence[int]], ready: Ready, most: int, caller: Caller,
+    defaults: Mapping[str, Any],
+) -> SamplingParams:  # fmt: skip
+    """Make the parameters of completions of `prompts`, of which `most` choices each could ever wait together. Without a
+    limit, -1, they may fill the context, within the key's allowance. `defaults` are parameters that bodies need not
+    name. Raises APIError."""
+    given = {**defaults, **_common(body, ready.vocab_size)}
     n, room = body.n or 1, ready.context - max(map(len, prompts))
     made = body.best_of or n
     if body.logprobs is not None:
@@ -36,6 +38,8 @@ def completion_params(
     elif made > n:
         given["logprobs"] = 0  # needed to rank the choices
     wanted = DEFAULT_COMPLETION if body.max_tokens is None else body.max_tokens
+    if wanted == ALL_THAT_FIT:
+        wanted = caller.allowance(sum(map(len, prompts)), made * len(prompts)) or room
     params = SamplingParams(max_tokens=min(wanted, room), **given)
     _check_choices(made, most, "best_of" if made > n else "n")
     if body.logprobs is not None:
@@ -43,12 +47,16 @@ def completion_params(
     return params
 
 
-def chat_params(body: ChatBody, prompt: Sequence[int], ready: Ready, most: int, caller: Caller) -> SamplingParams:
-    """Make the parameters of a chat; without a limit it may fill the context, within the key's allowance. `most` is as
-    in `completion_params`. Raises APIError."""
-    given = _common(body, ready.vocab_size)
+def chat_params(
+    body: ChatBody, prompt: Sequence[int], ready: Ready, most: int, caller: Caller, defaults: Mapping[str, Any]
+) -> SamplingParams:
+    """Make the parameters of a chat; without a limit it may fill the context, within the key's allowance. `most` and
+    `defaults` are as in `completion_params`. Raises APIError."""
+    given = {**defaults, **_common(body, ready.vocab_size)}
     n, room = body.n or 1, ready.context - len(prompt)
-    wanted = body.max_completion_tokens or body.max_tokens or caller.allowance(len(prompt), n) or room
+    given_limits = (body.max_completion_tokens, body.max_tokens)
+    wanted = next((limit for limit in given_limits if limit not in (None, ALL_THAT_FIT)), None)
+    wanted = wanted or caller.allowance(len(prompt), n) or room
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
     params = SamplingParams(max_tokens=min(wanted, room), **given)
@@ -57,11 +65,11 @@ def chat_params(body: ChatBody, prompt: Sequence[int], ready: Ready, most: int, 
     return params
 
 
-def anthropic_params(body: AnthropicBody, room: int) -> SamplingParams:
+def anthropic_params(body: AnthropicBody, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
     """Make the parameters of Anthropic's messages, whose prompt leaves `room` tokens of the context."""
     given: dict[str, Any] = {"temperature": body.temperature, "stop": body.stop_sequences}
     given |= _filters(body.top_k, body.top_p)
-    return SamplingParams(max_tokens=min(body.max_tokens, room), **_present(given))
+    return SamplingParams(max_tokens=min(body.max_tokens, room), **{**defaults, **_present(given)})
 
 
 def check_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams, n: int, stream: bool) -> None:
@@ -86,7 +94,8 @@ def _check_choices(n: int, most: int, name: str) -> None:
 
 
 _PLAIN = (
-    "temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos", "stop"
+    "min_tokens", "temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos",
+    "stop",
 )  # fmt: skip
 
 

@@ -1,11 +1,11 @@
 """The bodies of requests: types that are the table of fields, their ranges and their defaults, and their one reader.
 
 Ranges are part of the types. msgspec checks them (a bool is no integer there; 1.0 is 1, as JSON Schema has it), and the
-OpenAPI document is made of the same types, so both agree. Every integer has both bounds. Fields of the APIs that do
-nothing here yet are in `unbuilt`, each with the values that mean "do nothing". Clients send those, and they are
-accepted. Any other value is an error that names the field, as for an unknown field: silence would be worse.
+OpenAPI document is made of the same types, so both agree. Every integer has both bounds. `neutral` has the values that
+mean "do nothing", also of fields that are not built here. Clients of other servers send those, and they are accepted.
+Any other value of such a field is an error that names it, as for an unknown field: silence would be worse.
 
-Fields that change no token (`user`, `metadata`, cache hints) are accepted and ignored.
+Fields that change no token (`user`, `metadata`, cache hints) are accepted with any value, and ignored.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ MAX_TOKENS = 2**31 - 1  # also the largest id that a vocabulary could have
 
 Length = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 LengthOrNone = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+ALL_THAT_FIT = -1
+Limit = Annotated[int, Meta(ge=ALL_THAT_FIT, le=MAX_TOKENS, description="-1: as many as fit.")]
 Token = Annotated[int, Meta(ge=0, le=MAX_TOKENS, title="Token")]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES, title="Choices")]
@@ -48,7 +50,7 @@ StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 StopTokens = Annotated[list[Token], Meta(max_length=64)]
 Biases = Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES, title="Biases")]
 Name = Annotated[str, Meta(max_length=256)]
-Label = Annotated[str, Meta(max_length=1024)]  # no effect: for the sender's own use
+Ignored = Annotated[Any, Meta(description="It changes no token: any value is accepted and ignored.")]
 Nothing = Annotated[list[Any], Meta(max_length=0)]
 Pooling = Literal["mean", "last"]
 
@@ -56,13 +58,32 @@ Pooling = Literal["mean", "last"]
 class Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A request's body. `model` is the served model (the default) or one of its adapters."""
 
-    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     model: Name | None = None
+    user: Ignored = None
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    prompt_cache_options: Ignored = None
+    cache_control: Ignored = None
+    cache_prompt: Ignored = None  # llama-server's, as `id_slot`
+    id_slot: Ignored = None
+    keep_alive: Ignored = None  # Ollama's
+    session_id: Ignored = None
+    request_id: Ignored = None
+    rid: Ignored = None  # SGLang's request id
+    provider: Ignored = None  # OpenRouter's, as `usage`
+    usage: Ignored = None
+    guided_decoding_backend: Ignored = None
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: every chunk has the usage so far, where `include_usage` is set
     include_obfuscation: bool = False  # padding against observers of lengths: a client may ask for none
 
 
@@ -80,7 +101,8 @@ class Sampling(Body, frozen=True, kw_only=True):
     one is passed by is limited (`protocol/scheduler_config.py`).
     """
 
-    max_tokens: LengthOrNone | None = None
+    max_tokens: Limit | None = None
+    min_tokens: LengthOrNone | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
@@ -97,7 +119,6 @@ class Sampling(Body, frozen=True, kw_only=True):
     priority: Priority | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Label | None = None
 
     def __post_init__(self) -> None:
         check_stops(self.stop, "stop")
@@ -107,17 +128,19 @@ class Sampling(Body, frozen=True, kw_only=True):
             where = "stream_options.include_obfuscation"
             raise APIError("unsupported_field", f"{where}: not supported by this server", where)
 
-    @property
-    def with_usage(self) -> bool:
-        """Return whether a stream ends with a chunk of usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
 
-
-_NEITHER: Mapping[str, tuple[Any, ...]] = {  # fields of both endpoints, or of other servers' dialects
-    "min_tokens": (0,), "use_beam_search": (False,), "length_penalty": (1, 1.0), "skip_special_tokens": (True,),
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # of both endpoints, or of other servers' dialects
+    "stop": ("", [""]), "logit_bias": ([],), "tools": ([],), "response_format": ({"type": "text"},),
+    "use_beam_search": (False,), "num_beams": (1,), "length_penalty": (1,), "early_stopping": (False,),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True, False), "no_stop_trim": (False,),
     "include_stop_str_in_output": (False,), "echo": (False,), "prompt_logprobs": (), "truncate_prompt_tokens": (),
+    "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "bad_words": ([],), "allowed_token_ids": (),
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
-    "logits_processors": (),
+    "json_schema": (), "grammar": ("",), "regex": (), "ebnf": (), "logits_processors": ([],), "samplers": (),
+    "mirostat": (0,), "mirostat_mode": (0,), "typical_p": (1,), "tfs": (1,), "tfs_z": (1,), "top_a": (0,),
+    "dynatemp_range": (0,), "xtc_probability": (0,), "dry_multiplier": (0,), "repeat_penalty": (1,),
+    "no_repeat_ngram_size": (0,), "n_predict": (), "n_keep": (0,), "n_probs": (0,), "timings_per_token": (False,),
+    "return_progress": (False,), "options": ({},), "plugins": ([],), "transforms": ([],), "safe_prompt": (False,),
 }  # fmt: skip
 
 
@@ -140,11 +163,7 @@ class CompletionBody(Sampling, frozen=True, kw_only=True):
     """Body of /v1/completions. With `best_of` greater than `n`, the answer is the `n` candidates with the highest log
     probability per token. `best_of` cannot be less than `n`, its default."""
 
-    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **{name: harmless for name, harmless in _NEITHER.items() if name != "echo"},
-        "suffix": ("",),
-        "response_format": ({"type": "text"},),
-    }
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_NEUTRAL, "suffix": ("",), "add_special_tokens": (True,)}
 
     prompt: str | list[str | Token | list[Token]]
     echo: bool | None = None
@@ -171,19 +190,12 @@ class CompletionBody(Sampling, frozen=True, kw_only=True):
         return _prompts(self.prompt)
 
 
-class CacheControl(Struct, frozen=True, forbid_unknown_fields=True):
-    """Anthropic's hint that a prompt up to here will come again."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
 class TextPart(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A piece of text. `cache_control` changes nothing: the cache takes every prompt."""
+    """A piece of text."""
 
     type: Literal["text"]
     text: str
-    cache_control: CacheControl | None = None
+    cache_control: Ignored = None
     citations: Nothing | None = None
 
 
@@ -226,39 +238,28 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
-class PromptCache(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """OpenAI's hints of what will come again, and for how long. They are ignored: the cache takes every prompt."""
-
-    mode: Literal["implicit", "explicit"] | None = None
-    ttl: Label | None = None
-
-
 class ChatBody(Sampling, frozen=True, kw_only=True):
     """Body of /v1/chat/completions."""
 
-    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **_NEITHER,
-        "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "functions": ([],),
-        "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],),
-        "audio": (), "prediction": (), "reasoning_effort": (), "verbosity": ("medium",), "web_search_options": (),
-        "store": (False,), "service_tier": ("auto", "default"), "add_generation_prompt": (True,),
-        "continue_final_message": (False,), "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],),
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_NEUTRAL,
+        "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "functions": ([],),
+        "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "prediction": (),
+        "reasoning_effort": (), "thinking": ({"type": "disabled"},), "verbosity": ("medium",), "web_search_options": (),
+        "add_special_tokens": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,),
+        "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],),
     }  # fmt: skip
 
     messages: Messages
-    max_completion_tokens: Length | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
-    metadata: Annotated[dict[str, Label], Meta(max_length=16)] | None = None
-    safety_identifier: Label | None = None
-    prompt_cache_key: Label | None = None
-    prompt_cache_retention: Label | None = None
-    prompt_cache_options: PromptCache | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_tokens == 0:
-            raise APIError("out_of_range", "max_tokens: at least 1", "max_tokens")
+        for name in ("max_tokens", "max_completion_tokens"):
+            if getattr(self, name) == 0:
+                raise APIError("out_of_range", f"{name}: at least 1, or -1 for as many as fit", name)
         if self.top_logprobs is not None and not self.logprobs:
             raise APIError("invalid_value", "top_logprobs: only with logprobs = true", "top_logprobs")
 
@@ -269,14 +270,17 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
 
 class EmbeddingBody(Body, frozen=True, kw_only=True):
     """Body of /v1/embeddings. `pooling`, an extension, is the mean over positions (default) or the last one. Vectors
-    have unit length."""
+    have unit length. `dimensions` can only be the model's own number."""
 
-    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {"dimensions": ()}
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "add_special_tokens": (True,), "truncate_prompt_tokens": (), "normalize": (True,), "priority": (0,),
+        "embed_dtype": ("float32",),
+    }  # fmt: skip
 
     input: str | Annotated[list[str | Token | list[Token]], Meta(min_length=1, max_length=1 << 20)]
     encoding_format: Literal["float", "base64"] | None = None
     pooling: Pooling = "mean"
-    user: Label | None = None
+    dimensions: Length | None = None
 
     def __post_init__(self) -> None:
         _check_prompts(self.input, "input", MAX_INPUTS, "texts")
@@ -287,11 +291,21 @@ class EmbeddingBody(Body, frozen=True, kw_only=True):
 
 
 class TokenizeBody(Body, frozen=True, kw_only=True):
-    """Body of /tokenize: a text, or a conversation as the chat endpoint would render it."""
+    """Body of /tokenize: a text, or a conversation as the chat endpoint would render it.
+
+    `add_generation_prompt` opens the assistant's turn behind a conversation. `return_token_strs` asks for the tokens as
+    the vocabulary spells them, in `token_strs`.
+    """
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "tools": ([],), "continue_final_message": (False,), "chat_template": (), "chat_template_kwargs": ({},),
+    }  # fmt: skip
 
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):

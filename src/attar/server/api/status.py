@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.resources
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -39,16 +40,20 @@ class StatusRoutes:
         self._dispatcher = dispatcher
 
     def add_to(self, app: FastAPI) -> None:
-        """Register the routes, in the order of the OpenAPI document."""
-        app.get("/", response_class=HTMLResponse, include_in_schema=False)(self.page)
-        for path, route in (("/livez", self.livez), ("/readyz", self.readyz)):
-            app.get(path, openapi_extra=giving(types.Alive))(route)
-            app.head(path)(route)
-        app.get("/metrics", response_class=PlainTextResponse)(self.read_metrics)
-        app.get("/v1/engine", openapi_extra=giving(types.Engine))(self.engine)
-        app.get("/v1/models", openapi_extra=giving(types.Models))(self.models)
-        app.get("/v1/models/{name:path}", openapi_extra=giving(types.Model))(self.one_model)
-        app.get("/v1/requests/{name}/why", openapi_extra=giving(types.Why))(self.why)
+        """Register the routes, in the order of the OpenAPI document. Each also answers HEAD, which monitors ask."""
+
+        def get(path: str, route: Callable[..., Awaitable[Response]], **described: Any) -> None:
+            app.get(path, **described)(route)
+            app.head(path, include_in_schema=described.get("include_in_schema", True))(route)
+
+        get("/", self.page, response_class=HTMLResponse, include_in_schema=False)
+        for path, route in (("/livez", self.livez), ("/readyz", self.readyz), ("/health", self.readyz)):
+            get(path, route, openapi_extra=giving(types.Alive))
+        get("/metrics", self.read_metrics, response_class=PlainTextResponse)
+        get("/v1/engine", self.engine, openapi_extra=giving(types.Engine))
+        get("/v1/models", self.models, openapi_extra=giving(types.Models))
+        get("/v1/models/{name:path}", self.one_model, openapi_extra=giving(types.Model))
+        get("/v1/requests/{name}/why", self.why, openapi_extra=giving(types.Why))
 
     async def page(self) -> Response:
         """A page to chat with the model and to watch the engine."""

@@ -23,9 +23,10 @@ def read(kind: type[BodyType], body: bytes) -> BodyType:
     except strict_json.JSONError as error:
         raise APIError("invalid_json", str(error)) from error
     if isinstance(value, dict):
-        for name in kind.unbuilt.keys() & value.keys():
-            given = value.pop(name)
-            if given is not None and not any(_same(given, harmless) for harmless in kind.unbuilt[name]):
+        for name in [name for name in value if name in kind.neutral]:  # in the body's order: errors name the first
+            if value[name] is None or any(_same(value[name], neutral) for neutral in kind.neutral[name]):
+                del value[name]
+            elif name not in kind.__struct_fields__:
                 raise APIError("unsupported_field", f"{name}: not supported by this server", name)
     try:
         return msgspec.convert(value, kind)
@@ -34,7 +35,7 @@ def read(kind: type[BodyType], body: bytes) -> BodyType:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and bool(a == b)  # False is not 0 here
+    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)  # False is not 0 here, but 1.0 is 1
 
 
 _CODES = (  # fragments of msgspec's messages; tests cover each

@@ -7,10 +7,9 @@ STALL_SECONDS, while any wait here. A stream waits with the connection, so that 
 closed by a reset: after an orderly end the kernel would keep unsent bytes, and the connection, for as long as the other
 side is there.
 
-A body comes with a Content-Length or in chunks, of which there are at most MAX_CHUNKS: a flood of small ones would cost
-the parser its time by the byte. A request that has both is ambiguous, and refused. The limits sit in the parser, where
-a request's head is first known in full, before any task is made for it. A target in absolute form is put into the usual
-one there; its host then counts, not that of the Host header (RFC 9112, 3.2.2).
+A body has a Content-Length, or comes in chunks, as stacks that stream what they send have it. Chunks are counted,
+since each costs the parser its time, however small it is. A request that has both is ambiguous, and refused. The limits
+sit in the parser, where a request's head is first known in full, before any task is made for it.
 """
 
 from __future__ import annotations
@@ -36,22 +35,21 @@ MAX_HEAD = 16 << 10  # bytes of a request's line and headers
 MAX_HEADERS = 64
 MAX_TARGET = 2 << 10
 MAX_BODY = 4 << 20
-MAX_CHUNKS = 4096  # of a body; of one that is as large as it may be they have a kilobyte each
 MAX_RECEIVED = MAX_HEAD + 2 * MAX_BODY  # a too large body is read and dropped up to here, so that 413 arrives
+MAX_CHUNKS = 4096  # of 1 KiB for the largest body; 15 microseconds of the event loop each
 MAX_BEHIND = 64 << 10  # bytes behind a request that is being answered
 RECEIPT_SECONDS = 10.0
 STALL_SECONDS = 30.0
 SEND_BUFFER = 128 << 10  # in the kernel, which doubles it: with less than a segment of loopback each waits for its ACK
 UNSENT = 32 << 10  # unsent part of it: the kernel goes on at half, so 1 KB/s moves it in time
 KEEP_ALIVE_SECONDS = 75
+ABSOLUTE = re.compile(rb"https?://([^/?#@]+)([/?].*|)", re.IGNORECASE)
 WARNINGS = 10  # logged a minute about bad requests: each is answered, with the reason
-
-_ABSOLUTE = re.compile(rb"https?://([^/?#@\s]+)((?:[/?][^#\s]*)?)", re.IGNORECASE)
 
 _HINTS = {
     400: ("invalid_http", "this is not a valid HTTP/1.1 request"),
     408: ("receipt_timeout", f"the request did not arrive within {RECEIPT_SECONDS:g} s"),
-    413: ("body_too_large", f"the body has more than {MAX_CHUNKS} chunks"),
+    413: ("body_too_large", f"the body has more than {MAX_CHUNKS} chunks: send larger ones, or a Content-Length"),
     414: ("target_too_long", f"the request's target is longer than {MAX_TARGET} bytes"),
     431: ("headers_too_large", f"more than {MAX_HEADERS} headers, or {MAX_HEAD} bytes of them"),
 }
@@ -204,16 +202,15 @@ class LimitedProtocol(H11Protocol):
 
 
 class _Connection(h11.Connection):
-    """An h11 connection that refuses requests whose head or chunks exceed the limits."""
+    """An h11 connection that refuses requests whose head exceeds the limits, and bodies of too many chunks."""
 
-    _chunks = 0  # of the request's body so far
+    _chunks = 0  # of the present body
 
     def next_event(self) -> Any:
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._chunks = 0
-            _check(event)
-            return _origin_form(event)
+            return _checked(event)
         if isinstance(event, h11.Data):
             self._chunks += event.chunk_start
             if self._chunks > MAX_CHUNKS:
@@ -221,7 +218,8 @@ class _Connection(h11.Connection):
         return event
 
 
-def _check(request: h11.Request) -> None:
+def _checked(request: h11.Request) -> h11.Request:
+    """Return the request with its target as a path; an absolute one replaces the Host header (RFC 9112, 3.2.2)."""
     headers = list(request.headers)
     size = len(request.target) + sum(len(name) + len(value) + 4 for name, value in headers)
     names = [name for name, _ in headers]
@@ -229,24 +227,16 @@ def _check(request: h11.Request) -> None:
         raise h11.RemoteProtocolError("long target", error_status_hint=414)
     if len(headers) > MAX_HEADERS or size > MAX_HEAD:
         raise h11.RemoteProtocolError("large headers", error_status_hint=431)
-    if request.http_version not in (b"1.0", b"1.1"):
-        raise h11.RemoteProtocolError("version", error_status_hint=400)
     if b"transfer-encoding" in names and (b"content-length" in names or request.http_version == b"1.0"):
         raise h11.RemoteProtocolError("two lengths", error_status_hint=400)
-    if not request.target.startswith(b"/") and not _ABSOLUTE.fullmatch(request.target):
-        raise h11.RemoteProtocolError("a proxy's target", error_status_hint=400)
+    if request.http_version not in (b"1.0", b"1.1"):
+        raise h11.RemoteProtocolError("version", error_status_hint=400)
     if names.count(b"host") > 1 or (names.count(b"host") == 0 and request.http_version != b"1.0"):
         raise h11.RemoteProtocolError("host", error_status_hint=400)
-
-
-def _origin_form(request: h11.Request) -> h11.Request:
-    """Return the request with a target that is a path, and the host that an absolute target names."""
-    found = _ABSOLUTE.fullmatch(request.target)
-    if found is None:
+    if request.target.startswith(b"/"):
         return request
-    host, path = found.groups()
-    headers = [(b"host", host), *((name, value) for name, value in request.headers if name != b"host")]
-    return h11.Request(
-        method=request.method, target=path if path.startswith(b"/") else b"/" + path, headers=headers,
-        http_version=request.http_version,
-    )  # fmt: skip
+    if (absolute := ABSOLUTE.fullmatch(request.target)) is None:
+        raise h11.RemoteProtocolError("target", error_status_hint=400)
+    headers = [(b"host", absolute[1]), *(each for each in headers if each[0] != b"host")]
+    target = b"/" + absolute[2].removeprefix(b"/")
+    return h11.Request(method=request.method, headers=headers, target=target, http_version=request.http_version)

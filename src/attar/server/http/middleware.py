@@ -1,8 +1,8 @@
 """Middleware in front of every route: it names requests, authenticates them, and sees that each gets an answer.
 
 It is plain ASGI around the application, so that every route passes it, routes added later included. Access is denied by
-default: with keys set, only /livez and the page, which holds nothing, answer without one. No body is read before its
-request is admitted. Web pages of other servers may call this one from a browser where options list them (CORS).
+default: with keys set, only /livez, /health and the page answer without one, which hold nothing. No body is read before
+its request is admitted. Web pages of other servers may call this one from a browser where options list them (CORS).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from attar.server.http.limits import MAX_BODY
 from attar.server.http.security import host_name
 from attar.server.options import ServerOptions
 from attar.server.request_handler import RequestContext
+from attar.strict_json import shown
 
-OPEN_TO_ALL = frozenset({"/livez", "/"})  # the page holds no data
+OPEN_TO_ALL = frozenset({"/livez", "/health", "/"})  # the page holds no data
 METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE", "PATCH"})  # methods that a log may repeat
 GONE = 499  # the client had disconnected
 FULL = 429
@@ -58,6 +59,9 @@ class Middleware:
         if scope["path"].startswith(ANTHROPIC):
             extra.append((b"request-id", name.encode()))  # where Anthropic's clients look for it
 
+        account: Account | None = None
+        cache_salt, size, got = b"", 0, 0
+
         async def tell(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
@@ -65,21 +69,18 @@ class Middleware:
                 message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
 
-        self.open += 1
-        self.metrics.open.set(self.open)
-        account: Account | None = None
-        cache_salt, size, received = b"", 0, 0
-
-        async def settled() -> Message:
-            """Receive a body in chunks; once it is there, count what it has, not the most that it may have."""
-            nonlocal received, size
+        async def measured() -> Message:
+            """Count the body's own size once it has arrived: of one in chunks it was not known."""
+            nonlocal size, got
             message = await receive()
-            received += len(message.get("body", b""))
-            if message["type"] == "http.request" and not message.get("more_body", False):
-                self.bodies[cache_salt] += min(received, size) - size
-                size = min(received, size)
+            got += len(message.get("body", b""))
+            if account is not None and not message.get("more_body", False):
+                self.bodies[cache_salt] += got - size
+                size = got
             return message
 
+        self.open += 1
+        self.metrics.open.set(self.open)
         try:
             if _is_preflight(self.options.origins, scope, headers):
                 await _answer_preflight(headers, tell)
@@ -91,7 +92,7 @@ class Middleware:
                 size = _size(headers)
                 self.bodies[cache_salt] += size
             scope["attar"] = Caller(name, arrived, cache_salt, account)
-            await self.app(scope, settled if b"transfer-encoding" in headers else receive, tell)
+            await self.app(scope, measured, tell)
         except APIError as refusal:
             await refusal.send(scope["path"], tell)
         except Exception as error:
@@ -119,8 +120,11 @@ class Middleware:
         if scope["path"] in OPEN_TO_ALL:
             return b""
         names = self.options.names
-        if names and host_name(headers.get(b"host", b"localhost")) not in names:
-            raise APIError("host_not_allowed", "this server does not answer to the name in the Host header")
+        if names and (host := host_name(headers.get(b"host", b"localhost"))) not in names:
+            message = (
+                f"this server does not answer to the name in the Host header: --allowed-host {shown(host)} allows it"
+            )
+            raise APIError("host_not_allowed", message)
         cache_salt = self.options.keys.cache_salt(headers)
         if cache_salt is None:
             raise APIError("invalid_api_key", "send a valid key: Authorization: Bearer KEY")
@@ -168,8 +172,8 @@ async def _answer_preflight(asked: Mapping[bytes, bytes], send: Send) -> None:
 
 
 def _size(headers: Mapping[bytes, bytes]) -> int:
-    """Return the bytes of the body to be held: 0 for one that is too large, which is not read, and the most that there
-    may be for one in chunks."""
+    """Return the bytes of the body to be held: 0 for one that is too large, which is not read. One in chunks may become
+    as large as any."""
     if b"transfer-encoding" in headers:
         return MAX_BODY
     return length if (length := int(headers.get(b"content-length", b"0"))) <= MAX_BODY else 0
