@@ -54,8 +54,8 @@ def test_a_model_is_written_in_another_format(place: Path) -> None:
     assert (first["format"], first["packed"]) == ("awq", 42)
     assert attar(place, "convert awq out.gguf --to gguf -q")["packed"] == 42
     assert attar(place, "convert out.gguf dense --to dense --dtype float16 -q")["dtype"] == "float16"
-    assert attar(place, "compress awq new --recipe rtn-w8 -q", 2)["code"] == "source_compressed"
-    (warning,) = attar(place, "compress awq new --recipe rtn-w8 --requantize -q")["warnings"]
+    assert attar(place, "compress awq again --recipe rtn-w8 -q", 2)["code"] == "source_compressed"
+    (warning,) = attar(place, "compress awq again --recipe rtn-w8 --requantize -q")["warnings"]
     assert "42 of w4g64" in warning
 
 

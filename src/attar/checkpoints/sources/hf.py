@@ -87,7 +87,8 @@ class Checkpoint:
         self.folder = folder
         self.config = config
         self._renames = _renames(folder, config.names)
-        beside.drop_stale(folder, (self.stored_name(each.name) for each in matrices(config)))
+        modules = (*(each.name for each in matrices(config)), config.names.embed)  # which a tied head is stored under
+        beside.drop_stale(folder, map(self.stored_name, modules))
         self._quantized = _reader(folder)
         if self._tied_by_omission():
             self.config = replace(config, tied=True)
