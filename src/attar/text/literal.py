@@ -46,8 +46,13 @@ class LiteralChat:
         Texts of a message may be in lists and mappings, such as parts of a content and the arguments of a tool call.
         """
         texts: list[str] = []
+
+        def noted(text: str) -> str:
+            texts.append(text)
+            return text
+
         try:
-            _mapped(messages, lambda text: texts.append(text) or text)
+            _mapped(messages, noted)
         except RecursionError as error:
             raise UserError("template_failed", "a message is nested too deeply") from error
         if not self._speaks(texts):
