@@ -82,12 +82,14 @@ def rendering(llm: LLM, theirs: Any, every: Sequence[Messages], ask: Ask | None 
     """Compare prompts; shares, and the numbers of conversations whose prompts differ."""
     tokenizer = llm.tokenizer
     names = [tokenizer.id_to_token(index) for index in tokenizer.special_ids]
+    normalizer = theirs.backend_tokenizer.normalizer
     wrong: dict[str, list[int]] = {"text": [], "ids": [], "literal": [], "server": []}
     spelled = 0
     for at, messages in enumerate(every):
         ids = llm.encode_chat(messages)
         text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        if tokenizer.decode(ids, skip_special_tokens=False) != text:
+        normal = text if normalizer is None else normalizer.normalize_str(text)  # which tokens spell: NFC, for Qwen
+        if tokenizer.decode(ids, skip_special_tokens=False) != normal:
             wrong["text"].append(at)
         if any(name in message["content"] for name in names for message in messages):
             spelled += 1
