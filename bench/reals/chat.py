@@ -79,7 +79,7 @@ def transformers_tokenizer(file: Path, folder: Path) -> Any:
 
 
 def rendering(llm: LLM, theirs: Any, every: Sequence[Messages], ask: Ask | None = None) -> dict[str, Any]:
-    """Compare prompts; shares, and the numbers of conversations whose prompts differ."""
+    """Compare prompts, with the server's where there is one to `ask`; shares, and which conversations' differ."""
     tokenizer = llm.tokenizer
     names = [tokenizer.id_to_token(index) for index in tokenizer.special_ids]
     normalizer = theirs.backend_tokenizer.normalizer
@@ -107,7 +107,7 @@ def rendering(llm: LLM, theirs: Any, every: Sequence[Messages], ask: Ask | None 
         "text": 1 - len(wrong["text"]) / len(every),
         "ids": 1 - len(wrong["ids"]) / plain,
         "literal": 1 - len(wrong["literal"]) / spelled,
-        "server": 1 - len(wrong["server"]) / len(every),
+        "server": None if ask is None else 1 - len(wrong["server"]) / len(every),
         "rendered_otherwise": wrong,
     }
 
