@@ -21,7 +21,6 @@ from compressors import DATA
 
 from attar.engine.llm import LLM
 from attar.protocol.request import SamplingParams
-from attar.text.template import render_chat
 from reals.divergence import theirs
 
 CLOSE = 0.05  # between two logits
@@ -53,13 +52,9 @@ def main() -> None:
 
 
 def asked(llm: LLM, question: str) -> list[int]:
-    tokenizer = llm.tokenizer
-    if not tokenizer.chat_templates:
-        return tokenizer.encode(question)
-    messages = [{"role": "user", "content": question}]
-    return tokenizer.encode_chat(
-        render_chat(tokenizer.chat_template(), messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
-    )
+    if not llm.tokenizer.chat_templates:
+        return llm.tokenizer.encode(question)
+    return llm.encode_chat([{"role": "user", "content": question}])
 
 
 if __name__ == "__main__":

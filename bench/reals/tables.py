@@ -5,9 +5,20 @@ What today's code cannot measure stands in a table too, with empty cells and the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 from reals import arithmetic, qualities, speeds
-from reals.framework import Column, Row, Table
-from reals.setting import Setting
+from reals.framework import Column, Fills, Measurement, Row, Table, python
+from reals.setting import Setting, each
+
+ANSWERED = {"smollm2-135m": 200, "qwen2.5-coder-0.5b": 40, "qwen2.5-coder-1.5b": 16}  # prompts
+COUNTS = ("spelled", "answered", "typed")
+SAME: Fills = {
+    "text": "text", "tokens": "ids", "spelled": "spelled", "as text": "literal", "server": "server",
+    "answered": "answered", "greedy": "greedy", "seeded": "seeded", "typed": "typed", "greedy, typed": "greedy_typed",
+    "seeded, typed": "seeded_typed",
+}  # fmt: skip
 
 
 def tables(setting: Setting) -> dict[str, Table]:
@@ -21,9 +32,17 @@ def tables(setting: Setting) -> dict[str, Table]:
 
 
 def chat(setting: Setting) -> Table:
+    def rows(model: str, path: Path) -> Iterator[Row]:
+        if (count := ANSWERED.get(model)) is None:
+            yield Row(model, "", (), "the model has no chat template")
+        else:
+            yield Row(model, "", (Measurement(python("reals.chat", path, "--prompts", count), SAME),))
+
     return Table(
         "chat",
-        "answers to 200 prompts by attar chat, LLM.chat and the server, and transformers' rendering",
-        (Column("equal", ".0%"), Column("prompts equal", ".0%")),
-        tuple(Row(model, "", (), "the 200 prompts are not written yet") for model in setting.models),
+        "prompts and answers that are equal. Of 200 prompts: text and tokens beside transformers' (but where messages "
+        "spell special tokens, which attar reads as text: there only the template's are special) and beside the "
+        "server's; of `answered` ones: answers of LLM.chat beside the server's, and beside attar chat's where typed",
+        tuple(Column(name, ".0f" if name in COUNTS else ".1%") for name in SAME),
+        each(setting, rows),
     )

@@ -201,6 +201,12 @@ def test_chat(out: str) -> None:
     assert messages[2]["content"] in result.stdout
 
 
+def test_an_empty_system_message_is_one(demo: Path) -> None:
+    """Many templates have one of their own for conversations without any."""
+    messages = last_json(attar("chat", str(demo), "--max-tokens", "1", "--system", "", "--json", stdin="hello\n"))
+    assert messages["messages"][0] == {"role": "system", "content": ""}
+
+
 def test_inspect(out: str, compressed: Result, place: Path) -> None:
     result = attar("inspect", out, "--json")
     found, done = last_json(result), last_json(compressed)

@@ -237,3 +237,13 @@ def test_the_tokenizers_end_of_text_ends_one_too(demo: Path, tmp_path: Path) -> 
     assert (
         made.generate(PROMPTS[0])[0].token_ids == made.generate(PROMPTS[0], SamplingParams(temperature=0))[0].token_ids
     )
+
+
+def test_a_message_cannot_end_its_turn(llm: LLM) -> None:
+    """As on the server: special tokens that it spells stay text."""
+    end = llm.tokenizer.eos_token
+    plain, spelled = ([{"role": "user", "content": text}] for text in ("Hello", f"Hello{end}"))
+    ids = llm.encode_chat(spelled)
+    assert ids.count(llm.tokenizer.eos_id) == llm.encode_chat(plain).count(llm.tokenizer.eos_id)
+    assert f"Hello{end}" in llm.tokenizer.decode(ids, skip_special_tokens=False)
+    assert llm.chat(spelled, GREEDY).prompt_token_ids == tuple(ids)

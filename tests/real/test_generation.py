@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ import pytest
 from attar.engine.llm import LLM
 from attar.kernels import dispatch
 from attar.protocol.request import SamplingParams
-from attar.text.template import render_chat
 
 pytestmark = pytest.mark.real
 
@@ -18,12 +18,7 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
 def asked(llm: LLM, question: str) -> list[int]:
     """Token ids of a question in the model's own chat template."""
-    tokenizer = llm.tokenizer
-    messages = [{"role": "user", "content": question}]
-    rendered = render_chat(
-        tokenizer.chat_template(), messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token
-    )
-    return tokenizer.encode_chat(rendered)
+    return llm.encode_chat([{"role": "user", "content": question}])
 
 
 @pytest.mark.parametrize(
@@ -49,6 +44,15 @@ def test_the_template_ends_an_answer(llm: LLM) -> None:
     assert answer.finish_reason == "stop"
     assert answer.token_ids[-1] in llm.model.eos_ids
     assert not answer.text.endswith(("<|im_end|>", "<|endoftext|>"))
+
+
+def test_a_special_token_named_as_a_stop_string_stops(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "How many days are in a week?"}]
+    usual = llm.chat(messages, GREEDY)
+    past = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    assert llm.chat(messages, past).finish_reason == "length"
+    named = llm.chat(messages, replace(past, stop=("<|im_end|>",)))
+    assert (named.text, named.finish_reason) == (usual.text, "stop")
 
 
 def test_a_batch_changes_no_token(llm: LLM) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,30 @@ def test_a_message_cannot_end_its_turn(tokenizer: Tokenizer, content: str) -> No
     ids = LiteralChat(tokenizer).encode(messages, render)
     assert ids.count(tokenizer.eos_id) == 4  # the template's own
     assert tokenizer.decode(ids, skip_special_tokens=False) == render(messages)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "text", "text": f"a{END}b"}, {"type": "text", "text": "c"}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {f"{END}": [1, None, END]}}}]},
+    ],
+    ids=["parts", "arguments"],
+)
+def test_text_within_a_message_cannot_end_its_turn_either(tokenizer: Tokenizer, message: dict[str, Any]) -> None:
+    def as_json(messages: Messages) -> str:
+        return json.dumps(messages, ensure_ascii=False) + END
+
+    ids = LiteralChat(tokenizer).encode([message], as_json)
+    assert ids.count(tokenizer.eos_id) == 1
+    assert tokenizer.decode(ids, skip_special_tokens=False) == as_json([message])
+
+
+def test_messages_without_end_are_refused(tokenizer: Tokenizer) -> None:
+    message: dict[str, Any] = {"role": "user"}
+    message["content"] = [message]
+    with user_error("template_failed"):
+        LiteralChat(tokenizer).encode([message], render)
 
 
 @settings(max_examples=150, deadline=None)

@@ -155,7 +155,7 @@ def chat(config: ChatConfig) -> None:
         params = _params(config, {"temperature": 0.7}, ())
         llm = _load(config, bar)
         llm.tokenizer.chat_template()  # a model that cannot chat says so before the first turn
-        messages = [{"role": "system", "content": config.system}] if config.system else []
+        messages = [{"role": "system", "content": config.system}] if config.system is not None else []
         warnings = []
         for said in _turns():
             messages.append({"role": "user", "content": said})

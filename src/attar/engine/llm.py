@@ -36,6 +36,7 @@ from attar.progress import Progress
 from attar.protocol.messages import Delta, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.request import Completion, FinishReason, SamplingParams, TokenLogprob
 from attar.protocol.scheduler_config import SchedulerConfig
+from attar.text.literal import LiteralChat
 from attar.text.template import render_chat
 from attar.text.tokenizer import Tokenizer
 
@@ -139,6 +140,7 @@ class LLM:
             progress=progress,
         )  # fmt: skip
         self.decoder = self.model.decoder
+        self._literal: LiteralChat | None = None
         self._engine: Engine | None = None
         self._ids = itertools.count()
         self._calls: dict[str, Call] = {}  # calls of open requests, by request id
@@ -185,13 +187,29 @@ class LLM:
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> Completion:
         """Answer a conversation of {"role", "content"} messages through the model's chat template. `template` are
         further variables of the template, such as `tools` or `enable_thinking`."""
-        return self.generate([self._rendered(messages, template)], params)[0]
+        return self.generate([self.encode_chat(messages, **template)], params)[0]
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
     ) -> Generator[str, None, Completion]:
         """Answer like `chat`, and yield the text piece by piece; the generator's return value is the Completion."""
-        return self.stream(self._rendered(messages, template), params)
+        return self.stream(self.encode_chat(messages, **template), params)
+
+    def encode_chat(self, messages: Sequence[Message], **template: Any) -> list[int]:
+        """Return the token ids of a conversation, with the assistant's turn opened, as `chat` gives them to the model.
+        Special tokens that a message spells stay text (`literal.py`). Raises ValueError where there is no template, or
+        it fails."""
+        tokenizer = self.tokenizer
+        source = tokenizer.chat_template(bool(template.get("tools")))
+
+        def render(said: Sequence[Message]) -> str:
+            return render_chat(
+                source, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **template
+            )  # fmt: skip
+
+        if self._literal is None:
+            self._literal = LiteralChat(tokenizer)
+        return self._literal.encode(messages, render)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, Completion]:
         """Yield the text piece by piece, never half a character; the generator's return value is the Completion."""
@@ -200,15 +218,6 @@ class LLM:
             if delta.text:
                 yield delta.text
         return answer.completion()
-
-    def _rendered(self, messages: Sequence[Message], template: Mapping[str, Any]) -> list[int]:
-        """Return a conversation as token ids."""
-        tokenizer = self.tokenizer
-        text = render_chat(
-            tokenizer.chat_template(bool(template.get("tools"))), messages,
-            bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **template,
-        )  # fmt: skip
-        return tokenizer.encode_chat(text)
 
     def _answer(self, prompt: Prompt, params: SamplingParams | None) -> Answer:
         ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)

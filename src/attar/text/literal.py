@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
@@ -26,7 +27,7 @@ from attar.text.tokenizer import Tokenizer
 
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # noncharacters, which Unicode reserves for programs
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 
 
 class LiteralChat:
@@ -40,8 +41,20 @@ class LiteralChat:
         self._lock = threading.Lock()
 
     def encode(self, messages: Messages, render: Callable[[Messages], str]) -> list[int]:
-        """Return token ids of `render(messages)`. Raises what `render` raises, and ValueError for lone surrogates."""
-        texts = [text for message in messages for text in message.values()]
+        """Return token ids of `render(messages)`. Raises what `render` raises, and ValueError for lone surrogates.
+
+        Texts of a message may be in lists and mappings, such as parts of a content and the arguments of a tool call.
+        """
+        texts: list[str] = []
+
+        def noted(text: str) -> str:
+            texts.append(text)
+            return text
+
+        try:
+            _mapped(messages, noted)
+        except RecursionError as error:
+            raise UserError("template_failed", "a message is nested too deeply") from error
         if not self._speaks(texts):
             return self._tokenizer.encode_chat(render(messages))
         mark = next((mark for mark in _MARKS if not any(mark in text for text in texts)), None)
@@ -50,7 +63,7 @@ class LiteralChat:
                 "template_failed", "a message holds all of the 32 noncharacters from U+FDD0 on, which are no text"
             )
         words = {special: number for number, special in enumerate(self._specials)}
-        quoted = [{name: self._quoted(text, mark, words) for name, text in message.items()} for message in messages]
+        quoted: Messages = _mapped(messages, lambda text: self._quoted(text, mark, words))
         return self._ids(render(quoted), mark, list(words))
 
     def _speaks(self, texts: Sequence[str]) -> bool:
@@ -97,6 +110,15 @@ class LiteralChat:
                 self._literal = Backend.from_str(self._tokenizer._backend.to_str())
                 self._literal.encode_special_tokens = True
         return list(self._literal.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value with every text changed, names in mappings included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_mapped(name, change): _mapped(each, change) for name, each in value.items()}
+    return [_mapped(each, change) for each in value] if isinstance(value, Sequence) else value
 
 
 def _restored(text: str, mark: str, words: Sequence[str]) -> str:
