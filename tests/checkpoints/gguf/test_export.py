@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from attar.checkpoints.gguf.config import rope_with_factors
-from attar.checkpoints.gguf.export import describe, neighbours
+from attar.checkpoints.gguf.export import describe, neighbours, words
 from attar.model.config import ModelConfig, Rope
 from attar.model.families import read_config
 from tests.errors import user_error
@@ -24,6 +25,11 @@ GEMMA3: dict[str, object] = {
 EXPERTS: dict[str, object] = {"num_experts": 4, "num_experts_per_tok": 2}
 LONGROPE = {
     "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 64
+}  # fmt: skip
+
+LLAMA3: dict[str, object] = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
 }  # fmt: skip
 
 
@@ -68,15 +74,11 @@ def test_a_config_reads_back_the_same(made: ModelConfig, said: str) -> None:
 
 
 def test_the_rope_of_llama_3_is_said_by_its_factors() -> None:
-    scaling = {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }  # fmt: skip
-    made = config("LlamaForCausalLM", rope_scaling=scaling, rope_theta=500000.0)
+    made = config("LlamaForCausalLM", rope_scaling=LLAMA3, rope_theta=500000.0)
     metadata, factors = describe(made, 0, "")
     assert not any("scaling" in key for key in metadata)
     assert rope_with_factors(Rope(500000.0, 8), factors["rope_freqs.weight"].tolist()) == made.ropes[0]
-    other = config("LlamaForCausalLM", rope_scaling=scaling | {"original_max_position_embeddings": 64})
+    other = config("LlamaForCausalLM", rope_scaling=LLAMA3 | {"original_max_position_embeddings": 64})
     assert describe(other, 0, "")[1], "factors say any settings, known or not"
 
 
@@ -108,6 +110,10 @@ def test_the_rope_of_llama_3_is_said_by_its_factors() -> None:
         (config("OPTForCausalLM", ffn_dim=48, num_key_value_heads=4), "architecture_unsupported"),
         (config("Qwen2MoeForCausalLM", norm_topk_prob=True, **EXPERTS), "gguf_inexpressible"),
         (config("Qwen3MoeForCausalLM", **EXPERTS, mlp_only_layers=[0]), "gguf_inexpressible"),
+        (config("Qwen2MoeForCausalLM", **EXPERTS, tie_word_embeddings=True), "gguf_inexpressible"),
+        (config("Qwen3ForCausalLM", head_dim=8, attention_bias=True), "gguf_inexpressible"),
+        (config("Gemma3ForCausalLM", **GEMMA3, attention_bias=True), "gguf_inexpressible"),
+        (config("Qwen2ForCausalLM", rope_scaling=LLAMA3), "gguf_inexpressible"),
     ],
 )  # fmt: skip
 def test_what_a_file_has_no_words_for_is_refused(made: ModelConfig, words: str) -> None:
@@ -152,6 +158,16 @@ def test_the_window_of_a_mistral_becomes_its_context() -> None:
     assert metadata["llama.context_length"] == 4096
     wide = config("MistralForCausalLM", max_position_embeddings=128, sliding_window=4096)
     assert describe(wide, 0, "")[0]["llama.context_length"] == 128
+
+
+@pytest.mark.parametrize("name", ["MistralForCausalLM", "Phi3ForCausalLM"])
+def test_a_window_that_llama_cpp_does_not_have_is_told(name: str, tmp_path: Path) -> None:
+    """A Phi-3's is in the file, which attar reads; llama.cpp leaves it out."""
+    told, untold = (words(tmp_path, config(name, sliding_window=window))[1] for window in (77, 128))
+    assert told is not None
+    assert "77" in told
+    assert untold is not None
+    assert "128" not in untold
 
 
 def test_a_longrope_is_two_tensors_and_a_factor_of_attention() -> None:

@@ -76,6 +76,9 @@ YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _SQUARE = ("qwen2", "qwen2moe", "phi3", "gpt2")
 """Architectures whose q llama.cpp takes to be as wide as the hidden size, whatever `key_length` says."""
 
+_OUTPUT_BIAS = ("llama", "gpt2")
+"""Architectures of which llama.cpp reads a bias of attention's output."""
+
 SAME = 1e-6  # relative: rounding of a number to float32
 
 
@@ -189,21 +192,27 @@ def words(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], str | None
     if not has_tokenizer(folder):
         none = next(name for name in NO_TOKENIZER if name is not None)
         missing = "The source has no tokenizer, so the file has none: give it token ids."
-        return {"tokenizer.ggml.model": none}, _joined(missing, _narrowed(config))
+        return {"tokenizer.ggml.model": none}, _joined(missing, _of_window(config))
     tokenizer = load_tokenizer(folder)
     found = vocabulary(tokenizer, config.vocab_size, config.eos_ids)
     merges, note = "tokenizer.ggml.merges", lost(tokenizer, found)
     if not found.get(merges, True):  # an empty array has no type of its own
         found[merges] = Typed("[string]", [])
-    return found, _joined(note, _narrowed(config))
+    return found, _joined(note, _of_window(config))
 
 
 def _joined(*notes: str | None) -> str | None:
     return " ".join(note for note in notes if note is not None) or None
 
 
-def _narrowed(config: ModelConfig) -> str | None:
-    """Return what a window cost the context, as a sentence for people; None where it cost nothing."""
+def _of_window(config: ModelConfig) -> str | None:
+    """Return what llama.cpp makes of a window that it does not have, as a sentence for people; None where nothing."""
+    window = config.windows[0]
+    if config.architecture == "Phi3ForCausalLM" and window is not None and window < config.context:
+        return (
+            f"llama.cpp has no sliding window for this architecture: its answers to texts of more than {window} tokens "
+            "are others than the model's."
+        )
     context = within_window(config).context
     if context == config.context:
         return None
@@ -318,9 +327,15 @@ def _check_readers(config: ModelConfig, at: str) -> None:
         )
     if at == "gemma2" and not config.tied:
         raise _inexpressible(": its LM head is a matrix of its own, and llama.cpp's gemma2 has none")
+    if at == "qwen2moe" and config.tied:
+        raise _inexpressible(": its LM head is its embedding, and llama.cpp's qwen2moe has a matrix of its own there")
+    if config.output_bias and at not in _OUTPUT_BIAS:
+        raise _inexpressible(f": its attention ends in a bias, and llama.cpp's {at} has none there")
     if not ARCHITECTURES[at].rotates:
         return
     rope = _full_rope(config)
+    if rope.kind == "llama3" and at != "llama":
+        raise _inexpressible(f": its rope is llama3, whose factors llama.cpp's {at} does not read")
     for key, standard in YARN_BETAS.items():
         value = getattr(rope, key)
         if rope.kind == "yarn" and value != standard:
