@@ -172,7 +172,7 @@ def _turns() -> Iterator[str]:
             import readline  # noqa: F401 - arrow keys and history in input()
     with suppress(EOFError):
         while (said := input("you> " if sys.stdin.isatty() else "")).strip():
-            yield said
+            yield said.removesuffix("\r")  # of lines that end in CRLF
 
 
 @dataclass(frozen=True, kw_only=True)
