@@ -1,4 +1,4 @@
-"""Configs of tiny models, one or two of each architecture that attar writes to GGUF files, and types of such files."""
+"""Configs of tiny models, one or two of each architecture that attar writes to GGUF files."""
 
 from __future__ import annotations
 
@@ -36,5 +36,3 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"architectures": ["GPT2LMHeadModel"], "vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4,
              "n_positions": 64},
 }  # fmt: skip
-
-TYPES = ("f32", "q8_0", "q4_k_m")

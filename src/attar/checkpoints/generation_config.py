@@ -6,14 +6,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoints.folder import MAX_CONFIG, read_json
+from attar.checkpoints.folder import GENERATION, read_config
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.strict_io import naming
 from attar.checkpoints.vocabulary import is_gguf
 from attar.errors import UserError
 from attar.protocol.request import SamplingParams
 
-FILE = "generation_config.json"
 _NAMES = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
 _GGUF = "general.sampling."
 _GGUF_NAMES = {
@@ -55,4 +54,4 @@ def _read(path: Path) -> dict[str, Any]:
     if is_gguf(path):
         metadata = GgufFile(path).metadata
         return {key.removeprefix(_GGUF): value for key, value in metadata.items() if key.startswith(_GGUF)}
-    return dict(read_json(path / FILE, MAX_CONFIG)) if (path / FILE).exists() else {}
+    return read_config(path / GENERATION) if (path / GENERATION).exists() else {}

@@ -203,9 +203,7 @@ class LLM:
         source = tokenizer.chat_template(bool(template.get("tools")))
 
         def render(said: Sequence[Message]) -> str:
-            return render_chat(
-                source, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **template
-            )  # fmt: skip
+            return render_chat(source, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **template)
 
         if self._literal is None:
             self._literal = LiteralChat(tokenizer)

@@ -18,8 +18,8 @@ A partly read adapter gives a model that runs and answers otherwise than trained
 every pair must be whole, and every key of the config that changes the computation must be known here. DoRA, trained
 biases or embeddings, activated and quantization-aware adapters are refused by name. PEFT also saves matrices of the
 base: those of `modules_to_save`, and the embedding and LM head where one is a target. Such a copy is accepted where it
-equals the base's own, so that it changes nothing. Header and config are checked, and
-the adapter's memory is known (`Outline`), before any value is read.
+equals the base's own, so that it changes nothing. Header and config are checked, and the adapter's memory is known
+(`Outline`), before any value is read.
 """
 
 from __future__ import annotations

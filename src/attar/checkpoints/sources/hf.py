@@ -98,9 +98,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path, dtype: torch.dtype | None = None, *, as_stored: bool = False) -> Self:
-        """Open a model folder to compute in `dtype`; None: the dtype of its stored embedding, float32 where that is
-        float64. `as_stored` leaves dense
-        matrices in the dtype of the files, for kernels that read it.
+        """Open a model folder to compute in `dtype`; None: the dtype of its stored embedding, float32 for float64.
+        `as_stored` leaves dense matrices in the dtype of the files, for kernels that read it.
 
         Raises CheckpointError where the folder is not a checkpoint of a known architecture and format, lacks a tensor,
         or holds one of another shape than its config says. No weight is read.
