@@ -117,23 +117,23 @@ def logits(model: Decoder, ids: Sequence[int], hook: ActivationHook | None = Non
     return soft_capped(model.config, ops.linear(x, (model.head,), hook))
 
 
-def llama_cpp(path: Path, windows: Sequence[Sequence[int]], *options: str) -> Tensor:
+def llama_cpp(path: Path, windows: Sequence[Sequence[int]], *options: str, python: Path = PYTHON) -> Tensor:
     """llama.cpp's logits of a file at every position of windows [W] of token ids, one after another: [N, vocab]."""
     ids, out = path.with_suffix(".json"), path.with_suffix(".npy")
     ids.write_text(json.dumps([list(each) for each in windows]))
-    _run("llama_logits.py", str(path), str(ids), str(out), *options)
+    _run(python, "llama_logits.py", str(path), str(ids), str(out), *options)
     return torch.from_numpy(np.load(out))
 
 
-def as_f32(path: Path) -> Path:
-    """The file's values as an F32 file, decoded by llama.cpp."""
-    out = path.with_name("f32-of-" + path.name)
-    _run("llama_quantize.py", str(path), str(out), "--type", "0")
+def as_f32(path: Path, folder: Path | None = None, python: Path = PYTHON) -> Path:
+    """The file's values as an F32 file, decoded by llama.cpp, in the folder or beside the file."""
+    out = (folder or path.parent) / f"f32-of-{path.name}"
+    _run(python, "llama_quantize.py", str(path), str(out), "--type", "0")
     return out
 
 
-def _run(program: str, *arguments: str) -> None:
-    done = subprocess.run([PYTHON, ROOT / "bench/peers" / program, *arguments], capture_output=True, text=True)
+def _run(python: Path, program: str, *arguments: str) -> None:
+    done = subprocess.run([python, ROOT / "bench/peers" / program, *arguments], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{program}: {done.stderr[-2000:]}")
 

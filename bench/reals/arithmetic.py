@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from reals.framework import Column, Figures, Measurement, Row, Table, python
-from reals.setting import NO_LLAMACPP, RATES, WAITING, Setting, bench, each
+from reals.configs import CONFIGS, TYPES
+from reals.framework import Column, Figures, Fills, Measurement, Row, Table, python
+from reals.setting import NO_LLAMACPP, RATES, Setting, bench, each
 from reals.texts import KINDS
 
 ACTIVATIONS = ("int8g128", "int8g32", "int8")
 LLAMACPP = "llama.cpp"
 SHOWN = {"mean": "kl_mean", "median": "kl_p50", "99 %": "kl_p99", "largest": "kl_max", "at": "largest_at",
          "top-1": "top1"}  # fmt: skip
+FAMILY = {"mean": "kl_mean", "largest": "kl_max", "top-1": "top1", "as f32": "as_f32"}
 
 
 def gguf(setting: Setting) -> Table:
@@ -22,19 +24,29 @@ def gguf(setting: Setting) -> Table:
             yield Row(model, "", (), NO_LLAMACPP)
             return
         kl = _divergence(setting, path, "prose", LLAMACPP)
+        f32 = ("--tokens", setting.tokens, "--llamacpp", setting.llamacpp, "--as-f32")
+        read = Measurement(python("reals.divergence", path, *f32), {"as f32": partial(_figure, LLAMACPP, "kl_max")})
         text = Measurement(
             python("reals.greedy", path, "--llamacpp", setting.llamacpp), {"equal": "equal", "near": "near"}
         )
-        yield Row(model, "", (kl, text))
+        yield Row(model, "", (kl, read, text))
 
-    families = Row("", "tiny random models of each family", (), WAITING)
+    def families() -> Iterator[Row]:
+        if setting.llamacpp is None:
+            yield Row("", "tiny random models of each family", (), NO_LLAMACPP)
+            return
+        command = python("reals.families", "--llamacpp", setting.llamacpp)
+        for name in (f"{kind} {type}" for kind in CONFIGS for type in TYPES):
+            yield Row("", f"random {name}", (Measurement(command, _fills(name, FAMILY)),))
+
     return Table(
         "gguf",
-        f"llama.cpp beside exact rows on the same file: KL on {setting.tokens:,} tokens of prose, and the share of "
-        "50 greedy texts of 200 tokens that are equal to the end, or to a near tie",
-        (Column("mean", ".5f"), Column("largest", ".4f"), Column("top-1", ".2%"), Column("equal", ".0%"),
-         Column("near", ".0%")),
-        (*each(setting, rows), families),
+        f"llama.cpp beside exact rows on the same file: KL on {setting.tokens:,} tokens of prose, or random tokens of "
+        "random models; the largest KL where neither rounds; and the share of 50 greedy texts of 200 tokens that are "
+        "equal to the end, or to a near tie",
+        (Column("mean", ".5f"), Column("largest", ".4f"), Column("top-1", ".2%"), Column("as f32", ".0e"),
+         Column("equal", ".0%"), Column("near", ".0%")),
+        (*each(setting, rows), *families()),
     )  # fmt: skip
 
 
@@ -95,4 +107,9 @@ def _divergence(setting: Setting, path: Path, text: str, model: str) -> Measurem
     """One of those that are measured beside the same base, in one run: attar in several ways, or llama.cpp."""
     given = ("--llamacpp", setting.llamacpp) if model == LLAMACPP else ("--activations", *ACTIVATIONS)
     command = python("reals.divergence", path, "--text", text, "--tokens", setting.tokens, *given)
-    return Measurement(command, {column: partial(_figure, model, name) for column, name in SHOWN.items()})
+    return Measurement(command, _fills(model, SHOWN))
+
+
+def _fills(of: str, shown: Mapping[str, str]) -> Fills:
+    """Columns from the figures that a run has of one of those that it measured."""
+    return {column: partial(_figure, of, name) for column, name in shown.items()}

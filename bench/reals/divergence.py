@@ -1,11 +1,14 @@
 """How far arithmetic on a file is from exact rows: KL of the logits, position by position.
 
-    PYTHONPATH=bench python -m reals.divergence FILE.gguf [--activations int8g128 ...] [--llamacpp PYTHON]
+    PYTHONPATH=bench python -m reals.divergence FILE.gguf [--activations int8g128 ...] [--llamacpp PYTHON [--as-f32]]
         [--text prose|code|chat] [--tokens N]
 
 The base is the file's own values in float32 by the reference, with no row rounded. It is computed once for all that is
 measured: attar with each kind of activations, and llama.cpp as it comes. `largest_at` is the position of the largest
 divergence in the text. Windows are of 512 tokens.
+
+With --as-f32 llama.cpp gets the same values, which its own quantizer wrote as an F32 file, and computes attention in
+float32: neither side rounds anything, and a file that one of them reads wrongly shows.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from llamacpp_logits import ROOT
+from llamacpp_logits import ROOT, as_f32
 from torch import Tensor
 
 from attar.checkpoints import vocabulary
@@ -37,6 +40,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--activations", nargs="*", default=[])
     parser.add_argument("--llamacpp", type=Path, metavar="PYTHON")
+    parser.add_argument("--as-f32", action="store_true")
     parser.add_argument("--text", choices=KINDS, default="prose")
     parser.add_argument("--tokens", type=int, default=4096)
     args = parser.parse_args()
@@ -50,7 +54,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if args.llamacpp is not None:
             inputs = [list(window.inputs) for window in windows]
-            models["llama.cpp"] = theirs(args.llamacpp, args.file, inputs, Path(folder))
+            options = ("--exact-attention",) if args.as_f32 else ()
+            file = as_f32(args.file, Path(folder), args.llamacpp) if args.as_f32 else args.file
+            models["llama.cpp"] = theirs(args.llamacpp, file, inputs, Path(folder), *options)
         found = compared(models, base, windows)
     print(json.dumps({name: told(each) for name, each in found.items()}))
 
@@ -82,12 +88,12 @@ def told(found: Measurement) -> dict[str, float]:
     return figures | {"largest_at": int(found.kl.argmax()), "tokens": found.tokens}
 
 
-def theirs(python: Path, file: Path, inputs: list[list[int]], folder: Path) -> Logits:
+def theirs(python: Path, file: Path, inputs: list[list[int]], folder: Path, *options: str) -> Logits:
     """llama.cpp's logits of windows, as `stream` asks for them: one after another."""
     ids, out = folder / "ids.json", folder / "logits.npy"
     ids.write_text(json.dumps(inputs))
     program = ROOT / "bench" / "peers" / "llama_logits.py"
-    done = subprocess.run([python, program, file, ids, out], capture_output=True, text=True)
+    done = subprocess.run([python, program, file, ids, out, *options], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"llama.cpp: {done.stderr[-2000:]}")
     rows = np.load(out, mmap_mode="r")
