@@ -26,10 +26,10 @@ def gguf(setting: Setting) -> Table:
         kl = _divergence(setting, path, "prose", LLAMACPP)
         f32 = ("--tokens", setting.tokens, "--llamacpp", setting.llamacpp, "--as-f32")
         read = Measurement(python("reals.divergence", path, *f32), {"as f32": partial(_figure, LLAMACPP, "kl_max")})
-        text = Measurement(
-            python("reals.greedy", path, "--llamacpp", setting.llamacpp), {"equal": "equal", "near": "near"}
-        )
-        yield Row(model, "", (kl, read, text))
+        greedy = ("reals.greedy", path, "--llamacpp", setting.llamacpp)
+        text = Measurement(python(*greedy), {"equal": "equal", "near": "near"})
+        exact = Measurement(python(*greedy, "--as-f32"), {"f32 equal": "equal", "f32 near": "near"})
+        yield Row(model, "", (kl, read, text, exact))
 
     def families() -> Iterator[Row]:
         if setting.llamacpp is None:
@@ -43,9 +43,9 @@ def gguf(setting: Setting) -> Table:
         "gguf",
         f"llama.cpp beside exact rows on the same file: KL on {setting.tokens:,} tokens of prose, or random tokens of "
         "random models; the largest KL where neither rounds; and the share of 50 greedy texts of 200 tokens that are "
-        "equal to the end, or to a near tie",
+        "equal to the end, or to a near tie, also where neither rounds",
         (Column("mean", ".5f"), Column("largest", ".4f"), Column("top-1", ".2%"), Column("as f32", ".0e"),
-         Column("equal", ".0%"), Column("near", ".0%")),
+         Column("equal", ".0%"), Column("near", ".0%"), Column("f32 equal", ".0%"), Column("f32 near", ".0%")),
         (*each(setting, rows), *families()),
     )  # fmt: skip
 

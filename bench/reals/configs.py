@@ -36,3 +36,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"architectures": ["GPT2LMHeadModel"], "vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4,
              "n_positions": 64},
 }  # fmt: skip
+
+TYPES = ("f32", "q8_0", "q4_k_m")
+"""Types that tables of these families compare."""
