@@ -145,7 +145,7 @@ def test_only_steps_without_adapters_are_replayed(decoder: Decoder) -> None:
     run(made, [Submit("a", (1, 2, 3), params, adapter="tone")])
     assert not made.runner._batches
     run(made, [Submit("b", (1, 2, 3), params)])
-    assert list(made.runner._batches) == [1]
+    assert list(made.runner._batches) == [(1, 1)]
 
 
 def test_an_adapter_that_is_not_there_is_refused(decoder: Decoder) -> None:

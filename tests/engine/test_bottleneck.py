@@ -113,7 +113,7 @@ def test_what_the_roofline_would_allow_is_told_as_a_part_of_what_was_taken(decod
     plan = made.scheduler.plan
     made.scheduler.plan = lambda now: plans.append(plan(now)) or plans[-1]  # type: ignore[method-assign, func-returns-value]
     found = reports(made, Submit("a", (1, 2, 3), GREEDY))["a"].roof_fraction
-    least = sum(max(roof.least(chunk[1:] for chunk in each.chunks)) for each in plans if each.chunks)
+    least = sum(max(roof.least(chunk[1:4] for chunk in each.chunks)) for each in plans if each.chunks)
     assert found == pytest.approx(least / made.step_seconds)
     assert reports(judged(decoder, Bottlenecks(None, Told(0.0))), Submit("a", (1,), GREEDY))["a"].roof_fraction is None
 

@@ -68,7 +68,7 @@ CASES: dict[str, Submit | Embed | None] = {
     "engine.prompt_logprobs": SCORED,
     "engine.pool": MEAN,
     "sampler.penalties": VICTIM,
-    "sampler.uniform": VICTIM,
+    "sampler.noise": VICTIM,
     "sampler.draw": GREEDILY,
     "sampler.commit": VICTIM,
     "detokenizer.push": VICTIM,
@@ -88,7 +88,7 @@ IN_THE_PROCESS = "events.encode"  # the last on an event's way out of the engine
 
 HEALED = [
     "runner.copy", "runner.memory", "runner.table", "runner.rows", "runner.replay", "engine.prompt_logprobs",
-    "engine.pool", "sampler.penalties", "sampler.uniform", "sampler.draw",
+    "engine.pool", "sampler.penalties", "sampler.noise", "sampler.draw",
 ]  # fmt: skip
 """Passed for a whole batch: where they raise once, nobody fails."""
 

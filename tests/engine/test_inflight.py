@@ -379,7 +379,7 @@ def ahead(decoder: Decoder, runner: type[Runner] = Runner) -> Engine:
     return make_engine(decoder, limits=limits, overlaps=True, runner=runner)
 
 
-@pytest.mark.parametrize("point", ["sampler.draw", "sampler.penalties", "sampler.uniform"])
+@pytest.mark.parametrize("point", ["sampler.draw", "sampler.penalties", "sampler.noise"])
 def test_a_choice_that_raises_is_made_one_by_one(decoder: Decoder, point: str) -> None:
     """Before the next step is launched, or else to the tokens that this one has begun with."""
     made = ahead(decoder)

@@ -28,13 +28,13 @@ def native(request: pytest.FixtureRequest, tiny_decoder: Make) -> Decoder:
     return tiny_decoder(scheme="w4g32", store=store)
 
 
-def prefilled(decoder: Decoder, prompts: tuple[list[int], ...], horizon: int) -> Decoding:
+def prefilled(decoder: Decoder, prompts: tuple[list[int], ...], horizon: int, rows: int = 1) -> Decoding:
     cache = decoder.cache(horizon, len(prompts))
     lengths = tuple(map(len, prompts))
     decoder.forward(
         torch.tensor([token for prompt in prompts for token in prompt]), ForwardBatch(lengths, horizon, cache)
     )
-    return Decoding(decoder, cache, horizon)
+    return Decoding(decoder, cache, horizon, rows=rows)
 
 
 def tokens_of(prompt: list[int], count: int) -> list[int]:
@@ -55,6 +55,23 @@ def test_recorded_steps_equal_the_whole_sequence_in_one_piece(native: Decoder) -
         ids = torch.tensor(prompt + tokens_of(prompt, STEPS))
         whole = native.forward(ids, ForwardBatch((len(ids),), 40, native.cache(40)))[len(prompt) :]
         assert torch.equal(torch.cat(run(native, (prompt,))), whole)
+
+
+@pytest.mark.parametrize("rows", [2, 4, 5])
+def test_steps_of_several_rows_equal_as_many_steps(native: Decoder, rows: int) -> None:
+    one, several = run(native, PROMPTS), prefilled(native, PROMPTS, 40, rows)
+    for first in range(0, STEPS, rows):
+        fed = [token for prompt in PROMPTS for token in tokens_of(prompt, STEPS)[first : first + rows]]
+        logits = several.step(fed).view(len(PROMPTS), rows, -1)
+        for at in range(rows):
+            assert torch.equal(logits[:, at], one[first + at])
+
+
+def test_a_step_of_several_rows_that_does_not_fit_is_refused(native: Decoder) -> None:
+    decoding = prefilled(native, ([5, 9, 3],), 8, rows=3)
+    decoding.step([1, 2, 3])
+    with user_error("context_exceeded"):
+        decoding.step([1, 2, 3])
 
 
 def test_company_changes_no_bit(native: Decoder) -> None:

@@ -148,6 +148,7 @@ class Simulation:
             max_passed=rng.choice([0, 1, 3]),
             max_preemptions=rng.choice([0, 1, 2, 4, 4]),
             headroom=rng.choice([0.0, 0.0, 0.0, 0.2]),
+            max_drafts=random.Random(-(2**35) - seed).choice([0, 1, 4, 30]),
         )
         self.pool = block_pool.BlockPool(max(2, rng.choice([24, 48, 48, 96]) // size), size)
         self.cache = prefix_cache.PrefixCache(self.pool, rng.choice([n for n in range(1, size + 1) if size % n == 0]))
@@ -160,6 +161,8 @@ class Simulation:
         self.now = 0.0
         self.lag = random.Random(-(2**32) - seed)
         self.overlaps = self.lag.random() < 1 / 2
+        self.drafts = random.Random(-(2**34) - seed)
+        self.accepted = 0  # drafts that were right
         self.dice = random.Random(-1 - seed)  # of faults alone: lives without them are as they would be
         self.faulty = self.dice.random() < 1 / 3
         ends: tuple[tuple[int, ...], ...] = ((), (), (), (7, 1 << 20), (4, 8, 16, 32, 1 << 20))
@@ -256,7 +259,8 @@ class Simulation:
     def advance(self) -> None:
         """Plan a step, or another ahead of it, or run the first and commit it."""
         self.now += self.rng.uniform(0, 0.2)
-        if not self.steps or (self.overlaps and len(self.steps) == 1 and self.lag.random() < 0.8):
+        ahead = self.overlaps and len(self.steps) == 1 and not self.steps[0].plan.drafts
+        if not self.steps or (ahead and self.lag.random() < 0.8):
             self.launch()
             return
         self.catch_up()
@@ -283,6 +287,8 @@ class Simulation:
         ends = any(map(self.late, self.scheduler.running))
         used = [block for sequence in self.scheduler.running for block in sequence.blocks if self.pool.kept(block)]
         decoding = [each for each in self.scheduler.running if each.status is Status.DECODE and each.pending == 1]
+        if not ahead:
+            self.draft(decoding)
         fired = self.fired
         with self.mishap():
             step = self.scheduler.ahead(self.now) if ahead else self.scheduler.plan(self.now)
@@ -299,6 +305,15 @@ class Simulation:
             self.steps.append(Launched(step, [list(chunk.sequence.blocks) for chunk in step.chunks]))
         if self.overlaps and self.lag.random() < 0.5:  # a device that is quick: what comes between finds all of it done
             self.catch_up(len(self.steps))
+
+    def draft(self, decoding: list[Sequence]) -> None:
+        """Guesses for some, right for a while, also past all limits."""
+        for sequence in decoding:
+            if self.drafts.random() < 0.5:
+                known = len(sequence.tokens)
+                right = self.asked[sequence.id].tokens[known : known + self.drafts.choice([0, 1, 2, 4, 9])]
+                wrong = [self.drafts.randrange(VOCABULARY) for _ in range(self.drafts.choice([0, 0, 1, 3]))]
+                sequence.drafts = (*right, *wrong)
 
     def catch_up(self, count: int = 1) -> None:
         """The device does the first steps, in their order."""
@@ -341,7 +356,7 @@ class Simulation:
                 memory[target] = [None] * size
                 outcomes[sequence.id] = self.module.Outcome(failure="internal")
         everything_fails = rng.random() < 0.01
-        for (sequence, start, rows, samples), blocks in zip(step.plan.chunks, step.tables, strict=True):
+        for (sequence, start, rows, samples, drafts), blocks in zip(step.plan.chunks, step.tables, strict=True):
             asked = self.asked[sequence.id]
             if sequence.id in outcomes or sequence.id in self.spoiled:
                 continue
@@ -349,6 +364,11 @@ class Simulation:
             found = [memory[block][slot] for block in blocks for slot in range(size)][:start]
             digests = asked.digests[sequence.horizon]
             assert found == digests[:start], f"{sequence.id} reads what is not its own"
+            if drafts:
+                assert start + rows - len(drafts) == len(sequence.tokens), "drafts in the middle of a sequence"
+                digests = digests[: len(sequence.tokens)]
+                for draft in drafts:
+                    digests.append(digest(digests[-1], draft))
             for at in range(start, start + rows):
                 slot = blocks[at // size], at % size
                 assert slot not in written, "a slot is written twice in a step"
@@ -357,20 +377,21 @@ class Simulation:
             if fails:
                 outcomes[sequence.id] = self.module.Outcome(failure="internal")
             elif samples:
-                outcomes[sequence.id] = self._sample(asked, memory[slot[0]][slot[1]])
+                outcomes[sequence.id] = self._sample(asked, digests[start + rows - samples], drafts)
         self.spoiled |= {id for id, outcome in outcomes.items() if outcome.failure is not None}
         return outcomes
 
-    def _sample(self, asked: Asked, state: int) -> object:
-        """One token, or several at once as if drafts had been accepted: not where a row of one token may follow."""
+    def _sample(self, asked: Asked, state: int, drafts: tuple[int, ...]) -> object:
+        """The next token, and those behind drafts that are right."""
+        if not asked.sequence.max_tokens:
+            return self.module.Outcome()
         tokens: list[int] = []
-        left = asked.sequence.max_tokens - asked.sequence.output
-        for _ in range(min(left, 1 if self.overlaps else self.rng.choice([1, 1, 1, 2, 3]))):
+        for draft in (*drafts, None):
             tokens.append(choose(state, asked.seed))
             state = digest(state, tokens[-1])
-            longer = len(asked.sequence.tokens) + len(tokens) > asked.sequence.horizon > 0  # drafts end with a horizon
-            if tokens[-1] == END or longer:
+            if tokens[-1] == END or tokens[-1] != draft:
                 break
+        self.accepted += len(tokens) - 1
         return self.module.Outcome(tuple(tokens), END in tokens)
 
     def emitted(self) -> None:

@@ -114,7 +114,7 @@ def test_only_the_last_chunk_of_a_prompt_samples() -> None:
         step = engine.plan()
         samples.append([(chunk.start, chunk.rows, chunk.samples) for chunk in step.chunks])
         engine.commit(step)
-    assert samples == [[(0, 3, False)], [(3, 3, False)], [(6, 1, True)], [(7, 1, True)]]
+    assert samples == [[(0, 3, 0)], [(3, 3, 0)], [(6, 1, 1)], [(7, 1, 1)]]
 
 
 def test_several_tokens_may_be_accepted_at_once() -> None:
@@ -152,7 +152,7 @@ def test_a_followed_prompt_is_shared_to_the_token() -> None:
     engine.finish()
     (b,) = engine.add("b", [*range(9), 50, 51])
     step = engine.plan()
-    assert [chunk[1:] for chunk in step.chunks] == [(9, 2, True)]
+    assert [chunk[1:4] for chunk in step.chunks] == [(9, 2, 1)]
     assert [(copy.slots, copy.target) for copy in step.copies] == [(1, b.blocks[2])]
     assert engine.pool.states()[step.copies[0].source] == 1  # held until the commit
     engine.commit(step)
@@ -558,13 +558,13 @@ def test_a_step_ahead_goes_on_behind_tokens_that_are_to_come() -> None:
     engine.add("b", range(10, 24), max_tokens=1)
     first = engine.plan()
     second = engine.ahead()
-    assert [(chunk.sequence.id, *chunk[1:]) for chunk in first.chunks] == [("a", 0, 6, True), ("b", 0, 2, False)]
-    assert [(chunk.sequence.id, *chunk[1:]) for chunk in second.chunks] == [("a", 6, 1, True), ("b", 2, 7, False)]
+    assert [(chunk.sequence.id, *chunk[1:4]) for chunk in first.chunks] == [("a", 0, 6, 1), ("b", 0, 2, 0)]
+    assert [(chunk.sequence.id, *chunk[1:4]) for chunk in second.chunks] == [("a", 6, 1, 1), ("b", 2, 7, 0)]
     assert (a.computed, a.planned, len(a.tokens), a.inflight_tokens) == (0, 7, 6, 2)
     engine.commit(first)
     assert (a.computed, a.planned, len(a.tokens), a.inflight_tokens) == (6, 7, 7, 1)
     third = engine.ahead()
-    assert [(chunk.sequence.id, *chunk[1:]) for chunk in third.chunks] == [("a", 7, 1, True), ("b", 9, 5, True)]
+    assert [(chunk.sequence.id, *chunk[1:4]) for chunk in third.chunks] == [("a", 7, 1, 1), ("b", 9, 5, 1)]
     engine.commit(second)
     assert not engine.ahead().chunks, "both end by their length"
     engine.commit(third)

@@ -116,6 +116,11 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
             (path, "logit_bias", {"1": 1, "01": 2}, "invalid_value"),  # one token twice
             (path, "logit_bias", [[1, 2]], "invalid_type"),
             (path, "ignore_eos", 1, "invalid_type"),
+            (path, "speculation", {"max_tokens": 17}, "out_of_range"),
+            (path, "speculation", {"max_tokens": -1}, "out_of_range"),
+            (path, "speculation", {"max_tokens": "auto"}, "invalid_type"),
+            (path, "speculation", {"tokens": 1}, "unknown_field"),
+            (path, "speculation", True, "invalid_type"),
             (path, "ignore_eos", "true", "invalid_type"),
             (path, "stream", 0, "invalid_type"),
             (path, "stream", "yes", "invalid_type"),

@@ -26,7 +26,8 @@ def _load(config: options.RunConfig, bar: terminal.Progress) -> LLM:
     tell_shared(config.device, config.tp, config.pp)
     llm = LLM(
         config.model, device=config.device, dtype=config.dtype, activations=config.activations.value,
-        parallel=Parallel(config.tp, config.pp), verify=not config.no_verify, progress=bar,
+        parallel=Parallel(config.tp, config.pp), draft=config.draft, draft_tokens=config.draft_tokens,
+        verify=not config.no_verify, progress=bar,
     )  # fmt: skip
     if config.adapter is not None:
         llm.attach(config.adapter)
@@ -188,6 +189,10 @@ class BenchConfig:
     prompt: Annotated[int, option("Workload", "N", "Tokens of each prompt.", min=16)] = 512
     gen: Annotated[int, option("Workload", "N", "Decode steps.", min=2)] = 128
     batch: Annotated[int, option("Workload", "N", "Sequences that decode together.", min=1)] = 1
+    rows: Annotated[str | None, option(
+        "Workload", "N,N", "Measure steps of so many rows of a sequence too, such as 1,2,4,8; costs are shown over the "
+        "first's.",
+    )] = None  # fmt: skip
     device: options.Device = "cpu"
     activations: options.Activations = options.Precision.int8g128
     kv: options.Kv = None
@@ -204,18 +209,20 @@ def bench(config: BenchConfig) -> None:
 
     Examples:
       attar bench ./out --batch 16
+      attar bench ./out --rows 1,2,3,4,6,8,16
       attar bench --shape llama-3.2-1b --scheme w4g128 --head int8
     """
     with errors(config.as_json):
         from attar.checkpoints.sources import hub
-        from attar.evaluation import decode_speed
+        from attar.evaluation import decode_speed, row_costs
 
         if (config.model is None) == (config.shape is None):
             code: Code = "option_missing" if config.model is None else "option_conflict"
             raise UserError(code, "name a model or a --shape, one of the two")
         require(config.device)
         setup = decode_speed.Setup(config.device, config.activations.value, config.kv, config.tp, config.pp)
-        load = decode_speed.Load(config.prompt, config.gen, config.batch)
+        rows = () if config.rows is None else row_costs.parse(config.rows)
+        load = decode_speed.Load(config.prompt, config.gen, config.batch, rows)
         if config.shape is None:
             tell_shared(config.device, config.tp, config.pp)
             report = decode_speed.measure_model(hub.resolve(str(config.model)), load, setup)

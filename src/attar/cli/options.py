@@ -25,6 +25,15 @@ def parse_size(text: str) -> int:
     return size
 
 
+def parse_draft_tokens(text: str) -> int | None:
+    """Parse a number of drafts; None for `auto`. Raises ValueError for anything else."""
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise UserError("option_malformed", f"draft-tokens is auto or a number, not {text!r}")
+    return int(text)
+
+
 class Dtype(StrEnum):
     """A number format that products are computed in."""
 
@@ -67,6 +76,15 @@ Activations = Annotated[Precision, option(
 Tp = Annotated[int, option("Device", "N", "Tensor-parallel size; on a CPU, processes.", "--tp", min=1)]
 Pp = Annotated[int, option("Device", "N", "Pipeline-parallel size; on a CPU, processes.", "--pp", min=1)]
 Threads = Annotated[int | None, option("Device", "N", "CPU threads.", "--threads", min=1, default="one a core")]
+
+Draft = Annotated[str | None, option(
+    "Speculation", "NAME", "Drafter of speculative decoding: suffix copies from prompt and text. On a CPU no text "
+    "changes.", "--draft", default="none",
+)]  # fmt: skip
+DraftTokens = Annotated[int | None, option(
+    "Speculation", "N", "Drafts of a sequence in each step: auto, or 0 to 16.", "--draft-tokens",
+    parser=parse_draft_tokens, default="auto, what pays",
+)]  # fmt: skip
 
 Kv = Annotated[str | None, option(
     "Cache", "FORMAT", "KV cache format: float32, bfloat16, int8, fp8, klt4, int4, klt2, kivi2, nuq4 or nuq3.", "--kv",
@@ -146,6 +164,8 @@ class RunConfig(OutputConfig):
     dtype: ComputeDtype = None
     activations: Activations = Precision.int8g128
     adapter: Adapter = None
+    draft: Draft = None
+    draft_tokens: DraftTokens = None
     tp: Tp = 1
     pp: Pp = 1
     no_verify: NoVerify = False

@@ -58,6 +58,8 @@ class ServeConfig(SchedulerOptions):
     pp: options.Pp = 1
     memory: options.Memory = None
     kv: options.Kv = None
+    draft: options.Draft = None
+    draft_tokens: options.DraftTokens = None
     host: Annotated[str, option("HTTP", "HOST", "Address; others than loopback need an API key.")] = "127.0.0.1"
     port: Annotated[int, option("HTTP", "N", "Port; 0 takes a free one.", min=0, max=65535)] = 8000
     deadline: Annotated[float, option("HTTP", "SECONDS", "Time limit of one request.", min=0.1)] = 600.0
@@ -109,7 +111,8 @@ class ServeConfig(SchedulerOptions):
             Settings(
                 str(path), "", activations=self.activations.value, kv=self.kv,
                 context=self.context, memory=self.memory, threads=self.threads, verify=not self.no_verify, tp=self.tp,
-                pp=self.pp, adapters=parse_adapters(self.adapter or (), name), name=name,
+                pp=self.pp, adapters=parse_adapters(self.adapter or (), name), name=name, draft=self.draft,
+                draft_tokens=self.draft_tokens,
             ),
             **theirs | given,
         )  # fmt: skip
@@ -147,6 +150,7 @@ def serve(config: ServeConfig) -> None:
       attar serve ./out
       attar serve ./out --preset throughput --kv int8 --memory 12GB
       attar serve ./out --scheduler policy=static --scheduler max-waiting=64
+      attar serve ./out --draft suffix
       attar serve ./out --host 0.0.0.0 --api-key-file keys.txt
     """
     with errors(config.as_json):

@@ -23,13 +23,16 @@ static std::int64_t dot_products(std::int64_t rounds) {
     Ints codes = all(0x01010101);
     std::int32_t x = 0x01010101;
     for (std::int64_t i = 0; i < rounds; ++i) {
-#if defined(__x86_64__) && ATTAR_LEVEL >= ATTAR_AVX2
-        ATTAR_EACH __asm__ volatile("" : "+v"(codes.piece[p]));  // or all rounds would be one
-#else
-        __asm__ volatile("" : "+r"(x));
-#endif
 #pragma GCC unroll 12
-        for (int j = 0; j < SUMS; ++j) sum[j] = dot4(sum[j], codes, x);
+        for (int j = 0; j < SUMS; ++j) {
+#if defined(__x86_64__) && ATTAR_LEVEL >= ATTAR_AVX2
+            // Or all rounds would be one. Where a dot product is several instructions, all sums would share the first.
+            ATTAR_EACH __asm__ volatile("" : "+v"(codes.piece[p]));
+#else
+            __asm__ volatile("" : "+r"(x));
+#endif
+            sum[j] = dot4(sum[j], codes, x);
+        }
     }
     Ints total = all(0);
 #pragma GCC unroll 12

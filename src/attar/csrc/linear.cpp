@@ -80,9 +80,9 @@ constexpr std::int64_t SERIAL_BELOW = 1 << 15;               // multiplications;
 constexpr std::int64_t MOST = std::numeric_limits<std::int64_t>::max() / 1024;
 
 // Rows from which weights are unpacked, or made floats, once for all of them, by Level; measured by bench/kernels.py.
-constexpr std::int64_t OF_CODES[] = {5, 5, 5, 5, 5, 3};
+constexpr std::int64_t OF_CODES[] = {5, 5, 65, 5, 5, 3};
 constexpr std::int64_t OF_BYTES[] = {5, 5, 5, 5, 5, 1};  // 8 bits, whole rows to a scale: tiles read them where they lie
-constexpr std::int64_t OF_FINE = 5;  // codes of groups with fine scales, which take longer to unpack, at all levels
+constexpr std::int64_t OF_FINE[] = {5, 5, 65, 5, 5, 5};  // codes of groups with fine scales: longer to unpack
 constexpr std::int64_t OF_NUMBERS[] = {5, 5, 5, 5, 33, 33};
 std::int64_t forced[] = {MEASURED, MEASURED, MEASURED, MEASURED, MEASURED, MEASURED};
 
@@ -91,7 +91,7 @@ std::int64_t many_from(const Factors& factors, Level level) {
     const Matrix& m = *factors.factors.front().matrix;
     if (forced[at] != MEASURED) return forced[at];
     if (m.number != Number::codes || !factors.integer) return OF_NUMBERS[at];
-    if (m.fine_scales) return OF_FINE;
+    if (m.fine_scales) return OF_FINE[at];
     return m.bits == 8 && m.groups == 1 && factors.activation_group == 0 ? OF_BYTES[at] : OF_CODES[at];
 }
 

@@ -251,6 +251,10 @@ static void few_rows(const Factor& factor, const QuantizedRows& x, std::int64_t 
         const std::int64_t to = std::min(last, from + stretch);
         std::int64_t row = 0;
         for (; row + ROWS <= x.rows; row += ROWS) few_rows_of<CODE, ROWS>(factor, x, row, from, to, out, width, beside);
+        if constexpr (ROWS > 2) {  // codes are unpacked once for all that is left
+            if (x.rows - row == 3) few_rows_of<CODE, 3>(factor, x, row, from, to, out, width, beside), row += 3;
+            if (x.rows - row == 2) few_rows_of<CODE, 2>(factor, x, row, from, to, out, width, beside), row += 2;
+        }
         for (; row < x.rows; ++row) few_rows_of<CODE, 1>(factor, x, row, from, to, out, width, beside);
     }
 }

@@ -21,6 +21,7 @@
 #include "python.h"
 #include "quantize.h"
 #include "rows.h"
+#include "sample.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -267,6 +268,15 @@ void bind_rows(nb::module_& module) {
         },
         "kind"_a, "stream"_a, "delta"_a, "rows"_a, "columns"_a, "weight"_a, "bias"_a, "eps"_a, "offset"_a, "sum"_a,
         "out"_a, "level"_a);
+    module.def(
+        "gumbel_max",
+        [](std::uintptr_t rows, std::int64_t count, std::int64_t columns, std::uintptr_t seeds, std::uintptr_t indices,
+           std::uintptr_t chosen) {
+            const attar::Running kernel;
+            attar::gumbel_max(address<double>(rows), count, columns, address<std::uint64_t>(seeds),
+                              address<std::uint64_t>(indices), reinterpret_cast<std::int64_t*>(chosen));
+        },
+        "rows"_a, "count"_a, "columns"_a, "seeds"_a, "indices"_a, "chosen"_a);
     module.def(
         "activate",
         [](const std::string& kind, bool gated, std::uintptr_t x, std::int64_t rows, std::int64_t columns,

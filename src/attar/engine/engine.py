@@ -27,6 +27,7 @@ cannot change a text.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter
@@ -34,19 +35,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from attar.engine.bottleneck import Bottlenecks
-from attar.engine.inflight import Drawn, InflightStep, Launcher
+from attar.engine.inflight import InflightStep, Launcher
 from attar.engine.outputs import Choice, Request
 from attar.engine.requests import RequestTable
+from attar.engine.speculation import Speculation
 from attar.execution import cuda_graphs, kv_cache
 from attar.execution.model_runner import InflightTokens, Runner
 from attar.faults import point
+from attar.kernels.noise import seed_of_choice
 from attar.kv.schemes import KvScheme
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Embed, Event, Stats, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
-from attar.sampling.sampler import BadLogits, Sampler, distinct, seed_of_choice
+from attar.protocol.speculation import MAX_DRAFT_TOKENS
+from attar.sampling.drafters import Drafter
+from attar.sampling.pace import Pace
+from attar.sampling.sampler import BadLogits, Sampler, distinct
 from attar.sampling.stop_strings import StopChecker
+from attar.sampling.verify import Drawn, confirmed
 from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.prefix_cache import PrefixCache
 from attar.scheduling.scheduler import Refused, Scheduler
@@ -63,7 +70,8 @@ class EngineConfig:
 
     kv: scheme of the KV cache, by default the lossless one. adapters: names of those that `lora.install` gave the
     decoder, in the order of their numbers. overlaps: whether steps are launched before the tokens of the one before are
-    known, and tokens chosen without a look at the logits; by default on a GPU.
+    known, and tokens chosen without a look at the logits; by default on a GPU. drafter: the source of drafts of
+    speculative decoding, none by default. draft_tokens: drafts of a sequence in each step; None decides by what pays.
     """
 
     blocks: int
@@ -73,6 +81,8 @@ class EngineConfig:
     kv: KvScheme | None = None
     adapters: tuple[str, ...] = ()
     overlaps: bool | None = None
+    drafter: Drafter | None = None
+    draft_tokens: int | None = None
 
 
 class Engine:
@@ -98,7 +108,9 @@ class Engine:
         limits, scheme = config.limits, config.kv or decoder.lossless
         kv_cache.check(decoder, scheme)
         bases = kv_cache.bases(decoder, scheme)
-        self.runner = runner(decoder, config.blocks, config.context, scheme, limits.together, bases, record)
+        self.runner = runner(
+            decoder, config.blocks, config.context, scheme, limits.together, bases, record, limits.max_drafts
+        )
         self.overlaps = self.runner.device.type != "cpu" if config.overlaps is None else config.overlaps
         self.bounds = bounds
         self.meanwhile: Callable[[list[Event]], None] | None = None
@@ -106,7 +118,14 @@ class Engine:
         self.ahead = 0  # steps that were launched before the one before was waited for
         self.alone: Counter[str] = Counter()
         """Times that an engine that overlaps launched no step ahead, by reason, also where there was none to launch:
-        `model`, `mishap`, `numbers` (which the host would wait for), `blocks` (too few)."""
+        `model`, `mishap`, `numbers` (which the host would wait for), `blocks` (too few), `drafts` (guesses of tokens
+        that are to come)."""
+        self.speculation: Speculation | None = None
+        if config.drafter is not None:
+            fixed = config.draft_tokens is not None
+            most = MAX_DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens
+            pace = Pace(most, fixed, limits.max_drafts)
+            self.speculation = Speculation(config.drafter, pace, decoder.config.vocab_size)
         if self.overlaps and self.runner.waits is not None:
             logger.warning("no step is launched before the tokens of the last are known: %s", self.runner.waits)
         self._inflight: InflightStep | None = None  # the next step, where it is on its way
@@ -181,20 +200,27 @@ class Engine:
             self.requests.tell_late()
             if self.meanwhile is not None:
                 self.meanwhile(self.requests.take())
-            self.scheduler.commit(inflight.plan, self._outcomes(inflight), self.clock())
+            outcomes = self._outcomes(inflight)
+            now = self.clock()
+            if self.speculation is not None:
+                self.speculation.learn(inflight.plan, inflight.choices, outcomes, now - inflight.began)
+            self.scheduler.commit(inflight.plan, outcomes, now)
             self._count(inflight, self.clock())
-            self.requests.settle()
+            self._settle()
         return self.requests.take()
 
     def stats(self, blocks: bool = False) -> Stats:
         """Return the present state; with `blocks` also each block's."""
         running, pool, cache = len(self.scheduler.running), self.pool, self.cache
+        drafts = self.speculation
         return Stats(
             running=running, waiting=len(self.scheduler.sequences) - running,
             blocks_free=pool.free, blocks_active=pool.active, blocks_cached=pool.cached,
             blocks=pool.states() if blocks else b"", steps=self.steps, steps_ahead=self.ahead,
             step_seconds=self.step_seconds, prompt_tokens=cache.asked, reused_tokens=cache.reused,
             generated_tokens=self.generated, preemptions=self.scheduler.preemptions,
+            drafted_tokens=drafts.drafted if drafts else 0, accepted_tokens=drafts.accepted if drafts else 0,
+            draft_mishaps=drafts.mishaps if drafts else 0,
         )  # fmt: skip
 
     # ---- taking requests
@@ -248,11 +274,14 @@ class Engine:
 
     def _planned(self) -> InflightStep | None:
         """Launch the next step after the one before is over; None where there is nothing to run."""
-        plan = self.scheduler.plan(began := self.clock())
+        began = self.clock()
+        if self.speculation is not None:
+            self.speculation.propose(map(self._choice_of, self.scheduler.running))
+        plan = self.scheduler.plan(began)
         inflight = self._launched(plan, began) if plan.chunks else None
         if inflight is None:
             self.scheduler.commit(plan, {}, self.clock())
-        self.requests.settle()  # no earlier: an ending sequence frees its blocks, which the launch reads
+        self._settle()  # no earlier: an ending sequence frees its blocks, which the launch reads
         return inflight
 
     def _next(self, inflight: InflightStep) -> InflightStep | None:
@@ -269,8 +298,10 @@ class Engine:
     def _outcomes(self, inflight: InflightStep) -> dict[str, Outcome]:
         """Return a step's outcomes by sequence; those of sequences that have ended meanwhile are missing or ignored."""
         outcomes = {chunk.sequence.id: Outcome((), True) for chunk in inflight.plan.chunks if chunk.samples}
-        for choice, draw in zip(inflight.takers, self.launcher.wait_for(inflight), strict=True):
-            outcomes[choice.sequence.id] = self._advance(choice, draw)
+        draws = iter(self.launcher.wait_for(inflight))
+        for choice, drafts in inflight.takers:
+            own = list(itertools.islice(draws, 1 + len(drafts)))
+            outcomes[choice.sequence.id] = self._advance(choice, drafts, own)
         unscorable = [each.id for each, choice in inflight.choices.items() if choice.request.unscorable]
         outcomes |= {id: Outcome(failure="bad_logits") for id in unscorable}
         return outcomes | {id: Outcome(failure="internal") for id in inflight.failed}
@@ -295,6 +326,8 @@ class Engine:
             return "model"
         if not inflight.whole:
             return "mishap"
+        if self.speculation is not None:  # the next step would have none
+            return "drafts"
         return "numbers" if self._numbers_wanted() else None
 
     def _numbers_wanted(self) -> bool:
@@ -305,17 +338,33 @@ class Engine:
         starting = (choice.request for choice in soon if choice.sequence.planned < choice.sequence.prompt)
         return any(request.pooling or request.of_prompt is not None for request in starting)
 
-    def _advance(self, choice: Choice, draw: Drawn) -> Outcome:
+    def _advance(self, choice: Choice, drafts: tuple[int, ...], draws: list[Drawn]) -> Outcome:
+        """Give a choice its next tokens: the one behind its last token, and those behind drafts that were right."""
         if choice.sequence.ending is not None:  # cancelled while the step ran
             return Outcome()
-        if draw is None:
-            return Outcome(failure="internal")
-        if isinstance(draw, BadLogits) or choice.request.unscorable:
-            return Outcome(failure="bad_logits")
-        try:
-            self.requests.accept(choice, draw, later=self.overlaps and self._inflight is None)
-        except Exception:
-            logger.exception("sequence %s failed", choice.sequence.id)
-            return Outcome(failure="internal")
-        self.generated += 1
-        return Outcome((draw.token_id,), choice.reason is not None)
+        later = self.overlaps and self._inflight is None and not drafts
+        tokens: list[int] = []
+        for draw in confirmed(drafts, draws):
+            if draw is None:
+                return Outcome(failure="internal")
+            if isinstance(draw, BadLogits) or choice.request.unscorable:
+                return Outcome(failure="bad_logits")
+            try:
+                self.requests.accept(choice, draw, later)
+            except Exception:
+                logger.exception("sequence %s failed", choice.sequence.id)
+                return Outcome(failure="internal")
+            self.generated += 1
+            tokens.append(draw.token_id)
+            if choice.reason is not None:
+                break
+        return Outcome(tuple(tokens), choice.reason is not None)
+
+    def _choice_of(self, sequence: Tokens) -> Choice:
+        return self.requests.choices[sequence.id]
+
+    def _settle(self) -> None:
+        """Tell of the sequences that have ended."""
+        for sequence in self.requests.settle():
+            if self.speculation is not None:
+                self.speculation.forget(sequence)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,12 +30,18 @@ from attar.protocol.messages import Event
 from attar.sampling import device_sampler
 from attar.sampling.device_sampler import Chosen
 from attar.sampling.sampler import BadLogits, SampledToken, Sampler, sample
+from attar.sampling.verify import Drawn
 from attar.scheduling.sequence import Sequence
 from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 
-Drawn = SampledToken | BadLogits | None  # outcome of a row: None where its sampling raised
+
+class Taker(NamedTuple):
+    """A choice for which a step samples a token, and one more behind each of its drafts."""
+
+    choice: Choice
+    drafts: tuple[int, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -45,13 +52,14 @@ class InflightStep:
     choices: Mapping[Sequence, Choice]
     began: float
     logits: Tensor | None
-    """Logits [S, V] of the chunks that sample, without those of `failed`; None once tokens are sampled from them."""
+    """Logits [S, V] of the rows behind which tokens are sampled, without those of `failed`; None once they are."""
     failed: set[str]  # ids of sequences for which the step raised
     busy: Callable[[], float]  # seconds of the device at the step, as a meter gives them
-    takers: list[Choice] = field(default_factory=list)
+    takers: list[Taker] = field(default_factory=list)
     """Choices whose tokens are sampled: not those that had ended, or want none."""
-    chosen: Chosen | None = None  # sampled tokens of `takers`, which the device may not have computed yet
-    known: list[Drawn] = field(default_factory=list)  # sampled tokens of `takers` that the host knows already
+    samplers: list[Sampler] = field(default_factory=list)  # of the rows of `takers`, 1 + len(drafts) each
+    chosen: Chosen | None = None  # sampled tokens of these rows, which the device may not have computed yet
+    known: list[Drawn] = field(default_factory=list)  # sampled tokens of these rows that the host knows already
 
     @property
     def whole(self) -> bool:
@@ -63,7 +71,8 @@ class InflightStep:
         """Tokens of this step, for the step behind it."""
         if self.chosen is None:
             return None
-        return InflightTokens(self.chosen.tokens, {choice.sequence: i for i, choice in enumerate(self.takers)})
+        assert not any(taker.drafts for taker in self.takers), "which tokens stay, only the host finds out"
+        return InflightTokens(self.chosen.tokens, {taker.choice.sequence: i for i, taker in enumerate(self.takers)})
 
 
 class Launcher:
@@ -99,18 +108,26 @@ class Launcher:
 
     def choose(self, inflight: InflightStep) -> None:
         """Sample the tokens of a step, or begin to."""
-        sampling = [chunk.sequence for chunk in inflight.plan.chunks if chunk.samples]
-        sampling = [sequence for sequence in sampling if sequence.id not in inflight.failed]
-        rows = [i for i, each in enumerate(sampling) if each.max_tokens > 0 and each.ending is None]
-        inflight.takers = [inflight.choices[sampling[i]] for i in rows]
+        rows: list[int] = []
+        first = 0
+        for chunk in inflight.plan.chunks:
+            sequence = chunk.sequence
+            if not chunk.samples or sequence.id in inflight.failed:
+                continue
+            if sequence.max_tokens > 0 and sequence.ending is None:
+                inflight.takers.append(Taker(inflight.choices[sequence], chunk.drafts))
+                rows += range(first, first + chunk.samples)
+            first += chunk.samples
         if not rows:
             return
         logits, inflight.logits = inflight.logits, None  # frees the memory, or the next step writes there
         assert logits is not None
-        if len(rows) < len(sampling):
+        if len(rows) < first:
             (places,) = sent(logits.device, torch.tensor(rows))
             logits = logits[places]
-        samplers = [choice.sampler for choice in inflight.takers]
+        samplers = inflight.samplers = [
+            state for choice, drafts in inflight.takers for state in choice.sampler.along(drafts)
+        ]
         try:
             if self.overlaps:
                 inflight.chosen = device_sampler.choose(logits, samplers)
@@ -123,7 +140,7 @@ class Launcher:
             inflight.known = _each(samplers, lambda row: choose(own[row : row + 1], samplers[row : row + 1]))
 
     def wait_for(self, inflight: InflightStep) -> list[Drawn]:
-        """Return the outcome of each of `inflight.takers`. The host waits for the device here."""
+        """Return the outcome of each row of `inflight.takers`. The host waits for the device here."""
         if (chosen := inflight.chosen) is None:
             return inflight.known
         try:
@@ -131,7 +148,7 @@ class Launcher:
         except torch.AcceleratorError:
             raise
         except Exception:
-            return _each([choice.sampler for choice in inflight.takers], lambda row: chosen.draws(row, row + 1))
+            return _each(inflight.samplers, lambda row: chosen.draws(row, row + 1))
 
     def _whole(
         self, plan: StepPlan, choices: Mapping[Sequence, Choice], inflight_tokens: InflightTokens | None

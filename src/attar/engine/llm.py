@@ -28,6 +28,7 @@ from attar.checkpoints.generation_config import sampling as recommended
 from attar.checkpoints.sources import hub
 from attar.engine.engine import Engine, EngineConfig
 from attar.engine.loader import Parallel, load_model
+from attar.engine.speculation import drafter
 from attar.errors import UserError
 from attar.execution.parallel.executor import WorkerLost
 from attar.kernels import dispatch
@@ -36,6 +37,7 @@ from attar.progress import Progress
 from attar.protocol.messages import Delta, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.request import Completion, FinishReason, SamplingParams, TokenLogprob
 from attar.protocol.scheduler_config import SchedulerConfig
+from attar.protocol.speculation import MAX_STEP_DRAFTS, check_draft
 from attar.text.literal import LiteralChat
 from attar.text.template import render_chat
 from attar.text.tokenizer import Tokenizer
@@ -108,6 +110,10 @@ class LLM:
     fly, with one scale a row (`int8`) or for every 128 or 32 columns (`int8g128`, `int8g32`), or `exact`. On `cuda`
     they stay exact.
 
+    `draft` names the source of drafts of speculative decoding: `suffix` copies from prompt and text. Drafts change no
+    text on CPUs, only its speed. `draft_tokens` is the number of drafts in each step, up to 16; None decides by what
+    pays.
+
     `parallel` says how many processes share the model (`loader.py`). No probe is replayed then: it would report
     rounding that one process does not have. `close` ends the processes, as does this one's end.
 
@@ -128,11 +134,15 @@ class LLM:
         dtype: str | None = None,
         activations: str = "int8g128",
         parallel: Parallel | None = None,
+        draft: str | None = None,
+        draft_tokens: int | None = None,
         verify: bool = True,
         generation_config: Literal["attar", "model"] = "attar",
         progress: Progress | None = None,
     ) -> None:
         dispatch.require(device)  # before anything is downloaded
+        check_draft(draft, draft_tokens)
+        self._drafter, self._draft_tokens = drafter(draft), draft_tokens
         path = hub.resolve(model)
         self.sampling = recommended(path) if generation_config == "model" else {}
         self.model = load_model(
@@ -315,10 +325,13 @@ class LLM:
                 context, blocks = max(context, old.context), max(blocks, old.pool.total)
                 del old
             limits = SchedulerConfig(
-                max_running=TOGETHER, max_step_tokens=PREFILL_ROWS, max_waiting=sys.maxsize, headroom=0.0
-            )
+                max_running=TOGETHER, max_step_tokens=PREFILL_ROWS, max_waiting=sys.maxsize, headroom=0.0,
+                max_drafts=0 if self._drafter is None else MAX_STEP_DRAFTS,
+            )  # fmt: skip
             tokenizer = self.tokenizer if self.model.has_tokenizer else None
-            config = EngineConfig(blocks, context, limits, self.model.eos_ids)
+            config = EngineConfig(
+                blocks, context, limits, self.model.eos_ids, drafter=self._drafter, draft_tokens=self._draft_tokens
+            )
             self._engine = Engine(self.decoder, tokenizer, config, runner=self.model.runner)
         assert self._engine is not None
         return self._engine

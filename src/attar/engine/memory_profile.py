@@ -83,12 +83,13 @@ class ProfileRun:
         adapters: int = 0,
     ) -> None:
         self.most, vocab = limits.together, decoder.config.vocab_size
-        self.runner = runner(decoder, 1, context, scheme, self.most, None, record)
+        self.runner = runner(decoder, 1, context, scheme, self.most, None, record, limits.max_drafts)
         self.pages = sum(pages.nbytes for pages in self.runner.pages)  # bytes of the KV cache
         rows = [max(1, min(context, limits.max_step_tokens - self.most + 1)), *[1] * (self.most - 1)]
-        self._plans = [_plan(rows, self.runner.block, adapter) for adapter in range(adapters + 1)]
+        logits = min(rows[0], 1 + limits.max_drafts)  # drafts of one sequence have as many as those of several
+        self._plans = [_plan(rows, self.runner.block, adapter, logits) for adapter in range(adapters + 1)]
         params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, seed=0)
-        self._samplers = [Sampler(params, (0,), vocab) for _ in rows]
+        self._samplers = [Sampler(params, (0,), vocab) for _ in range(len(rows) - 1 + logits)]
         self.others = 0  # bytes of their own of the graphs smaller than the largest: logits, and block tables twice
         if self.runner.graphs is not None:
             width = -(-context // self.runner.block)
@@ -105,14 +106,17 @@ class ProfileRun:
             self.runner.graphs.of(self.most)
 
 
-def _plan(rows: Sequence[int], block: int, adapter: int) -> StepPlan:
-    """Plan a step with `rows[i]` rows of sequence i. All use the adapter but the last, if it is not alone: an adapter's
-    rows are gathered where there are others, which takes more memory than all rows in place."""
+def _plan(rows: Sequence[int], block: int, adapter: int, logits: int) -> StepPlan:
+    """Plan a step with `rows[i]` rows of sequence i, the last `logits` of the first with logits.
+
+    All use the adapter but the last, if it is not alone: an adapter's rows are gathered where there are others, which
+    takes more memory than all rows in place.
+    """
     takes, plan = [adapter] * max(1, len(rows) - 1) + [0] * (len(rows) > 1), StepPlan()
     for tokens, number in zip(rows, takes, strict=True):
         sequence = Tokens(id="trial", prompt_ids=[0] * tokens, max_tokens=1, adapter=number)
         sequence.blocks = [0] * -(-tokens // block)  # all block 0: the values that it reads are meaningless
-        plan.chunks.append(ScheduledTokens(sequence, 0, tokens, True))
+        plan.chunks.append(ScheduledTokens(sequence, 0, tokens, 1 if plan.chunks else logits))
     return plan
 
 

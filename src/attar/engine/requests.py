@@ -70,8 +70,8 @@ class RequestTable:
                     logger.exception("sequence %s failed", choice.sequence.id)
                     self.fail(choice.request.id, "internal")
 
-    def settle(self) -> None:
-        """Add the events of sequences that the scheduler has ended."""
+    def settle(self) -> list[Sequence]:
+        """Add the events of sequences that the scheduler has ended; return these."""
         ended = self._scheduler.collect()
         if ended:
             self.tell_late()
@@ -79,6 +79,7 @@ class RequestTable:
             choice = self.choices.pop(sequence.id)
             if choice.request.id in self.requests:
                 self._end(choice, sequence)
+        return ended
 
     def _end(self, choice: Choice, sequence: Sequence) -> None:
         request = choice.request

@@ -28,6 +28,7 @@ from attar.engine.bottleneck import Bottlenecks, KernelMeter, StreamMeter
 from attar.engine.engine import Engine, EngineConfig
 from attar.engine.loader import LoadedModel, Parallel, load_model
 from attar.engine.memory_profile import GpuMemory, MemoryProfile, ProfileRun, measure
+from attar.engine.speculation import drafter
 from attar.errors import UserError
 from attar.execution import kv_cache
 from attar.kernels import dispatch
@@ -108,7 +109,10 @@ def _made(
 ) -> tuple[Engine, Ready]:  # fmt: skip
     """Make an engine over a loaded model, and its first message."""
     names = tuple(name for name, _ in settings.adapters)
-    config = EngineConfig(found.blocks, found.context, limits, model.eos_ids, held.kv, names)
+    config = EngineConfig(
+        found.blocks, found.context, limits, model.eos_ids, held.kv, names, drafter=drafter(settings.draft),
+        draft_tokens=settings.draft_tokens,
+    )  # fmt: skip
     made = Engine(model.decoder, model.tokenizer, config, bounds=judge, runner=model.runner)
     require_unchanged(settings.files, settings.folders)  # nor while it was read
     ready = Ready(

@@ -42,6 +42,7 @@ from attar.checkpoints.sources.opening import stored
 from attar.engine import bottleneck
 from attar.engine.llm import PREFILL_ROWS
 from attar.errors import UserError
+from attar.evaluation import row_costs
 from attar.execution import kv_cache as engine_kv
 from attar.execution.parallel.executor import ParallelExecutor
 from attar.execution.recorded_step import Decoding
@@ -75,11 +76,12 @@ Part = tuple[ModelConfig, Storage]
 
 @dataclass(frozen=True)
 class Load:
-    """Size of the run: prompt tokens, new tokens and sequences."""
+    """Size of the run: prompt tokens, new tokens and sequences; numbers of rows whose costs are wanted too."""
 
     prompt: int = 512
     gen: int = 128
     batch: int = 1
+    rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -278,6 +280,13 @@ def run(
         found |= {"tile_gops": limit.tile_gops, "tile_fraction": of_tiles}
         found |= {"python_fraction": 1 - busy / sum(steps), "peak_rss_mb": (peak - floor) / 1e6}
         found |= {"cache_mb": _cache() / 1e6, "isa": extension.cpu_level(), "activations": activations}
+    if load.rows:
+        found["row_ms"] = {
+            str(rows): 1e3 * seconds
+            for rows, seconds in zip(
+                load.rows, row_costs.measure(decoder, scheme, load.prompt, load.rows), strict=True
+            )
+        }
     bits = scheme.bits_per_value(decoder.config.head_dim, BLOCK)
     found |= {"recorded": recorded, "load_s": loaded, "first_token_s": first, "reference_linears": store.refused}
     return found | {"threads": torch.get_num_threads(), "kv": scheme.name, "kv_bits": bits, **vars(load)}
@@ -343,6 +352,9 @@ def to_text(report: dict[str, Any]) -> str:
             rows["roof"] = f"{report['roof_fraction']:.0%} of what {report['limited_by']} would allow{once}"
         rows["memory"] = f"{report['peak_mb']:.0f} MB of the card at most"
         rows["card"] = report["card"]
+    if costs := report.get("row_ms"):
+        first = next(iter(costs.values()))
+        rows["rows"] = ", ".join(f"{count}: {each / first:.2f}" for count, each in costs.items())
     rows = {"prefill": f"{report['prefill_tok_s']:.0f} tokens/s, {of}"} | rows
     reasons = Counter(report["reference_linears"].values())
     refused = [f"{count} linears run on the reference: {reason}" for reason, count in reasons.items()]

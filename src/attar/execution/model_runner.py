@@ -1,9 +1,9 @@
 """Runs the scheduler's plans: integers in, logits out.
 
 The pages of all blocks lie here, and a sequence is its row of block numbers. A step in which every sequence adds one
-token is replayed from a recording (`recorded_step.py`), one for each number of sequences; the last few are kept. Any
-other step is run in full, to the same numbers: one with a piece of a prompt, where Python is a small part, or with a
-sequence that takes an adapter, whose rows differ in every step.
+token, or one and the same number of drafts, is replayed from a recording (`recorded_step.py`), one for each number of
+sequences and of rows; the last few are kept. Any other step is run in full, to the same numbers: one with a piece of a
+prompt, where Python is a small part, or with a sequence that takes an adapter, whose rows differ in every step.
 
 On a GPU recordings are CUDA graphs (`cuda_graphs.py`), for a few numbers of rows, each of which also serves fewer.
 Logits stay on the device, where tokens are chosen, and a step returns before the device has done it. So the next may be
@@ -38,7 +38,7 @@ from attar.scheduling.step_plan import Copy, ScheduledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 
-RECORDINGS = 4  # numbers of sequences whose decode step is kept ready
+RECORDINGS = 4  # largest decode steps that are kept ready; of smaller ones more
 LOGIT_ROWS = 32  # rows of one chunk whose logits are made at once, where all are wanted
 
 Watch = Callable[[ScheduledTokens, int, Tensor], None]
@@ -77,12 +77,13 @@ class _Rows(NamedTuple):
     @classmethod
     def of(cls, chunks: List[ScheduledTokens], inflight_tokens: InflightTokens | None) -> _Rows:
         made = cls([], [], [], inflight_tokens)
-        for sequence, start, rows, _ in chunks:
-            made.ids.extend(sequence.tokens[start : start + rows])
-            if start + rows > len(sequence.tokens):
+        for chunk in chunks:
+            ids = chunk.ids
+            made.ids.extend(ids)
+            if len(ids) < chunk.rows:
                 assert inflight_tokens is not None, "a token that nobody knows"
                 made.late.append(len(made.ids))
-                made.places.append(inflight_tokens.places[sequence])
+                made.places.append(inflight_tokens.places[chunk.sequence])
                 made.ids.append(0)
         return made
 
@@ -119,9 +120,9 @@ class Unfinished:
         """Return the unfinished blocks of a step of `chunks`, in blocks of `size` tokens."""
         for sequence in [s for s in self._held if s.status in (Status.PREEMPTED, Status.ENDED)]:
             self._free += self._held.pop(sequence).values()
-        for sequence, start, rows, _ in chunks:
-            held = self._held.setdefault(sequence, {})
-            first, last = start // size, (start + rows - 1) // size
+        for chunk in chunks:
+            held = self._held.setdefault(chunk.sequence, {})
+            first, last = chunk.start // size, (chunk.start + chunk.rows - 1) // size
             for done in [i for i in held if i not in (first, last)]:
                 self._free.append(held.pop(done))
             for i in {first, last} - held.keys():
@@ -132,7 +133,8 @@ class Unfinished:
 class Runner:
     """The model and its KV cache of `blocks` blocks in `scheme`, for sequences of up to `context` tokens.
 
-    At most `sequences` run at a time; their unfinished blocks have memory, where the scheme stores those apart. `bases`
+    At most `sequences` run at a time, with at most `drafts` drafts together; their unfinished blocks have memory, where
+    the scheme stores those apart. `bases`
     are for calibrated schemes. `record` records decode steps as graphs: by default, on a GPU, as CUDA graphs; there is
     one block more then, which belongs to no sequence.
     """
@@ -146,6 +148,7 @@ class Runner:
         sequences: int = 1,
         bases: List[Bases] | None = None,
         record: cuda_graphs.Record | None = None,
+        drafts: int = 0,
     ) -> None:
         self.decoder, self.context, self.scheme = decoder, context, scheme or decoder.lossless
         self._unfinished = Unfinished(sequences)
@@ -162,7 +165,8 @@ class Runner:
         self.horizons = tuple(sorted({at for rope in ropes for at in rope.horizons(context)}))
         """Lengths past each of which all keys of a sequence are others (`Rope.horizons`)."""
         self._recorded = decoder.against_recording() is None and not self.horizons
-        self._batches: OrderedDict[int, _Batch] = OrderedDict()
+        self._batches: OrderedDict[tuple[int, int], _Batch] = OrderedDict()  # by sequences and rows of each
+        self._kept = RECORDINGS * (sequences + drafts)  # rows of all recordings together
         self.graphs = None if record is None else cuda_graphs.Graphs(decoder, self.pages, context, sequences, record)
         self.waits = waits(decoder)
         """Reason why a step is complete when it returns; None where it may still be under way."""
@@ -177,7 +181,8 @@ class Runner:
     def run(
         self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, inflight_tokens: InflightTokens | None = None
     ) -> Tensor:
-        """Run the step; return logits [S, V] after each chunk that samples, in order, on the model's device.
+        """Run the step; return logits [S, V] behind the last `samples` rows of each chunk, in order, on the model's
+        device.
 
         The device may still be working on them, and the next step overwrites them. `wanted` maps sequence ids to
         additional results of a chunk, whose callbacks may wait. `inflight_tokens` has the tokens that their sequences
@@ -195,17 +200,19 @@ class Runner:
                 point("runner.memory", chunk.sequence.id)
             except InjectedFault as fault:
                 raise torch.OutOfMemoryError(str(fault)) from fault
-        plain = all(chunk.rows == 1 and chunk.samples and not chunk.sequence.adapter for chunk in chunks)
-        if not wanted and plain and (self._recorded or self.graphs is not None):
+        rows = chunks[0].rows
+        plain = all(chunk.rows == chunk.samples == rows and not chunk.sequence.adapter for chunk in chunks)
+        plain = plain and (self._replayable(chunks) if self.graphs is None else rows == 1)
+        if not wanted and plain:
             for chunk in chunks:
                 point("runner.replay", chunk.sequence.id)
-            rows = _Rows.of(chunks, inflight_tokens)
+            told = _Rows.of(chunks, inflight_tokens)
             if self.graphs is None:
-                return self._replay(chunks, rows)
+                return self._replay(chunks, told)
             graph = self.graphs.of(len(chunks))
-            for row, (token, chunk) in enumerate(zip(rows.ids, chunks, strict=True)):
+            for row, (token, chunk) in enumerate(zip(told.ids, chunks, strict=True)):
                 graph.inputs.put(row, token, chunk.start, chunk.sequence.blocks)
-            return graph.run(len(chunks), rows.complete)
+            return graph.run(len(chunks), told.complete)
         return self._run(chunks, wanted or {}, inflight_tokens)
 
     def _copy(self, copy: Copy) -> None:
@@ -215,9 +222,18 @@ class Runner:
             for part in pages.parts():
                 part[copy.target] = part[copy.source]
 
+    def _replayable(self, chunks: List[ScheduledTokens]) -> bool:
+        """Return whether a step of as many rows for each sequence can be replayed: they are of one block, where
+        unfinished blocks lie apart."""
+        if not self._recorded or len(chunks) * chunks[0].rows > self._kept:
+            return False
+        size = self.block
+        return not self.scheme.recent or all(c.start // size == (c.start + c.rows - 1) // size for c in chunks)
+
     def _replay(self, chunks: List[ScheduledTokens], rows: _Rows) -> Tensor:
-        batch = self._batches.get(len(chunks)) or self._batch(len(chunks))
-        self._batches.move_to_end(len(chunks))
+        key = len(chunks), chunks[0].rows
+        batch = self._batches.get(key) or self._batch(*key)
+        self._batches.move_to_end(key)
         if self.scheme.recent:
             batch.cache.tails = self._unfinished.tails(chunks, self.block)
         tables = batch.cache.block_tables.numpy()
@@ -234,13 +250,13 @@ class Runner:
             ids = known.tolist()
         return batch.decoding.step(ids)
 
-    def _batch(self, sequences: int) -> _Batch:
+    def _batch(self, sequences: int, rows: int) -> _Batch:
         tables = torch.zeros((sequences, -(-self.context // self.block)), dtype=torch.int32)
         view = KVCache.over(self.pages, tables, [0] * sequences)
-        batch = _Batch(Decoding(self.decoder, view, self.context), view, [[]] * sequences)
-        self._batches[sequences] = batch
-        if len(self._batches) > RECORDINGS:
+        batch = _Batch(Decoding(self.decoder, view, self.context, rows=rows), view, [[]] * sequences)
+        while self._batches and sequences * rows + sum(n * r for n, r in self._batches) > self._kept:
             self._batches.popitem(last=False)
+        self._batches[sequences, rows] = batch
         return batch
 
     def _run(
@@ -273,7 +289,8 @@ class Runner:
                         routes = None if step.routes is None else step.routes.of(rows)
                         piece = _rows(stream, delta, rows.start, rows.stop)
                         want.logits(chunk, at - start, self.decoder.logits(*piece, routes))
-        last = (ends - 1)[torch.tensor([chunk.samples for chunk in chunks])]
+        sampled = [range(end - chunk.samples, end) for chunk, end in zip(chunks, ends.tolist(), strict=True)]
+        last = torch.tensor([row for rows in sampled for row in rows], dtype=torch.int64)
         if not len(last):
             return self._no_logits()
         routes = None if step.routes is None else step.routes.of(last)

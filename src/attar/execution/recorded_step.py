@@ -1,4 +1,4 @@
-"""Decode steps: one new token for each sequence of a cache, again and again.
+"""Decode steps: one new token for each sequence of a cache, or the same number of them, again and again.
 
 A step is a few hundred calls of kernels that are the same for every token; only numbers in fixed places change: the
 token ids, positions, slots and lengths. For a native model the first step is therefore recorded, and the others write
@@ -24,15 +24,16 @@ from attar.model.decoder import Decoder, soft_capped
 class Decoding:
     """Decode steps of all sequences of `cache`, none of which exceeds `horizon` positions.
 
-    `record` records them as graphs: by default, on a GPU, as CUDA graphs.
+    Each appends `rows` tokens to every sequence. `record` records them as graphs: by default, on a GPU, as CUDA graphs;
+    those are of one row.
     """
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, horizon: int, record: cuda_graphs.Record | None = None
+        self, decoder: Decoder, cache: KVCache, horizon: int, record: cuda_graphs.Record | None = None, rows: int = 1
     ) -> None:
         self.decoder, self.cache, self.horizon = decoder, cache, horizon
-        self.lengths = (1,) * len(cache.filled)
-        self.ids = torch.zeros(len(self.lengths), dtype=torch.int64)
+        self.lengths = (rows,) * len(cache.filled)
+        self.ids = torch.zeros(sum(self.lengths), dtype=torch.int64)
         if record is None and decoder.device.type == "cuda" and cuda_graphs.against(decoder) is None:
             record = cuda_graphs.CudaRecorder(decoder.device)
         self._record_graph = record
@@ -42,8 +43,8 @@ class Decoding:
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """Append one token to each sequence; return the logits behind them, float32 [sequences, vocab]. The next step
-        overwrites them. Raises ValueError where the cache is full."""
+        """Append the tokens, those of a sequence side by side; return the logits behind each, float32 [tokens, vocab].
+        The next step overwrites them. Raises ValueError where the cache is full."""
         if not self.recorded:
             return self.decoder.forward(torch.tensor(tokens, device=self.decoder.device), self._next(), None)
         if self._record_graph is not None:
@@ -76,7 +77,7 @@ class Decoding:
         return logits
 
     def _require_room(self) -> None:
-        if max(self.cache.filled) >= min(self.cache.capacity, self.horizon):
+        if max(self.cache.filled) + max(self.lengths) > min(self.cache.capacity, self.horizon):
             raise UserError("context_exceeded", f"the KV cache holds {self.cache.capacity} positions: it is full")
 
     def _record(self) -> None:
@@ -95,9 +96,12 @@ class Decoding:
         self._require_room()
         tables, slots = self.cache.block_tables.numpy(), place.slot_mapping.numpy()
         positions, own, lengths = place.positions.numpy(), self._step.positions.numpy(), place.lengths.numpy()
-        for s, at in enumerate(self.cache.filled):
-            slots[s] = int(tables[s, at // block]) * block + at % block
-            positions[s] = own[s] = at
+        row = 0
+        for s, (first, rows) in enumerate(zip(self.cache.filled, self.lengths, strict=True)):
+            for at in range(first, first + rows):
+                slots[row] = int(tables[s, at // block]) * block + at % block
+                positions[row] = own[row] = at
+                row += 1
             if place.tails is not None:
-                place.tails[s] = self.cache.tails(s, at // block)
-            lengths[s] = at + 1
+                place.tails[s] = self.cache.tails(s, (first + rows - 1) // block)
+            lengths[s] = first + rows

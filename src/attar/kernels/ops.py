@@ -57,6 +57,22 @@ def argmax(rows: Tensor) -> Tensor:
     return torch.from_numpy(rows.numpy().argmax(-1)) if rows.device.type == "cpu" else rows.argmax(-1)
 
 
+def gumbel_max(scaled: Tensor, draws: Tensor) -> Tensor:
+    """Return a random index [B] of each row of scaled logits [B, V], float64: index i with probability softmax(row)_i.
+
+    draws: int64 [2, B] on the same device, the bits of each row's seed and index (`noise.draws`). The choice is the
+    first index of the largest row_i + noise_i, with the noise of `noise.gumbel(seed, index, V)`. -inf drops an index.
+    All backends agree to the bit on rows without NaN and +inf; other rows get any index.
+    """
+    scaled = scaled.contiguous()
+    if dispatch.candidates("gumbel_max", scaled.device.type, scaled.dtype)[0] == ("triton", None):
+        found: Tensor = dispatch.triton("noise").gumbel_max(scaled, draws)
+        return found
+    if dispatch.is_native("gumbel_max", scaled):
+        return rows.gumbel_max(scaled, draws)
+    return ref.gumbel_max(scaled, draws)
+
+
 def embed(
     table: Tensor | PackedTensor | Table,
     ids: Tensor,

@@ -23,6 +23,7 @@ from torch import Tensor
 from attar.errors import UserError
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.weight_formats import WeightFormat
+from attar.kernels.noise import gumbel
 from attar.kernels.operands import Activation, Linear, Norm
 
 WEIGHTS_AT_ONCE = 1 << 21  # enough for a product at full speed
@@ -180,3 +181,13 @@ def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = x.abs().amax(-1, keepdim=True) / INT8_HALF_RANGE
     scale = torch.where(scale == 0, torch.finfo(torch.float32).eps, scale)
     return (x / scale).clamp(-128, 127).round().to(torch.int8), scale
+
+
+def gumbel_max(scaled: Tensor, draws: Tensor) -> Tensor:
+    size = scaled.shape[1]
+    chosen = []
+    for row, draw in zip(scaled, draws.T, strict=True):  # the noise of a vocabulary takes memory
+        total = row + gumbel(draw[:, None], size)[0]
+        places = torch.arange(size, device=scaled.device)
+        chosen.append(torch.where(total == total.amax(), places, size - 1).amin())
+    return torch.stack(chosen) if chosen else torch.empty(0, dtype=torch.int64, device=scaled.device)

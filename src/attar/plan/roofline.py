@@ -22,8 +22,8 @@ from attar.model.config import ModelConfig
 from attar.plan import costs
 from attar.plan.costs import Matrix, Storage
 
-Chunk = tuple[int, int, bool]
-"""Rows of one sequence: the position of the first, their number, and whether the last one's logits are computed."""
+Chunk = tuple[int, int, int]
+"""Rows of one sequence: the position of the first, their number, and how many of the last ones have logits."""
 
 
 @dataclass(frozen=True, slots=True)

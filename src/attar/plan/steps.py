@@ -64,8 +64,9 @@ class StepBytes:
 class StepLimits:
     """Bounds of a step: tokens of all sequences together, and rows whose logits are computed, one for each sequence.
 
-    `sampled` is the number of rows whose tokens are sampled at once; `recordings` is the number of recorded decode
-    steps, each of up to `sequences` rows. `headroom` is the fraction of all cache blocks that an admission leaves to
+    `drafts` is the number of drafts of all sequences together, each of which has a row and logits too. `sampled` is the
+    number of rows whose tokens are sampled at once; `recordings` is the number of recorded decode steps, each of up to
+    `sequences` and `drafts` rows. `headroom` is the fraction of all cache blocks that an admission leaves to
     the running sequences. Raises ValueError for values out of range.
     """
 
@@ -75,10 +76,18 @@ class StepLimits:
     recordings: int = 4
     threads: int = 1
     idle: int = IDLE
-    headroom: float = 0.02  # as in `SchedulerConfig`, like rows and sequences
+    headroom: float = 0.02  # as in `SchedulerConfig`, like rows, sequences and drafts
+    drafts: int = 0
 
     def __post_init__(self) -> None:
-        for name, low in (("rows", 1), ("sequences", 1), ("sampled", 1), ("threads", 1), ("recordings", 0)):
+        for name, low in (
+            ("rows", 1),
+            ("sequences", 1),
+            ("sampled", 1),
+            ("threads", 1),
+            ("recordings", 0),
+            ("drafts", 0),
+        ):
             if (value := getattr(self, name)) < low:
                 raise UserError("option_out_of_range", f"{name} of a step are at least {low}, not {value}")
         if not 0 <= self.headroom < 1:
@@ -87,12 +96,15 @@ class StepLimits:
     @classmethod
     def of(cls, scheduler: SchedulerConfig, threads: int) -> StepLimits:
         """Bounds of a step on a CPU of so many threads: what memory is planned by, before a start and at it."""
-        return cls(scheduler.max_step_tokens, scheduler.together, threads=threads, headroom=scheduler.headroom)
+        return cls(
+            scheduler.max_step_tokens, scheduler.together, threads=threads, headroom=scheduler.headroom,
+            drafts=scheduler.max_drafts,
+        )  # fmt: skip
 
 
 def largest_step(config: ModelConfig, storage: Storage, limits: StepLimits, context: int) -> StepBytes:
     """Return the bound for steps of sequences of up to `context` positions."""
-    rows, logit_rows = limits.rows, min(limits.rows, limits.sequences)
+    rows, logit_rows = limits.rows, min(limits.rows, limits.sequences + limits.drafts)
     phases = [*_phases(config, storage, rows), _logits(config, rows, logit_rows)]
     return StepBytes(
         results=max(sum(_taken(size) for size in phase) for phase in phases),
@@ -100,7 +112,7 @@ def largest_step(config: ModelConfig, storage: Storage, limits: StepLimits, cont
         buffers=_buffers(config, storage, limits, context),
         sampling=min(logit_rows, limits.sampled) * config.vocab_size * SAMPLING,
         angles=_angles(config, context),
-        recorded=limits.recordings * recorded_step(config, storage, limits.sequences),
+        recorded=limits.recordings * recorded_step(config, storage, limits.sequences + limits.drafts),
     )
 
 

@@ -22,7 +22,7 @@ BEAT_SECONDS = 0.5  # between two of the engine's beats
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """A prompt to be continued by `n` choices, each with randomness of its own: `sampler.seed_of_choice` gives the
+    """A prompt to be continued by `n` choices, each with randomness of its own: `noise.seed_of_choice` gives the
     seeds."""
 
     id: str
@@ -79,6 +79,8 @@ class Report(msgspec.Struct, frozen=True):
     differs_at: int | None = None  # index of the first token that no cached prompt has
     limited_by: dict[str, int] = {}  # the request's steps by what limited them: bandwidth, compute, overhead
     roof_fraction: float | None = None  # roofline time of these steps over their measured time
+    drafted_tokens: int = 0  # drafts of speculative decoding that were verified
+    accepted_tokens: int = 0  # of these, the right ones, each of which saved a step
 
 
 REUSE_ENDS = ("complete", "differs", "evicted", "rounded", "no_room", "bypassed")
@@ -184,6 +186,9 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     step_seconds: float  # counter
     blocks: bytes = b""  # one byte a block: 0 free, 1 active, 2 cached
     steps_ahead: int = 0  # counter: steps launched before the previous step's tokens were known
+    drafted_tokens: int = 0  # counter: drafts of speculative decoding that were verified
+    accepted_tokens: int = 0  # counter: of these, the right ones
+    draft_mishaps: int = 0  # counter: exceptions of the drafter, and drafts that are no tokens
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from attar.errors import UserError
+from attar.protocol.speculation import MAX_DRAFT_TOKENS
 
 FinishReason = Literal["stop", "length"]
 
@@ -50,6 +51,8 @@ class SamplingParams:
     logprobs: None for none; k for each token's log probability and those of the k most probable tokens, k <= 20.
     prompt_logprobs: None or k, for the tokens of the prompt after its first.
     logit_bias: numbers in [-100, 100] that are added to the logits of these tokens, 1024 at most.
+    draft_tokens: most drafts of speculative decoding in a step, 0 to 16; None for as many as pay. On CPUs they change
+        no text.
     """
 
     max_tokens: int = 256
@@ -68,6 +71,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         _integer("max_tokens", self.max_tokens, 0)
@@ -83,6 +87,8 @@ class SamplingParams:
             raise UserError("option_malformed", f"ignore_eos must be True or False, not {self.ignore_eos!r}")
         if self.seed is not None:
             _integer("seed", self.seed, 0, MAX_SEED)
+        if self.draft_tokens is not None:
+            _integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)

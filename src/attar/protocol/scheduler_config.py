@@ -25,6 +25,7 @@ class SchedulerConfig:
     max_passed: most later sequences of better priority that may overtake a sequence.
     max_preemptions: most times that a sequence may have to start over.
     headroom: fraction of all blocks that an admission leaves to the running sequences.
+    max_drafts: most drafts of a step, of all sequences together; 0 without speculative decoding.
     """
 
     policy: Policy = "continuous"
@@ -35,6 +36,7 @@ class SchedulerConfig:
     max_passed: int = 16
     max_preemptions: int = 4
     headroom: float = 0.02
+    max_drafts: int = 0
 
     def __post_init__(self) -> None:
         if self.policy not in ("none", "static", "dynamic", "continuous"):
@@ -48,7 +50,11 @@ class SchedulerConfig:
                 f"a step of {self.max_step_tokens} tokens has not one for each of {self.max_running} sequences: "
                 "raise max-step-tokens, or lower max-running",
             )
-        if self.max_passed < 0 or self.max_preemptions < 0 or self.max_delay < 0 or not 0 <= self.headroom < 1:
+        if (
+            min(self.max_passed, self.max_preemptions, self.max_drafts) < 0
+            or self.max_delay < 0
+            or not 0 <= self.headroom < 1
+        ):
             raise UserError("option_out_of_range", "counts and times are not negative, and headroom is a share below 1")
         if not math.isfinite(self.max_delay):
             raise UserError("option_malformed", f"max-delay is a number of seconds, not {self.max_delay}")
@@ -64,6 +70,8 @@ class SchedulerConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "max_delay" and self.policy != "dynamic":  # only `dynamic` uses it
+                continue
+            if field.name == "max_drafts" and not value:
                 continue
             default = "" if value == field.default else f" (default {field.default})"
             said.append(f"{field.name.replace('_', '-')} {value}{default}")

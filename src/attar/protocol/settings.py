@@ -15,6 +15,7 @@ import msgspec
 
 from attar.errors import UserError
 from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
+from attar.protocol.speculation import MAX_STEP_DRAFTS, check_draft
 
 HOPELESS, CHANGED = 2, 3
 """Exit statuses of an engine that cannot serve its model, and of one whose files differ from the server's."""
@@ -45,6 +46,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     adapters: tuple[tuple[str, str], ...] = ()  # name and folder of each
     tp: int = 1  # processes that compute each layer together
     pp: int = 1  # stages of layers
+    draft: str | None = None  # drafter of speculative decoding
+    draft_tokens: int | None = None  # drafts of a sequence in each step; None: what pays
     name: str = ""  # what requests call the model; empty: its folder's name
     files: dict[str, str] = {}  # `fingerprints` of the files to serve; empty: any files
 
@@ -64,13 +67,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (self.model, *(folder for _, folder in self.adapters))
 
     def limits(self) -> SchedulerConfig:
-        """Return the preset with the settings that differ from it. Raises ValueError for an unknown preset or invalid
-        values."""
+        """Return the preset with the settings that differ from it. Raises ValueError for an unknown preset or drafter,
+        or invalid values."""
+        check_draft(self.draft, self.draft_tokens)
         if self.preset is not None and self.preset not in PRESETS:
             raise UserError("name_unknown", f"unknown preset {self.preset!r}: known are {', '.join(PRESETS)}")
         names = ("policy", "max_running", "max_step_tokens", "max_waiting", "max_delay", "max_preemptions")
         changed = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return replace(PRESETS[self.preset] if self.preset else SchedulerConfig(), **changed)
+        drafts = 0 if self.draft is None else MAX_STEP_DRAFTS
+        return replace(PRESETS[self.preset] if self.preset else SchedulerConfig(), **changed, max_drafts=drafts)
 
     def line(self) -> bytes:
         """Return the settings as a line of JSON. Its escapes also write names of files that are no Unicode here, as

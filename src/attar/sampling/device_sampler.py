@@ -8,8 +8,7 @@ Where `sample` picks candidates and sorts those, here whole rows are sorted: to 
 `choose` returns before the device has chosen. Its results are then on their way to the host, ahead of the device's
 later work, and its tokens are on the device for the next step to begin with (`Chosen`).
 
-Sums along the vocabulary may associate differently than on a CPU, so a draw on the border of two tokens may take the
-other.
+Sums along the vocabulary may associate differently than on a CPU, so top-p may keep or drop a token on its border.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from attar.execution.cuda_graphs import mark
 from attar.kernels import ops
+from attar.kernels.noise import draws
 from attar.model.cache import sent
 from attar.protocol.request import TokenLogprob
 from attar.sampling.sampler import Asked, BadLogits, SampledToken, Sampler, drawn, penalized
@@ -89,19 +89,19 @@ def _choose(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     if random:
         chosen = [samplers[i] for i in random]
         settings = [
-            (p.temperature, float(p.top_k or rows.shape[1]), p.top_p, p.min_p, sampler.uniform())
-            for p, sampler in ((sampler.params, sampler) for sampler in chosen)
+            (p.temperature, float(p.top_k or rows.shape[1]), p.top_p, p.min_p) for p in (s.params for s in chosen)
         ]
-        where, numbers = sent(rows.device, torch.tensor(random), torch.tensor(settings, dtype=torch.float64).T)
-        temperature, top_k, top_p, min_p, uniforms = numbers[:, :, None]
+        noise = draws(*zip(*(sampler.draw() for sampler in chosen), strict=True))
+        where, numbers, noise = sent(
+            rows.device, torch.tensor(random), torch.tensor(settings, dtype=torch.float64).T, noise
+        )
+        temperature, top_k, top_p, min_p = numbers[:, :, None]
         scaled = (rows[where] - largest[where, None]) / temperature
         if any(0 < s.params.top_k < rows.shape[1] or s.params.top_p < 1 for s in chosen):
             scaled = _top(scaled, top_k, top_p)
         if any(s.params.min_p > 0 for s in chosen):
             scaled = scaled.masked_fill(scaled < min_p.log(), -torch.inf)
-        cumulative = scaled.exp().cumsum(-1)
-        picked = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
-        ids[where] = picked.squeeze(-1).clamp(max=rows.shape[1] - 1)  # past the end where a row is bad
+        ids[where] = ops.gumbel_max(scaled, noise)
     return torch.stack((ids.double(), largest))
 
 

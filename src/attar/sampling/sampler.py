@@ -8,17 +8,18 @@ and output: x / r where x > 0, else x * r (CTRL, arXiv 1909.05858); 2. presence 
 output: x - presence * (count > 0) - frequency * count (OpenAI's formula; the prompt does not count);
 3. at temperature 0 the largest x, the lowest id among equals, ends the steps. Otherwise x / temperature; 4. top-k: the
 k largest; 5. top-p, over the probabilities left: the shortest run of the largest whose sum reaches p (at least one); 6.
-min-p: those with probability >= min_p times the largest; 7. one uniform number picks by inverse CDF over the tokens
-left, in order of id.
+min-p: those with probability >= min_p times the largest; 7. Gumbel-max: of the tokens left, the largest x + noise, the
+lowest id among equals.
 
 This is the order of transformers' processors. Equal logits are ranked by id everywhere, so that no sorting routine
 decides a tie: top-k keeps exactly k, and top_k=1 is the greedy choice.
 
-The uniform number is a function of (seed, index of the token in the output) alone, by the counter-based generator
-Philox4x64-10: there is no generator state that another request, another row of the batch, a preemption or a rejected
-draft could advance. Each row is reduced on its own along the vocabulary, so on CPUs a row's choice equals, to the bit,
-its choice alone. On a GPU a prefix sum may associate otherwise from run to run; a draw that falls on a rounding
-boundary may then differ.
+The noise is a function of (seed, index of the token in the output, id) alone (`kernels/noise.py`): there is no
+generator state that another request, another row of the batch, a preemption or a rejected draft could advance. A draft
+model that draws with the same noise agrees with its target more often than by any draw of its own (Daliri et al., arXiv
+2408.07978), which is why the draw is not by inverse CDF. Each row is reduced on its own along the vocabulary, so on
+CPUs a row's choice equals, to the bit, its choice alone. On a GPU the sums of top-p may associate otherwise from run to
+run; a token on its border may then differ.
 
 Log probabilities are those of the model itself: log softmax of the raw logits, before any of these steps.
 
@@ -33,6 +34,7 @@ gigabyte for 64 rows at once.
 
 from __future__ import annotations
 
+import copy
 import math
 from array import array
 from collections import Counter
@@ -48,6 +50,7 @@ from torch import Tensor
 from attar.errors import UserError
 from attar.faults import point
 from attar.kernels import ops
+from attar.kernels.noise import draws
 from attar.model.cache import sent
 from attar.plan.steps import SAMPLED
 from attar.protocol.request import SamplingParams, TokenLogprob
@@ -56,35 +59,7 @@ AT_ONCE = SAMPLED  # rows at most
 CACHED = 1 << 18  # logits: as float64 they fit the cache of a core
 CHANGE = 5  # numbers
 SORTED = 64  # one of how many tokens may be among the first, before partial sorting is slower than partitioning
-_WORD = 2**64 - 1
 BAD = "the model's logits hold NaN or no finite maximum, or its vector a number that is not finite"
-
-
-def philox4x64(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, int]:
-    """Return four 64-bit words of Philox4x64-10. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-    SC 2011."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        low, high = 0xD2E7470EE14C6C93 * c0, 0xCA5A826395121157 * c2
-        c0, c1, c2, c3 = (high >> 64) ^ c1 ^ k0, high & _WORD, (low >> 64) ^ c3 ^ k1, low & _WORD
-        k0, k1 = (k0 + 0x9E3779B97F4A7C15) & _WORD, (k1 + 0xBB67AE8584CAA73B) & _WORD
-    return c0, c1, c2, c3
-
-
-def uniform(seed: int, index: int, stream: int = 0) -> float:
-    """Return a number in [0, 1) with 53 random bits, fixed by (seed, index, stream), each 0 to 2^64 - 1.
-
-    `index` counts the tokens of one request's output. Token draws use stream 0; further independent numbers for the
-    same token come from other streams.
-    """
-    return (philox4x64((index, stream, 0, 0), (seed, 0))[0] >> 11) * 2.0**-53
-
-
-def seed_of_choice(seed: int, number: int) -> int:
-    """Return the seed of a request's choice: the request's own for the first, an unrelated one for others. So requests
-    of neighbouring seeds share no texts."""
-    return philox4x64((number, 0, 0, 0), (seed, 1))[0] if number else seed
 
 
 class BadLogits(ValueError):
@@ -118,6 +93,27 @@ class Mask(Protocol):
 
     def rewind(self, count: int) -> None:
         """Undo the last `count` tokens, for looking ahead along drafts."""
+
+
+class _Ahead:
+    """A mask behind some drafts."""
+
+    def __init__(self, mask: Mask, drafts: tuple[int, ...]) -> None:
+        self._mask, self._drafts = mask, drafts
+
+    def allowed(self) -> Tensor:
+        for token in self._drafts:
+            self._mask.advance(token)
+        try:
+            return self._mask.allowed()
+        finally:
+            self._mask.rewind(len(self._drafts))
+
+    def advance(self, token_id: int) -> None:
+        raise AssertionError("a state along drafts takes no tokens")
+
+    def rewind(self, count: int) -> None:
+        raise AssertionError("a state along drafts takes no tokens")
 
 
 def distinct(prompt_ids: Sequence[int], vocab_size: int) -> Tensor:
@@ -188,14 +184,38 @@ class Sampler:
     def commit(self, token_id: int) -> None:
         """Record the token as part of the output."""
         point("sampler.commit", self.name)
-        self.index += 1
         if self.mask is not None:
             self.mask.advance(token_id)
+        self._count(token_id)
+
+    def along(self, drafts: Sequence[int]) -> list[Sampler]:
+        """Return the states in which the next tokens are sampled if they are the drafts: this one, and one behind each
+        draft. Nothing here changes."""
+        states = [self]
+        for number, token in enumerate(drafts, 1):
+            state = copy.copy(states[-1])
+            if self._counts or state.index < self.params.min_tokens:
+                state.changes, state._places = array("d", state.changes), dict(state._places)
+                state._times = Counter(state._times)
+            state._count(token)
+            if self.mask is not None:
+                state.mask = _Ahead(self.mask, tuple(drafts[:number]))
+            states.append(state)
+        return states
+
+    @property
+    def _counts(self) -> bool:
+        """Return whether a penalty reads the tokens of the output."""
+        params = self.params
+        return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
+
+    def _count(self, token_id: int) -> None:
+        self.index += 1
         params = self.params
         if self.index == params.min_tokens:
             for held in self._held:
                 self.changes[self._place(held) + 1] = params.logit_bias.get(held, 0.0)
-        if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
+        if self._counts:
             self._times[token_id] += 1
             at = self._place(token_id)
             self.changes[at + 2] = params.repetition_penalty
@@ -207,10 +227,10 @@ class Sampler:
         """Return whether the choice is just the largest logit."""
         return self.params.temperature == 0 and not self.changes and not len(self.seen) and self.mask is None
 
-    def uniform(self) -> float:
-        """Return the uniform number that samples the next token."""
-        point("sampler.uniform", self.name)
-        return uniform(self.seed, self.index)
+    def draw(self) -> tuple[int, int]:
+        """Return the seed and the index of the noise that samples the next token."""
+        point("sampler.noise", self.name)
+        return self.seed, self.index
 
 
 def at_once(vocab_size: int) -> int:
@@ -241,12 +261,12 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[SampledToken | B
     if random:
         chosen = [samplers[i] for i in random]
         temperature = _column([sampler.params.temperature for sampler in chosen], rows)
-        uniforms = _column([sampler.uniform() for sampler in chosen], rows)
+        noise = draws(*zip(*(sampler.draw() for sampler in chosen), strict=True))
         if len(random) < len(rows):
             rows, largest = rows[random], largest[random]
         # The largest becomes 0, so no temperature can turn it into an infinity.
         scaled = rows.sub_(largest).div_(temperature)
-        tokens[random] = _pick(_filter(scaled, [sampler.params for sampler in chosen]), uniforms)
+        tokens[random] = ops.gumbel_max(_filter(scaled, [sampler.params for sampler in chosen]), noise)
     return drawn(partial(logprobs_of, logits), tokens.tolist(), tops, samplers)
 
 
@@ -383,17 +403,6 @@ def _rows(values: Tensor, wanted: Sequence[int]) -> Tensor:
 def _with(values: Tensor, places: Sequence[int], rows: Tensor) -> Tensor:
     """Return the values with these rows in their places."""
     return rows if len(rows) == len(values) else values.index_copy(0, torch.tensor(places), rows)
-
-
-def _pick(scaled: Tensor, uniforms: Tensor) -> Tensor:
-    """Apply step 7: return [b] ids, the first token whose cumulative probability exceeds the uniform number.
-
-    It is never a dropped one. The memory of `scaled` is overwritten: fresh pages for a vocabulary of doubles take
-    longer than the numbers in them.
-    """
-    cumulative = scaled.exp_().cumsum_(-1)
-    # u < 1 in float64 keeps u * total below total, so an id with a probability of its own is always found.
-    return torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True).squeeze(-1)
 
 
 def _candidates(values: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

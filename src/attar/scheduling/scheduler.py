@@ -36,9 +36,12 @@ the tree learns nothing from it. To that end every change is made in one go, aft
 prompt now being computed waits for it, and no other overtakes it. So several choices of one prompt, or a burst of
 requests with one long prefix, compute it once, and if the first is cancelled the next takes over by itself.
 
-The design allows for these. Speculation: a chunk would carry tokens to verify, and `commit` count as computed only
-accepted ones (after the runner moved a tree's accepted path together); the prefix tree sees computed tokens only, so
-never an unverified one. Groups of layers with caches of their own: a pool and a table each, all asked before one is
+*Speculation.* The engine may give a decoding sequence drafts of its next tokens. A plan runs as many as there is room
+for, behind the sequence's last token, and uses them up. The commit counts as computed only those that the sampled
+tokens confirmed. The prefix tree sees computed tokens only, so never an unverified one. There are no drafts in steps
+ahead.
+
+The design allows for these. Groups of layers with caches of their own: a pool and a table each, all asked before one is
 taken from. Prefill elsewhere: `commit` at the end of a prompt is where its blocks could be sent away, `_room` where
 they would be received.
 """
@@ -161,6 +164,7 @@ class Scheduler:
         """Decide the step behind the one under way; None where a sequence would have to be preempted or to start
         over. An empty one is not under way: nothing is to be committed."""
         assert len(self._steps) == 1, "ahead of one step"
+        assert not self._steps[0].drafts, "nobody knows how many tokens it brings"
         self.expire(now)
         missing = sum(max(0, self._missing(sequence)) for sequence in self.running)
         if missing > self.pool.available or any(sequence.outgrown for sequence in self.running):
@@ -182,12 +186,19 @@ class Scheduler:
                 else:
                     step.started_over.append(sequence)
         self._grow(step, now)
-        budget, prefills = self.limits.max_step_tokens, []
-        for sequence in self.running:
-            if sequence.pending == 1:
-                budget -= self._chunk(step, sequence, 1)
-            else:
-                prefills.append(sequence)
+        decoding = [sequence for sequence in self.running if sequence.pending == 1]
+        prefills = [sequence for sequence in self.running if sequence.pending != 1]
+        budget = self.limits.max_step_tokens - len(decoding)
+        spare = min(budget, self.limits.max_drafts)
+        for sequence in decoding:
+            try:
+                drafts = self._drafts(sequence, spare)
+            except Exception as error:
+                self._give_up(sequence, now, error)
+                continue
+            self._chunk(step, sequence, 1, drafts)
+            spare -= len(drafts)
+        budget -= step.drafts
         for sequence in prefills:
             budget -= self._chunk(step, sequence, budget)
         whole_batch = self.limits.policy != "continuous"  # admitted at once, whatever the budget
@@ -217,14 +228,16 @@ class Scheduler:
         self.pool.drop(copy.source for copy in step.copies)
         for sequence in step.sequences:
             sequence.under_way -= 1
-        for sequence, start, rows, samples in step.chunks:
+        for sequence, start, rows, samples, drafts in step.chunks:
             if sequence.status is Status.ENDED:
                 continue
             outcome = outcomes[sequence.id] if samples else outcomes.get(sequence.id, _NOTHING_NEW)
             if outcome.failure is not None:
                 self._end(sequence, outcome.failure, now, keep=False)
                 continue
-            sequence.computed = start + rows
+            kept = max(0, len(outcome.tokens) - 1) if drafts else 0  # the last token was no draft
+            sequence.computed = start + rows - len(drafts) + kept
+            sequence.planned += kept
             if sequence.status is Status.PREFILL:
                 try:
                     point("scheduler.commit", sequence.id)
@@ -248,15 +261,38 @@ class Scheduler:
                 self._end(sequence, failure, now, keep=False)
         self.pool.drop(step.held)
 
-    def _chunk(self, step: StepPlan, sequence: Sequence, budget: int) -> int:
-        """Plan up to `budget` of the sequence's pending tokens; return their number."""
+    def _chunk(self, step: StepPlan, sequence: Sequence, budget: int, drafts: tuple[int, ...] = ()) -> int:
+        """Plan up to `budget` of the sequence's pending tokens, and drafts behind the last of them; return the number
+        of pending ones."""
         pending = sequence.pending
         rows = min(pending, budget)
         if rows:
-            step.chunks.append(ScheduledTokens(sequence, sequence.planned, rows, rows == pending))
+            samples = 1 + len(drafts) if rows == pending else 0
+            step.chunks.append(ScheduledTokens(sequence, sequence.planned, rows + len(drafts), samples, drafts))
             sequence.planned += rows
             sequence.inflight_tokens += rows == pending and sequence.max_tokens > 0
         return rows
+
+    def _drafts(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
+        """Return the drafts that the sequence's step takes, with blocks for all of them; the others are dropped.
+
+        They are as many as the budget allows, none past the last token that the sequence may run or past its horizon.
+        No sequence loses a block for them. Blocks of drafts that turn out wrong stay: the next tokens use them.
+        """
+        drafts, sequence.drafts = sequence.drafts, ()
+        longest = sequence.longest if not sequence.horizon else min(sequence.longest, sequence.horizon)
+        count = max(0, min(len(drafts), budget, longest - sequence.expected))
+        if not count or sequence.status is not Status.DECODE:
+            return ()
+        assert len(sequence.tokens) == sequence.expected, "drafts behind a token that is not known"
+        missing = self.pool.needed(sequence.expected + count) - len(sequence.blocks)
+        if missing > 0:
+            if missing + kept_free(self.pool.total, self.limits.headroom) <= self.pool.available:
+                point("scheduler.grow", sequence.id)
+                sequence.blocks += self._allocate(missing)
+            else:
+                count = min(count, len(sequence.blocks) * self.pool.size - sequence.expected)
+        return drafts[:count]
 
     def _missing(self, sequence: Sequence) -> int:
         """Return how many blocks the sequence lacks for all its expected tokens."""
@@ -406,6 +442,7 @@ class Scheduler:
                 self._keep(sequence)
         finally:
             self._let_go(sequence)(sequence.blocks)
+            sequence.drafts = ()
             sequence.blocks, sequence.computed, sequence.planned, sequence.inflight_tokens = [], 0, 0, 0
 
     def _give_up(self, sequence: Sequence, now: float, error: Exception) -> None:

@@ -67,6 +67,8 @@ class Sequence:
     planned: int = 0  # value of `computed` once the steps under way are over
     inflight_tokens: int = 0  # tokens that the steps under way will sample
     blocks: list[int] = field(default_factory=list)
+    drafts: tuple[int, ...] = ()
+    """Guesses of its next tokens, which the engine sets before a plan and the plan uses up."""
 
     status: Status = Status.QUEUED
     ending: str | None = None  # `finished`, or one of `messages.FAILURES`

@@ -9,12 +9,23 @@ from attar.scheduling.sequence import Sequence
 
 
 class ScheduledTokens(NamedTuple):
-    """Run `rows` tokens of the sequence from position `start`, reading the keys and values before them."""
+    """Run `rows` tokens of the sequence from position `start`, reading the keys and values before them.
+
+    Drafts are guesses of the tokens that come next. They are run behind the sequence's last token, in the same call,
+    and each is kept if the token sampled in its place is the same.
+    """
 
     sequence: Sequence
     start: int
-    rows: int
-    samples: bool  # its last token is the sequence's last: sample the next
+    rows: int  # drafts included
+    samples: int  # last rows behind each of which a token is sampled: the sequence's last token and the drafts; or 0
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def ids(self) -> list[int]:
+        """Return the token ids of the rows. The last is missing where no one knows it yet."""
+        known, end = len(self.sequence.tokens), self.start + self.rows
+        return [*self.sequence.tokens[self.start : end], *self.drafts[max(0, self.start - known) : end - known]]
 
 
 class Copy(NamedTuple):
@@ -30,7 +41,8 @@ class Copy(NamedTuple):
 class StepPlan:
     """The work of a step. Blocks are those of each sequence at this moment; they stay until the commit.
 
-    A chunk of one row may be for a token that its sequence does not have yet: the step before samples it.
+    A chunk of one row may be for a token that its sequence does not have yet: the step before samples it. There are no
+    drafts then.
     """
 
     chunks: list[ScheduledTokens] = field(default_factory=list)
@@ -46,6 +58,10 @@ class StepPlan:
         return sum(chunk.rows for chunk in self.chunks)
 
     @property
+    def drafts(self) -> int:
+        return sum(len(chunk.drafts) for chunk in self.chunks)
+
+    @property
     def sequences(self) -> list[Sequence]:
         """All sequences of the step, including those that the budget left no chunk."""
         return list(dict.fromkeys([*(chunk.sequence for chunk in self.chunks), *self.admitted]))
@@ -53,14 +69,15 @@ class StepPlan:
     def pieces(self, rows: int) -> list[StepPlan]:
         """Cut the step into steps of at most `rows` tokens, which compute the same when they are run in their order."""
         made, room = [StepPlan(copies=self.copies)], rows
-        for sequence, start, pending, samples in self.chunks:
-            end = start + pending
+        for chunk in self.chunks:
+            start, end = chunk.start, chunk.start + chunk.rows
             while start < end:
                 if not room:
                     made.append(StepPlan())
                     room = rows
                 taken = min(end - start, room)
-                made[-1].chunks.append(ScheduledTokens(sequence, start, taken, samples and start + taken == end))
+                sampled = min(taken, max(0, start + taken - (end - chunk.samples)))
+                made[-1].chunks.append(ScheduledTokens(chunk.sequence, start, taken, sampled, chunk.drafts))
                 start, room = start + taken, room - taken
         return made
 

@@ -55,7 +55,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
     sequence: int  # its number, given by the leader
     start: int
-    samples: bool
+    samples: int
     tokens: list[int]
     kept: int
     blocks: list[int]

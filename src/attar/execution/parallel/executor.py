@@ -327,12 +327,14 @@ class ParallelExecutor:
         self.decoder.lead = Caller(workers)
 
     def runner(
-        self, decoder: Decoder, blocks: int, context: int, scheme: KvScheme, sequences: int, bases: None, record: None
-    ) -> ParallelRunner:
+        self, decoder: Decoder, blocks: int, context: int, scheme: KvScheme, sequences: int, bases: None, record: None,
+        drafts: int = 0,
+    ) -> ParallelRunner:  # fmt: skip
         """Return a `Runner` of all processes, for an engine. It replaces the one before."""
         assert decoder is self.decoder
         assert bases is None, "calibrated schemes are refused"
         assert record is None, "steps of several processes are not recorded"
+        del drafts  # of which a recording would need to know
         return ParallelRunner(self.workers, self._job, self.decoder, Pool(blocks, context, scheme.name, sequences))
 
 
@@ -477,7 +479,8 @@ class ParallelRunner(Runner):
         done = (Status.PREEMPTED, Status.ENDED)
         gone = [self._known.pop(each)[0] for each in list(self._known) if each.status in done]
         pieces = []
-        for sequence, start, rows, samples in plan.chunks:
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
             if sequence not in self._known:
                 self._known[sequence] = next(self._numbers), []
             number, blocks = self._known[sequence]
@@ -489,7 +492,7 @@ class ParallelRunner(Runner):
             want = wanted.get(sequence.id, Wanted())
             pieces.append(
                 commands.Piece(
-                    number, start, samples, list(sequence.tokens[start : start + rows]), kept, new,
+                    number, chunk.start, chunk.samples, chunk.ids, kept, new,
                     sequence.prompt, sequence.horizon, sequence.adapter,
                     want.logits is not None, want.hidden is not None,
                 )

@@ -49,7 +49,10 @@ def number_name(dtype: torch.dtype) -> str:
 
 
 _FLOAT32 = ("embed", "norm", "linear", "activate", "write_kv", "paged_attention")
-_DTYPES = dict.fromkeys(_FLOAT32, (torch.float32,)) | {"quantize_rows_int8": (torch.float32, torch.bfloat16)}
+_DTYPES = dict.fromkeys(_FLOAT32, (torch.float32,)) | {
+    "quantize_rows_int8": (torch.float32, torch.bfloat16),
+    "gumbel_max": (torch.float64,),
+}
 """Operations that exist in C++, and the row dtypes they take."""
 
 

@@ -85,6 +85,19 @@ def embed(
     return out
 
 
+def gumbel_max(scaled: Tensor, draws: Tensor) -> Tensor:
+    """Run `ops.gumbel_max` on contiguous float64 rows [B, V], with the bits of seeds and indices, int64 [2, B]."""
+    assert scaled.is_contiguous()
+    assert scaled.dtype == torch.float64
+    assert (draws.shape, draws.dtype) == ((2, len(scaled)), torch.int64)
+    seeds, indices = draws.contiguous()
+    chosen = torch.empty(len(scaled), dtype=torch.int64)
+    if len(scaled):
+        count, columns = scaled.shape
+        library.gumbel_max(scaled.data_ptr(), count, columns, seeds.data_ptr(), indices.data_ptr(), chosen.data_ptr())
+    return chosen
+
+
 def quantize_rows_int8(x: Tensor, level: str | None = None) -> tuple[Tensor, Tensor]:
     """Run `ops.quantize_rows_int8` on rows that `extension.supports` accepts: x [N, I] to (codes [N, I], scale [N, 1]).
 

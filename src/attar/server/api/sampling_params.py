@@ -102,6 +102,7 @@ _PLAIN = (
 def _common(body: Sampling, vocab: int) -> dict[str, Any]:
     given: dict[str, Any] = {name: getattr(body, name) for name in _PLAIN}
     given |= _filters(body.top_k, body.top_p)
+    given["draft_tokens"] = None if body.speculation is None else body.speculation.max_tokens
     given["seed"] = None if body.seed is None else body.seed % (MAX_SEED + 1)  # each of OpenAI's seeds is one of ours
     if body.stop_token_ids:
         in_vocabulary(body.stop_token_ids, vocab, "stop_token_ids")

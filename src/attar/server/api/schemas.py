@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from attar.protocol.request import MAX_REPETITION, MIN_REPETITION
+from attar.protocol.speculation import MAX_DRAFT_TOKENS
 from attar.server.errors import APIError
 
 MAX_PROMPTS = 128
@@ -81,6 +82,14 @@ class Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     guided_decoding_backend: Ignored = None
 
 
+class Speculation(Struct, frozen=True, forbid_unknown_fields=True):
+    """Speculative decoding of this request, where the server has a drafter; it changes no text on CPUs."""
+
+    max_tokens: Annotated[
+        int, Meta(ge=0, le=MAX_DRAFT_TOKENS, description="Most drafts in a step; 0 turns it off.")
+    ] = MAX_DRAFT_TOKENS
+
+
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # vLLM's: every chunk has the usage so far, where `include_usage` is set
@@ -119,6 +128,7 @@ class Sampling(Body, frozen=True, kw_only=True):
     priority: Priority | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
         check_stops(self.stop, "stop")

@@ -1,0 +1,130 @@
+"""Speculative decoding in the engine: drafts before a plan, and what a step teaches about them.
+
+Before a plan each decoding sequence gets the drafts that pay (`sampling/pace.py`). After the step the drafter's guesses
+are compared with the tokens, verified or not. Nothing here can change a text, and no exception here ends a request: it
+costs the drafts of that step and is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from attar.engine.outputs import Choice
+from attar.faults import point
+from attar.protocol.speculation import DRAFTERS
+from attar.sampling.drafters import NO_DRAFT, Draft, Drafter, DraftRequest
+from attar.sampling.drafters.suffix import SuffixDrafter
+from attar.sampling.pace import MEMORY, Chances, Pace
+from attar.scheduling.sequence import Sequence, Status
+from attar.scheduling.step_plan import Outcome, StepPlan
+
+logger = logging.getLogger(__name__)
+
+
+def drafter(name: str | None) -> Drafter | None:
+    """Return the drafter of a name that `check_draft` accepts."""
+    assert name in (None, *DRAFTERS)
+    return None if name is None else SuffixDrafter()
+
+
+@dataclass(eq=False, slots=True)
+class _Account:
+    """A sequence's drafts of the present step, and how its drafts did so far."""
+
+    chances: Chances
+    draft: Draft = NO_DRAFT
+
+
+@dataclass(eq=False)
+class Speculation:
+    """Drafts of an engine's sequences, by one drafter, for a vocabulary of `vocab_size`."""
+
+    drafter: Drafter
+    pace: Pace
+    vocab_size: int
+    drafted: int = 0  # drafts that were verified
+    accepted: int = 0  # of these, the right ones
+    mishaps: int = 0  # exceptions of the drafter, and drafts outside the vocabulary
+    _accounts: dict[Sequence, _Account] = field(default_factory=dict)
+
+    def propose(self, choices: Iterable[Choice]) -> None:
+        """Set the drafts of each decoding choice's sequence; none where they do not pay."""
+        asked = []
+        for choice in choices:
+            sequence, sampler = choice.sequence, choice.sampler
+            if sequence.status is Status.DECODE and sequence.pending == 1:
+                own = sampler.params.draft_tokens
+                limit = self.pace.most if own is None else min(own, self.pace.most)
+                if (count := min(limit, sequence.longest - sequence.expected)) > 0:
+                    asked.append(DraftRequest(sequence, sampler, count))
+        accounts = [self._account(request.sequence) for request in asked]
+        for account, draft in zip(accounts, self._drafts(asked), strict=True):
+            account.draft = draft
+        survivals = [list(each.chances.survivals(each.draft.evidence, len(each.draft.tokens))) for each in accounts]
+        for request, account, count in zip(asked, accounts, self.pace.counts(survivals), strict=True):
+            request.sequence.drafts = account.draft.tokens[:count]
+
+    def learn(
+        self, plan: StepPlan, choices: Mapping[Sequence, Choice], outcomes: Mapping[str, Outcome], seconds: float
+    ) -> None:
+        """Compare the drafts of a step with its tokens, before they are committed. `choices` are those of its
+        chunks."""
+        for chunk in plan.chunks:
+            if (account := self._accounts.get(chunk.sequence)) is None or not chunk.samples:
+                continue
+            draft, account.draft = account.draft, NO_DRAFT
+            tokens = outcomes.get(chunk.sequence.id, Outcome()).tokens
+            right = max(0, len(tokens) - 1) if chunk.drafts else 0
+            for counted in (self, choices[chunk.sequence].request):
+                counted.drafted += len(chunk.drafts)
+                counted.accepted += right
+            for depth, (guess, token) in enumerate(zip(draft.tokens, tokens, strict=False)):
+                account.chances.record(draft.evidence + depth, guess == token)
+                if guess != token:
+                    break
+        if all(chunk.rows == 1 + len(chunk.drafts) and chunk.samples for chunk in plan.chunks):
+            self.pace.costs.record(plan.tokens, seconds)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is kept of a sequence that has ended."""
+        if self._accounts.pop(sequence, None) is not None:
+            try:
+                self.drafter.forget(sequence)
+            except Exception:
+                self._mishap("forgetting sequence %s", sequence.id)
+
+    def _account(self, sequence: Sequence) -> _Account:
+        if (account := self._accounts.get(sequence)) is None:
+            account = self._accounts[sequence] = _Account(Chances(MEMORY, self.pace.chances))
+        return account
+
+    def _drafts(self, asked: list[DraftRequest]) -> list[Draft]:
+        """Ask the drafter; one request at a time where all together raise."""
+        if not asked:
+            return []
+        try:
+            for request in asked:
+                point("draft.propose", request.sequence.id)
+            return [self._checked(draft, request) for draft, request in zip(
+                self.drafter.draft(asked), asked, strict=True
+            )]  # fmt: skip
+        except Exception:
+            if len(asked) > 1:
+                return [draft for request in asked for draft in self._drafts([request])]
+            self._mishap("drafting for sequence %s", asked[0].sequence.id)
+            return [NO_DRAFT]
+
+    def _checked(self, draft: Draft, request: DraftRequest) -> Draft:
+        """Return a draft up to its first token that is no token."""
+        for place, token in enumerate(draft.tokens):
+            if not 0 <= token < self.vocab_size:
+                self.mishaps += 1
+                return draft._replace(tokens=draft.tokens[: min(place, request.limit)])
+        return draft._replace(tokens=draft.tokens[: request.limit]) if len(draft.tokens) > request.limit else draft
+
+    def _mishap(self, doing: str, id: str) -> None:
+        self.mishaps += 1
+        if self.mishaps & (self.mishaps - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a broken drafter fills no log
+            logger.exception(f"{doing} raised; {self.mishaps} mishaps so far", id)

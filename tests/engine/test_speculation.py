@@ -1,0 +1,195 @@
+"""Speculative decoding changes no text: random schedules with drafts of every kind against the requests without."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from attar.engine.engine import Engine
+from attar.model.decoder import Decoder
+from attar.protocol.messages import Delta, Embed, Event, Submit
+from attar.protocol.request import SamplingParams
+from attar.protocol.scheduler_config import SchedulerConfig
+from attar.sampling.drafters import Draft, DraftRequest
+from attar.sampling.drafters.suffix import SuffixDrafter
+from attar.sampling.sampler import Sampler
+from attar.scheduling.sequence import Sequence as Tokens
+from tests.engine.conftest import ROOM, TIGHT, Answers, answers, make_engine, run
+from tests.engine.test_engine import ROUNDED, some_requests
+
+SEEDS = int(os.environ.get("TEST_SPECULATION_SEEDS", "24"))
+LONG = 8
+DRAFTING = SchedulerConfig(max_step_tokens=48, max_drafts=16)
+
+
+class Replay:
+    """Guesses what is known to come, but for some; any number of tokens at a time, and any nonsense."""
+
+    name = "replay"
+
+    def __init__(self, texts: dict[str, list[int]], draw: random.Random, vocab_size: int) -> None:
+        self.texts, self.draw_, self.vocab_size = texts, draw, vocab_size
+        self.forgotten: list[str] = []
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        found = []
+        for request in requests:
+            at = request.sequence.output
+            right = self.texts[request.sequence.id][at : at + request.limit]
+            guess = [t if self.draw_.random() < 0.8 else self.draw_.randrange(self.vocab_size) for t in right]
+            guess = guess[: self.draw_.randrange(LONG + 1)]
+            if self.draw_.random() < 0.05:
+                guess.append(self.draw_.choice([-1, self.vocab_size, 2**40]))
+            found.append(Draft(tuple(guess), self.draw_.randrange(4)))
+        if self.draw_.random() < 0.02:
+            raise RuntimeError("a drafter that fails")
+        return found
+
+    def forget(self, sequence: Tokens) -> None:
+        self.forgotten.append(sequence.id)
+
+
+def texts_of(events: list[Event]) -> dict[str, list[int]]:
+    texts: dict[str, list[int]] = {}
+    for event in events:
+        if isinstance(event, Delta):
+            texts.setdefault(f"{event.id}#{event.choice}", []).extend(event.token_ids)
+    return texts
+
+
+def schedule(decoder: Decoder, seed: int, count: int, kv: str | None = None) -> Engine:
+    """Run requests alone, then together with drafts; return the engine that speculated."""
+    draw = random.Random(-(2**20) - seed)
+    asks = some_requests(seed + 5000, count, decoder.config.vocab_size)
+    one = make_engine(decoder, kv=kv)
+    alone: Answers = {}
+    events: list[Event] = []
+    for ask in asks:
+        events += (own := run(one, [ask]))
+        alone |= answers(own)
+        one.cache.flush()
+    limits = SchedulerConfig(
+        policy=draw.choice(("continuous", "continuous", "static", "none")), max_running=draw.choice((1, 2, 4, 8)),
+        max_step_tokens=draw.choice((8, 17, 64)), max_drafts=draw.choice((3, 16)),
+    )  # fmt: skip
+    replay = Replay(texts_of(events), draw, decoder.config.vocab_size)
+    made = make_engine(
+        decoder, draw.choice((ROOM, TIGHT)), limits, kv=kv, drafter=draw.choice((replay, replay, SuffixDrafter())),
+        draft_tokens=draw.choice((None, LONG)), overlaps=draw.random() < 0.3,
+    )  # fmt: skip
+    together: list[Event] = []
+    waiting = list(asks)
+    while waiting or not made.idle:
+        while waiting and draw.random() < 0.4:
+            ask = waiting.pop(0)
+            made.submit(ask) if isinstance(ask, Submit) else made.embed(ask)
+        together += made.step()
+    found = answers(together)
+    assert found.keys() == alone.keys()
+    for key, answer in found.items():
+        assert answer == alone[key], f"choice {key}"
+    made.scheduler.check()
+    assert made.pool.active == 0
+    assert made.speculation is not None
+    assert not made.speculation._accounts, "something is kept of what has ended"
+    return made
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_no_schedule_of_drafts_changes_a_bit(decoder: Decoder, seed: int) -> None:
+    schedule(decoder, seed, 10)
+
+
+@pytest.mark.parametrize("kv", ROUNDED)
+@pytest.mark.parametrize("seed", range(max(2, SEEDS // 12)))
+def test_nor_where_keys_and_values_are_rounded(decoder: Decoder, kv: str, seed: int) -> None:
+    schedule(decoder, seed + 700, 6, kv)
+
+
+def test_right_drafts_save_steps_and_wrong_ones_cost_none(decoder: Decoder) -> None:
+    ask = Submit("a", (5, 6, 7), SamplingParams(max_tokens=33, temperature=0))
+    plain = make_engine(decoder)
+    text = texts_of(run(plain, [ask]))
+    right = make_engine(decoder, limits=DRAFTING, drafter=Known(text), draft_tokens=7)
+    assert texts_of(run(right, [ask])) == text
+    assert right.steps == 1 + 4  # the prompt, and 32 tokens of which 28 were drafts
+    assert right.speculation is not None
+    assert (right.speculation.drafted, right.speculation.accepted) == (28, 28)
+    wrong = make_engine(
+        decoder, limits=DRAFTING, drafter=Known({"a#0": [1 - (t & 1) for t in text["a#0"]]}), draft_tokens=7
+    )
+    assert texts_of(run(wrong, [ask])) == text
+    assert wrong.steps == plain.steps
+    assert wrong.speculation is not None
+    assert wrong.speculation.accepted < wrong.speculation.drafted / 7
+
+
+class Known:
+    """A drafter that repeats given texts."""
+
+    name = "known"
+
+    def __init__(self, texts: dict[str, list[int]]) -> None:
+        self.texts = texts
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [Draft(tuple(self.texts[s.id][s.output : s.output + n]), 1) for s, _, n in requests]
+
+    def forget(self, sequence: Tokens) -> None:
+        pass
+
+
+def test_an_end_within_drafts_cuts_everything_behind_it(decoder: Decoder) -> None:
+    free = texts_of(run(make_engine(decoder), [Submit("a", (5, 6), SamplingParams(max_tokens=20, temperature=0))]))
+    token = free["a#0"][4]
+    params = SamplingParams(max_tokens=20, temperature=0, stop_token_ids=(token,))
+    made = make_engine(decoder, limits=DRAFTING, drafter=Known(free), draft_tokens=8)
+    found = answers(run(made, [Submit("a", (5, 6), params)]))
+    first = free["a#0"].index(token)
+    assert found["a", 0][-1] == ("stop", first + 1)
+    # The prefix tree holds what was computed of the text, and nothing of the drafts behind its end.
+    longest = max(len(before) + len(node.tokens) for _, before, node in made.cache.nodes())
+    assert longest <= 2 + first
+
+
+class Broken:
+    """A drafter that always fails."""
+
+    name = "broken"
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        raise RuntimeError("no")
+
+    def forget(self, sequence: Tokens) -> None:
+        raise RuntimeError("no")
+
+
+def test_a_broken_drafter_costs_nothing_but_its_drafts(decoder: Decoder) -> None:
+    asks: list[Submit | Embed] = [Submit("a", (5, 6), SamplingParams(max_tokens=12, seed=1))]
+    made = make_engine(decoder, limits=DRAFTING, drafter=Broken())
+    assert answers(run(made, asks)) == answers(run(make_engine(decoder), asks))
+    assert made.speculation is not None
+    assert made.speculation.mishaps == 10 + 1  # of each decode step but the last, and of its end
+
+
+def test_states_along_drafts_are_those_of_committed_tokens() -> None:
+    params = SamplingParams(
+        repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3, min_tokens=3, logit_bias={2: 1.5}, seed=3
+    )
+    ending = frozenset({4})
+    for drafts in ([], [1], [4, 4, 2, 7, 1]):
+        state = Sampler(params, [1, 2, 3], 9, ending=ending)
+        state.commit(5)
+        before = list(state.changes)
+        along = state.along(drafts)
+        assert list(state.changes) == before
+        other = Sampler(params, [1, 2, 3], 9, ending=ending)
+        other.commit(5)
+        for at, token in zip(along, [*drafts, None], strict=True):
+            assert (at.index, sorted(at.changes)) == (other.index, sorted(other.changes))
+            assert at.draw() == other.draw()
+            if token is not None:
+                other.commit(token)
