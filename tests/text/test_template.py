@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jinja2
@@ -20,6 +19,7 @@ from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from attar.protocol.framing import frame
+from attar.text import limited_child
 from attar.text import template as module
 from attar.text.template import MAX_TEMPLATE, TemplateError, render_chat
 from tests.errors import user_error
@@ -161,7 +161,7 @@ def _refused(attack: str) -> str:
     start = time.perf_counter()
     with pytest.raises(TemplateError) as caught:
         ours(attack, [USER])
-    assert time.perf_counter() - start < module.STARVED_SECONDS + SLACK
+    assert time.perf_counter() - start < limited_child.STARVED_SECONDS + SLACK
     assert _resident() - before < RESIDENT_GROWTH
     assert ours("{{ messages[0].role }}", [USER]) == "user"
     sentence = str(caught.value)
@@ -215,7 +215,7 @@ def test_state_does_not_pass_from_one_render_to_the_next() -> None:
 
 def test_processor_time_is_limited_without_the_parents_deadline() -> None:
     """The child must not outlive a parent that died while it was busy."""
-    child = module._start()
+    child = module._renderer.spawn()
     body = json.dumps({"template": SLOW[0], "variables": {}, "date": "2024-07-26"}).encode()
     assert child.stdin is not None
     child.stdin.write(frame(body))
@@ -225,14 +225,14 @@ def test_processor_time_is_limited_without_the_parents_deadline() -> None:
 
 
 def test_the_child_ends_with_its_input() -> None:
-    child = module._start()
+    child = module._renderer.spawn()
     child.communicate()
     assert child.returncode == 0
 
 
 def test_the_child_can_open_no_file_and_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTAR_SECRET", "canary")
-    child = module._start()
+    child = module._renderer.spawn()
     environment = Path(f"/proc/{child.pid}/environ").read_bytes()
     limits = Path(f"/proc/{child.pid}/limits").read_text()
     child.kill()
@@ -268,7 +268,7 @@ def test_one_that_cannot_be_started_is_told_of_a_conversation(monkeypatch: pytes
         raise TemplateError("no child")
 
     module._renderer.close()
-    monkeypatch.setattr(module, "_start", start)
+    monkeypatch.setattr(module._renderer, "spawn", start)
     module.warm()
     with user_error("template_failed"):
         ours("a", [])
@@ -288,38 +288,13 @@ def test_threads_get_their_own_answers() -> None:
     assert answers == {number: str(number) for number in range(16)}
 
 
-def test_a_deadline_asks_what_the_processor_gave(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, used = [100.0], [5.0]
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))  # here alone
-    monkeypatch.setattr(module, "_processor_seconds", lambda pid: used[0])
-    busy, starved = module._Deadline(1, 1.0), module._Deadline(1, 1.0)
-    clock[0], used[0] = 100.75, 5.75
-    assert busy.left() == 0.25
-    clock[0] = 101.0
-    with pytest.raises(TimeoutError):
-        busy.left()
-    used[0] = 5.125
-    assert starved.left() == 0.375, "of half a second an eighth was had"
-    clock[0] = 100 + module.STARVED_SECONDS
-    with pytest.raises(TimeoutError):
-        starved.left()
-    monkeypatch.setattr(module, "_processor_seconds", lambda pid: None)
-    unknown = module._Deadline(1, 1.0)
-    clock[0] += 1
-    with pytest.raises(TimeoutError):
-        unknown.left()
-    patient = module._Deadline(1, 2 * module.STARVED_SECONDS)
-    clock[0] += module.STARVED_SECONDS
-    assert patient.left() == module.STARVED_SECONDS
-
-
 def test_a_good_template_on_a_busy_machine_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that renders is stopped for longer than a render may take."""
     assert ours("a", []) == "a"
     child = module._renderer._child
     assert child is not None
     monkeypatch.setattr(module, "RENDER_SECONDS", 0.1)
-    monkeypatch.setattr(module, "STARVED_SECONDS", 600.0)
+    monkeypatch.setattr(limited_child, "STARVED_SECONDS", 600.0)
     os.kill(child.pid, signal.SIGSTOP)
     going_on = threading.Timer(0.5, os.kill, (child.pid, signal.SIGCONT))
     going_on.start()
