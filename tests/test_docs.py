@@ -36,6 +36,7 @@ PAGES = {
         "docs/quality.md",
         "docs/performance.md",
         "docs/serving.md",
+        "docs/structured_output.md",
         "docs/adapters.md",
         "docs/numerics.md",
         "docs/architecture.md",

@@ -26,18 +26,20 @@ if TYPE_CHECKING:
     from attar.compression.runs.pipeline import compress, compress_request
     from attar.engine.llm import LLM
     from attar.evaluation.report import evaluate
+    from attar.protocol.grammar import Grammar
     from attar.protocol.request import Completion, SamplingParams
 
 spin_briefly(os.environ)
 
 __all__ = [
-    "LLM", "Completion", "CompressionRequest", "SamplingParams", "__version__", "compress", "compress_request",
-    "evaluate",
+    "LLM", "Completion", "CompressionRequest", "Grammar", "SamplingParams", "__version__", "compress",
+    "compress_request", "evaluate",
 ]  # fmt: skip
 
 _HOMES = {
     "LLM": "attar.engine.llm",
     "Completion": "attar.protocol.request",
+    "Grammar": "attar.protocol.grammar",
     "SamplingParams": "attar.protocol.request",
     "CompressionRequest": "attar.compression.request.request",
     "compress": "attar.compression.runs.pipeline",

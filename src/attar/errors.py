@@ -32,7 +32,7 @@ Code = Literal[
     "conversion_inexact", "adapter_invalid", "adapter_mismatch",
     # Text
     "tokenizer_missing", "tokenizer_malformed", "tokenizer_unsupported", "tokenizer_mismatch", "template_missing",
-    "template_failed", "token_out_of_vocabulary", "context_exceeded", "prompt_empty",
+    "template_failed", "token_out_of_vocabulary", "context_exceeded", "prompt_empty", "grammar_invalid",
     # Evaluation
     "vocabulary_mismatch", "window_invalid", "task_malformed",
     # Running and planning

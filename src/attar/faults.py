@@ -11,8 +11,9 @@ requests (`tests/test_faults.py` lists where). An operator can do the same from 
     ATTAR_FAULTS=sse.write:key=4f1c,radix.evict    several; the first only for requests whose id begins with 4f1c
 
 Both processes of a server read the variable, and log a warning that they did. Work done for a whole batch is repeated
-one request at a time where it raises (`runner.*`, `sampler.*` but commit, `events.encode`, `engine.pool` and
-`engine.prompt_logprobs`). There, one fault is healed, and a second (times=2) is needed to end a request.
+one request at a time where it raises (`runner.*`, `sampler.*` but commit, `events.encode`, `engine.pool`,
+`engine.prompt_logprobs` and `grammar.mask`). There, one fault is healed, and a second (times=2) is needed to end a
+request.
 `runner.memory` raises what a device without memory raises, which halves a step, until it raises for a single token.
 
 A name stands for one place: each of these literals occurs once in the source. An armed point that is reached raises
@@ -43,6 +44,7 @@ POINTS = {
     "dispatcher.submit": "Prompts and parameters become work for the engine.",
     "client.send": "Its commands are about to be written to the engine's socket.",
     "engine.submit": "The engine takes a request.",
+    "grammar.compile": "The constraint of a choice is compiled, or copied.",
     "engine.choice": "One choice's sampler, detokenizer and stop strings are made.",
     "scheduler.add": "A choice is about to enter the queue.",
     "scheduler.admit": "The first of the queue is about to be let in.",
@@ -63,8 +65,10 @@ POINTS = {
     "draft.propose": "Drafts of a sequence are made.",
     "sampler.penalties": "Penalties and biases are applied to a row of logits.",
     "sampler.noise": "The seed and index of a row's noise are read.",
+    "grammar.mask": "The tokens that a constraint allows next are worked out.",
     "sampler.draw": "A row's token becomes a draw, with its log probabilities.",
     "sampler.commit": "A token is noted as part of the output.",
+    "grammar.consume": "A constraint takes the next token.",
     "detokenizer.push": "A token becomes text.",
     "detokenizer.flush": "What the detokenizer held back becomes text.",
     "stops.push": "Text is searched for stop strings.",

@@ -14,6 +14,7 @@ from attar import faults
 from attar.engine.engine import Engine
 from attar.faults import Fault
 from attar.model.decoder import Decoder
+from attar.protocol.grammar import Grammar
 from attar.protocol.messages import Delta, Embed, Embedding, Event, Failed, Finished, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
@@ -46,10 +47,12 @@ IDS = {canary.id for canary in CANARIES}
 LAST = msgspec.structs.replace(VICTIM, priority=99)  # gives way to everybody
 SCORED = msgspec.structs.replace(VICTIM, params=replace(EVERYTHING, prompt_logprobs=1))
 GREEDILY = msgspec.structs.replace(VICTIM, params=replace(GREEDY, max_tokens=60))
+CONSTRAINED = msgspec.structs.replace(VICTIM, grammar=Grammar("regex", "(?s:.{100,})"))
 MEAN = Embed("victim", VICTIM.prompt, "mean")
 
 CASES: dict[str, Submit | Embed | None] = {
     "engine.submit": VICTIM,
+    "grammar.compile": CONSTRAINED,
     "engine.choice": VICTIM,
     "scheduler.add": VICTIM,
     "scheduler.admit": VICTIM,
@@ -68,9 +71,11 @@ CASES: dict[str, Submit | Embed | None] = {
     "engine.prompt_logprobs": SCORED,
     "engine.pool": MEAN,
     "sampler.penalties": VICTIM,
+    "grammar.mask": CONSTRAINED,
     "sampler.noise": VICTIM,
     "sampler.draw": GREEDILY,
     "sampler.commit": VICTIM,
+    "grammar.consume": CONSTRAINED,
     "detokenizer.push": VICTIM,
     "detokenizer.flush": VICTIM,
     "stops.push": VICTIM,
@@ -88,7 +93,7 @@ IN_THE_PROCESS = "events.encode"  # the last on an event's way out of the engine
 
 HEALED = [
     "runner.copy", "runner.memory", "runner.table", "runner.rows", "runner.replay", "engine.prompt_logprobs",
-    "engine.pool", "sampler.penalties", "sampler.noise", "sampler.draw",
+    "engine.pool", "grammar.mask", "sampler.penalties", "sampler.noise", "sampler.draw",
 ]  # fmt: skip
 """Passed for a whole batch: where they raise once, nobody fails."""
 
@@ -151,7 +156,7 @@ def make(decoder: Decoder, tokenizer: Tokenizer) -> Callable[..., Made]:
 def alone(make: Callable[..., Made]) -> Alone:
     """What each gets when nobody else is there."""
     found: Alone = {}
-    for ask in [*CANARIES, VICTIM, LAST, SCORED, GREEDILY, MEAN]:
+    for ask in [*CANARIES, VICTIM, LAST, SCORED, GREEDILY, CONSTRAINED, MEAN]:
         made = make()
         made.take(ask)
         made.run()

@@ -3,10 +3,10 @@
 All of its phases, good data and bad, NUL characters, every check that it has, no operation and no kind of text left
 out. It lives in the environment of the clients, and runs as a program. The fake engine's context is longer than any
 body, since a prompt's length in tokens is what no schema can bound, nor how many log probabilities come of it, nor who
-speaks last in a list of messages, nor the integers in fields that are ignored, and its answers are short. Its queue is
-short, too: a request of many prompts has to fit in all the same. How many good bodies its coverage phase sends is held,
-too: that phase goes through every field's values, but with a schema that it cannot go through it sends one body and
-says nothing.
+speaks last in a list of messages, nor what of a constraint can be kept, nor the integers in fields that are ignored,
+and its answers are short. Its queue is short, too: a request of many prompts has to fit in all the same. How many good
+bodies its coverage phase sends is held, too: that phase goes through every field's values, but with a schema that it
+cannot go through it sends one body and says nothing.
 
 TEST_OPENAPI_EXAMPLES sets the examples of each operation: 50 in the tests, thousands for a long run.
 """
@@ -22,10 +22,11 @@ from pathlib import Path
 import pytest
 
 from attar import strict_json
-from attar.server.api import anthropic, sampling_params
+from attar.server.api import anthropic, constraints, sampling_params
 from attar.server.http.limits import MAX_BODY
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
+from attar.text.grammar_proof import Prover
 from tests.server.conftest import Running
 
 SCHEMATHESIS = Path(__file__).parents[2] / ".venv-clients" / "bin" / "schemathesis"
@@ -53,6 +54,8 @@ def test_the_server_does_what_its_document_says(
         pytest.skip(f"no schemathesis in {SCHEMATHESIS.parents[1].name}")
     monkeypatch.setattr(sampling_params, "MAX_LOGPROBS", 2**60)
     monkeypatch.setattr(anthropic, "_check_last", lambda messages: None)
+    monkeypatch.setattr(constraints, "_check_strict", lambda schema, where: None)
+    monkeypatch.setattr(Prover, "prove", lambda self, grammar, salt=b"": None)
     monkeypatch.setattr(strict_json, "MIN_INT", -(2**1023))  # in fields with any value; others have bounds of their own
     monkeypatch.setattr(strict_json, "MAX_INT", 2**1023)
     server = start(

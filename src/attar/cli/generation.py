@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from attar.cli import options, terminal
@@ -15,6 +16,7 @@ from attar.errors import Code, UserError
 
 if TYPE_CHECKING:
     from attar.engine.llm import LLM
+    from attar.protocol.grammar import Grammar
     from attar.protocol.request import Completion, SamplingParams
 
 
@@ -48,7 +50,37 @@ def _cut_short(llm: LLM, done: Completion, max_tokens: int) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(options.RunConfig):
+class ConstrainedConfig(options.RunConfig):
+    """Options of a model whose answers may be constrained."""
+
+    schema: Annotated[
+        Path | None, option("Constraint", "FILE", "Answer with JSON by this JSON schema.", "--schema")
+    ] = None
+    regex: Annotated[str | None, option("Constraint", "REGEX", "Answer with a text that this matches as a whole.")] = (
+        None
+    )
+    grammar: Annotated[
+        Path | None, option("Constraint", "FILE", "Answer by this grammar, in GBNF or Lark's format.", "--grammar")
+    ] = None
+
+    def constraint(self) -> Grammar | None:
+        """Return the constraint, if there is one. Raises UserError where there are several, or a file is missing."""
+        from attar.protocol.grammar import Grammar
+        from attar.text.files import read_text
+
+        given = [name for name in ("schema", "regex", "grammar") if getattr(self, name) is not None]
+        if len(given) > 1:
+            message = f"an answer has one constraint at most: leave out --{given[0]} or --{given[1]}"
+            raise UserError("option_conflict", message)
+        if self.schema is not None:
+            return Grammar.json_schema(read_text(self.schema))
+        if self.grammar is not None:
+            return Grammar.of_text(read_text(self.grammar))
+        return None if self.regex is None else Grammar("regex", self.regex)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(ConstrainedConfig):
     """Options of `generate`."""
 
     prompt: Annotated[
@@ -117,18 +149,19 @@ def generate(config: GenerateConfig) -> None:
     Examples:
       attar generate ./out --prompt "Once upon a time" --temperature 0
       attar generate ./out --top-p 0.9 --seed 1 < prompt.txt
+      attar generate ./out --prompt "A colour: " --regex "(red|green|blue)"
     """
     with errors(config.as_json), progress(config.quiet) as bar:
-        params = config.sampling()
+        params, constraint = config.sampling(), config.constraint()
         require(config.device)
         prompt = read_stdin() if config.prompt is None else config.prompt
         llm = _load(config, bar)
-        done = print_pieces(llm.stream(prompt, params))
+        done = print_pieces(llm.stream(prompt, params, constraint=constraint))
         emit(config.as_json, done.to_dict() | {"warnings": _cut_short(llm, done, config.max_tokens)})
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatConfig(options.RunConfig):
+class ChatConfig(ConstrainedConfig):
     """Options of `chat`."""
 
     system: Annotated[str | None, option("Prompt", "TEXT", "System message.")] = None
@@ -153,14 +186,14 @@ def chat(config: ChatConfig) -> None:
       attar chat ./out --system "Answer in one sentence." --temperature 0
     """
     with errors(config.as_json), progress(config.quiet) as bar:
-        params = _params(config, {"temperature": 0.7}, ())
+        params, constraint = _params(config, {"temperature": 0.7}, ()), config.constraint()
         llm = _load(config, bar)
         llm.tokenizer.chat_template()  # a model that cannot chat says so before the first turn
         messages = [{"role": "system", "content": config.system}] if config.system is not None else []
         warnings = []
         for said in _turns():
             messages.append({"role": "user", "content": said})
-            answer = print_pieces(llm.stream_chat(messages, params, date=config.template_date))
+            answer = print_pieces(llm.stream_chat(messages, params, constraint=constraint, date=config.template_date))
             messages.append({"role": "assistant", "content": answer.text})
             warnings += _cut_short(llm, answer, config.max_tokens)
         emit(config.as_json, {"messages": messages, "warnings": warnings})

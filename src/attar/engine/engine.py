@@ -50,6 +50,7 @@ from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
 from attar.sampling.drafters import Drafter
+from attar.sampling.masks import GrammarMasks
 from attar.sampling.pace import Pace
 from attar.sampling.sampler import BadLogits, Sampler, distinct
 from attar.sampling.stop_strings import StopChecker
@@ -59,6 +60,7 @@ from attar.scheduling.prefix_cache import PrefixCache
 from attar.scheduling.scheduler import Refused, Scheduler
 from attar.scheduling.sequence import Sequence as Tokens
 from attar.scheduling.step_plan import Outcome, StepPlan
+from attar.text.grammars import Vocabulary
 from attar.text.tokenizer import Detokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -137,6 +139,7 @@ class Engine:
         self.steps = self.generated = 0
         self.step_seconds = 0.0
         self.requests = RequestTable(self.scheduler, clock)
+        self.masks = GrammarMasks(self._vocabulary, decoder.config.vocab_size)
 
     @property
     def idle(self) -> bool:
@@ -156,6 +159,10 @@ class Engine:
         """Take a request. It ends with events, also where it is refused at once."""
         try:
             request = self._new(ask.id, ask.prompt, ask.params.seeded())
+            if ask.grammar is not None:
+                ask.grammar.check(ask.params)
+                if self.tokenizer is None:
+                    raise Refused("invalid", "the model has no tokenizer: a constraint needs one")
             if ask.params.stop and self.tokenizer is None:
                 raise Refused("invalid", "the model has no tokenizer: stop strings need one, stop_token_ids do not")
             longest = min(ask.params.max_tokens, self.context - len(ask.prompt))
@@ -242,6 +249,10 @@ class Engine:
         ending = frozenset(params.stop_token_ids) | named.keys() | (frozenset() if params.ignore_eos else self.eos_ids)
         return Request(id, prompt, params, ending, named)
 
+    def _vocabulary(self) -> Vocabulary:
+        assert self.tokenizer is not None
+        return Vocabulary.of(self.tokenizer, self.decoder.config.vocab_size, self.eos_ids)
+
     def _specials(self, params: SamplingParams) -> dict[int, str]:
         """Return the stop strings that are special tokens, by token: no text ever shows those."""
         if self.tokenizer is None:
@@ -266,7 +277,9 @@ class Engine:
         own = replace(params, seed=seed_of_choice(params.seed, number))
         vocab = self.decoder.config.vocab_size
         seen = request.prompt if request.seen is None else request.seen
-        sampler = Sampler(own, seen, vocab, name=sequence.id, ending=request.ending)
+        grammar = ask.grammar if isinstance(ask, Submit) else None
+        mask = None if grammar is None else self.masks.mask(grammar, ask.cache_salt, sequence.id)
+        sampler = Sampler(own, seen, vocab, name=sequence.id, mask=mask, ending=request.ending)
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.prompt)
         return Choice(request, number, sequence, sampler, detokenizer, StopChecker(own.stop))
 
@@ -347,9 +360,9 @@ class Engine:
         for draw in confirmed(drafts, draws):
             if draw is None:
                 return Outcome(failure="internal")
-            if isinstance(draw, BadLogits) or choice.request.unscorable:
-                return Outcome(failure="bad_logits")
             try:
+                if isinstance(draw, BadLogits) or choice.request.unscorable:
+                    return Outcome(failure="grammar_limit" if choice.limited() else "bad_logits")
                 self.requests.accept(choice, draw, later)
             except Exception:
                 logger.exception("sequence %s failed", choice.sequence.id)

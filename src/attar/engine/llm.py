@@ -34,10 +34,13 @@ from attar.execution.parallel.executor import WorkerLost
 from attar.kernels import dispatch
 from attar.model.cache import BLOCK, ForwardBatch
 from attar.progress import Progress
+from attar.protocol.grammar import Constraint, Grammar
 from attar.protocol.messages import Delta, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.request import Completion, FinishReason, SamplingParams, TokenLogprob
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.speculation import MAX_STEP_DRAFTS, check_draft
+from attar.text.grammar_proof import Prover
+from attar.text.grammars import Vocabulary
 from attar.text.literal import LiteralChat
 from attar.text.template import render_chat
 from attar.text.tokenizer import Tokenizer
@@ -57,6 +60,7 @@ class Answer:
 
     prompt: tuple[int, ...]
     params: SamplingParams
+    grammar: Grammar | None = None
     tokens: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -151,6 +155,7 @@ class LLM:
         )  # fmt: skip
         self.decoder = self.model.decoder
         self._literal: LiteralChat | None = None
+        self._prover: Prover | None = None
         self._engine: Engine | None = None
         self._ids = itertools.count()
         self._calls: dict[str, Call] = {}  # calls of open requests, by request id
@@ -186,24 +191,35 @@ class LLM:
         step = ForwardBatch((len(ids),), len(ids), self.decoder.cache(len(ids)))
         return self.decoder.forward(torch.tensor(ids, device=self.decoder.device), step).cpu()
 
-    def generate(self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | None = None) -> list[Completion]:
-        """Continue each prompt (text or token ids); one completion a prompt, in order. They run together."""
+    def generate(
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | None = None, *,
+        constraint: Constraint | None = None,
+    ) -> list[Completion]:  # fmt: skip
+        """Continue each prompt (text or token ids); one completion a prompt, in order. They run together.
+
+        With a `constraint` (`protocol/grammar.py`), each text that ends with `stop` keeps to it, and one cut by
+        `max_tokens` begins like one that does. Raises UserError for a constraint that cannot be kept.
+        """
         several: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
-        answers = [self._answer(prompt, params) for prompt in several]
+        answers = [self._answer(prompt, params, constraint) for prompt in several]
         for _ in self._run(answers):
             pass
         return [answer.completion() for answer in answers]
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> Completion:
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *,
+        constraint: Constraint | None = None, **template: Any,
+    ) -> Completion:  # fmt: skip
         """Answer a conversation of {"role", "content"} messages through the model's chat template. `template` are
         further variables of the template, such as `tools` or `enable_thinking`."""
-        return self.generate([self.encode_chat(messages, **template)], params)[0]
+        return self.generate([self.encode_chat(messages, **template)], params, constraint=constraint)[0]
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
-    ) -> Generator[str, None, Completion]:
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *,
+        constraint: Constraint | None = None, **template: Any,
+    ) -> Generator[str, None, Completion]:  # fmt: skip
         """Answer like `chat`, and yield the text piece by piece; the generator's return value is the Completion."""
-        return self.stream(self.encode_chat(messages, **template), params)
+        return self.stream(self.encode_chat(messages, **template), params, constraint=constraint)
 
     def encode_chat(self, messages: Sequence[Message], **template: Any) -> list[int]:
         """Return the token ids of a conversation, with the assistant's turn opened, as `chat` gives them to the model.
@@ -219,22 +235,35 @@ class LLM:
             self._literal = LiteralChat(tokenizer)
         return self._literal.encode(messages, render)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, Completion]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, constraint: Constraint | None = None
+    ) -> Generator[str, None, Completion]:
         """Yield the text piece by piece, never half a character; the generator's return value is the Completion."""
-        answer = self._answer(prompt, params)
+        answer = self._answer(prompt, params, constraint)
         for delta in self._run([answer]):
             if delta.text:
                 yield delta.text
         return answer.completion()
 
-    def _answer(self, prompt: Prompt, params: SamplingParams | None) -> Answer:
+    def _proven(self, constraint: Constraint, params: SamplingParams) -> Grammar:
+        """Return a constraint's grammar, once it is proven."""
+        grammar = Grammar.of(constraint)
+        grammar.check(params)
+        if self._prover is None:
+            ends = self.model.eos_ids
+            self._prover = Prover(Vocabulary.of(self.tokenizer, self.decoder.config.vocab_size, ends))
+        self._prover.prove(grammar)
+        return grammar
+
+    def _answer(self, prompt: Prompt, params: SamplingParams | None, constraint: Constraint | None) -> Answer:
         ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if len(ids) >= self.context:
             raise UserError(
                 "context_exceeded",
                 f"the prompt has {len(ids)} tokens and the model a context of {self.context}: shorten it",
             )
-        return Answer(tuple(ids), (params or SamplingParams(**self.sampling)).seeded())
+        own = (params or SamplingParams(**self.sampling)).seeded()
+        return Answer(tuple(ids), own, None if constraint is None else self._proven(constraint, own))
 
     def _run(self, answers: Sequence[Answer]) -> Iterator[Delta]:
         """Run requests to their ends, and yield their new tokens. Raises ValueError for one that fails, RuntimeError
@@ -248,7 +277,7 @@ class LLM:
             with self._alone():
                 self._calls |= dict.fromkeys(call.answers, call)
                 for id, answer in call.answers.items():
-                    engine.submit(Submit(id, answer.prompt, answer.params))
+                    engine.submit(Submit(id, answer.prompt, answer.params, grammar=answer.grammar))
             del engine  # a larger one may replace it before all is read
             while left:
                 while not call.said:

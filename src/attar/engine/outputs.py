@@ -36,8 +36,21 @@ class Choice:
         self.sampler.commit(draw.token_id)
         if draw.token_id in self.request.ending:
             self.reason = "stop"
-        last = self.sampler.index == self.sequence.max_tokens
+        last = self.complete or self.sampler.index == self.sequence.max_tokens
         return self.reason is None and not last and not self.sampler.params.stop
+
+    @property
+    def complete(self) -> bool:
+        """True where the constraint lets nothing follow."""
+        return self.sampler.mask is not None and self.sampler.mask.finished
+
+    def limited(self) -> bool:
+        """Return whether the constraint has passed one of its limits. Behind drafts a copy of it was asked, so this one
+        is asked again."""
+        mask = self.sampler.mask
+        if mask is not None and not mask.failed:
+            mask.allowed()
+        return mask is not None and mask.failed
 
     def tell(self, draw: SampledToken) -> Delta:
         """Return the last token as an event with text; `reason` is set where it is the last of all."""
@@ -45,7 +58,7 @@ class Choice:
         if self.reason is None and self.detokenizer is not None:
             point("detokenizer.push", self.sequence.id)
             text = self._shown(self.detokenizer.push(token))
-        last = self.sampler.index == self.sequence.max_tokens
+        last = self.complete or self.sampler.index == self.sequence.max_tokens
         if (self.reason or last) and self.detokenizer is not None and not self.stops.done:
             point("detokenizer.flush", self.sequence.id)
             text += self._shown(self.detokenizer.flush())
@@ -56,7 +69,7 @@ class Choice:
         if self.stops.done:
             self.reason = "stop"
         elif last and self.reason is None:
-            self.reason = "length"
+            self.reason = "stop" if self.complete else "length"
         logprobs = None if draw.logprobs is None else (draw.logprobs,)
         point("engine.delta", self.sequence.id)
         return Delta(self.request.id, self.number, (token,), text, logprobs)

@@ -17,6 +17,7 @@ SENTENCES = {
     "cancelled": "the request was cancelled",
     "deadline": "the request did not end before its deadline",
     "bad_logits": BAD,
+    "grammar_limit": "the constraint grew past its limits along this answer: simplify it",
     "internal": "the engine failed on this request",
     "shutdown": "the engine is shutting down",
 }

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from attar.protocol.framing import frame
+from attar.protocol.grammar import Grammar
 from attar.protocol.request import FinishReason, SamplingParams, TokenLogprob
 
 MAX_FRAME = 64 << 20
@@ -33,6 +34,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     priority: int = 0  # lower goes first
     deadline: float | None = None  # seconds from now; then the request fails with `deadline`
     adapter: str = ""  # one of `Ready.adapters`; empty: the base model
+    grammar: Grammar | None = None  # proven (`text/grammar_proof.py`); every choice keeps to it
 
 
 class Embed(msgspec.Struct, frozen=True, tag="embed"):
@@ -143,12 +145,14 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     report: Report | None = None
 
 
-FAILURES = ("full", "too_long", "invalid", "deadline", "bad_logits", "internal", "cancelled", "shutdown")
+FAILURES = (
+    "full", "too_long", "invalid", "deadline", "bad_logits", "grammar_limit", "internal", "cancelled", "shutdown",
+)  # fmt: skip
 """Codes of failed requests.
 
 full: the queue is. too_long: more than the cache can ever hold. invalid: refused parameters. deadline: out of time.
-bad_logits: logits of NaN. internal: an exception in the request's own path. cancelled. shutdown: the engine is going
-down.
+bad_logits: logits of NaN. grammar_limit: a constraint grew past its limits. internal: an exception in the request's own
+path. cancelled. shutdown: the engine is going down.
 """
 
 

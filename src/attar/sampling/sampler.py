@@ -80,40 +80,24 @@ that row."""
 
 
 class Mask(Protocol):
-    """The tokens that may come next in one output, by a grammar for example.
+    """The tokens that may come next in one output, by a grammar for example (`masks.py`).
 
     A mask that allows nothing makes its row BadLogits.
     """
 
-    def allowed(self) -> Tensor:
-        """Return the allowed tokens, [V] bool, on the host."""
+    def allowed(self, drafts: Sequence[int] = ()) -> Tensor:
+        """Return the tokens allowed behind `drafts`: bits of int32 [ceil(V/32)], the lowest first, on the host."""
 
-    def advance(self, token_id: int) -> None:
-        """Accept the token as the next one."""
+    def consume(self, token_id: int) -> None:
+        """Take the token as the next one."""
 
-    def rewind(self, count: int) -> None:
-        """Undo the last `count` tokens, for looking ahead along drafts."""
+    @property
+    def finished(self) -> bool:
+        """True where the output is complete and nothing can follow."""
 
-
-class _Ahead:
-    """A mask behind some drafts."""
-
-    def __init__(self, mask: Mask, drafts: tuple[int, ...]) -> None:
-        self._mask, self._drafts = mask, drafts
-
-    def allowed(self) -> Tensor:
-        for token in self._drafts:
-            self._mask.advance(token)
-        try:
-            return self._mask.allowed()
-        finally:
-            self._mask.rewind(len(self._drafts))
-
-    def advance(self, token_id: int) -> None:
-        raise AssertionError("a state along drafts takes no tokens")
-
-    def rewind(self, count: int) -> None:
-        raise AssertionError("a state along drafts takes no tokens")
+    @property
+    def failed(self) -> bool:
+        """True where it allows nothing any more, since a limit was passed."""
 
 
 def distinct(prompt_ids: Sequence[int], vocab_size: int) -> Tensor:
@@ -149,6 +133,7 @@ class Sampler:
         assert self.params.seed is not None
         self.seed = self.params.seed
         self.index = 0  # tokens committed: the counter of the next draw
+        self.ahead: tuple[int, ...] = ()  # drafts behind them, which the mask has not taken
         self.seen = torch.empty(0, dtype=torch.int64)  # prompt tokens under the repetition penalty, ascending
         self.changes = array("d")
         """Changes of steps 0 to 2 to the logits of output tokens and biased ones, `CHANGE` numbers each.
@@ -185,21 +170,20 @@ class Sampler:
         """Record the token as part of the output."""
         point("sampler.commit", self.name)
         if self.mask is not None:
-            self.mask.advance(token_id)
+            self.mask.consume(token_id)
         self._count(token_id)
 
     def along(self, drafts: Sequence[int]) -> list[Sampler]:
         """Return the states in which the next tokens are sampled if they are the drafts: this one, and one behind each
         draft. Nothing here changes."""
         states = [self]
-        for number, token in enumerate(drafts, 1):
+        for token in drafts:
             state = copy.copy(states[-1])
             if self._counts or state.index < self.params.min_tokens:
                 state.changes, state._places = array("d", state.changes), dict(state._places)
                 state._times = Counter(state._times)
             state._count(token)
-            if self.mask is not None:
-                state.mask = _Ahead(self.mask, tuple(drafts[:number]))
+            state.ahead = (*state.ahead, token)
             states.append(state)
         return states
 
@@ -286,11 +270,20 @@ def penalized(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
         _, bias, repetition, presence, frequency = numbers.unbind(-1)
         # From the raw logits, whatever step 1 did to those of the prompt.
         rows[owners, ids] = _penalty(logits[owners, ids].double() + bias, repetition) - presence - frequency
-    masks = {i: sampler.mask.allowed() for i, sampler in enumerate(samplers) if sampler.mask is not None}
+    masks = {i: sampler.mask.allowed(sampler.ahead) for i, sampler in enumerate(samplers) if sampler.mask is not None}
     if masks:
-        masked, allowed = sent(rows.device, torch.tensor(list(masks)), torch.stack(list(masks.values())))
-        rows[masked] = rows[masked].masked_fill(~allowed, -torch.inf)
+        masked, bits = sent(rows.device, torch.tensor(list(masks)), torch.stack(list(masks.values())))
+        rows[masked] = rows[masked].masked_fill(~_unpacked(bits, rows.shape[1]), -torch.inf)
     return rows
+
+
+def _unpacked(bits: Tensor, size: int) -> Tensor:
+    """Return packed bits, int32 [n, ceil(size/32)], as bool [n, size]."""
+    if bits.device.type == "cpu":  # a tenth of torch's time
+        flags = np.unpackbits(bits.numpy().view(np.uint8), axis=1, count=size, bitorder="little")
+        return torch.from_numpy(flags).view(torch.bool)
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    return (bits[:, :, None] >> shifts & 1).flatten(1)[:, :size].bool()
 
 
 def _repeat(rows: Tensor, samplers: Sequence[Sampler]) -> None:

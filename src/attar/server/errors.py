@@ -38,7 +38,7 @@ CATALOGUE: dict[str, Kind] = {
     **dict.fromkeys((
         "invalid_json", "invalid_type", "invalid_value", "out_of_range", "invalid_length", "missing_field",
         "unknown_field", "unsupported_field", "empty_prompt", "context_length_exceeded", "no_chat_template",
-        "template_error", "invalid_http",
+        "template_error", "invalid_http", "grammar_limit",
     ), _INVALID),
     "invalid_api_key": Kind(401, "authentication_error", "authentication_error"),
     "host_not_allowed": Kind(403, "permission_error", "permission_error"),
@@ -59,6 +59,7 @@ CATALOGUE: dict[str, Kind] = {
     "loading": _BUSY,
     "draining": _BUSY,
     "engine_down": _BUSY,
+    "busy": _BUSY,
     "deadline": Kind(503, "service_unavailable_error", "overloaded_error", vain=True),  # it would take as long again
 }  # fmt: skip
 
@@ -74,6 +75,7 @@ _FAILURES = {  # the engine's code: entry, and our words, or None to show the en
     "invalid": ("invalid_value", None),
     "deadline": ("deadline", "the request took longer than the server allows"),
     "bad_logits": ("bad_logits", "the model gave no valid numbers for this prompt"),
+    "grammar_limit": ("grammar_limit", None),
     "internal": ("internal", INTERNAL),
     "cancelled": ("cancelled", CANCELLED),
     "shutdown": ("engine_down", "the engine is going down: the request was ended"),

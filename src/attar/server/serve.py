@@ -21,6 +21,7 @@ from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client.client import EngineClient
 from attar.server.engine_client.heartbeat import STUCK
 from attar.server.fair_thread_pool import TextThreads
+from attar.server.grammars import Grammars
 from attar.server.http.limits import KEEP_ALIVE_SECONDS, LimitedProtocol
 from attar.server.http.middleware import Middleware
 from attar.server.http.sockets import BACKLOG, Waiting, allowed, listen
@@ -49,7 +50,10 @@ class Server:
         self.dispatcher = Dispatcher(self.context, options.deadline)
         self.threads = TextThreads(keys)
         self.prompts = Prompts(tokenizer, self.threads, options.template_date)
-        self.app = make_app(self.dispatcher, self.prompts, self.threads, options.sampling, bool(options.keys.hashes))
+        self.grammars = Grammars(tokenizer)
+        self.app = make_app(
+            self.dispatcher, self.prompts, self.grammars, self.threads, options.sampling, bool(options.keys.hashes)
+        )
         self.middleware = Middleware(self.app, options, self.context)
         self._stop, self._now = asyncio.Event(), asyncio.Event()
 
@@ -91,6 +95,7 @@ class Server:
             await serving
             lag.cancel()
             self.threads.close()
+            self.grammars.close()
 
     async def _drain(self) -> None:
         self.context.draining = True

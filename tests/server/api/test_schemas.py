@@ -19,8 +19,8 @@ from attar.server.admission.rate_limits import Caller
 from attar.server.api import openapi, sampling_params, validation
 from attar.server.api.anthropic import AnthropicBody, AnthropicPrompt
 from attar.server.api.app import NO_DEFAULTS, make_app
+from attar.server.api.body import Body
 from attar.server.api.schemas import (
-    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -31,9 +31,7 @@ from attar.server.api.validation import read
 from attar.server.errors import APIError
 
 if TYPE_CHECKING:
-    from attar.server.dispatcher import Dispatcher
-    from attar.server.fair_thread_pool import TextThreads
-    from attar.server.prompts import Prompts
+    pass
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 LEAST: dict[type[Body], dict[str, Any]] = {
@@ -98,7 +96,7 @@ def test_an_assistants_message_is_not_continued() -> None:
         assert "continuing an assistant's message is not supported" in error.value.message
     take(AnthropicBody, messages=[*said, *MESSAGES])
     take(ChatBody, messages=said)  # there it is OpenAI's way to begin a new turn
-    made = openapi.document(make_app(*[cast("Any", None)] * 3), openapi.Served())
+    made = openapi.document(make_app(*[cast("Any", None)] * 4), openapi.Served())
     described = made["components"]["schemas"]["AnthropicBody"]["properties"]["messages"]
     assert "not continued" in described["description"]
 
@@ -178,7 +176,7 @@ def test_the_best_of_several_cannot_be_streamed_and_needs_log_probabilities() ->
 
 
 def test_candidates_are_at_least_what_is_kept_of_them_as_the_document_says() -> None:
-    rules = openapi.document(make_app(*[cast("Any", None)] * 3), openapi.Served())
+    rules = openapi.document(make_app(*[cast("Any", None)] * 4), openapi.Served())
     rules = rules["components"]["schemas"]["CompletionBody"]["not"]["not"]["allOf"]
     some: list[int | None] = [None, 1, 2, 3, 15, 16]
     for n, best_of, stream in itertools.product(some, some, (None, False, True)):
@@ -352,7 +350,7 @@ def test_the_documents_pattern_of_token_ids_is_exact(vocab: int, data: st.DataOb
 
 
 def test_the_document_names_what_is_served_and_asks_for_keys_where_they_are_needed() -> None:
-    app = make_app(cast("Dispatcher", None), cast("Prompts", None), cast("TextThreads", None))
+    app = make_app(*[cast("Any", None)] * 4)
     before = openapi.document(app, openapi.Served())
     assert "security" not in before
     assert "401" not in before["paths"]["/tokenize"]["post"]["responses"]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from attar.server.api.schemas import Body, ChatBody
+from attar.server.api.body import Body
+from attar.server.api.schemas import ChatBody
 from attar.server.errors import APIError
 from tests.server.api.test_schemas import LEAST, chat, take
 
@@ -44,7 +45,7 @@ def test_fields_that_change_no_token_are_taken_with_any_value(kind: type[Body]) 
 
 def test_of_several_fields_that_are_not_supported_the_first_is_named() -> None:
     """Not one by the seed of Python's hashes: a client was told of another after each start."""
-    wrong = {"tools": [{}], "tool_choice": "required", "response_format": {"type": "json_object"}, "echo": True}
+    wrong = {"tools": [{}], "tool_choice": "required", "logits_processors": ["x"], "echo": True}
     for order in itertools.permutations(wrong):
         with pytest.raises(APIError) as error:
             take(ChatBody, **{name: wrong[name] for name in order})

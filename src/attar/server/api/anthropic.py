@@ -15,8 +15,9 @@ from msgspec import Meta, Struct
 from attar.faults import point
 from attar.protocol.messages import Delta, Failed, Finished
 from attar.server.api import schemas
+from attar.server.api.body import Body
 from attar.server.api.openai import collect
-from attar.server.api.schemas import Body, Content, Fraction, Length, StopStrings, TopP, text_of
+from attar.server.api.schemas import Content, Fraction, Length, StopStrings, TopP, text_of
 from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
 from attar.server.request_handler import RequestHandler

@@ -18,6 +18,7 @@ from attar.server.api.status import StatusRoutes
 from attar.server.dispatcher import Dispatcher
 from attar.server.errors import INTERNAL, APIError
 from attar.server.fair_thread_pool import TextThreads
+from attar.server.grammars import Grammars
 from attar.server.prompts import Prompts
 from attar.strict_json import shown
 from attar.version import __version__
@@ -27,8 +28,8 @@ MAX_COMPARED = 64  # characters of an unknown path
 
 
 def make_app(
-    dispatcher: Dispatcher, prompts: Prompts, threads: TextThreads, sampling: Mapping[str, Any] = NO_DEFAULTS,
-    keyed: bool = False,
+    dispatcher: Dispatcher, prompts: Prompts, grammars: Grammars, threads: TextThreads,
+    sampling: Mapping[str, Any] = NO_DEFAULTS, keyed: bool = False,
 ) -> FastAPI:  # fmt: skip
     """Make the application. `sampling`: parameters of requests that do not name them. `keyed`: whether its middleware
     requires keys, which the document then states."""
@@ -36,7 +37,7 @@ def make_app(
     for kind in (APIError, HTTPException, Exception):
         app.add_exception_handler(kind, _handle)
     StatusRoutes(dispatcher).add_to(app)
-    Routes(dispatcher, prompts, threads, sampling).add_to(app)
+    Routes(dispatcher, prompts, grammars, threads, sampling).add_to(app)
     app.openapi = lambda: document(  # type: ignore[method-assign]
         app, Served(keyed, dispatcher.engine.ready, prompts.shortest, dispatcher.engine.places.most)
     )

@@ -12,23 +12,27 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from attar.faults import point
+from attar.protocol.grammar import Grammar
 from attar.protocol.messages import Ready
 from attar.server.admission.rate_limits import Caller
 from attar.server.api import anthropic, openai
 from attar.server.api import response_types as types
 from attar.server.api.anthropic import AnthropicBody, AnthropicPrompt
+from attar.server.api.constraints import refused
 from attar.server.api.openapi import taking
 from attar.server.api.sampling_params import anthropic_params, chat_params, completion_params
-from attar.server.api.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
+from attar.server.api.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, Sampling, TokenizeBody
 from attar.server.api.status import respond
 from attar.server.api.validation import BodyType, read
 from attar.server.dispatcher import Dispatcher
 from attar.server.errors import CANCELLED, APIError
 from attar.server.fair_thread_pool import TextThreads
+from attar.server.grammars import Grammars
 from attar.server.http import sse
 from attar.server.http.limits import MAX_BODY
 from attar.server.prompts import Prompts
 from attar.server.request_handler import RequestHandler
+from attar.text.grammars import GrammarError
 
 TOO_LARGE = f"the body is larger than {MAX_BODY} bytes"
 LARGE_BODY = 16 << 10  # bytes: smaller ones are parsed on the spot, in less time than a thread is asked
@@ -39,9 +43,10 @@ class Routes:
     parameter get that of `sampling`, if any."""
 
     def __init__(
-        self, dispatcher: Dispatcher, prompts: Prompts, threads: TextThreads, sampling: Mapping[str, Any]
-    ) -> None:
-        self._dispatcher, self._prompts, self._threads = dispatcher, prompts, threads
+        self, dispatcher: Dispatcher, prompts: Prompts, grammars: Grammars, threads: TextThreads,
+        sampling: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self._dispatcher, self._prompts, self._grammars, self._threads = dispatcher, prompts, grammars, threads
         self._sampling = sampling
 
     def add_to(self, app: FastAPI) -> None:
@@ -64,9 +69,10 @@ class Routes:
         caller, body, model, ready = await self._read(request, ChatBody)
         making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), ready.context)
         ids = await sse.while_wanted(request.receive, making)
+        grammar = await self._proven(request, caller, body, ready)
         params = chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
         form = openai.ChatFormat(self._prompts.tokenizer, bool(body.logprobs))
-        handler = self._dispatcher.submit(caller, [ids], params, body.n or 1, model, body.priority or 0)
+        handler = self._dispatcher.submit(caller, [ids], params, body.n or 1, model, body.priority or 0, grammar)
         if body.stream:
             options = body.stream_options or openai.NO_OPTIONS
             return await _stream(request, handler, openai.stream(handler, model, form, options), openai.FAILED)
@@ -80,13 +86,15 @@ class Routes:
             caller.cache_salt, asked, ready.vocab_size, "prompt", ready.context, new=0 if body.max_tokens == 0 else 1
         )
         ids = await sse.while_wanted(request.receive, making)
+        grammar = await self._proven(request, caller, body, ready)
         params = completion_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
         n, scored, echoes = body.n or 1, body.logprobs is not None, None
         if body.echo:
             making_echoes = self._prompts.echoes(caller.cache_salt, asked, scored)
             echoes = await sse.while_wanted(request.receive, making_echoes)
         form = openai.CompletionFormat(self._prompts.tokenizer, scored, n, ids, echoes)
-        handler = self._dispatcher.submit(caller, ids, params, body.best_of or n, model, body.priority or 0)
+        made = body.best_of or n
+        handler = self._dispatcher.submit(caller, ids, params, made, model, body.priority or 0, grammar)
         if body.stream:
             options = body.stream_options or openai.NO_OPTIONS
             return await _stream(request, handler, openai.stream(handler, model, form, options), openai.FAILED)
@@ -141,6 +149,17 @@ class Routes:
         caller, body, _, ready = await self._read(request, DetokenizeBody)
         making = self._prompts.text(caller.cache_salt, body.tokens, ready.vocab_size)
         return respond({"prompt": await sse.while_wanted(request.receive, making)})
+
+    async def _proven(self, request: Request, caller: Caller, body: Sampling, ready: Ready) -> Grammar | None:
+        """Return the request's constraint, once it is proven. Raises APIError where it cannot be kept."""
+        if (asked := body.constraint()) is None:
+            return None
+        try:
+            proof = self._grammars.prove(caller.cache_salt, asked.grammar, ready.vocab_size)
+            await sse.while_wanted(request.receive, proof)
+        except GrammarError as error:
+            raise refused(asked, error) from error
+        return asked.grammar
 
     async def _read(self, request: Request, kind: type[BodyType]) -> tuple[Caller, BodyType, str, Ready]:
         """Read the request's body. Returns the caller, the body, the name of the requested model, and the engine that

@@ -17,6 +17,8 @@ from msgspec import Meta, Struct
 
 from attar.protocol.request import MAX_REPETITION, MIN_REPETITION
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
+from attar.server.api.body import Body, Ignored
+from attar.server.api.constraints import Constrained
 from attar.server.errors import APIError
 
 MAX_PROMPTS = 128
@@ -50,36 +52,8 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES, title=
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 StopTokens = Annotated[list[Token], Meta(max_length=64)]
 Biases = Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES, title="Biases")]
-Name = Annotated[str, Meta(max_length=256)]
-Ignored = Annotated[Any, Meta(description="It changes no token: any value is accepted and ignored.")]
 Nothing = Annotated[list[Any], Meta(max_length=0)]
 Pooling = Literal["mean", "last"]
-
-
-class Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A request's body. `model` is the served model (the default) or one of its adapters."""
-
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-
-    model: Name | None = None
-    user: Ignored = None
-    metadata: Ignored = None
-    store: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    prompt_cache_options: Ignored = None
-    cache_control: Ignored = None
-    cache_prompt: Ignored = None  # llama-server's, as `id_slot`
-    id_slot: Ignored = None
-    keep_alive: Ignored = None  # Ollama's
-    session_id: Ignored = None
-    request_id: Ignored = None
-    rid: Ignored = None  # SGLang's request id
-    provider: Ignored = None  # OpenRouter's, as `usage`
-    usage: Ignored = None
-    guided_decoding_backend: Ignored = None
 
 
 class Speculation(Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,7 +77,7 @@ def check_stops(stop: str | Sequence[str] | None, name: str) -> None:
             raise APIError("invalid_length", message, name)
 
 
-class Sampling(Body, frozen=True, kw_only=True):
+class Sampling(Constrained, frozen=True, kw_only=True):
     """Fields of both /v1/completions and /v1/chat/completions; None is the default of `SamplingParams`.
 
     The waiting request of the lowest `priority` goes first, 0 where none is given. The number of times that an older
@@ -132,6 +106,11 @@ class Sampling(Body, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_stops(self.stop, "stop")
+        if (asked := self.constraint()) is not None:
+            for name in ("ignore_eos", "min_tokens"):
+                if getattr(self, name):
+                    message = f"{name}: not with {asked.field}: the constraint decides on the end"
+                    raise APIError("invalid_value", message, name)
         if self.stream_options is not None and not self.stream:
             raise APIError("invalid_value", "stream_options: only with stream = true", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
@@ -140,13 +119,12 @@ class Sampling(Body, frozen=True, kw_only=True):
 
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # of both endpoints, or of other servers' dialects
-    "stop": ("", [""]), "logit_bias": ([],), "tools": ([],), "response_format": ({"type": "text"},),
+    "stop": ("", [""]), "logit_bias": ([],), "tools": ([],),
     "use_beam_search": (False,), "num_beams": (1,), "length_penalty": (1,), "early_stopping": (False,),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True, False), "no_stop_trim": (False,),
     "include_stop_str_in_output": (False,), "echo": (False,), "prompt_logprobs": (), "truncate_prompt_tokens": (),
     "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "bad_words": ([],), "allowed_token_ids": (),
-    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
-    "json_schema": (), "grammar": ("",), "regex": (), "ebnf": (), "logits_processors": ([],), "samplers": (),
+    "grammar": ("",), "regex": (), "ebnf": (), "logits_processors": ([],), "samplers": (),
     "mirostat": (0,), "mirostat_mode": (0,), "typical_p": (1,), "tfs": (1,), "tfs_z": (1,), "top_a": (0,),
     "dynatemp_range": (0,), "xtc_probability": (0,), "dry_multiplier": (0,), "repeat_penalty": (1,),
     "no_repeat_ngram_size": (0,), "n_predict": (), "n_keep": (0,), "n_probs": (0,), "timings_per_token": (False,),

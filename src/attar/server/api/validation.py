@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from attar import strict_json
-from attar.server.api.schemas import Body
+from attar.server.api.body import Body
 from attar.server.errors import APIError
 
 BodyType = TypeVar("BodyType", bound=Body)

@@ -1,0 +1,84 @@
+"""Masks of grammars: the tokens that may come next in one output, as packed bits.
+
+A mask is the state of a grammar behind an output's tokens. Grammars are compiled once: later outputs copy the state at
+the beginning, which takes microseconds. Copies share what their grammar's lexer has learned.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attar.faults import point
+from attar.protocol.grammar import Grammar
+from attar.text.grammars import Vocabulary, mask, matcher
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+KEPT = 64  # grammars
+KEPT_BYTES = 4 << 20  # of their texts
+
+
+class GrammarMask:
+    """A grammar along one output, called `name`. `matcher` is its state at the beginning, and becomes its own."""
+
+    def __init__(self, matcher: LLMatcher, size: int, name: str = "") -> None:
+        self.name = name
+        self._matcher, self._words = matcher, -(-size // 32)
+
+    def allowed(self, drafts: Sequence[int] = ()) -> Tensor:
+        """Return the tokens that may come next, behind `drafts` where there are some.
+
+        They are bits of int32 [ceil(V/32)], the lowest first, on the host. None is set where the matcher has passed one
+        of its limits.
+        """
+        point("grammar.mask", self.name)
+        bits = mask(self._matcher, drafts)
+        if bits is None:
+            return torch.zeros(self._words, dtype=torch.int32)
+        return torch.frombuffer(bytearray(bits), dtype=torch.int32)[: self._words]
+
+    def consume(self, token_id: int) -> None:
+        """Take the next token."""
+        point("grammar.consume", self.name)
+        self._matcher.consume_token(token_id)
+
+    @property
+    def finished(self) -> bool:
+        """True where the text is complete and nothing can follow."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def failed(self) -> bool:
+        """True where the matcher has passed one of its limits: it allows nothing any more."""
+        return self._matcher.is_error()
+
+
+class GrammarMasks:
+    """Makes masks for logits of `size` columns. `vocabulary` is called once, for the first.
+
+    Compiled grammars are kept for later requests of the same salt, up to `KEPT` of them.
+    """
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary], size: int) -> None:
+        self._make, self._size = vocabulary, size
+        self._vocabulary: Vocabulary | None = None
+        self._known: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()
+
+    def mask(self, grammar: Grammar, salt: bytes = b"", name: str = "") -> GrammarMask:
+        """Return the mask of an output called `name` at its beginning. Raises GrammarError for a grammar that cannot be
+        compiled: it must be proven (`text/grammar_proof.py`)."""
+        point("grammar.compile", name)
+        if self._vocabulary is None:
+            self._vocabulary = self._make()
+        key = grammar.digest(salt)
+        found, size = self._known.pop(key, None) or (matcher(self._vocabulary, grammar), len(grammar.text))
+        self._known[key] = found, size  # the last to be forgotten
+        while len(self._known) > KEPT or sum(size for _, size in self._known.values()) > KEPT_BYTES:
+            self._known.popitem(last=False)
+        return GrammarMask(found.deep_copy(), self._size, name)
