@@ -13,6 +13,7 @@ import torch
 
 from attar.engine.engine import Engine
 from attar.engine.llm import LLM
+from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 from attar.protocol.grammar import Grammar
 from attar.protocol.messages import Delta, Event, Failed, Finished, Submit
@@ -46,7 +47,10 @@ def tokenizer(demo: Any) -> Tokenizer:
 @pytest.fixture(scope="module")
 def random(tiny_decoder: Callable[..., Decoder], tokenizer: Tokenizer) -> Decoder:
     """A model of random weights with the embedded model's vocabulary, and a few columns more."""
-    return tiny_decoder(vocab=tokenizer.vocab_size + 5)
+    store = dispatch.store("int8g32")
+    if store is None:
+        pytest.skip("the native kernels are off or do not load")
+    return tiny_decoder(scheme="w4g32", store=store, vocab=tokenizer.vocab_size + 5)
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from attar.engine.engine import Engine
+from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Delta, Embed, Event, Submit
 from attar.protocol.request import SamplingParams
@@ -17,8 +19,10 @@ from attar.sampling.drafters import Draft, DraftRequest
 from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.sampling.sampler import Sampler
 from attar.scheduling.sequence import Sequence as Tokens
+from attar.text.tokenizer import Tokenizer
 from tests.engine.conftest import ROOM, TIGHT, Answers, answers, make_engine, run
 from tests.engine.test_engine import ROUNDED, some_requests
+from tests.engine.test_grammar import JSON, WORD
 
 SEEDS = int(os.environ.get("TEST_SPECULATION_SEEDS", "24"))
 LONG = 8
@@ -193,3 +197,23 @@ def test_states_along_drafts_are_those_of_committed_tokens() -> None:
             assert at.draw() == other.draw()
             if token is not None:
                 other.commit(token)
+
+
+def test_constrained_answers_are_those_without_drafts(demo: Any, tiny_decoder: Callable[..., Decoder]) -> None:
+    """Drafts that the constraint forbids, and those behind its end, are wrong drafts like any other."""
+    tokenizer, store = Tokenizer.load(demo), dispatch.store("int8g32")
+    assert store is not None
+    made = tiny_decoder(scheme="w4g32", store=store, vocab=tokenizer.vocab_size + 5)
+    how = {"tokenizer": tokenizer, "eos_ids": tokenizer.eos_ids}
+    asks: list[Submit | Embed] = [
+        Submit(
+            f"{i}", (5, 6, 7), SamplingParams(max_tokens=60, temperature=i % 3 / 2, seed=i, logprobs=1), grammar=each
+        )
+        for i, each in enumerate([JSON, WORD] * 4)
+    ]
+    events = run(make_engine(made, **how), asks)
+    draw = random.Random(0)
+    for drafter in (SuffixDrafter(), Replay(texts_of(events), draw, tokenizer.vocab_size)):
+        for tokens in (None, LONG):
+            engine = make_engine(made, limits=DRAFTING, drafter=drafter, draft_tokens=tokens, **how)
+            assert answers(run(engine, asks)) == answers(events)

@@ -283,9 +283,7 @@ def run(
     if load.rows:
         found["row_ms"] = {
             str(rows): 1e3 * seconds
-            for rows, seconds in zip(
-                load.rows, row_costs.measure(decoder, scheme, load.prompt, load.rows), strict=True
-            )
+            for rows, seconds in zip(load.rows, row_costs.measure(decoder, scheme, load.prompt, load.rows), strict=True)
         }
     bits = scheme.bits_per_value(decoder.config.head_dim, BLOCK)
     found |= {"recorded": recorded, "load_s": loaded, "first_token_s": first, "reference_linears": store.refused}
