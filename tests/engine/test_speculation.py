@@ -16,11 +16,12 @@ from attar.protocol.messages import Delta, Embed, Event, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling.drafters import Draft, DraftRequest
+from attar.sampling.drafters.model import ModelDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.sampling.sampler import Sampler
 from attar.scheduling.sequence import Sequence as Tokens
 from attar.text.tokenizer import Tokenizer
-from tests.engine.conftest import ROOM, TIGHT, Answers, answers, make_engine, run
+from tests.engine.conftest import CONTEXT, ROOM, TIGHT, Answers, answers, make_engine, run
 from tests.engine.test_engine import ROUNDED, some_requests
 from tests.engine.test_grammar import JSON, WORD
 
@@ -32,7 +33,7 @@ DRAFTING = SchedulerConfig(max_step_tokens=48, max_drafts=16)
 class Replay:
     """Guesses what is known to come, but for some; any number of tokens at a time, and any nonsense."""
 
-    name = "replay"
+    name, costly = "replay", False
 
     def __init__(self, texts: dict[str, list[int]], draw: random.Random, vocab_size: int) -> None:
         self.texts, self.draw_, self.vocab_size = texts, draw, vocab_size
@@ -80,8 +81,9 @@ def schedule(decoder: Decoder, seed: int, count: int, kv: str | None = None) -> 
         max_step_tokens=draw.choice((8, 17, 64)), max_drafts=draw.choice((3, 16)),
     )  # fmt: skip
     replay = Replay(texts_of(events), draw, decoder.config.vocab_size)
+    smaller = ModelDrafter(decoder, CONTEXT, 8, decoder.config.vocab_size, blocks=draw.choice((4, 9, 40)))
     made = make_engine(
-        decoder, draw.choice((ROOM, TIGHT)), limits, kv=kv, drafter=draw.choice((replay, replay, SuffixDrafter())),
+        decoder, draw.choice((ROOM, TIGHT)), limits, kv=kv, drafter=draw.choice((replay, smaller, SuffixDrafter())),
         draft_tokens=draw.choice((None, LONG)), overlaps=draw.random() < 0.3,
     )  # fmt: skip
     together: list[Event] = []
@@ -134,7 +136,7 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_none(decoder: Decoder) -> N
 class Known:
     """A drafter that repeats given texts."""
 
-    name = "known"
+    name, costly = "known", False
 
     def __init__(self, texts: dict[str, list[int]]) -> None:
         self.texts = texts
@@ -162,7 +164,7 @@ def test_an_end_within_drafts_cuts_everything_behind_it(decoder: Decoder) -> Non
 class Broken:
     """A drafter that always fails."""
 
-    name = "broken"
+    name, costly = "broken", False
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         raise RuntimeError("no")
@@ -217,3 +219,33 @@ def test_constrained_answers_are_those_without_drafts(demo: Any, tiny_decoder: C
         for tokens in (None, LONG):
             engine = make_engine(made, limits=DRAFTING, drafter=drafter, draft_tokens=tokens, **how)
             assert answers(run(engine, asks)) == answers(events)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+def test_a_draft_model_that_is_the_target_is_always_right(decoder: Decoder, temperature: float) -> None:
+    """Because both draw with the same noise, after the same filters and penalties."""
+    params = SamplingParams(
+        max_tokens=41, temperature=temperature, top_p=0.95, top_k=40, repetition_penalty=1.1, frequency_penalty=0.2,
+        seed=4, min_tokens=5,
+    )  # fmt: skip
+    asks: list[Submit | Embed] = [Submit("a", (5, 6, 7) * 5, params, 2), Submit("b", (9,), params)]
+    expected = answers(run(make_engine(decoder), asks))
+    drafter = ModelDrafter(decoder, CONTEXT, 3, decoder.config.vocab_size, blocks=12)
+    made = make_engine(decoder, limits=DRAFTING, drafter=drafter, draft_tokens=4)
+    assert answers(run(made, asks)) == expected
+    assert made.speculation is not None
+    assert made.speculation.drafted == made.speculation.accepted > 80
+    assert drafter.pool.free == drafter.pool.total, "blocks of sequences that have ended"
+
+
+def test_a_draft_model_reads_again_what_it_had_no_room_for(decoder: Decoder) -> None:
+    """Three sequences take turns in a cache for two."""
+    params = SamplingParams(max_tokens=30, temperature=0)
+    asks: list[Submit | Embed] = [Submit(f"{i}", (5 + i,) * 25, params) for i in range(3)]
+    expected = answers(run(make_engine(decoder), asks))
+    drafter = ModelDrafter(decoder, CONTEXT, 3, decoder.config.vocab_size, blocks=2)
+    made = make_engine(decoder, limits=DRAFTING, drafter=drafter, draft_tokens=3)
+    assert answers(run(made, asks)) == expected
+    assert made.speculation is not None
+    assert made.speculation.accepted > 20
+    assert made.speculation.mishaps == 0

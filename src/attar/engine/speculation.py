@@ -8,17 +8,22 @@ costs the drafts of that step and is counted.
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import median
 
 from attar.engine.outputs import Choice
 from attar.faults import point
 from attar.protocol.speculation import DRAFTERS
 from attar.sampling.drafters import NO_DRAFT, Draft, Drafter, DraftRequest
 from attar.sampling.drafters.suffix import SuffixDrafter
-from attar.sampling.pace import MEMORY, Chances, Pace
+from attar.sampling.pace import MEMORY, SAMPLES, Chances, Pace
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Outcome, StepPlan
+
+LONGEST_PAUSE = 64
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +40,8 @@ class _Account:
 
     chances: Chances
     draft: Draft = NO_DRAFT
+    skipped: int = 0  # steps since a draft was last made, where drafts are costly
+    pause: int = 1  # steps to skip before one is made although it does not seem to pay
 
 
 @dataclass(eq=False)
@@ -48,6 +55,7 @@ class Speculation:
     accepted: int = 0  # of these, the right ones
     mishaps: int = 0  # exceptions of the drafter, and drafts outside the vocabulary
     _accounts: dict[Sequence, _Account] = field(default_factory=dict)
+    _drafting: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # seconds of the drafter for a draft
 
     def propose(self, choices: Iterable[Choice]) -> None:
         """Set the drafts of each decoding choice's sequence; none where they do not pay."""
@@ -59,9 +67,15 @@ class Speculation:
                 limit = self.pace.most if own is None else min(own, self.pace.most)
                 if (count := min(limit, sequence.longest - sequence.expected)) > 0:
                     asked.append(DraftRequest(sequence, sampler, count))
+        if self.drafter.costly:
+            asked = self._affordable(asked)
         accounts = [self._account(request.sequence) for request in asked]
         for account, draft in zip(accounts, self._drafts(asked), strict=True):
             account.draft = draft
+        if self.drafter.costly:
+            for request, account in zip(asked, accounts, strict=True):
+                request.sequence.drafts = account.draft.tokens
+            return
         survivals = [list(each.chances.survivals(each.draft.evidence, len(each.draft.tokens))) for each in accounts]
         for request, account, count in zip(asked, accounts, self.pace.counts(survivals), strict=True):
             request.sequence.drafts = account.draft.tokens[:count]
@@ -87,6 +101,24 @@ class Speculation:
         if all(chunk.rows == 1 + len(chunk.drafts) and chunk.samples for chunk in plan.chunks):
             self.pace.costs.record(plan.tokens, seconds)
 
+    def _affordable(self, asked: list[DraftRequest]) -> list[DraftRequest]:
+        """Return the requests for which drafts pay, each with the number that does."""
+        accounts = [self._account(request.sequence) for request in asked]
+        likely = [
+            list(account.chances.survivals(1, request.limit)) for account, request in zip(accounts, asked, strict=True)
+        ]
+        found = []
+        counts = self.pace.counts(likely, median(self._drafting) if self._drafting else 0.0)
+        for request, account, count in zip(asked, accounts, counts, strict=True):
+            if count:
+                account.pause = 1
+            elif account.skipped >= account.pause and not self.pace.fixed:
+                count, account.pause = 1, min(2 * account.pause, LONGEST_PAUSE)
+            account.skipped = 0 if count else account.skipped + 1
+            if count:
+                found.append(request._replace(limit=count))
+        return found
+
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept of a sequence that has ended."""
         if self._accounts.pop(sequence, None) is not None:
@@ -107,9 +139,11 @@ class Speculation:
         try:
             for request in asked:
                 point("draft.propose", request.sequence.id)
-            return [self._checked(draft, request) for draft, request in zip(
-                self.drafter.draft(asked), asked, strict=True
-            )]  # fmt: skip
+            since = time.perf_counter()
+            drafts = self.drafter.draft(asked)
+            if made := sum(len(draft.tokens) for draft in drafts):
+                self._drafting.append((time.perf_counter() - since) / made)
+            return [self._checked(draft, request) for draft, request in zip(drafts, asked, strict=True)]
         except Exception:
             if len(asked) > 1:
                 return [draft for request in asked for draft in self._drafts([request])]

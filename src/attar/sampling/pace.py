@@ -10,10 +10,12 @@ best are the first few of each.
 
 *Costs* are medians of the last steps by number of rows, measured as they run. Between measured numbers of rows the cost
 is interpolated. Beyond them a row is taken to cost `ROW` of the first, which is little: so a size is tried, and then
-known. A step without drafts is repeated now and then, because the costs of all sizes grow with the context.
+known. A step without drafts is repeated now and then, because the costs of all sizes grow with the context. A drafter
+that takes time adds the median of its seconds a draft.
 
 *Chances* are shares of right drafts by the drafter's evidence, of recent drafts of the same sequence, which begin as
 those of all sequences. Drafts that are not verified are compared with the next token too, where they cost nothing.
+Where they cost time none are made while none pay, but for one after 1, 2, 4 to 64 steps.
 
 Texts do not depend on any of this (`sampling/verify.py`), so it may depend on time and load.
 """
@@ -117,8 +119,9 @@ class Pace:
         self.chances = Chances(GLOBAL_MEMORY)
         self._since = 0  # steps with drafts since the last without
 
-    def counts(self, survivals: Sequence[Sequence[float]]) -> list[int]:
-        """Return how many of the drafts of each sequence to verify, given the survival of each."""
+    def counts(self, survivals: Sequence[Sequence[float]], drafting: float = 0.0) -> list[int]:
+        """Return how many of the drafts of each sequence to verify, given the survival of each, where making one takes
+        `drafting` seconds."""
         counts = [0] * len(survivals)
         drafts = sorted((-value, number) for number, each in enumerate(survivals) for value in each)[: self.together]
         if not drafts:
@@ -126,18 +129,18 @@ class Pace:
         if self._since >= REMEASURED and not self.fixed:
             self._since = 0
             return counts
-        taken = len(drafts) if self.fixed else self._paying([-value for value, _ in drafts], len(survivals))
+        taken = len(drafts) if self.fixed else self._paying([-value for value, _ in drafts], len(survivals), drafting)
         for _, number in drafts[:taken]:
             counts[number] += 1
         self._since += taken > 0
         return counts
 
-    def _paying(self, survivals: Sequence[float], sequences: int) -> int:
+    def _paying(self, survivals: Sequence[float], sequences: int, drafting: float) -> int:
         """Return how many of the drafts, the best first, bring the most tokens a second."""
         tokens = float(sequences)
         best, taken = tokens / self.costs.of(sequences), 0
         for n, survival in enumerate(survivals, 1):
             tokens += survival
-            if (speed := tokens / self.costs.of(sequences + n)) > best:
+            if (speed := tokens / (self.costs.of(sequences + n) + n * drafting)) > best:
                 best, taken = speed, n
         return taken

@@ -40,6 +40,9 @@ class Drafter(Protocol):
     """A source of drafts. What it keeps of a sequence is bounded, and lasts until `forget`."""
 
     name: str
+    costly: bool
+    """Whether drafts take time, so that their number is decided before they are made. Others are made to the limit, and
+    their number is decided by what they are."""
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return the drafts for each request. Token ids may be of any value: the caller checks them."""

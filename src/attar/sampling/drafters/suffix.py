@@ -107,7 +107,7 @@ class SuffixAutomaton:
 class SuffixDrafter:
     """The drafter of this module. It indexes the last `INDEXED` tokens of each sequence."""
 
-    name = "suffix"
+    name, costly = "suffix", False
 
     def __init__(self, shortest: int = 1) -> None:
         self.shortest = shortest
