@@ -37,6 +37,7 @@ PAGES = {
         "docs/performance.md",
         "docs/serving.md",
         "docs/structured_output.md",
+        "docs/speculative_decoding.md",
         "docs/adapters.md",
         "docs/numerics.md",
         "docs/architecture.md",
@@ -108,7 +109,7 @@ def test_commands(place: Path) -> None:
 
 def test_python(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = [body for _, kind, body in BLOCKS if kind == "python"]
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     (place / "example.py").write_text("".join(blocks))
     runpy.run_path("example.py", run_name="__main__")
     assert "torch.Size([3, " in capsys.readouterr().out
@@ -169,7 +170,7 @@ def test_packages_are_in_their_layers() -> None:
 
 def test_what_an_addition_touches_exists() -> None:
     additions = rows("To add X, touch these files")
-    assert len(additions) == 10
+    assert len(additions) == 12
     for what, touched, tests in additions:
         for cell, under in ((touched, ROOT / "src" / "attar"), (tests, ROOT)):
             files = re.findall(r"`([\w./]+\.\w+)`", cell)

@@ -223,8 +223,7 @@ class BenchConfig:
     gen: Annotated[int, option("Workload", "N", "Decode steps.", min=2)] = 128
     batch: Annotated[int, option("Workload", "N", "Sequences that decode together.", min=1)] = 1
     rows: Annotated[str | None, option(
-        "Workload", "N,N", "Measure steps of so many rows of a sequence too, such as 1,2,4,8; costs are shown over the "
-        "first's.",
+        "Workload", "LIST", "Measure steps of so many rows of a sequence too, as 1,2,4,8 over the first's cost.",
     )] = None  # fmt: skip
     device: options.Device = "cpu"
     activations: options.Activations = options.Precision.int8g128

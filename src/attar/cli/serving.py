@@ -98,9 +98,11 @@ class ServeConfig(SchedulerOptions):
         """
         from msgspec.structs import replace
 
+        from attar.checkpoints.sources import hub
         from attar.kv.schemes import check_name
         from attar.plan.fit import check_fraction
         from attar.protocol.settings import Settings
+        from attar.protocol.speculation import DRAFTERS
         from attar.server.options import parse_adapters
 
         check_name(self.kv)
@@ -111,7 +113,8 @@ class ServeConfig(SchedulerOptions):
             Settings(
                 str(path), "", activations=self.activations.value, kv=self.kv,
                 context=self.context, memory=self.memory, threads=self.threads, verify=not self.no_verify, tp=self.tp,
-                pp=self.pp, adapters=parse_adapters(self.adapter or (), name), name=name, draft=self.draft,
+                pp=self.pp, adapters=parse_adapters(self.adapter or (), name), name=name,
+                draft=self.draft if self.draft in (None, "", *DRAFTERS) else str(hub.resolve(self.draft)),
                 draft_tokens=self.draft_tokens,
             ),
             **theirs | given,
@@ -151,6 +154,7 @@ def serve(config: ServeConfig) -> None:
       attar serve ./out --preset throughput --kv int8 --memory 12GB
       attar serve ./out --scheduler policy=static --scheduler max-waiting=64
       attar serve ./out --draft suffix
+      attar serve ./large --draft ./small
       attar serve ./out --host 0.0.0.0 --api-key-file keys.txt
     """
     with errors(config.as_json):

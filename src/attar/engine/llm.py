@@ -38,7 +38,7 @@ from attar.protocol.grammar import Constraint, Grammar
 from attar.protocol.messages import Delta, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.request import Completion, FinishReason, SamplingParams, TokenLogprob
 from attar.protocol.scheduler_config import SchedulerConfig
-from attar.protocol.speculation import MAX_STEP_DRAFTS, check_draft
+from attar.protocol.speculation import DRAFTERS, MAX_STEP_DRAFTS, check_draft
 from attar.text.grammar_proof import Prover
 from attar.text.grammars import Vocabulary
 from attar.text.literal import LiteralChat
@@ -114,9 +114,9 @@ class LLM:
     fly, with one scale a row (`int8`) or for every 128 or 32 columns (`int8g128`, `int8g32`), or `exact`. On `cuda`
     they stay exact.
 
-    `draft` names the source of drafts of speculative decoding: `suffix` copies from prompt and text. Drafts change no
-    text on CPUs, only its speed. `draft_tokens` is the number of drafts in each step, up to 16; None decides by what
-    pays.
+    `draft` is the source of drafts of speculative decoding: `suffix` copies from prompt and text; otherwise it is a
+    smaller model with the same tokenizer, named like `model`. Drafts change no text on CPUs, only its speed.
+    `draft_tokens` is the number of drafts in each step, up to 16; None decides by what pays.
 
     `parallel` says how many processes share the model (`loader.py`). No probe is replayed then: it would report
     rounding that one process does not have. `close` ends the processes, as does this one's end.
@@ -146,7 +146,8 @@ class LLM:
     ) -> None:
         dispatch.require(device)  # before anything is downloaded
         check_draft(draft, draft_tokens)
-        self._drafter, self._draft_tokens = drafter(draft), draft_tokens
+        if draft is not None and draft not in DRAFTERS:
+            draft = str(hub.resolve(draft))
         path = hub.resolve(model)
         self.sampling = recommended(path) if generation_config == "model" else {}
         self.model = load_model(
@@ -154,6 +155,8 @@ class LLM:
             progress=progress,
         )  # fmt: skip
         self.decoder = self.model.decoder
+        self._draft_tokens = draft_tokens
+        self._drafter = drafter(draft, self.model, self.context, TOGETHER, activations=activations, verify=verify)
         self._literal: LiteralChat | None = None
         self._prover: Prover | None = None
         self._engine: Engine | None = None

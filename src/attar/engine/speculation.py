@@ -12,8 +12,11 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 
+from attar.engine.draft_model import load_drafter
+from attar.engine.loader import LoadedModel
 from attar.engine.outputs import Choice
 from attar.faults import point
 from attar.protocol.speculation import DRAFTERS
@@ -28,10 +31,16 @@ LONGEST_PAUSE = 64
 logger = logging.getLogger(__name__)
 
 
-def drafter(name: str | None) -> Drafter | None:
-    """Return the drafter of a name that `check_draft` accepts."""
-    assert name in (None, *DRAFTERS)
-    return None if name is None else SuffixDrafter()
+def drafter(
+    name: str | None, target: LoadedModel, context: int, sequences: int, *, activations: str, verify: bool
+) -> Drafter | None:
+    """Return the drafter of a name that `check_draft` accepts, or the draft model at that path. Raises ValueError where
+    the model cannot draft for `target`."""
+    if name is None:
+        return None
+    if name in DRAFTERS:
+        return SuffixDrafter()
+    return load_drafter(Path(name), target, context, sequences, activations=activations, verify=verify)
 
 
 @dataclass(eq=False, slots=True)

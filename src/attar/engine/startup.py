@@ -25,6 +25,7 @@ from attar.checkpoints.sources import hub
 from attar.checkpoints.sources.opening import stored
 from attar.engine import bottleneck
 from attar.engine.bottleneck import Bottlenecks, KernelMeter, StreamMeter
+from attar.engine.draft_model import memory_bytes
 from attar.engine.engine import Engine, EngineConfig
 from attar.engine.loader import LoadedModel, Parallel, load_model
 from attar.engine.memory_profile import GpuMemory, MemoryProfile, ProfileRun, measure
@@ -109,8 +110,11 @@ def _made(
 ) -> tuple[Engine, Ready]:  # fmt: skip
     """Make an engine over a loaded model, and its first message."""
     names = tuple(name for name, _ in settings.adapters)
+    drafts = drafter(
+        settings.draft, model, found.context, limits.together, activations=settings.activations, verify=settings.verify
+    )
     config = EngineConfig(
-        found.blocks, found.context, limits, model.eos_ids, held.kv, names, drafter=drafter(settings.draft),
+        found.blocks, found.context, limits, model.eos_ids, held.kv, names, drafter=drafts,
         draft_tokens=settings.draft_tokens,
     )  # fmt: skip
     made = Engine(model.decoder, model.tokenizer, config, bounds=judge, runner=model.runner)
@@ -239,6 +243,16 @@ def fit(settings: Settings, held: Deployment, limits: SchedulerConfig, threads: 
     memory, source = settings.memory, "--memory"
     if memory is None:
         memory, source = here.budget if settings.kv_fraction is None else here.memory, here.limited_by
+    if settings.draft_model is not None:
+        needed = memory_bytes(Path(settings.draft_model), settings.context or most, limits.together, threads)
+        if needed > memory:
+            raise UserError(
+                "memory_insufficient",
+                f"the draft model needs {planning.size(needed)}, but there are {planning.size(memory)} ({source}): "
+                f"{planning.size(needed - memory)} too little",
+            )
+        memory -= needed
+        source += f", less {planning.size(needed)} of the draft model"
     memory //= share.count
     source += f", of which each of {share.count} processes has its part" if share.count > 1 else ""
     cache = CacheLimits(settings.max_cached_tokens, settings.kv_fraction)

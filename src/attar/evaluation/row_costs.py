@@ -1,4 +1,4 @@
-"""c(r): the cost of a decode step of r rows over that of one row, which decides how many drafts a step can verify.
+"""Measure c(r), the cost of a decode step of r rows over that of one row: it decides how many drafts a step verifies.
 
 All numbers of rows are measured in turn, again and again, on one sequence of the same length. So other work on the
 machine, or a growing context, does not favour any. A step's rows are replayed from a recording where the model has one.

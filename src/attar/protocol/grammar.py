@@ -80,9 +80,9 @@ class Grammar:
         return cls("json_schema", text, whitespace)
 
     @classmethod
-    def choice(cls, texts: Sequence[str]) -> Grammar:
+    def choice(cls, texts: Sequence[Any]) -> Grammar:
         """Make the constraint of one of several texts. Raises UserError where there are none, or one is empty."""
-        if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
+        if isinstance(texts, str) or not texts or any(not isinstance(text, str) or text == "" for text in texts):
             raise UserError("grammar_invalid", "a choice is a list of texts, none of them empty")
         return cls("choice", json.dumps(list(texts), ensure_ascii=False))
 

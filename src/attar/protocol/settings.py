@@ -15,7 +15,7 @@ import msgspec
 
 from attar.errors import UserError
 from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
-from attar.protocol.speculation import MAX_STEP_DRAFTS, check_draft
+from attar.protocol.speculation import DRAFTERS, MAX_STEP_DRAFTS, check_draft
 
 HOPELESS, CHANGED = 2, 3
 """Exit statuses of an engine that cannot serve its model, and of one whose files differ from the server's."""
@@ -46,7 +46,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     adapters: tuple[tuple[str, str], ...] = ()  # name and folder of each
     tp: int = 1  # processes that compute each layer together
     pp: int = 1  # stages of layers
-    draft: str | None = None  # drafter of speculative decoding
+    draft: str | None = None  # drafter of speculative decoding, or the path of a draft model
     draft_tokens: int | None = None  # drafts of a sequence in each step; None: what pays
     name: str = ""  # what requests call the model; empty: its folder's name
     files: dict[str, str] = {}  # `fingerprints` of the files to serve; empty: any files
@@ -62,9 +62,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.name or Path(self.model).name
 
     @property
+    def draft_model(self) -> str | None:
+        """Return the path of the draft model; None where drafts are made without one."""
+        return None if self.draft in DRAFTERS else self.draft
+
+    @property
     def folders(self) -> tuple[str, ...]:
-        """Return the model and its adapters, whose fingerprints `files` are."""
-        return (self.model, *(folder for _, folder in self.adapters))
+        """Return the model, its adapters and its draft model, whose fingerprints `files` are."""
+        return (self.model, *(folder for _, folder in self.adapters), *filter(None, (self.draft_model,)))
 
     def limits(self) -> SchedulerConfig:
         """Return the preset with the settings that differ from it. Raises ValueError for an unknown preset or drafter,

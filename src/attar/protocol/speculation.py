@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from attar.errors import UserError
 
-DRAFTERS = ("suffix",)
+DRAFTERS = ("suffix",)  # any other name is a draft model's
 MAX_DRAFT_TOKENS = 16  # drafts of one sequence in a step
 MAX_STEP_DRAFTS = 16  # drafts of all sequences in a step: memory is planned for their logits
 
 
 def check_draft(name: str | None, tokens: int | None) -> None:
-    """Check the name of a drafter, None for none, and the number of its drafts in a step, None for what pays.
+    """Check a drafter, one of `DRAFTERS` or a model, None for none, and its drafts in a step, None for what pays.
 
-    Raises ValueError for an unknown name, a number out of range, or a number without a drafter.
+    Raises ValueError for an empty name, a number out of range, or a number without a drafter.
     """
-    if name is not None and name not in DRAFTERS:
-        raise UserError("name_unknown", f"unknown drafter {name!r}: known are {', '.join(DRAFTERS)}")
+    if name == "":
+        raise UserError("option_malformed", f"draft is {', '.join(DRAFTERS)} or a model, not empty")
     if tokens is not None and name is None:
         raise UserError("option_unused", "draft-tokens is the number of drafts of a drafter: name one with draft")
     if tokens is not None and not 0 <= tokens <= MAX_DRAFT_TOKENS:

@@ -77,8 +77,10 @@ class GrammarMasks:
         if self._vocabulary is None:
             self._vocabulary = self._make()
         key = grammar.digest(salt)
-        found, size = self._known.pop(key, None) or (matcher(self._vocabulary, grammar), len(grammar.text))
-        self._known[key] = found, size  # the last to be forgotten
+        if (known := self._known.get(key)) is None:
+            known = self._known[key] = matcher(self._vocabulary, grammar), len(grammar.text)
+        self._known.move_to_end(key)  # the last to be forgotten
+        found, _ = known
         while len(self._known) > KEPT or sum(size for _, size in self._known.values()) > KEPT_BYTES:
             self._known.popitem(last=False)
         return GrammarMask(found.deep_copy(), self._size, name)

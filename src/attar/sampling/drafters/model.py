@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from attar.execution.model_runner import Runner
+from attar.model.cache import BLOCK
 from attar.model.decoder import Decoder
 from attar.sampling import device_sampler
 from attar.sampling.drafters import NO_DRAFT, Draft, DraftRequest
@@ -30,6 +31,7 @@ from attar.scheduling.sequence import Sequence as Tokens
 from attar.scheduling.sequence import Status
 from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
+SHORT = 512  # tokens of a short sequence
 ROWS = 512  # tokens of a sequence that are read in one step
 REPLAYED = 2  # the last draft, where it was right, and the target's own token
 
@@ -67,8 +69,7 @@ class ModelDrafter:
         if decoder.config.vocab_size < vocab_size:
             raise ValueError(f"the draft model has {decoder.config.vocab_size} tokens, fewer than {vocab_size}")
         self.context, self.vocab_size = min(context, decoder.config.context), vocab_size
-        size = decoder.cache(1).block
-        blocks = blocks or max(-(-self.context // size), 8 * sequences)
+        blocks = blocks or blocks_for(self.context, sequences, BLOCK)
         self.runner = Runner(decoder, blocks, self.context, sequences=sequences, drafts=sequences)
         self.pool = BlockPool(blocks, self.runner.block)
         self._readings: OrderedDict[Tokens, _Reading] = OrderedDict()  # the last one drafted for comes last
@@ -144,6 +145,11 @@ class ModelDrafter:
     def _drop(self, reading: _Reading) -> None:
         self.pool.drop(reading.sequence.blocks)
         reading.sequence.status = Status.ENDED
+
+
+def blocks_for(context: int, sequences: int, block: int) -> int:
+    """Return the default number of blocks: enough for one sequence of the whole context, or a short one of each."""
+    return max(-(-context // block), SHORT // block * sequences)
 
 
 def _unread(sequence: Tokens) -> int:

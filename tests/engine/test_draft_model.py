@@ -1,0 +1,65 @@
+"""A draft model beside its target: what is refused, the memory, and texts that stay the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attar.engine import startup
+from attar.engine.draft_model import check_same_tokens, memory_bytes
+from attar.engine.llm import LLM
+from attar.protocol.request import SamplingParams
+from attar.protocol.settings import Settings
+from attar.text.tokenizer import Tokenizer
+from tests.errors import user_error
+
+PARAMS = [SamplingParams(max_tokens=24, temperature=t, top_p=0.9, seed=3, ignore_eos=True) for t in (0.0, 0.8)]
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "drawn"])
+def test_a_model_that_drafts_for_itself_changes_nothing_and_is_right(demo: Path, params: SamplingParams) -> None:
+    plain = LLM(demo, verify=False).generate("Once upon a time", params)
+    llm = LLM(demo, draft=str(demo), draft_tokens=3, verify=False)
+    assert [each.token_ids for each in llm.generate("Once upon a time", params)] == [plain[0].token_ids]
+    assert llm._engine is not None
+    assert llm._engine.speculation is not None
+    assert llm._engine.speculation.drafted == llm._engine.speculation.accepted > 12
+
+
+def test_a_server_counts_the_draft_model_in_its_memory(demo: Path) -> None:
+    plain = startup.start_engine(Settings(str(demo), "", context=256, memory=700 << 20, threads=1))[0]
+    needed = memory_bytes(demo, 256, plain.scheduler.limits.together, 1)
+    settings = Settings(str(demo), "", context=256, memory=700 << 20, threads=1, draft=str(demo))
+    made = startup.start_engine(settings)[0]
+    assert made.pool.total < plain.pool.total
+    assert made.speculation is not None
+    assert made.speculation.drafter.name == "model"
+    with user_error("memory_insufficient", "draft model"):
+        startup.start_engine(Settings(str(demo), "", memory=needed - 1, context=256, threads=1, draft=str(demo)))
+
+
+def test_another_tokenizer_is_refused(demo: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(demo, other)
+    made = json.loads((other / "tokenizer.json").read_text())
+    tokens = made["model"]["vocab"]
+    tokens["a"], tokens["b"] = tokens["b"], tokens["a"]
+    (other / "tokenizer.json").write_text(json.dumps(made))
+    with user_error("option_conflict", "another tokenizer"):
+        LLM(demo, draft=str(other), verify=False)
+
+
+def test_tokens_are_compared_up_to_the_models_own(demo: Path) -> None:
+    tokenizer: Any = Tokenizer.load(demo)
+    check_same_tokens(tokenizer, tokenizer, tokenizer.vocab_size)
+
+
+def test_several_processes_take_no_draft_model(demo: Path) -> None:
+    from attar.engine.loader import Parallel
+
+    with user_error("option_conflict", "suffix"):
+        LLM(demo, draft=str(demo), parallel=Parallel(tp=2), verify=False)
