@@ -287,10 +287,9 @@ class Engine:
 
     def _planned(self) -> InflightStep | None:
         """Launch the next step after the one before is over; None where there is nothing to run."""
-        began = self.clock()
         if self.speculation is not None:
             self.speculation.propose(map(self._choice_of, self.scheduler.running))
-        plan = self.scheduler.plan(began)
+        plan = self.scheduler.plan(began := self.clock())
         inflight = self._launched(plan, began) if plan.chunks else None
         if inflight is None:
             self.scheduler.commit(plan, {}, self.clock())

@@ -49,7 +49,8 @@ class _Account:
 
     chances: Chances
     draft: Draft = NO_DRAFT
-    skipped: int = 0  # steps since a draft was last made, where drafts are costly
+    skipped: int = 1  # steps since a draft was last made, where drafts are costly
+    unread: bool = True  # whether the drafter had to read more than the last step's tokens
     pause: int = 1  # steps to skip before one is made although it does not seem to pay
 
 
@@ -123,7 +124,7 @@ class Speculation:
                 account.pause = 1
             elif account.skipped >= account.pause and not self.pace.fixed:
                 count, account.pause = 1, min(2 * account.pause, LONGEST_PAUSE)
-            account.skipped = 0 if count else account.skipped + 1
+            account.unread, account.skipped = account.skipped > 0, 0 if count else account.skipped + 1
             if count:
                 found.append(request._replace(limit=count))
         return found
@@ -150,7 +151,8 @@ class Speculation:
                 point("draft.propose", request.sequence.id)
             since = time.perf_counter()
             drafts = self.drafter.draft(asked)
-            if made := sum(len(draft.tokens) for draft in drafts):
+            made = sum(len(draft.tokens) for draft in drafts)
+            if made and not any(self._account(request.sequence).unread for request in asked):
                 self._drafting.append((time.perf_counter() - since) / made)
             return [self._checked(draft, request) for draft, request in zip(drafts, asked, strict=True)]
         except Exception:
