@@ -234,6 +234,27 @@ def test_mse_range_never_loses_to_minmax(bits: int, symmetric: bool, granularity
         assert float(error(found).sum()) < 0.95 * float(error(plain).sum())
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_mse_range_tries_every_factor(bits: int, symmetric: bool, dtype: torch.dtype) -> None:
+    """Groups that leave the search early end with the range of the full search, to the bit."""
+    grid = Grid("int", bits, symmetric, "group", 32)
+    weight = heavy_tailed(128 * 96).view(128, 96)
+    weight[3], weight[4, 40:], weight[5] = 0.0, 0.0, 2e-7 * weight[5]  # scales that underflow in float16
+    weight[6] = weight[6].abs() + 3
+    low, high = affine.min_max(weight, grid)
+    least, best = torch.full_like(low, torch.inf), (low, high)
+    for step in range(observers.STEPS + 1):
+        factor = 1 - (1 - observers.LOWEST) * step / observers.STEPS
+        scale, zero = affine.qparams(low * factor, high * factor, grid, dtype)
+        values = affine.to_values(affine.round_to_grid(weight, scale, zero, grid), scale, zero)
+        error = affine.by_scale((values.float() - weight).abs() ** observers.NORM, low.shape[1]).sum(-1)
+        better, least = error < least, torch.minimum(error, least)
+        best = best[0].where(~better, low * factor), best[1].where(~better, high * factor)
+    assert all(torch.equal(a, b) for a, b in zip(mse_range(weight, grid, dtype), best, strict=True))
+
+
 def test_mse_range_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, grid = heavy_tailed(12 * 32).view(12, 32), Grid("int", 4, True, "group", 16)
     whole = mse_range(weight, grid)

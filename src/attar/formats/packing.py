@@ -36,9 +36,9 @@ _SLICE = 1 << 19
 assert sys.byteorder == "little", "bit orders here are those of little-endian machines"
 
 
-def row_slices(rows: int, columns: int) -> Iterator[slice]:
-    """Return slices that cover `rows` in order, each of about half a million elements and at least one row."""
-    step = max(1, _SLICE // max(1, columns))
+def row_slices(rows: int, columns: int, elements: int = _SLICE) -> Iterator[slice]:
+    """Return slices that cover `rows` in order, each of about `elements` and at least one row."""
+    step = max(1, elements // max(1, columns))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
