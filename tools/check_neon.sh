@@ -11,7 +11,7 @@ fi
 mkdir -p "$build"
 # Bindings are compiled too and dropped by the linker: nothing here calls them, and there is no Python for Arm.
 include="$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
-for source in tools/check_levels.cpp src/attar/csrc/{attention,cpu,limits,linear,lookup,matrix,progressive,quantize,rows}.cpp; do
+for source in tools/check_levels.cpp src/attar/csrc/{attention,cpu,limits,linear,lookup,matrix,pool,progressive,quantize,rows}.cpp; do
     "$compiler" -std=c++17 -O1 -ffp-contract=off -ffunction-sections -fdata-sections -Wall -Wextra -Werror \
         -Wno-psabi -Wno-maybe-uninitialized -Wno-unknown-pragmas -Wno-attributes -Wno-unused-variable -D_GLIBCXX_ASSERTIONS \
         -isystem "$include" -isystem "$("$python" -m nanobind --include_dir)" \

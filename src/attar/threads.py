@@ -1,11 +1,11 @@
 """OpenMP wait policy: threads spin briefly, then sleep.
 
-A matrix product is split between threads, which meet at its end. By default OpenMP's runtime (GNU's, which torch brings
-for Linux) lets an early thread spin for milliseconds. That is fast where each thread has a core of its own. Where
-another program runs, a spinning thread may keep the core from the thread that it waits for. Every product then takes a
-turn of the scheduler. On two cores shared with two other programs, decoding the embedded model took up to a hundred
-times as long as with `SPINS`. On idle cores, a model of 0.5 B parameters was as fast either way. The embedded model,
-whose steps are short and pause often, made a tenth fewer tokens in batches (docs/log/2026-11.md, 2026-11-25).
+Torch's operations are split between OpenMP's threads, which meet at the end. The native kernels have threads of their
+own (csrc/pool.h). By default OpenMP's runtime (GNU's, which torch brings for Linux) lets an early thread spin for
+milliseconds. That is fast where each thread has a core of its own. Where another program runs, a spinning thread may
+keep the core from the thread that it waits for. Every operation then takes a turn of the scheduler. While the kernels
+still ran on OpenMP, decoding beside two other programs took up to a hundred times as long as with `SPINS`
+(docs/log/2026-11.md, 2026-11-25).
 
 Torch reads the setting from the environment when it is first imported, so importing attar sets it before. A program
 that imports torch first keeps its own wait policy.

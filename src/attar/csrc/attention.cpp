@@ -25,10 +25,7 @@
 #include <stdexcept>
 #include <vector>
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
+#include "pool.h"
 #include "simd.h"
 
 namespace attar {
@@ -45,7 +42,7 @@ constexpr float TINY = 1e-30f;                  // weights and queries below it 
 constexpr float HIDDEN = -3e38f;                // the score of a slot that is not seen: finite, so that NaN can be told
 constexpr std::int32_t EMPTY = std::numeric_limits<std::int32_t>::max();  // a position that no query sees
 constexpr std::int64_t MOST_COLUMNS = 512;      // of a head: integer sums stay within 31 bits
-constexpr std::int64_t SERIAL_BELOW = 1 << 18;  // multiply-adds; a parallel region costs about as much as this many
+constexpr std::int64_t SERIAL_BELOW = 1 << 18;  // multiply-adds; a shared call costs about as much as this many
 constexpr std::int64_t SERIAL_WRITES = 1 << 15;  // elements
 
 constexpr std::int64_t MOST_BITS = 6;           // of a coordinate
@@ -129,15 +126,7 @@ struct Nuq {
 
 [[noreturn]] void refuse(const char* why) { throw std::invalid_argument(why); }
 
-int thread_number() {
-#if defined(_OPENMP)
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
-
-// Memory that a calling thread keeps from call to call, for fresh pages cost more than what is computed on them.
+// Memory that a thread keeps from call to call, for fresh pages cost more than what is computed on them.
 class Buffer {
    public:
     unsigned char* at_least(std::size_t bytes) {
@@ -358,7 +347,6 @@ void run(const Attention& a, const Pages& pages, const Sizes& sizes, Level level
 
     static thread_local Buffer bench_memory, part_memory, end_memory;
     const Bench bench(sizes, pages.layout);
-    unsigned char* const benches = bench_memory.at_least(bench.bytes() * static_cast<std::size_t>(threads));
     float* const parts = reinterpret_cast<float*>(part_memory.at_least(sizeof(float) * static_cast<std::size_t>(kept)));
     float* ends = nullptr;
     if (a.mass != nullptr)
@@ -366,14 +354,13 @@ void run(const Attention& a, const Pages& pages, const Sizes& sizes, Level level
             end_memory.at_least(sizeof(float) * 2 * static_cast<std::size_t>(a.rows * a.heads)));
     const auto laid = [&](std::int64_t i) {
         Tile tile = tiles[i];
-        bench.lay(tile, benches + bench.bytes() * static_cast<std::size_t>(thread_number()));
+        bench.lay(tile, bench_memory.at_least(bench.bytes()));
         return tile;
     };
 
     const std::int64_t many = static_cast<std::int64_t>(pieces.size());
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-    for (std::int64_t i = many - 1; i >= 0; --i) {  // the last see the most slots: they are begun first
-        const Piece& piece = pieces[i];
+    for_each(many, threads > 1, [&](std::int64_t item) {
+        const Piece& piece = pieces[many - 1 - item];  // the last see the most slots: they are begun first
         Tile tile = laid(piece.tile);
         if (tile.part_at < 0) {
             begin(sizes, tile);
@@ -383,16 +370,15 @@ void run(const Attention& a, const Pages& pages, const Sizes& sizes, Level level
             attend(a, pages, sizes, tile, piece.from, piece.to,
                    parts + tile.part_at + (piece.from - tile.from) * tile.rows * record);
         }
-    }
+    });
     if (kept > 0) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-        for (std::int64_t i = 0; i < count; ++i) {
-            if (tiles[i].part_at < 0) continue;
+        for_each(count, threads > 1, [&](std::int64_t i) {
+            if (tiles[i].part_at < 0) return;
             Tile tile = laid(i);
             begin(sizes, tile);
             merge(sizes, tile, tile.to - tile.from, parts + tile.part_at);
             finish(a, pages, sizes, tile, ends);
-        }
+        });
     }
     if (a.mass == nullptr) return;
 
@@ -406,8 +392,7 @@ void run(const Attention& a, const Pages& pages, const Sizes& sizes, Level level
         heads.back().second = i + 1;
     }
     const std::int64_t most = (reach + SPLIT - 1) / SPLIT, total = static_cast<std::int64_t>(heads.size()) * most;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-    for (std::int64_t i = 0; i < total; ++i) {
+    for_each(total, threads > 1, [&](std::int64_t i) {
         const auto [from, to] = heads[i / most];
         const std::int64_t split = i % most;
         float* mass = a.mass + (tiles[from].sequence * pages.kv_heads + tiles[from].head) * reach;
@@ -415,19 +400,18 @@ void run(const Attention& a, const Pages& pages, const Sizes& sizes, Level level
             Tile tile = laid(t);
             if (split >= tile.from && split < tile.to) add_mass(a, pages, sizes, tile, split, ends, mass);
         }
-    }
+    });
 }
 
 template <class T>
 void write(const Write& w, const Pages& pages, const Sizes& sizes, Level level) {
     const auto write_row = ATTAR_PICK(level, write_row<T>);
     const std::int64_t elements = w.rows * (w.heads + 2 * sizes.kv_heads) * sizes.head_dim;
-#pragma omp parallel for schedule(static) if (w.rows > 1 && elements >= SERIAL_WRITES)
-    for (std::int64_t row = 0; row < w.rows; ++row) {
+    for_rows(w.rows, w.rows > 1 && elements >= SERIAL_WRITES, [&](std::int64_t row) {
         alignas(64) float x[MOST_COLUMNS];
         alignas(64) std::int8_t codes[MOST_COLUMNS];
         write_row(w, pages, sizes, row, x, codes);
-    }
+    });
 }
 
 // Rows of one sequence that one thread writes at a time: those of a run, for its slots share bytes, or, where blocks are
@@ -465,8 +449,7 @@ void write_pieces(const Write& w, const Pages& pages, const Sizes& sizes, Level 
     const bool apart = std::adjacent_find(owners.begin(), owners.end()) == owners.end();
     const std::int64_t many = static_cast<std::int64_t>(pieces.size()), lots = apart ? many : 1;
     const std::int64_t elements = w.rows * (w.heads + 2 * sizes.kv_heads) * sizes.head_dim;
-#pragma omp parallel for schedule(static) if (elements >= SERIAL_WRITES / 16)
-    for (std::int64_t i = 0; i < lots * sizes.kv_heads; ++i) {
+    for_each(lots * sizes.kv_heads, elements >= SERIAL_WRITES / 16, [&](std::int64_t i) {
         alignas(64) float x[16 * MOST_COLUMNS];
         alignas(64) float y[16 * MOST_COLUMNS];
         const std::int64_t g = i % sizes.kv_heads, lot = i / sizes.kv_heads;
@@ -481,7 +464,7 @@ void write_pieces(const Write& w, const Pages& pages, const Sizes& sizes, Level 
             }
             if (full) finish_block(pages, sizes, w.slots[piece.from] / sizes.block, piece.owner, g, y);
         }
-    }
+    });
 }
 
 }  // namespace

@@ -42,7 +42,7 @@ const std::vector<std::string>& levels();
 // Throws std::invalid_argument where the name is unknown or this machine cannot run the level.
 Level level_of(const std::string& name);
 
-// Threads of the pool that kernels share with torch; 1 where they were built without OpenMP.
+// Threads that a call may use: as many as torch's operations; 1 where kernels were built without OpenMP.
 std::int64_t threads();
 
 }  // namespace attar

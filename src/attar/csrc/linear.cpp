@@ -29,6 +29,7 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cfloat>
 #include <cstdlib>
 #include <limits>
@@ -36,6 +37,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "pool.h"
 #include "simd.h"
 
 namespace attar {
@@ -68,15 +70,16 @@ class Scratch {
 #define ATTAR_KERNELS "linear.inl"
 #include "for_levels.h"
 
-thread_local Scratch of_thread;   // of the thread that works on a panel
-thread_local Scratch of_caller;   // of the thread that calls: what all threads of the call share
-thread_local Scratch of_gate;     // of the thread that calls: outputs before they are gated
+thread_local Scratch of_thread;  // of the thread that works on a panel
+thread_local std::shared_ptr<Scratch> of_call;  // of the thread that calls: what all threads of the call share
+thread_local Scratch of_gate;    // of the thread that calls: outputs before they are gated
 
 constexpr std::int64_t CHUNK_BYTES = std::int64_t{1} << 20;  // of int8 rows that share an unpacked panel
 constexpr std::int64_t LARGEST_CHUNK = 512;                  // rows
 constexpr std::int64_t FLOAT_CHUNK = 96;                     // rows, a multiple of those in registers
 constexpr std::int64_t PANEL = 4;                            // blocks
-constexpr std::int64_t SERIAL_BELOW = 1 << 15;               // multiplications; a parallel region costs a microsecond
+constexpr std::int64_t PIECES = 8;                           // a thread, of the blocks of a few rows' product
+constexpr std::int64_t SERIAL_BELOW = 1 << 15;               // multiplications; a shared call costs a microsecond
 constexpr std::int64_t MOST = std::numeric_limits<std::int64_t>::max() / 1024;
 
 // Rows from which weights are unpacked, or made floats, once for all of them, by Level; measured by bench/kernels.py.
@@ -95,24 +98,95 @@ std::int64_t many_from(const Factors& factors, Level level) {
     return m.bits == 8 && m.groups == 1 && factors.activation_group == 0 ? OF_BYTES[at] : OF_CODES[at];
 }
 
+// Memory for what a call shares: the last call's, unless a thread still reads it.
+Scratch& shared_by_call() {
+    if (!of_call || of_call.use_count() > 1) of_call = std::make_shared<Scratch>();
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return *of_call;
+}
+
 // Block `index` of all factors, counted through: (factor, block within it).
 struct Place {
     const Factor* factor;
     std::int64_t block;
 };
-Place find(const Factors& factors, std::int64_t index, std::int64_t unit) {
-    for (const Factor& factor : factors.factors) {
+Place find(const std::vector<Factor>& factors, std::int64_t index, std::int64_t unit) {
+    for (const Factor& factor : factors) {
         const std::int64_t count = (factor.matrix->blocks() + unit - 1) / unit;
         if (index < count) return {&factor, index * unit};
         index -= count;
     }
     return {nullptr, 0};
 }
-std::int64_t count(const Factors& factors, std::int64_t unit) {
+std::int64_t count(const std::vector<Factor>& factors, std::int64_t unit) {
     std::int64_t total = 0;
-    for (const Factor& factor : factors.factors) total += (factor.matrix->blocks() + unit - 1) / unit;
+    for (const Factor& factor : factors) total += (factor.matrix->blocks() + unit - 1) / unit;
     return total;
 }
+
+// Blocks from .. to of all factors, those of one factor at a time.
+template <class Each>
+void each_stretch(const std::vector<Factor>& factors, std::int64_t from, std::int64_t to, const Each& each) {
+    while (from < to) {
+        const Place place = find(factors, from, 1);
+        const std::int64_t last = std::min(place.factor->matrix->blocks(), place.block + to - from);
+        each(*place.factor, place.block, last);
+        from += last - place.block;
+    }
+}
+
+// A product of a few rows, in pieces of blocks that lie together: streams of memory. A piece may be computed twice
+// (pool.h). What it reads apart belongs to it, but for biases: they are added last, and so can be added while copying.
+class FewRows {
+   public:
+    FewRows(decltype(&portable::integer_few) multiply, const Factors& factors, const QuantizedRows& rows, std::int64_t pieces,
+            float* out)
+        : multiply_(multiply), factors_(factors.factors), own_(factors.factors), rows_(rows), of_rows_(of_call),
+          blocks_(count(own_, 1)), pieces_(pieces), width_(factors.width), out_(out) {
+        for (Factor& factor : own_) factor.bias = nullptr;
+    }
+
+    void compute(std::int64_t piece) const {
+        each_stretch(factors_, from(piece), from(piece + 1), [&](const Factor& factor, std::int64_t first, std::int64_t last) {
+            multiply_(factor, rows_, first, last, out_, width_, of_thread);
+        });
+    }
+    // To the thread's memory: rows of the piece's outputs, padded to whole blocks.
+    void apart(std::int64_t piece) const {
+        float* part = memory(piece);
+        each_stretch(own_, from(piece), from(piece + 1), [&](const Factor& factor, std::int64_t first, std::int64_t last) {
+            multiply_(factor, rows_, first, last, part - factor.offset - first * LANES, stride(piece), of_thread);
+            part += (last - first) * LANES;
+        });
+    }
+    void copy(std::int64_t piece) const {
+        const float* part = memory(piece);
+        each_stretch(factors_, from(piece), from(piece + 1), [&](const Factor& factor, std::int64_t first, std::int64_t last) {
+            const std::int64_t start = first * LANES, many = std::min(last * LANES, factor.matrix->rows) - start;
+            for (std::int64_t r = 0; r < rows_.rows; ++r) {
+                const float* row = part + r * stride(piece);
+                float* to = out_ + r * width_ + factor.offset + start;
+                for (std::int64_t i = 0; i < many; ++i) to[i] = factor.bias ? row[i] + factor.bias[start + i] : row[i];
+            }
+            part += (last - first) * LANES;
+        });
+    }
+
+   private:
+    std::int64_t from(std::int64_t piece) const { return blocks_ * piece / pieces_; }
+    std::int64_t stride(std::int64_t piece) const { return (from(piece + 1) - from(piece)) * LANES; }
+    float* memory(std::int64_t piece) const {
+        return reinterpret_cast<float*>(of_thread.at(3, rows_.rows * stride(piece) * 4));
+    }
+
+    decltype(&portable::integer_few) multiply_;
+    const std::vector<Factor>& factors_;  // the caller's, and so is `out`
+    std::vector<Factor> own_;             // without biases
+    QuantizedRows rows_;
+    std::shared_ptr<Scratch> of_rows_;
+    std::int64_t blocks_, pieces_, width_;
+    float* out_;
+};
 
 void prepare(const Factors& factors, const float* x, float* out) {
     for (std::int64_t i = 0; i < factors.columns; ++i) {
@@ -130,22 +204,22 @@ QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows
     out.scales_a_row = out.group ? (columns + out.group - 1) / out.group : 1;
     out.part = out.group ? std::min(out.group, first.group) : first.group, out.parts = (out.group ? columns : first.padded) / out.part;
     out.tiles = (rows + tile - 1) / tile;
-    out.codes = reinterpret_cast<std::int8_t*>(of_caller.at(0, out.steps * out.step_bytes()));
-    out.scales = reinterpret_cast<float*>(of_caller.at(1, rows * out.scales_a_row * 4));
-    out.sums = reinterpret_cast<std::int32_t*>(of_caller.at(2, rows * out.parts * 4));
+    Scratch& memory = shared_by_call();
+    out.codes = reinterpret_cast<std::int8_t*>(memory.at(0, out.steps * out.step_bytes()));
+    out.scales = reinterpret_cast<float*>(memory.at(1, rows * out.scales_a_row * 4));
+    out.sums = reinterpret_cast<std::int32_t*>(memory.at(2, rows * out.parts * 4));
     const bool offsets = std::any_of(factors.factors.begin(), factors.factors.end(),
                                      [](const Factor& factor) { return factor.matrix->offsets != nullptr; });
     const bool parts_wanted = few || offsets || out.group;
     if (parts_wanted) {  // and a vector more: whole ones are read where fewer rows are there
         const std::int64_t all_parts = out.tiles * tile * out.parts;
-        out.part_scales = reinterpret_cast<float*>(of_caller.at(3, all_parts * 8 + 64));
+        out.part_scales = reinterpret_cast<float*>(memory.at(3, all_parts * 8 + 64));
         out.terms = out.part_scales + all_parts;
     }
     const auto into = ATTAR_PICK(level, quantize_into);
     const auto parts = ATTAR_PICK(level, make_parts);
     const bool prepared = factors.order || factors.divisor;
-#pragma omp parallel for schedule(static) if (rows > 1 && rows * columns >= SERIAL_BELOW)
-    for (std::int64_t r = 0; r < rows; ++r) {
+    for_rows(rows, rows > 1 && rows * columns >= SERIAL_BELOW, [&](std::int64_t r) {
         const float* from = x + r * columns;
         if (prepared) {
             auto* room = reinterpret_cast<float*>(of_thread.at(0, columns * 4));
@@ -154,7 +228,7 @@ QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows
         }
         into(out, r, from, factors.fixed_scale);
         if (parts_wanted) parts(out, r);
-    }
+    });
     return out;
 }
 
@@ -204,52 +278,34 @@ void linear(const Factors& factors, const float* x, std::int64_t rows, float* ou
     }
     const std::int64_t width = factors.width;
     const bool parallel = rows * factors.columns * width >= SERIAL_BELOW * 8;
-    // Each thread its share of the blocks, one stream of memory.
-    const auto each_share = [&](const auto& multiply) {
-        const std::int64_t blocks = count(factors, 1), workers = parallel ? threads() : 1;
-#pragma omp parallel for schedule(static) num_threads(static_cast<int>(workers)) if (workers > 1)
-        for (std::int64_t worker = 0; worker < workers; ++worker) {
-            std::int64_t at = blocks * worker / workers;
-            const std::int64_t end = blocks * (worker + 1) / workers;
-            while (at < end) {
-                const Place place = find(factors, at, 1);
-                const std::int64_t stop = std::min(place.factor->matrix->blocks(), place.block + end - at);
-                multiply(*place.factor, place.block, stop);
-                at += stop - place.block;
-            }
-        }
-    };
+    const std::int64_t blocks = count(factors.factors, 1), pieces = parallel ? std::min(blocks, PIECES * threads()) : 1;
     if (factors.integer && few_rows) {
         const QuantizedRows quantized = quantize(factors, x, rows, true, level);
         const auto few = ATTAR_PICK(level, integer_few);
-        return each_share([&](const Factor& factor, std::int64_t first, std::int64_t last) {
-            few(factor, quantized, first, last, out, width, of_thread);
-        });
+        return for_each_twice(pieces, parallel, std::make_shared<const FewRows>(few, factors, quantized, pieces, out));
     }
     if (factors.integer) {
         const std::int64_t unit = factors.gate ? PANEL / 2 : PANEL;
-        const std::int64_t panels = factors.gate ? count(factors, unit) / 2 : count(factors, unit);
+        const std::int64_t panels = count(factors.factors, unit) / (factors.gate ? 2 : 1);
         const QuantizedRows quantized = quantize(factors, x, rows, false, level);
         const auto many = ATTAR_PICK(level, integer_many);
         const std::int64_t fit = CHUNK_BYTES / (quantized.steps * 64) / 32 * 32;
         const std::int64_t chunk = std::min(std::clamp<std::int64_t>(fit, 32, LARGEST_CHUNK), rows);
         const std::int64_t chunks = (rows + chunk - 1) / chunk;
-#pragma omp parallel for schedule(dynamic, 1) if (parallel)
-        for (std::int64_t item = 0; item < chunks * panels; ++item) {
-            const Place place = find(factors, item % panels, unit);
+        for_each(chunks * panels, parallel, [&](std::int64_t item) {
+            const Place place = find(factors.factors, item % panels, unit);
             const std::int64_t row = item / panels * chunk;
             many(factors, *place.factor, quantized, row, std::min(chunk, rows - row), place.block, out, of_thread);
-        }
+        });
         return;
     }
     if (factors.order || factors.divisor || factors.rounding.kind != Rounding::none) {
-        auto* room = reinterpret_cast<float*>(of_caller.at(0, rows * factors.columns * 4));
+        auto* room = reinterpret_cast<float*>(shared_by_call().at(0, rows * factors.columns * 4));
         const auto round = ATTAR_PICK(level, round_row);
-#pragma omp parallel for schedule(static) if (rows > 1 && rows * factors.columns >= SERIAL_BELOW)
-        for (std::int64_t r = 0; r < rows; ++r) {
+        for_rows(rows, rows > 1 && rows * factors.columns >= SERIAL_BELOW, [&](std::int64_t r) {
             prepare(factors, x + r * factors.columns, room + r * factors.columns);
             if (factors.rounding.kind != Rounding::none) round(factors.rounding, room + r * factors.columns, factors.columns);
-        }
+        });
         x = room;
     }
     const bool as_read = std::all_of(factors.factors.begin(), factors.factors.end(), [](const Factor& factor) {
@@ -257,19 +313,21 @@ void linear(const Factors& factors, const float* x, std::int64_t rows, float* ou
     });
     if (as_read && few_rows) {
         const auto few = ATTAR_PICK(level, float_few);
-        return each_share([&](const Factor& factor, std::int64_t first, std::int64_t last) {
-            few(factor, x, rows, first, last, out, width);
+        return for_each(pieces, parallel, [&](std::int64_t piece) {
+            each_stretch(factors.factors, blocks * piece / pieces, blocks * (piece + 1) / pieces,
+                         [&](const Factor& factor, std::int64_t first, std::int64_t last) {
+                             few(factor, x, rows, first, last, out, width);
+                         });
         });
     }
-    const std::int64_t panels = count(factors, PANEL);
+    const std::int64_t panels = count(factors.factors, PANEL);
     const auto panel = ATTAR_PICK(level, float_panel);
     const std::int64_t chunk = std::min(FLOAT_CHUNK, rows), chunks = (rows + chunk - 1) / chunk;
-#pragma omp parallel for schedule(dynamic, 1) if (parallel)
-    for (std::int64_t item = 0; item < chunks * panels; ++item) {
-        const Place place = find(factors, item % panels, PANEL);
+    for_each(chunks * panels, parallel, [&](std::int64_t item) {
+        const Place place = find(factors.factors, item % panels, PANEL);
         const std::int64_t row = item / panels * chunk;
         panel(*place.factor, x, factors.columns, row, std::min(chunk, rows - row), place.block, out, width, of_thread);
-    }
+    });
 }
 
 }  // namespace attar

@@ -22,6 +22,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "pool.h"
 #include "python.h"
 #include "simd.h"
 
@@ -29,7 +30,7 @@ namespace attar {
 namespace {
 
 constexpr std::int64_t MOST = std::int64_t{1} << 40;         // elements of a matrix: far from overflow
-constexpr std::int64_t SERIAL_BELOW = 1 << 18;               // multiplications; a parallel region costs a microsecond
+constexpr std::int64_t SERIAL_BELOW = 1 << 18;               // multiplications; a shared call costs a microsecond
 constexpr std::int64_t CHUNK_BYTES = std::int64_t{1} << 18;  // of rows that stay in the second cache
 
 #define ATTAR_KERNELS "lookup.inl"
@@ -138,21 +139,20 @@ void lookup_linear(const LookupFactors& factors, const float* x, std::int64_t ro
     float* const wide = at_least(std::min(rows, chunk) * padded);
     for (std::int64_t from = 0; from < rows; from += chunk) {
         const std::int64_t many = std::min(chunk, rows - from);
-#pragma omp parallel for schedule(static) if (many * padded >= SERIAL_BELOW)
-        for (std::int64_t r = 0; r < many; ++r) {
+        for_rows(many, many * padded >= SERIAL_BELOW, [&](std::int64_t r) {
             const float* row = x + (from + r) * columns;
             float* to = wide + r * padded;
             for (std::int64_t c = 0; c < columns; ++c) to[c] = row[factors.order ? factors.order[c] : c];
             if (factors.divisor)
                 for (std::int64_t c = 0; c < columns; ++c) to[c] /= factors.divisor[c];
             std::fill(to + columns, to + padded, 0.0f);
-        }
+        });
         for (const LookupFactor& factor : factors.factors) {
             const std::int64_t outputs = factor.matrix->rows, blocks = (outputs + LANES - 1) / LANES;
-#pragma omp parallel for schedule(static) if (many * columns * outputs >= SERIAL_BELOW)
-            for (std::int64_t block = 0; block < blocks; ++block)
+            for_rows(blocks, many * columns * outputs >= SERIAL_BELOW, [&](std::int64_t block) {
                 some(factor, wide, many, padded, block * LANES, std::min(outputs, (block + 1) * LANES), out + from * width,
                      width);
+            });
         }
     }
 }

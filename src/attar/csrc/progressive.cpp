@@ -30,6 +30,7 @@
 #include <utility>
 
 #include "linear.h"
+#include "pool.h"
 #include "python.h"
 #include "quantize.h"
 #include "simd.h"
@@ -41,7 +42,8 @@ constexpr std::int64_t STEP = 64;                            // columns of rows 
 constexpr std::int64_t PANEL = 4;                            // blocks
 constexpr std::int64_t MOST_COLUMNS = std::int64_t{1} << 16;  // sums of products of int8 fit 32 bits
 constexpr std::int64_t MOST = std::int64_t{1} << 40;         // elements of a matrix: far from overflow
-constexpr std::int64_t SERIAL_BELOW = 1 << 15;               // multiplications; a parallel region costs a microsecond
+constexpr std::int64_t PIECES = 8;                           // a thread, of the blocks of a few rows' product
+constexpr std::int64_t SERIAL_BELOW = 1 << 15;               // multiplications; a shared call costs a microsecond
 constexpr std::int64_t CHUNK_BYTES = std::int64_t{1} << 20;  // of int8 rows that share an unpacked panel
 constexpr std::int64_t LARGEST_CHUNK = 512;                  // rows
 constexpr std::int64_t OF_LEVEL[] = {5, 5, 5, 5, 5, 8};      // rows from which panels are unpacked, by Level
@@ -112,8 +114,7 @@ Int8Rows quantize(const float* x, std::int64_t rows, const ProgressiveMatrix& m,
     out.totals = reinterpret_cast<std::int32_t*>(memory + code_bytes + sum_bytes + round_up(rows * 4, 64));
     const std::int64_t columns = m.columns, group = m.group, padded = out.steps * STEP;
     const auto sum = ATTAR_PICK(level, sum_groups);
-#pragma omp parallel for schedule(static) if (rows > 1 && rows * columns >= SERIAL_BELOW)
-    for (std::int64_t r = 0; r < rows; ++r) {
+    for_rows(rows, rows > 1 && rows * columns >= SERIAL_BELOW, [&](std::int64_t r) {
         auto* codes = reinterpret_cast<std::int8_t*>(of_thread.at_least(padded));
         std::memset(codes + columns, 0, static_cast<std::size_t>(padded - columns));
         if (quantize_rows_int8(x + r * columns, 1, columns, codes, out.scales + r, level) >= 0) {
@@ -122,7 +123,7 @@ Int8Rows quantize(const float* x, std::int64_t rows, const ProgressiveMatrix& m,
         }
         out.totals[r] = sum(codes, out.groups, group, out.sums + r * out.groups);
         for (std::int64_t s = 0; s < out.steps; ++s) std::memcpy(out.at(r, s), codes + s * STEP, STEP);
-    }
+    });
     return out;
 }
 
@@ -211,19 +212,18 @@ void progressive_linear(const ProgressiveFactors& factors, const float* x, std::
     const Int8Rows int8 = quantize(x, rows, first, level);
     if (rows < many) {
         const auto few = ATTAR_PICK(level, few_rows);
-        const std::int64_t blocks = count(factors, 1), workers = parallel ? threads() : 1;
-        // Each thread its share of the blocks, one stream of memory.
-#pragma omp parallel for schedule(static) num_threads(static_cast<int>(workers)) if (workers > 1)
-        for (std::int64_t worker = 0; worker < workers; ++worker) {
-            std::int64_t at = blocks * worker / workers;
-            const std::int64_t end = blocks * (worker + 1) / workers;
+        const std::int64_t blocks = count(factors, 1), pieces = parallel ? std::min(blocks, PIECES * threads()) : 1;
+        // Blocks that lie together, so that each piece is a stream of memory.
+        for_each(pieces, parallel, [&](std::int64_t piece) {
+            std::int64_t at = blocks * piece / pieces;
+            const std::int64_t end = blocks * (piece + 1) / pieces;
             while (at < end) {
                 const Place place = find(factors, at, 1);
                 const std::int64_t stop = std::min(place.factor->matrix->blocks(), place.block + end - at);
                 few(*place.factor, int8, place.block, stop, out, width);
                 at += stop - place.block;
             }
-        }
+        });
         return;
     }
     const auto multiply = ATTAR_PICK(level, many_rows_of);
@@ -231,13 +231,12 @@ void progressive_linear(const ProgressiveFactors& factors, const float* x, std::
     const std::int64_t fit = CHUNK_BYTES / (int8.steps * STEP) / 32 * 32;
     const std::int64_t chunk = std::min(std::clamp<std::int64_t>(fit, 32, LARGEST_CHUNK), rows);
     const std::int64_t chunks = (rows + chunk - 1) / chunk;
-#pragma omp parallel for schedule(dynamic, 1) if (parallel)
-    for (std::int64_t item = 0; item < chunks * panels; ++item) {
+    for_each(chunks * panels, parallel, [&](std::int64_t item) {
         const Place place = find(factors, item % panels, PANEL);
         const std::int64_t row = item / panels * chunk, blocks = place.factor->matrix->blocks() - place.block;
         multiply(*place.factor, int8, row, std::min(chunk, rows - row), place.block, std::min(PANEL, blocks),
                  of_thread.at_least(panel_bytes), out, width);
-    }
+    });
 }
 
 namespace nb = nanobind;

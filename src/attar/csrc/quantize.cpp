@@ -10,11 +10,13 @@
 
 #include "quantize.h"
 
+#include <atomic>
 #include <cfloat>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
 
+#include "pool.h"
 #include "simd.h"
 
 namespace attar {
@@ -22,7 +24,7 @@ namespace {
 
 constexpr std::int32_t INFINITY_BITS = 0x7f800000;
 constexpr float ROUNDER = 12582912.0f;          // 1.5 * 2^23
-constexpr std::int64_t SERIAL_BELOW = 1 << 14;  // elements; a parallel region costs about as much as this many
+constexpr std::int64_t SERIAL_BELOW = 1 << 14;  // elements; a shared call costs about as much as this many
 
 template <class To, class From>
 ATTAR_INLINE To bit_cast(From value) {
@@ -43,13 +45,13 @@ std::int64_t quantize_rows_int8(const T* x, std::int64_t rows, std::int64_t colu
     constexpr std::int64_t LIMIT = std::numeric_limits<std::int64_t>::max() / static_cast<std::int64_t>(sizeof(T));
     if (rows < 0 || columns < 1 || rows > LIMIT / columns) throw std::invalid_argument("impossible shape of rows");
     const auto row = ATTAR_PICK(level, quantize_row<T>);
-    std::int64_t bad = rows;
-#pragma omp parallel for schedule(static) reduction(min : bad) if (rows > 1 && rows * columns >= SERIAL_BELOW)
-    for (std::int64_t r = 0; r < rows; ++r) {
+    std::atomic<std::int64_t> bad{rows};
+    for_rows(rows, rows > 1 && rows * columns >= SERIAL_BELOW, [&](std::int64_t r) {
         const std::int64_t start = r * columns;
-        if (!row(x + start, columns, codes + start, scales + r)) bad = r < bad ? r : bad;
-    }
-    return bad == rows ? -1 : bad;
+        if (row(x + start, columns, codes + start, scales + r)) return;
+        for (std::int64_t least = bad; r < least && !bad.compare_exchange_weak(least, r);) {}
+    });
+    return bad == rows ? -1 : bad.load();
 }
 
 template std::int64_t quantize_rows_int8(const float*, std::int64_t, std::int64_t, std::int8_t*, float*, Level);

@@ -5,12 +5,13 @@
 #include <limits>
 #include <stdexcept>
 
+#include "pool.h"
 #include "simd.h"
 
 namespace attar {
 namespace {
 
-constexpr std::int64_t SERIAL_BELOW = 1 << 15;  // elements; a parallel region costs about as much as this many
+constexpr std::int64_t SERIAL_BELOW = 1 << 15;  // elements; a shared call costs about as much as this many
 
 #define ATTAR_KERNELS "rows.inl"
 #include "for_levels.h"
@@ -40,21 +41,20 @@ void norm(Norm kind, const float* stream, const float* delta, std::int64_t rows,
           const float* weight, const float* bias, float eps, float offset, float* sum, float* out, Level level) {
     check(rows, columns);
     const auto row = ATTAR_PICK(level, norm_row);
-#pragma omp parallel for schedule(static) if (rows > 1 && rows * columns >= SERIAL_BELOW)
-    for (std::int64_t r = 0; r < rows; ++r) {
+    for_rows(rows, rows > 1 && rows * columns >= SERIAL_BELOW, [&](std::int64_t r) {
         const std::int64_t from = r * columns;
         row(kind, stream + from, delta ? delta + from : nullptr, columns, weight, bias, eps, offset,
             delta ? sum + from : nullptr, out + from);
-    }
+    });
 }
 
 void activate(Activation kind, bool gated, const float* x, std::int64_t rows, std::int64_t columns, float* out,
               Level level) {
     check(rows, columns);
     const auto row = ATTAR_PICK(level, activate_row);
-#pragma omp parallel for schedule(static) if (rows > 1 && rows * columns >= SERIAL_BELOW)
-    for (std::int64_t r = 0; r < rows; ++r)
+    for_rows(rows, rows > 1 && rows * columns >= SERIAL_BELOW, [&](std::int64_t r) {
         row(kind, gated, x + r * columns * (gated ? 2 : 1), columns, out + r * columns);
+    });
 }
 
 void embed(const Table& table, const std::int64_t* ids, std::int64_t rows, float scale, const Table* position_table,
@@ -62,8 +62,7 @@ void embed(const Table& table, const std::int64_t* ids, std::int64_t rows, float
     check(rows, table.columns);
     check_ids(table, ids, rows, 0);
     if (position_table) check_ids(*position_table, positions, rows, offset);
-#pragma omp parallel for schedule(static) if (rows > 1 && rows * table.columns >= SERIAL_BELOW)
-    for (std::int64_t r = 0; r < rows; ++r) {
+    for_rows(rows, rows > 1 && rows * table.columns >= SERIAL_BELOW, [&](std::int64_t r) {
         float* to = out + r * table.columns;
         if (table.packed)
             read_row(*table.packed, ids[r], to);
@@ -76,7 +75,7 @@ void embed(const Table& table, const std::int64_t* ids, std::int64_t rows, float
         if (position_table)
             for (std::int64_t c = 0; c < table.columns; ++c)
                 to[c] += at(*position_table, (positions[r] + offset) * table.columns + c);
-    }
+    });
 }
 
 }  // namespace attar

@@ -1,0 +1,257 @@
+// A call is a job, offered to each helper by a pointer that helper and caller both exchange for null: who gets it, has it.
+// Offers that no helper has got are the caller's again, so it waits for nobody who has not begun. A helper that has got
+// one may be put aside at any time: it holds the job then, and the job, which belongs to the pool, is used again once
+// nobody holds it. What the job refers to is the caller's, and is read under an item that the caller waits for alone; or,
+// of items computed twice, belongs to what the job keeps. Helpers free nothing: that is done by callers.
+//
+// An item that may be computed twice is written by whoever claims it: a helper once its results are ready to be copied, the
+// caller before it computes. So the caller waits for copies alone, which are short.
+//
+// Nothing here is a lock that a thread put aside could hold.
+
+#include "pool.h"
+
+#include <atomic>
+#include <chrono>
+#include <exception>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace attar {
+namespace {
+
+// Before a thread sleeps: longer than from one call of a step to the next, far shorter than a time slice. A caller that
+// sleeps leaves its core to the thread that it waits for.
+constexpr int TURNS = 4000;  // of 10 to 50 ns
+constexpr std::int64_t MOST_HELPERS = 255;
+
+using Clock = std::chrono::steady_clock;
+using Flag = std::atomic<bool>;
+using Word = std::atomic<std::int32_t>;
+
+void turn() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+// While the word has this value, until it is woken; or for no reason.
+void sleep_on(Word& word, std::int32_t value) {
+#if defined(__linux__)
+    syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+#else
+    if (word == value) std::this_thread::yield();
+#endif
+}
+
+void wake(Word& word) {
+#if defined(__linux__)
+    syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
+#else
+    static_cast<void>(word);
+#endif
+}
+
+class alignas(64) Job {
+   public:
+    Word holders{0};  // threads that may look at this job; nobody's at 0
+
+    void begin(const Work& work, std::int64_t items, std::int32_t threads) {
+        work_ = work, items_ = items, error_ = nullptr;
+        failed_ = false, waiting_ = false, next_ = 0, unfinished_ = static_cast<std::int32_t>(items);
+        if (work.apart && room_ < items) claimed_.reset(new Flag[static_cast<std::size_t>(items)]), room_ = items;
+        for (std::int64_t i = 0; work.apart && i < items; ++i) claimed_[i].store(false, std::memory_order_relaxed);
+        holders = threads;
+    }
+
+    // By a helper: items, while there are any.
+    void help() {
+        for (std::int64_t item; (item = next_.fetch_add(1)) < items_;) {
+            if (!work_.apart) {
+                compute(item);
+                continue;
+            }
+            try {
+                work_.apart(work_.context, item);
+            } catch (...) {
+                continue;  // so the caller will do it
+            }
+            if (claimed_[item].exchange(true)) return;
+            work_.copy(work_.context, item);
+            finish();
+        }
+    }
+
+    // By the caller: items, while there are any. Returns how long one took, in the mean.
+    Clock::duration lead() {
+        const Clock::time_point since = Clock::now();
+        std::int64_t done = 0;
+        for (std::int64_t item; (item = next_.fetch_add(1)) < items_; ++done) {
+            if (work_.apart) claimed_[item] = true;
+            compute(item);
+        }
+        return (Clock::now() - since) / std::max<std::int64_t>(done, 1);
+    }
+
+    // By the caller, when there are none left: until all have ended. Who takes longer than `patience` was put aside.
+    std::exception_ptr end(Clock::duration patience) {
+        const Clock::time_point until = Clock::now() + patience;
+        while (work_.apart && unfinished_ && Clock::now() < until) turn();
+        for (std::int64_t item = 0; work_.apart && unfinished_ && item < items_; ++item)
+            if (!claimed_[item].exchange(true)) compute(item);
+        for (int i = 0; i < TURNS && unfinished_; ++i) turn();
+        waiting_ = unfinished_ != 0;
+        for (std::int32_t left; (left = unfinished_) != 0;) sleep_on(unfinished_, left);
+        return std::exchange(error_, nullptr);
+    }
+
+    void forget() { work_.kept.reset(); }
+
+   private:
+    void compute(std::int64_t item) {
+        try {
+            if (!failed_) work_.compute(work_.context, item);
+        } catch (...) {
+            if (!failed_.exchange(true)) error_ = std::current_exception();
+        }
+        finish();
+    }
+
+    void finish() {
+        if (unfinished_.fetch_sub(1) == 1 && waiting_) wake(unfinished_);
+    }
+
+    Work work_{};
+    std::int64_t items_ = 0, room_ = 0;
+    std::unique_ptr<Flag[]> claimed_;  // of items that may be computed twice
+    std::exception_ptr error_;
+    Flag failed_{false}, waiting_{false};  // the caller sleeps
+    alignas(64) std::atomic<std::int64_t> next_{0};
+    alignas(64) Word unfinished_{0};
+};
+
+struct alignas(64) Helper {
+    std::atomic<Job*> offered{nullptr};
+    Word asleep{0};
+
+    [[noreturn]] void run() {
+#if defined(__linux__)
+        pthread_setname_np(pthread_self(), "attar-helper");
+#endif
+        for (;;) {
+            Job* job = nullptr;
+            for (int i = 0; i < TURNS && !job; ++i) {
+                if (offered.load(std::memory_order_relaxed)) job = offered.exchange(nullptr);
+                if (!job) turn();
+            }
+            if (job) {
+                job->help();
+                --job->holders;
+                continue;
+            }
+            asleep = 1;
+            if (!offered) sleep_on(asleep, 1);
+            asleep = 0;
+        }
+    }
+
+    void offer(Job& job) {
+        offered = &job;
+        if (asleep && asleep.exchange(0)) wake(asleep);
+    }
+};
+
+class Pool {
+   public:
+    bool take() { return !taken_.exchange(true); }
+
+    void share(std::int64_t items, std::int64_t workers, const Work& work) {
+        const Taken taken{taken_};
+        const std::size_t helpers = grow(static_cast<std::size_t>(std::min({workers - 1, items - 1, MOST_HELPERS})));
+        Job& job = unused();
+        job.begin(work, items, static_cast<std::int32_t>(helpers) + 1);
+        for (std::size_t i = 0; i < helpers; ++i) helpers_[i]->offer(job);
+        const Clock::duration item = job.lead();
+        for (std::size_t i = 0; i < helpers; ++i)
+            if (helpers_[i]->offered.exchange(nullptr)) --job.holders;
+        const std::exception_ptr error = job.end(2 * item);
+        if (--job.holders == 0) job.forget();
+        if (error) std::rethrow_exception(error);
+    }
+
+   private:
+    struct Taken {
+        Flag& flag;
+        ~Taken() { flag = false; }
+    };
+
+    // So many helpers, if the system has threads for them. They live as long as the process.
+    std::size_t grow(std::size_t wanted) {
+        while (helpers_.size() < wanted) {
+            helpers_.push_back(std::make_unique<Helper>());
+            if (start(helpers_.back().get())) continue;
+            helpers_.pop_back();
+            break;
+        }
+        return std::min(wanted, helpers_.size());
+    }
+
+    static bool start(Helper* helper) {
+#if defined(__linux__)  // signals are for the program's own threads
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+#endif
+        bool started = true;
+        try {
+            std::thread([helper] { helper->run(); }).detach();
+        } catch (const std::system_error&) {
+            started = false;
+        }
+#if defined(__linux__)
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+#endif
+        return started;
+    }
+
+    Job& unused() {
+        Job* found = nullptr;
+        for (const auto& job : jobs_)
+            if (job->holders == 0) job->forget(), found = job.get();
+        if (!found) found = jobs_.emplace_back(std::make_unique<Job>()).get();
+        return *found;
+    }
+
+    Flag taken_{false};
+    std::vector<std::unique_ptr<Helper>> helpers_;
+    std::vector<std::unique_ptr<Job>> jobs_;
+};
+
+// Never destroyed, for helpers may still look at it while the process ends. A forked process has none of the threads, so
+// it gets a pool of its own.
+Pool* pool = new Pool;
+
+#if defined(__linux__)
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+#endif
+
+}  // namespace
+
+void share(std::int64_t items, std::int64_t workers, const Work& work) {
+    if (workers > 1 && items > 1 && pool->take()) return pool->share(items, workers, work);
+    for (std::int64_t item = 0; item < items; ++item) work.compute(work.context, item);
+}
+
+}  // namespace attar
