@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# The extension built with AddressSanitizer and UndefinedBehaviorSanitizer, and the tests of its kernels run on it. A
-# finding ends the run with a report and a failing status.
+# The kernels' threads under stress (check_pool.cpp), built with ThreadSanitizer and with AddressSanitizer; then the
+# extension built with AddressSanitizer and UndefinedBehaviorSanitizer, and the tests of its kernels run on it. A finding
+# ends the run with a report and a failing status. The whole extension is not run with ThreadSanitizer: it knows neither
+# torch's OpenMP nor Python, and reports them.
 #
 # A report goes to the standard error of the process, which pytest must therefore leave alone.
 #
@@ -13,8 +15,13 @@ bin=.venv/bin build=build/sanitize
     -DPython_EXECUTABLE="$PWD/$bin/python" -Dnanobind_DIR="$("$bin/python" -m nanobind --cmake_dir)" \
     -DCMAKE_BUILD_TYPE=Debug \
     -DCMAKE_CXX_FLAGS_DEBUG="-O0 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
-"$bin/ninja" -C "$build" --quiet
 compiler=$(sed -n 's/^CMAKE_CXX_COMPILER:[A-Z]*=//p' "$build/CMakeCache.txt")
+for sanitizer in thread address,undefined; do
+    "$compiler" -std=c++17 -O1 -g1 -Wall -Wextra -Werror -fsanitize="$sanitizer" -fno-sanitize-recover=undefined -pthread \
+        tools/check_pool.cpp src/attar/csrc/pool.cpp -o "$build/check_pool"
+    TSAN_OPTIONS=halt_on_error=1 "$build/check_pool"
+done
+"$bin/ninja" -C "$build" --quiet
 # Python itself is not built with the sanitizers, so their runtimes come first of all; and as the extension in use is the
 # installed one, this one is loaded in its place before anything imports it.
 LD_PRELOAD="$("$compiler" -print-file-name=libasan.so) $("$compiler" -print-file-name=libubsan.so)" \

@@ -1,13 +1,10 @@
-// A call is a job, offered to each helper by a pointer that helper and caller both exchange for null: who gets it, has it.
-// Offers that no helper has got are the caller's again, so it waits for nobody who has not begun. A helper that has got
-// one may be put aside at any time: it holds the job then, and the job, which belongs to the pool, is used again once
-// nobody holds it. What the job refers to is the caller's, and is read under an item that the caller waits for alone; or,
-// of items computed twice, belongs to what the job keeps. Helpers free nothing: that is done by callers.
+// A job belongs to the pool. What it refers to belongs to the caller, and is read within an item that the caller waits
+// for; of items computed twice, `apart` reads what the job keeps.
 //
-// An item that may be computed twice is written by whoever claims it: a helper once its results are ready to be copied, the
-// caller before it computes. So the caller waits for copies alone, which are short.
+// An item that may be computed twice is written by the thread that claims it: a helper once its results are ready to be
+// copied, the caller before it computes. So the caller waits for copies alone, which are short.
 //
-// Nothing here is a lock that a thread put aside could hold.
+// All atomics are sequentially consistent: two pairs need it (offer and sleep, end and sleep), and the rest is not hot.
 
 #include "pool.h"
 
@@ -52,7 +49,7 @@ void sleep_on(Word& word, std::int32_t value) {
 #if defined(__linux__)
     syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
 #else
-    if (word == value) std::this_thread::yield();
+    if (word == value) std::this_thread::sleep_for(std::chrono::microseconds(50));
 #endif
 }
 
@@ -147,9 +144,6 @@ struct alignas(64) Helper {
     Word asleep{0};
 
     [[noreturn]] void run() {
-#if defined(__linux__)
-        pthread_setname_np(pthread_self(), "attar-helper");
-#endif
         for (;;) {
             Job* job = nullptr;
             for (int i = 0; i < TURNS && !job; ++i) {
@@ -209,14 +203,19 @@ class Pool {
     }
 
     static bool start(Helper* helper) {
-#if defined(__linux__)  // signals are for the program's own threads
-        sigset_t all, before;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
+#if defined(__linux__)  // signals are for the program's own threads, but for those of a thread's own fault
+        sigset_t others, before;
+        sigfillset(&others);
+        for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT}) sigdelset(&others, fault);
+        pthread_sigmask(SIG_SETMASK, &others, &before);
 #endif
         bool started = true;
         try {
-            std::thread([helper] { helper->run(); }).detach();
+            std::thread thread([helper] { helper->run(); });
+#if defined(__linux__)
+            pthread_setname_np(thread.native_handle(), "attar-helper");
+#endif
+            thread.detach();
         } catch (const std::system_error&) {
             started = false;
         }

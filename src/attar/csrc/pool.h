@@ -1,9 +1,24 @@
 // Threads that share the items of one call.
 //
-// Items are taken one by one, in order, and who computes an item does not matter to its bits. The thread that calls works
-// too, and waits at the end for items that others have begun, never for a thread that has begun none: the system may have
-// put it aside, for as long as another program's turn lasts. Short items may be computed twice, and then nobody waits for
-// those that a thread put aside has begun, either.
+// What. A call is a number of items. Threads take them one by one, in order, and which thread computes an item does not
+// matter to its bits. The calling thread works too. At the end it waits for items that helpers have begun, never for a
+// helper that has begun none. Items of `for_each_twice` may be computed twice: the caller does not wait for a helper that
+// the system put aside within one, but computes that item itself.
+//
+// Why this way. An OpenMP region ends when every thread of its team has arrived. On cores shared with another program the
+// system puts one of them aside for a whole time slice, some milliseconds, and a decode step has a hundred regions. So two
+// threads beside a busy loop decoded at two thirds of the speed of one. Here a thread put aside costs what it would have
+// computed, and at worst the rest of one item.
+//
+// How. A call is a job. The caller offers it to each helper in a slot that both exchange for null, and takes back at the
+// end the offers that no helper took. A helper that took one counts as a holder: a job is used again, and frees what it
+// keeps, when nobody holds it. Helpers free nothing, and no lock can be held by a thread put aside. Helpers live as long
+// as the process; a forked process makes its own. Idle threads spin for a moment, then sleep.
+//
+// What was not done. Calls from several threads at once do not queue: the first has the pool, others compute alone.
+// Threads are not bound to cores, where they could not leave one that another program uses. Products of many rows are not
+// computed twice: their items would need memory of their own, and the last of them are a small part of a call. Packing of
+// weights at load, and torch's operations, stay with OpenMP.
 #pragma once
 
 #include <algorithm>

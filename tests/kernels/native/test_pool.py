@@ -102,10 +102,25 @@ def test_a_forked_process_has_helpers_of_its_own() -> None:
     in_child(lambda: same(linears, expected, 2))
 
 
-def test_several_callers_at_once() -> None:
+def test_threads_that_share_one_core() -> None:
+    linears = projection()
+    expected = alone(linears)
+
+    def check() -> bool:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # of helpers too: they start in this process
+        return same(linears, expected, 4)
+
+    in_child(check)
+
+
+def test_several_callers_at_once_each_with_its_own_number_of_threads() -> None:
     linears = projection()
     expected, right = alone(linears), list[bool]()
-    callers = [threading.Thread(target=lambda: right.append(same(linears, expected, 2))) for _ in range(4)]
+
+    def call(count: int) -> None:
+        right.append(same(linears, expected, count))
+
+    callers = [threading.Thread(target=call, args=(count,)) for count in (2, 3, 4, 8)]
     for each in callers:
         each.start()
     for each in callers:

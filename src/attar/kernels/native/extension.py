@@ -1,9 +1,9 @@
 """The compiled extension: loading it, what of it this machine can run, and the one way to call it.
 
 The modules of this package are the CPU backend: operations of `ops.py` that exist as C++, checked here and called by
-address. This module alone imports the extension, and it imports torch first: both then share one OpenMP runtime, so one
-pool of threads that `torch.set_num_threads` sizes. Where the extension does not load, the modules still do, and
-`supports` gives the reason, which `attar doctor` shows.
+address. This module alone imports the extension, and it imports torch first: both then share one OpenMP runtime, whose
+number of threads, set by `torch.set_num_threads`, holds for the kernels' own threads too (csrc/pool.h). Where the
+extension does not load, the modules still do, and `supports` gives the reason, which `attar doctor` shows.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def openmp() -> bool:
 
 
 def fit_threads() -> None:
-    """Limit threads to the cores available: one for each pair of hyper-threads, and what a container may use. The pool
-    is the one of torch's own operations. `OMP_NUM_THREADS`, if set, takes precedence."""
+    """Limit threads to the cores available: one for each pair of hyper-threads, and what a container may use. The limit
+    holds for torch's own operations too. `OMP_NUM_THREADS`, if set, takes precedence."""
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > machine.cores():
         torch.set_num_threads(machine.cores())
 
