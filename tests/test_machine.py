@@ -137,19 +137,18 @@ def test_hyper_threads_are_one_core(root: Path) -> None:
     assert machine.cores(root) == 1
 
 
-@pytest.mark.parametrize(
-    "group, file, text",
-    [("0::/a", "sys/fs/cgroup/a/cpu.max", "150000 100000\n"), ("3:cpu:/a", "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "")],
-)
-def test_a_share_of_time_bounds_the_threads(root: Path, group: str, file: str, text: str) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("quota, threads", [(50_000, 1), (150_000, 1), (199_999, 1), (250_000, 2)])
+def test_a_share_of_time_bounds_the_threads(root: Path, version: int, quota: int, threads: int) -> None:
     """One and a half processors' worth is one thread: two would be stopped for a quarter of the time."""
-    put(root / "proc/self/cgroup", group + "\n")
-    if text:
-        put(root / file, text)
+    if version == 2:
+        put(root / "proc/self/cgroup", "0::/a\n")
+        put(root / "sys/fs/cgroup/a/cpu.max", f"{quota} 100000\n")
     else:
-        put(root / file, "150000\n")
-        put((root / file).with_name("cpu.cfs_period_us"), "100000\n")
-    assert machine.cores(root) == 1
+        put(root / "proc/self/cgroup", "3:cpu:/a\n")
+        put(root / "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", f"{quota}\n")
+        put(root / "sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n")
+    assert machine.cores(root) == min(threads, len(os.sched_getaffinity(0)))
 
 
 def test_unlimited_time_is_all_cores(root: Path) -> None:
