@@ -31,6 +31,7 @@ namespace {
 // sleeps leaves its core to the thread that it waits for.
 constexpr int TURNS = 4000;  // of 10 to 50 ns
 constexpr std::int64_t MOST_HELPERS = 255;
+constexpr int LOWER = 10;  // of helpers' priority
 
 using Clock = std::chrono::steady_clock;
 using Flag = std::atomic<bool>;
@@ -144,6 +145,9 @@ struct alignas(64) Helper {
     Word asleep{0};
 
     [[noreturn]] void run() {
+#if defined(__linux__)  // where a priority is a thread's own
+        [[maybe_unused]] const int priority = nice(LOWER);
+#endif
         for (;;) {
             Job* job = nullptr;
             for (int i = 0; i < TURNS && !job; ++i) {

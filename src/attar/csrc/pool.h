@@ -13,7 +13,9 @@
 // How. A call is a job. The caller offers it to each helper in a slot that both exchange for null, and takes back at the
 // end the offers that no helper took. A helper that took one counts as a holder: a job is used again, and frees what it
 // keeps, when nobody holds it. Helpers free nothing, and no lock can be held by a thread put aside. Helpers live as long
-// as the process; a forked process makes its own. Idle threads spin for a moment, then sleep.
+// as the process; a forked process makes its own. Idle threads spin for a moment, then sleep. Helpers have a lower priority
+// than the caller: while the caller is put aside nothing goes on, so helpers give way to it on a core that they share, and
+// the system does not move it about to make room for them.
 //
 // What was not done. Calls from several threads at once do not queue: the first has the pool, others compute alone.
 // Threads are not bound to cores, where they could not leave one that another program uses. Products of many rows are not
