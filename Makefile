@@ -22,7 +22,7 @@ help:
 	@echo "make soak-api          fuzz the server against its OpenAPI document, 2,000 examples an operation"
 	@echo "make soak-faults       raise every fault point a hundred times, at different moments"
 	@echo "make soak-invariance   compare 4,000 batches bit for bit with single requests, with one thread and with two"
-	@echo "make sanitize          run the kernel tests with AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make sanitize          stress the kernels' threads and run the kernel tests, with sanitizers"
 	@echo "make neon              build the kernels for 64-bit Arm and run them under emulation, if Debian's packages exist"
 	@echo "make test-triton       run the Triton kernels in the interpreter, then compile them for Hopper GPUs (.venv-triton)"
 	@echo "make gpu-check         OUT=FOLDER: check and time every GPU kernel on this machine; GPU_PYTHON=PYTHON has Triton"
