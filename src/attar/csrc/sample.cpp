@@ -5,6 +5,8 @@
 #include <limits>
 #include <stdexcept>
 
+#include "pool.h"
+
 namespace attar {
 namespace {
 
@@ -91,8 +93,9 @@ void gumbel_max(const double* rows, std::int64_t count, std::int64_t columns, co
                 const std::uint64_t* indices, std::int64_t* chosen) {
     if (count < 0 || columns < 1 || count > std::numeric_limits<std::int64_t>::max() / 16 / columns)
         throw std::invalid_argument("impossible shape of rows");
-#pragma omp parallel for schedule(static) if (count > 1 && count * columns >= SERIAL_BELOW)
-    for (std::int64_t r = 0; r < count; ++r) chosen[r] = choose(rows + r * columns, columns, seeds[r], indices[r]);
+    for_rows(count, count * columns >= SERIAL_BELOW, [&](std::int64_t r) {
+        chosen[r] = choose(rows + r * columns, columns, seeds[r], indices[r]);
+    });
 }
 
 }  // namespace attar
