@@ -20,7 +20,7 @@ from attar.text.grammars import Vocabulary, mask, matcher
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-KEPT = 64  # grammars
+KEPT = 16  # grammars
 KEPT_BYTES = 4 << 20  # of their texts
 
 
