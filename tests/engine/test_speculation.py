@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from attar import faults
 from attar.engine.engine import Engine
 from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Delta, Embed, Event, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
-from attar.sampling.drafters import Draft, DraftRequest
+from attar.sampling.drafters.drafter import Draft, DraftRequest
 from attar.sampling.drafters.model import ModelDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.sampling.sampler import Sampler
@@ -179,6 +180,20 @@ def test_a_broken_drafter_costs_nothing_but_its_drafts(decoder: Decoder) -> None
     assert answers(run(made, asks)) == answers(run(make_engine(decoder), asks))
     assert made.speculation is not None
     assert made.speculation.mishaps == 10 + 1  # of each decode step but the last, and of its end
+
+
+POINT = "draft.propose"  # the fault point of this file
+
+
+def test_a_fault_in_drafting_costs_the_drafts_of_its_step(decoder: Decoder) -> None:
+    ask = Submit("a", (5, 6, 7), SamplingParams(max_tokens=33, temperature=0))
+    text = texts_of(run(make_engine(decoder), [ask]))
+    made = make_engine(decoder, limits=DRAFTING, drafter=Known(text), draft_tokens=7)
+    faults.arm(faults.Fault(POINT, after=1))
+    assert texts_of(run(made, [ask])) == text
+    assert made.speculation is not None
+    assert made.speculation.mishaps == 1
+    assert made.speculation.drafted == 27  # a step of one token, and fewer are left for the last
 
 
 def test_states_along_drafts_are_those_of_committed_tokens() -> None:

@@ -147,7 +147,7 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
             (path, "structured_outputs", {"json": {}, "whitespace_pattern": "[ ]*"}, "invalid_value"),
             (path, "response_format", {"type": "json"}, "invalid_value"),
             (path, "response_format", {"type": "json_schema", "json_schema": {}}, "missing_field"),
-            (path, "grammar", "root ::=", "invalid_value"),
+            (path, "grammar", "root ::= (", "invalid_value"),
             (path, "json_schema", "{}", "invalid_type"),
             (path, "prompt_embeds", "AAAA", "unknown_field"),
             (path, "logits_processors", ["os.system"], "unsupported_field"),

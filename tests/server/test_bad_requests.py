@@ -37,6 +37,7 @@ def test_bad_requests_have_their_status_and_code_and_harm_nobody(server: Running
     for case in bad_requests.cases():
         status, body = ask(case.path, case.body)
         assert not LEAKS.search(body), (case.name, body)
+        assert status >= 400, case.name
         error = json.loads(body)["error"]
         if case.path == bad_requests.MESSAGES:
             if (status, error["type"]) != (case.status, CATALOGUE[case.code].anthropic):

@@ -75,9 +75,9 @@ HOSTILE: dict[str, Grammar] = {
     "looking ahead": Grammar("regex", "(?=x)a"),
     "a back-reference": Grammar("regex", r"(a)\1"),
     "a megabyte of alternatives": Grammar("regex", "|".join(f"w{i:06d}" for i in range(120_000))),
-    "20,000 rules": Grammar(
+    "35,000 rules": Grammar(
         "lark",
-        "start: " + " | ".join(f"r{i}" for i in range(20_000)) + "".join(f'\nr{i}: "{i}"' for i in range(20_000)),
+        "start: " + " | ".join(f"r{i}" for i in range(35_000)) + "".join(f'\nr{i}: "{i}"' for i in range(35_000)),
     ),
     "own options": Grammar("lark", '%llguidance {}\nstart: "a"'),
     "10,000 objects": Grammar("json_schema", nested(10_000)),

@@ -49,7 +49,7 @@ from attar.protocol.messages import Embed, Event, Stats, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
-from attar.sampling.drafters import Drafter
+from attar.sampling.drafters.drafter import Drafter
 from attar.sampling.masks import GrammarMasks
 from attar.sampling.pace import Pace
 from attar.sampling.sampler import BadLogits, Sampler, distinct

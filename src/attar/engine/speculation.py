@@ -20,7 +20,7 @@ from attar.engine.loader import LoadedModel
 from attar.engine.outputs import Choice
 from attar.faults import point
 from attar.protocol.speculation import DRAFTERS
-from attar.sampling.drafters import NO_DRAFT, Draft, Drafter, DraftRequest
+from attar.sampling.drafters.drafter import NO_DRAFT, Draft, Drafter, DraftRequest
 from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.sampling.pace import MEMORY, SAMPLES, Chances, Pace
 from attar.scheduling.sequence import Sequence, Status

@@ -288,7 +288,6 @@ class Scheduler:
         missing = self.pool.needed(sequence.expected + count) - len(sequence.blocks)
         if missing > 0:
             if missing + kept_free(self.pool.total, self.limits.headroom) <= self.pool.available:
-                point("scheduler.grow", sequence.id)
                 sequence.blocks += self._allocate(missing)
             else:
                 count = min(count, len(sequence.blocks) * self.pool.size - sequence.expected)

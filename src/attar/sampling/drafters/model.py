@@ -24,7 +24,7 @@ from attar.execution.model_runner import Runner
 from attar.model.cache import BLOCK
 from attar.model.decoder import Decoder
 from attar.sampling import device_sampler
-from attar.sampling.drafters import NO_DRAFT, Draft, DraftRequest
+from attar.sampling.drafters.drafter import NO_DRAFT, Draft, DraftRequest
 from attar.sampling.sampler import SampledToken, Sampler, sample
 from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.sequence import Sequence as Tokens

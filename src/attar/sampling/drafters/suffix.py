@@ -17,7 +17,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from attar.sampling.drafters import NO_DRAFT, Draft, DraftRequest
+from attar.sampling.drafters.drafter import NO_DRAFT, Draft, DraftRequest
 from attar.scheduling.sequence import Sequence as Tokens
 
 INDEXED = 1 << 15  # tokens of a sequence, the last ones: some 3 MB

@@ -1,0 +1,46 @@
+"""What a drafter is: the protocol, its requests and its drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from attar.sampling.sampler import Sampler
+from attar.scheduling.sequence import Sequence as Tokens
+
+
+class DraftRequest(NamedTuple):
+    """A request for at most `limit` drafts behind the last token of a sequence, and its sampling state there."""
+
+    sequence: Tokens
+    sampler: Sampler
+    limit: int
+
+
+class Draft(NamedTuple):
+    """Drafts of one sequence, none to `limit`, and how sure the drafter is of them.
+
+    `evidence` is a small number for the first draft, larger where drafts are more often right: the length of a match,
+    for example. That of each further draft is one more. What it is worth is measured (`sampling/pace.py`).
+    """
+
+    tokens: tuple[int, ...] = ()
+    evidence: int = 0
+
+
+NO_DRAFT = Draft()
+
+
+class Drafter(Protocol):
+    """A source of drafts. What it keeps of a sequence is bounded, and lasts until `forget`."""
+
+    name: str
+    costly: bool
+    """Whether drafts take time, so that their number is decided before they are made. Others are made to the limit, and
+    their number is decided by what they are."""
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Return the drafts for each request. Token ids may be of any value: the caller checks them."""
+
+    def forget(self, sequence: Tokens) -> None:
+        """Drop what is kept of a sequence that has ended; of an unknown one there is nothing."""
