@@ -236,7 +236,7 @@ def mse_range(
     groups = by_scale(weight, low.shape[-1]).flatten(0, 1)
     factors = [1 - (1 - lowest) * step / steps for step in range(steps + 1)]
     found = low.view(-1), high.view(-1)
-    for part in row_slices(*groups.shape, AT_ONCE):
+    for part in row_slices(len(groups), groups.shape[1], AT_ONCE):
         _shrink_groups(groups[part], found[0][part], found[1][part], grid, scale_dtype, factors, norm)
     return low, high
 
