@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,16 @@ import pytest
 from attar.engine import startup
 from attar.engine.draft_model import check_same_tokens, memory_bytes
 from attar.engine.llm import LLM
+from attar.kernels import dispatch
+from attar.model.config import Rope
+from attar.model.decoder import Decoder
+from attar.protocol.messages import Submit
 from attar.protocol.request import SamplingParams
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
+from attar.sampling.drafters.model import ModelDrafter
 from attar.text.tokenizer import Tokenizer
+from tests.engine.conftest import answers, make_engine, run
 from tests.errors import user_error
 
 PARAMS = [SamplingParams(max_tokens=24, temperature=t, top_p=0.9, seed=3, ignore_eos=True) for t in (0.0, 0.8)]
@@ -56,6 +64,41 @@ def test_another_tokenizer_is_refused(demo: Path, tmp_path: Path) -> None:
 def test_tokens_are_compared_up_to_the_models_own(demo: Path) -> None:
     tokenizer: Any = Tokenizer.load(demo)
     check_same_tokens(tokenizer, tokenizer, tokenizer.vocab_size)
+
+
+GROWING = {
+    "longrope": Rope(10000.0, 16, "longrope", original_context=24, short_factor=(1.0,) * 8, long_factor=(3.0,) * 8),
+    "dynamic": Rope(10000.0, 16, "dynamic", factor=4.0, original_context=24),
+}
+
+
+@pytest.mark.parametrize("rope", GROWING)
+def test_angles_that_depend_on_the_length_are_the_targets(tiny_decoder: Callable[..., Decoder], rope: str) -> None:
+    """A model that drafts for itself is right on both sides of the length at which its keys become others."""
+    decoder = tiny_decoder(scheme="w4g32", store=dispatch.store("exact"), rope=GROWING[rope])
+    asks = [Submit("a", tuple(range(15)), SamplingParams(max_tokens=30, temperature=0))]
+    expected = answers(run(make_engine(decoder), asks))
+    limits = SchedulerConfig(max_step_tokens=48, max_drafts=16)
+    drafter = ModelDrafter(decoder, 64, 1, decoder.config.vocab_size)
+    made = make_engine(decoder, limits=limits, drafter=drafter, draft_tokens=3)
+    assert answers(run(made, asks)) == expected
+    assert made.speculation is not None
+    assert made.speculation.mishaps == 0
+    assert made.speculation.accepted / made.speculation.drafted > 0.8  # drafts across the border have its angles
+
+
+def test_sequences_that_are_drafted_for_together_share_no_block(tiny_decoder: Callable[..., Decoder]) -> None:
+    """With room for one, the other gets no drafts, rather than the first one's blocks."""
+    decoder = tiny_decoder(scheme="w4g32", store=dispatch.store("int8g32"))
+    drafter = ModelDrafter(decoder, 64, 2, decoder.config.vocab_size, blocks=1)
+    limits = SchedulerConfig(max_step_tokens=48, max_drafts=16)
+    params = SamplingParams(max_tokens=30, temperature=0)
+    asks = [Submit("a", (5,) * 9, params), Submit("b", (7,) * 9, params)]
+    made = make_engine(decoder, limits=limits, drafter=drafter, draft_tokens=3)
+    assert answers(run(made, asks)) == answers(run(make_engine(decoder), asks))
+    assert made.speculation is not None
+    assert made.speculation.drafted == made.speculation.accepted > 20
+    assert made.speculation.mishaps == 0
 
 
 def test_several_processes_take_no_draft_model(demo: Path) -> None:

@@ -15,7 +15,7 @@ The evidence of a draft is its depth, since the first drafts are right more ofte
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,7 +32,7 @@ from attar.scheduling.sequence import Status
 from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
 SHORT = 512  # tokens of a short sequence
-ROWS = 512  # tokens of a sequence that are read in one step
+ROWS = 512  # tokens that are read in one step
 REPLAYED = 2  # the last draft, where it was right, and the target's own token
 
 
@@ -76,21 +76,28 @@ class ModelDrafter:
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         rounds: dict[int, _Round] = {}
+        taken: set[Tokens] = set()
         for place, request in enumerate(requests):
-            if (reading := self._reading(request)) is not None:
+            if (reading := self._reading(request, taken)) is not None:
+                taken.add(request.sequence)
                 rounds[place] = _Round(request, reading, request.sampler)
         going = list(rounds.values())
-        while going:
-            self._advance(going)
-            going = [each for each in going if len(each.drafts) < each.request.limit]
+        try:
+            while going:
+                self._advance(going)
+                going = [each for each in going if len(each.drafts) < each.request.limit]
+        except Exception:
+            self.runner.release()  # a recording may be half made
+            raise
         return [Draft(tuple(rounds[i].drafts), 1) if i in rounds else NO_DRAFT for i in range(len(requests))]
 
     def forget(self, sequence: Tokens) -> None:
         if (reading := self._readings.pop(sequence, None)) is not None:
             self._drop(reading)
 
-    def _reading(self, request: DraftRequest) -> _Reading | None:
-        """Return a sequence's reading with blocks for all its tokens and drafts; None where there is no room."""
+    def _reading(self, request: DraftRequest, taken: Collection[Tokens]) -> _Reading | None:
+        """Return a sequence's reading with blocks for all its tokens and drafts; None where there is no room beside the
+        sequences `taken`."""
         target = request.sequence
         tokens = target.tokens
         needed = self.pool.needed(len(tokens) + request.limit)
@@ -103,7 +110,11 @@ class ModelDrafter:
             reading = self._readings[target] = _Reading(own)
         self._readings.move_to_end(target)
         own, right = reading.sequence, reading.given
-        while right < own.computed and own.tokens[right] == tokens[right]:  # drafts that were right
+        longest = len(tokens) + request.limit
+        horizon = next((at for at in self.runner.horizons if at >= longest), 0)
+        if horizon != own.horizon:  # all keys are others
+            own.horizon, own.computed, right = horizon, 0, 0
+        while right < min(own.computed, len(tokens)) and own.tokens[right] == tokens[right]:  # drafts that were right
             right += 1
         own.computed = min(own.computed, right, len(tokens) - 1)  # the last token's logits are wanted
         del own.tokens[own.computed :]
@@ -112,7 +123,7 @@ class ModelDrafter:
         missing = needed - len(own.blocks)
         while missing > self.pool.free:
             oldest = next(iter(self._readings))
-            if oldest is target:
+            if oldest is target or oldest in taken:
                 return None
             self._drop(self._readings.pop(oldest))
         if missing > 0:
@@ -122,8 +133,9 @@ class ModelDrafter:
     def _advance(self, going: Sequence[_Round]) -> None:
         """Run what is unread of each sequence, and draw its next draft."""
         sequences = [each.reading.sequence for each in going]
-        while long := [each for each in sequences if _unread(each) > ROWS]:
-            self._run([ScheduledTokens(each, each.computed, ROWS, 0) for each in long])
+        for each in sequences:
+            while (unread := _unread(each)) > REPLAYED:
+                self._run([ScheduledTokens(each, each.computed, min(ROWS, unread - 1), 0)])
         rows = [_unread(each) for each in sequences]
         alike = rows[0] if max(rows) == min(rows) <= REPLAYED else 1  # such steps are replayed, with logits of all rows
         chunks = [ScheduledTokens(each, each.computed, n, alike) for each, n in zip(sequences, rows, strict=True)]
