@@ -28,7 +28,7 @@ def _logarithm(x: tl.tensor) -> tl.tensor:
     total = tl.full(z.shape, 1.0, tl.float64) / 23.0
     for i in tl.static_range(11):
         total = total * z + tl.full(z.shape, 1.0, tl.float64) / (21.0 - 2.0 * i)
-    ln2 = tl.full(z.shape, 0x162E42FEFA39EF, tl.int64).to(tl.float64) * 1.1102230246251565e-16 * 2.0
+    ln2 = tl.full(z.shape, 0x162E42FEFA39EF, tl.int64).to(tl.float64) * 1.1102230246251565e-16  # 2^-53: exact
     return exponent.to(tl.float64) * ln2 + 2.0 * s * total
 
 
@@ -60,7 +60,7 @@ def _gumbel_max(
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     seed, index = tl.load(seeds + row).to(tl.uint64, bitcast=True), tl.load(indices + row).to(tl.uint64, bitcast=True)
     best = tl.full([STEP], float("-inf"), tl.float64)
-    place = tl.full([STEP], 0, tl.int64) + columns
+    place = tl.full([STEP], 0, tl.int64)
     for start in range(split * SHARE, tl.minimum(split * SHARE + SHARE, columns), STEP):
         at = start + tl.arange(0, STEP)
         x = tl.load(rows + row * columns + at, mask=at < columns, other=float("-inf"))
