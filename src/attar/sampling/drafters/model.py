@@ -133,12 +133,12 @@ class ModelDrafter:
     def _advance(self, going: Sequence[_Round]) -> None:
         """Run what is unread of each sequence, and draw its next draft."""
         sequences = [each.reading.sequence for each in going]
-        for each in sequences:
-            while (unread := _unread(each)) > REPLAYED:
-                self._run([ScheduledTokens(each, each.computed, min(ROWS, unread - 1), 0)])
-        rows = [_unread(each) for each in sequences]
+        for own in sequences:
+            while (unread := _unread(own)) > REPLAYED:
+                self._run([ScheduledTokens(own, own.computed, min(ROWS, unread - 1), 0)])
+        rows = [_unread(own) for own in sequences]
         alike = rows[0] if max(rows) == min(rows) <= REPLAYED else 1  # such steps are replayed, with logits of all rows
-        chunks = [ScheduledTokens(each, each.computed, n, alike) for each, n in zip(sequences, rows, strict=True)]
+        chunks = [ScheduledTokens(own, own.computed, n, alike) for own, n in zip(sequences, rows, strict=True)]
         logits = self._run(chunks)[alike - 1 :: alike, : self.vocab_size]
         choose = sample if logits.device.type == "cpu" else device_sampler.sample
         for each, drawn in zip(going, choose(logits, [each.state for each in going]), strict=True):
