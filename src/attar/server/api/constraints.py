@@ -16,7 +16,7 @@ from attar.server.api.body import Body
 from attar.server.errors import APIError
 from attar.text import grammars
 
-_KEPT = "The answer keeps to it. What cannot be kept is refused."
+_KEPT = "The answer keeps to it. What cannot be kept is refused. One at most, without ignore_eos."
 SchemaObject = Annotated[dict[str, Any], Meta(description="A JSON schema, draft 2020-12. " + _KEPT)]
 AnySchema = SchemaObject | bool | Annotated[str, Meta(max_length=MAX_GRAMMAR, description="A JSON schema as text.")]
 Expression = Annotated[str, Meta(max_length=MAX_GRAMMAR, description="A regular expression of the whole answer.")]
@@ -89,9 +89,7 @@ class Constrained(Body, frozen=True, kw_only=True):
         """Return the constraint of the answer; None where there is none. Raises APIError where there are several, or
         one is malformed."""
         found = list(self._constraints())
-        if len(found) > 1:
-            names = " and ".join(asked.field for asked in found)
-            raise APIError("invalid_value", f"{found[1].field}: one constraint at most, not {names}", found[1].field)
+        _check_one(found)
         return found[0] if found else None
 
     def _constraints(self) -> Iterator[Asked]:
@@ -146,6 +144,13 @@ def _asked(field: str, make: Callable[..., Grammar], *values: Any) -> Asked:
         return Asked(make(*values), field)
     except UserError as error:
         raise APIError("invalid_value", f"{field}: {error}", field) from error
+
+
+def _check_one(found: list[Asked]) -> None:
+    """Raise APIError for several constraints."""
+    if len(found) > 1:
+        names = " and ".join(asked.field for asked in found)
+        raise APIError("invalid_value", f"{found[1].field}: one constraint at most, not {names}", found[1].field)
 
 
 def _check_strict(schema: dict[str, Any], where: str) -> None:

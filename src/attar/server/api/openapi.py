@@ -2,12 +2,13 @@
 
 Two things that the types cannot express are added here: rules between fields, and what depends on the served model,
 whose name and vocabulary the document has once it is loaded. The document is exact: a body that fits it is accepted,
-any other is refused, and schemathesis tests that. Six limits have no schema. Whether a constraint can be kept is known
-once it is compiled. A prompt's length is counted in tokens, so a text that fits here may exceed the model's context, or
-have more log probabilities than an answer may hold. A stop string's length is counted in bytes, and stated here in
-characters of the widest kind, so one of mixed widths may be longer than stated. The role of Anthropic's last message is
-described in words. So is the number of lists, objects and keys in a body (`strict_json.MAX_PARTS`). Integers have 64
-bits, also in fields whose values are ignored.
+any other is refused, and schemathesis tests that. Seven limits have no schema. Whether a constraint can be kept is
+known once it is compiled. That a request has one at most, and then no `ignore_eos` or `min_tokens`, is said in words:
+generators of test cases give up on rules of eight fields. A prompt's length is counted in tokens, so a text that fits
+here may exceed the model's context, or have more log probabilities than an answer may hold. A stop string's length is
+counted in bytes, and stated here in characters of the widest kind, so one of mixed widths may be longer than stated.
+The role of Anthropic's last message is described in words. So is the number of lists, objects and keys in a body
+(`strict_json.MAX_PARTS`). Integers have 64 bits, also in fields whose values are ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from attar.protocol.grammar import WHITESPACE
 from attar.protocol.messages import Ready
 from attar.server.api import response_types
 from attar.server.api.body import Body
-from attar.server.api.constraints import Constrained
 from attar.server.api.response_types import Answer
 from attar.server.api.schemas import (
     ALL_THAT_FIT,
@@ -177,7 +177,7 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
         ),
     ]
     completion |= _all(
-        *_one_constraint(),
+        {"anyOf": [_may(guided_whitespace_pattern={"type": "null"}), _given("guided_json")]},
         {"anyOf": streamed},
         {"anyOf": [_has(echo={"const": True}), _may(max_tokens=some)]},
         {"anyOf": enough},
@@ -186,7 +186,7 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
     for field in ("max_tokens", "max_completion_tokens"):
         chat["properties"][field] = {**some, "default": None}
     chat |= _all(
-        *_one_constraint(),
+        {"anyOf": [_may(guided_whitespace_pattern={"type": "null"}), _given("guided_json")]},
         {"anyOf": streamed},
         {"anyOf": [_has(logprobs={"const": True}), _may(top_logprobs={"type": "null"})]},
     )
@@ -205,21 +205,6 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
     schemas["TokenizeBody"]["anyOf"] = [
         {**_may(prompt={"type": "string"}, messages={"type": "null"}), "required": ["prompt"]},
         {**_may(prompt={"type": "null"}, messages={"type": "array"}), "required": ["messages"]},
-    ]
-
-
-def _one_constraint() -> list[Schema]:
-    """Return the rules that a request has one constraint at most, and with one nothing else that decides on the end."""
-    names = [name for name in Constrained.__struct_fields__ if name not in Body.__struct_fields__]
-    names.remove("guided_whitespace_pattern")
-    none: dict[str, Schema] = {name: {"type": "null"} for name in names}
-    none["response_format"] = {"anyOf": [{"type": "null"}, _has(type={"const": "text"})]}
-    none["grammar"] = {"enum": [None, ""]}
-    alone = [_may(**{other: none[other] for other in names if other != name}) for name in names]
-    return [
-        {"anyOf": alone},
-        {"anyOf": [_may(**none), _may(ignore_eos={"enum": [None, False]}, min_tokens={"enum": [None, 0]})]},
-        {"anyOf": [_may(guided_whitespace_pattern={"type": "null"}), _given("guided_json")]},
     ]
 
 

@@ -77,6 +77,15 @@ def check_stops(stop: str | Sequence[str] | None, name: str) -> None:
             raise APIError("invalid_length", message, name)
 
 
+def _check_end(body: Sampling) -> None:
+    """Raise APIError for a constraint beside a field that decides on the end of the answer too."""
+    if (asked := body.constraint()) is not None:
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(body, name):
+                message = f"{name}: not with {asked.field}: the constraint decides on the end"
+                raise APIError("invalid_value", message, name)
+
+
 class Sampling(Constrained, frozen=True, kw_only=True):
     """Fields of both /v1/completions and /v1/chat/completions; None is the default of `SamplingParams`.
 
@@ -106,11 +115,7 @@ class Sampling(Constrained, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_stops(self.stop, "stop")
-        if (asked := self.constraint()) is not None:
-            for name in ("ignore_eos", "min_tokens"):
-                if getattr(self, name):
-                    message = f"{name}: not with {asked.field}: the constraint decides on the end"
-                    raise APIError("invalid_value", message, name)
+        _check_end(self)
         if self.stream_options is not None and not self.stream:
             raise APIError("invalid_value", "stream_options: only with stream = true", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
