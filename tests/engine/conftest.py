@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -56,6 +57,17 @@ def run(made: Engine, asks: Iterable[Submit | Embed] = (), steps: int = 4000) ->
     made.scheduler.check()
     made.pool.check()
     assert made.pool.active == 0
+    return events
+
+
+def run_as_they_come(made: Engine, asks: Iterable[Submit | Embed], draw: random.Random) -> list[Event]:
+    """The events of requests that come one after another while others run, to the end of all."""
+    events: list[Event] = []
+    waiting = list(asks)
+    while waiting or not made.idle:
+        while waiting and draw.random() < 0.4:
+            ask(made, [waiting.pop(0)])
+        events += made.step()
     return events
 
 

@@ -23,7 +23,7 @@ from attar.model.decoder import Decoder
 from attar.protocol.messages import Delta, Embed, Embedding, Event, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import Policy, SchedulerConfig
-from tests.engine.conftest import CONTEXT, ROOM, TIGHT, Answers, answers, make_engine, run
+from tests.engine.conftest import CONTEXT, ROOM, TIGHT, Answers, answers, make_engine, run, run_as_they_come
 
 Make = Callable[..., Decoder]
 
@@ -96,14 +96,7 @@ def company(decoder: Decoder, seed: int, count: int, kv: str | None = None) -> N
         policy=policy, max_running=draw.choice((2, 4, 8)), max_step_tokens=draw.choice((8, 17, 64))
     )
     made = make_engine(decoder, draw.choice((ROOM, TIGHT)), limits, kv=kv)
-    events: list[Event] = []
-    waiting = list(asks)
-    while waiting or not made.idle:
-        while waiting and draw.random() < 0.4:
-            ask = waiting.pop(0)
-            made.submit(ask) if isinstance(ask, Submit) else made.embed(ask)
-        events += made.step()
-    together = answers(events)
+    together = answers(run_as_they_come(made, asks, draw))
     assert together.keys() == alone.keys()
     for key, answer in together.items():
         assert answer == alone[key], f"choice {key}"

@@ -22,7 +22,7 @@ from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.sampling.sampler import Sampler
 from attar.scheduling.sequence import Sequence as Tokens
 from attar.text.tokenizer import Tokenizer
-from tests.engine.conftest import CONTEXT, ROOM, TIGHT, Answers, answers, make_engine, run
+from tests.engine.conftest import CONTEXT, ROOM, TIGHT, Answers, answers, make_engine, run, run_as_they_come
 from tests.engine.test_engine import ROUNDED, some_requests
 from tests.engine.test_grammar import JSON, WORD
 
@@ -87,14 +87,7 @@ def schedule(decoder: Decoder, seed: int, count: int, kv: str | None = None) -> 
         decoder, draw.choice((ROOM, TIGHT)), limits, kv=kv, drafter=draw.choice((replay, smaller, SuffixDrafter())),
         draft_tokens=draw.choice((None, LONG)), overlaps=draw.random() < 0.3,
     )  # fmt: skip
-    together: list[Event] = []
-    waiting = list(asks)
-    while waiting or not made.idle:
-        while waiting and draw.random() < 0.4:
-            ask = waiting.pop(0)
-            made.submit(ask) if isinstance(ask, Submit) else made.embed(ask)
-        together += made.step()
-    found = answers(together)
+    found = answers(run_as_they_come(made, asks, draw))
     assert found.keys() == alone.keys()
     for key, answer in found.items():
         assert answer == alone[key], f"choice {key}"

@@ -18,6 +18,7 @@ from attar.protocol.request import SamplingParams
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf"]
 
 MAX_GRAMMAR = 1 << 20  # bytes of UTF-8
+DECIDE_ON_THE_END = ("ignore_eos", "min_tokens")  # parameters that no request with a constraint may set
 _WHITESPACE = re.compile(r"(\[( |\\n|\\t|\\r|\n|\t|\r)+\](\?|\{0,([0-9]|[1-5][0-9]|6[0-4])\})?)?")
 WHITESPACE = _WHITESPACE.pattern
 """Patterns of white space at one place, as a regular expression: a set of characters, at most so many times."""
@@ -98,7 +99,7 @@ class Grammar:
 
     def check(self, params: SamplingParams) -> None:
         """Raise UserError (`option_conflict`) for parameters that contradict a constraint, which decides on the end."""
-        for name in ("ignore_eos", "min_tokens"):
+        for name in DECIDE_ON_THE_END:
             if getattr(params, name):
                 raise UserError("option_conflict", f"{name} cannot be had with a constraint, which decides on the end")
 

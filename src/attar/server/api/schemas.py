@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
+from attar.protocol.grammar import DECIDE_ON_THE_END
 from attar.protocol.request import MAX_REPETITION, MIN_REPETITION
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
 from attar.server.api.body import Body, Ignored
@@ -80,7 +81,7 @@ def check_stops(stop: str | Sequence[str] | None, name: str) -> None:
 def _check_end(body: Sampling) -> None:
     """Raise APIError for a constraint beside a field that decides on the end of the answer too."""
     if (asked := body.constraint()) is not None:
-        for name in ("ignore_eos", "min_tokens"):
+        for name in DECIDE_ON_THE_END:
             if getattr(body, name):
                 message = f"{name}: not with {asked.field}: the constraint decides on the end"
                 raise APIError("invalid_value", message, name)
