@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from attar.kernels import ops, ref
-from attar.kernels.noise import draws, gumbel, logarithm, philox4x64, seed_of_choice, uniform
+from attar.kernels.noise import draws, gumbel, logarithm, philox4x64, seed_of_choice
 
 WORD = st.integers(0, 2**64 - 1)
 LOGARITHM_ULP = 2.0  # of the result, where the argument is not next to 1
@@ -48,18 +48,6 @@ def test_philox_equals_numpy(counter: tuple[int, int, int, int], key: tuple[int,
     state = np.array([(before >> (64 * i)) % 2**64 for i in range(4)], dtype=np.uint64)
     oracle = np.random.Philox(counter=state, key=np.array(key, dtype=np.uint64))
     assert list(philox4x64(counter, key)) == [int(word) for word in oracle.random_raw(4)]
-
-
-@given(WORD, st.integers(1, 2**64 - 1))
-def test_uniform_equals_numpy(seed: int, index: int) -> None:
-    counter = np.array([index - 1, 0, 0, 0], dtype=np.uint64)
-    oracle = np.random.Generator(np.random.Philox(counter=counter, key=np.array([seed, 0], dtype=np.uint64)))
-    assert uniform(seed, index) == oracle.random()
-
-
-def test_streams_differ() -> None:
-    drawn = {uniform(seed, index, stream) for seed, index, stream in itertools.product(range(4), repeat=3)}
-    assert len(drawn) == 4**3
 
 
 def test_choices_have_seeds_of_their_own() -> None:

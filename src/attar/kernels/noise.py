@@ -1,7 +1,7 @@
 """Random numbers as functions of counters: nothing has a state that other work could advance.
 
 The generator is Philox4x64-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The first word of
-the key is a request's seed, the second tells uses apart: 0 for `uniform`, 1 for seeds of choices, 2 for `gumbel`.
+the key is a request's seed, the second tells uses apart: 1 for seeds of choices, 2 for `gumbel`.
 
 `gumbel` is the noise of the Gumbel-max draw: the largest x_i + noise_i is token i with probability softmax(x)_i
 (Gumbel 1954; Maddison et al., arXiv 1411.0030). Its numbers are the same bits on all machines. So the logarithm is
@@ -36,14 +36,6 @@ def philox4x64(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, in
         c0, c1, c2, c3 = (high >> 64) ^ c1 ^ k0, high & _WORD, (low >> 64) ^ c3 ^ k1, low & _WORD
         k0, k1 = (k0 + _KEYS[0]) & _WORD, (k1 + _KEYS[1]) & _WORD
     return c0, c1, c2, c3
-
-
-def uniform(seed: int, index: int, stream: int = 0) -> float:
-    """Return a number in [0, 1) with 53 random bits, fixed by (seed, index, stream), each 0 to 2^64 - 1.
-
-    Independent numbers for the same index come from other streams.
-    """
-    return (philox4x64((index, stream, 0, 0), (seed, 0))[0] >> 11) * 2.0**-53
 
 
 def seed_of_choice(seed: int, number: int) -> int:
