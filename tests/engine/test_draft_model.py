@@ -83,7 +83,7 @@ def test_angles_that_depend_on_the_length_are_the_targets(tiny_decoder: Callable
     made = make_engine(decoder, limits=limits, drafter=drafter, draft_tokens=3)
     assert answers(run(made, asks)) == expected
     assert made.speculation is not None
-    assert made.speculation.mishaps == 0
+    assert made.speculation.errors == 0
     assert made.speculation.accepted / made.speculation.drafted > 0.8  # drafts across the border have its angles
 
 
@@ -98,7 +98,7 @@ def test_sequences_that_are_drafted_for_together_share_no_block(tiny_decoder: Ca
     assert answers(run(made, asks)) == answers(run(make_engine(decoder), asks))
     assert made.speculation is not None
     assert made.speculation.drafted == made.speculation.accepted > 20
-    assert made.speculation.mishaps == 0
+    assert made.speculation.errors == 0
 
 
 def test_several_processes_take_no_draft_model(demo: Path) -> None:

@@ -172,7 +172,7 @@ def test_a_broken_drafter_costs_nothing_but_its_drafts(decoder: Decoder) -> None
     made = make_engine(decoder, limits=DRAFTING, drafter=Broken())
     assert answers(run(made, asks)) == answers(run(make_engine(decoder), asks))
     assert made.speculation is not None
-    assert made.speculation.mishaps == 10 + 1  # of each decode step but the last, and of its end
+    assert made.speculation.errors == 10 + 1  # of each decode step but the last, and of its end
 
 
 POINT = "draft.propose"  # the fault point of this file
@@ -185,7 +185,7 @@ def test_a_fault_in_drafting_costs_the_drafts_of_its_step(decoder: Decoder) -> N
     faults.arm(faults.Fault(POINT, after=1))
     assert texts_of(run(made, [ask])) == text
     assert made.speculation is not None
-    assert made.speculation.mishaps == 1
+    assert made.speculation.errors == 1
     assert made.speculation.drafted == 27  # a step of one token, and fewer are left for the last
 
 
@@ -256,4 +256,4 @@ def test_a_draft_model_reads_again_what_it_had_no_room_for(decoder: Decoder) -> 
     assert answers(run(made, asks)) == expected
     assert made.speculation is not None
     assert made.speculation.accepted > 20
-    assert made.speculation.mishaps == 0
+    assert made.speculation.errors == 0

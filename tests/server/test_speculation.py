@@ -60,7 +60,7 @@ def test_drafts_are_counted(drafting: Served) -> None:
     after = counters(drafting)
     grown = {name: after[name] - before[name] for name in after if name in before}
     assert grown["attar_draft_tokens_total"] >= grown["attar_draft_tokens_accepted_total"] > 0
-    assert grown["attar_draft_mishaps_total"] == 0
+    assert grown["attar_draft_errors_total"] == 0
     steps = grown["attar_steps_total"]
     assert steps <= 1 + 64 - grown["attar_draft_tokens_accepted_total"]
     call(drafting, "/v1/completions", SEEDED | {"temperature": 0, "speculation": {"max_tokens": 0}})

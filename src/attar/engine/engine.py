@@ -227,7 +227,7 @@ class Engine:
             step_seconds=self.step_seconds, prompt_tokens=cache.asked, reused_tokens=cache.reused,
             generated_tokens=self.generated, preemptions=self.scheduler.preemptions,
             drafted_tokens=drafts.drafted if drafts else 0, accepted_tokens=drafts.accepted if drafts else 0,
-            draft_mishaps=drafts.mishaps if drafts else 0,
+            draft_errors=drafts.errors if drafts else 0,
         )  # fmt: skip
 
     # ---- taking requests

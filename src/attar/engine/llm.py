@@ -201,7 +201,7 @@ class LLM:
         """Continue each prompt (text or token ids); one completion a prompt, in order. They run together.
 
         With a `constraint` (`protocol/grammar.py`), each text that ends with `stop` keeps to it, and one cut by
-        `max_tokens` begins like one that does. Raises UserError for a constraint that cannot be kept.
+        `max_tokens` begins like one that does. Raises UserError for a constraint that cannot be enforced.
         """
         several: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
         answers = [self._answer(prompt, params, constraint) for prompt in several]

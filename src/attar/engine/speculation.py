@@ -63,7 +63,7 @@ class Speculation:
     vocab_size: int
     drafted: int = 0  # drafts that were verified
     accepted: int = 0  # of these, the right ones
-    mishaps: int = 0  # exceptions of the drafter, and drafts outside the vocabulary
+    errors: int = 0  # exceptions of the drafter, and drafts outside the vocabulary
     _accounts: dict[Sequence, _Account] = field(default_factory=dict)
     _drafting: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # seconds of the drafter for a draft
 
@@ -135,7 +135,7 @@ class Speculation:
             try:
                 self.drafter.forget(sequence)
             except Exception:
-                self._mishap("forgetting sequence %s", sequence.id)
+                self._failed("forgetting sequence %s", sequence.id)
 
     def _account(self, sequence: Sequence) -> _Account:
         if (account := self._accounts.get(sequence)) is None:
@@ -158,18 +158,18 @@ class Speculation:
         except Exception:
             if len(asked) > 1:
                 return [draft for request in asked for draft in self._drafts([request])]
-            self._mishap("drafting for sequence %s", asked[0].sequence.id)
+            self._failed("drafting for sequence %s", asked[0].sequence.id)
             return [NO_DRAFT]
 
     def _checked(self, draft: Draft, request: DraftRequest) -> Draft:
         """Return a draft up to its first token that is no token."""
         for place, token in enumerate(draft.tokens):
             if not 0 <= token < self.vocab_size:
-                self.mishaps += 1
+                self.errors += 1
                 return draft._replace(tokens=draft.tokens[: min(place, request.limit)])
         return draft._replace(tokens=draft.tokens[: request.limit]) if len(draft.tokens) > request.limit else draft
 
-    def _mishap(self, doing: str, id: str) -> None:
-        self.mishaps += 1
-        if self.mishaps & (self.mishaps - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a broken drafter fills no log
-            logger.exception(f"{doing} raised; {self.mishaps} mishaps so far", id)
+    def _failed(self, doing: str, id: str) -> None:
+        self.errors += 1
+        if self.errors & (self.errors - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a broken drafter fills no log
+            logger.exception(f"{doing} raised; {self.errors} errors so far", id)

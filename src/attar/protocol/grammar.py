@@ -101,7 +101,7 @@ class Grammar:
         """Raise UserError (`option_conflict`) for parameters that contradict a constraint, which decides on the end."""
         for name in DECIDE_ON_THE_END:
             if getattr(params, name):
-                raise UserError("option_conflict", f"{name} cannot be had with a constraint, which decides on the end")
+                raise UserError("option_conflict", f"{name} conflicts with a constraint, which decides on the end")
 
 
 Constraint = Grammar | Mapping[str, Any] | type

@@ -192,7 +192,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     steps_ahead: int = 0  # counter: steps launched before the previous step's tokens were known
     drafted_tokens: int = 0  # counter: drafts of speculative decoding that were verified
     accepted_tokens: int = 0  # counter: of these, the right ones
-    draft_mishaps: int = 0  # counter: exceptions of the drafter, and drafts that are no tokens
+    draft_errors: int = 0  # counter: exceptions of the drafter, and drafts that are no tokens
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

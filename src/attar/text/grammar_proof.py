@@ -30,7 +30,7 @@ class Prover:
         )
 
     def prove(self, grammar: Grammar, salt: bytes = b"") -> None:
-        """Raise GrammarError for a grammar that cannot be kept. Verdicts are remembered for each `salt` apart: their
+        """Raise GrammarError for a refused grammar. Verdicts are remembered for each `salt` apart: their
         time would tell that another client has this grammar."""
         key = grammar.digest(self.vocabulary.digest, LIMITS_VERSION, salt)
         if key not in self._verdicts:

@@ -45,7 +45,7 @@ _MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "prope
 
 
 class GrammarError(UserError):
-    """A constraint that cannot be kept: one sentence, fit for showing. `pointer` is the place in a JSON schema, as a
+    """A refused constraint: one sentence, fit for showing. `pointer` is the place in a JSON schema, as a
     JSON pointer; None where there is none, or the text is no schema."""
 
     def __init__(self, message: str, pointer: str | None = None) -> None:
@@ -200,10 +200,10 @@ def refusal(grammar: Grammar, message: str) -> GrammarError:
         words = "no text fulfils it, or none that ends"
     words = _shown(words) or "it is refused"
     if grammar.kind != "json_schema":
-        return GrammarError(f"the {grammar.kind} cannot be kept: {words}")
+        return GrammarError(f"the {grammar.kind} cannot be enforced: {words}")
     schema = schema_of(grammar)
     pointer = next((found for found, each in subschemas(schema) if _names(message, each)), "")
-    return GrammarError(f"the schema cannot be kept at #{pointer}: {words}", pointer)
+    return GrammarError(f"the schema cannot be enforced at #{pointer}: {words}", pointer)
 
 
 def _names(message: str, schema: dict[str, Any]) -> bool:

@@ -16,11 +16,11 @@ from attar.server.api.body import Body
 from attar.server.errors import APIError
 from attar.text import grammars
 
-_KEPT = "The answer keeps to it. What cannot be kept is refused. One at most, without ignore_eos."
-SchemaObject = Annotated[dict[str, Any], Meta(description="A JSON schema, draft 2020-12. " + _KEPT)]
+_RULE = "The answer satisfies it. What cannot be enforced is refused. One at most, without ignore_eos."
+SchemaObject = Annotated[dict[str, Any], Meta(description="A JSON schema, draft 2020-12. " + _RULE)]
 AnySchema = SchemaObject | bool | Annotated[str, Meta(max_length=MAX_GRAMMAR, description="A JSON schema as text.")]
 Expression = Annotated[str, Meta(max_length=MAX_GRAMMAR, description="A regular expression of the whole answer.")]
-GrammarText = Annotated[str, Meta(max_length=MAX_GRAMMAR, description="A grammar, in GBNF or Lark's format. " + _KEPT)]
+GrammarText = Annotated[str, Meta(max_length=MAX_GRAMMAR, description="A grammar, in GBNF or Lark's format. " + _RULE)]
 Choice = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, description="The possible answers.")]
 Whitespace = Annotated[str, Meta(max_length=32, title="Whitespace", description="Space in JSON: [CHARACTERS]{0,N}.")]
 
@@ -170,5 +170,5 @@ def _check_strict(schema: dict[str, Any], where: str) -> None:
 
 
 def refused(asked: Asked, error: UserError) -> APIError:
-    """Make the refusal of a constraint that cannot be kept."""
+    """Make the refusal of a constraint that cannot be enforced."""
     return APIError("invalid_value", f"{asked.field}: {error}", asked.field)

@@ -151,7 +151,7 @@ class Routes:
         return respond({"prompt": await sse.while_wanted(request.receive, making)})
 
     async def _proven(self, request: Request, caller: Caller, body: Sampling, ready: Ready) -> Grammar | None:
-        """Return the request's constraint, once it is proven. Raises APIError where it cannot be kept."""
+        """Return the request's constraint, once it is proven. Raises APIError where it cannot be enforced."""
         if (asked := body.constraint()) is None:
             return None
         try:
