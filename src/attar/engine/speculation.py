@@ -172,4 +172,4 @@ class Speculation:
     def _failed(self, doing: str, id: str) -> None:
         self.errors += 1
         if self.errors & (self.errors - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a broken drafter fills no log
-            logger.exception(f"{doing} raised; {self.errors} errors so far", id)
+            logger.exception(f"the drafter {self.drafter.name}, {doing}, raised; {self.errors} errors so far", id)

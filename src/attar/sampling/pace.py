@@ -54,10 +54,6 @@ class Costs:
         self._steps[rows].append(seconds)
         self._medians[rows] = median(self._steps[rows])
 
-    def known(self, rows: int) -> bool:
-        """Return whether a step of so many rows was measured."""
-        return rows in self._steps
-
     def of(self, rows: int) -> float:
         """Return the seconds of a step of `rows` rows; 1 where nothing is known yet."""
         if (known := self._medians.get(rows)) is not None:

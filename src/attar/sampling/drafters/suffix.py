@@ -109,8 +109,7 @@ class SuffixDrafter:
 
     name, costly = "suffix", False
 
-    def __init__(self, shortest: int = 1) -> None:
-        self.shortest = shortest
+    def __init__(self) -> None:
         self._known: dict[Tokens, tuple[SuffixAutomaton, int]] = {}
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -124,7 +123,7 @@ class SuffixDrafter:
         for token in tokens[first + len(automaton) :]:
             automaton.push(token)
         self._known[request.sequence] = automaton, first
-        if automaton.match < self.shortest:
+        if not automaton.match:
             return NO_DRAFT
         guess = automaton.text[automaton.behind : automaton.behind + request.limit]
         while len(guess) < request.limit:  # the occurrence runs into the end of the text: it repeats itself
