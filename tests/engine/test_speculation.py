@@ -57,6 +57,9 @@ class Replay:
     def forget(self, sequence: Tokens) -> None:
         self.forgotten.append(sequence.id)
 
+    def reset(self) -> None:
+        self.forgotten.clear()
+
 
 def texts_of(events: list[Event]) -> dict[str, list[int]]:
     texts: dict[str, list[int]] = {}
@@ -141,6 +144,9 @@ class Known:
     def forget(self, sequence: Tokens) -> None:
         pass
 
+    def reset(self) -> None:
+        pass
+
 
 def test_an_end_within_drafts_cuts_everything_behind_it(decoder: Decoder) -> None:
     free = texts_of(run(make_engine(decoder), [Submit("a", (5, 6), SamplingParams(max_tokens=20, temperature=0))]))
@@ -165,6 +171,9 @@ class Broken:
 
     def forget(self, sequence: Tokens) -> None:
         raise RuntimeError("no")
+
+    def reset(self) -> None:
+        pass
 
 
 def test_a_broken_drafter_costs_nothing_but_its_drafts(decoder: Decoder) -> None:
@@ -227,6 +236,23 @@ def test_constrained_answers_are_those_without_drafts(demo: Any, tiny_decoder: C
         for tokens in (None, LONG):
             engine = make_engine(made, limits=DRAFTING, drafter=drafter, draft_tokens=tokens, **how)
             assert answers(run(engine, asks)) == answers(events)
+
+
+def test_a_new_engine_finds_nothing_of_another_in_its_drafter(decoder: Decoder) -> None:
+    """An engine that was broken off has told its drafter of no end."""
+    ask = Submit("a", (5, 6, 5, 6, 5, 6), SamplingParams(max_tokens=30, temperature=0))
+    suffix, model = SuffixDrafter(), ModelDrafter(decoder, CONTEXT, 1, decoder.config.vocab_size, blocks=2)
+    for drafter in (suffix, model):
+        made = make_engine(decoder, limits=DRAFTING, drafter=drafter, draft_tokens=3)
+        made.submit(ask)
+        for _ in range(4):
+            made.step()
+    assert suffix._known
+    assert model.pool.free < model.pool.total
+    for drafter in (suffix, model):
+        make_engine(decoder, limits=DRAFTING, drafter=drafter)
+    assert not suffix._known
+    assert model.pool.free == model.pool.total
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])

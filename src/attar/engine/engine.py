@@ -124,6 +124,7 @@ class Engine:
         that are to come)."""
         self.speculation: Speculation | None = None
         if config.drafter is not None:
+            config.drafter.reset()
             fixed = config.draft_tokens is not None
             most = MAX_DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens
             pace = Pace(most, fixed, limits.max_drafts)

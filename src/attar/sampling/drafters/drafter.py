@@ -44,3 +44,6 @@ class Drafter(Protocol):
 
     def forget(self, sequence: Tokens) -> None:
         """Drop what is kept of a sequence that has ended; of an unknown one there is nothing."""
+
+    def reset(self) -> None:
+        """Drop what is kept of all sequences: a new engine begins, and those of another are gone with it."""

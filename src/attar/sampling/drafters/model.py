@@ -95,6 +95,10 @@ class ModelDrafter:
         if (reading := self._readings.pop(sequence, None)) is not None:
             self._drop(reading)
 
+    def reset(self) -> None:
+        for sequence in list(self._readings):
+            self.forget(sequence)
+
     def _reading(self, request: DraftRequest, taken: Collection[Tokens]) -> _Reading | None:
         """Return a sequence's reading with blocks for all its tokens and drafts; None where there is no room beside the
         sequences `taken`."""

@@ -132,3 +132,6 @@ class SuffixDrafter:
 
     def forget(self, sequence: Tokens) -> None:
         self._known.pop(sequence, None)
+
+    def reset(self) -> None:
+        self._known.clear()
