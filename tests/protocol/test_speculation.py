@@ -22,8 +22,6 @@ def test_without_a_drafter_there_are_no_drafts() -> None:
 
 
 def test_what_is_refused() -> None:
-    with user_error("option_malformed", "suffix"):
-        check_draft("", None)
     with user_error("option_unused"):
         check_draft(None, 3)
     for tokens in (-1, MAX_DRAFT_TOKENS + 1):

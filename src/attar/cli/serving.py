@@ -102,7 +102,6 @@ class ServeConfig(SchedulerOptions):
         from attar.kv.schemes import check_name
         from attar.plan.fit import check_fraction
         from attar.protocol.settings import Settings
-        from attar.protocol.speculation import DRAFTERS
         from attar.server.options import parse_adapters
 
         check_name(self.kv)
@@ -114,7 +113,7 @@ class ServeConfig(SchedulerOptions):
                 str(path), "", activations=self.activations.value, kv=self.kv,
                 context=self.context, memory=self.memory, threads=self.threads, verify=not self.no_verify, tp=self.tp,
                 pp=self.pp, adapters=parse_adapters(self.adapter or (), name), name=name,
-                draft=self.draft if self.draft in (None, "", *DRAFTERS) else str(hub.resolve(self.draft)),
+                draft=hub.resolve_draft(self.draft),
                 draft_tokens=self.draft_tokens,
             ),
             **theirs | given,

@@ -38,7 +38,7 @@ from attar.protocol.grammar import Constraint, Grammar
 from attar.protocol.messages import Delta, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.request import Completion, FinishReason, SamplingParams, TokenLogprob
 from attar.protocol.scheduler_config import SchedulerConfig
-from attar.protocol.speculation import DRAFTERS, MAX_STEP_DRAFTS, check_draft
+from attar.protocol.speculation import MAX_STEP_DRAFTS, check_draft
 from attar.text.grammar_proof import Prover
 from attar.text.grammars import Vocabulary
 from attar.text.literal import LiteralChat
@@ -146,8 +146,7 @@ class LLM:
     ) -> None:
         dispatch.require(device)  # before anything is downloaded
         check_draft(draft, draft_tokens)
-        if draft is not None and draft not in DRAFTERS:
-            draft = str(hub.resolve(draft))
+        draft = hub.resolve_draft(draft)
         path = hub.resolve(model)
         self.sampling = recommended(path) if generation_config == "model" else {}
         self.model = load_model(
@@ -200,7 +199,7 @@ class LLM:
     ) -> list[Completion]:  # fmt: skip
         """Continue each prompt (text or token ids); one completion a prompt, in order. They run together.
 
-        With a `constraint` (`protocol/grammar.py`), each text that ends with `stop` keeps to it, and one cut by
+        With a `constraint` (`protocol/grammar.py`), each text that ends with `stop` satisfies it, and one cut by
         `max_tokens` begins like one that does. Raises UserError for a constraint that cannot be enforced.
         """
         several: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[list-item, arg-type]

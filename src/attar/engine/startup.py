@@ -251,6 +251,7 @@ def fit(settings: Settings, held: Deployment, limits: SchedulerConfig, threads: 
                 f"the draft model needs {planning.size(needed)}, but there are {planning.size(memory)} ({source}): "
                 f"{planning.size(needed - memory)} too little",
             )
+        logs.say(f"draft model     {planning.size(needed)}")
         memory -= needed
         source += f", less {planning.size(needed)} of the draft model"
     memory //= share.count

@@ -34,7 +34,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     priority: int = 0  # lower goes first
     deadline: float | None = None  # seconds from now; then the request fails with `deadline`
     adapter: str = ""  # one of `Ready.adapters`; empty: the base model
-    grammar: Grammar | None = None  # proven (`text/grammar_proof.py`); every choice keeps to it
+    grammar: Grammar | None = None  # proven (`text/grammar_proof.py`); every choice satisfies it
 
 
 class Embed(msgspec.Struct, frozen=True, tag="embed"):

@@ -12,11 +12,9 @@ MAX_STEP_DRAFTS = 16  # drafts of all sequences in a step: memory is planned for
 def check_draft(name: str | None, tokens: int | None) -> None:
     """Check a drafter, one of `DRAFTERS` or a model, None for none, and its drafts in a step, None for what pays.
 
-    Raises ValueError for an empty name, a number out of range, or a number without a drafter.
+    Raises ValueError for a number out of range, or a number without a drafter.
     """
-    if name == "":
-        raise UserError("option_malformed", f"draft is {', '.join(DRAFTERS)} or a model, not empty")
     if tokens is not None and name is None:
-        raise UserError("option_unused", "draft-tokens is the number of drafts of a drafter: name one with draft")
+        raise UserError("option_unused", "draft-tokens has no effect without a drafter: set --draft")
     if tokens is not None and not 0 <= tokens <= MAX_DRAFT_TOKENS:
         raise UserError("option_out_of_range", f"draft-tokens is 0 to {MAX_DRAFT_TOKENS}, not {tokens}")

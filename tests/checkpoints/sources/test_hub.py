@@ -226,3 +226,12 @@ def test_nothing_heavy_is_imported_for_a_folder(tmp_path: Path) -> None:
         [sys.executable, "-c", script, str(tmp_path)], env={"PYTHONPATH": source}, capture_output=True, text=True
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_source_of_drafts_is_a_drafter_or_a_model(tmp_path: Path) -> None:
+    assert hub.resolve_draft(None) is None
+    assert hub.resolve_draft("suffix") == "suffix"
+    assert hub.resolve_draft(str(tmp_path)) == str(tmp_path)
+    for name in ("", "ngram"):
+        with user_error("option_missing" if not name else "file_not_found", "suffix"):
+            hub.resolve_draft(name)

@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 
 from attar.checkpoints.strict_io import CONVERT, CheckpointError, near
+from attar.protocol.speculation import DRAFTERS
 
 DEMO = "demo"
 ALLOW = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.model.v*", "*.tiktoken", "LICENSE*", "NOTICE*"]
@@ -55,6 +56,17 @@ def resolve(model: str | os.PathLike[str], *, revision: str | None = None, offli
     if match["revision"] and revision:
         raise CheckpointError("option_conflict", f"{model!r} already names a revision: leave out {revision!r}")
     return _download(match["repo"], match["revision"] or revision, bool(offline), _neighbours(path))
+
+
+def resolve_draft(draft: str | None) -> str | None:
+    """Return a source of drafts: a drafter's name itself, or the path of a draft model named like those of `resolve`;
+    None where there is none. Raises CheckpointError that names the drafters too."""
+    if draft is None or draft in DRAFTERS:
+        return draft
+    try:
+        return str(resolve(draft))
+    except CheckpointError as error:
+        raise CheckpointError(error.code, f"{error}; --draft also takes {', '.join(DRAFTERS)}") from error
 
 
 def embedded() -> Path:
