@@ -209,6 +209,15 @@ def test_a_hessian_is_the_mean_over_rows() -> None:
     torch.testing.assert_close(single.mean.double(), whole.mean, rtol=0.02, atol=0.02 * float(whole.mean.max()))
 
 
+def test_one_half_of_a_wide_hessian_is_computed_and_copied_to_the_other() -> None:
+    x = torch.randn(50, gptq.SIDE * 2 + 7, generator=torch.Generator().manual_seed(0))
+    found = Hessian(x.shape[1])
+    for part in x.split(20):
+        found.add(part)
+        assert torch.equal(found.mean[: gptq.SIDE, gptq.SIDE :], found.mean[gptq.SIDE :, : gptq.SIDE].T)
+    torch.testing.assert_close(found.mean, x.T @ x / 50)
+
+
 def test_the_same_input_gives_the_same_bits() -> None:
     weight, x = problem(seed=10, columns=64)
     a, b = (solve(weight.float(), x.float(), "w4g16", search="mse") for _ in range(2))

@@ -51,32 +51,49 @@ from attar.formats.weight_formats import GgmlBlocks, Progressive
 TOKENS_AT_ONCE = 2048
 ROWS_AT_ONCE = 512
 COLUMNS_AT_ONCE = 1024
+SIDE = 512  # columns of the blocks in which only one half of a symmetric matrix is computed
 
 
 class Hessian:
     """E[x x^T] of a linear's I inputs: the running mean, over all rows seen, in one matrix of `dtype`. float32 is
     enough: entries are means of squares, and its rounding errors lie far below the damping. The value depends on how
     rows were split into calls, in the last bits only; the same calls give the same bits. The matrix lies on the device
-    of the rows."""
+    of the rows. Of one wider than `SIDE` only the blocks up to the diagonal are summed; `mean` copies them across."""
 
     def __init__(self, columns: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> None:
-        self.mean = torch.zeros((columns, columns), dtype=dtype, device=device)
+        self._mean = torch.zeros((columns, columns), dtype=dtype, device=device)
+        self._whole = True  # whether it holds the blocks above its diagonal
         self.tokens = 0.0  # number of tokens seen, or the sum of their weights
 
     def add(self, x: Tensor, weights: Tensor | None = None) -> None:
         """Add rows x [N, I] of any float dtype, each counted by its non-negative weight [N]."""
-        if self.mean.device != x.device:
+        if self._mean.device != x.device:
             assert not self.tokens, "rows of two devices"
-            self.mean = torch.zeros_like(self.mean, device=x.device)
+            self._mean = torch.zeros_like(self._mean, device=x.device)
         for at, part in enumerate(x.split(TOKENS_AT_ONCE)):
-            part, count = part.to(self.mean.dtype), float(len(part))
+            part, count = part.to(self._mean.dtype), float(len(part))
             if weights is not None:
                 some = weights[at * TOKENS_AT_ONCE :][: len(part)].to(part)
                 part, count = part * some.sqrt()[:, None], float(some.sum())
             if count:
                 total = self.tokens + count
-                self.mean.addmm_(part.T, part, beta=self.tokens / total, alpha=1 / total)
-                self.tokens = total
+                for side in slices(len(self._mean), SIDE):
+                    lower, left = self._mean[side, : side.stop], part[:, : side.stop]
+                    lower.addmm_(part[:, side].T, left, beta=self.tokens / total, alpha=1 / total)
+                self._whole, self.tokens = len(self._mean) <= SIDE, total
+
+    @property
+    def mean(self) -> Tensor:
+        """Return the matrix [I, I]."""
+        if not self._whole:
+            for some in slices(len(self._mean), SIDE):
+                self._mean[: some.start, some] = self._mean[some, : some.start].T
+            self._whole = True
+        return self._mean
+
+    @mean.setter
+    def mean(self, value: Tensor) -> None:
+        self._mean, self._whole = value, True
 
     def merge(self, other: Hessian) -> None:
         """Add the rows that `other` saw."""
