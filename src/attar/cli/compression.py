@@ -144,6 +144,9 @@ def summary(done: Compressed) -> Iterator[str]:
     yield from gains(done)
     share = done.bytes / done.source_bytes
     yield f"{done.path}: {done.bytes:,} bytes, {share:.1%} of the original's, in {done.seconds:.1f} s"
+    if done.block_seconds:
+        stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in done.block_seconds.items())
+        yield f"seconds a block: {sum(done.block_seconds.values()):.2f} ({stages})"
     with_head = " and the output matrix" if done.head != KEEP else ""
     counted = f"bits/weight: all stored bits of the compressed linears{with_head}, over their weights"
     if done.allocated is not None:

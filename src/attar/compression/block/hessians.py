@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attar.compression.block.work import BlockWork
+from attar.compression.block.work import BlockWork, observe
 from attar.compression.calibration.loss_weights import Hints, row_groups
 from attar.compression.memory import give_back
 from attar.compression.recipe.methods import Gptq, Prune, SparseGpt
@@ -141,7 +141,8 @@ def solve(work: BlockWork, groups: Sequence[Group], options: Options) -> Iterato
         for share in wave:
             drift = qronos.Drift(share.columns, adding.get(share.name, 0)) if correct else None
             statistics.append(_Statistics(share, Hessian(share.columns), drift))
-        _gather(work, twin, statistics)
+        with work.stages.timed("inputs"), work.unpacked():
+            _gather(work, twin, statistics)
         while statistics:
             found = statistics.pop(0)
             # All-zero inputs, and experts that received no token, tell nothing: only the weights are known.
@@ -263,7 +264,7 @@ def _gather(work: BlockWork, twin: Block | None, statistics: Sequence[_Statistic
                     wrong[linear.name] = true - rows
                 elif linear.name in takers and any(each.adds for each in takers[linear.name]):
                     wrong[linear.name] = between - block.forward(rows, None, step)[0]
-        block.run(rows, step, hook)
+        observe(block, rows, step, hook, takers)
 
 
 def _added(block: Block) -> list[Linear]:

@@ -5,7 +5,9 @@ Transforms and roundings work on it in turn (`passes`); the solvers behind them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 from torch import Tensor
@@ -14,10 +16,33 @@ from attar.compression.block.structured import Sizes
 from attar.compression.calibration.hidden_states import HiddenStates
 from attar.compression.calibration.loss_weights import Hints
 from attar.compression.groups import input_groups
+from attar.compression.recipe.methods import Gptq, Prune, SparseGpt
 from attar.compression.recipe.recipe import Recipe, naming
+from attar.compression.stages import Stages
+from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
-from attar.kernels.operands import Linear
+from attar.kernels.operands import ActivationHook, Linear
+from attar.model.cache import ForwardBatch
 from attar.model.layers import Block
+
+FEW = 1 << 24  # weights whose float32 copies take no more than the activations of one call
+
+
+class _Observed(Exception):
+    """Ends a pass over a block that is run for its linears' inputs only."""
+
+
+def observe(block: Block, rows: Tensor, step: ForwardBatch, hook: ActivationHook, names: Container[str]) -> None:
+    """Run a block on rows [N, I] for the inputs of the named linears, which `hook` receives, and no further."""
+    last = next((each for each in reversed(list(block.linears())) if each.name in names), None)
+
+    def until_last(linear: Linear, x: Tensor) -> None:
+        hook(linear, x)
+        if linear is last:
+            raise _Observed
+
+    with suppress(_Observed):
+        block.run(rows, step, until_last)
 
 
 class BlockWork:
@@ -25,7 +50,7 @@ class BlockWork:
     of the block on the calibration text, where the recipe reads them, and those in the original model if it corrects
     targets. `importances` weigh columns, [I] by name, and `guide` holds the hints of the loss for a linear; both change
     as the linear does. `sizes` are those that structured pruning leaves. `rtn_errors` are the errors of rounding to
-    nearest before any transform, where there is one."""
+    nearest before any transform, where there is one. `stages` counts seconds."""
 
     def __init__(
         self,
@@ -38,6 +63,7 @@ class BlockWork:
         guide: Mapping[str, Hints] | None = None,
         sizes: Sizes | None = None,
     ) -> None:
+        self.stages = Stages()
         self.block, self.recipe, self.architecture = block, recipe, architecture
         self.importances, self.guide = dict(importances or {}), dict(guide or {})
         self._hidden = None if states is None else states[0]
@@ -68,6 +94,27 @@ class BlockWork:
             if members:
                 yield group[0].name, members
 
+    @contextmanager
+    def unpacked(self) -> Iterator[None]:
+        """Hold the block's weights in float32 within the context, where memory allows. A pass of many calls would
+        decode them in each. `FEW` are always allowed; a recipe with Hessians needs a factor of the widest later."""
+        linears, hessians = list(self.block.linears()), isinstance(self.recipe.rounding, Gptq | SparseGpt | Prune)
+        room = max(FEW, max(each.shape[1] for each in linears) ** 2 if hessians else 0)
+        if sum(math.prod(each.shape) for each in linears) > room:
+            yield
+            return
+        stored = [each.weight for each in linears]
+        for each in linears:
+            if isinstance(each.weight, PackedTensor):
+                each.dense = each.weight.dequantize(torch.float32)
+            elif isinstance(each.weight, Tensor):
+                each.weight = each.weight.float()
+        try:
+            yield
+        finally:
+            for each, weight in zip(linears, stored, strict=True):
+                each.weight, each.dense = weight, None
+
     def watch(self, watchers: Mapping[str, Callable[[Tensor], None]], rows: int | None = None) -> None:
         """Run the block over the calibration states, or their first `rows`; each watcher receives its linear's
         inputs."""
@@ -78,11 +125,12 @@ class BlockWork:
                     watchers[linear.name](x)
 
         seen = 0
-        for batch in self.hidden.batches():
-            self.block.run(self.hidden.read(batch), self.hidden.step(batch), hook)
-            seen += len(batch) * self.hidden.shape[1]
-            if rows is not None and seen >= rows:
-                return
+        with self.stages.timed("inputs"), self.unpacked() if rows is None else nullcontext():
+            for batch in self.hidden.batches():
+                observe(self.block, self.hidden.read(batch), self.hidden.step(batch), hook, watchers)
+                seen += len(batch) * self.hidden.shape[1]
+                if rows is not None and seen >= rows:
+                    return
 
     def inputs(self, names: Sequence[str], rows: int) -> dict[str, Tensor]:
         """Return the first `rows` input rows of each named linear, [<= rows, I]. An expert that received no token has

@@ -33,10 +33,12 @@ from attar.compression.memory import give_back
 from attar.compression.recipe.recipe import HEAD
 from attar.compression.request.resolve import ResolvedCompression
 from attar.compression.resume import differences, write_note
+from attar.compression.stages import Stages
 from attar.errors import UserError
 from attar.formats.packed import PackedTensor
 from attar.kernels.operands import Linear
 from attar.model.decoder import build_block, build_final_norm
+from attar.model.layers import Block
 from attar.progress import Progress
 
 STATE = "state.json"
@@ -108,6 +110,7 @@ class Walk:
         self.writer, self.state, self.probes = writer, state, probes
         self.config = self.checkpoint.config
         self.head_records: list[Record] = []  # not part of the state: a resumed run does the LM head anew
+        self._stages, self._begun = Stages(), state.blocks_done
         # Two files in turn: block i reads number i % 2 and writes the other.
         self.streams: list[tuple[HiddenStates, HiddenStates]] = []
         corrects, rows = self.recipe.corrects, hidden_states.rows_at_once(self.config)
@@ -134,6 +137,12 @@ class Walk:
             for stream in (each for pair in self.streams for each in pair):
                 stream.close()
 
+    @property
+    def block_seconds(self) -> dict[str, float]:
+        """Return the mean seconds of a block by stage, of the blocks that this process compressed."""
+        count = self.state.blocks_done - self._begun
+        return {name: seconds / count for name, seconds in self._stages.seconds.items()} if count else {}
+
     def _embed(self, sources: list[Tensor]) -> None:
         """Write the hidden states that enter the first block."""
         for (first, _), tokens in zip(self.streams, sources, strict=True):
@@ -143,9 +152,11 @@ class Walk:
 
     @torch.inference_mode()
     def _block(self, layer: int) -> None:
-        block = build_block(self.config, self.checkpoint, layer)
-        for linear in block.linears():
-            linear.keep_dense = False  # its float32 copies would take four times the block
+        timed = self._stages.timed
+        with timed("read"):
+            block = build_block(self.config, self.checkpoint, layer)
+            for linear in block.linears():
+                linear.keep_dense = False  # its float32 copies would take four times the block
         inputs = self.streams[1][layer % 2] if len(self.streams) > 1 else None
         guide = None if self.guide is None else self.guide.of(layer)
         original = self._original(layer)
@@ -154,32 +165,42 @@ class Walk:
             block, None if inputs is None else (inputs, original), self.recipe, self.output.schemes,
             self.config.architecture, self.output.importances, guide, self.output.sizes,
         )  # fmt: skip
-        records = passes.run(work)
+        work.stages = self._stages
+        with timed("solve"):
+            records = passes.run(work)
         device_placement.move(block, device_placement.CPU)
-        self.output.write_block(self.writer, block, layer)
+        with timed("write"):
+            self.output.write_block(self.writer, block, layer)
         if inputs is not None:
-            outputs = self.streams[1][1 - layer % 2] if layer + 1 < self.config.layers else None
             device_placement.move(block, self.device)
-            seen = coverage.Coverage(block)
-            for batch in inputs.batches():
-                out = block.run(inputs.read(batch), inputs.step(batch), seen.hook)
-                if not out.isfinite().all():
-                    raise UserError("not_finite", f"the output of block {layer} holds a NaN or an infinity")
-                if outputs is not None:
-                    outputs.write(batch, out)
-            coverage.keep(self.state.folder, self.name, layer, seen)
+            with timed("outputs"), work.unpacked():
+                self._outputs(layer, block, inputs, original)
+        with timed("probes"):
+            device_placement.move(block, device_placement.CPU)
+            rows, observed = self.probes.run(layer, block, self._probe_rows(layer))
+            stream = self.streams[0][1 - layer % 2]
+            stream.write(range(stream.shape[0]), rows)
+            stream.settle()
+        with timed("write"):
+            self.writer.sync()
+            self.state.finish_block(layer, records, observed)
+
+    def _outputs(self, layer: int, block: Block, inputs: HiddenStates, original: HiddenStates | None) -> None:
+        """Run the compressed block `layer` for the inputs of the next one, if any, and for its coverage."""
+        outputs = self.streams[1][1 - layer % 2] if layer + 1 < self.config.layers else None
+        seen = coverage.Coverage(block)
+        for batch in inputs.batches():
+            out = block.run(inputs.read(batch), inputs.step(batch), seen.hook)
+            if not out.isfinite().all():
+                raise UserError("not_finite", f"the output of block {layer} holds a NaN or an infinity")
             if outputs is not None:
-                outputs.settle()
-            if original is not None and outputs is not None and (after := self._original(layer + 1)) is not None:
-                gradients.advance(self.checkpoint, layer, original, after)
-                after.settle()
-        device_placement.move(block, device_placement.CPU)
-        rows, observed = self.probes.run(layer, block, self._probe_rows(layer))
-        stream = self.streams[0][1 - layer % 2]
-        stream.write(range(stream.shape[0]), rows)
-        stream.settle()
-        self.writer.sync()
-        self.state.finish_block(layer, records, observed)
+                outputs.write(batch, out)
+        coverage.keep(self.state.folder, self.name, layer, seen)
+        if outputs is not None:
+            outputs.settle()
+        if original is not None and outputs is not None and (after := self._original(layer + 1)) is not None:
+            gradients.advance(self.checkpoint, layer, original, after)
+            after.settle()
 
     def _original(self, layer: int) -> HiddenStates | None:
         """Return the calibration states that enter block `layer` of the original model, where the recipe needs them."""

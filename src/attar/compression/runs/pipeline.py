@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ class Compressed:
     tuned: Mapping[str, Any] | None = None  # gain of tuning: `tune.Tuned.to_dict`
     texts: Mapping[str, Any] | None = None  # kind of the texts: `domain.to_dict`
     gain: Mapping[str, Any] | None = None  # over plain rounding, on unread text: a `compare_rtn.Gain`
+    block_seconds: Mapping[str, float] = field(default_factory=dict)  # mean of a block by stage, as in `stages`
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -71,6 +72,7 @@ class Compressed:
             "layers": [asdict(record) for record in self.records], "notes": list(self.notes),
             "warnings": list(self.warnings), "allocated_bits": self.allocated, "allocated_kl": self.reached,
             "selection": self.selection, "tune": self.tuned, "texts": self.texts, "gain": self.gain,
+            "block_seconds": {name: round(seconds, 4) for name, seconds in self.block_seconds.items()},
         }  # fmt: skip
 
 
@@ -258,6 +260,7 @@ def _finished(
         tuned=run.learned.get("tune"),
         texts=kinds,
         gain=None if gained is None else asdict(gained),
+        block_seconds=run.block_seconds,
     )
     output.write_card(run.work.out, result.bytes, cost)
     about |= run.learned

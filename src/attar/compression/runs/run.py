@@ -92,6 +92,7 @@ class Run:
         self.probes = ProbeRun(self.checkpoint.config, request.seed)
         self.probed: dict[str, Any] = {}
         self.records: list[Record] = []
+        self.block_seconds: dict[str, float] = {}
         self.learned: dict[str, Any] = {}  # results of the steps that learn, for the receipt
         self.guide: Guide | None = None
         self.surprise: DomainCheck | None = None  # of the calibration text, if measured
@@ -196,7 +197,7 @@ class Run:
         with ShardWriter(self.work.out, self.files, self.output.written(self.state.blocks_done)) as writer:
             walk = Walk(self._resolved, writer, self.state, self.walked, self.probes, self.guide, self.name)
             self.probed = walk.run(self.report)
-            self.records = self.state.records + walk.head_records
+            self.records, self.block_seconds = self.state.records + walk.head_records, walk.block_seconds
             self.output.copy_rest(writer, self.report)
             writer.finish()
         self.output.write_config(self.work.out)
