@@ -7,7 +7,8 @@
 The original is the file's values in bfloat16 (`dense.py`), kept in FOLDER; what comes out is deleted. It is scored in
 float32 on held-out text of the kind that it was calibrated on, in windows of 512 tokens. `peak_mb` is what this process
 held at most until the output was written, imports included; of a peer it is the peer's process. The original is not in
-the page cache when a compression begins.
+the page cache when a compression begins. `inputs_s`, `solve_s` and others are attar's seconds a layer by stage;
+`layer_s` is the whole time over the layers, of everybody.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def ours(original: Path, out: Path, sequences: list[list[int]], args: argparse.N
     done = compress_request(CompressionRequest(
         original, out, recipe=args.recipe, target=target, calibration=sequences, seed=args.seed, resume=False,
     ))  # fmt: skip
-    return {"seconds": done.seconds, "bits": done.bits_per_weight, "peak_mb": peak_mb()}, out
+    stages = {f"{name}_s": seconds for name, seconds in done.block_seconds.items()}
+    return {"seconds": done.seconds, "bits": done.bits_per_weight, "peak_mb": peak_mb(), **stages}, out
 
 
 def peer(original: Path, out: Path, sequences: list[list[int]], args: argparse.Namespace) -> Made:

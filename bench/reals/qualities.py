@@ -31,17 +31,23 @@ PEERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "2:4": ("sparse", ("llm_compressor",)),
 }
 CACHES = ("int8", "klt4", "klt2")
+METHODS = (
+    "rtn-w4g64", "awq-w4g64", "gptq-w4g64", "gptq-w3g64", "guided-w4g64", "smoothquant+rtn-w8a8",
+    "smoothquant+gptq-w8a8", "q4_k_m", "gptq-q4_k_m",
+)  # fmt: skip
 WALKS: Mapping[str, tuple[tuple[str, int], ...]] = {
-    "smollm2-135m": (("rtn-w4g64", 32), ("awq-w4g64", 32), ("gptq-w4g64", 32), ("guided-w4g64", 32)),
+    "smollm2-135m": tuple((recipe, 32) for recipe in METHODS),
+    "qwen2.5-coder-0.5b": (("rtn-w4g128", 32), ("awq-w4g128", 32), ("gptq-w4g128", 32)),
     "qwen2.5-coder-1.5b": (("rtn-w4g128", 32), ("awq-w4g128", 32), ("gptq-w4g128", 32), ("gptq-w4g128", 128)),
 }
 """Recipes whose time is measured, with the number of calibration sequences."""
+STAGES = ("inputs", "solve", "outputs", "probes", "write")
 SHORT = ("--calib", "mixed", "--tokens", 8192)
 NO_PEERS = "its environment is set up by `make bench-quality` and named with --peers PYTHON"
 
 MADE: Fills = {
     "bits": "bits", "KL": "kl_mean", "99.9 %": "kl_p999", "ppl": "ppl", "ppl of original": "ppl_base", "top-1": "top1",
-    "seconds": "seconds", "s/layer": "layer_s", "peak MB": "peak_mb",
+    "seconds": "seconds", "s/layer": "layer_s", "peak MB": "peak_mb", **{stage: f"{stage}_s" for stage in STAGES},
 }  # fmt: skip
 
 
@@ -133,8 +139,9 @@ def compression(setting: Setting) -> Table:
 
     return Table(
         "compression",
-        "time and memory of compression from cold files, and the KL of what comes out on 8,192 tokens",
-        (Column("seconds", ".0f"), Column("s/layer", ".2f"), Column("peak MB", ".0f"), Column("bits", ".3f"),
-         Column("KL", ".5f")),
+        "time and memory of compression from cold files, and the KL of what comes out on 8,192 tokens; seconds a layer "
+        "in all, and of attar's by stage: the layer's inputs on the text, its rounding, its outputs, probes, the disk",
+        (Column("seconds", ".0f"), Column("s/layer", ".2f"), *(Column(stage, ".2f") for stage in STAGES),
+         Column("peak MB", ".0f"), Column("bits", ".3f"), Column("KL", ".5f")),
         each(setting, rows),
     )  # fmt: skip
