@@ -82,6 +82,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: Attentio
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if form.soft_cap is None:
         grouped, scale = form.heads != form.kv_heads, form.scale
+        if grouped and q.device.type == "cpu":  # where torch's fused attention takes no groups: scores would be stored
+            k, v = (each.repeat_interleave(form.heads // form.kv_heads, 1) for each in (k, v))
+            grouped = False
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
         ).transpose(1, 2)
