@@ -22,6 +22,6 @@ def test_watching_stops_at_the_last_input(tmp_path: Path) -> None:
     states.write(range(3), torch.randn(24, hidden, generator=torch.Generator().manual_seed(0)))
     work = BlockWork(block, (states, None), load_recipe("rtn-w4g32"), {}, checkpoint.config.architecture)
     down, seen = next(block.feed_forwards()).down, list[Tensor]()
-    down.weight = torch.empty(0)  # no product with it is possible
+    down.weight = torch.empty(down.shape, device="meta")  # no product with it is possible
     work.watch({block.attention.output.name: lambda x: None, down.name: seen.append})
     assert [len(x) for x in seen] == [16, 8]
