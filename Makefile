@@ -9,7 +9,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints-cpu.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/version.py $(wildcard src/attar/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint soak soak-load soak-api soak-faults soak-invariance sanitize neon test-triton gpu-check bench-compressors bench-quality \
+.PHONY: help demo test test-slow lint soak soak-load soak-api soak-faults soak-invariance sanitize neon test-emulated test-triton gpu-check bench-compressors bench-quality \
   bench-hostile bench-peers bench-serving bench-lm-eval bench-real real-models clean
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make soak-invariance   compare 4,000 batches bit for bit with single requests, with one thread and with two"
 	@echo "make sanitize          stress the kernels' threads and run the kernel tests, with sanitizers"
 	@echo "make neon              build the kernels for 64-bit Arm and run them under emulation, if Debian's packages exist"
+	@echo "make test-emulated     run the kernel tests with AVX-VNNI, AVX-512 and AMX emulated, on any processor with AVX2"
 	@echo "make test-triton       run the Triton kernels in the interpreter, then compile them for Hopper GPUs (.venv-triton)"
 	@echo "make gpu-check         OUT=FOLDER: check and time every GPU kernel on this machine; GPU_PYTHON=PYTHON has Triton"
 	@echo "make bench-compressors compare KL with llm-compressor (.venv-peers, or PEERS=ENVIRONMENT)"
@@ -90,6 +91,9 @@ sanitize: $(VENV)/.installed-dev
 
 neon: $(VENV)/.installed-dev
 	@tools/check_neon.sh
+
+test-emulated: $(VENV)/.installed-dev
+	@tools/emulated.sh
 
 # Triton takes 1 GB, so it has an environment of its own. If it cannot be installed, the target says so and tests nothing.
 .venv-triton/.installed: tests/kernels/triton/requirements.txt | $(BIN)/python
@@ -218,4 +222,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 clean:
 	rm -rf $(VENV) .venv-clients .venv-peers .venv-gptqmodel .venv-hqq .venv-torchao .venv-llamacpp .venv-openvino .venv-lmeval .venv-triton build/engines build/outliers \
-  build/sanitize build/neon build/triton build/gpu-check build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+  build/sanitize build/neon build/emulated build/triton build/gpu-check build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -22,27 +22,10 @@ for sanitizer in thread address,undefined; do
     TSAN_OPTIONS=halt_on_error=1 "$build/check_pool"
 done
 "$bin/ninja" -C "$build" --quiet
-# Python itself is not built with the sanitizers, so their runtimes come first of all; and as the extension in use is the
-# installed one, this one is loaded in its place before anything imports it.
+# Python itself is not built with the sanitizers, so their runtimes come first of all.
+attention="tree_of_guesses or explicit_positions or sees_nothing or not_a_number or write_kv or refused or long_decode"
+left_out="process or runtime or compressed_tensors or memory_does_not"  # other processes, other packages, memory
+left_out+=" or limits_are_measured or two_thousand_rows"                # slow, and with nothing that the rest has not
 LD_PRELOAD="$("$compiler" -print-file-name=libasan.so) $("$compiler" -print-file-name=libubsan.so)" \
-ASAN_OPTIONS=detect_leaks=0 OMP_WAIT_POLICY=passive "$bin/python" - "$build"/_native*.so "$@" <<'PYTHON'
-import importlib.util
-import sys
-
-import pytest
-import torch
-
-TESTS = "tests/kernels/native"
-ATTENTION = ("tree_of_guesses", "explicit_positions", "sees_nothing", "not_a_number", "write_kv", "refused", "long_decode")
-LEFT_OUT = (
-    "process", "runtime", "compressed_tensors", "memory_does_not",  # other processes, other packages, memory
-    "limits_are_measured", "two_thousand_rows",  # slow, and with nothing that the rest has not
-)  # fmt: skip
-spec = importlib.util.spec_from_file_location("attar._native", sys.argv[1])
-sys.modules["attar._native"] = extension = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(extension)
-torch.set_num_threads(2)
-quick = " or ".join(ATTENTION)
-chosen = f"(not test_attention or {quick}) and not (" + " or ".join(LEFT_OUT) + ")"
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--capture=sys", "-k", chosen, TESTS, *sys.argv[2:]]))
-PYTHON
+ASAN_OPTIONS=detect_leaks=0 OMP_WAIT_POLICY=passive "$bin/python" -m tools.with_extension "$build"/_native*.so \
+    -q --capture=sys -k "(not test_attention or $attention) and not ($left_out)" tests/kernels/native "$@"

@@ -24,6 +24,12 @@ namespace {
 
 const char* const NAMES[] = {"portable", "neon", "avx2", "avxvnni", "avx512", "amx"};  // in the order of Level
 
+#if defined(ATTAR_EMULATE)
+constexpr bool EMULATED = true;  // above AVX2
+#else
+constexpr bool EMULATED = false;
+#endif
+
 #if defined(__x86_64__)
 Cpuid read_cpuid() {
     Cpuid words;
@@ -105,13 +111,14 @@ const std::vector<std::string>& levels() {
     static const std::vector<std::string> found = [] {
         std::vector<std::string> names{"portable"};
         const bool avx2 = has_all(features(), {"avx2", "fma", "f16c"});
-        const bool avx512 =
-            avx2 && has_all(features(), {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"});
+        const bool avx512 = avx2 && (EMULATED || has_all(features(), {"avx512f", "avx512bw", "avx512dq", "avx512vl",
+                                                                      "avx512_vnni"}));
         if (has_all(features(), {"neon", "dotprod"})) names.push_back("neon");
         if (avx2) names.push_back("avx2");
-        if (avx2 && has_all(features(), {"avx_vnni"})) names.push_back("avxvnni");
+        if (avx2 && (EMULATED || has_all(features(), {"avx_vnni"}))) names.push_back("avxvnni");
         if (avx512) names.push_back("avx512");
-        if (avx512 && has_all(features(), {"amx_tile", "amx_int8"}) && tiles_granted()) names.push_back("amx");
+        const bool tiles = EMULATED || (has_all(features(), {"amx_tile", "amx_int8"}) && tiles_granted());
+        if (avx512 && tiles) names.push_back("amx");
         return names;
     }();
     return found;

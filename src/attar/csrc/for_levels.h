@@ -19,6 +19,12 @@
 #define ATTAR_TARGET(features) ATTAR_PRAGMA(GCC push_options) ATTAR_PRAGMA(GCC target(features))
 #define ATTAR_TARGET_END ATTAR_PRAGMA(GCC pop_options)
 #endif
+#if defined(ATTAR_EMULATE)  // levels above AVX2 have its instructions alone
+#define ATTAR_AND(features)
+#else
+#define ATTAR_AND(features) "," features
+#endif
+#define ATTAR_AVX512_FEATURES "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"
 
 namespace portable {
 #define ATTAR_LEVEL ATTAR_PORTABLE
@@ -38,7 +44,7 @@ namespace avx2 {
 }  // namespace avx2
 ATTAR_TARGET_END
 
-ATTAR_TARGET("avx2,fma,f16c,avxvnni")
+ATTAR_TARGET("avx2,fma,f16c" ATTAR_AND("avxvnni"))
 namespace avxvnni {
 #define ATTAR_LEVEL ATTAR_AVXVNNI
 #include "simd.inl"
@@ -47,7 +53,7 @@ namespace avxvnni {
 }  // namespace avxvnni
 ATTAR_TARGET_END
 
-ATTAR_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni" ATTAR_WIDE)
+ATTAR_TARGET("avx2,fma,f16c" ATTAR_AND(ATTAR_AVX512_FEATURES ATTAR_WIDE))
 namespace avx512 {
 #define ATTAR_LEVEL ATTAR_AVX512
 #include "simd.inl"
@@ -56,7 +62,7 @@ namespace avx512 {
 }  // namespace avx512
 ATTAR_TARGET_END
 
-ATTAR_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,amx-tile,amx-int8" ATTAR_WIDE)
+ATTAR_TARGET("avx2,fma,f16c" ATTAR_AND(ATTAR_AVX512_FEATURES ",amx-tile,amx-int8" ATTAR_WIDE))
 namespace amx {
 #define ATTAR_LEVEL ATTAR_AMX
 #include "simd.inl"
@@ -95,3 +101,5 @@ ATTAR_TARGET_END
 #undef ATTAR_WIDE
 #undef ATTAR_TARGET
 #undef ATTAR_TARGET_END
+#undef ATTAR_AND
+#undef ATTAR_AVX512_FEATURES

@@ -1,5 +1,7 @@
 // Kernels of limits.cpp.
 
+#include "tiles.inl"
+
 static std::int32_t read_stretch(const std::uint8_t* from, std::int64_t bytes) {
     Ints a = all(0), b = a, c = a, d = a;
     for (std::int64_t i = 0; i < bytes; i += 256) {
@@ -25,7 +27,7 @@ static std::int64_t dot_products(std::int64_t rounds) {
     for (std::int64_t i = 0; i < rounds; ++i) {
 #pragma GCC unroll 12
         for (int j = 0; j < SUMS; ++j) {
-#if defined(__x86_64__) && ATTAR_LEVEL >= ATTAR_AVX2
+#if defined(__x86_64__) && ATTAR_LEVEL >= ATTAR_AVX2 && !defined(ATTAR_EMULATE)
             // Or all rounds would be one. Where a dot product is several instructions, all sums would share the first.
             ATTAR_EACH __asm__ volatile("" : "+v"(codes.piece[p]));
 #else
@@ -44,17 +46,16 @@ static std::int64_t dot_products(std::int64_t rounds) {
 
 static std::int64_t tile_products(std::int64_t rounds) {
 #if ATTAR_LEVEL == ATTAR_AMX
-    struct alignas(64) {
-        std::uint8_t palette = 1, start = 0, reserved[14] = {};
-        std::uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-        std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } shapes;
-    __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
-    for (std::int64_t i = 0; i < rounds; ++i)
-        __asm__ volatile(
-            "tdpbssd %%tmm6, %%tmm4, %%tmm0\n\ttdpbssd %%tmm7, %%tmm4, %%tmm1\n\t"
-            "tdpbssd %%tmm6, %%tmm5, %%tmm2\n\ttdpbssd %%tmm7, %%tmm5, %%tmm3" ::);
-    __asm__ volatile("tilerelease" ::);
+    TileShapes shapes;
+    for (int t = 0; t < 8; ++t) shapes.set(t, 16, 64);
+    shapes.use();
+    for (std::int64_t i = 0; i < rounds; ++i) {
+        ATTAR_TILE_DOT(ss, 0, 4, 6);
+        ATTAR_TILE_DOT(ss, 1, 4, 7);
+        ATTAR_TILE_DOT(ss, 2, 5, 6);
+        ATTAR_TILE_DOT(ss, 3, 5, 7);
+    }
+    end_tiles();
     return rounds * 4 * 16 * 16 * 64 * 2;
 #else
     static_cast<void>(rounds);

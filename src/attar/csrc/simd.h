@@ -6,7 +6,9 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__x86_64__)
+#if defined(ATTAR_EMULATE)
+#include "emulate.h"
+#elif defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>

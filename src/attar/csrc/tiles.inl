@@ -5,6 +5,14 @@
 // stores could sink below them, and drop a configuration that lies on the stack.
 #if ATTAR_LEVEL == ATTAR_AMX
 
+#if defined(ATTAR_EMULATE)
+#define ATTAR_TILE_LOAD(tile, from, stride) emulated_tiles.load(tile, from, stride)
+#define ATTAR_TILE_STORE(tile, to) emulated_tiles.store(tile, to, 64)
+#define ATTAR_TILE_ZERO(tile) emulated_tiles.zero(tile)
+#define ATTAR_TILE_DOT(letters, sum, x, codes) emulated_tiles.dot_##letters(sum, x, codes)
+#define ATTAR_TILE_CONFIGURE(shapes) emulated_tiles.configure(&shapes)
+#define ATTAR_TILE_RELEASE() emulated_tiles = {}
+#else
 #define ATTAR_TILE_LOAD(tile, from, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"(std::int64_t{stride}) : "memory")
 #define ATTAR_TILE_STORE(tile, to) \
@@ -13,6 +21,9 @@
 // sum [rows, 16] += x [rows, 4 k] times codes [k, 16, 4]; the letters say whether x and codes have signs (s) or not (u).
 #define ATTAR_TILE_DOT(letters, sum, x, codes) \
     __asm__ volatile("tdpb" #letters "d %%tmm" #codes ", %%tmm" #x ", %%tmm" #sum ::)
+#define ATTAR_TILE_CONFIGURE(shapes) __asm__ volatile("ldtilecfg %0" ::"m"(shapes))
+#define ATTAR_TILE_RELEASE() __asm__ volatile("tilerelease" ::)
+#endif
 
 struct alignas(64) TileShapes {
     std::uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -23,8 +34,8 @@ struct alignas(64) TileShapes {
         rows[tile] = static_cast<std::uint8_t>(height);
         bytes[tile] = static_cast<std::uint16_t>(width);
     }
-    void use() const { __asm__ volatile("ldtilecfg %0" ::"m"(*this)); }
+    void use() const { ATTAR_TILE_CONFIGURE(*this); }
 };
-static void end_tiles() { __asm__ volatile("tilerelease" ::); }
+static void end_tiles() { ATTAR_TILE_RELEASE(); }
 
 #endif
