@@ -87,6 +87,7 @@ attar::Factors factors_of(std::shared_ptr<attar::Matrix> matrix, const float* bi
     attar::Factors out;
     out.factors.push_back({matrix, bias, 0});
     out.columns = matrix->columns, out.width = matrix->rows, out.integer = integer, out.activation_group = group;
+    out.wide = integer && group > 0;
     out.check();
     return out;
 }

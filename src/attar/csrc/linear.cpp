@@ -6,6 +6,8 @@
 //         value = float(sum of int8 activation codes times (weight code - zero))     exact: integers of 32 bits
 //         value = value * activation scale of the group                              only where rows are scaled by group
 //         total = fma(value, weight scale, total)
+//         total = fma(wide value, weight scale of its columns, total)                only behind the last part of a group of
+//             activations with wide columns: float(sum of high codes times (weight code - zero)) times 128 scales
 //         shift = fma(float(sum of activation codes), weight offset, shift)          only where weights have offsets;
 //     total = total + shift                                                          scaled by group as the value is
 //     out = total * activation scale of the row                                      only where rows are scaled whole
@@ -64,7 +66,7 @@ class Scratch {
         std::unique_ptr<std::uint8_t, Free> memory;
         std::int64_t size = 0;
     };
-    Buffer buffers_[4];
+    Buffer buffers_[5];
 };
 
 #define ATTAR_KERNELS "linear.inl"
@@ -210,6 +212,8 @@ QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows
     out.sums = reinterpret_cast<std::int32_t*>(memory.at(2, rows * out.parts * 4));
     const bool offsets = std::any_of(factors.factors.begin(), factors.factors.end(),
                                      [](const Factor& factor) { return factor.matrix->offsets != nullptr; });
+    if (factors.wide) out.wide = reinterpret_cast<Wide*>(of_caller.at(4, rows * out.scales_a_row * static_cast<std::int64_t>(sizeof(Wide))));
+    out.weight_group = first.group;
     const bool parts_wanted = few || offsets || out.group;
     if (parts_wanted) {  // and a vector more: whole ones are read where fewer rows are there
         const std::int64_t all_parts = out.tiles * tile * out.parts;
@@ -257,6 +261,8 @@ void Factors::check() const {
     }
     if (rounding.group < 0 || (rounding.kind != Rounding::none && integer))
         throw std::invalid_argument("rows are rounded once");
+    if (wide && (!integer || activation_group == 0 || fixed_scale != 0.0f))
+        throw std::invalid_argument("wide columns are of groups that have a scale of their own");
     const std::int64_t g = activation_group;
     if (g < 0 || (g && (!integer || g % RUN || columns % g || (g % first.group && first.group % g))))
         throw std::invalid_argument("a group of activations is a multiple of 32 columns that divides or is divided by the weights'");

@@ -11,6 +11,14 @@
 
 namespace attar {
 
+// Of one group of a row's columns: the four, aligned, that hold its largest magnitude. Their codes have 15 bits, so that
+// the group's scale is that of the other columns.
+struct Wide {
+    std::int32_t column, group;  // the first of them, and the weights' group that it lies in
+    std::int32_t high, sum;      // of each code what is beyond the low byte, in units of 128: a byte each; and their sum
+    float scale;                 // 128 times the group's
+};
+
 // Rows quantized to int8, in tiles of `tile` rows (16, or all rows where they are fewer) by 64 columns: tile t of step s
 // is `tile` times 64 bytes at (s * tiles + t) * tile * 64. A tile of 16 is what one AMX load takes, and what a panel of
 // weights meets next lies next. Columns past the last are zero; what rows past the last hold does not matter.
@@ -18,10 +26,12 @@ struct QuantizedRows {
     std::int64_t rows, columns, steps, tile, tiles;
     std::int64_t group;         // columns that share a scale; 0: the whole row
     std::int64_t scales_a_row;  // 1, or columns / group
+    std::int64_t weight_group;  // columns that share a weight's scale
     std::int64_t part, parts;   // columns that share both an activation's and a weight's scale; of those a row
     std::int8_t* codes;
     float* scales;       // [rows, scales_a_row]
     std::int32_t* sums;  // [rows, parts]: of codes
+    Wide* wide;          // [rows, scales_a_row], or null
     float *part_scales, *terms;  // by part_at: scales of groups, and what offsets of weights are multiplied by
 
     // A division by 16 costs nothing, one by what is only known at run time as much as sixteen products.
@@ -58,6 +68,7 @@ struct Factors {
     // group of columns. Otherwise not at all.
     bool integer = false;
     std::int64_t activation_group = 0;
+    bool wide = false;  // whether four columns of each group have codes of 15 bits
     float fixed_scale = 0;                // of a static scheme; 0: the scale comes from the row
     const std::int64_t* order = nullptr;  // [columns]: x[order[i]] is column i, or null
     const float* divisor = nullptr;       // [columns], or null

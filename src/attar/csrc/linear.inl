@@ -59,6 +59,22 @@ ATTAR_INLINE void unpack_bytes(const Matrix& m, const std::uint8_t* from, Ints* 
     }
 }
 
+// The four columns `index` of the eight of a run.
+template <int CODE>
+ATTAR_INLINE Ints unpack_four(const Matrix& m, const std::uint8_t* from, int index) {
+    constexpr int BITS = bits_of(CODE), TWOS = BITS & 4 ? 4 : 0, ONES = TWOS + (BITS & 2 ? 2 : 0);
+    if constexpr (BITS == 8) return load_bytes(from + 64 * index);
+    Ints v = all(0);
+    if constexpr ((BITS & 4) != 0) v = shift_right(load_bytes(from + 64 * (index / 2)), 4 * (index % 2)) & all(0x0f0f0f0f);
+    if constexpr ((BITS & 2) != 0) {
+        const Ints two = shift_right(load_bytes(from + 64 * (TWOS + index / 4)), 2 * (index % 4)) & all(0x03030303);
+        v = v | shift_left(two, TWOS);
+    }
+    if constexpr ((BITS & 1) != 0)
+        v = v | shift_left(shift_right(load_bytes(from + 64 * ONES), index) & all(0x01010101), ONES);
+    return CODE == LOOKED_UP ? lookup(v, m.bytes_of_table) : v;
+}
+
 ATTAR_INLINE Floats numbers_at(const std::uint8_t* from, Number number, std::int64_t at) {
     if (number == Number::bfloat16) return load_as_floats(reinterpret_cast<const Bfloat16*>(from) + at);
     if (number == Number::float16) return load_as_floats(reinterpret_cast<const Float16*>(from) + at);
@@ -130,8 +146,20 @@ constexpr std::int64_t JOINED = 128;  // columns
 // Parts whose sums, times the small integers of their groups, are added as integers before they become a float; 1: none.
 ATTAR_INLINE std::int64_t joined_parts(const Matrix& m, const QuantizedRows& x) {
     const bool joined = m.fine_scales && m.group == x.part && m.group < JOINED && m.group * m.fine % JOINED == 0 &&
-                        x.group % JOINED == 0 && m.columns % JOINED == 0;
+                        x.group % JOINED == 0 && m.columns % JOINED == 0 && (!x.wide || x.group == JOINED);
     return joined ? JOINED / x.part : 1;
+}
+
+// ---- wide columns
+
+// total + the products of high codes of a group's wide columns with their weights, of which `sum` is what codes less zero
+// points, times fine scales where sums are joined, give.
+ATTAR_INLINE Floats wide_added(Floats total, Ints sum, const Wide& wide, Floats scale) {
+    return fma(to_floats(sum) * all(wide.scale), scale, total);
+}
+ATTAR_INLINE Floats scales_of_wide(const Matrix& m, std::int64_t block, const Wide& wide, bool joined) {
+    if (!joined) return scales_at(m, block, wide.group);
+    return numbers_at(m.scales, m.scale_number, (block * m.coarse + (wide.group >> m.fine_shift)) * LANES);
 }
 
 // ---- integer products, few rows: codes are unpacked in registers
@@ -175,10 +203,13 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
     const std::int8_t* base[ROWS];
     const std::int32_t* sums[ROWS];
     const float *scales[ROWS], *terms[ROWS];  // of parts
+    const Wide* wide[ROWS];
+    const std::int64_t per_group = x.wide ? x.group / x.part : 0;  // parts
     for (int r = 0; r < ROWS; ++r) {
         const std::int64_t at = x.part_at(row + r, 0);
         base[r] = x.at(row + r, 0), sums[r] = x.sums + (row + r) * x.parts;
         scales[r] = x.part_scales + at, terms[r] = x.terms + at;
+        wide[r] = x.wide ? x.wide + (row + r) * x.scales_a_row : nullptr;
     }
     for (std::int64_t block = first; block < last; ++block) {
         const float *scale = beside, *offset = spread_beside(m, block, joined > 1, beside);
@@ -187,7 +218,8 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
         Floats total[ROWS], shift[ROWS];
         Ints together[ROWS];
         for (int r = 0; r < ROWS; ++r) total[r] = shift[r] = all(0.0f), together[r] = all(0);
-        std::int64_t left = per_weight, to_join = joined, left_of_scale = per_scale;  // parts
+        std::int64_t left = per_weight, to_join = joined, left_of_scale = per_scale, left_of_group = per_group;  // parts
+        std::int64_t group = 0;  // of activations
         const auto add = [&](std::int64_t part, Ints* of_part) __attribute__((always_inline)) {
             for (int r = 0; r < ROWS; ++r) {
                 if (zeros)
@@ -212,6 +244,19 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
                 }
             }
             if (--left_of_scale == 0) left_of_scale = per_scale, scale += LANES;
+            if (per_group && --left_of_group == 0) {
+                left_of_group = per_group;
+                for (int r = 0; r < ROWS; ++r) {
+                    const Wide& of_row = wide[r][group];
+                    const int within = of_row.column % static_cast<int>(RUN);
+                    const std::uint8_t* run = m.block(block) + of_row.column / RUN * RUN_BYTES;
+                    Ints sum = multiply4<CODE>(all(0), unpack_four<CODE>(m, run, within / 4), of_row.high);
+                    sum = sum - zero_of(m, block, of_row.group) * all(of_row.sum);
+                    if (joined > 1) sum = sum * load_as_ints(m.fine_scales + (block * m.groups + of_row.group) * LANES);
+                    total[r] = wide_added(total[r], sum, of_row, scales_of_wide(m, block, of_row, joined > 1));
+                }
+                ++group;
+            }
         };
         std::int64_t run = 0, at = 0;
         for (std::int64_t part = 0; part < x.parts; part += 1 + halves) {
@@ -380,9 +425,9 @@ struct Part {
     std::int64_t group;            // of weights, that it lies in
     const std::uint8_t* codes[4];  // of each block of the panel
 
-    void advance() {
-        group = ++index * x.part / panel.matrix(0).group;
-        for (std::int64_t b = 0; b < panel.blocks; ++b) codes[b] += x.part * LANES;
+    void advance(std::int64_t parts) {
+        group = (index += parts) * x.part / panel.matrix(0).group;
+        for (std::int64_t b = 0; b < panel.blocks; ++b) codes[b] += parts * x.part * LANES;
     }
 };
 
@@ -753,6 +798,36 @@ static void add_part(const Part& p, std::int64_t row, std::int64_t rows, float* 
 
 #endif
 
+// total [rows, 64] += products of the wide columns of one group of activations, whose codes of `p` begin with. `products`:
+// codes are products with fine scales, of which high bytes lie `high` bytes behind low ones.
+static void add_wide(const Part& p, bool products, std::int64_t high, std::int64_t row, std::int64_t rows, float* total) {
+    const QuantizedRows& x = p.x;
+    const std::int64_t start = p.index * x.part, group = start / x.group;
+    const Ints flip = all(static_cast<std::int32_t>(0x80808080u));
+    for (std::int64_t b = 0; b < p.panel.blocks; ++b) {
+        const Matrix& m = p.panel.matrix(b);
+        const std::int64_t block = p.panel.block[b];
+        for (std::int64_t r = 0; r < rows; ++r) {
+            const Wide& wide = x.wide[(row + r) * x.scales_a_row + group];
+            const std::uint8_t* codes = p.codes[b] + (wide.column - start) * LANES;
+            Ints sum;
+            if (products) {
+                const Ints of_high = dot4_wide(all(-128 * wide.sum), minus_bytes(load_bytes(codes + high), flip), wide.high);
+                sum = dot4_wide(shift_left(of_high, 8), load_bytes(codes), wide.high);
+            } else if (p.subtracted) {
+                sum = dot4_wide(all(-128 * wide.sum), minus_bytes(load_bytes(codes), flip), wide.high);
+            } else {
+                sum = m.wide() ? dot4_wide(all(0), load_bytes(codes), wide.high) : dot4(all(0), load_bytes(codes), wide.high);
+                sum = sum - zero_of(m, block, wide.group) * all(wide.sum);
+            }
+            const bool joined = p.joined > 1;
+            if (joined && !products) sum = sum * load_as_ints(m.fine_scales + (block * m.groups + wide.group) * LANES);
+            float* to = total + r * 64 + b * LANES;
+            store(to, wide_added(load(to), sum, wide, scales_of_wide(m, block, wide, joined)));
+        }
+    }
+}
+
 // Codes of 8 bits are read where they lie, unless tiles multiply parts so short that it pays to take zero points off
 // first, and these leave them signed bytes.
 static bool unpacks(const Panel& panel, const QuantizedRows& x) {
@@ -813,8 +888,9 @@ static void integer_many(const Factors& factors, const Factor& factor, const Qua
     // Outputs of a megabyte and more leave the caches before they are read; keeping them there costs a fifth of the time.
     const bool past_caches = x.rows * width >= (std::int64_t{1} << 18) && width % LANES == 0 &&
                              factor.offset % LANES == 0 && reinterpret_cast<std::uintptr_t>(out) % 64 == 0;
-    const std::int64_t piece = std::max(x.part * at_once, RUN);  // columns that are unpacked at once
-    std::uint8_t* unpacked = packed ? scratch.at(1, column_bytes * (whole ? columns + piece : piece)) : nullptr;
+    // Columns that are unpacked at once: whole groups of activations, where these have wide columns.
+    const std::int64_t piece = std::max({x.part * at_once, RUN, x.wide ? x.group : 0}), unit = x.wide ? x.group : piece;
+    std::uint8_t* unpacked = packed ? scratch.at(1, column_bytes * ((whole ? columns : piece) + piece)) : nullptr;
     auto* total = reinterpret_cast<float*>(scratch.at(0, share * 64 * 4));
     auto* together = reinterpret_cast<std::int32_t*>(joined > 1 && !products ? scratch.at(3, share * 64 * 4) : nullptr);
     for (std::int64_t from = 0; whole && from < columns; from += piece)
@@ -831,10 +907,15 @@ static void integer_many(const Factors& factors, const Factor& factor, const Qua
             for (std::int64_t b = 0; b < blocks; ++b)
                 p.codes[b] = packed ? codes + b * taken * column_bytes / 4
                                     : panel.matrix(b).block(panel.block[b]) + from * LANES;
-            if (by_stretch)
-                add_parts(p, taken / x.part, at, here, total);
-            else
-                for (std::int64_t part = 0; part < taken; part += x.part, p.advance()) add_part(p, at, here, total);
+            for (std::int64_t done = 0; done < taken; done += unit) {
+                const Part begun = p;
+                for (const std::int64_t end = std::min(taken, done + unit); p.index * x.part < from + end;) {
+                    const std::int64_t parts = by_stretch ? std::min(at_once, (from + end) / x.part - p.index) : 1;
+                    by_stretch ? add_parts(p, parts, at, here, total) : add_part(p, at, here, total);
+                    p.advance(parts);
+                }
+                if (x.wide) add_wide(begun, products, taken * LANES, at, here, total);
+            }
         }
         if (m.offsets) add_offsets(panel, x, at, here, total, scratch);
         for (std::int64_t r = 0; r < here; ++r) {
@@ -872,16 +953,11 @@ static inline __m512 divided(__m512 a, __m512 b, __m512 inverse) {
     return _mm512_fmadd_ps(_mm512_fnmadd_ps(q, b, a), inverse, q);
 }
 
-// quantize_into where steps and groups are whole: one group, to the same codes, sums and scale. Returns false, and
-// does nothing, where the group's numbers are too large, too small or not finite.
+// quantize_into where steps and groups are whole: one group, to the same codes and sums. Returns false, and does nothing,
+// where its scale is too large, too small or not finite.
 static bool quantize_group(QuantizedRows& rows, const float* x, std::int64_t from, std::int64_t to, std::int8_t* codes,
-                           std::int32_t* sums, float* scale_out) {
-    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-    __m512i most = _mm512_setzero_si512();
-    for (std::int64_t k = from; k < to; k += 16)
-        most = _mm512_max_epi32(most, _mm512_and_si512(_mm512_loadu_si512(x + k), magnitude));
-    const float scale = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epi32(most)))) / 127.5f;
-    // What is divided is at most 127.5 times the scale: remainders are exact.
+                           std::int32_t* sums, float scale) {
+    // What is divided is at most 16,256 times the scale: remainders are exact.
     if (!(scale > 0x1p-90f && scale < 0x1p90f)) return false;
     const __m512 by = _mm512_set1_ps(scale), inverse = _mm512_set1_ps(1.0f / scale);
     const __m512 low = _mm512_set1_ps(-128.0f), high = _mm512_set1_ps(127.0f);
@@ -902,10 +978,62 @@ static bool quantize_group(QuantizedRows& rows, const float* x, std::int64_t fro
             sum = _mm512_setzero_si512(), left = rows.part;
         }
     }
-    *scale_out = scale;
     return true;
 }
 #endif
+
+// max|x| of columns from .. to - 1, as bits: as integers NaN and infinity come out on top.
+static std::int32_t largest_bits(const float* x, std::int64_t from, std::int64_t to) {
+    Ints most = all(0);
+    for (; from + 16 <= to; from += 16) most = max(most, bits_of(load(x + from)) & all(0x7fffffff));
+    std::int32_t lane[16], top = 0;
+    store_bytes(lane, most);
+    for (int i = 0; i < 16; ++i) top = lane[i] > top ? lane[i] : top;
+    for (; from < to; ++from) {
+        std::int32_t bits;
+        std::memcpy(&bits, x + from, sizeof bits);
+        top = (bits & 0x7fffffff) > top ? bits & 0x7fffffff : top;
+    }
+    return top;
+}
+
+static float number_of(std::int32_t bits) {
+    float out;
+    std::memcpy(&out, &bits, sizeof out);
+    return out;
+}
+
+constexpr float LOW = 127.0f, HIGH = 127.0f * 128.0f;  // largest codes of columns, and of wide ones
+
+// The first four columns of a group that hold a magnitude of bits `top`.
+static std::int64_t widest(const float* x, std::int64_t from, std::int32_t top) {
+    for (;; from += 4)
+        for (int i = 0; i < 4; ++i) {
+            std::int32_t bits;
+            std::memcpy(&bits, x + from + i, sizeof bits);
+            if ((bits & 0x7fffffff) == top) return from;
+        }
+}
+
+// Replaces the codes of a group's wide columns by their low ones, and returns the rest. Codes are low + 128 high, low from
+// -64 to 63.
+static Wide widen(QuantizedRows& rows, const float* x, std::int64_t column, float scale, std::int8_t* codes,
+                  std::int32_t* sums) {
+    Wide out{static_cast<std::int32_t>(column), static_cast<std::int32_t>(column / rows.weight_group), 0, 0, scale * 128.0f};
+    std::int8_t* low = codes + column / 64 * rows.step_bytes() + column % 64;
+    std::int8_t high[4];
+    for (int i = 0; i < 4; ++i) {
+        const float value = std::max(-HIGH, std::min(x[column + i] / scale, HIGH));
+        const auto code = static_cast<std::int32_t>((value + 12582912.0f) - 12582912.0f);
+        const std::int32_t above = (code + 64) >> 7;
+        high[i] = static_cast<std::int8_t>(above);
+        sums[column / rows.part] += code - 128 * above - low[i];
+        low[i] = static_cast<std::int8_t>(code - 128 * above);
+        out.sum += above;
+    }
+    std::memcpy(&out.high, high, sizeof high);
+    return out;
+}
 
 // Of each part of row `row`: the scale of its group, where rows are scaled by group, and what offsets of weights meet, the
 // sum of its codes times that scale.
@@ -917,6 +1045,11 @@ static void make_parts(const QuantizedRows& rows, std::int64_t row) {
         const std::int64_t at = rows.part_at(row, i);
         rows.part_scales[at] = scale;
         rows.terms[at] = static_cast<float>(rows.sums[row * rows.parts + i]) * scale;
+    }
+    for (std::int64_t g = 0; rows.wide && g < rows.scales_a_row; ++g) {
+        const Wide& wide = rows.wide[row * rows.scales_a_row + g];
+        const std::int64_t i = wide.column / rows.part;
+        rows.terms[rows.part_at(row, i)] = static_cast<float>(rows.sums[row * rows.parts + i] + 128 * wide.sum) * scales[g];
     }
 }
 
@@ -931,30 +1064,33 @@ static void quantize_into(QuantizedRows& rows, std::int64_t row, const float* x,
     for (std::int64_t i = 0; i < rows.parts; ++i) sums[i] = 0;
     for (std::int64_t from = 0, g = 0; from < columns; from += group, ++g) {
         const std::int64_t to = std::min(columns, from + group);
-#if ATTAR_LEVEL >= ATTAR_AVX512
-        const bool whole_parts = columns % 64 == 0 && rows.part % 16 == 0 && (to - from) % 64 == 0 && (to - from) % rows.part == 0;
-        if (whole_parts && fixed_scale == 0.0f &&
-            quantize_group(rows, x, from, to, codes, sums, rows.scales + row * rows.scales_a_row + g))
-            continue;
-#endif
-        // max|x| over bits without their sign, as integers: NaN and infinity come out on top.
-        Ints most = all(0);
-        std::int64_t whole = from;
-        for (; whole + 16 <= to; whole += 16) most = max(most, bits_of(load(x + whole)) & all(0x7fffffff));
-        std::int32_t lane[16], top = 0;
-        store_bytes(lane, most);
-        for (int i = 0; i < 16; ++i) top = lane[i] > top ? lane[i] : top;
-        for (std::int64_t k = whole; k < to; ++k) {
-            std::int32_t bits;
-            std::memcpy(&bits, x + k, sizeof bits);
-            top = (bits & 0x7fffffff) > top ? bits & 0x7fffffff : top;
-        }
-        float largest;
-        std::memcpy(&largest, &top, sizeof largest);
+        const std::int32_t top = largest_bits(x, from, to);
+        const float largest = number_of(top);
         const bool finite = largest <= FLT_MAX;  // else the codes are zero, and the scale makes the outputs NaN
+        std::int64_t column = from;
         float scale = fixed_scale != 0.0f ? fixed_scale : largest / 127.5f;
+        if (rows.wide && finite) {
+            column = widest(x, from, top);
+            const std::int32_t rest = std::max(largest_bits(x, from, column), largest_bits(x, column + 4, to));
+            scale = std::max(number_of(rest) / LOW, largest / HIGH);
+        }
         if (scale == 0.0f) scale = FLT_EPSILON;
         rows.scales[row * rows.scales_a_row + g] = finite ? scale : NAN;
+        const auto widened = [&]() {
+            if (!rows.wide) return;
+            Wide& wide = rows.wide[row * rows.scales_a_row + g];
+            if (finite)
+                wide = widen(rows, x, column, scale, codes, sums);
+            else
+                wide = {static_cast<std::int32_t>(from), static_cast<std::int32_t>(from / rows.weight_group), 0, 0, NAN};
+        };
+#if ATTAR_LEVEL >= ATTAR_AVX512
+        const bool whole_parts = columns % 64 == 0 && rows.part % 16 == 0 && (to - from) % 64 == 0 && (to - from) % rows.part == 0;
+        if (whole_parts && fixed_scale == 0.0f && quantize_group(rows, x, from, to, codes, sums, scale)) {
+            widened();
+            continue;
+        }
+#endif
         const Floats divisor = all(scale), rounder = all(12582912.0f), low = all(-128.0f), high = all(-127.0f);
         for (std::int64_t k = from; k < to; k += 16) {
             float tail[16] = {};
@@ -965,8 +1101,9 @@ static void quantize_into(QuantizedRows& rows, std::int64_t row, const float* x,
             const Ints code = finite ? bits_of(value + rounder) - bits_of(rounder) : all(0);
             std::int8_t* out = codes + k / 64 * step_bytes + k % 64;
             std::int8_t narrow[16];
-            std::int32_t sum = 0;
+            std::int32_t lane[16], sum = 0;
 #if ATTAR_LEVEL >= ATTAR_AVX512
+            static_cast<void>(lane);
             _mm_storeu_si128(reinterpret_cast<__m128i*>(narrow), _mm512_cvtepi32_epi8((__m512i)code.piece[0]));
             sum = _mm512_reduce_add_epi32((__m512i)code.piece[0]);
 #else
@@ -976,5 +1113,6 @@ static void quantize_into(QuantizedRows& rows, std::int64_t row, const float* x,
             std::memcpy(out, narrow, static_cast<std::size_t>(full ? 16 : to - k));
             sums[k / rows.part] += sum;
         }
+        widened();
     }
 }

@@ -107,7 +107,7 @@ using MatrixAndBias = std::tuple<std::shared_ptr<attar::Matrix>, std::uintptr_t>
 std::shared_ptr<attar::Factors> make_factors(const std::vector<MatrixAndBias>& weights, std::int64_t first,
                                              std::int64_t width, bool integer, std::int64_t activation_group,
                                              float fixed_scale, std::uintptr_t order, std::uintptr_t divisor,
-                                             const std::string& gate, const std::string& rounding) {
+                                             const std::string& gate, const std::string& rounding, bool wide) {
     auto out = std::make_shared<attar::Factors>();
     std::int64_t offset = first;
     for (const auto& [matrix, bias] : weights) {
@@ -120,6 +120,7 @@ std::shared_ptr<attar::Factors> make_factors(const std::vector<MatrixAndBias>& w
     out->rounding.kind = rounding_of(rounding);
     if (out->rounding.kind != attar::Rounding::none)
         out->rounding.group = activation_group, out->rounding.number = fixed_scale, out->activation_group = 0;
+    out->wide = wide;
     out->fixed_scale = fixed_scale, out->order = address<std::int64_t>(order), out->divisor = address<float>(divisor);
     out->check();
     return out;
@@ -209,7 +210,7 @@ void bind_linear(nb::module_& module) {
         },
         "arena"_a, "values"_a, "places"_a, "rows"_a, "columns"_a, "number"_a);
     module.def("factors", &make_factors, "weights"_a, "first"_a, "width"_a, "integer"_a, "activation_group"_a,
-               "fixed_scale"_a, "order"_a, "divisor"_a, "gate"_a = "", "rounding"_a = "");
+               "fixed_scale"_a, "order"_a, "divisor"_a, "gate"_a = "", "rounding"_a = "", "wide"_a = false);
     module.def(
         "linear",
         [](const attar::Factors& factors, std::uintptr_t x, std::int64_t rows, std::uintptr_t out,

@@ -251,15 +251,22 @@ def test_prompts_of_any_length_give_each_row_the_same_bits(name: str, activation
 
 
 def test_the_largest_sums_of_groups_that_are_joined_are_exact() -> None:
-    """Codes of -32 times scales of -128 times rows of -128, which fill the integers most: their sum is a float."""
+    """Codes of -32 times scales of -128 times rows of -128, which fill the integers most: their sum is a float. So do
+    the wide columns of groups, of 15 bits."""
     raw = torch.zeros(16, 2, TYPES["Q6_K"].block_bytes, dtype=torch.uint8)
     raw[..., 192:208] = 128
     raw[..., 208:] = torch.tensor([1.0]).half().view(torch.uint8)
     weight = PackedTensor(Scheme(GgmlBlocks(TYPES["Q6_K"]), layout="plain"), (16, 512), {"blocks": raw.flatten(1)})
-    x = torch.full((33, 512), -127.5)
-    for activations in ("int8", "int8g128", "int8g32"):
-        got = every_way(x, [prepared(Linear("a", weight), activations)])  # type: ignore[arg-type]
-        assert torch.equal(got, torch.full((33, 16), -128.0 * 128 * 32 * 512))
+    got = every_way(torch.full((33, 512), -127.5), [prepared(Linear("a", weight), "int8")])
+    assert torch.equal(got, torch.full((33, 16), -128.0 * 128 * 32 * 512))
+    x = torch.full((33, 512), -127.0)
+    for group, activations in ((128, "int8g128"), (32, "int8g32")):
+        ready = prepared(Linear("a", weight), activations)  # type: ignore[arg-type]
+        assert torch.equal(every_way(x, [ready]), torch.full((33, 16), -127.0 * 128 * 32 * 512))
+        wide = x.clone()
+        wide.view(33, -1, group)[:, :, 8:12] = 127.0 * 128
+        total = (127.0 * 128 * 4 - 127.0 * (group - 4)) * 512 // group
+        assert torch.equal(every_way(wide, [ready]), torch.full((33, 16), total * 128 * 32))
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "IQ4_NL"])

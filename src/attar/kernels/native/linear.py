@@ -36,9 +36,8 @@ if TYPE_CHECKING:
 Activations = Literal["exact", "int8", "int8g128", "int8g32"]
 """Rounding of rows before a packed weight whose scheme has no quantized activations.
 
-Either none (float32), or int8 on the fly with one scale a row, or one for every 128 or 32 columns. The default
-everywhere is int8g128: the coarsest that adds no more than 5 % to the KL of a 4-bit model (docs/log/2026-11.md,
-2026-11-21).
+Either none (float32), or int8 on the fly with one scale a row, or one for every 128 or 32 columns. In groups the four
+columns with the largest magnitude have codes of 15 bits (docs/numerics.md). The default everywhere is int8g128.
 """
 
 LONGEST = 65536  # columns that share a scale, so that sums of products fit their integers
@@ -74,6 +73,11 @@ class PackedWeight:
     def rounds(self) -> bool:
         """Return whether rows are rounded before the product."""
         return self.integer or (self.scheme is not None and self.scheme.activation is not None)
+
+    @property
+    def wide(self) -> bool:
+        """Return whether four columns of each group of a row have codes of 15 bits: where no scheme says otherwise."""
+        return self.activation_group > 0 and (self.scheme is None or self.scheme.activation is None)
 
     @property
     def apart(self) -> bool:
@@ -271,7 +275,9 @@ def _factors(linears: Sequence[Linear], at: int, width: int, gate: str) -> Facto
         assert not fixed or one.activation_scale is not None
         scale = float(one.activation_scale) if fixed and one.activation_scale is not None else 0.0
         scale, group, rounding = _rounding(weight, scale)
-        made = library.factors(weights, at, width, weight.integer, group, scale, order, divisor, gate, rounding)
+        made = library.factors(
+            weights, at, width, weight.integer, group, scale, order, divisor, gate, rounding, weight.wide
+        )  # fmt: skip
     elif weight.scheme is not None and isinstance(weight.scheme.weight, Lookup):
         made = library.lookup_factors(weights, at, width, order, divisor)
     else:
