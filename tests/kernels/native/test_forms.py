@@ -250,6 +250,38 @@ def test_prompts_of_any_length_give_each_row_the_same_bits(name: str, activation
             assert torch.equal(native.linear(x[:rows], [ready], level), alone[:rows]), (rows, level)
 
 
+WIDE = {
+    **{"Q4_K": 768, "Q6_K": 256, "Q3_K": 512, "IQ4_XS": 512, "Q8_0": 352, "Q5_0": 640},
+    **{"w4g16-asym": 160, "w4g32": 512, "w3g64-asym": 448, "w4g128": 384, "w8g32-asym": 256, "w8": 256, "w5-asym": 384},
+}
+"""Columns, in groups of activations of 128, 64 and 32, and parts of groups of weights that are as long or shorter."""
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("activations", ["int8g128", "int8g32"])
+def test_wide_columns_anywhere_give_each_row_the_same_bits(name: str, activations: native.Activations) -> None:
+    """At every level, by both paths, alone and among others: large numbers lie in another four columns of each row."""
+    inputs = WIDE[name]
+    each = stored(name, 70, inputs)
+    x, numbers = randn(20, inputs, seed=6), torch.Generator().manual_seed(7)
+    for row, shift in itertools.product(range(18), (0, 32, 64)):
+        column = (7 * row + shift + row // 4 * 128) % inputs
+        x[row, column] = (50.0, -2000.0, 1e6)[row % 3] * (1 + float(torch.rand((), generator=numbers)))
+    x[18], x[19, : inputs // 2] = 0.0, -3.0
+    ready = prepared(each, activations)
+    assert isinstance(ready.weight, native.PackedWeight)
+    assert ready.weight.wide
+    whole = every_way(x, [ready])
+    check(whole, x, each, ready, OFFSET_TOLERANCE)
+    for level, many, rows in itertools.product(LEVELS, (NEVER, 0), (1, 2, 3, 4, 5, 8, 15, 16, 17, 19)):
+        with many_from(many):
+            assert torch.equal(native.linear(x[-rows:].contiguous(), [ready], level), whole[-rows:]), (
+                level,
+                many,
+                rows,
+            )
+
+
 def test_the_largest_sums_of_groups_that_are_joined_are_exact() -> None:
     """Codes of -32 times scales of -128 times rows of -128, which fill the integers most: their sum is a float. So do
     the wide columns of groups, of 15 bits."""

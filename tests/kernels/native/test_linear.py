@@ -72,7 +72,7 @@ def prepared(each: Linear, activations: native.Activations = "int8") -> Linear:
 
 
 def rounded_widely(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [N, I] of groups, those of the four columns that hold the largest magnitude of 15 bits, and scales [N, 1]."""
+    """Codes [N, I] of groups, those of the four columns of the largest magnitude of 15 bits, and scales [N, 1]."""
     four = groups.abs().view(len(groups), -1, 4).amax(-1)
     wide = torch.zeros_like(four, dtype=torch.bool).scatter_(1, four.argmax(1, keepdim=True), True)
     wide = wide.repeat_interleave(4, 1)
