@@ -48,7 +48,6 @@ ATTAR_EMULATED __m512 join(__m256 a, __m256 b) { return (__m512)join((__m256i)a,
         return join(_mm256_##name(low(a), low(b)), _mm256_##name(high(a), high(b))); \
     }
 ATTAR_BOTH(add_epi32, __m512i)
-ATTAR_BOTH(max_epi32, __m512i)
 ATTAR_BOTH(mullo_epi16, __m512i)
 ATTAR_BOTH(shuffle_epi8, __m512i)
 ATTAR_BOTH(srlv_epi64, __m512i)
@@ -172,11 +171,6 @@ ATTAR_EMULATED int _mm512_reduce_add_epi32(__m512i a) {
     std::uint32_t out = 0;
     for (int i = 0; i < 16; ++i) out += static_cast<std::uint32_t>(in(a).words[i]);
     return static_cast<int>(out);
-}
-ATTAR_EMULATED int _mm512_reduce_max_epi32(__m512i a) {
-    int out = in(a).words[0];
-    for (int i = 1; i < 16; ++i) out = in(a).words[i] > out ? in(a).words[i] : out;
-    return out;
 }
 
 // ---- dot products of four bytes: those of a have no sign, those of b have one; their sum wraps around

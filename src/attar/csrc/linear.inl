@@ -209,7 +209,6 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
         const std::int64_t at = x.part_at(row + r, 0);
         base[r] = x.at(row + r, 0), sums[r] = x.sums + (row + r) * x.parts;
         scales[r] = x.part_scales + at, terms[r] = x.terms + at;
-        wide[r] = x.wide ? x.wide + (row + r) * x.scales_a_row : nullptr;
     }
     for (std::int64_t block = first; block < last; ++block) {
         const float *scale = beside, *offset = spread_beside(m, block, joined > 1, beside);
@@ -217,9 +216,11 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
         const std::int8_t* fine = joined > 1 ? m.fine_scales + block * m.groups * LANES : nullptr;
         Floats total[ROWS], shift[ROWS];
         Ints together[ROWS];
-        for (int r = 0; r < ROWS; ++r) total[r] = shift[r] = all(0.0f), together[r] = all(0);
+        for (int r = 0; r < ROWS; ++r) {
+            total[r] = shift[r] = all(0.0f), together[r] = all(0);
+            if (x.wide) wide[r] = x.wide + (row + r) * x.scales_a_row;
+        }
         std::int64_t left = per_weight, to_join = joined, left_of_scale = per_scale, left_of_group = per_group;  // parts
-        std::int64_t group = 0;  // of activations
         const auto add = [&](std::int64_t part, Ints* of_part) __attribute__((always_inline)) {
             for (int r = 0; r < ROWS; ++r) {
                 if (zeros)
@@ -244,19 +245,6 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
                 }
             }
             if (--left_of_scale == 0) left_of_scale = per_scale, scale += LANES;
-            if (per_group && --left_of_group == 0) {
-                left_of_group = per_group;
-                for (int r = 0; r < ROWS; ++r) {
-                    const Wide& of_row = wide[r][group];
-                    const int within = of_row.column % static_cast<int>(RUN);
-                    const std::uint8_t* run = m.block(block) + of_row.column / RUN * RUN_BYTES;
-                    Ints sum = multiply4<CODE>(all(0), unpack_four<CODE>(m, run, within / 4), of_row.high);
-                    sum = sum - zero_of(m, block, of_row.group) * all(of_row.sum);
-                    if (joined > 1) sum = sum * load_as_ints(m.fine_scales + (block * m.groups + of_row.group) * LANES);
-                    total[r] = wide_added(total[r], sum, of_row, scales_of_wide(m, block, of_row, joined > 1));
-                }
-                ++group;
-            }
         };
         std::int64_t run = 0, at = 0;
         for (std::int64_t part = 0; part < x.parts; part += 1 + halves) {
@@ -277,6 +265,18 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
             } else {
                 for (int r = 0; r < ROWS; ++r) acc[0][r] = acc[0][r] + acc[1][r];
                 add(part, acc[0]);
+            }
+            if (per_group == 0 || (left_of_group -= 1 + halves) > 0) continue;
+            left_of_group = per_group;
+            for (int r = 0; r < ROWS; ++r) {
+                const Wide& of_row = *wide[r]++;
+                const std::uint8_t* of_run = m.block(block) + of_row.column / RUN * RUN_BYTES;
+                const Ints four = unpack_four<CODE>(m, of_run, of_row.column % static_cast<int>(RUN) / 4);
+                Ints sum = multiply4<CODE>(all(0), four, of_row.high);
+                sum = sum - (zeros ? zeros_at(m, block, of_row.group) * all(of_row.sum) : all(middle * of_row.sum));
+                if (joined > 1) sum = sum * load_as_ints(m.fine_scales + (block * m.groups + of_row.group) * LANES);
+                const std::int64_t of_scale = joined > 1 ? of_row.group >> m.fine_shift : of_row.group;
+                total[r] = wide_added(total[r], sum, of_row, load(beside + of_scale * LANES));
             }
         }
         for (int r = 0; r < ROWS; ++r) {
@@ -889,7 +889,8 @@ static void integer_many(const Factors& factors, const Factor& factor, const Qua
     const bool past_caches = x.rows * width >= (std::int64_t{1} << 18) && width % LANES == 0 &&
                              factor.offset % LANES == 0 && reinterpret_cast<std::uintptr_t>(out) % 64 == 0;
     // Columns that are unpacked at once: whole groups of activations, where these have wide columns.
-    const std::int64_t piece = std::max({x.part * at_once, RUN, x.wide ? x.group : 0}), unit = x.wide ? x.group : piece;
+    const std::int64_t unit = x.wide ? x.group : std::max(x.part * at_once, RUN);
+    const std::int64_t piece = (std::max(x.part * at_once, RUN) + unit - 1) / unit * unit;
     std::uint8_t* unpacked = packed ? scratch.at(1, column_bytes * ((whole ? columns : piece) + piece)) : nullptr;
     auto* total = reinterpret_cast<float*>(scratch.at(0, share * 64 * 4));
     auto* together = reinterpret_cast<std::int32_t*>(joined > 1 && !products ? scratch.at(3, share * 64 * 4) : nullptr);
