@@ -212,7 +212,10 @@ QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows
     out.sums = reinterpret_cast<std::int32_t*>(memory.at(2, rows * out.parts * 4));
     const bool offsets = std::any_of(factors.factors.begin(), factors.factors.end(),
                                      [](const Factor& factor) { return factor.matrix->offsets != nullptr; });
-    if (factors.wide) out.wide = reinterpret_cast<Wide*>(of_caller.at(4, rows * out.scales_a_row * static_cast<std::int64_t>(sizeof(Wide))));
+    if (factors.wide) {
+        const std::int64_t bytes = rows * out.scales_a_row * static_cast<std::int64_t>(sizeof(Wide));
+        out.wide = reinterpret_cast<Wide*>(memory.at(4, bytes));
+    }
     out.weight_group = first.group;
     const bool parts_wanted = few || offsets || out.group;
     if (parts_wanted) {  // and a vector more: whole ones are read where fewer rows are there

@@ -251,10 +251,10 @@ def test_prompts_of_any_length_give_each_row_the_same_bits(name: str, activation
 
 
 WIDE = {
-    **{"Q4_K": 768, "Q6_K": 256, "Q3_K": 512, "IQ4_XS": 512, "Q8_0": 352, "Q5_0": 640},
+    **{"Q4_K": 768, "Q6_K": 256, "Q3_K": 512, "IQ4_XS": 512, "Q8_0": 352, "Q5_0": 640, "Q4_1": 576},
     **{"w4g16-asym": 160, "w4g32": 512, "w3g64-asym": 448, "w4g128": 384, "w8g32-asym": 256, "w8": 256, "w5-asym": 384},
 }
-"""Columns, in groups of activations of 128, 64 and 32, and parts of groups of weights that are as long or shorter."""
+"""Columns, in groups of activations of 128, 96, 64 and 32, and groups of weights that are as long or shorter."""
 
 
 @pytest.mark.parametrize("name", WIDE)

@@ -136,7 +136,9 @@ def test_groups_of_activations_and_of_weights_nest() -> None:
     assert chosen("w4g128", 256, "int8g32") == (True, 32)
     assert chosen("w4g32", 256, "int8g128") == (True, 128)
     assert chosen("w4g64", 192, "int8g128") == (True, 64)  # 128 does not divide 192
-    assert chosen("w4g96", 192, "int8g128") == (True, 96)  # nor 96
+    assert chosen("w4g96", 192, "int8g128") == (True, 96)
+    assert chosen("w4g32", 576, "int8g128") == (True, 96)
+    assert chosen("w8", 576, "int8g128") == (True, 96)
     assert chosen("w4", 100, "int8g32") == (True, 0)  # whole rows
     assert chosen("w8a8", 256, "int8g32") == (True, 0)  # the scheme's own
 

@@ -171,16 +171,12 @@ def _pack(weight: PackedTensor, arena: extension.Arena, activations: Activations
 
 
 def _nested(wanted: int, of_weight: int, columns: int) -> int:
-    """Return the columns that share an activation's scale, 0 for a row, if possible `wanted`.
+    """Return the columns that share an activation's scale, 0 for a row: the most up to `wanted`.
 
-    The groups of weights and activations must nest, and those of activations be whole runs. The weight's own always
-    nest.
+    They are whole runs and divide the row. Each of the groups of weights and activations holds whole ones of the other.
     """
-    if not wanted or of_weight >= columns:
-        return wanted if wanted and columns % wanted == 0 else 0
-    if columns % wanted == 0 and max(wanted, of_weight) % min(wanted, of_weight) == 0:
-        return wanted
-    return of_weight if of_weight % RUN == 0 else RUN if columns % RUN == 0 else 0
+    groups = (group for group in range(wanted, 0, -RUN) if columns % group == 0)
+    return next((group for group in groups if max(group, of_weight) % min(group, of_weight) == 0), 0)
 
 
 def _pack_words(weight: PackedTensor, arena: extension.Arena) -> extension.Matrix:
