@@ -51,10 +51,6 @@ ATTAR_INLINE bool any(Ints mask) {
     return sum(mask) != 0;  // of lanes 0 or -1
 #endif
 }
-ATTAR_INLINE Ints shift_right_signed(Ints a, int bits) {
-    ATTAR_EACH a.piece[p] = a.piece[p] >> bits;
-    return a;
-}
 ATTAR_INLINE void store_as_bytes(std::int8_t* to, Ints a) {  // the low byte of each lane
 #if ATTAR_LEVEL >= ATTAR_AVX512
     _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)a.piece[0]));

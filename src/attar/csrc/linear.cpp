@@ -3,11 +3,9 @@
 // Order. Whatever the number of rows, threads or chunks, an output is made by the same float operations:
 //
 //     for each part (the columns that share both scales), in index order:
-//         value = float(sum of int8 activation codes times (weight code - zero))     exact: integers of 32 bits
+//         value = float(sum of activation codes times (weight code - zero))          exact: integers of 32 bits
 //         value = value * activation scale of the group                              only where rows are scaled by group
 //         total = fma(value, weight scale, total)
-//         total = fma(wide value, weight scale of its columns, total)                only behind the last part of a group of
-//             activations with wide columns: float(sum of high codes times (weight code - zero)) times 128 scales
 //         shift = fma(float(sum of activation codes), weight offset, shift)          only where weights have offsets;
 //     total = total + shift                                                          scaled by group as the value is
 //     out = total * activation scale of the row                                      only where rows are scaled whole
@@ -66,7 +64,7 @@ class Scratch {
         std::unique_ptr<std::uint8_t, Free> memory;
         std::int64_t size = 0;
     };
-    Buffer buffers_[5];
+    Buffer buffers_[6];
 };
 
 #define ATTAR_KERNELS "linear.inl"
@@ -85,9 +83,9 @@ constexpr std::int64_t SERIAL_BELOW = 1 << 15;               // multiplications;
 constexpr std::int64_t MOST = std::numeric_limits<std::int64_t>::max() / 1024;
 
 // Rows from which weights are unpacked, or made floats, once for all of them, by Level; measured by bench/kernels.py.
-constexpr std::int64_t OF_CODES[] = {5, 5, 65, 5, 5, 3};
-constexpr std::int64_t OF_BYTES[] = {5, 5, 5, 5, 5, 1};  // 8 bits, whole rows to a scale: tiles read them where they lie
-constexpr std::int64_t OF_FINE[] = {5, 5, 65, 5, 5, 5};  // codes of groups with fine scales: longer to unpack
+constexpr std::int64_t OF_CODES[] = {5, 5, 4, 5, 5, 3};
+constexpr std::int64_t OF_BYTES[] = {5, 5, 4, 5, 5, 1};  // 8 bits, whole rows to a scale: tiles read them where they lie
+constexpr std::int64_t OF_FINE[] = {5, 5, 4, 5, 5, 5};  // codes of groups with fine scales: longer to unpack
 constexpr std::int64_t OF_NUMBERS[] = {5, 5, 5, 5, 33, 33};
 std::int64_t forced[] = {MEASURED, MEASURED, MEASURED, MEASURED, MEASURED, MEASURED};
 
@@ -216,7 +214,6 @@ QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows
         const std::int64_t bytes = rows * out.scales_a_row * static_cast<std::int64_t>(sizeof(Wide));
         out.wide = reinterpret_cast<Wide*>(memory.at(4, bytes));
     }
-    out.weight_group = first.group;
     const bool parts_wanted = few || offsets || out.group;
     if (parts_wanted) {  // and a vector more: whole ones are read where fewer rows are there
         const std::int64_t all_parts = out.tiles * tile * out.parts;
@@ -225,6 +222,9 @@ QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows
     }
     const auto into = ATTAR_PICK(level, quantize_into);
     const auto parts = ATTAR_PICK(level, make_parts);
+    const auto pairs = ATTAR_PICK(level, make_pairs);
+    const bool paired = level == Level::avx2 && !few;
+    if (paired) out.pairs = reinterpret_cast<std::int32_t*>(memory.at(5, rows * out.steps * 128));
     const bool prepared = factors.order || factors.divisor;
     for_rows(rows, rows > 1 && rows * columns >= SERIAL_BELOW, [&](std::int64_t r) {
         const float* from = x + r * columns;
@@ -235,6 +235,7 @@ QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows
         }
         into(out, r, from, factors.fixed_scale);
         if (parts_wanted) parts(out, r);
+        if (paired) pairs(out, r);
     });
     return out;
 }

@@ -12,12 +12,12 @@
 namespace attar {
 
 // Of one group of a row's columns: the four, aligned, that hold its largest magnitude. Their codes have 15 bits, so that
-// the group's scale is that of the other columns.
+// the group's scale is that of the other columns. A code is low + 128 high, both of a byte.
 struct Wide {
-    std::int32_t column, group;  // the first of them, and the weights' group that it lies in
-    std::int32_t high, sum;      // of each code what is beyond the low byte, in units of 128: a byte each; and their sum
-    float scale;                 // 128 times the group's
+    std::int32_t column, part;  // the first of them, and the part that they lie in
+    std::int32_t high, sum;     // the high codes, a byte each; and their sum
 };
+constexpr int HIGH_SHIFT = 7;
 
 // Rows quantized to int8, in tiles of `tile` rows (16, or all rows where they are fewer) by 64 columns: tile t of step s
 // is `tile` times 64 bytes at (s * tiles + t) * tile * 64. A tile of 16 is what one AMX load takes, and what a panel of
@@ -26,12 +26,14 @@ struct QuantizedRows {
     std::int64_t rows, columns, steps, tile, tiles;
     std::int64_t group;         // columns that share a scale; 0: the whole row
     std::int64_t scales_a_row;  // 1, or columns / group
-    std::int64_t weight_group;  // columns that share a weight's scale
     std::int64_t part, parts;   // columns that share both an activation's and a weight's scale; of those a row
     std::int8_t* codes;
     float* scales;       // [rows, scales_a_row]
-    std::int32_t* sums;  // [rows, parts]: of codes
+    std::int32_t* sums;  // [rows, parts]: of codes, high ones included
     Wide* wide;          // [rows, scales_a_row], or null
+    // [rows, steps * 32]: codes again, whole, as pairs of 16 bits, or null. Of 16 columns those of even places come first:
+    // columns 0 and 2, 4 and 6, 8 and 10, 12 and 14; then 1 and 3, and so on.
+    std::int32_t* pairs;
     float *part_scales, *terms;  // by part_at: scales of groups, and what offsets of weights are multiplied by
 
     // A division by 16 costs nothing, one by what is only known at run time as much as sixteen products.

@@ -110,6 +110,28 @@ ATTAR_INLINE Ints multiply4(Ints acc, Ints codes, std::int32_t x) {
     return CODE >= 8 ? dot4_wide(acc, codes, x) : dot4(acc, codes, x);
 }
 
+// acc + the products of codes of eight columns with bytes x and y. `by` (AVX2) multiplies them, in either half of a lane.
+template <int BITS>
+ATTAR_INLINE Ints dot8(Ints acc, Ints a, Ints b, std::int32_t x, std::int32_t y, Ints by) {
+#if ATTAR_LEVEL == ATTAR_AVX2
+    static_assert(BITS <= 7, "products of 8 bits do not fit");
+    ATTAR_EACH {
+        __m256i one = _mm256_maddubs_epi16((__m256i)a.piece[p], _mm256_set1_epi32(x));
+        const __m256i other = _mm256_maddubs_epi16((__m256i)b.piece[p], _mm256_set1_epi32(y));
+        if constexpr (BITS <= 6) {  // four products: at most 4 * 63 * 128
+            one = _mm256_add_epi16(one, other);
+        } else {
+            acc.piece[p] += (IntPiece)_mm256_madd_epi16(other, (__m256i)by.piece[p]);
+        }
+        acc.piece[p] += (IntPiece)_mm256_madd_epi16(one, (__m256i)by.piece[p]);
+    }
+    return acc;
+#else
+    static_cast<void>(by);
+    return BITS < 8 ? dot4(dot4(acc, a, x), b, y) : dot4_wide(dot4_wide(acc, a, x), b, y);
+#endif
+}
+
 ATTAR_INLINE Ints zero_of(const Matrix& m, std::int64_t block, std::int64_t group) {
     return m.zeros ? zeros_at(m, block, group) : all(m.middle());
 }
@@ -146,20 +168,8 @@ constexpr std::int64_t JOINED = 128;  // columns
 // Parts whose sums, times the small integers of their groups, are added as integers before they become a float; 1: none.
 ATTAR_INLINE std::int64_t joined_parts(const Matrix& m, const QuantizedRows& x) {
     const bool joined = m.fine_scales && m.group == x.part && m.group < JOINED && m.group * m.fine % JOINED == 0 &&
-                        x.group % JOINED == 0 && m.columns % JOINED == 0 && (!x.wide || x.group == JOINED);
+                        x.group % JOINED == 0 && m.columns % JOINED == 0;
     return joined ? JOINED / x.part : 1;
-}
-
-// ---- wide columns
-
-// total + the products of high codes of a group's wide columns with their weights, of which `sum` is what codes less zero
-// points, times fine scales where sums are joined, give.
-ATTAR_INLINE Floats wide_added(Floats total, Ints sum, const Wide& wide, Floats scale) {
-    return fma(to_floats(sum) * all(wide.scale), scale, total);
-}
-ATTAR_INLINE Floats scales_of_wide(const Matrix& m, std::int64_t block, const Wide& wide, bool joined) {
-    if (!joined) return scales_at(m, block, wide.group);
-    return numbers_at(m.scales, m.scale_number, (block * m.coarse + (wide.group >> m.fine_shift)) * LANES);
 }
 
 // ---- integer products, few rows: codes are unpacked in registers
@@ -203,7 +213,6 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
     const std::int8_t* base[ROWS];
     const std::int32_t* sums[ROWS];
     const float *scales[ROWS], *terms[ROWS];  // of parts
-    const Wide* wide[ROWS];
     const std::int64_t per_group = x.wide ? x.group / x.part : 0;  // parts
     for (int r = 0; r < ROWS; ++r) {
         const std::int64_t at = x.part_at(row + r, 0);
@@ -216,13 +225,20 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
         const std::int8_t* fine = joined > 1 ? m.fine_scales + block * m.groups * LANES : nullptr;
         Floats total[ROWS], shift[ROWS];
         Ints together[ROWS];
+        const Wide* wide[ROWS];
         for (int r = 0; r < ROWS; ++r) {
             total[r] = shift[r] = all(0.0f), together[r] = all(0);
-            if (x.wide) wide[r] = x.wide + (row + r) * x.scales_a_row;
+            wide[r] = x.wide ? x.wide + (row + r) * x.scales_a_row : nullptr;
         }
         std::int64_t left = per_weight, to_join = joined, left_of_scale = per_scale, left_of_group = per_group;  // parts
+        const auto of_wide = [&](const Wide& columns) __attribute__((always_inline)) {
+            const std::uint8_t* of_run = m.block(block) + columns.column / static_cast<int>(RUN) * RUN_BYTES;
+            const Ints four = unpack_four<CODE>(m, of_run, columns.column % static_cast<int>(RUN) / 4);
+            return shift_left(multiply4<CODE>(all(0), four, columns.high), HIGH_SHIFT);
+        };
         const auto add = [&](std::int64_t part, Ints* of_part) __attribute__((always_inline)) {
             for (int r = 0; r < ROWS; ++r) {
+                if (!fine && x.wide && wide[r]->part == part) of_part[r] = of_part[r] + of_wide(*wide[r]);
                 if (zeros)
                     of_part[r] = of_part[r] - load_as_ints(zeros) * all(sums[r][part]);
                 else
@@ -238,6 +254,10 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
             if (--to_join == 0) {
                 to_join = joined;
                 for (int r = 0; r < ROWS; ++r) {
+                    if (fine && x.wide) {
+                        const std::int8_t* by = m.fine_scales + (block * m.groups + wide[r]->part) * LANES;
+                        together[r] = together[r] + of_wide(*wide[r]) * load_as_ints(by);
+                    }
                     Floats value = to_floats(fine ? together[r] : of_part[r]);
                     if (grouped) value = value * all(scales[r][part * x.tile]);
                     total[r] = fma(value, load(scale), total[r]);
@@ -245,6 +265,10 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
                 }
             }
             if (--left_of_scale == 0) left_of_scale = per_scale, scale += LANES;
+            if (per_group && --left_of_group == 0) {
+                left_of_group = per_group;
+                for (int r = 0; r < ROWS; ++r) ++wide[r];
+            }
         };
         std::int64_t run = 0, at = 0;
         for (std::int64_t part = 0; part < x.parts; part += 1 + halves) {
@@ -253,11 +277,18 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
             for (const std::int64_t end = run + runs; run < end; at += run++ % 2 ? step_bytes - RUN : RUN, codes += RUN_BYTES) {
                 Ints v[8];
                 unpack_bytes<CODE>(m, codes, v);
-#pragma GCC unroll 8
-                for (int i = 0; i < 8; ++i)
 #pragma GCC unroll 4
-                    for (int r = 0; r < ROWS; ++r)
-                        acc[i / 4][r] = multiply4<CODE>(acc[i / 4][r], v[i], four_bytes(base[r] + at + 4 * i));
+                for (int i = 0; i < 8; i += 2)
+#pragma GCC unroll 4
+                    for (int r = 0; r < ROWS; ++r) {
+                        const std::int8_t* from = base[r] + at + 4 * i;
+                        const std::int32_t one = four_bytes(from), other = four_bytes(from + 4);
+                        Ints& sum = acc[i / 4][r];
+                        if constexpr (CODE < 8)
+                            sum = dot8<CODE>(sum, v[i], v[i + 1], one, other, all(0x00010001));
+                        else
+                            sum = multiply4<CODE>(multiply4<CODE>(sum, v[i], one), v[i + 1], other);
+                    }
             }
             if (halves) {
                 add(part, acc[0]);
@@ -265,18 +296,6 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
             } else {
                 for (int r = 0; r < ROWS; ++r) acc[0][r] = acc[0][r] + acc[1][r];
                 add(part, acc[0]);
-            }
-            if (per_group == 0 || (left_of_group -= 1 + halves) > 0) continue;
-            left_of_group = per_group;
-            for (int r = 0; r < ROWS; ++r) {
-                const Wide& of_row = *wide[r]++;
-                const std::uint8_t* of_run = m.block(block) + of_row.column / RUN * RUN_BYTES;
-                const Ints four = unpack_four<CODE>(m, of_run, of_row.column % static_cast<int>(RUN) / 4);
-                Ints sum = multiply4<CODE>(all(0), four, of_row.high);
-                sum = sum - (zeros ? zeros_at(m, block, of_row.group) * all(of_row.sum) : all(middle * of_row.sum));
-                if (joined > 1) sum = sum * load_as_ints(m.fine_scales + (block * m.groups + of_row.group) * LANES);
-                const std::int64_t of_scale = joined > 1 ? of_row.group >> m.fine_shift : of_row.group;
-                total[r] = wide_added(total[r], sum, of_row, load(beside + of_scale * LANES));
             }
         }
         for (int r = 0; r < ROWS; ++r) {
@@ -320,24 +339,7 @@ static void integer_few(const Factor& factor, const QuantizedRows& x, std::int64
     }
 }
 
-// ---- integer products, many rows: a panel of four blocks is unpacked once, to a buffer that stays in cache
-
-// Tiles multiply signed bytes, so where they do, the zero point is subtracted while unpacking.
-constexpr bool SIGNED = ATTAR_LEVEL == ATTAR_AMX;
-
-#if ATTAR_LEVEL == ATTAR_AMX
-// Signed bytes times fine scales are numbers of 16 bits: their low and their high bytes, each the codes of a product.
-ATTAR_INLINE void store_products(Ints codes, Ints fine, std::uint8_t* low, std::uint8_t* high) {
-    const __m512i of_code = (__m512i)codes.piece[0], of_group = (__m512i)fine.piece[0], odd_bytes = _mm512_set1_epi16(-256);
-    const __m512i even = _mm512_mullo_epi16(_mm512_srai_epi16(_mm512_slli_epi16(of_code, 8), 8), of_group);
-    const __m512i odd = _mm512_mullo_epi16(_mm512_srai_epi16(of_code, 8), of_group);
-    constexpr int SELECT = 0xca;  // of each bit: a ? b : c
-    _mm512_store_si512(low, _mm512_ternarylogic_epi32(odd_bytes, _mm512_slli_epi16(odd, 8), even, SELECT));
-    _mm512_store_si512(high, _mm512_ternarylogic_epi32(odd_bytes, odd, _mm512_srli_epi16(even, 8), SELECT));
-}
-#else
-ATTAR_INLINE void store_products(Ints, Ints, std::uint8_t*, std::uint8_t*) {}
-#endif
+// ---- integer products, many rows: panels of four blocks are unpacked first
 
 // The fine scales of a group, each in both halves of its lane.
 ATTAR_INLINE Ints fine_at(const Matrix& m, std::int64_t block, std::int64_t group) {
@@ -354,485 +356,10 @@ struct Panel {
     const Matrix& matrix(std::int64_t b) const { return *factor[b]->matrix; }
 };
 
-// Columns [from, from + columns) of the blocks of a panel, [block][columns / 4][64 bytes]. If JOIN, codes less their zero
-// points times the fine scales: numbers of 16 bits, all their low bytes (unsigned) before all their high ones (signed).
-template <int CODE, bool JOIN>
-static void unpack_panel_of(const Panel& panel, std::int64_t from, std::int64_t columns, std::uint8_t* out) {
-    constexpr std::int64_t RUN_BYTES = 64 * bits_of(CODE);
-    for (std::int64_t b = 0; b < panel.blocks; ++b) {
-        const Matrix& m = panel.matrix(b);
-        const std::uint8_t* codes = m.block(panel.block[b]) + from / RUN * RUN_BYTES;
-        for (std::int64_t k = from; k < from + columns;) {
-            const std::int64_t group = k / m.group, other = m.group < RUN ? group + 1 : group;  // of either half of a run
-            const Ints zero = zero_of(m, panel.block[b], group) * all(0x01010101);
-            const Ints second = zero_of(m, panel.block[b], other) * all(0x01010101);
-            const Ints fine = JOIN ? fine_at(m, panel.block[b], group) : zero;
-            const Ints fine_second = JOIN ? fine_at(m, panel.block[b], other) : zero;
-            const std::int64_t group_end = std::max(k + RUN, (group + 1) * m.group);
-            for (const std::int64_t end = std::min(from + columns, group_end); k < end; k += RUN) {
-                Ints v[8];
-                unpack_bytes<CODE>(m, codes, v);
-#pragma GCC unroll 8
-                for (int i = 0; i < 8; ++i) {
-                    if (SIGNED) v[i] = minus_bytes(v[i], i < 4 ? zero : second);
-                    if (JOIN)
-                        store_products(v[i], i < 4 ? fine : fine_second, out + 64 * i, out + 64 * i + columns * LANES);
-                    else
-                        store_bytes(out + 64 * i, v[i]);
-                }
-                codes += RUN_BYTES;
-                out += RUN * LANES;
-            }
-        }
-        if (JOIN) out += columns * LANES;
-    }
-}
-
-template <bool JOIN>
-static void unpack_panel_as(const Panel& panel, std::int64_t from, std::int64_t columns, std::uint8_t* out) {
-    if (panel.matrix(0).looked_up) return unpack_panel_of<LOOKED_UP, JOIN>(panel, from, columns, out);
-    switch (panel.matrix(0).bits) {
-        case 2: return unpack_panel_of<2, JOIN>(panel, from, columns, out);
-        case 3: return unpack_panel_of<3, JOIN>(panel, from, columns, out);
-        case 4: return unpack_panel_of<4, JOIN>(panel, from, columns, out);
-        case 5: return unpack_panel_of<5, JOIN>(panel, from, columns, out);
-        case 6: return unpack_panel_of<6, JOIN>(panel, from, columns, out);
-        case 7: return unpack_panel_of<7, JOIN>(panel, from, columns, out);
-        default: return unpack_panel_of<8, JOIN>(panel, from, columns, out);
-    }
-}
-
-static void unpack_panel(const Panel& panel, bool join, std::int64_t from, std::int64_t columns, std::uint8_t* out) {
-    if constexpr (SIGNED)
-        if (join) return unpack_panel_as<true>(panel, from, columns, out);
-    unpack_panel_as<false>(panel, from, columns, out);
-}
-
-ATTAR_INLINE std::int64_t tile_columns(const QuantizedRows& x) { return x.part % 64 == 0 ? 64 : x.part % RUN == 0 ? RUN : HALF_RUN; }
-
-constexpr std::int64_t MOST_SHARED = 128;  // rows whose sums a panel keeps at hand
-
-// One part of the columns of one panel: `add_part` adds its products with rows row .. row + rows - 1 (a multiple of the
-// tile to begin with) to `total` [rows, 64].
-struct Part {
-    const Panel& panel;
-    const QuantizedRows& x;
-    bool subtracted;               // zero points are off the codes
-    std::int64_t joined;           // parts whose sums are added as integers
-    std::int32_t* together;        // where, [rows, 64]
-    bool ahead;                    // the codes that come next are still to be read from memory
-    std::int64_t index;            // of the part
-    std::int64_t group;            // of weights, that it lies in
-    const std::uint8_t* codes[4];  // of each block of the panel
-
-    void advance(std::int64_t parts) {
-        group = (index += parts) * x.part / panel.matrix(0).group;
-        for (std::int64_t b = 0; b < panel.blocks; ++b) codes[b] += parts * x.part * LANES;
-    }
-};
-
-// The scales that sums of a part meet as floats.
-ATTAR_INLINE Floats scales_of(const Part& p, std::int64_t block, std::int64_t group) {
-    const Matrix& m = p.panel.matrix(block);
-    if (p.joined == 1) return scales_at(m, p.panel.block[block], group);
-    return numbers_at(m.scales, m.scale_number, (p.panel.block[block] * m.coarse + (group >> m.fine_shift)) * LANES);
-}
-
-// total [rows, 64] of a block += float(sums [rows, 16], less the zero term) * scales.
-template <bool ZERO, bool GROUPED>
-ATTAR_INLINE void add_sums_of(const std::int32_t* sums, std::int64_t rows, Floats scale, Ints zero,
-                              const std::int32_t* row_sums, std::int64_t parts, const float* row_scales, float* total) {
-    for (std::int64_t r = 0; r < rows; ++r) {
-        Ints sum = load_bytes(sums + r * LANES);
-        if (ZERO) sum = sum - zero * all(row_sums[r * parts]);
-        Floats value = to_floats(sum);
-        if (GROUPED) value = value * all(row_scales[r]);
-        store(total + r * 64, fma(value, scale, load(total + r * 64)));
-    }
-}
-
-// The same where sums are joined: they reach the total with the last part.
-ATTAR_INLINE void join_sums(const Part& p, const std::int32_t* sums, std::int64_t rows, std::int64_t block, Floats scale,
-                            Ints zero, const std::int32_t* row_sums, const float* row_scales, std::int32_t* together,
-                            float* total) {
-    const Matrix& m = p.panel.matrix(block);
-    const Ints fine = load_as_ints(m.fine_scales + (p.panel.block[block] * m.groups + p.index) * LANES);
-    const std::int64_t within = p.index & (p.joined - 1);
-    const bool first = within == 0, last = within == p.joined - 1;
-    for (std::int64_t r = 0; r < rows; ++r, together += 64, total += 64) {
-        Ints sum = load_bytes(sums + r * LANES);
-        if (!p.subtracted) sum = sum - zero * all(row_sums[r * p.x.parts]);
-        sum = sum * fine;
-        if (!first) sum = sum + load_bytes(together);
-        if (!last) {
-            store_bytes(together, sum);
-            continue;
-        }
-        Floats value = to_floats(sum);
-        if (row_scales) value = value * all(row_scales[r]);
-        store(total, fma(value, scale, load(total)));
-    }
-}
-
-// Rows of one tile, the first of them `at` rows behind where totals begin.
-static void add_sums(const Part& p, const std::int32_t* sums, std::int64_t row, std::int64_t at, std::int64_t rows,
-                     std::int64_t block, float* total) {
-    const QuantizedRows& x = p.x;
-    const Floats scale = scales_of(p, block, p.group);
-    const Ints zero = zero_of(p.panel.matrix(block), p.panel.block[block], p.group);
-    const std::int32_t* row_sums = x.sums + (row + at) * x.parts + p.index;
-    const float* row_scales = x.group ? x.part_scales + x.part_at(row + at, p.index) : nullptr;
-    total += at * 64 + block * LANES;
-    if (p.joined > 1)
-        join_sums(p, sums, rows, block, scale, zero, row_sums, row_scales, p.together + at * 64 + block * LANES, total);
-    else if (p.subtracted && row_scales)
-        add_sums_of<false, true>(sums, rows, scale, zero, row_sums, x.parts, row_scales, total);
-    else if (p.subtracted)
-        add_sums_of<false, false>(sums, rows, scale, zero, row_sums, x.parts, row_scales, total);
-    else if (row_scales)
-        add_sums_of<true, true>(sums, rows, scale, zero, row_sums, x.parts, row_scales, total);
-    else
-        add_sums_of<true, false>(sums, rows, scale, zero, row_sums, x.parts, row_scales, total);
-}
-
-#if ATTAR_LEVEL == ATTAR_AMX
-
-#define ATTAR_TILE_MULTIPLY(sum, x, codes)            \
-    do {                                              \
-        if (UNSIGNED)                                 \
-            ATTAR_TILE_DOT(su, sum, x, codes);        \
-        else                                          \
-            ATTAR_TILE_DOT(ss, sum, x, codes);        \
-    } while (false)
-
-// Tiles 0 to sums - 1 are sums, the next two rows of activations, the rest codes; `columns` of input, 16, 32 or 64, a step.
-static void begin_tiles(int sums, std::int64_t rows, std::int64_t columns) {
-    TileShapes shapes;
-    for (int t = 0; t < sums; ++t) shapes.set(t, rows, 64);
-    for (int t = sums; t < sums + 2; ++t) shapes.set(t, rows, columns);
-    for (int t = sums + 2; t < 8; ++t) shapes.set(t, columns / 4, 64);
-    shapes.use();
-}
-
-// Two tiles of rows by two blocks at a time. The sums of one such quadruple are scaled while the tiles of the next are
-// being multiplied, a tile of sums after each of its first products: the two have execution units of their own.
-// UNSIGNED: codes of 8 bits, whose zero points come off the sums. GROUPED: a row has a scale for every part of columns.
-template <bool UNSIGNED, bool GROUPED>
-static void add_part_of(const Part& p, std::int64_t row, std::int64_t rows, float* total) {
-    alignas(64) std::int32_t sums[2][4][256];
-    const QuantizedRows& x = p.x;
-    const std::int64_t columns = tile_columns(x), steps = x.part / columns, height = x.tile;
-    const std::int64_t tile_bytes = height * 64, step_bytes = x.step_bytes(), start = p.index * x.part;
-    const std::int64_t last = (row + rows + height - 1) / height, end = row + rows, blocks = p.panel.blocks;
-    Floats scale[4];
-    for (std::int64_t b = 0; b < blocks; ++b) scale[b] = scales_of(p, b, p.group);
-    std::int64_t tile_before = -1, block_before = 0, tiles_before = 0, blocks_before = 0;
-    int buffer = 0;
-    const auto scale_one = [&](int which, const std::int32_t(*from)[256]) __attribute__((always_inline)) {
-        const int t = which / 2, b = which % 2;
-        if (t >= tiles_before || b >= blocks_before) return;
-        const std::int64_t at = (tile_before + t) * height, block = block_before + b;
-        const std::int64_t count = std::min(height, end - at);
-        if (UNSIGNED || p.joined > 1) return add_sums(p, from[which], row, at - row, count, block, total);
-        const std::int32_t* sum = from[which];
-        float* to = total + (at - row) * 64 + block * LANES;
-        const Floats by = scale[block];
-        const float* row_scales = GROUPED ? x.part_scales + x.part_at(at, p.index) : nullptr;
-#pragma GCC unroll 4
-        for (std::int64_t r = 0; r < count; ++r, sum += LANES, to += 64) {
-            Floats value = to_floats(load_bytes(sum));
-            if (GROUPED) value = value * all(row_scales[r]);
-            store(to, fma(value, by, load(to)));
-        }
-    };
-    for (std::int64_t tile = row / height; tile < last; tile += 2) {
-        const bool two_tiles = tile + 1 < last;
-        for (std::int64_t b = 0; b < blocks; b += 2) {
-            const bool two_blocks = b + 1 < blocks;
-            const auto* before = sums[1 - buffer];
-            ATTAR_TILE_ZERO(0);
-            ATTAR_TILE_ZERO(1);
-            ATTAR_TILE_ZERO(2);
-            ATTAR_TILE_ZERO(3);
-            std::int64_t column = start;
-            for (std::int64_t s = 0; s < steps; ++s, column += columns) {
-                const std::int8_t* from = x.codes + column / 64 * step_bytes + tile * tile_bytes + column % 64;
-                ATTAR_TILE_LOAD(6, p.codes[b] + s * columns * LANES, 64);
-                ATTAR_TILE_LOAD(4, from, 64);
-                ATTAR_TILE_MULTIPLY(0, 4, 6);
-                if (s < 2) scale_one(static_cast<int>(2 * s), before);
-                if (two_blocks) {
-                    ATTAR_TILE_LOAD(7, p.codes[b + 1] + s * columns * LANES, 64);
-                    ATTAR_TILE_MULTIPLY(1, 4, 7);
-                }
-                if (two_tiles) {
-                    ATTAR_TILE_LOAD(5, from + tile_bytes, 64);
-                    ATTAR_TILE_MULTIPLY(2, 5, 6);
-                }
-                if (s < 2) scale_one(static_cast<int>(2 * s + 1), before);
-                if (two_tiles && two_blocks) ATTAR_TILE_MULTIPLY(3, 5, 7);
-            }
-            for (int which = steps < 2 ? 2 : 4; which < 4; ++which) scale_one(which, before);
-            ATTAR_TILE_STORE(0, sums[buffer][0]);
-            if (two_blocks) ATTAR_TILE_STORE(1, sums[buffer][1]);
-            if (two_tiles) ATTAR_TILE_STORE(2, sums[buffer][2]);
-            if (two_tiles && two_blocks) ATTAR_TILE_STORE(3, sums[buffer][3]);
-            tile_before = tile, block_before = b, tiles_before = 1 + two_tiles, blocks_before = 1 + two_blocks;
-            buffer = 1 - buffer;
-        }
-    }
-    for (int which = 0; which < 4; ++which) scale_one(which, sums[1 - buffer]);
-}
-
-// Parts that are multiplied in one go, by as many codes as four tiles hold; 1 where a part takes more, or rows are few.
-ATTAR_INLINE std::int64_t parts_at_once(const QuantizedRows& x, std::int64_t joined) {
-    return joined > 1 ? joined : x.tile < 16 ? 1 : x.part <= 64 ? 4 : x.part == 128 ? 2 : 1;
-}
-
-// Four parts of a tile of codes each; two parts of two tiles; or parts that are joined to 128 columns: two tiles of low
-// bytes and two of high ones.
-enum class Stretch { four, two, joined };
-
-// Adds a stretch of columns. Its codes, a block's at a time, are in tiles 4 to 7 while all rows pass. A tile of rows (in 2
-// and 3) is multiplied (to 0 and 1) while the sums of the one before are scaled, with its totals in registers: they are
-// read and written once for all parts. Sums behind the last part are made of anything and left.
-template <Stretch STRETCH, bool GROUPED>
-static void add_stretch(const Part& p, std::int64_t parts, std::int64_t row, std::int64_t rows, float* total) {
-    constexpr int SCALES = STRETCH == Stretch::four ? 4 : STRETCH == Stretch::two ? 2 : 1;
-    alignas(64) std::int32_t sums[4][256];
-    const QuantizedRows& x = p.x;
-    if (x.tile < 16) std::memset(sums, 0, sizeof sums);
-    const std::int64_t columns = STRETCH == Stretch::four ? x.part : 64, scales = std::min<std::int64_t>(parts, SCALES);
-    std::int64_t at[4];  // of each tile of codes its columns in rows; behind the last part anything
-    for (int s = 0; s < 4; ++s) {
-        const std::int64_t step = STRETCH == Stretch::joined ? s % 2 : s;
-        const std::int64_t column = std::min(p.index * x.part + step * columns, x.parts * x.part - columns);
-        at[s] = column / 64 * x.step_bytes() + column % 64;
-    }
-    // Lines of the next stretch's codes that are asked for with each tile of rows: blocks are so short there that the
-    // processor does not see them coming.
-    const std::int64_t runs = parts * x.part / RUN, tiles = (rows + 15) / 16;
-    const std::int64_t lines = p.ahead ? (runs * p.panel.matrix(0).bits + tiles - 1) / tiles : 0;
-    Floats scale[4][SCALES];
-    for (std::int64_t b = 0; b < p.panel.blocks; ++b)
-        for (std::int64_t i = 0; i < scales; ++i)
-            scale[b][i] = scales_of(p, b, (p.index + i) * x.part / p.panel.matrix(b).group);
-
-    // The tile of rows that was multiplied last: where its totals are, and what scales them.
-    float* to = nullptr;
-    const float* row_scales = nullptr;
-    const Floats* by = nullptr;
-    Floats out[16];
-    const auto begin = [&]() ATTAR_LAMBDA {
-#pragma GCC unroll 16
-        for (int r = 0; r < 16; ++r) out[r] = load(to + r * 64);
-    };
-    const auto add = [&](int part, int first, int last) ATTAR_LAMBDA {
-        if (part >= scales || first >= x.tile) return;
-#pragma GCC unroll 16
-        for (int r = first; r < last; ++r) {
-            Floats value = to_floats(load_bytes(sums[part] + r * LANES));
-            if (STRETCH == Stretch::joined) value = fma(to_floats(load_bytes(sums[1] + r * LANES)), all(256.0f), value);
-            if (GROUPED) value = value * all(row_scales[part * 16 + r]);
-            out[r] = fma(value, by[part], out[r]);
-        }
-    };
-    const auto end = [&]() ATTAR_LAMBDA {
-#pragma GCC unroll 16
-        for (int r = 0; r < 16; ++r) store(to + r * 64, out[r]);
-    };
-    for (std::int64_t b = 0; b < p.panel.blocks; ++b) {
-        ATTAR_TILE_LOAD(4, p.codes[b], 64);
-        ATTAR_TILE_LOAD(5, p.codes[b] + columns * LANES, 64);
-        ATTAR_TILE_LOAD(6, p.codes[b] + 2 * columns * LANES, 64);
-        ATTAR_TILE_LOAD(7, p.codes[b] + 3 * columns * LANES, 64);
-        const Matrix& m = p.panel.matrix(b);
-        const std::uint8_t* next = m.block(p.panel.block[b]) + (p.index * x.part / RUN + runs) * m.bits * 64;
-        for (std::int64_t r = 0; r < rows; r += 16) {
-            const std::int8_t* from = x.at(row + r, 0);
-            for (std::int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next, 0, 2);
-            if (to) begin();
-            ATTAR_TILE_ZERO(0);
-            ATTAR_TILE_LOAD(2, from + at[0], 64);
-            if constexpr (STRETCH == Stretch::four) {
-                ATTAR_TILE_DOT(ss, 0, 2, 4);
-                if (to) {
-                    ATTAR_TILE_STORE(1, sums[3]);
-                    add(0, 0, 16);
-                }
-                ATTAR_TILE_ZERO(1);
-                ATTAR_TILE_LOAD(3, from + at[1], 64);
-                ATTAR_TILE_DOT(ss, 1, 3, 5);
-                ATTAR_TILE_STORE(0, sums[0]);
-                if (to) add(1, 0, 16);
-                ATTAR_TILE_ZERO(0);
-                ATTAR_TILE_LOAD(2, from + at[2], 64);
-                ATTAR_TILE_DOT(ss, 0, 2, 6);
-                ATTAR_TILE_STORE(1, sums[1]);
-                if (to) add(2, 0, 16);
-                ATTAR_TILE_ZERO(1);
-                ATTAR_TILE_LOAD(3, from + at[3], 64);
-                ATTAR_TILE_DOT(ss, 1, 3, 7);
-                ATTAR_TILE_STORE(0, sums[2]);
-                if (to) add(3, 0, 16);
-            } else if constexpr (STRETCH == Stretch::two) {
-                ATTAR_TILE_DOT(ss, 0, 2, 4);
-                if (to) {
-                    ATTAR_TILE_STORE(1, sums[1]);
-                    add(0, 0, 8);
-                }
-                ATTAR_TILE_ZERO(1);
-                ATTAR_TILE_LOAD(3, from + at[2], 64);
-                ATTAR_TILE_DOT(ss, 1, 3, 6);
-                if (to) add(0, 8, 16);
-                ATTAR_TILE_LOAD(2, from + at[1], 64);
-                ATTAR_TILE_DOT(ss, 0, 2, 5);
-                if (to) add(1, 0, 8);
-                ATTAR_TILE_LOAD(3, from + at[3], 64);
-                ATTAR_TILE_DOT(ss, 1, 3, 7);
-                ATTAR_TILE_STORE(0, sums[0]);
-                if (to) add(1, 8, 16);
-            } else {
-                ATTAR_TILE_DOT(su, 0, 2, 4);
-                if (to) {
-                    ATTAR_TILE_STORE(1, sums[1]);
-                    add(0, 0, 4);
-                }
-                ATTAR_TILE_ZERO(1);
-                ATTAR_TILE_DOT(ss, 1, 2, 6);
-                if (to) add(0, 4, 8);
-                ATTAR_TILE_LOAD(3, from + at[1], 64);
-                ATTAR_TILE_DOT(su, 0, 3, 5);
-                if (to) add(0, 8, 16);
-                ATTAR_TILE_DOT(ss, 1, 3, 7);
-                ATTAR_TILE_STORE(0, sums[0]);
-            }
-            if (to) end();
-            to = total + r * 64 + b * LANES, by = scale[b];
-            if (GROUPED) row_scales = x.part_scales + x.part_at(row + r, p.index);
-        }
-    }
-    ATTAR_TILE_STORE(1, sums[STRETCH == Stretch::four ? 3 : 1]);
-    begin();
-    for (int part = 0; part < SCALES; ++part) add(part, 0, 16);
-    end();
-}
-
-template <Stretch STRETCH>
-static void add_stretch_of(const Part& p, std::int64_t parts, std::int64_t row, std::int64_t rows, float* total) {
-    p.x.group ? add_stretch<STRETCH, true>(p, parts, row, rows, total)
-              : add_stretch<STRETCH, false>(p, parts, row, rows, total);
-}
-
-static void add_parts(const Part& p, std::int64_t parts, std::int64_t row, std::int64_t rows, float* total) {
-    if (p.joined > 1) return add_stretch_of<Stretch::joined>(p, parts, row, rows, total);
-    if (p.x.part == 128) return add_stretch_of<Stretch::two>(p, parts, row, rows, total);
-    add_stretch_of<Stretch::four>(p, parts, row, rows, total);
-}
-
-static void add_part(const Part& p, std::int64_t row, std::int64_t rows, float* total) {
-    if (!p.subtracted)
-        add_part_of<true, false>(p, row, rows, total);
-    else if (p.x.group)
-        add_part_of<false, true>(p, row, rows, total);
-    else
-        add_part_of<false, false>(p, row, rows, total);
-}
-
-#else
-
-static void begin_tiles(int, std::int64_t, std::int64_t) {}
-static void end_tiles() {}
-
-template <bool WIDE, int ROWS>
-static void add_part_rows(const Part& p, std::int64_t row, std::int64_t at, float* total) {
-    const QuantizedRows& x = p.x;
-    const std::int64_t start = p.index * x.part, step_bytes = x.step_bytes();
-    Ints acc[ROWS][4];
-    const std::int8_t* base[ROWS];
-    for (int r = 0; r < ROWS; ++r) {
-        base[r] = x.at(row + at + r, 0);
-        for (int b = 0; b < 4; ++b) acc[r][b] = all(0);
-    }
-    const std::uint8_t* codes[4];
-    for (int b = 0; b < 4; ++b) codes[b] = p.codes[b < p.panel.blocks ? b : 0];
-    for (std::int64_t k = 0; k < x.part; k += 4) {
-        const std::int64_t column = start + k, offset = column / 64 * step_bytes + column % 64;
-        Ints v[4];
-#pragma GCC unroll 4
-        for (int b = 0; b < 4; ++b) v[b] = load_bytes(codes[b] + k * LANES);
-#pragma GCC unroll 4
-        for (int r = 0; r < ROWS; ++r) {
-            const std::int32_t four = four_bytes(base[r] + offset);
-#pragma GCC unroll 4
-            for (int b = 0; b < 4; ++b) acc[r][b] = WIDE ? dot4_wide(acc[r][b], v[b], four) : dot4(acc[r][b], v[b], four);
-        }
-    }
-    std::int32_t sums[ROWS * LANES];
-    for (std::int64_t b = 0; b < p.panel.blocks; ++b) {
-        for (int r = 0; r < ROWS; ++r) store_bytes(sums + r * LANES, acc[r][b]);
-        add_sums(p, sums, row, at, ROWS, b, total);
-    }
-}
-
-constexpr std::int64_t parts_at_once(const QuantizedRows&, std::int64_t) { return 1; }
-static void add_parts(const Part&, std::int64_t, std::int64_t, std::int64_t, float*) {}
-
-static void add_part(const Part& p, std::int64_t row, std::int64_t rows, float* total) {
-    constexpr int ROWS = ATTAR_LEVEL >= ATTAR_AVX512 ? 4 : 1;  // as many as the registers hold
-    const bool wide = p.panel.matrix(0).wide();
-    std::int64_t r = 0;
-    for (; r + ROWS <= rows; r += ROWS) {
-        if (wide)
-            add_part_rows<true, ROWS>(p, row, r, total);
-        else
-            add_part_rows<false, ROWS>(p, row, r, total);
-    }
-    for (; r < rows; ++r) {
-        if (wide)
-            add_part_rows<true, 1>(p, row, r, total);
-        else
-            add_part_rows<false, 1>(p, row, r, total);
-    }
-}
-
-#endif
-
-// total [rows, 64] += products of the wide columns of one group of activations, whose codes of `p` begin with. `products`:
-// codes are products with fine scales, of which high bytes lie `high` bytes behind low ones.
-static void add_wide(const Part& p, bool products, std::int64_t high, std::int64_t row, std::int64_t rows, float* total) {
-    const QuantizedRows& x = p.x;
-    const std::int64_t start = p.index * x.part, group = start / x.group;
-    const Ints flip = all(static_cast<std::int32_t>(0x80808080u));
-    for (std::int64_t b = 0; b < p.panel.blocks; ++b) {
-        const Matrix& m = p.panel.matrix(b);
-        const std::int64_t block = p.panel.block[b];
-        for (std::int64_t r = 0; r < rows; ++r) {
-            const Wide& wide = x.wide[(row + r) * x.scales_a_row + group];
-            const std::uint8_t* codes = p.codes[b] + (wide.column - start) * LANES;
-            Ints sum;
-            if (products) {
-                const Ints of_high = dot4_wide(all(-128 * wide.sum), minus_bytes(load_bytes(codes + high), flip), wide.high);
-                sum = dot4_wide(shift_left(of_high, 8), load_bytes(codes), wide.high);
-            } else if (p.subtracted) {
-                sum = dot4_wide(all(-128 * wide.sum), minus_bytes(load_bytes(codes), flip), wide.high);
-            } else {
-                sum = m.wide() ? dot4_wide(all(0), load_bytes(codes), wide.high) : dot4(all(0), load_bytes(codes), wide.high);
-                sum = sum - zero_of(m, block, wide.group) * all(wide.sum);
-            }
-            const bool joined = p.joined > 1;
-            if (joined && !products) sum = sum * load_as_ints(m.fine_scales + (block * m.groups + wide.group) * LANES);
-            float* to = total + r * 64 + b * LANES;
-            store(to, wide_added(load(to), sum, wide, scales_of_wide(m, block, wide, joined)));
-        }
-    }
-}
-
-// Codes of 8 bits are read where they lie, unless tiles multiply parts so short that it pays to take zero points off
-// first, and these leave them signed bytes.
-static bool unpacks(const Panel& panel, const QuantizedRows& x) {
-    const Matrix &a = panel.matrix(0), &b = panel.matrix(panel.blocks - 1);
-    return a.bits < 8 || (parts_at_once(x, 1) > 1 && !a.zeros && !b.zeros);
+// Scales of a group, or, where sums are joined, those that groups share.
+ATTAR_INLINE Floats scales_of(const Matrix& m, std::int64_t block, std::int64_t group, bool joined) {
+    if (!joined) return scales_at(m, block, group);
+    return numbers_at(m.scales, m.scale_number, (block * m.coarse + (group >> m.fine_shift)) * LANES);
 }
 
 // total [rows, 64] += of each block the sum over parts of the rows' terms times offsets.
@@ -864,79 +391,49 @@ static void add_offsets(const Panel& panel, const QuantizedRows& x, std::int64_t
     }
 }
 
-// Rows row .. row + rows - 1 (row a multiple of the tile) of a panel: the first four blocks from `first` on, or, gated,
-// two from there and two of the other matrix. For more rows than share it, the panel is unpacked whole, to the
-// second-level cache; of those that share it the sums, and one stretch of it, stay in the first or near it. A panel that
-// fills the second is read from behind it, which twice the rows make up for.
-static void integer_many(const Factors& factors, const Factor& factor, const QuantizedRows& x, std::int64_t row,
-                         std::int64_t rows, std::int64_t first, float* out, Scratch& scratch) {
-    const Matrix& m = *factor.matrix;
+// The first four blocks from `first` on, or, gated, two from there and two of the other matrix.
+static Panel panel_of(const Factors& factors, const Factor& factor, std::int64_t first) {
     const bool gated = factors.gate != nullptr;
-    const std::int64_t count = std::min<std::int64_t>(gated ? 2 : 4, m.blocks() - first), width = factors.width;
+    const std::int64_t count = std::min<std::int64_t>(gated ? 2 : 4, factor.matrix->blocks() - first);
     Panel panel{};
     for (int source = 0; source <= gated; ++source)
         for (std::int64_t b = 0; b < count; ++b, ++panel.blocks) {
             panel.factor[panel.blocks] = source ? &factors.factors.back() : &factor;
             panel.block[panel.blocks] = first + b;
         }
-    const std::int64_t blocks = panel.blocks, columns = x.part * x.parts;
-    const std::int64_t share = SIGNED || columns > 4096 ? MOST_SHARED : 64;
-    const std::int64_t joined = joined_parts(m, x), at_once = parts_at_once(x, joined);
-    const bool packed = unpacks(panel, x), by_stretch = packed && at_once > 1, whole = packed && rows > share;
-    const bool products = by_stretch && joined > 1;
-    const std::int64_t column_bytes = 64 * (products ? 2 : 1);  // of a panel
+    return panel;
+}
+
+// Totals [rows, 64] of a panel, to rows row .. row + rows - 1 of the output.
+static void put_panel(const Factors& factors, const Panel& panel, const QuantizedRows& x, std::int64_t row,
+                      std::int64_t rows, const float* total, float* out) {
+    const bool gated = factors.gate != nullptr;
+    const Factor& factor = *panel.factor[0];
+    const std::int64_t count = gated ? panel.blocks / 2 : panel.blocks, first = panel.block[0], width = factors.width;
     // Outputs of a megabyte and more leave the caches before they are read; keeping them there costs a fifth of the time.
     const bool past_caches = x.rows * width >= (std::int64_t{1} << 18) && width % LANES == 0 &&
                              factor.offset % LANES == 0 && reinterpret_cast<std::uintptr_t>(out) % 64 == 0;
-    // Columns that are unpacked at once: whole groups of activations, where these have wide columns.
-    const std::int64_t unit = x.wide ? x.group : std::max(x.part * at_once, RUN);
-    const std::int64_t piece = (std::max(x.part * at_once, RUN) + unit - 1) / unit * unit;
-    std::uint8_t* unpacked = packed ? scratch.at(1, column_bytes * ((whole ? columns : piece) + piece)) : nullptr;
-    auto* total = reinterpret_cast<float*>(scratch.at(0, share * 64 * 4));
-    auto* together = reinterpret_cast<std::int32_t*>(joined > 1 && !products ? scratch.at(3, share * 64 * 4) : nullptr);
-    for (std::int64_t from = 0; whole && from < columns; from += piece)
-        unpack_panel(panel, products, from, std::min(piece, columns - from), unpacked + from * column_bytes);
-    begin_tiles(by_stretch ? 2 : 4, x.tile, products ? 64 : tile_columns(x));
-    for (std::int64_t at = row; at < row + rows; at += share) {
-        const std::int64_t here = std::min(share, row + rows - at);
-        std::memset(total, 0, static_cast<std::size_t>(here * 64 * 4));
-        for (std::int64_t from = 0; from < columns; from += piece) {
-            const std::int64_t taken = std::min(piece, columns - from);
-            std::uint8_t* codes = whole ? unpacked + from * column_bytes : unpacked;
-            if (packed && !whole) unpack_panel(panel, products, from, taken, codes);
-            Part p{panel, x, SIGNED && packed, joined, together, !whole && from + taken < columns, from / x.part, from / m.group, {}};
-            for (std::int64_t b = 0; b < blocks; ++b)
-                p.codes[b] = packed ? codes + b * taken * column_bytes / 4
-                                    : panel.matrix(b).block(panel.block[b]) + from * LANES;
-            for (std::int64_t done = 0; done < taken; done += unit) {
-                const Part begun = p;
-                for (const std::int64_t end = std::min(taken, done + unit); p.index * x.part < from + end;) {
-                    const std::int64_t parts = by_stretch ? std::min(at_once, (from + end) / x.part - p.index) : 1;
-                    by_stretch ? add_parts(p, parts, at, here, total) : add_part(p, at, here, total);
-                    p.advance(parts);
-                }
-                if (x.wide) add_wide(begun, products, taken * LANES, at, here, total);
-            }
-        }
-        if (m.offsets) add_offsets(panel, x, at, here, total, scratch);
-        for (std::int64_t r = 0; r < here; ++r) {
-            const float* scale = x.group ? nullptr : x.scales + at + r;
-            const auto value = [&](std::int64_t b) __attribute__((always_inline)) {
-                return finished(load(total + r * 64 + b * LANES), *panel.factor[b], panel.block[b], scale);
-            };
-            for (std::int64_t b = 0; b < count; ++b) {
-                const Floats made = gated ? activated(*factors.gate, value(b)) * value(count + b) : value(b);
-                float* to = out + (at + r) * width;
-                if (past_caches && (first + b + 1) * LANES <= m.rows)
-                    stream(to + factor.offset + (first + b) * LANES, made);
-                else
-                    put(made, factor, first + b, to);
-            }
+    for (std::int64_t r = 0; r < rows; ++r) {
+        const float* scale = x.group ? nullptr : x.scales + row + r;
+        const auto value = [&](std::int64_t b) __attribute__((always_inline)) {
+            return finished(load(total + r * 64 + b * LANES), *panel.factor[b], panel.block[b], scale);
+        };
+        for (std::int64_t b = 0; b < count; ++b) {
+            const Floats made = gated ? activated(*factors.gate, value(b)) * value(count + b) : value(b);
+            float* to = out + (row + r) * width;
+            if (past_caches && (first + b + 1) * LANES <= factor.matrix->rows)
+                stream(to + factor.offset + (first + b) * LANES, made);
+            else
+                put(made, factor, first + b, to);
         }
     }
-    end_tiles();
-    settle();
 }
+
+#if ATTAR_LEVEL == ATTAR_AMX
+#include "linear_tiles.inl"
+#else
+#include "linear_stretch.inl"
+#endif
 
 #include "linear_float.inl"
 #include "rounding.inl"
@@ -1017,19 +514,19 @@ static std::int64_t widest(const float* x, std::int64_t from, std::int32_t top) 
 }
 
 // Replaces the codes of a group's wide columns by their low ones, and returns the rest. Codes are low + 128 high, low from
-// -64 to 63.
+// -64 to 63. Sums are of whole codes.
 static Wide widen(QuantizedRows& rows, const float* x, std::int64_t column, float scale, std::int8_t* codes,
                   std::int32_t* sums) {
-    Wide out{static_cast<std::int32_t>(column), static_cast<std::int32_t>(column / rows.weight_group), 0, 0, scale * 128.0f};
+    Wide out{static_cast<std::int32_t>(column), static_cast<std::int32_t>(column / rows.part), 0, 0};
     std::int8_t* low = codes + column / 64 * rows.step_bytes() + column % 64;
     std::int8_t high[4];
     for (int i = 0; i < 4; ++i) {
         const float value = std::max(-HIGH, std::min(x[column + i] / scale, HIGH));
         const auto code = static_cast<std::int32_t>((value + 12582912.0f) - 12582912.0f);
-        const std::int32_t above = (code + 64) >> 7;
+        const std::int32_t above = (code + 64) >> HIGH_SHIFT;
         high[i] = static_cast<std::int8_t>(above);
-        sums[column / rows.part] += code - 128 * above - low[i];
-        low[i] = static_cast<std::int8_t>(code - 128 * above);
+        sums[out.part] += code - low[i];
+        low[i] = static_cast<std::int8_t>(code - (above << HIGH_SHIFT));
         out.sum += above;
     }
     std::memcpy(&out.high, high, sizeof high);
@@ -1047,11 +544,30 @@ static void make_parts(const QuantizedRows& rows, std::int64_t row) {
         rows.part_scales[at] = scale;
         rows.terms[at] = static_cast<float>(rows.sums[row * rows.parts + i]) * scale;
     }
+}
+
+// The codes of row `row` as numbers of 16 bits, where products take these.
+static void make_pairs(const QuantizedRows& rows, std::int64_t row) {
+#if ATTAR_LEVEL == ATTAR_AVX2
+    std::int32_t* const out = rows.pairs + row * rows.steps * 32;
+    for (std::int64_t k = 0; k < rows.steps * 64; k += 32) {
+        const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows.at(row, k / 64) + k % 64));
+        const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 8), odd = _mm256_srai_epi16(codes, 8);
+        auto* to = reinterpret_cast<__m256i*>(out + k / 2);
+        _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
+        _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
+    }
     for (std::int64_t g = 0; rows.wide && g < rows.scales_a_row; ++g) {
         const Wide& wide = rows.wide[row * rows.scales_a_row + g];
-        const std::int64_t i = wide.column / rows.part;
-        rows.terms[rows.part_at(row, i)] = static_cast<float>(rows.sums[row * rows.parts + i] + 128 * wide.sum) * scales[g];
+        for (int i = 0; i < 4; ++i) {
+            const std::int64_t pair = wide.column / 16 * 8 + i % 2 * 4 + wide.column % 16 / 4;
+            auto* code = reinterpret_cast<std::int16_t*>(out + pair) + i / 2;
+            *code = static_cast<std::int16_t>(*code + (static_cast<std::int8_t>(wide.high >> 8 * i) << HIGH_SHIFT));
+        }
     }
+#else
+    static_cast<void>(rows), static_cast<void>(row);
+#endif
 }
 
 // x [columns] to row `row` of `rows`.
@@ -1083,7 +599,7 @@ static void quantize_into(QuantizedRows& rows, std::int64_t row, const float* x,
             if (finite)
                 wide = widen(rows, x, column, scale, codes, sums);
             else
-                wide = {static_cast<std::int32_t>(from), static_cast<std::int32_t>(from / rows.weight_group), 0, 0, NAN};
+                wide = {static_cast<std::int32_t>(from), static_cast<std::int32_t>(from / rows.part), 0, 0};
         };
 #if ATTAR_LEVEL >= ATTAR_AVX512
         const bool whole_parts = columns % 64 == 0 && rows.part % 16 == 0 && (to - from) % 64 == 0 && (to - from) % rows.part == 0;

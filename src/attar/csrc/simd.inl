@@ -121,6 +121,10 @@ ATTAR_INLINE Ints shift_right(Ints a, int bits) {  // zeros come in
     ATTAR_EACH a.piece[p] = (IntPiece)((WordPiece)a.piece[p] >> bits);
     return a;
 }
+ATTAR_INLINE Ints shift_right_signed(Ints a, int bits) {
+    ATTAR_EACH a.piece[p] = a.piece[p] >> bits;
+    return a;
+}
 ATTAR_INLINE Ints shift_left(Ints a, int bits) {
     ATTAR_EACH a.piece[p] = (IntPiece)((WordPiece)a.piece[p] << bits);
     return a;
@@ -428,6 +432,23 @@ ATTAR_INLINE Ints dot4_wide(Ints acc, Ints codes, std::int32_t x) {
     return dot4(acc, codes, x);
 #endif
 }
+
+#if ATTAR_LEVEL == ATTAR_AVX2
+// acc[lane] += the product of two numbers of 16 bits in each lane with the two of x.
+ATTAR_INLINE Ints dot2(Ints acc, Ints pairs, std::int32_t x) {
+    ATTAR_EACH acc.piece[p] += (IntPiece)_mm256_madd_epi16((__m256i)pairs.piece[p], _mm256_set1_epi32(x));
+    return acc;
+}
+// Numbers of 16 bits: a - b, and the lower halves of a * b.
+ATTAR_INLINE Ints minus_halves(Ints a, Ints b) {
+    ATTAR_EACH a.piece[p] = (IntPiece)_mm256_sub_epi16((__m256i)a.piece[p], (__m256i)b.piece[p]);
+    return a;
+}
+ATTAR_INLINE Ints times_halves(Ints a, Ints b) {
+    ATTAR_EACH a.piece[p] = (IntPiece)_mm256_mullo_epi16((__m256i)a.piece[p], (__m256i)b.piece[p]);
+    return a;
+}
+#endif
 
 // e^x within 2 units in the last place, the same bits at every level; below -87 it is 0, e^-inf too, and above
 // 88 it is e^88. Not for NaN.
