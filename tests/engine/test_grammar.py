@@ -146,11 +146,11 @@ def test_what_grows_past_its_limits_fails_alone(make: Callable[..., Engine], mon
     expected = answers(run(make(), [plain]))
     ahead, count = masks.mask, [0]
 
-    def limited(found: Any, drafts: Any = ()) -> bytes | None:
+    def limited(found: Any) -> bytes | None:
         count[0] += 1
         if count[0] == 6:
             found.consume_token(0)  # into the state of an error, as a limit does
-        return ahead(found, drafts)
+        return ahead(found)
 
     victim = msgspec.structs.replace(asks(JSON, 1)[0], id="victim")
     made = make()

@@ -6,7 +6,7 @@ import pytest
 
 from attar.protocol.request import SamplingParams
 from attar.protocol.settings import Settings
-from attar.protocol.speculation import MAX_DRAFT_TOKENS, MAX_STEP_DRAFTS, check_draft
+from attar.protocol.speculation import FORCED_STEP_DRAFTS, MAX_DRAFT_TOKENS, MAX_STEP_DRAFTS, check_draft
 from tests.errors import user_error
 
 
@@ -18,7 +18,8 @@ def test_a_known_drafter_with_a_possible_number(tokens: int | None) -> None:
 
 def test_without_a_drafter_there_are_no_drafts() -> None:
     check_draft(None, None)
-    assert Settings("m", "s").limits().max_drafts == 0
+    assert Settings("m", "s").limits().max_drafts == FORCED_STEP_DRAFTS  # of constraints
+    assert Settings("m", "s", device="cuda").limits().max_drafts == 0
 
 
 def test_what_is_refused() -> None:

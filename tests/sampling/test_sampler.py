@@ -379,6 +379,9 @@ class Alternating:
         words = [sum(1 << bit for bit in range(31) if bit % 2 == odd) for _ in range(-(-self.size // 32))]
         return torch.tensor(words, dtype=torch.int32)
 
+    def forced(self) -> bytes:
+        return b""
+
     def consume(self, token_id: int) -> None:
         assert token_id % 2 == self.count % 2
         self.count += 1

@@ -128,15 +128,6 @@ def test_every_kind_is_kept(grammar: Grammar, fits: Callable[[str], bool]) -> No
     assert all(fits(text) for text in done)
 
 
-def test_drafts_are_looked_behind_and_leave_no_trace() -> None:
-    found = grammars.matcher(VOCABULARY, Grammar("regex", "ab(1|2)"))
-    before = allowed(grammars.mask(found))
-    drafts = [TOKENS.index(b"ab")]
-    assert allowed(grammars.mask(found, drafts)) == {TOKENS.index(b"1"), TOKENS.index(b"2")}
-    assert allowed(grammars.mask(found)) == before
-    assert grammars.mask(found, [TOKENS.index(b"1")]) is None
-
-
 def test_without_a_token_that_ends_a_text_one_is_added_behind_all() -> None:
     made = Vocabulary.make(BYTES, (), ())
     assert made.ends == (256,)

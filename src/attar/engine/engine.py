@@ -50,6 +50,7 @@ from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
 from attar.sampling.drafters.drafter import Drafter
+from attar.sampling.drafters.forced import ForcedDrafter
 from attar.sampling.masks import GrammarMasks
 from attar.sampling.pace import Pace
 from attar.sampling.sampler import BadLogits, Sampler, distinct
@@ -125,10 +126,13 @@ class Engine:
         self.speculation: Speculation | None = None
         if config.drafter is not None:
             config.drafter.reset()
+        forces = limits.max_drafts > 0 and tokenizer is not None and not self.overlaps
+        if config.drafter is not None or forces:
             fixed = config.draft_tokens is not None
             most = MAX_DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens
             pace = Pace(most, fixed, limits.max_drafts)
-            self.speculation = Speculation(config.drafter, pace, decoder.config.vocab_size)
+            forcing = None if tokenizer is None else ForcedDrafter(tokenizer)
+            self.speculation = Speculation(config.drafter, pace, decoder.config.vocab_size, forcing)
         if self.overlaps and self.runner.waits is not None:
             logger.warning("no step is launched before the tokens of the last are known: %s", self.runner.waits)
         self._inflight: InflightStep | None = None  # the next step, where it is on its way
@@ -228,7 +232,7 @@ class Engine:
             step_seconds=self.step_seconds, prompt_tokens=cache.asked, reused_tokens=cache.reused,
             generated_tokens=self.generated, preemptions=self.scheduler.preemptions,
             drafted_tokens=drafts.drafted if drafts else 0, accepted_tokens=drafts.accepted if drafts else 0,
-            draft_errors=drafts.errors if drafts else 0,
+            draft_errors=drafts.errors if drafts else 0, forced_tokens=drafts.forced if drafts else 0,
         )  # fmt: skip
 
     # ---- taking requests

@@ -38,7 +38,7 @@ from attar.protocol.grammar import Constraint, Grammar
 from attar.protocol.messages import Delta, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.request import Completion, FinishReason, SamplingParams, TokenLogprob
 from attar.protocol.scheduler_config import SchedulerConfig
-from attar.protocol.speculation import MAX_STEP_DRAFTS, check_draft
+from attar.protocol.speculation import FORCED_STEP_DRAFTS, MAX_STEP_DRAFTS, check_draft
 from attar.text.grammar_proof import Prover
 from attar.text.grammars import Vocabulary
 from attar.text.literal import LiteralChat
@@ -357,7 +357,7 @@ class LLM:
                 del old
             limits = SchedulerConfig(
                 max_running=TOGETHER, max_step_tokens=PREFILL_ROWS, max_waiting=sys.maxsize, headroom=0.0,
-                max_drafts=0 if self._drafter is None else MAX_STEP_DRAFTS,
+                max_drafts=FORCED_STEP_DRAFTS if self._drafter is None else MAX_STEP_DRAFTS,
             )  # fmt: skip
             tokenizer = self.tokenizer if self.model.has_tokenizer else None
             config = EngineConfig(

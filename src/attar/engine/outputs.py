@@ -120,6 +120,7 @@ class Request:
     stepped: float = 0.0  # seconds of those steps as measured
     drafted: int = 0  # drafts that were verified
     accepted: int = 0  # of these, the right ones
+    forced: int = 0  # of these, the ones that the constraint forced
 
     def pool(self, before: Tensor | None, hidden: Tensor) -> None:
         """Take the hidden states [N, D] of the next piece of the prompt, where `pooled` was `before`. A repeated call
@@ -166,5 +167,5 @@ class Request:
             reused_tokens=leader.reused, reuse_ended=leader.reuse_ended, differs_at=leader.differs_at,
             limited_by=dict(self.limited_by),
             roof_fraction=self.least / self.stepped if self.least and self.stepped else None,
-            drafted_tokens=self.drafted, accepted_tokens=self.accepted,
+            drafted_tokens=self.drafted, accepted_tokens=self.accepted, forced_tokens=self.forced,
         )  # fmt: skip

@@ -1,13 +1,16 @@
 """Speculative decoding in the engine: drafts before a plan, and what a step teaches about them.
 
-Before a plan each decoding sequence gets the drafts that pay (`sampling/pace.py`). After the step the drafter's guesses
-are compared with the tokens, verified or not. Nothing here can change a text, and no exception here ends a request: it
-costs the drafts of that step and is counted.
+Before a plan each decoding sequence gets the drafts that pay (`sampling/pace.py`). What its constraint forces comes
+first (`sampling/drafters/forced.py`), with a drafter or without: the drafter's guess counts where it begins with that.
+After the step the guesses are compared with the tokens, verified or not. Nothing here can change a text, and no
+exception here ends a request: it costs the drafts of that step and is counted.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import operator
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -21,12 +24,15 @@ from attar.engine.outputs import Choice
 from attar.faults import point
 from attar.protocol.speculation import DRAFTERS
 from attar.sampling.drafters.drafter import NO_DRAFT, Draft, Drafter, DraftRequest
+from attar.sampling.drafters.forced import ForcedDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
-from attar.sampling.pace import MEMORY, SAMPLES, Chances, Pace
+from attar.sampling.pace import GLOBAL_MEMORY, MEMORY, SAMPLES, Chances, Pace
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Outcome, StepPlan
 
 LONGEST_PAUSE = 64
+SPELLED = 0.9  # share of right ones among forced tokens, before any is known
+INSIDE, LAST = 1, 2  # evidence of forced tokens
 
 logger = logging.getLogger(__name__)
 
@@ -48,53 +54,79 @@ class _Account:
     """A sequence's drafts of the present step, and how its drafts did so far."""
 
     chances: Chances
+    forced: Chances  # of tokens that a constraint forces
     draft: Draft = NO_DRAFT
     skipped: int = 1  # steps since a draft was last made, where drafts are costly
     unread: bool = True  # whether the drafter had to read more than the last step's tokens
     pause: int = 1  # steps to skip before one is made although it does not seem to pay
 
+    def judged(self, draft: Draft, depth: int) -> tuple[Chances, int]:
+        """Return the shares that count for a draft, and its evidence there."""
+        if depth < draft.forced:
+            return self.forced, LAST if depth == draft.forced - 1 else INSIDE
+        return self.chances, draft.evidence + depth
+
+    def survivals(self, draft: Draft) -> list[float]:
+        """Return the survival of each draft."""
+        judged = (self.judged(draft, depth) for depth in range(len(draft.tokens)))
+        return list(itertools.accumulate((chances.of(evidence) for chances, evidence in judged), operator.mul))
+
 
 @dataclass(eq=False)
 class Speculation:
-    """Drafts of an engine's sequences, by one drafter, for a vocabulary of `vocab_size`."""
+    """Drafts of an engine's sequences for a vocabulary of `vocab_size`: those that constraints force, and those of one
+    drafter where there is one."""
 
-    drafter: Drafter
+    drafter: Drafter | None
     pace: Pace
     vocab_size: int
+    forcing: ForcedDrafter | None = None
     drafted: int = 0  # drafts that were verified
     accepted: int = 0  # of these, the right ones
+    forced: int = 0  # of these, the ones that a constraint forced
     errors: int = 0  # exceptions of the drafter, and drafts outside the vocabulary
     _accounts: dict[Sequence, _Account] = field(default_factory=dict)
+    _spelled: Chances = field(default_factory=lambda: Chances(GLOBAL_MEMORY, start=SPELLED))
     _drafting: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # seconds of the drafter for a draft
 
     def propose(self, choices: Iterable[Choice]) -> None:
         """Set the drafts of each decoding choice's sequence; none where they do not pay."""
-        asked = []
+        asked, decoding = list[DraftRequest](), 0
         for choice in choices:
             sequence, sampler = choice.sequence, choice.sampler
-            if sequence.status is Status.DECODE and sequence.pending == 1:
+            decoding += sequence.pending == 1
+            wanted = self.drafter is not None or sampler.mask is not None
+            if wanted and sequence.status is Status.DECODE and sequence.pending == 1:
                 own = sampler.params.draft_tokens
                 limit = self.pace.most if own is None else min(own, self.pace.most)
                 if (count := min(limit, sequence.longest - sequence.expected)) > 0:
                     asked.append(DraftRequest(sequence, sampler, count))
-        if self.drafter.costly:
-            asked = self._affordable(asked)
-        accounts = [self._account(request.sequence) for request in asked]
-        for account, draft in zip(accounts, self._drafts(asked), strict=True):
-            account.draft = draft
-        if self.drafter.costly:
-            for request, account in zip(asked, accounts, strict=True):
-                request.sequence.drafts = account.draft.tokens
-            return
-        survivals = [list(each.chances.survivals(each.draft.evidence, len(each.draft.tokens))) for each in accounts]
-        for request, account, count in zip(asked, accounts, self.pace.counts(survivals), strict=True):
-            request.sequence.drafts = account.draft.tokens[:count]
+        constrained = [request for request in asked if request.sampler.mask is not None]
+        forced = zip(constrained, self._drafts(self.forcing, constrained), strict=True)
+        known = {request.sequence: draft for request, draft in forced if draft.tokens}
+        costly = self.drafter is not None and self.drafter.costly
+        guessing = self._affordable([each for each in asked if each.sequence not in known]) if costly else asked
+        for request, draft in zip(guessing, self._drafts(self.drafter, guessing), strict=True):
+            certain = known.get(request.sequence, NO_DRAFT)
+            if draft.tokens[: certain.forced] == certain.tokens:
+                known[request.sequence] = draft._replace(forced=certain.forced)
+        for sequence, draft in known.items():
+            self._account(sequence).draft = draft
+        if costly:  # their number is decided
+            for request in guessing:
+                request.sequence.drafts = known.pop(request.sequence).tokens
+        survivals = [self._account(sequence).survivals(draft) for sequence, draft in known.items()]
+        survivals += [[]] * (decoding - len(survivals))  # the other rows of the step
+        for (sequence, draft), count in zip(known.items(), self.pace.counts(survivals), strict=False):
+            sequence.drafts = draft.tokens[:count]
 
     def learn(
         self, plan: StepPlan, choices: Mapping[Sequence, Choice], outcomes: Mapping[str, Outcome], seconds: float
     ) -> None:
         """Compare the drafts of a step with its tokens, before they are committed. `choices` are those of its
         chunks."""
+        if self.drafter is None and not self._accounts:
+            return
         for chunk in plan.chunks:
             if (account := self._accounts.get(chunk.sequence)) is None or not chunk.samples:
                 continue
@@ -104,8 +136,10 @@ class Speculation:
             for counted in (self, choices[chunk.sequence].request):
                 counted.drafted += len(chunk.drafts)
                 counted.accepted += right
+                counted.forced += min(right, draft.forced)
             for depth, (guess, token) in enumerate(zip(draft.tokens, tokens, strict=False)):
-                account.chances.record(draft.evidence + depth, guess == token)
+                chances, evidence = account.judged(draft, depth)
+                chances.record(evidence, guess == token)
                 if guess != token:
                     break
         if all(chunk.rows == 1 + len(chunk.drafts) and chunk.samples for chunk in plan.chunks):
@@ -131,34 +165,37 @@ class Speculation:
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept of a sequence that has ended."""
-        if self._accounts.pop(sequence, None) is not None:
+        if self._accounts.pop(sequence, None) is not None and self.drafter is not None:
             try:
                 self.drafter.forget(sequence)
             except Exception:
-                self._failed("forgetting sequence %s", sequence.id)
+                self._failed(self.drafter, "forgetting sequence %s", sequence.id)
 
     def _account(self, sequence: Sequence) -> _Account:
         if (account := self._accounts.get(sequence)) is None:
-            account = self._accounts[sequence] = _Account(Chances(MEMORY, self.pace.chances))
+            own, forced = Chances(MEMORY, self.pace.chances), Chances(MEMORY, self._spelled)
+            account = self._accounts[sequence] = _Account(own, forced)
         return account
 
-    def _drafts(self, asked: list[DraftRequest]) -> list[Draft]:
-        """Ask the drafter; one request at a time where all together raise."""
+    def _drafts(self, drafter: Drafter | None, asked: list[DraftRequest]) -> list[Draft]:
+        """Ask a drafter; one request at a time where all together raise. Without one there are none."""
+        if drafter is None:
+            return [NO_DRAFT] * len(asked)
         if not asked:
             return []
         try:
             for request in asked:
                 point("draft.propose", request.sequence.id)
             since = time.perf_counter()
-            drafts = self.drafter.draft(asked)
+            drafts = drafter.draft(asked)
             made = sum(len(draft.tokens) for draft in drafts)
-            if made and not any(self._account(request.sequence).unread for request in asked):
+            if drafter.costly and made and not any(self._account(request.sequence).unread for request in asked):
                 self._drafting.append((time.perf_counter() - since) / made)
             return [self._checked(draft, request) for draft, request in zip(drafts, asked, strict=True)]
         except Exception:
             if len(asked) > 1:
-                return [draft for request in asked for draft in self._drafts([request])]
-            self._failed("drafting for sequence %s", asked[0].sequence.id)
+                return [draft for request in asked for draft in self._drafts(drafter, [request])]
+            self._failed(drafter, "drafting for sequence %s", asked[0].sequence.id)
             return [NO_DRAFT]
 
     def _checked(self, draft: Draft, request: DraftRequest) -> Draft:
@@ -169,7 +206,7 @@ class Speculation:
                 return draft._replace(tokens=draft.tokens[: min(place, request.limit)])
         return draft._replace(tokens=draft.tokens[: request.limit]) if len(draft.tokens) > request.limit else draft
 
-    def _failed(self, doing: str, id: str) -> None:
+    def _failed(self, drafter: Drafter, doing: str, id: str) -> None:
         self.errors += 1
         if self.errors & (self.errors - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a broken drafter fills no log
-            logger.exception(f"the drafter {self.drafter.name}, {doing}, raised; {self.errors} errors so far", id)
+            logger.exception(f"the drafter {drafter.name}, {doing}, raised; {self.errors} errors so far", id)

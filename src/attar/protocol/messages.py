@@ -83,6 +83,7 @@ class Report(msgspec.Struct, frozen=True):
     roof_fraction: float | None = None  # roofline time of these steps over their measured time
     drafted_tokens: int = 0  # drafts of speculative decoding that were verified
     accepted_tokens: int = 0  # of these, the right ones, each of which saved a step
+    forced_tokens: int = 0  # of these, the ones that the constraint forced
 
 
 REUSE_ENDS = ("complete", "differs", "evicted", "rounded", "no_room", "bypassed")
@@ -192,6 +193,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     steps_ahead: int = 0  # counter: steps launched before the previous step's tokens were known
     drafted_tokens: int = 0  # counter: drafts of speculative decoding that were verified
     accepted_tokens: int = 0  # counter: of these, the right ones
+    forced_tokens: int = 0  # counter: of these, the ones that a constraint forced
     draft_errors: int = 0  # counter: exceptions of the drafter, and drafts that are no tokens
 
 

@@ -71,7 +71,7 @@ class SchedulerConfig:
             value = getattr(self, field.name)
             if field.name == "max_delay" and self.policy != "dynamic":  # only `dynamic` uses it
                 continue
-            if field.name == "max_drafts" and not value:
+            if field.name == "max_drafts":  # no option: it follows from the drafter
                 continue
             default = "" if value == field.default else f" (default {field.default})"
             said.append(f"{field.name.replace('_', '-')} {value}{default}")

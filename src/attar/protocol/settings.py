@@ -15,7 +15,7 @@ import msgspec
 
 from attar.errors import UserError
 from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
-from attar.protocol.speculation import DRAFTERS, MAX_STEP_DRAFTS, check_draft
+from attar.protocol.speculation import DRAFTERS, FORCED_STEP_DRAFTS, MAX_STEP_DRAFTS, check_draft
 
 HOPELESS, CHANGED = 2, 3
 """Exit statuses of an engine that cannot serve its model, and of one whose files differ from the server's."""
@@ -79,7 +79,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise UserError("name_unknown", f"unknown preset {self.preset!r}: known are {', '.join(PRESETS)}")
         names = ("policy", "max_running", "max_step_tokens", "max_waiting", "max_delay", "max_preemptions")
         changed = {name: value for name in names if (value := getattr(self, name)) is not None}
-        drafts = 0 if self.draft is None else MAX_STEP_DRAFTS
+        drafts = MAX_STEP_DRAFTS if self.draft else FORCED_STEP_DRAFTS if self.device == "cpu" else 0
         return replace(PRESETS[self.preset] if self.preset else SchedulerConfig(), **changed, max_drafts=drafts)
 
     def line(self) -> bytes:

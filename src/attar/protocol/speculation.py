@@ -7,6 +7,7 @@ from attar.errors import UserError
 DRAFTERS = ("suffix",)  # any other name is a draft model's
 MAX_DRAFT_TOKENS = 16  # drafts of one sequence in a step
 MAX_STEP_DRAFTS = 16  # drafts of all sequences in a step: memory is planned for their logits
+FORCED_STEP_DRAFTS = 7  # the same on a CPU without a drafter: tokens that constraints force
 
 
 def check_draft(name: str | None, tokens: int | None) -> None:

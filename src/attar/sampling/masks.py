@@ -38,7 +38,8 @@ class GrammarMask:
         of its limits.
         """
         point("grammar.mask", self.name)
-        bits = mask(self._matcher, drafts)
+        bits = mask(self._behind(tuple(drafts)) if drafts else self._matcher)
+        self._walk: tuple[tuple[int, ...], LLMatcher] | None = None  # the last drafts, and a copy that took them
         if bits is None:
             return torch.zeros(self._words, dtype=torch.int32)
         return torch.frombuffer(bytearray(bits), dtype=torch.int32)[: self._words]
@@ -52,9 +53,23 @@ class GrammarMask:
     def finished(self) -> bool:
         """True where the text is complete and nothing can follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
+    def _behind(self, drafts: tuple[int, ...]) -> LLMatcher:
+        """Return a copy of the matcher behind drafts. Rows of a step ask one after another, each for one draft more."""
+        known, found = self._walk or ((), self._matcher.deep_copy())
+        if drafts[: len(known)] != known:
+            known, found = (), self._matcher.deep_copy()
+        found.consume_tokens(list(drafts[len(known) :]))
+        self._walk = drafts, found
+        return found
+
+    def forced(self) -> bytes:
+        """Return the bytes that begin every text that may follow; a token that no text shows is `\\xff[ID]`."""
+        return self._matcher.deep_copy().compute_ff_bytes()
+
 
     @property
     def failed(self) -> bool:
+        self._walk = None
         """True where the matcher has passed one of its limits: it allows nothing any more."""
         return self._matcher.is_error()
 

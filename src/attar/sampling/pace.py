@@ -72,8 +72,8 @@ class Costs:
 class Chances:
     """Shares of right drafts by evidence, the younger ones counting more."""
 
-    def __init__(self, memory: float, prior: Chances | None = None) -> None:
-        self._memory, self._prior = memory, prior
+    def __init__(self, memory: float, prior: Chances | None = None, start: float = START) -> None:
+        self._memory, self._prior, self._start = memory, prior, start
         self._right: dict[int, float] = {}
         self._all: dict[int, float] = {}
 
@@ -89,7 +89,7 @@ class Chances:
     def of(self, evidence: int) -> float:
         """Return the chance that a draft of this evidence is right if all before it are."""
         kind = _kind(evidence)
-        share, weight = (START, 1.0) if self._prior is None else (self._prior.of(evidence), PRIOR)
+        share, weight = (self._start, 1.0) if self._prior is None else (self._prior.of(evidence), PRIOR)
         return (self._right.get(kind, 0.0) + share * weight) / (self._all.get(kind, 0.0) + weight)
 
     def survivals(self, evidence: int, count: int) -> Iterator[float]:

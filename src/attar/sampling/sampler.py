@@ -88,6 +88,9 @@ class Mask(Protocol):
     def allowed(self, drafts: Sequence[int] = ()) -> Tensor:
         """Return the tokens allowed behind `drafts`: bits of int32 [ceil(V/32)], the lowest first, on the host."""
 
+    def forced(self) -> bytes:
+        """Return the bytes that begin every text that may follow; nothing where several may."""
+
     def consume(self, token_id: int) -> None:
         """Take the token as the next one."""
 

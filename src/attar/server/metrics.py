@@ -99,6 +99,7 @@ class _Engine(Collector):
             ("attar_step_seconds", "Time in steps of the engine", stats.step_seconds),
             ("attar_draft_tokens", "Drafts of speculative decoding that were verified", stats.drafted_tokens),
             ("attar_draft_tokens_accepted", "Of those, the right ones", stats.accepted_tokens),
+            ("attar_forced_tokens_accepted", "Of those, the ones that a constraint forced", stats.forced_tokens),
             ("attar_draft_errors", "Failures of the drafter, and drafts that are no tokens", stats.draft_errors),
             ("attar_steps_ahead", "Steps launched before the last one's tokens were known", stats.steps_ahead),
         ):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
@@ -261,11 +261,8 @@ def _shown(message: str) -> str:
     return "".join(each if each.isprintable() else "?" for each in line[:MAX_SHOWN])
 
 
-def mask(found: LLMatcher, drafts: Sequence[int] = ()) -> bytes | None:
-    """Return the tokens that may come next, behind `drafts`: a bit each, the lowest first; None where the matcher has
-    passed a limit, or a draft is not one of them."""
-    if drafts:
-        found = found.deep_copy()
-        found.consume_tokens(list(drafts))
+def mask(found: LLMatcher) -> bytes | None:
+    """Return the tokens that may come next: a bit each, the lowest first; None where the matcher has passed a limit, or
+    was given a token that is not one of them."""
     bits = found.compute_bitmask()
     return None if found.is_error() else bits

@@ -21,11 +21,13 @@ class Draft(NamedTuple):
     """Drafts of one sequence, none to `limit`, and how sure the drafter is of them.
 
     `evidence` is a small number for the first draft, larger where drafts are more often right: the length of a match,
-    for example. That of each further draft is one more. What it is worth is measured (`sampling/pace.py`).
+    for example. That of each further draft is one more. What it is worth is measured (`sampling/pace.py`). The first
+    `forced` drafts are what a constraint forces, whose share of right ones is another.
     """
 
     tokens: tuple[int, ...] = ()
     evidence: int = 0
+    forced: int = 0
 
 
 NO_DRAFT = Draft()
