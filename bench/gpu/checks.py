@@ -82,6 +82,7 @@ def every() -> Iterator[tuple[str, Check]]:
     for window, cap in ((None, None), (100, 20.0)):
         yield f"pages of int4, window {window}, soft cap {cap}", partial(_four_bits, window, cap)
     yield "argmax", _argmax
+    yield "mask", _mask
 
 
 def _randn(*shape: int, seed: int = 0) -> Tensor:
@@ -242,6 +243,16 @@ def _difference(q: Tensor, ours: PagedKV, theirs: PagedKV, place: AttentionMetad
     found, _ = ops.paged_attention(q, ours, place, form)
     expected, _ = ref_attention.paged_attention(q.float(), theirs, place, form)
     return _error(found, expected)
+
+
+def _mask() -> tuple[float, float]:
+    x, places = _randn(9, 128256 if DEVICE == "cuda" else 9000).double(), torch.tensor([2, 7]).to(DEVICE)
+    words = torch.Generator().manual_seed(1)
+    bits = torch.randint(-(2**31), 2**31, (2, -(-x.shape[1] // 32)), generator=words).to(torch.int32).to(DEVICE)
+    expected = x.clone()
+    ref.mask(expected, places, bits)
+    ops.mask(x, places, bits)
+    return float((x != expected).sum()), 0.0
 
 
 def _argmax() -> tuple[float, float]:

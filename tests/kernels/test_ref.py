@@ -209,3 +209,19 @@ def test_the_door_knows_its_operations() -> None:
     assert dispatch.candidates("norm")[-1] == ("ref", None)
     with pytest.raises(ValueError, match="unknown op 'atention'"):
         dispatch.candidates("atention")
+
+
+@pytest.mark.parametrize("columns", [1, 32, 70])
+def test_masked_rows_keep_the_numbers_whose_bits_are_set(columns: int) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    rows = torch.randn(4, columns, generator=generator, dtype=torch.float64)
+    allowed = torch.rand(2, columns, generator=generator) < 0.5
+    words = [[sum(1 << i for i, bit in enumerate(row[at : at + 32]) if bit) for at in range(0, columns, 32)]
+             for row in allowed.tolist()]  # fmt: skip
+    bits = torch.tensor(words).to(torch.int32)
+    expected = rows.clone()
+    expected[[2, 0]] = expected[[2, 0]].masked_fill(~allowed, -torch.inf)
+    for masked in (ops.mask, ref.mask):
+        found = rows.clone()
+        masked(found, torch.tensor([2, 0]), bits)
+        assert torch.equal(found, expected)

@@ -36,7 +36,7 @@ Table: TypeAlias = NativeTable | TritonTable  # an embedding whose rows a backen
 
 OPS = (
     "embed", "norm", "linear", "rope", "attention", "write_kv", "paged_attention", "activate", "quantize_rows_int8",
-    "argmax", "gumbel_max",
+    "argmax", "gumbel_max", "mask",
 )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,6 +72,22 @@ def gumbel_max(scaled: Tensor, draws: Tensor) -> Tensor:
     if dispatch.is_native("gumbel_max", scaled):
         return rows.gumbel_max(scaled, draws)
     return ref.gumbel_max(scaled, draws)
+
+
+def mask(rows: Tensor, places: Tensor, bits: Tensor) -> None:
+    """Set to -inf, in place, the numbers of some rows [B, V], float64, whose bits are not set.
+
+    places: int64 [n], the rows. bits: int32 [n, ceil(V/32)], a bit for each number, the lowest first. Both are on the
+    rows' device.
+    """
+    if dispatch.candidates("mask", rows.device.type, rows.dtype)[0] == ("triton", None):
+        dispatch.triton("rows").mask(rows, places, bits)
+    elif rows.device.type == "cpu":  # numpy takes a fifth of torch's time
+        flags = np.unpackbits((~bits).numpy().view(np.uint8), axis=1, count=rows.shape[1], bitorder="little")
+        for row, banned in zip(places.tolist(), flags.view(np.bool_), strict=True):
+            rows[row].numpy()[banned] = -np.inf
+    else:
+        ref.mask(rows, places, bits)
 
 
 def embed(

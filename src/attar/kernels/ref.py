@@ -183,6 +183,12 @@ def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scale).clamp(-128, 127).round().to(torch.int8), scale
 
 
+def mask(rows: Tensor, places: Tensor, bits: Tensor) -> None:
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    allowed = (bits[:, :, None] >> shifts & 1).flatten(1)[:, : rows.shape[1]].bool()
+    rows[places] = rows[places].masked_fill(~allowed, -torch.inf)
+
+
 def gumbel_max(scaled: Tensor, draws: Tensor) -> Tensor:
     size = scaled.shape[1]
     chosen = []

@@ -275,18 +275,8 @@ def penalized(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
         rows[owners, ids] = _penalty(logits[owners, ids].double() + bias, repetition) - presence - frequency
     masks = {i: sampler.mask.allowed(sampler.ahead) for i, sampler in enumerate(samplers) if sampler.mask is not None}
     if masks:
-        masked, bits = sent(rows.device, torch.tensor(list(masks)), torch.stack(list(masks.values())))
-        rows[masked] = rows[masked].masked_fill(~_unpacked(bits, rows.shape[1]), -torch.inf)
+        ops.mask(rows, *sent(rows.device, torch.tensor(list(masks)), torch.stack(list(masks.values()))))
     return rows
-
-
-def _unpacked(bits: Tensor, size: int) -> Tensor:
-    """Return packed bits, int32 [n, ceil(size/32)], as bool [n, size]."""
-    if bits.device.type == "cpu":  # a tenth of torch's time
-        flags = np.unpackbits(bits.numpy().view(np.uint8), axis=1, count=size, bitorder="little")
-        return torch.from_numpy(flags).view(torch.bool)
-    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
-    return (bits[:, :, None] >> shifts & 1).flatten(1)[:, :size].bool()
 
 
 def _repeat(rows: Tensor, samplers: Sequence[Sampler]) -> None:

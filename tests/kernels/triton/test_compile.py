@@ -144,6 +144,7 @@ def element_wise() -> None:
     for dtype in (torch.int8, torch.float8_e4m3fn):
         rows.round_rows(x, dtype, torch.ones(1))
     rows.argmax(torch.zeros(2, 20000))
+    rows.mask(torch.zeros(2, 20000).double(), torch.tensor([1]), torch.zeros(1, 625, dtype=torch.int32))
     for name in ("w4g128-asym", "qserve-g128"):
         parsed = Scheme.parse(name)
         one = Linear("l", codec(parsed.weight.kind).quantize(torch.ones(64, 2048), parsed))

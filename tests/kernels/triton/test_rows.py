@@ -98,6 +98,21 @@ def test_float8_keeps_what_lies_on_its_grid() -> None:
     assert torch.equal(codes.float() * scales[:, None], x)
 
 
+@pytest.mark.parametrize("columns", [1, 32, 700, rows.STEP + 5])
+def test_masked_rows_are_the_references(columns: int) -> None:
+    """Rows between masked ones, and what lies behind a row, stay as they are."""
+    generator = torch.Generator().manual_seed(columns)
+    wide = torch.randn(5, columns + 3, generator=generator, dtype=torch.float64)
+    places = torch.tensor([3, 0, 4])
+    bits = torch.randint(-(2**31), 2**31, (3, -(-columns // 32)), generator=generator).to(torch.int32)
+    bits[1] = 0
+    expected = wide.clone()
+    ref.mask(expected[:, :columns], places, bits)
+    rows.mask(wide[:, :columns], places, bits)
+    assert torch.equal(wide, expected)
+    assert wide[[1, 2]].isfinite().all()
+
+
 @pytest.mark.parametrize("columns", [1, 700, rows.SHARE, rows.SHARE + 1, 2 * rows.SHARE + 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_argmax_is_numpys(columns: int, dtype: torch.dtype) -> None:

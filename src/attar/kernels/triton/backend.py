@@ -18,7 +18,7 @@ from attar.errors import UserError
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OLDEST = (8, 0)  # Ampere: bfloat16 in the tensor cores
 
-OPS = frozenset({"embed", "norm", "linear", "activate", "write_kv", "paged_attention", "argmax", "gumbel_max"})
+OPS = frozenset({"embed", "norm", "linear", "activate", "write_kv", "paged_attention", "argmax", "gumbel_max", "mask"})
 """Operations that exist in Triton."""
 
 
@@ -44,7 +44,7 @@ def supports(op: str, device: str, dtype: torch.dtype) -> str | None:
         return "has no Triton kernel"
     if not takes(device):
         return f"is for {'cpu' if interpreted() else 'cuda'} tensors, not {device}"
-    takes_rows = (torch.float64,) if op == "gumbel_max" else DTYPES
+    takes_rows = (torch.float64,) if op in ("gumbel_max", "mask") else DTYPES
     if dtype not in takes_rows:
         names = " or ".join(str(each).removeprefix("torch.") for each in takes_rows)
         return f"takes {names} rows, not {str(dtype).removeprefix('torch.')}"

@@ -222,6 +222,31 @@ def argmax(rows: Tensor) -> Tensor:
     return out
 
 
+@kernel
+def _mask(
+    rows: tl.tensor, places: tl.tensor, bits: tl.tensor, columns: tl.tensor, stride: tl.tensor, words: tl.tensor,
+    STEP: tl.constexpr,
+) -> None:  # fmt: skip
+    each = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    within = at < columns
+    word = tl.load(bits + each * words + at // 32, mask=within, other=-1)
+    banned = ((word >> (at % 32)) & 1) == 0
+    row = tl.load(places + each)
+    tl.store(rows + row * stride + at, tl.full([STEP], float("-inf"), tl.float64), mask=within & banned)
+
+
+def mask(rows: Tensor, places: Tensor, bits: Tensor) -> None:
+    """Run `ops.mask` on float64 rows [B, V] whose numbers lie side by side. Allowed numbers are neither read nor
+    written."""
+    assert rows.stride(1) == 1
+    assert bits.is_contiguous()
+    if len(places):
+        _mask[(len(places), -(-rows.shape[1] // STEP))](
+            rows, places, bits, rows.shape[1], rows.stride(0), bits.shape[1], STEP=STEP, num_warps=4
+        )
+
+
 def _check_columns(columns: int) -> None:
     if columns > LONGEST:
         raise UserError(
