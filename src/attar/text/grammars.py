@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from attar.errors import UserError
 from attar.protocol.grammar import Grammar
+from attar.text.schemas.equivalent import equivalent
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -225,7 +226,7 @@ def _json(schema: dict[str, Any], whitespace: str | None) -> str:
         options = {"whitespace_flexible": bool(whitespace), "item_separator": ",", "key_separator": ":"}
         options |= {"whitespace_pattern": whitespace} if whitespace else {}
     own = {"x-guidance": {**options, "lenient": False, "coerce_one_of": False}}
-    return f"{_HEAD}start: %json {json.dumps({**schema, **own})}"
+    return f"{_HEAD}start: %json {json.dumps({**equivalent(schema), **own})}"
 
 
 def _library() -> ModuleType:
