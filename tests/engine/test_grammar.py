@@ -195,6 +195,18 @@ def test_compiled_grammars_are_kept_within_bounds_and_by_salt(
     assert compiled == [WORD, WORD, JSON, WORD]
 
 
+def test_compiled_grammars_are_kept_within_bytes(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make().masks
+    small, large = Grammar("regex", "a{3}"), Grammar.choice([f"text {number}" for number in range(900)])
+    monkeypatch.setattr(masks, "KEPT_BYTES", masks.compiled_bytes(large) + 1)
+    for grammar in (small, WORD, large):
+        made.mask(grammar)
+    assert [size for _, size in made._known.values()] == [masks.compiled_bytes(large)]
+    monkeypatch.setattr(masks, "KEPT_BYTES", 1)
+    assert made.mask(large).allowed().any()  # usable, and not kept
+    assert not made._known
+
+
 def test_the_masks_columns_are_those_of_the_logits(make: Callable[..., Engine], random: Decoder) -> None:
     made = make()
     bits = made.masks.mask(WORD).allowed()

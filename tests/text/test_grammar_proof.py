@@ -73,6 +73,17 @@ def test_a_verdict_is_remembered_for_its_salt_alone(prover: Prover, monkeypatch:
     assert asked == [good]
 
 
+def test_what_is_remembered_of_a_refusal_is_short(prover: Prover) -> None:
+    """A property's name may have a megabyte, and there are 10,000 verdicts."""
+    name = "\n" + "x" * 500_000
+    with user_error("grammar_invalid", "/properties/?xxx") as caught:
+        prover.prove(Grammar.json_schema({"properties": {name: {"uniqueItems": True}}}))
+    assert len(str(caught.value)) < 1000
+    (verdict,) = list(prover._verdicts.values())[-1:]
+    assert verdict is not None
+    assert len(str(verdict)) < 2000
+
+
 def test_verdicts_are_bounded(prover: Prover, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_proof, "REMEMBERED", 2)
     monkeypatch.setattr(prover, "_verdict", lambda grammar: None)

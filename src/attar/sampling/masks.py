@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 KEPT = 16  # grammars
-KEPT_BYTES = 4 << 20  # of their texts
+KEPT_BYTES = 128 << 20  # of compiled grammars, by `compiled_bytes`: room for one of the largest text
+
+
+def compiled_bytes(grammar: Grammar) -> int:
+    """Return an upper estimate of the memory of a compiled grammar; llguidance does not tell.
+
+    Measured on MaskBench, enumerations and choices: 10 to 80 bytes for each of the text, and up to 100 KB besides. What
+    its lexer learns along answers comes on top, and has a limit of its own (`grammars.LIMITS`).
+    """
+    return (128 << 10) + 100 * len(grammar.text.encode())
 
 
 class GrammarMask:
@@ -30,6 +39,7 @@ class GrammarMask:
     def __init__(self, matcher: LLMatcher, size: int, name: str = "") -> None:
         self.name = name
         self._matcher, self._words = matcher, -(-size // 32)
+        self._walk: tuple[tuple[int, ...], LLMatcher] | None = None  # the last drafts, and a copy that took them
 
     def allowed(self, drafts: Sequence[int] = ()) -> Tensor:
         """Return the tokens that may come next, behind `drafts` where there are some.
@@ -39,20 +49,10 @@ class GrammarMask:
         """
         point("grammar.mask", self.name)
         bits = mask(self._behind(tuple(drafts)) if drafts else self._matcher)
-        self._walk: tuple[tuple[int, ...], LLMatcher] | None = None  # the last drafts, and a copy that took them
         if bits is None:
             return torch.zeros(self._words, dtype=torch.int32)
         return torch.frombuffer(bytearray(bits), dtype=torch.int32)[: self._words]
 
-    def consume(self, token_id: int) -> None:
-        """Take the next token."""
-        point("grammar.consume", self.name)
-        self._matcher.consume_token(token_id)
-
-    @property
-    def finished(self) -> bool:
-        """True where the text is complete and nothing can follow."""
-        return self._matcher.is_stopped() and not self._matcher.is_error()
     def _behind(self, drafts: tuple[int, ...]) -> LLMatcher:
         """Return a copy of the matcher behind drafts. Rows of a step ask one after another, each for one draft more."""
         known, found = self._walk or ((), self._matcher.deep_copy())
@@ -66,10 +66,19 @@ class GrammarMask:
         """Return the bytes that begin every text that may follow; a token that no text shows is `\\xff[ID]`."""
         return self._matcher.deep_copy().compute_ff_bytes()
 
+    def consume(self, token_id: int) -> None:
+        """Take the next token."""
+        point("grammar.consume", self.name)
+        self._walk = None
+        self._matcher.consume_token(token_id)
+
+    @property
+    def finished(self) -> bool:
+        """True where the text is complete and nothing can follow."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def failed(self) -> bool:
-        self._walk = None
         """True where the matcher has passed one of its limits: it allows nothing any more."""
         return self._matcher.is_error()
 
@@ -77,7 +86,7 @@ class GrammarMask:
 class GrammarMasks:
     """Makes masks for logits of `size` columns. `vocabulary` is called once, for the first.
 
-    Compiled grammars are kept for later requests of the same salt, up to `KEPT` of them.
+    Compiled grammars are kept for later requests of the same salt, up to `KEPT` of them and `KEPT_BYTES`.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], size: int) -> None:
@@ -93,7 +102,7 @@ class GrammarMasks:
             self._vocabulary = self._make()
         key = grammar.digest(salt)
         if (known := self._known.get(key)) is None:
-            known = self._known[key] = matcher(self._vocabulary, grammar), len(grammar.text)
+            known = self._known[key] = matcher(self._vocabulary, grammar), compiled_bytes(grammar)
         self._known.move_to_end(key)  # the last to be forgotten
         found, _ = known
         while len(self._known) > KEPT or sum(size for _, size in self._known.values()) > KEPT_BYTES:

@@ -47,11 +47,11 @@ _MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "prope
 
 class GrammarError(UserError):
     """A refused constraint: one sentence, fit for showing. `pointer` is the place in a JSON schema, as a
-    JSON pointer; None where there is none, or the text is no schema."""
+    JSON pointer of at most `MAX_SHOWN` characters; None where there is none, or the text is no schema."""
 
     def __init__(self, message: str, pointer: str | None = None) -> None:
         super().__init__("grammar_invalid", message)
-        self.pointer = pointer
+        self.pointer = None if pointer is None else _printable(pointer)
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def refusal(grammar: Grammar, message: str) -> GrammarError:
         return GrammarError(f"the {grammar.kind} cannot be enforced: {words}")
     schema = schema_of(grammar)
     pointer = next((found for found, each in subschemas(schema) if _names(message, each)), "")
-    return GrammarError(f"the schema cannot be enforced at #{pointer}: {words}", pointer)
+    return GrammarError(f"the schema cannot be enforced at #{_printable(pointer)}: {words}", pointer)
 
 
 def _names(message: str, schema: dict[str, Any]) -> bool:
@@ -254,12 +254,16 @@ def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in text[:MAX_SHOWN])
+
+
 def _shown(message: str) -> str:
     """Return the first line of a message, printable and short."""
     line = next((line.strip() for line in message.splitlines() if line.strip()), "")
     rest = [line.strip() for line in message.splitlines() if line.startswith("error: ")]
     line = rest[0].removeprefix("error: ") if rest else line
-    return "".join(each if each.isprintable() else "?" for each in line[:MAX_SHOWN])
+    return _printable(line)
 
 
 def mask(found: LLMatcher) -> bytes | None:
