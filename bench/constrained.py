@@ -140,6 +140,7 @@ def main() -> None:
             jsonschema.validate(json.loads(one.text), SCHEMA)
         slower.append(alone / each)
         faster.append(alone / quick)
+        print(f"{len(one.token_ids)} tokens, over free {alone / each:.3f}, with forced {alone / quick:.3f}", flush=True)
     print(f"{args.model}: {args.texts} texts, {tokens} tokens, ends {dict(reasons)}, each `stop` is valid")
     ratios = statistics.median(slower), statistics.median(faster)
     print(f"tokens/s over free: constrained {ratios[0]:.3f}, with forced {ratios[1]:.3f}")
