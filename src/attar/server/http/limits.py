@@ -7,9 +7,9 @@ STALL_SECONDS, while any wait here. A stream waits with the connection, so that 
 closed by a reset: after an orderly end the kernel would keep unsent bytes, and the connection, for as long as the other
 side is there.
 
-A body has a Content-Length, or comes in chunks, as stacks that stream what they send have it. Chunks are counted,
-since each costs the parser its time, however small it is. A request that has both is ambiguous, and refused. The limits
-sit in the parser, where a request's head is first known in full, before any task is made for it.
+A body has a Content-Length, or comes in chunks, as stacks that stream what they send have it (`chunked.py`). A request
+that has both is ambiguous, and refused. The limits sit in the parser, where a request's head is first known in full,
+before any task is made for it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from collections.abc import Callable
 from typing import Any
 
 import h11
+from h11._readers import ChunkedReader
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from attar.server.errors import APIError
+from attar.server.http.chunked import MAX_RUNS, ChunkedBody
 from attar.server.http.sockets import MANY, Waiting
 
 MAX_HEAD = 16 << 10  # bytes of a request's line and headers
@@ -36,7 +38,6 @@ MAX_HEADERS = 64
 MAX_TARGET = 2 << 10
 MAX_BODY = 4 << 20
 MAX_RECEIVED = MAX_HEAD + 2 * MAX_BODY  # a too large body is read and dropped up to here, so that 413 arrives
-MAX_CHUNKS = 4096  # of 1 KiB for the largest body; 15 microseconds of the event loop each
 MAX_BEHIND = 64 << 10  # bytes behind a request that is being answered
 RECEIPT_SECONDS = 10.0
 STALL_SECONDS = 30.0
@@ -49,7 +50,7 @@ WARNINGS = 10  # logged a minute about bad requests: each is answered, with the 
 _HINTS = {
     400: ("invalid_http", "this is not a valid HTTP/1.1 request"),
     408: ("receipt_timeout", f"the request did not arrive within {RECEIPT_SECONDS:g} s"),
-    413: ("body_too_large", f"the body has more than {MAX_CHUNKS} chunks: send larger ones, or a Content-Length"),
+    413: ("body_too_large", f"chunks of over {MAX_RUNS} sizes in turn: send larger ones, or a Content-Length"),
     414: ("target_too_long", f"the request's target is longer than {MAX_TARGET} bytes"),
     431: ("headers_too_large", f"more than {MAX_HEADERS} headers, or {MAX_HEAD} bytes of them"),
 }
@@ -202,20 +203,15 @@ class LimitedProtocol(H11Protocol):
 
 
 class _Connection(h11.Connection):
-    """An h11 connection that refuses requests whose head exceeds the limits, and bodies of too many chunks."""
-
-    _chunks = 0  # of the present body
+    """An h11 connection that refuses requests whose head exceeds the limits, and reads bodies in chunks its own way."""
 
     def next_event(self) -> Any:
         event = super().next_event()
-        if isinstance(event, h11.Request):
-            self._chunks = 0
-            return _checked(event)
-        if isinstance(event, h11.Data):
-            self._chunks += event.chunk_start
-            if self._chunks > MAX_CHUNKS:
-                raise h11.RemoteProtocolError("chunks", error_status_hint=413)
-        return event
+        if not isinstance(event, h11.Request):
+            return event
+        if isinstance(self._reader, ChunkedReader):
+            self._reader = ChunkedBody()
+        return _checked(event)
 
 
 def _checked(request: h11.Request) -> h11.Request:
