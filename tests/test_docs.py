@@ -36,6 +36,7 @@ PAGES = {
         "docs/quality.md",
         "docs/performance.md",
         "docs/serving.md",
+        "docs/clients.md",
         "docs/structured_output.md",
         "docs/speculative_decoding.md",
         "docs/adapters.md",

@@ -199,7 +199,8 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
         (CHAT, "echo", True, "unsupported_field"),
         (CHAT, "chat_template", "{{ 1 }}", "unsupported_field"),
         (CHAT, "chat_template_kwargs", {"tokenize": True}, "unsupported_field"),
-        (CHAT, "add_generation_prompt", False, "unsupported_field"),
+        (CHAT, "add_generation_prompt", 0, "invalid_type"),
+        (CHAT, "continue_final_message", "yes", "invalid_type"),
         (CHAT, "documents", [{"text": "x"}], "unsupported_field"),
         (CHAT, "top_logprobs", 2, "invalid_value"),  # without logprobs
         (CHAT, "logprobs", 1, "invalid_type"),

@@ -2,8 +2,8 @@
 
 All of its phases, good data and bad, NUL characters, every check that it has, no operation and no kind of text left
 out. It lives in the environment of the clients, and runs as a program. The fake engine's context is longer than any
-body, since a prompt's length in tokens is what no schema can bound, nor how many log probabilities come of it, nor who
-speaks last in a list of messages, nor what of a constraint can be kept, nor the integers in fields that are ignored,
+body, since a prompt's length in tokens is what no schema can bound, nor how many log probabilities come of it, nor what
+of a constraint can be kept, nor the integers in fields that are ignored,
 and its answers are short. Its queue is short, too: a request of many prompts has to fit in all the same. How many good
 bodies its coverage phase sends is held, too: that phase goes through every field's values, but with a schema that it
 cannot go through it sends one body and says nothing.
@@ -23,7 +23,7 @@ import pytest
 
 from attar import strict_json
 from attar.protocol.grammar import Grammar
-from attar.server.api import anthropic, constraints, sampling_params, schemas
+from attar.server.api import constraints, sampling_params, schemas
 from attar.server.http.limits import MAX_BODY
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
@@ -54,7 +54,6 @@ def test_the_server_does_what_its_document_says(
     if not SCHEMATHESIS.exists():
         pytest.skip(f"no schemathesis in {SCHEMATHESIS.parents[1].name}")
     monkeypatch.setattr(sampling_params, "MAX_LOGPROBS", 2**60)
-    monkeypatch.setattr(anthropic, "_check_last", lambda messages: None)
     monkeypatch.setattr(constraints, "_check_one", lambda found: None)
     monkeypatch.setattr(schemas, "_check_end", lambda body: body.constraint())
     monkeypatch.setattr(Grammar, "check", lambda self, params: None)
@@ -74,7 +73,7 @@ def test_the_server_does_what_its_document_says(
     ]  # fmt: skip
     done = subprocess.run(program, capture_output=True, text=True, timeout=SECONDS, cwd=tmp_path)
     assert not done.returncode, done.stdout[-20_000:] + done.stderr[-2000:]
-    assert "23 selected / 23 total" in done.stdout
+    assert "27 selected / 27 total" in done.stdout
     rates = json.loads((tmp_path / "report.json").read_text())["valid_rates"]
     posts = {name.removeprefix("POST "): rate for name, rate in rates.items() if name.startswith("POST ")}
     taken = {path: rate["coverage"]["accepted"] for path, rate in posts.items()}

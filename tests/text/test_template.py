@@ -342,3 +342,33 @@ def test_a_large_conversation_passes() -> None:
     assert len(ours("{{ messages[0].content }}", [{"role": "user", "content": long}])) == 1 << 20
     with user_error("template_failed"):
         ours("x", [{"role": "user", "content": long * 9}])
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content TRIM }}<|im_end|>\n{% endfor %}"
+OPENING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize("trim", ["", "| trim"])
+@pytest.mark.parametrize("said", ["Once upon", "Once upon ", "  a", "en", "assistant", "", "a\n", "\ufdef"])
+def test_a_last_message_is_continued_as_in_transformers(trim: str, said: str) -> None:
+    template = CHATML.replace("TRIM", trim) + OPENING
+    messages = [USER, {"role": "assistant", "content": said}]
+    text = ours(template, messages, continue_final_message=True)
+    wanted = oracle(template, messages, continue_final_message=True, add_generation_prompt=False)
+    assert text == wanted
+    assert text.endswith("assistant\n" + (said.strip() if trim else said)) or not said
+    assert messages[-1]["content"] == said  # the caller's own stays
+
+
+def test_texts_in_parts_are_continued_too() -> None:
+    template = "{% for m in messages %}[{% for part in m.content %}{{ part.text }}{% endfor %}]{% endfor %}"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert ours(template, [{"role": "assistant", "content": parts}], continue_final_message=True) == "[ab"
+
+
+def test_what_cannot_be_continued_is_said() -> None:
+    with user_error("template_failed", "leaves out the last message"):
+        ours("{{ messages[0].content }}", [USER, REPLY], continue_final_message=True)
+    for messages in ([], [{"role": "assistant", "content": None}], [{"role": "assistant", "content": [{"a": "b"}]}]):
+        with user_error("template_failed", "no text"):
+            ours("{{ messages }}", messages, continue_final_message=True)

@@ -38,6 +38,9 @@ class ServeConfig(SchedulerOptions):
     name: Annotated[str | None, option(
         "Model", "NAME", "Name that requests give the model.", default="the folder's or file's, or the Hub id",
     )] = None  # fmt: skip
+    alias: Annotated[list[str] | None, option(
+        "Model", "NAME", "Further name of the model for requests; * stands for any letters, as in 'claude-*'.",
+    )] = None  # fmt: skip
     context: Annotated[int | None, option(
         "Model", "N", "Tokens of the longest request.", min=1, default="the model's, or what fits",
     )] = None  # fmt: skip
@@ -62,6 +65,9 @@ class ServeConfig(SchedulerOptions):
     draft_tokens: options.DraftTokens = None
     host: Annotated[str, option("HTTP", "HOST", "Address; others than loopback need an API key.")] = "127.0.0.1"
     port: Annotated[int, option("HTTP", "N", "Port; 0 takes a free one.", min=0, max=65535)] = 8000
+    root_path: Annotated[str, option(
+        "HTTP", "PATH", "Prefix of every path, such as /chat, behind a proxy that passes it on.", default="none",
+    )] = ""  # fmt: skip
     deadline: Annotated[float, option("HTTP", "SECONDS", "Time limit of one request.", min=0.1)] = 600.0
     drain_seconds: Annotated[
         float, option("HTTP", "SECONDS", "Time for open requests when the server stops.", min=0)
@@ -125,12 +131,16 @@ class ServeConfig(SchedulerOptions):
             raise UserError("option_unused", message)
         return settings
 
-    def http(self, keys: Keys, origins: frozenset[str], limits: SchedulerConfig, path: Path) -> ServerOptions:
-        """Make the settings of HTTP for the model at `path`. Raises ValueError for a public address without a key."""
+    def http(
+        self, keys: Keys, origins: frozenset[str], limits: SchedulerConfig, path: Path, name: str
+    ) -> ServerOptions:
+        """Make the settings of HTTP for the model at `path`, called `name`. Raises ValueError for a public address
+        without a key, and for wrong names and paths."""
         from attar.checkpoints import generation_config
         from attar.server.admission.rate_limits import KeyLimits
-        from attar.server.options import ServerOptions
+        from attar.server.options import ServerOptions, check_aliases
 
+        adapters = [adapter.partition("=")[0] for adapter in self.adapter or ()]
         model_defaults = self.generation_config is options.Defaults.model
         sampling = generation_config.sampling(path) if model_defaults else {}
         most = limits.together + limits.max_waiting + BESIDES
@@ -138,7 +148,7 @@ class ServeConfig(SchedulerOptions):
             self.host, self.port, keys, frozenset(self.allowed_host or ()), origins,
             most if self.max_requests is None else self.max_requests,
             KeyLimits(self.max_requests_per_key, self.tokens_per_minute), self.deadline, self.drain_seconds,
-            self.template_date, sampling,
+            self.template_date, sampling, check_aliases(self.alias or (), (name, *adapters)), self.root_path,
         )  # fmt: skip
 
 
@@ -177,7 +187,7 @@ def serve(config: ServeConfig) -> None:
         path = hub.resolve(config.model)
         settings = config.engine(path, name, theirs)
         tell_shared(settings.device, config.tp, config.pp)
-        server_options = config.http(keys, origins, settings.limits(), path)
+        server_options = config.http(keys, origins, settings.limits(), path, name)
         settings = replace(settings, files=fingerprints(settings.folders))  # first: later changes are noticed
         tokenizer = vocabulary.tokenizer(path)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from attar.protocol.messages import Embed, Failed, Ready, Submit
 from attar.protocol.request import SamplingParams
 from attar.server.admission.rate_limits import Caller
 from attar.server.errors import APIError
+from attar.server.options import pattern
 from attar.server.request_handler import RequestContext, RequestHandler
 from attar.strict_json import shown
 
@@ -21,10 +23,12 @@ SHARE_AFTER = 1  # Retry-After, in seconds, for a key that has its share: all ke
 
 
 class Dispatcher:
-    """Hands requests to the engine. A request has `deadline` seconds from its arrival."""
+    """Hands requests to the engine. A request has `deadline` seconds from its arrival. `aliases` are further names of
+    the served model (`options.pattern`)."""
 
-    def __init__(self, context: RequestContext, deadline: float) -> None:
-        self.context, self.engine, self.deadline = context, context.engine, deadline
+    def __init__(self, context: RequestContext, deadline: float, aliases: Sequence[str] = ()) -> None:
+        self.context, self.engine, self.deadline, self.aliases = context, context.engine, deadline, aliases
+        self._known_as = [re.compile(pattern(alias)) for alias in aliases]
 
     def ready(self) -> Ready:
         """Return the engine's description. Raises APIError where it is not ready."""
@@ -49,15 +53,17 @@ class Dispatcher:
             raise APIError("engine_down", trouble)
 
     def model(self, asked: str | None) -> tuple[str, Ready]:
-        """Return the model's or adapter's name, the served model's where nothing is `asked` for, and the engine's
-        description. Raises APIError for unknown names."""
+        """Return the model's or adapter's name, the served model's where nothing or an alias is `asked` for, and the
+        engine's description. Raises APIError for unknown names."""
         ready = self.ready()
-        if asked is not None and asked != ready.model and asked not in ready.adapters:
+        if asked is None or any(alias.fullmatch(asked) for alias in self._known_as):
+            return (asked if asked in ready.adapters else ready.model), ready
+        if asked != ready.model and asked not in ready.adapters:
             known = ", ".join((ready.model, *ready.adapters[:LISTED]))
             more = "" if len(ready.adapters) <= LISTED else ", ... (GET /v1/models lists all)"
-            message = f"model: {shown(asked)} is not served here, but {known}{more}; `attar serve --name` names a model"
+            message = f"model: {shown(asked)} is not served here, but {known}{more}; `attar serve --alias` adds a name"
             raise APIError("model_not_found", message, "model")
-        return ready.model if asked is None else asked, ready
+        return asked, ready
 
     def submit(
         self, caller: Caller, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int, model: str,

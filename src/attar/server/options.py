@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from ipaddress import IPv6Address
@@ -20,6 +20,8 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_ADAPTERS = 64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,255}")  # includes Hub ids; the longest name in a request
+ALIAS = re.compile(r"[A-Za-z0-9*][A-Za-z0-9._:@/*-]{0,255}")
+ROOT = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 SET_KEY = f"--api-key-file FILE, or {KEY_VARIABLE} in the environment"
 
 
@@ -33,7 +35,8 @@ class ServerOptions:
     So none can keep the others out of the server; the engine's queue has shares of its own (`fair_queue.py`). The same
     holds of `middleware.MAX_BODIES`. deadline, drain_seconds: seconds for one request, and for all when the
     server ends. template_date: what chat templates print, by default today. sampling: parameters of `SamplingParams`
-    for requests that do not name them.
+    for requests that do not name them. aliases: further names of the served model, as `pattern`
+    reads them. root_path: the prefix of every path, behind a proxy that passes it on; paths without it are served too.
     """
 
     host: str = "127.0.0.1"
@@ -47,6 +50,8 @@ class ServerOptions:
     drain_seconds: float = 30.0
     template_date: datetime.date | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+    root_path: str = ""
 
     def __post_init__(self) -> None:
         if not self.keys.hashes and not is_loopback(self.host):
@@ -61,6 +66,9 @@ class ServerOptions:
             if not name or "*" in name or host_name(_in_header(name).encode()) != name:
                 message = f"{name!r} is no host's name in small letters, without a port: list names one by one"
                 raise UserError("address_invalid", message)
+        if self.root_path and not ROOT.fullmatch(self.root_path):
+            message = f"--root-path {self.root_path[:160]!r}: write it like /models/chat, without a / at the end"
+            raise UserError("option_malformed", message)
         if "*" in self.origins:
             raise UserError("address_invalid", "origins are listed one by one: `*` would let every web page in")
 
@@ -102,6 +110,22 @@ def check_name(name: str) -> str:
         message = f"--name {name[:160]!r}: a model's name is of letters, digits and . _ : @ / -, at most 256 of them"
         raise UserError("model_name_invalid", message)
     return name
+
+
+def check_aliases(given: Sequence[str], taken: Collection[str]) -> tuple[str, ...]:
+    """Return aliases of the served model. Raises UserError for an invalid one, and for one among the names `taken`."""
+    for alias in given:
+        if not ALIAS.fullmatch(alias):
+            message = f"--alias {alias[:160]!r}: a name of letters, digits and . _ : @ / -, and * for any of them"
+            raise UserError("model_name_invalid", message)
+        if alias in taken:
+            raise UserError("option_conflict", f"--alias {alias}: the model or an adapter has this name already")
+    return tuple(dict.fromkeys(given))
+
+
+def pattern(alias: str) -> str:
+    """Return the regular expression of the names that an alias stands for."""
+    return "[A-Za-z0-9._:@/-]*".join(re.escape(part).replace("\\-", "-") for part in alias.split("*"))
 
 
 def parse_adapters(given: Sequence[str], model: str) -> tuple[tuple[str, str], ...]:

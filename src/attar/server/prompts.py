@@ -10,6 +10,7 @@ import datetime
 import re
 from array import array
 from collections.abc import Sequence
+from enum import Enum
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -33,6 +34,22 @@ class Echo(NamedTuple):
 
     text: str
     starts: array[int]
+
+
+class Turn(Enum):
+    """What a conversation ends with: the opening of the assistant's turn, the last message as it stands, which the
+    answer continues, or a turn that has ended."""
+
+    OPENED = "opened"
+    CONTINUED = "continued"
+    ENDED = "ended"
+
+    @classmethod
+    def of(cls, opened: bool | None, continued: bool | None) -> Turn:
+        """Return the turn by the fields `add_generation_prompt` and `continue_final_message`."""
+        if continued:
+            return cls.CONTINUED
+        return cls.ENDED if opened is False else cls.OPENED
 
 
 class Prompts:
@@ -69,12 +86,12 @@ class Prompts:
         )
 
     async def chat_ids(
-        self, key: bytes, messages: Sequence[dict[str, str]], context: int | None = None, opened: bool = True
+        self, key: bytes, messages: Sequence[dict[str, str]], context: int | None = None, turn: Turn = Turn.OPENED
     ) -> tuple[int, ...]:
-        """Return the token ids of a conversation, with the assistant's turn `opened`. One that leaves no room in the
-        `context` is refused."""
+        """Return the token ids of a conversation, with the assistant's `turn` at its end. One that leaves no room in
+        the `context` is refused."""
         size = sum(len(message["content"]) for message in messages)
-        ids = await self._threads.run(key, size, lambda: self._render(messages, context, opened), chat=True)
+        ids = await self._threads.run(key, size, lambda: self._render(messages, context, turn), chat=True)
         if not ids:
             raise APIError("empty_prompt", "messages: no tokens", "messages")
         if context is not None and len(ids) >= context:
@@ -126,7 +143,7 @@ class Prompts:
         point("prompt.tokenize")
         return tuple(self.tokenizer.encode(prompt))
 
-    def _render(self, messages: Sequence[dict[str, str]], context: int | None, opened: bool) -> tuple[int, ...]:
+    def _render(self, messages: Sequence[dict[str, str]], context: int | None, turn: Turn) -> tuple[int, ...]:
         point("prompt.render")
         tokenizer = self.tokenizer
         try:
@@ -137,7 +154,8 @@ class Prompts:
         def render(said: Messages) -> str:
             text = render_chat(
                 template, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token,
-                add_generation_prompt=opened, date=self._date,
+                add_generation_prompt=turn is Turn.OPENED, continue_final_message=turn is Turn.CONTINUED,
+                date=self._date,
             )  # fmt: skip
             if said is messages:  # else it has placeholders, longer than the text they stand for
                 self._check_length(text, "messages", context)

@@ -48,6 +48,7 @@ class RequestTrace:
     first: float | None = None
     ended: float | None = None
     generated: int = 0
+    given: str = ""  # the client's own id of the request
 
     def told(self, now: float, running: Mapping[str, Report] | None = None) -> dict[str, Any]:
         """Return the trace for JSON. `running` are reports of the prompts that have not ended, by the engine's ids."""
@@ -77,7 +78,8 @@ class RequestTraces:
     def begin(self, caller: Caller, names: Iterable[str]) -> RequestTrace:
         """Begin the trace of a request, known for as long as it is referenced. The engine calls its prompts `names`."""
         reports = dict.fromkeys(islice(names, MAX_PROMPTS))
-        self._running[caller.id] = trace = RequestTrace(caller.id, caller.cache_salt, caller.arrived, reports)
+        trace = RequestTrace(caller.id, caller.cache_salt, caller.arrived, reports, given=caller.given)
+        self._running[caller.id] = trace
         return trace
 
     def remember(self, trace: RequestTrace) -> None:
@@ -88,9 +90,14 @@ class RequestTraces:
             self._ended.popitem(last=False)
 
     def find(self, request: str, cache_salt: bytes) -> RequestTrace:
-        """Return the trace of a request. Raises APIError where it is unknown, or another key's."""
-        trace = self._running.get(request) or self._ended.get(request)
+        """Return the trace of a request by its id, its answer's, or its client's own, of which the last counts. Raises
+        APIError where it is unknown, or another key's."""
+        own = request.rpartition("-")[2].removeprefix("msg_")  # of an answer's id
+        trace = self._running.get(own) or self._ended.get(own)
         if trace is None or trace.cache_salt != cache_salt:
+            known = [each for each in (*self._ended.values(), *self._running.values()) if each.given == request]
+            trace = next((each for each in reversed(known) if each.cache_salt == cache_salt), None)
+        if trace is None:
             raise APIError("not_found", f"no such request is running, or among the last {REMEMBERED}")
         return trace
 

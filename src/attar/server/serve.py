@@ -47,13 +47,14 @@ class Server:
         keys = len(set(options.keys.hashes))
         self.engine = EngineClient(engine, max(STUCK, options.deadline), keys)
         self.context = RequestContext(self.engine)
-        self.dispatcher = Dispatcher(self.context, options.deadline)
+        self.dispatcher = Dispatcher(self.context, options.deadline, options.aliases)
         self.threads = TextThreads(keys)
         self.prompts = Prompts(tokenizer, self.threads, options.template_date)
         self.grammars = Grammars(tokenizer)
         self.app = make_app(
-            self.dispatcher, self.prompts, self.grammars, self.threads, options.sampling, bool(options.keys.hashes)
-        )
+            self.dispatcher, self.prompts, self.grammars, self.threads, options.sampling, bool(options.keys.hashes),
+            options.root_path,
+        )  # fmt: skip
         self.middleware = Middleware(self.app, options, self.context)
         self._stop, self._now = asyncio.Event(), asyncio.Event()
 

@@ -40,6 +40,7 @@ def render_chat(
     eos_token: str | None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     date: datetime.date | None = None,
     **extra: Any,
 ) -> str:
@@ -47,7 +48,8 @@ def render_chat(
 
     messages: mappings with a "role" and, mostly, "content"; plain JSON values. tools: JSON schemas. extra: further
     variables for the template, such as `enable_thinking`. A special token that is None stays undefined. With a `date`
-    the same messages give the same prompt on any day.
+    the same messages give the same prompt on any day. With `continue_final_message` the text ends with the last
+    message's content, and opens no turn, as in transformers.
 
     Raises TemplateError for a template that fails, raises an error of its own, or exceeds a limit (1 MiB of template, 4
     MiB of text, 256 MiB of memory, 1.2 s), and for messages that are not JSON. Thread-safe; renders wait for each
@@ -55,11 +57,14 @@ def render_chat(
     """
     if len(template) > MAX_TEMPLATE or len(template.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE:
         raise TemplateError(f"the chat template is larger than {MAX_TEMPLATE >> 20} MiB")
+    said, mark = [_message(message) for message in messages], ""
+    if continue_final_message:
+        mark = _marked(said)
     variables = {
-        "messages": [_message(message) for message in messages],
+        "messages": said,
         "tools": None if tools is None else [dict(tool) for tool in tools],
         "documents": None,
-        "add_generation_prompt": add_generation_prompt,
+        "add_generation_prompt": add_generation_prompt and not continue_final_message,
         **{name: token for name, token in (("bos_token", bos_token), ("eos_token", eos_token)) if token is not None},
         **extra,
     }
@@ -70,7 +75,8 @@ def render_chat(
         raise TemplateError(f"messages, tools and template variables must be plain JSON values: {error}") from error
     if len(request) > MAX_REQUEST:
         raise TemplateError(f"the conversation is larger than {MAX_REQUEST >> 20} MiB")
-    return _renderer.ask(request, RENDER_SECONDS)
+    text = _renderer.ask(request, RENDER_SECONDS)
+    return _until(text, mark) if mark else text
 
 
 def warm() -> None:
@@ -86,6 +92,29 @@ def _message(message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise TemplateError('each message must be a mapping with a "role": {"role": "user", "content": "Hello"}')
     return dict(message)
+
+
+def _marked(said: list[dict[str, Any]]) -> str:
+    """Put a mark behind the last message's content, in place; return the mark. It ends with a space, which a template
+    that trims the content drops. Raises TemplateError where there is no content to continue."""
+    content = said[-1].get("content") if said else None
+    texts = json.dumps(said, ensure_ascii=False)
+    mark = next((chr(code) for code in range(0xFDEF, 0xFDCF, -1) if chr(code) not in texts), "") + " "
+    if isinstance(content, str):
+        said[-1]["content"] = content + mark
+    elif isinstance(content, list) and content and isinstance(content[-1], Mapping) and "text" in content[-1]:
+        said[-1]["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]
+    else:
+        raise TemplateError("the last message has no text that could be continued")
+    return mark
+
+
+def _until(text: str, mark: str) -> str:
+    """Return a rendered text up to the mark, without the spaces before it where the template trims."""
+    before, found, behind = text.rpartition(mark.strip())
+    if not found:
+        raise TemplateError("the chat template leaves out the last message, so that it cannot be continued")
+    return before if behind.startswith(" ") else before.rstrip()
 
 
 def _error(message: str, code: Code | None) -> TemplateError:

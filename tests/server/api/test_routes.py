@@ -170,15 +170,6 @@ def test_anthropics_messages(server: Running) -> None:
     assert answer["usage"]["output_tokens"] == 8
 
 
-def test_a_last_message_of_the_assistants_is_refused_by_anthropics_route(server: Running) -> None:
-    messages = [*USER, {"role": "assistant", "content": "{"}]
-    for stream in (False, True):
-        reply = server.post(MESSAGES, {"messages": messages, "max_tokens": 3, "stream": stream})
-        assert (reply.status, reply.json["error"]["type"]) == (400, "invalid_request_error")
-        assert reply.json["error"]["message"].startswith("messages: ")
-    assert server.post(CHAT, {"messages": messages, "max_tokens": 3}).status == 200
-
-
 def test_messages_as_lm_eval_sends_them(server: Running) -> None:
     body = {"model": "fake", "max_tokens": 3, "temperature": 0, "stop": ["\n\n"], "seed": 1234}
     typed = [message | {"type": "text"} for message in USER]

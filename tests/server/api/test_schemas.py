@@ -29,6 +29,7 @@ from attar.server.api.schemas import (
 )
 from attar.server.api.validation import read
 from attar.server.errors import APIError
+from attar.server.prompts import Turn
 
 if TYPE_CHECKING:
     pass
@@ -86,19 +87,24 @@ def test_a_message_may_say_that_it_is_text_and_nothing_else(kind: type[Body]) ->
         take(AnthropicBody, messages=[plain | {"type": "text"}])  # no API of theirs has it
 
 
-def test_an_assistants_message_is_not_continued() -> None:
-    """Anthropic's API goes on with a last message of the assistant's, where a new turn would be another answer."""
+def test_what_a_conversation_ends_with() -> None:
+    """Anthropic's API goes on with a last message of the assistant's; OpenAI's begins a new turn unless told."""
     said = [*MESSAGES, {"role": "assistant", "content": "The answer is ("}]
-    for messages in (said, said[1:]):
-        with pytest.raises(APIError, match="invalid_value") as error:
-            take(AnthropicBody, messages=messages)
-        assert error.value.param == "messages"
-        assert "continuing an assistant's message is not supported" in error.value.message
-    take(AnthropicBody, messages=[*said, *MESSAGES])
-    take(ChatBody, messages=said)  # there it is OpenAI's way to begin a new turn
-    made = openapi.document(make_app(*[cast("Any", None)] * 4), openapi.Served())
-    described = made["components"]["schemas"]["AnthropicBody"]["properties"]["messages"]
-    assert "not continued" in described["description"]
+    for kind in (AnthropicBody, AnthropicPrompt):
+        assert take(kind, messages=said).turn is Turn.CONTINUED
+        assert take(kind, messages=[*said, *MESSAGES]).turn is Turn.OPENED
+    assert Turn.of(None, None) is Turn.of(True, False) is Turn.OPENED
+    assert Turn.of(False, None) is Turn.ENDED
+    assert Turn.of(False, True) is Turn.of(None, True) is Turn.CONTINUED
+    with pytest.raises(APIError, match="invalid_value") as error:
+        take(ChatBody, messages=said, add_generation_prompt=True, continue_final_message=True)
+    assert error.value.param == "continue_final_message"
+    rules = openapi.document(make_app(*[cast("Any", None)] * 4), openapi.Served())["components"]["schemas"]
+    for name in ("ChatBody", "TokenizeBody"):
+        for opened, continued in itertools.product((None, False, True), repeat=2):
+            fields = {"add_generation_prompt": opened, "continue_final_message": continued}
+            allowed = all(obeys(fields, rule) for rule in rules[name]["not"]["not"]["allOf"])
+            assert allowed == (not (opened and continued))
 
 
 def test_prompts_are_texts_or_tokens() -> None:

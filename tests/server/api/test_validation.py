@@ -61,6 +61,6 @@ def test_other_values_of_unbuilt_fields_are_refused_by_name(kind: type[Body]) ->
 
 
 def test_a_harmless_value_of_another_type_is_not_harmless() -> None:
-    for name, value in (("add_generation_prompt", 1), ("echo", 0), ("length_penalty", True)):
+    for name, value in (("safe_prompt", 0), ("echo", 0), ("length_penalty", True)):
         with pytest.raises(APIError, match="unsupported_field"):
             take(ChatBody, **{name: value})

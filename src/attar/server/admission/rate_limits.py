@@ -127,12 +127,14 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A request's id, its arrival time, the cache salt of its API key, and the account of that key."""
+    """A request's id, its arrival time, the cache salt of its API key, the account of that key, and the client's own id
+    of the request."""
 
     id: str
     arrived: float  # monotonic
     cache_salt: bytes
     account: Account | None = None  # set for requests that can cost tokens
+    given: str = ""
 
     def allowance(self, prompt: int, n: int) -> int | None:
         """Return the tokens for each of n answers that its key's share has room for; None: any number."""

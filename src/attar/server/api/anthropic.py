@@ -6,7 +6,7 @@ stream's first event counts the whole prompt as input, and its last event has th
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -20,11 +20,12 @@ from attar.server.api.openai import collect
 from attar.server.api.schemas import Content, Fraction, Length, StopStrings, TopP, text_of
 from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
+from attar.server.prompts import Turn
 from attar.server.request_handler import RequestHandler
 
 encode = msgspec.json.encode
 
-_LAST = "The last is of role user: an assistant's message is not continued."
+_LAST = "An assistant's message at the end is continued by the answer."
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 FAILED = sse.event(APIError("internal", INTERNAL).body(anthropic=True), "error")
 """The last event of a stream that an exception ends."""
@@ -33,14 +34,6 @@ FAILED = sse.event(APIError("internal", INTERNAL).body(anthropic=True), "error")
 class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["user", "assistant"]
     content: Content
-
-
-def _check_last(messages: Sequence[AnthropicMessage]) -> None:
-    """Raise APIError for a last message that begins the answer. Anthropic's API continues it; here a template opens a
-    turn, and many open one unlike a finished one: with thoughts or a space that the other has not."""
-    if messages[-1].role == "assistant":
-        message = "messages: continuing an assistant's message is not supported: end with one of role user"
-        raise APIError("invalid_value", message, "messages")
 
 
 class AnthropicPrompt(Body, frozen=True, kw_only=True):
@@ -54,8 +47,10 @@ class AnthropicPrompt(Body, frozen=True, kw_only=True):
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=schemas.MAX_MESSAGES, description=_LAST)]
     system: Content | None = None
 
-    def __post_init__(self) -> None:
-        _check_last(self.messages)
+    @property
+    def turn(self) -> Turn:
+        """Return what the conversation ends with: an assistant's message at the end is continued."""
+        return Turn.CONTINUED if self.messages[-1].role == "assistant" else Turn.OPENED
 
     def conversation(self) -> list[dict[str, str]]:
         """Return the system prompt and the messages as chat templates expect them."""
@@ -81,7 +76,6 @@ class AnthropicBody(AnthropicPrompt, frozen=True, kw_only=True):
     stream: bool | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         schemas.check_stops(self.stop_sequences, "stop_sequences")
 
 

@@ -29,18 +29,23 @@ MAX_COMPARED = 64  # characters of an unknown path
 
 def make_app(
     dispatcher: Dispatcher, prompts: Prompts, grammars: Grammars, threads: TextThreads,
-    sampling: Mapping[str, Any] = NO_DEFAULTS, keyed: bool = False,
+    sampling: Mapping[str, Any] = NO_DEFAULTS, keyed: bool = False, root_path: str = "",
 ) -> FastAPI:  # fmt: skip
     """Make the application. `sampling`: parameters of requests that do not name them. `keyed`: whether its middleware
-    requires keys, which the document then states."""
+    requires keys. `root_path`: the prefix that clients give paths. The document states both."""
     app = FastAPI(title="attar", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     for kind in (APIError, HTTPException, Exception):
         app.add_exception_handler(kind, _handle)
     StatusRoutes(dispatcher).add_to(app)
     Routes(dispatcher, prompts, grammars, threads, sampling).add_to(app)
-    app.openapi = lambda: document(  # type: ignore[method-assign]
-        app, Served(keyed, dispatcher.engine.ready, prompts.shortest, dispatcher.engine.places.most)
-    )
+
+    def described() -> dict[str, Any]:
+        engine = dispatcher.engine
+        return document(
+            app, Served(keyed, engine.ready, prompts.shortest, engine.places.most, dispatcher.aliases, root_path)
+        )
+
+    app.openapi = described  # type: ignore[method-assign]
     return app
 
 

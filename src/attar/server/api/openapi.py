@@ -2,18 +2,18 @@
 
 Two things that the types cannot express are added here: rules between fields, and what depends on the served model,
 whose name and vocabulary the document has once it is loaded. The document is exact: a body that fits it is accepted,
-any other is refused, and schemathesis tests that. Seven limits have no schema. Whether a constraint can be kept is
+any other is refused, and schemathesis tests that. Six limits have no schema. Whether a constraint can be kept is
 known once it is compiled. That a request has one at most, and then no `ignore_eos` or `min_tokens`, is said in words:
 generators of test cases give up on rules of eight fields. A prompt's length is counted in tokens, so a text that fits
 here may exceed the model's context, or have more log probabilities than an answer may hold. A stop string's length is
 counted in bytes, and stated here in characters of the widest kind, so one of mixed widths may be longer than stated.
-The role of Anthropic's last message is described in words. So is the number of lists, objects and keys in a body
-(`strict_json.MAX_PARTS`). Integers have 64 bits, also in fields whose values are ignored.
+The number of lists, objects and keys in a body
+(`strict_json.MAX_PARTS`) is described in words. Integers have 64 bits, also in fields whose values are ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,11 @@ from attar.server.api.schemas import (
 )
 from attar.server.errors import ANTHROPIC, CATALOGUE
 from attar.server.http.middleware import OPEN_TO_ALL
+from attar.server.options import pattern
 
 Schema = dict[str, Any]
 
+_CONTINUED = "continue_final_message"
 _REF = "#/components/schemas/{name}"
 _BODIES: dict[str, type[Body]] = {}
 _ANSWERS: set[type[Answer]] = {response_types.Error, response_types.AnthropicError}
@@ -74,12 +76,14 @@ _EXAMPLES: dict[str, list[Schema]] = {
 @dataclass(frozen=True)
 class Served:
     """Facts of this server for its document. `shortest`: characters of the shortest text that has a token; `most`:
-    choices of a prompt that can wait together."""
+    choices of a prompt that can wait together; `aliases`: further names of the model; `root_path`: prefix of paths."""
 
     keyed: bool = False
     ready: Ready | None = None
     shortest: int = 0
     most: int = MAX_CHOICES
+    aliases: Sequence[str] = ()
+    root_path: str = ""
 
 
 def giving(answer: type[Answer]) -> Schema:
@@ -110,7 +114,7 @@ def document(app: FastAPI, served: Served) -> Schema:
         for field, values in kind.neutral.items():
             fields[field] = {"anyOf": [fields[field], _neutral(values)]} if field in fields else _neutral(values)
         if served.ready is not None:
-            fields["model"] = {"enum": [None, served.ready.model, *served.ready.adapters]}
+            fields["model"] = _names(served.ready, served.aliases)
     _add_rules(schemas, served.shortest)
     if served.ready is not None:
         _add_numbers(schemas, served.ready, served.most)
@@ -122,6 +126,8 @@ def document(app: FastAPI, served: Served) -> Schema:
                 for response in operation["responses"].values():
                     response.pop("content", None)
     _add_links(made["paths"])
+    if served.root_path:
+        made["servers"] = [{"url": served.root_path}]
     if served.keyed:
         schemes = {"bearer": {"type": "http", "scheme": "bearer"}}
         schemes["key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
@@ -131,6 +137,14 @@ def document(app: FastAPI, served: Served) -> Schema:
             for operation in made["paths"][path].values():
                 operation["security"] = []
     return made
+
+
+def _names(ready: Ready, aliases: Sequence[str]) -> Schema:
+    """Describe what a request may call a model: `*` in an alias stands for any letters."""
+    whole = {"enum": [None, ready.model, *ready.adapters, *(alias for alias in aliases if "*" not in alias)]}
+    patterns = [f"^{pattern(alias)}$" for alias in aliases if "*" in alias]
+    most = {"type": "string", "maxLength": 256}
+    return {"anyOf": [whole, *({**most, "pattern": each} for each in patterns)]} if patterns else whole
 
 
 def _ref(kind: type[Answer]) -> Schema:
@@ -190,6 +204,9 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
         {"anyOf": streamed},
         {"anyOf": [_has(logprobs={"const": True}), _may(top_logprobs={"type": "null"})]},
     )
+    one_end = {"anyOf": [_may(**{name: {"enum": [None, False]}}) for name in ("add_generation_prompt", _CONTINUED)]}
+    for kind in (chat, schemas["TokenizeBody"]):
+        kind.setdefault("not", {"not": {"allOf": []}})["not"]["allOf"].append(one_end)
     for found in list(_parts(schemas)):
         if found.get("title") == "StopString":
             found.pop("maxLength")

@@ -22,6 +22,10 @@ class Alive(Answer, frozen=True):
     status: Literal["alive", "ready"]
 
 
+class Version(Answer, frozen=True):
+    version: str
+
+
 class Engine(Answer, frozen=True):
     ready: Ready
     stats: Stats | None
@@ -33,6 +37,7 @@ class Model(Answer, frozen=True):
     created: int
     owned_by: str
     max_model_len: int
+    root: str  # what is served under this name
     parent: str | UnsetType = UNSET  # an adapter's base model
 
 
@@ -66,6 +71,18 @@ class Tokenized(Answer, frozen=True):
 
 class Detokenized(Answer, frozen=True):
     prompt: str
+
+
+class TokenizerInfo(Answer, frozen=True):
+    """What a client needs to render conversations by itself."""
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: None
+    chat_template: str | None
+    vocab_size: int
+    model_max_length: int
 
 
 class CachedTokens(Answer, frozen=True):

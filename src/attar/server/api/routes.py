@@ -19,7 +19,7 @@ from attar.server.api import anthropic, openai
 from attar.server.api import response_types as types
 from attar.server.api.anthropic import AnthropicBody, AnthropicPrompt
 from attar.server.api.constraints import refused
-from attar.server.api.openapi import taking
+from attar.server.api.openapi import giving, taking
 from attar.server.api.sampling_params import anthropic_params, chat_params, completion_params
 from attar.server.api.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, Sampling, TokenizeBody
 from attar.server.api.status import respond
@@ -30,7 +30,7 @@ from attar.server.fair_thread_pool import TextThreads
 from attar.server.grammars import Grammars
 from attar.server.http import sse
 from attar.server.http.limits import MAX_BODY
-from attar.server.prompts import Prompts
+from attar.server.prompts import Prompts, Turn
 from attar.server.request_handler import RequestHandler
 from attar.text.grammars import GrammarError
 
@@ -63,11 +63,14 @@ class Routes:
         app.post("/v1/embeddings", openapi_extra=taking(EmbeddingBody, types.Embeddings))(self.embeddings)
         app.post("/tokenize", openapi_extra=taking(TokenizeBody, types.Tokenized))(self.tokenize)
         app.post("/detokenize", openapi_extra=taking(DetokenizeBody, types.Detokenized))(self.detokenize)
+        app.get("/tokenizer_info", openapi_extra=giving(types.TokenizerInfo))(self.tokenizer_info)
+        app.head("/tokenizer_info")(self.tokenizer_info)
 
     async def chat(self, request: Request) -> Response:
         """OpenAI's chat completions."""
         caller, body, model, ready = await self._read(request, ChatBody)
-        making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), ready.context)
+        turn = Turn.of(body.add_generation_prompt, body.continue_final_message)
+        making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), ready.context, turn)
         ids = await sse.while_wanted(request.receive, making)
         grammar = await self._proven(request, caller, body, ready)
         params = chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
@@ -103,7 +106,7 @@ class Routes:
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
         caller, body, model, ready = await self._read(request, AnthropicBody)
-        making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), ready.context)
+        making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), ready.context, body.turn)
         ids = await sse.while_wanted(request.receive, making)
         params = anthropic_params(body, ready.context - len(ids), self._sampling)
         handler = self._dispatcher.submit(caller, [ids], params, 1, model)
@@ -114,7 +117,8 @@ class Routes:
     async def count_tokens(self, request: Request) -> Response:
         """Count the prompt tokens that /v1/messages would read."""
         caller, body, _, _ = await self._read(request, AnthropicPrompt)
-        ids = await sse.while_wanted(request.receive, self._prompts.chat_ids(caller.cache_salt, body.conversation()))
+        making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), turn=body.turn)
+        ids = await sse.while_wanted(request.receive, making)
         return respond({"input_tokens": len(ids)})
 
     async def embeddings(self, request: Request) -> Response:
@@ -134,8 +138,8 @@ class Routes:
         caller, body, _, ready = await self._read(request, TokenizeBody)
         making: Awaitable[Sequence[int]]
         if body.prompt is None:
-            opened = body.add_generation_prompt is not False
-            making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), opened=opened)
+            turn = Turn.of(body.add_generation_prompt, body.continue_final_message)
+            making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), turn=turn)
         else:
             making = self._prompts.text_ids(caller.cache_salt, body.prompt, body.add_special_tokens is not False)
         ids = await sse.while_wanted(request.receive, making)
@@ -149,6 +153,16 @@ class Routes:
         caller, body, _, ready = await self._read(request, DetokenizeBody)
         making = self._prompts.text(caller.cache_salt, body.tokens, ready.vocab_size)
         return respond({"prompt": await sse.while_wanted(request.receive, making)})
+
+    async def tokenizer_info(self) -> Response:
+        """The tokenizer's special tokens and chat template, as lm-eval's remote tokenizer reads them."""
+        ready, tokenizer = self._dispatcher.ready(), self._prompts.tokenizer
+        return respond({
+            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": tokenizer.bos_token,
+            "eos_token": tokenizer.eos_token, "pad_token": None,
+            "chat_template": tokenizer.chat_templates.get("default"), "vocab_size": ready.vocab_size,
+            "model_max_length": ready.context,
+        })  # fmt: skip
 
     async def _proven(self, request: Request, caller: Caller, body: Sampling, ready: Ready) -> Grammar | None:
         """Return the request's constraint, once it is proven. Raises APIError where it cannot be enforced."""

@@ -55,6 +55,7 @@ StopTokens = Annotated[list[Token], Meta(max_length=64)]
 Biases = Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES, title="Biases")]
 Nothing = Annotated[list[Any], Meta(max_length=0)]
 Pooling = Literal["mean", "last"]
+Continue = Annotated[bool, Meta(description="The answer goes on from the last message, which no turn's end follows.")]
 
 
 class Speculation(Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,6 +86,13 @@ def _check_end(body: Sampling) -> None:
             if getattr(body, name):
                 message = f"{name}: not with {asked.field}: the constraint decides on the end"
                 raise APIError("invalid_value", message, name)
+
+
+def _check_turn(body: ChatBody | TokenizeBody) -> None:
+    """Raise APIError for a conversation that is to open a turn, and to continue the last message."""
+    if body.add_generation_prompt and body.continue_final_message:
+        message = "continue_final_message: not with add_generation_prompt = true, which opens another turn"
+        raise APIError("invalid_value", message, "continue_final_message")
 
 
 class Sampling(Constrained, frozen=True, kw_only=True):
@@ -218,6 +226,12 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     function_call: None = None
     tool_calls: Nothing | None = None
     annotations: Nothing | None = None
+    id: Ignored = None  # this and the others: a front end's own
+    timestamp: Ignored = None
+    created_at: Ignored = None
+    model: Ignored = None
+    metadata: Ignored = None
+    cache_control: Ignored = None
 
     def __post_init__(self) -> None:
         if self.content is None and self.role != "assistant":
@@ -240,7 +254,7 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
         "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "functions": ([],),
         "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "prediction": (),
         "reasoning_effort": (), "thinking": ({"type": "disabled"},), "verbosity": ("medium",), "web_search_options": (),
-        "add_special_tokens": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,),
+        "add_special_tokens": (False,),
         "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],),
     }  # fmt: skip
 
@@ -248,9 +262,12 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
     max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Continue | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_turn(self)
         for name in ("max_tokens", "max_completion_tokens"):
             if getattr(self, name) == 0:
                 raise APIError("out_of_range", f"{name}: at least 1, or -1 for as many as fit", name)
@@ -292,18 +309,20 @@ class TokenizeBody(Body, frozen=True, kw_only=True):
     """
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tools": ([],), "continue_final_message": (False,), "chat_template": (), "chat_template_kwargs": ({},),
+        "tools": ([],), "chat_template": (), "chat_template_kwargs": ({},),
     }  # fmt: skip
 
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: Continue | None = None
     return_token_strs: bool | None = None
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise APIError("missing_field", "prompt: either prompt or messages, and one of them", "prompt")
+        _check_turn(self)
 
     def conversation(self) -> list[dict[str, str]]:
         """Return the messages as chat templates expect them."""

@@ -16,6 +16,7 @@ from attar.protocol.messages import Ready
 from attar.server.api import response_types as types
 from attar.server.api.openapi import giving
 from attar.server.dispatcher import Dispatcher
+from attar.version import __version__
 
 PAGE = importlib.resources.files("attar.server.pages").joinpath("chat.html").read_bytes()
 """The page to chat with the model and to watch the engine. It loads nothing from elsewhere."""
@@ -49,6 +50,7 @@ class StatusRoutes:
         get("/", self.page, response_class=HTMLResponse, include_in_schema=False)
         for path, route in (("/livez", self.livez), ("/readyz", self.readyz), ("/health", self.readyz)):
             get(path, route, openapi_extra=giving(types.Alive))
+        get("/version", self.version, openapi_extra=giving(types.Version))
         get("/metrics", self.read_metrics, response_class=PlainTextResponse)
         get("/v1/engine", self.engine, openapi_extra=giving(types.Engine))
         get("/v1/models", self.models, openapi_extra=giving(types.Models))
@@ -68,6 +70,10 @@ class StatusRoutes:
         self._dispatcher.getting_on()
         return respond({"status": "ready"})
 
+    async def version(self) -> Response:
+        """The server's version."""
+        return respond({"version": __version__})
+
     async def read_metrics(self) -> Response:
         """Metrics in Prometheus's text format."""
         return Response(self._dispatcher.context.metrics.text(), media_type="text/plain; version=0.0.4")
@@ -77,20 +83,25 @@ class StatusRoutes:
         return respond({"ready": self._dispatcher.ready(), "stats": self._dispatcher.engine.stats})
 
     async def models(self) -> Response:
-        """The served model and its adapters, in a list."""
+        """The served model, its aliases that are whole names, and its adapters, in a list."""
         ready = self._dispatcher.ready()
-        return respond({"object": "list", "data": [_model(name, ready) for name in (ready.model, *ready.adapters)]})
+        aliases = [alias for alias in self._dispatcher.aliases if "*" not in alias]
+        names = (ready.model, *aliases, *ready.adapters)
+        return respond({"object": "list", "data": [_model(name, ready) for name in names]})
 
     async def one_model(self, name: str) -> Response:
-        """The served model, or one of its adapters."""
-        return respond(_model(*self._dispatcher.model(name)))
+        """The served model by its name or an alias, or one of its adapters."""
+        _, ready = self._dispatcher.model(name)
+        return respond(_model(name, ready))
 
     async def why(self, request: Request, name: str) -> Response:
         """Account of where a request's time went, or goes. `name` is its `X-Request-Id`, or the `id` of its answer."""
-        known = name.rpartition("-")[2].removeprefix("msg_")
-        return respond(await self._dispatcher.why(known, request.scope["attar"].cache_salt))
+        return respond(await self._dispatcher.why(name, request.scope["attar"].cache_salt))
 
 
 def _model(name: str, ready: Ready) -> dict[str, Any]:
-    described = {"id": name, "object": "model", "created": 0, "owned_by": "attar", "max_model_len": ready.context}
-    return described if name == ready.model else described | {"parent": ready.model}
+    described = {
+        "id": name, "object": "model", "created": 0, "owned_by": "attar", "max_model_len": ready.context,
+        "root": name if name in ready.adapters else ready.model,
+    }  # fmt: skip
+    return described | {"parent": ready.model} if name in ready.adapters else described

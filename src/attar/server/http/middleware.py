@@ -34,6 +34,8 @@ GONE = 499  # the client had disconnected
 FULL = 429
 MAX_BODIES = 256 * MAX_BODY  # of all requests together: a body is held until its answer has ended
 EXPOSED = b"x-request-id, request-id, retry-after, x-should-retry"  # headers of an answer that pages may read
+_GIVEN = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+"""A client's own id of a request."""
 _NAMES = re.compile(rb"[\w, -]+")
 
 logger = logging.getLogger(__name__)
@@ -55,7 +57,10 @@ class Middleware:
             return
         arrived, name, status = time.monotonic(), secrets.token_hex(12), 0
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        extra = [(b"x-request-id", name.encode()), *_cors_headers(self.options.origins, headers)]
+        given = headers.get(b"x-request-id", b"")
+        given = given if _GIVEN.fullmatch(given) else b""
+        scope = self._below_root(scope)
+        extra = [(b"x-request-id", given or name.encode()), *_cors_headers(self.options.origins, headers)]
         if scope["path"].startswith(ANTHROPIC):
             extra.append((b"request-id", name.encode()))  # where Anthropic's clients look for it
 
@@ -91,7 +96,7 @@ class Middleware:
                 account = self.quotas.enter(cache_salt)
                 size = _size(headers)
                 self.bodies[cache_salt] += size
-            scope["attar"] = Caller(name, arrived, cache_salt, account)
+            scope["attar"] = Caller(name, arrived, cache_salt, account, given.decode())
             await self.app(scope, measured, tell)
         except APIError as refusal:
             await refusal.send(scope["path"], tell)
@@ -113,7 +118,15 @@ class Middleware:
             method = scope["method"] if scope["method"] in METHODS else "?"
             # Refused crowds are counted above: a line for each would take time from admitted requests.
             level = logging.INFO if method == "POST" and status != FULL else logging.DEBUG
-            logger.log(level, "%s %s %s %d %.3f s", name, method, route, status or GONE, time.monotonic() - arrived)
+            id = f"{name} ({given.decode()})" if given else name
+            logger.log(level, "%s %s %s %d %.3f s", id, method, route, status or GONE, time.monotonic() - arrived)
+
+    def _below_root(self, scope: Scope) -> Scope:
+        """Return a scope whose path is without the root path, where it has it."""
+        root = self.options.root_path
+        if root and scope["path"].startswith(root + "/"):
+            return {**scope, "path": scope["path"].removeprefix(root)}
+        return scope
 
     def _let_in(self, scope: Scope, headers: dict[bytes, bytes]) -> bytes:
         """Return the cache salt of the caller's key. Raises APIError."""
