@@ -141,6 +141,17 @@ def add_listed(tokenizer: Tokenizer, listed: Mapping[int, AddedToken], flags: bo
     return missed
 
 
+def seek_as_written(tokenizer: Tokenizer) -> None:
+    """Make added tokens be found as they are spelt, not in normalized text. Llama's old tokenizer.json says otherwise:
+    there `</s>` within a text would be five pieces, since the normalizer's space belongs to the token."""
+    added = (token for _, token in sorted(tokenizer.get_added_tokens_decoder().items()) if token.normalized)
+    kept = ("single_word", "lstrip", "rstrip", "special")
+    tokens = [
+        AddedToken(token.content, normalized=False, **{flag: getattr(token, flag) for flag in kept}) for token in added
+    ]
+    tokenizer.add_tokens(tokens)
+
+
 def mark_special(tokenizer: Tokenizer, names: Iterable[str]) -> None:
     """Register tokens of the vocabulary as special ones, which are found whole in text. Those that the vocabulary lacks
     are left out, and added tokens keep their flags."""

@@ -23,7 +23,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from attar.errors import UserError
-from attar.text.tokenizer import Tokenizer
+from attar.text.tokenizer import Tokenizer, check_unicode
 
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # noncharacters, which Unicode reserves for programs
 
@@ -103,6 +103,11 @@ class LiteralChat:
             ids += self._literally(_restored(rendered[start:at], mark, words))
             plain = at
         return ids + self._tokenizer.encode_chat(rendered[plain:])
+
+    def text_ids(self, text: str) -> list[int]:
+        """Return token ids of a text in which nothing is a special token. Raises ValueError for a lone surrogate."""
+        check_unicode(text)
+        return self._literally(text)
 
     def _literally(self, text: str) -> list[int]:
         with self._lock:

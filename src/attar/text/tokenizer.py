@@ -30,6 +30,7 @@ from attar.text import convert
 logger = logging.getLogger(__name__)
 
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # the special tokens that transformers names
+_AS_WRITTEN = ("LlamaTokenizer", "LlamaTokenizerFast")  # classes that have no normalizer in transformers 5
 LONGEST_CHARACTER = 4  # bytes, of UTF-8
 MISSING = (
     "{folder} has no tokenizer: neither tokenizer.json, nor vocab.json with merges.txt, nor tokenizer.model. "
@@ -105,6 +106,8 @@ class Tokenizer:
             raise convert.malformed(f"added token {token!r} cannot get the id {index}: the vocabulary has a gap")
         if missed:
             logger.warning("%s: ids of added tokens beside tokenizer.json are not used: %s", folder, _few(missed))
+        if config.get("tokenizer_class") in _AS_WRITTEN:
+            convert.seek_as_written(backend)
         bos, eos = (
             _in_vocabulary(_content(special.get(key)), key, backend, folder) for key in ("bos_token", "eos_token")
         )
@@ -142,7 +145,7 @@ class Tokenizer:
         Special tokens written in the text become special tokens. Raises ValueError for a lone surrogate, which is not
         text.
         """
-        _check(text)
+        check_unicode(text)
         # A batch, because the library lets other threads run then; and the fast one, which keeps no offsets.
         return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
@@ -157,7 +160,7 @@ class Tokenizer:
         A token begins where those before it end, or within a character that it shares with them. So slices from one
         start to the next make up the text. Tokens that the post-processor adds, such as BOS, have empty slices.
         """
-        _check(text)
+        check_unicode(text)
         encoding = self._backend.encode_batch([text])[0]
         found, end = [], 0
         for (first, last), added in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
@@ -171,7 +174,7 @@ class Tokenizer:
         They are found in their own spelling, or in any that normalizes to it. Raises ValueError like `encode`.
         """
         for text in texts:
-            _check(text)
+            check_unicode(text)
         encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
         found = (
             [each.token_to_chars(at) for at, i in enumerate(each.ids) if i in self.special_ids] for each in encodings
@@ -290,7 +293,8 @@ def _spell(token: str, byte_of: Mapping[str, int] | None) -> bytes:
     return token.replace("▁", " ").encode()
 
 
-def _check(text: str) -> None:
+def check_unicode(text: str) -> None:
+    """Raise UserError for a lone surrogate, which is not text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
