@@ -176,6 +176,10 @@ def test_generate(out: str) -> None:
     assert {"text", "token_ids", "finish_reason"} <= done.keys()
     assert 1 <= len(done["token_ids"]) <= 8
     assert len(last_json(attar(*args, "--ignore-eos", "--json"))["token_ids"]) == 8
+    refused(attar(*args, "--suffix", "the end"), BAD_INPUT, "feature_unsupported")
+    few = [*args, "--stop", done["text"][:3], "--json"]
+    assert len(last_json(attar(*few))["token_ids"]) < 8
+    assert len(last_json(attar(*few, "--min-tokens", "8"))["token_ids"]) == 8
     assert result.stdout.startswith(done["text"] + "\n")
     assert result.stderr == ""
     piped = attar(*args[:2], *args[4:], stdin="Once upon a time\n")

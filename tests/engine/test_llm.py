@@ -247,3 +247,14 @@ def test_a_message_cannot_end_its_turn(llm: LLM) -> None:
     assert ids.count(llm.tokenizer.eos_id) == llm.encode_chat(plain).count(llm.tokenizer.eos_id)
     assert f"Hello{end}" in llm.tokenizer.decode(ids, skip_special_tokens=False)
     assert llm.chat(spelled, GREEDY).prompt_token_ids == tuple(ids)
+
+
+def test_log_probabilities_of_named_tokens_are_those_of_the_logits(llm: LLM) -> None:
+    """Two tokens' logits, by which a reranker judges."""
+    prompt = llm.tokenizer.encode("Once upon a time")
+    [done] = llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=[17, 5]))
+    wanted = llm.logits(prompt)[-1].double().log_softmax(-1)
+    assert done.logprobs is not None
+    for token, value in done.logprobs[0].top:
+        assert value == pytest.approx(wanted[token].item(), abs=1e-6)
+    assert [token for token, _ in done.logprobs[0].top] == [17, 5]

@@ -496,6 +496,37 @@ def test_logprob_ties_are_in_order_of_id_and_counts_are_kept() -> None:
     assert draw(logits, [Sampler(SamplingParams(temperature=0), [], 4)])[0].logprobs is None
 
 
+@pytest.mark.parametrize("choose", [sample, device_sampler.sample], ids=["here", "device"])
+def test_logprobs_of_named_tokens(choose: Any) -> None:
+    """As a reranker asks for two words, whatever is likely; beside rows that ask for others, or for none."""
+    logits = torch.randn(4, 30)
+    plain = logits.double().log_softmax(-1)
+    params = [
+        SamplingParams(seed=1, logprob_token_ids=(7, 3), logit_bias={9: 100}),
+        SamplingParams(seed=2, logprobs=2),
+        SamplingParams(temperature=0, logprob_token_ids=(int(logits[2].argmax()), 0)),
+        SamplingParams(seed=3),
+    ]
+    named, likely, greedy, none = (each.logprobs for each in choose(logits, [Sampler(p, [], 30) for p in params]))
+    assert [token for token, _ in named.top] == [7, 3]
+    assert named.token_id == 9
+    for row, one in ((0, named), (2, greedy)):
+        wanted = [plain[row, token].item() for token in (one.token_id, *(token for token, _ in one.top))]
+        assert [one.logprob, *(value for _, value in one.top)] == pytest.approx(wanted, abs=1e-12)
+    assert [token for token, _ in greedy.top] == [greedy.token_id, 0]
+    assert len(likely.top) == 2
+    assert none is None
+
+
+def test_named_tokens_are_in_the_vocabulary_and_few() -> None:
+    with user_error("token_out_of_vocabulary", "logprob_token_ids"):
+        Sampler(SamplingParams(logprob_token_ids=[4]), [], 4)
+    with user_error("option_out_of_range", "logprob_token_ids"):
+        SamplingParams(logprob_token_ids=range(129))
+    with user_error("option_conflict"):
+        SamplingParams(logprob_token_ids=[1], logprobs=1)
+
+
 def test_logprobs_of_a_row_without_numbers_are_none_and_others_keep_theirs() -> None:
     """A prompt's logits are scored unseen."""
     logits = torch.randn(3, 30)

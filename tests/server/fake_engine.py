@@ -239,6 +239,9 @@ class FakeEngine:
             text += choice.stops.push(choice.detokenizer.flush())
             text += "" if choice.stops.done else choice.stops.flush()
         logprobs = None if params.logprobs is None else (self._logprob(token, params.logprobs),)
+        if params.logprob_token_ids:
+            top = tuple((each, -1.0 - (sum(request.prompt) * each) % 11) for each in params.logprob_token_ids)
+            logprobs = (TokenLogprob(token, -0.5, top),)
         self._out.append(Delta(request.id, choice.number, (token,), text, logprobs))
         if reason is not None:
             last = sum(each.request is request for each in self.choices) == 1

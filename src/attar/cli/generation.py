@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,6 +88,12 @@ class GenerateConfig(ConstrainedConfig):
     ] = None
     max_tokens: options.MaxTokens = 128
     stop: Annotated[list[str] | None, option("Prompt", "TEXT", "End at this text, which is not printed.")] = None
+    suffix: Annotated[
+        str | None, option("Prompt", "TEXT", "Text behind the answer, for models that can fill in the middle.")
+    ] = None
+    min_tokens: Annotated[
+        int, option("Prompt", "N", "Sample no end of the text, and seek no --stop, in so many first tokens.", min=0)
+    ] = 0
     ignore_eos: Annotated[bool, flag("Prompt", "Continue past EOS, up to --max-tokens.", "--ignore-eos")] = False
     logprobs: Annotated[
         int | None, option("Prompt", "K", "Report the log probabilities of the K most probable tokens.", min=0)
@@ -117,7 +123,7 @@ class GenerateConfig(ConstrainedConfig):
         return _params(
             self, {}, ("top_k", "min_p", "repetition_penalty"), presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty, stop=tuple(self.stop or ()), ignore_eos=self.ignore_eos,
-            logprobs=self.logprobs,
+            logprobs=self.logprobs, min_tokens=self.min_tokens,
         )  # fmt: skip
 
 
@@ -150,14 +156,30 @@ def generate(config: GenerateConfig) -> None:
       attar generate ./out --prompt "Once upon a time" --temperature 0
       attar generate ./out --top-p 0.9 --seed 1 < prompt.txt
       attar generate ./out --prompt "A colour: " --regex "(red|green|blue)"
+      attar generate ./coder --prompt "def add(a, b):" --suffix "print(add(1, 2))"
     """
     with errors(config.as_json), progress(config.quiet) as bar:
         params, constraint = config.sampling(), config.constraint()
         require(config.device)
-        prompt = read_stdin() if config.prompt is None else config.prompt
+        prompt: str | Sequence[int] = read_stdin() if config.prompt is None else config.prompt
         llm = _load(config, bar)
+        if config.suffix is not None:
+            prompt, params = _infill(llm, str(prompt), config.suffix, params)
         done = print_pieces(llm.stream(prompt, params, constraint=constraint))
         emit(config.as_json, done.to_dict() | {"warnings": _cut_short(llm, done, config.max_tokens)})
+
+
+def _infill(llm: LLM, prefix: str, suffix: str, params: SamplingParams) -> tuple[Sequence[int], SamplingParams]:
+    """Return the prompt for what comes between both texts, and parameters by which a new file ends it too. Raises
+    UserError where the model has no tokens for it."""
+    from attar.text.infill import Infill
+    from attar.text.literal import LiteralChat
+
+    infill = Infill.of(llm.tokenizer, LiteralChat(llm.tokenizer).text_ids)
+    if infill is None:
+        message = "--suffix: this model has no tokens to fill in the middle of a text"
+        raise UserError("feature_unsupported", message)
+    return infill.ids(prefix, suffix), replace(params, stop_token_ids=(*params.stop_token_ids, *infill.ends))
 
 
 @dataclass(frozen=True, kw_only=True)

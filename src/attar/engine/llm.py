@@ -39,6 +39,7 @@ from attar.protocol.messages import Delta, Failed, Finished, PromptLogprobs, Sub
 from attar.protocol.request import Completion, FinishReason, SamplingParams, TokenLogprob
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.speculation import FORCED_STEP_DRAFTS, MAX_STEP_DRAFTS, check_draft
+from attar.sampling.sampler import counted
 from attar.text.grammar_proof import Prover
 from attar.text.grammars import Vocabulary
 from attar.text.literal import LiteralChat
@@ -83,7 +84,7 @@ class Answer:
 
     def completion(self) -> Completion:
         assert self.reason is not None, "an answer that has not ended"
-        logprobs = None if self.params.logprobs is None else tuple(self.logprobs)
+        logprobs = None if counted(self.params) is None else tuple(self.logprobs)
         return Completion(
             "".join(self.text), tuple(self.tokens), self.reason, self.prompt, logprobs, self.params.seed, self.of_prompt
         )

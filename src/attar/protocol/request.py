@@ -20,6 +20,7 @@ FinishReason = Literal["stop", "length"]
 MAX_STOPS = 16
 MAX_STOP_BYTES = 1024  # 256 characters of any kind
 MAX_LOGPROBS = 20
+MAX_NAMED_LOGPROBS = 128
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_SEED = 2**64 - 1
@@ -49,6 +50,7 @@ class SamplingParams:
     ignore_eos: generate past the model's EOS tokens.
     seed: 0 to 2^64 - 1; the same seed gives the same text, whatever else runs. None takes a random one (see `seeded`).
     logprobs: None for none; k for each token's log probability and those of the k most probable tokens, k <= 20.
+    logprob_token_ids: up to 128 tokens whose log probabilities are given in place of the most probable ones.
     prompt_logprobs: None or k, for the tokens of the prompt after its first.
     logit_bias: numbers in [-100, 100] that are added to the logits of these tokens, 1024 at most.
     draft_tokens: most drafts of speculative decoding in a step, 0 to 16; None for as many as pay. On CPUs they change
@@ -69,6 +71,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    logprob_token_ids: Sequence[int] = ()
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     draft_tokens: int | None = None
@@ -94,7 +97,15 @@ class SamplingParams:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         # Lists are accepted and stored as tuples: the value is frozen, hashable, and the caller's list may change.
         object.__setattr__(self, "stop", _stops(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_tokens(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _tokens("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logprob_token_ids", _tokens("logprob_token_ids", self.logprob_token_ids))
+        if len(self.logprob_token_ids) > MAX_NAMED_LOGPROBS:
+            message = f"logprob_token_ids: at most {MAX_NAMED_LOGPROBS}, not {len(self.logprob_token_ids)}"
+            raise UserError("option_out_of_range", message)
+        if self.logprob_token_ids and self.logprobs:
+            raise UserError(
+                "option_conflict", "logprob_token_ids are in place of the most probable tokens: no logprobs"
+            )
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
 
     def seeded(self) -> SamplingParams:
@@ -171,11 +182,11 @@ def _stops(stop: object) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _stop_tokens(tokens: object) -> tuple[int, ...]:
+def _tokens(name: str, tokens: object) -> tuple[int, ...]:
     if isinstance(tokens, str) or not isinstance(tokens, Sequence):
-        raise UserError("option_malformed", f"stop_token_ids must be a list of token ids, not {tokens!r}")
+        raise UserError("option_malformed", f"{name} must be a list of token ids, not {tokens!r}")
     for token in tokens:
-        _integer("a stop token id", token, 0)
+        _integer(f"a token id of {name}", token, 0)
     return tuple(tokens)
 
 

@@ -23,7 +23,7 @@ from attar.kernels import ops
 from attar.kernels.noise import draws
 from attar.model.cache import sent
 from attar.protocol.request import TokenLogprob
-from attar.sampling.sampler import Asked, BadLogits, SampledToken, Sampler, drawn, penalized
+from attar.sampling.sampler import Asked, BadLogits, SampledToken, Sampler, counted, drawn, penalized
 
 AT_ONCE = 64  # rows that are sorted together: their float64 numbers take a gigabyte at the most common vocabularies
 
@@ -50,12 +50,17 @@ class Chosen:
             self._numbers = self._sent.tolist()
         count, width, own = len(self._samplers), 1 + 2 * self._most, slice(first, last)
         rest = self._numbers[2 * count :]
-        known = {i: rest[at * width : (at + 1) * width] for at, i in enumerate(self._counts)}
+        tokens, largest = self._numbers[:count], self._numbers[count : 2 * count]
+        named = [(i, token) for i, sampler in enumerate(self._samplers) for token in sampler.params.logprob_token_ids]
+        known = {
+            (i, token): [value] for (i, token), value in zip(named, rest[len(self._counts) * width :], strict=True)
+        }
+        for at, i in enumerate(self._counts):
+            known[i, int(tokens[i])] = rest[at * width : (at + 1) * width]
 
         def logprobs(wanted: Sequence[Asked]) -> list[TokenLogprob]:
-            return [_told(known[first + row], token, n, self._most) for row, token, n in wanted]
+            return [_told(known[first + row, token], token, n, self._most) for row, token, n in wanted]
 
-        tokens, largest = self._numbers[:count], self._numbers[count : 2 * count]
         return drawn(logprobs, [int(token) for token in tokens[own]], largest[own], self._samplers[own])
 
 
@@ -65,10 +70,11 @@ def choose(logits: Tensor, samplers: Sequence[Sampler]) -> Chosen:
     assert logits.shape[0] == len(samplers)
     pieces = (slice(start, start + AT_ONCE) for start in range(0, len(samplers), AT_ONCE))
     chosen = torch.cat([_choose(logits[rows], samplers[rows]) for rows in pieces], 1)
-    counts = {i: count for i, sampler in enumerate(samplers) if (count := sampler.params.logprobs) is not None}
+    counts = {i: count for i, sampler in enumerate(samplers) if (count := counted(sampler.params)) is not None}
     most = min(max(counts.values(), default=0), logits.shape[1])
     asked = _logprobs(logits, chosen[0], list(counts), most) if counts else chosen.new_empty(0, 1)
-    return Chosen(chosen, asked, samplers, counts, most)
+    named = [(i, token) for i, sampler in enumerate(samplers) for token in sampler.params.logprob_token_ids]
+    return Chosen(chosen, torch.cat((asked.flatten(), _named(logits, named))), samplers, counts, most)
 
 
 def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[SampledToken | BadLogits]:
@@ -121,6 +127,17 @@ def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[int], most: int) ->
             own = torch.cat((own, ranked[:, :most], order[:, :most].double()), 1)
         pieces.append(own)
     return torch.cat(pieces)
+
+
+def _named(logits: Tensor, named: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the log probabilities of tokens named by (row, token), of logits [B, V], float64 [n]."""
+    if not named:
+        return logits.new_empty(0, dtype=torch.float64)
+    places, tokens = sent(logits.device, torch.tensor([row for row, _ in named]), torch.tensor([t for _, t in named]))
+    owners = sorted({row for row, _ in named})
+    (rows,) = sent(logits.device, torch.tensor(owners))
+    values = logits[rows].double().log_softmax(-1)
+    return values[torch.searchsorted(rows, places), tokens]
 
 
 def _told(numbers: Sequence[float], token: int, count: int, most: int) -> TokenLogprob:

@@ -154,6 +154,10 @@ class Sampler:
                     "token_out_of_vocabulary", f"token {token} of logit_bias is not in the vocabulary of {vocab_size}"
                 )
             self.changes[self._place(token) + 1] = bias
+        for token in params.logprob_token_ids:
+            if token >= vocab_size:
+                message = f"token {token} of logprob_token_ids is not in the vocabulary of {vocab_size}"
+                raise UserError("token_out_of_vocabulary", message)
         for token in self._held:
             self.changes[self._place(token) + 1] = -math.inf
         if params.repetition_penalty != 1.0:
@@ -310,10 +314,21 @@ def drawn(
     for sampler, fit in zip(samplers, good, strict=True):
         if fit:
             point("sampler.draw", sampler.name)
-    counts = {i: sampler.params.logprobs for i, sampler in enumerate(samplers) if good[i]}
-    wanted = [(i, tokens[i], count) for i, count in counts.items() if count is not None]
-    found = dict(zip((i for i, _, _ in wanted), logprobs(wanted), strict=True))
+    params = {i: sampler.params for i, sampler in enumerate(samplers) if good[i]}
+    wanted = [(i, tokens[i], count) for i, each in params.items() if (count := counted(each)) is not None]
+    named = [(i, token, 0) for i, each in params.items() for token in each.logprob_token_ids]
+    told = logprobs([*wanted, *named])
+    found = dict(zip((i for i, _, _ in wanted), told, strict=False))
+    tops: dict[int, list[tuple[int, float]]] = {}
+    for (i, token, _), one in zip(named, told[len(wanted) :], strict=True):
+        tops.setdefault(i, []).append((token, one.logprob))
+    found |= {i: TokenLogprob(found[i].token_id, found[i].logprob, tuple(top)) for i, top in tops.items()}
     return [SampledToken(token, found.get(i)) if good[i] else BadLogits(BAD) for i, token in enumerate(tokens)]
+
+
+def counted(params: SamplingParams) -> int | None:
+    """Return how many of the most probable tokens a request wants log probabilities of; None where it wants none."""
+    return 0 if params.logprob_token_ids else params.logprobs
 
 
 def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:

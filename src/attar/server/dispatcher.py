@@ -17,6 +17,7 @@ from attar.server.options import pattern
 from attar.server.request_handler import RequestContext, RequestHandler
 from attar.strict_json import shown
 
+LATEST = ":latest"  # Ollama's clients put it behind every name
 LISTED = 8  # adapters in an error
 WINDOW = 32  # texts to embed in the engine at a time
 SHARE_AFTER = 1  # Retry-After, in seconds, for a key that has its share: all keys share the turns of `RetryAfter`
@@ -56,6 +57,7 @@ class Dispatcher:
         """Return the model's or adapter's name, the served model's where nothing or an alias is `asked` for, and the
         engine's description. Raises APIError for unknown names."""
         ready = self.ready()
+        asked = asked and asked.removesuffix(LATEST)
         if asked is None or any(alias.fullmatch(asked) for alias in self._known_as):
             return (asked if asked in ready.adapters else ready.model), ready
         if asked != ready.model and asked not in ready.adapters:

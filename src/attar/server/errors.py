@@ -1,4 +1,4 @@
-"""All errors that a request can get: a closed catalogue, in the shapes of OpenAI's and Anthropic's APIs.
+"""All errors that a request can get: a closed catalogue, in the shapes of OpenAI's, Anthropic's and Ollama's APIs.
 
 A `APIError` names an entry of the catalogue and has a sentence, written for this purpose, about what was wrong. The
 text of exceptions never gets into an answer: it reveals paths, addresses and versions, and has been the first half of
@@ -56,6 +56,7 @@ CATALOGUE: dict[str, Kind] = {
     "slow_reader": Kind(499, "invalid_request_error", "invalid_request_error"),
     "internal": Kind(500, "server_error", "api_error"),
     "bad_logits": Kind(500, "server_error", "api_error"),
+    "not_implemented": Kind(501, "invalid_request_error", "api_error", vain=True),
     "loading": _BUSY,
     "draining": _BUSY,
     "engine_down": _BUSY,
@@ -64,6 +65,7 @@ CATALOGUE: dict[str, Kind] = {
 }  # fmt: skip
 
 ANTHROPIC = "/v1/messages"  # prefix of Anthropic's API
+OLLAMA = "/api/"  # and of Ollama's
 
 INTERNAL = "the request failed inside the server; the log has its id"
 CANCELLED = "the request was cancelled"
@@ -121,6 +123,8 @@ class APIError(Exception):
         """Answer a request with the error, in the shape of the API at `path`. `allowed`: the methods of the path, for a
         405."""
         body = self.body(anthropic=path.startswith(ANTHROPIC))
+        if path.startswith(OLLAMA):
+            body = msgspec.json.encode({"error": self.message})
         headers: list[Any] = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         headers += [(name.encode(), value.encode()) for name, value in self.headers().items()]
         headers += [] if allowed is None else [(b"allow", allowed.encode())]

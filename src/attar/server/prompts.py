@@ -19,7 +19,9 @@ from attar import strict_json
 from attar.faults import point
 from attar.server.errors import APIError
 from attar.server.fair_thread_pool import TextThreads
+from attar.text.infill import File, Infill
 from attar.text.literal import LiteralChat, Messages
+from attar.text.rerank import Reranker
 from attar.text.template import TemplateError, render_chat
 from attar.text.token_bounds import TokenBounds
 from attar.text.tokenizer import Detokenizer, Tokenizer
@@ -34,6 +36,15 @@ class Echo(NamedTuple):
 
     text: str
     starts: array[int]
+
+
+class Room(NamedTuple):
+    """What prompts of a `field` must fit: the vocabulary, and the context with `new` tokens more."""
+
+    field: str
+    vocab: int
+    context: int
+    new: int = 1
 
 
 class Turn(Enum):
@@ -62,6 +73,8 @@ class Prompts:
         self._threads = threads
         self._bounds = TokenBounds(tokenizer)
         self._literal = LiteralChat(tokenizer)
+        self.infill = Infill.of(tokenizer, self._literal.text_ids)
+        self.reranker = Reranker.of(tokenizer, self._literal.text_ids)
 
     async def ids(
         self, key: bytes, prompts: Sequence[str | Sequence[int]], vocab: int, name: str, context: int, new: int = 0
@@ -73,10 +86,52 @@ class Prompts:
             found = self._encoded(prompts, vocab, name, context)
         else:
             found = await self._threads.run(key, size, lambda: self._encoded(prompts, vocab, name, context))
-        if not all(found):
-            raise APIError("empty_prompt", f"{name}: no tokens", name)
-        if (longest := max(map(len, found))) + new > context:
-            raise _beyond(str(longest), context, name, full=longest == context)
+        _check_room(found, name, context, new)
+        return found
+
+    async def infill_ids(
+        self, key: bytes, prefixes: Sequence[str | Sequence[int]], suffix: str, room: Room,
+        files: Sequence[File] = (),
+    ) -> list[tuple[int, ...]]:  # fmt: skip
+        """Return the prompts for what comes between each prefix and the suffix. Raises APIError as `ids`, and where the
+        model has no tokens for it."""
+        infill = self.infill
+        if infill is None:
+            message = f"{room.field}: this model has no tokens to fill in the middle of a text"
+            raise APIError("unsupported_field", message, room.field)
+
+        def encode() -> list[tuple[int, ...]]:
+            for text in (*prefixes, suffix, *(text for file in files for text in file)):
+                if isinstance(text, str):
+                    self._check_length(text, room.field, room.context)
+                elif len(text) <= room.context:
+                    in_vocabulary(text, room.vocab, room.field)
+            point("prompt.tokenize")
+            return [infill.ids(prefix, suffix, files) for prefix in prefixes]
+
+        size = sum(map(len, prefixes)) + len(suffix) + sum(len(text) for file in files for text in file)
+        found = await self._threads.run(key, size, encode)
+        _check_room(found, room.field, room.context, room.new)
+        return found
+
+    async def rerank_ids(
+        self, key: bytes, query: str, documents: Sequence[str], instruction: str, room: Room
+    ) -> list[tuple[int, ...]]:
+        """Return a reranker's prompt for each document. Raises APIError as `ids`, and where the model is none."""
+        reranker = self.reranker
+        if reranker is None:
+            message = "model: it is no causal reranker, which needs the tokens `yes` and `no` and Qwen3's chat markup"
+            raise APIError("unsupported_field", message, "model")
+
+        def encode() -> list[tuple[int, ...]]:
+            for text in (query, instruction, *documents):
+                self._check_length(text, room.field, room.context)
+            point("prompt.tokenize")
+            return [reranker.ids(query, document, instruction) for document in documents]
+
+        size = sum(map(len, documents)) + len(documents) * (len(query) + len(instruction))
+        found = await self._threads.run(key, size, encode)
+        _check_room(found, room.field, room.context, room.new)
         return found
 
     async def text_ids(self, key: bytes, text: str, add_special_tokens: bool) -> list[int]:
@@ -167,6 +222,14 @@ class Prompts:
             raise APIError("template_error", f"the chat template: {_fit(str(error))}", "messages") from error
         except ValueError as error:
             raise APIError("invalid_value", "messages: not text that this model can read", "messages") from error
+
+
+def _check_room(found: Sequence[Sequence[int]], name: str, context: int, new: int) -> None:
+    """Raise APIError for prompts without tokens, and for those that have no room in the context with `new` more."""
+    if not all(found):
+        raise APIError("empty_prompt", f"{name}: no tokens", name)
+    if (longest := max(map(len, found))) + new > context:
+        raise _beyond(str(longest), context, name, full=longest == context)
 
 
 def _beyond(tokens: str, context: int, name: str, full: bool = False) -> APIError:

@@ -154,6 +154,11 @@ class RequestHandler:
         self._finished = False
         stream.late = self._late
 
+    @property
+    def reports(self) -> list[Report | None]:
+        """The engine's reports of the prompts that have ended."""
+        return list(self._trace.reports.values())
+
     def number(self, event: Delta | Finished) -> int:
         """Return the number of an event's choice in the whole answer."""
         return self.stream.prompts[event.id] * self.n + event.choice

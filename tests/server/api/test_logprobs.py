@@ -19,7 +19,9 @@ from attar.protocol.messages import Event, Finished, PromptLogprobs, Ready, Subm
 from attar.protocol.request import SamplingParams, TokenLogprob
 from attar.server.admission.rate_limits import Caller
 from attar.server.api import openai
+from attar.server.api.dialects.extras import Extras
 from attar.server.api.logprobs import LEAST, SLICE, Columns, Content, Offsets, Turns, rows
+from attar.server.api.schemas import Sampling
 from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client.client import EngineClient
 from attar.server.engine_client.connection import Connection, PromptScores
@@ -70,7 +72,7 @@ def test_the_loop_has_a_turn_after_every_slice(tokenizer: Tokenizer, monkeypatch
         had[0] += 1
 
     monkeypatch.setattr(Columns, "add", counted)
-    form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [ECHO])
+    form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [ECHO], Extras(Sampling(), tokenizer, [(1, 2)]))
     asyncio.run(beside(form.add_prompt(0, raw(scores(3000, top)), Turns(has)), turns))
     assert sum(seen.values()) == 3000 * (top + 1)
     assert max(seen.values()) <= SLICE + top
@@ -100,7 +102,7 @@ def test_nothing_more_is_written_for_a_reader_that_has_gone(
         answer = engine.ask([Submit("a", (1, 2), SamplingParams())], 1)
         work = RequestHandler(Caller("a", 0.0, b""), [(1, 2)], 1, answer, dispatcher.context)
         engine._arrived([raw(scores(20 * SLICE, 0)), *[Finished("a", 0, "length", 0)] * finished])
-        form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [ECHO])
+        form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [ECHO], Extras(Sampling(), tokenizer, [(1, 2)]))
         if stream:
             (last,) = [piece async for piece in openai.stream(work, "fake", form)]
             assert b'"code":"cancelled"' in last
@@ -124,7 +126,7 @@ def test_what_is_written_of_an_answer_that_has_ended_well_is_all_of_it(tokenizer
         answer = engine.ask([Submit("a", (1, 2), SamplingParams())], 1)
         work = RequestHandler(Caller("a", 0.0, b""), [(1, 2)], 1, answer, RequestContext(engine))
         engine._arrived([raw(scores(4 * SLICE, 0)), Finished("a", 0, "length", 0)])
-        form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [ECHO])
+        form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [ECHO], Extras(Sampling(), tokenizer, [(1, 2)]))
         whole = json.loads(b"".join(await openai.whole(work, "fake", form)))
         assert len(whole["choices"][0]["logprobs"]["tokens"]) == 1 + 4 * SLICE
         work.close()

@@ -17,8 +17,10 @@ import pytest
 from attar.protocol.messages import Delta, Submit
 from attar.protocol.request import TokenLogprob
 from attar.server.api import openai
+from attar.server.api.dialects.extras import Extras
 from attar.server.api.logprobs import LEAST
 from attar.server.api.openai import Choice
+from attar.server.api.schemas import Sampling
 from attar.server.options import ServerOptions
 from attar.text.tokenizer import Tokenizer
 from tests.server.bad_requests import USER
@@ -235,7 +237,7 @@ def test_several_prompts_of_tokens_are_scored_at_once(server: Running, tokenizer
 
 
 def test_the_chosen_token_is_among_the_likely_ones(tokenizer: Tokenizer) -> None:
-    form = openai.CompletionFormat(tokenizer, True, 1, [(1,)], None)
+    form = openai.CompletionFormat(tokenizer, True, 1, [(1,)], None, Extras(Sampling(), tokenizer, [(1,)]))
     token, other = tokenizer.encode("Once upon")[:2]
     event = Delta("a", 0, (token,), "", (TokenLogprob(token, -math.inf, ((other, -1.0),)),))
     made = json.loads(b"".join(form.delta(0, event)))
@@ -278,13 +280,16 @@ def test_no_length_is_too_small_or_too_large_to_divide_by(scale: float) -> None:
     assert zero == [0] * 4
 
 
-def test_dimensions_may_be_the_models_own(server: Running) -> None:
-    own = len(embedding([1]))
-    plain = server.post("/v1/embeddings", {"input": "one"}).json["data"]
-    assert server.post("/v1/embeddings", {"input": "one", "dimensions": own}).json["data"] == plain
-    refused = server.post("/v1/embeddings", {"input": "one", "dimensions": own - 1})
-    assert (refused.code, refused.json["error"]["param"]) == ("unsupported_field", "dimensions")
-    assert str(own) in refused.json["error"]["message"]
+def test_dimensions_are_the_first_numbers_at_unit_length(server: Running) -> None:
+    [full] = server.post("/v1/embeddings", {"input": "one"}).json["data"]
+    own = len(full["embedding"])
+    assert server.post("/v1/embeddings", {"input": "one", "dimensions": own}).json["data"] == [full]
+    for few in (1, own - 1):
+        [cut] = server.post("/v1/embeddings", {"input": "one", "dimensions": few}).json["data"]
+        first = np.array(full["embedding"][:few])
+        np.testing.assert_allclose(cut["embedding"], first / np.linalg.norm(first), rtol=1e-5)
+    refused = server.post("/v1/embeddings", {"input": "one", "dimensions": own + 1})
+    assert (refused.code, refused.json["error"]["param"]) == ("out_of_range", "dimensions")
 
 
 def test_a_conversation_is_tokenized_without_the_assistants_turn(server: Running, tokenizer: Tokenizer) -> None:

@@ -12,6 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from attar.server.api.dialects.ollama_routes import OllamaRoutes
+from attar.server.api.dialects.routes import DialectRoutes
 from attar.server.api.openapi import Served, document
 from attar.server.api.routes import Routes
 from attar.server.api.status import StatusRoutes
@@ -37,13 +39,15 @@ def make_app(
     for kind in (APIError, HTTPException, Exception):
         app.add_exception_handler(kind, _handle)
     StatusRoutes(dispatcher).add_to(app)
-    Routes(dispatcher, prompts, grammars, threads, sampling).add_to(app)
+    for routes in (Routes, DialectRoutes, OllamaRoutes):
+        routes(dispatcher, prompts, grammars, threads, sampling).add_to(app)
 
     def described() -> dict[str, Any]:
         engine = dispatcher.engine
-        return document(
-            app, Served(keyed, engine.ready, prompts.shortest, engine.places.most, dispatcher.aliases, root_path)
-        )
+        return document(app, Served(
+            keyed, engine.ready, prompts.shortest, engine.places.most, dispatcher.aliases, root_path,
+            prompts.infill is not None,
+        ))  # fmt: skip
 
     app.openapi = described  # type: ignore[method-assign]
     return app

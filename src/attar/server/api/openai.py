@@ -18,8 +18,9 @@ import msgspec
 from attar.faults import point
 from attar.protocol.messages import Delta, Embedding, Failed, Finished
 from attar.protocol.request import TokenLogprob
+from attar.server.api.dialects.extras import Extras
 from attar.server.api.logprobs import Columns, Content, Offsets, Turns, rows, values
-from attar.server.api.schemas import StreamOptions
+from attar.server.api.schemas import EmbeddingBody, StreamOptions
 from attar.server.engine_client.connection import PromptScores
 from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
@@ -69,8 +70,9 @@ class ChatFormat:
     kind = "chat.completion"
     prefix = "chatcmpl-"
 
-    def __init__(self, tokenizer: Tokenizer, logprobs: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, logprobs: bool, extras: Extras) -> None:
         self.n = 1  # `Format.n`: one, so `best` leaves no choice out
+        self.extras = extras
         self._tokenizer, self._logprobs = tokenizer, logprobs
         self._contents: dict[int, Content] = {}
 
@@ -81,8 +83,8 @@ class ChatFormat:
             content.add(each)
 
     async def add_prompt(self, at: int, event: PromptScores, turns: Turns) -> None:
-        """Do nothing: a chat answer has no log probabilities of its prompt."""
-        raise AssertionError("they were not asked for")
+        """Write the log probabilities of the prompt."""
+        await self.extras.add_prompt(at, event, turns)
 
     def whole(self, number: int, choice: Choice) -> Pieces:
         """Return one choice of a whole answer."""
@@ -91,7 +93,11 @@ class ChatFormat:
             encode(choice.text),
         )
         logprobs = self._contents.pop(choice.number, Content(self._tokenizer)).json() if self._logprobs else [b"null"]
-        return [before, *logprobs, b',"finish_reason":%b}' % encode(choice.reason)]
+        return [
+            before,
+            *logprobs,
+            b',"finish_reason":%b%b}' % (encode(choice.reason), self.extras.of_choice(choice.number)),
+        ]
 
     def opening(self, number: int) -> Pieces:
         """Return a chunk's choice that names the role."""
@@ -106,7 +112,7 @@ class ChatFormat:
                 content.add(each)
             logprobs = content.json()
         before = b'{"index":%d,"delta":{"content":%b},"logprobs":' % (number, encode(event.text))
-        return [before, *logprobs, b',"finish_reason":null}']
+        return [before, *logprobs, b',"finish_reason":null%b}' % self.extras.of_delta(event.token_ids)]
 
     def closing(self, number: int, reason: str) -> Pieces:
         """Return a chunk's choice with the finish reason."""
@@ -124,9 +130,9 @@ class CompletionFormat:
 
     def __init__(
         self, tokenizer: Tokenizer, logprobs: bool, n: int, prompts: Sequence[Sequence[int]],
-        echoes: Sequence[Echo] | None,
+        echoes: Sequence[Echo] | None, extras: Extras,
     ) -> None:  # fmt: skip
-        self.n = n
+        self.n, self.extras = n, extras
         self._tokenizer, self._logprobs, self._prompts, self._echoes = tokenizer, logprobs, prompts, echoes
         self._of_prompts: dict[int, Columns] = {}
         self._of_choices: dict[int, Columns] = {}
@@ -140,7 +146,9 @@ class CompletionFormat:
 
     async def add_prompt(self, at: int, event: PromptScores, turns: Turns) -> None:
         """Write the log probabilities of prompt `at`, before its choices begin."""
-        assert self._echoes is not None
+        await self.extras.add_prompt(at, event, turns)
+        if self._echoes is None or not self._logprobs:
+            return
         starts = iter(self._echoes[at].starts)
         columns = self._of_prompts[at] = Columns(self._tokenizer, lambda token: next(starts))
         columns.add_first(self._prompts[at][0])
@@ -156,17 +164,18 @@ class CompletionFormat:
         if self._logprobs:
             logprobs = self._columns(at, choice.number).json(self._of_prompts.get(at))
         before = b'{"index":%d,"text":%b,"logprobs":' % (number, encode(text))
-        return [before, *logprobs, b',"finish_reason":%b}' % encode(choice.reason)]
+        more = self.extras.of_choice(choice.number) + self.extras.of_prompt(at)
+        return [before, *logprobs, b',"finish_reason":%b%b}' % (encode(choice.reason), more)]
 
     def opening(self, number: int) -> Pieces:
         """Return a chunk's choice with the prompt, where it is echoed."""
-        if self._echoes is None:
-            return []
         at = number // self.n
+        if self._echoes is None:
+            return self._choice(number, "", [b"null"], self.extras.of_prompt(at)) if self.extras.token_ids else []
         logprobs: Pieces = [b"null"]
         if self._logprobs:
             logprobs = self._of_prompts[at].json()
-        return self._choice(number, self._echoes[at].text, logprobs)
+        return self._choice(number, self._echoes[at].text, logprobs, self.extras.of_prompt(at))
 
     def delta(self, number: int, event: Delta) -> Pieces:
         """Return a chunk's choice with more text."""
@@ -177,7 +186,7 @@ class CompletionFormat:
                 columns.add(each)
             logprobs = columns.json()
             columns.clear()
-        return self._choice(number, event.text, logprobs)
+        return self._choice(number, event.text, logprobs, self.extras.of_delta(event.token_ids))
 
     def closing(self, number: int, reason: str) -> Pieces:
         """Return a chunk's choice with the finish reason."""
@@ -189,8 +198,9 @@ class CompletionFormat:
             self._of_choices[number] = Columns(self._tokenizer, Offsets(self._tokenizer, self._prompts[at], echoed))
         return self._of_choices[number]
 
-    def _choice(self, number: int, text: str, logprobs: Pieces) -> Pieces:
-        return [b'{"index":%d,"text":%b,"logprobs":' % (number, encode(text)), *logprobs, b',"finish_reason":null}']
+    def _choice(self, number: int, text: str, logprobs: Pieces, more: bytes) -> Pieces:
+        before = b'{"index":%d,"text":%b,"logprobs":' % (number, encode(text))
+        return [before, *logprobs, b',"finish_reason":null%b}' % more]
 
 
 Format = ChatFormat | CompletionFormat
@@ -206,6 +216,8 @@ async def collect(request: RequestHandler, writer: Format | None = None) -> list
             if isinstance(event, Delta):
                 number = request.number(event)
                 pieces[number].append(event.text)
+                if writer is not None:
+                    writer.extras.take(number, event.token_ids)
                 if event.logprobs and writer is not None:
                     choices[number].logprob += sum(each.logprob for each in event.logprobs)
                     choices[number].scored += len(event.logprobs)
@@ -249,7 +261,9 @@ async def whole(request: RequestHandler, model: str, form: Format) -> Pieces:
     pieces: Pieces = [encode(head)[:-1], b',"choices":[']
     for number, choice in enumerate(choices):
         pieces += [b"," if number else b"", *form.whole(number, choice)]
-    return [*pieces, b'],"usage":%b}' % encode(usage(request, generated))]
+    end = form.extras.of_end(request.reports, generated)
+    end += form.extras.of_prompt(0) if isinstance(form, ChatFormat) else b""
+    return [*pieces, b'],"usage":%b%b}' % (encode(usage(request, generated)), end)]
 
 
 async def stream(
@@ -272,9 +286,9 @@ async def stream(
     async for events in request.events():
         pieces: Pieces = []
 
-        def say(choice: Pieces, pieces: Pieces = pieces) -> None:
+        def say(choice: Pieces, more: bytes = b"", pieces: Pieces = pieces) -> None:
             if choice:
-                pieces += [beginning(), *choice, b"]}\n\n"]
+                pieces += [beginning(), *choice, b"]%b}\n\n" % more]
 
         try:
             for event in events:
@@ -283,13 +297,15 @@ async def stream(
                     number = request.number(event)
                     if number not in opened:
                         opened.add(number)
-                        say(form.opening(number))
+                        say(form.opening(number), form.extras.of_prompt(0) if isinstance(form, ChatFormat) else b"")
                     if isinstance(event, Finished):
                         generated += event.completion_tokens
-                        say(form.closing(number, event.reason))
+                        ended = event.report is not None and None not in request.reports
+                        end = form.extras.of_end(request.reports, generated) if ended else b""
+                        say(form.closing(number, event.reason), end)
                         continue
                     so_far += len(event.token_ids)
-                    if event.text or event.logprobs:
+                    if event.text or event.logprobs or form.extras.token_ids:
                         say(form.delta(number, event))
                         if event.logprobs:
                             await turns.after(values(event.logprobs))
@@ -309,7 +325,7 @@ async def stream(
     yield DONE
 
 
-async def embeddings(request: RequestHandler, model: str, as_base64: bool) -> Iterator[bytes]:
+async def embeddings(request: RequestHandler, model: str, body: EmbeddingBody) -> Iterator[bytes]:
     """Return the answer as one object, in pieces: one vector for each prompt, in order. Raises APIError."""
     found: dict[str, bytes] = {}
     async for events in request.events(whole=True):
@@ -319,7 +335,8 @@ async def embeddings(request: RequestHandler, model: str, as_base64: bool) -> It
             if isinstance(event, Embedding):
                 found[event.id] = event.vector
     point("embeddings.whole")
-    return _vectors([found[each] for each in request.stream.prompts], model, request.prompt_tokens, as_base64)
+    vectors = [found[each][: body.dimensions and 4 * body.dimensions] for each in request.stream.prompts]
+    return _vectors(vectors, model, request.prompt_tokens, body.encoding_format == "base64")
 
 
 def _unit(vector: bytes) -> array[float]:

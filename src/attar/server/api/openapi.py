@@ -25,6 +25,7 @@ from attar.protocol.grammar import WHITESPACE
 from attar.protocol.messages import Ready
 from attar.server.api import response_types
 from attar.server.api.body import Body
+from attar.server.api.dialects.answers import OllamaError
 from attar.server.api.response_types import Answer
 from attar.server.api.schemas import (
     ALL_THAT_FIT,
@@ -34,7 +35,7 @@ from attar.server.api.schemas import (
     MAX_STOP_BYTES,
     MAX_TOKENS,
 )
-from attar.server.errors import ANTHROPIC, CATALOGUE
+from attar.server.errors import ANTHROPIC, CATALOGUE, OLLAMA
 from attar.server.http.middleware import OPEN_TO_ALL
 from attar.server.options import pattern
 
@@ -43,7 +44,9 @@ Schema = dict[str, Any]
 _CONTINUED = "continue_final_message"
 _REF = "#/components/schemas/{name}"
 _BODIES: dict[str, type[Body]] = {}
-_ANSWERS: set[type[Answer]] = {response_types.Error, response_types.AnthropicError}
+_ANSWERS: set[type[Answer]] = {
+    response_types.Error, response_types.AnthropicError, OllamaError
+}  # fmt: skip
 
 _NAMED: Schema = {"X-Request-Id": {"required": True, "schema": {"type": "string"}}}
 _NAMED_THEIRS: Schema = {"request-id": {"required": True, "schema": {"type": "string"}}}
@@ -70,13 +73,21 @@ _EXAMPLES: dict[str, list[Schema]] = {
     "EmbeddingBody": [{"input": ["One text", "another"], "pooling": "last"}],
     "TokenizeBody": [{"prompt": "Once upon a time"}, {"messages": _SAID}],
     "DetokenizeBody": [{"tokens": [1, 2, 3]}],
+    "InfillBody": [{"input_prefix": "def add(a, b):\n    ", "input_suffix": "\n", "n_predict": 8}],
+    "OllamaShowBody": [{}],
+    "OllamaChatBody": [{"messages": _SAID}, {"messages": _SAID, "stream": False, "options": {"num_predict": 8}}],
+    "OllamaGenerateBody": [{"prompt": "Once upon a time", "raw": True}, {"prompt": "Hello", "stream": False}],
+    "OllamaEmbedBody": [{"input": ["One text", "another"]}],
+    "OllamaEmbeddingsBody": [{"prompt": "One text"}],
+    "RerankBody": [{"query": "a pet", "documents": ["a cat", "a car"], "top_n": 1}],
 }
 
 
 @dataclass(frozen=True)
 class Served:
     """Facts of this server for its document. `shortest`: characters of the shortest text that has a token; `most`:
-    choices of a prompt that can wait together; `aliases`: further names of the model; `root_path`: prefix of paths."""
+    choices of a prompt that can wait together; `aliases`: further names of the model; `root_path`: prefix of paths;
+    `infill`: whether the model can fill in the middle."""
 
     keyed: bool = False
     ready: Ready | None = None
@@ -84,6 +95,7 @@ class Served:
     most: int = MAX_CHOICES
     aliases: Sequence[str] = ()
     root_path: str = ""
+    infill: bool = False
 
 
 def giving(answer: type[Answer]) -> Schema:
@@ -116,6 +128,9 @@ def document(app: FastAPI, served: Served) -> Schema:
         if served.ready is not None:
             fields["model"] = _names(served.ready, served.aliases)
     _add_rules(schemas, served.shortest)
+    if not served.infill:
+        for name in ("CompletionBody", "OllamaGenerateBody"):
+            schemas[name]["properties"]["suffix"] = {"enum": [None, ""]}
     if served.ready is not None:
         _add_numbers(schemas, served.ready, served.most)
     made["components"] = {"schemas": schemas}
@@ -204,6 +219,17 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
         {"anyOf": streamed},
         {"anyOf": [_has(logprobs={"const": True}), _may(top_logprobs={"type": "null"})]},
     )
+    unstreamed = {"anyOf": [_may(stream={"enum": [None, False]}), _may(prompt_logprobs={"type": "null"})]}
+    for kind in (chat, completion):
+        kind["not"]["not"]["allOf"].append(unstreamed)
+    told_once = [
+        _may(prompt_logprobs={"type": "null"}),
+        _may(echo={"enum": [None, False]}),
+        _may(logprobs={"type": "null"}),
+    ]
+    completion["not"]["not"]["allOf"].append({"anyOf": told_once})
+    before_middle = [_may(echo={"enum": [None, False]}), _may(suffix={"enum": [None, ""]})]
+    completion["not"]["not"]["allOf"].append({"anyOf": before_middle})
     one_end = {"anyOf": [_may(**{name: {"enum": [None, False]}}) for name in ("add_generation_prompt", _CONTINUED)]}
     for kind in (chat, schemas["TokenizeBody"]):
         kind.setdefault("not", {"not": {"allOf": []}})["not"]["allOf"].append(one_end)
@@ -219,6 +245,9 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
     schemas["StructuredOutputs"] |= _all({"oneOf": made}, spaced)
     schemas["Message"]["anyOf"] = [_may(role={"const": "assistant"}), _has(content={"type": ["string", "array"]})]
     schemas["EmbeddingBody"]["properties"]["input"] = {"anyOf": texts(MAX_INPUTS)}
+    many = {"type": "array", "items": text, "minItems": 1, "maxItems": MAX_INPUTS}
+    schemas["OllamaEmbedBody"]["properties"]["input"] = {"anyOf": [text, many]}
+    schemas["OllamaEmbeddingsBody"]["properties"]["prompt"] = text
     schemas["TokenizeBody"]["anyOf"] = [
         {**_may(prompt={"type": "string"}, messages={"type": "null"}), "required": ["prompt"]},
         {**_may(prompt={"type": "null"}, messages={"type": "array"}), "required": ["messages"]},
@@ -261,7 +290,8 @@ def _add_numbers(schemas: Schema, ready: Ready, most: int) -> None:
             found["maximum"] = min(MAX_CHOICES, most)
         elif found.get("title") == "Biases":
             found["propertyNames"] = {"pattern": f"^({'|'.join(_below(ready.vocab_size))})$"}
-    schemas["EmbeddingBody"]["properties"]["dimensions"] = {"enum": [None, ready.dimensions]}
+    for name in ("EmbeddingBody", "OllamaEmbedBody"):
+        schemas[name]["properties"]["dimensions"]["anyOf"][0]["maximum"] = ready.dimensions
 
 
 def _parts(value: Any) -> Iterator[Schema]:
@@ -292,7 +322,9 @@ def _add_errors(operation: Schema, path: str, posting: bool, keyed: bool) -> Non
     if keyed and path not in OPEN_TO_ALL:
         statuses.append(401)
     theirs = path.startswith(ANTHROPIC)
-    own = response_types.AnthropicError if theirs else response_types.Error
+    own: type[Answer] = response_types.AnthropicError if theirs else response_types.Error
+    if path.startswith(OLLAMA):
+        own = OllamaError
     for status in sorted(statuses):
         shapes = dict.fromkeys([own, response_types.Error] if status in _BY_CONNECTION else [own])
         content = {"application/json": {"schema": {"anyOf": [_ref(shape) for shape in shapes]}}}

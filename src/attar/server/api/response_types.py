@@ -119,6 +119,33 @@ class Embeddings(Answer, frozen=True):
     usage: ReadUsage
 
 
+class Timings(Answer, frozen=True):
+    """llama.cpp's timings of a request; milliseconds, and tokens."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+    draft_n: int
+    draft_n_accepted: int
+
+
+class RankedToken(Answer, frozen=True):
+    """A token of vLLM's `prompt_logprobs`; its rank is null beyond the most probable ones."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, RankedToken] | None]
+
+
 class LikelyToken(Answer, frozen=True):
     token: str
     logprob: float
@@ -145,6 +172,7 @@ class ChatChoice(Answer, frozen=True):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    token_ids: list[int] | UnsetType = UNSET  # this and the other extras: where they were asked for
 
 
 class ChatCompletion(Answer, frozen=True):
@@ -154,6 +182,9 @@ class ChatCompletion(Answer, frozen=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    timings: Timings | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatDelta(Answer, frozen=True):
@@ -166,6 +197,7 @@ class ChatChunkChoice(Answer, frozen=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(Answer, frozen=True):
@@ -175,6 +207,8 @@ class ChatChunk(Answer, frozen=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionLogprobs(Answer, frozen=True):
@@ -191,6 +225,9 @@ class CompletionChoice(Answer, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(Answer, frozen=True):
@@ -200,6 +237,7 @@ class Completion(Answer, frozen=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    timings: Timings | UnsetType = UNSET
 
 
 class CompletionChunkChoice(Answer, frozen=True):
@@ -207,6 +245,8 @@ class CompletionChunkChoice(Answer, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionChunk(Answer, frozen=True):
@@ -216,6 +256,7 @@ class CompletionChunk(Answer, frozen=True):
     model: str
     choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 class AnthropicUsage(Answer, frozen=True):

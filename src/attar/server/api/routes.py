@@ -5,7 +5,7 @@ A body's headers are checked before it is read.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,10 +17,13 @@ from attar.protocol.messages import Ready
 from attar.server.admission.rate_limits import Caller
 from attar.server.api import anthropic, openai
 from attar.server.api import response_types as types
+from attar.server.api.answering import stream as _stream
+from attar.server.api.answering import whole as _whole
 from attar.server.api.anthropic import AnthropicBody, AnthropicPrompt
 from attar.server.api.constraints import refused
+from attar.server.api.dialects.extras import Extras
 from attar.server.api.openapi import giving, taking
-from attar.server.api.sampling_params import anthropic_params, chat_params, completion_params
+from attar.server.api.sampling_params import anthropic_params, chat_params, completion_params, ended
 from attar.server.api.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, Sampling, TokenizeBody
 from attar.server.api.status import respond
 from attar.server.api.validation import BodyType, read
@@ -30,8 +33,7 @@ from attar.server.fair_thread_pool import TextThreads
 from attar.server.grammars import Grammars
 from attar.server.http import sse
 from attar.server.http.limits import MAX_BODY
-from attar.server.prompts import Prompts, Turn
-from attar.server.request_handler import RequestHandler
+from attar.server.prompts import Prompts, Room, Turn
 from attar.text.grammars import GrammarError
 
 TOO_LARGE = f"the body is larger than {MAX_BODY} bytes"
@@ -74,7 +76,8 @@ class Routes:
         ids = await sse.while_wanted(request.receive, making)
         grammar = await self._proven(request, caller, body, ready)
         params = chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
-        form = openai.ChatFormat(self._prompts.tokenizer, bool(body.logprobs))
+        tokenizer = self._prompts.tokenizer
+        form = openai.ChatFormat(tokenizer, bool(body.logprobs), Extras(body, tokenizer, [ids]))
         handler = self._dispatcher.submit(caller, [ids], params, body.n or 1, model, body.priority or 0, grammar)
         if body.stream:
             options = body.stream_options or openai.NO_OPTIONS
@@ -85,17 +88,25 @@ class Routes:
         """OpenAI's text completions."""
         caller, body, model, ready = await self._read(request, CompletionBody)
         asked = body.prompts()
-        making = self._prompts.ids(
-            caller.cache_salt, asked, ready.vocab_size, "prompt", ready.context, new=0 if body.max_tokens == 0 else 1
-        )
+        if body.suffix is None:
+            making = self._prompts.ids(
+                caller.cache_salt, asked, ready.vocab_size, "prompt", ready.context,
+                new=0 if body.max_tokens == 0 else 1,
+            )  # fmt: skip
+        else:
+            room = Room("suffix", ready.vocab_size, ready.context)
+            making = self._prompts.infill_ids(caller.cache_salt, asked, body.suffix, room)
         ids = await sse.while_wanted(request.receive, making)
         grammar = await self._proven(request, caller, body, ready)
         params = completion_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
+        if body.suffix is not None and grammar is None:
+            params = ended(params, self._prompts.infill)
         n, scored, echoes = body.n or 1, body.logprobs is not None, None
         if body.echo:
             making_echoes = self._prompts.echoes(caller.cache_salt, asked, scored)
             echoes = await sse.while_wanted(request.receive, making_echoes)
-        form = openai.CompletionFormat(self._prompts.tokenizer, scored, n, ids, echoes)
+        tokenizer = self._prompts.tokenizer
+        form = openai.CompletionFormat(tokenizer, scored, n, ids, echoes, Extras(body, tokenizer, ids))
         made = body.best_of or n
         handler = self._dispatcher.submit(caller, ids, params, made, model, body.priority or 0, grammar)
         if body.stream:
@@ -124,13 +135,11 @@ class Routes:
     async def embeddings(self, request: Request) -> Response:
         """OpenAI's embeddings, from the model's final hidden states, each at unit length."""
         caller, body, model, ready = await self._read(request, EmbeddingBody)
-        if body.dimensions not in (None, ready.dimensions):
-            message = f"dimensions: this model's vectors have {ready.dimensions} numbers, and are not shortened"
-            raise APIError("unsupported_field", message, "dimensions")
+        self._check_dimensions(body, ready)
         making = self._prompts.ids(caller.cache_salt, body.inputs(), ready.vocab_size, "input", ready.context)
         ids = await sse.while_wanted(request.receive, making)
         handler = self._dispatcher.embed(caller, ids, body.pooling, model)
-        return await _whole(request, handler, openai.embeddings(handler, model, body.encoding_format == "base64"))
+        return await _whole(request, handler, openai.embeddings(handler, model, body))
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text, or of a conversation as the chat endpoint renders it. `add_special_tokens` applies to a
@@ -153,6 +162,11 @@ class Routes:
         caller, body, _, ready = await self._read(request, DetokenizeBody)
         making = self._prompts.text(caller.cache_salt, body.tokens, ready.vocab_size)
         return respond({"prompt": await sse.while_wanted(request.receive, making)})
+
+    def _check_dimensions(self, body: EmbeddingBody, ready: Ready) -> None:
+        if body.dimensions is not None and body.dimensions > ready.dimensions:
+            message = f"dimensions: this model's vectors have {ready.dimensions} numbers, not {body.dimensions}"
+            raise APIError("out_of_range", message, "dimensions")
 
     async def tokenizer_info(self) -> Response:
         """The tokenizer's special tokens and chat template, as lm-eval's remote tokenizer reads them."""
@@ -210,24 +224,3 @@ async def _receive(request: Request, name: str) -> bytes:
             raise APIError("body_too_large", TOO_LARGE)
         more = message.get("more_body", False)
     return bytes(body)
-
-
-async def _whole(request: Request, handler: RequestHandler, answer: Awaitable[Iterable[bytes | bytearray]]) -> Response:
-    try:
-        async with sse.while_connected(request.receive, handler.leave):
-            pieces = await answer
-    finally:
-        handler.close()
-    return sse.whole(pieces)
-
-
-async def _stream(
-    request: Request, handler: RequestHandler, pieces: AsyncIterator[bytes], failed: bytes, ping: bytes = sse.COMMENT
-) -> Response:
-    try:
-        async with sse.while_connected(request.receive, handler.leave):
-            await handler.admitted()
-        return sse.EventStream(pieces, handler.leave, handler.close, failed, handler.caller.id, ping)
-    except BaseException:
-        handler.close()
-        raise

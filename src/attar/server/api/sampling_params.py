@@ -6,6 +6,7 @@ A refusal gives both numbers: what was asked for, and what there may be.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from attar.faults import point
@@ -13,9 +14,11 @@ from attar.protocol.messages import Ready
 from attar.protocol.request import MAX_SEED, SamplingParams
 from attar.server.admission.rate_limits import Caller
 from attar.server.api.anthropic import AnthropicBody
+from attar.server.api.dialects.infill import DEFAULTS, InfillBody
 from attar.server.api.schemas import ALL_THAT_FIT, ChatBody, CompletionBody, Sampling
 from attar.server.errors import APIError
 from attar.server.prompts import in_vocabulary
+from attar.text.infill import Infill
 
 DEFAULT_COMPLETION = 16  # tokens: /v1/completions, as OpenAI has it
 MAX_LOGPROBS = 3_000_000  # per answer, alternatives included: 20 for each token of a context of 128K, and more
@@ -42,8 +45,7 @@ def completion_params(
         wanted = caller.allowance(sum(map(len, prompts)), made * len(prompts)) or room
     params = SamplingParams(max_tokens=min(wanted, room), **given)
     _check_choices(made, most, "best_of" if made > n else "n")
-    if body.logprobs is not None:
-        check_logprobs(prompts, params, made, bool(body.stream))
+    check_logprobs(prompts, params, made, bool(body.stream) or body.logprobs is None)
     return params
 
 
@@ -63,6 +65,24 @@ def chat_params(
     _check_choices(n, most, "n")
     check_logprobs([prompt], params, n, bool(body.stream))
     return params
+
+
+def ended(params: SamplingParams, infill: Infill | None) -> SamplingParams:
+    """Return parameters of a middle, which a token that begins another file ends too."""
+    assert infill is not None
+    return replace(params, stop_token_ids=(*params.stop_token_ids, *infill.ends))
+
+
+def infill_params(body: InfillBody, prompt: Sequence[int], ready: Ready, caller: Caller) -> SamplingParams:
+    """Make the parameters of /infill: llama.cpp's defaults; without a limit as many tokens as fit. Raises APIError."""
+    given: dict[str, Any] = {name: getattr(body, name) for name in _PLAIN if hasattr(body, name)}
+    given |= _filters(body.top_k, body.top_p) | {"seed": None if body.seed == -1 else _seed(body.seed)}
+    given |= {"logit_bias": _biases(body.logit_bias, ready.vocab_size)}
+    room = ready.context - len(prompt)
+    wanted = body.n_predict
+    if wanted is None or wanted == ALL_THAT_FIT:
+        wanted = caller.allowance(len(prompt), 1) or room
+    return SamplingParams(max_tokens=min(wanted, room), **{**DEFAULTS, **_present(given)})
 
 
 def anthropic_params(body: AnthropicBody, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -95,7 +115,7 @@ def _check_choices(n: int, most: int, name: str) -> None:
 
 _PLAIN = (
     "min_tokens", "temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos",
-    "stop",
+    "stop", "prompt_logprobs",
 )  # fmt: skip
 
 
@@ -103,17 +123,24 @@ def _common(body: Sampling, vocab: int) -> dict[str, Any]:
     given: dict[str, Any] = {name: getattr(body, name) for name in _PLAIN}
     given |= _filters(body.top_k, body.top_p)
     given["draft_tokens"] = None if body.speculation is None else body.speculation.max_tokens
-    given["seed"] = None if body.seed is None else body.seed % (MAX_SEED + 1)  # each of OpenAI's seeds is one of ours
+    given["seed"] = _seed(body.seed)
     if body.stop_token_ids:
         in_vocabulary(body.stop_token_ids, vocab, "stop_token_ids")
         given["stop_token_ids"] = tuple(body.stop_token_ids)
-    if body.logit_bias:
-        for key in body.logit_bias:
-            # Canonical numbers only: with two spellings of one token, one bias would be lost.
-            if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key and int(key) < vocab):
-                raise APIError("invalid_value", f"logit_bias: keys are token ids, 0 to {vocab - 1}", "logit_bias")
-        given["logit_bias"] = {int(key): bias for key, bias in body.logit_bias.items()}
+    given["logit_bias"] = _biases(body.logit_bias, vocab)
     return _present(given)
+
+
+def _seed(seed: int | None) -> int | None:
+    return None if seed is None else seed % (MAX_SEED + 1)  # each of OpenAI's seeds is one of ours
+
+
+def _biases(biases: Mapping[str, float] | None, vocab: int) -> dict[int, float] | None:
+    for key in biases or ():
+        # Canonical numbers only: with two spellings of one token, one bias would be lost.
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key and int(key) < vocab):
+            raise APIError("invalid_value", f"logit_bias: keys are token ids, 0 to {vocab - 1}", "logit_bias")
+    return {int(key): bias for key, bias in biases.items()} if biases else None
 
 
 def _filters(top_k: int | None, top_p: float | None) -> dict[str, Any]:

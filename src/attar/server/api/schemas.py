@@ -54,6 +54,7 @@ StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 StopTokens = Annotated[list[Token], Meta(max_length=64)]
 Biases = Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES, title="Biases")]
 Nothing = Annotated[list[Any], Meta(max_length=0)]
+Suffix = Annotated[str, Meta(description="Text behind the answer, for models that can fill in the middle.")]
 Pooling = Literal["mean", "last"]
 Continue = Annotated[bool, Meta(description="The answer goes on from the last message, which no turn's end follows.")]
 
@@ -121,9 +122,14 @@ class Sampling(Constrained, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: Speculation | None = None
+    return_token_ids: bool | None = None
+    prompt_logprobs: Logprobs | None = None
+    timings_per_token: bool | None = None
 
     def __post_init__(self) -> None:
         check_stops(self.stop, "stop")
+        if self.prompt_logprobs is not None and self.stream:
+            raise APIError("invalid_value", "prompt_logprobs: only without stream", "prompt_logprobs")
         _check_end(self)
         if self.stream_options is not None and not self.stream:
             raise APIError("invalid_value", "stream_options: only with stream = true", "stream_options")
@@ -136,12 +142,12 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # of both endpoints, or of other se
     "stop": ("", [""]), "logit_bias": ([],), "tools": ([],),
     "use_beam_search": (False,), "num_beams": (1,), "length_penalty": (1,), "early_stopping": (False,),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True, False), "no_stop_trim": (False,),
-    "include_stop_str_in_output": (False,), "echo": (False,), "prompt_logprobs": (), "truncate_prompt_tokens": (),
-    "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "bad_words": ([],), "allowed_token_ids": (),
+    "include_stop_str_in_output": (False,), "echo": (False,), "truncate_prompt_tokens": (),
+    "return_tokens_as_token_ids": (False,), "bad_words": ([],), "allowed_token_ids": (),
     "grammar": ("",), "regex": (), "ebnf": (), "logits_processors": ([],), "samplers": (),
     "mirostat": (0,), "mirostat_mode": (0,), "typical_p": (1,), "tfs": (1,), "tfs_z": (1,), "top_a": (0,),
     "dynatemp_range": (0,), "xtc_probability": (0,), "dry_multiplier": (0,), "repeat_penalty": (1,),
-    "no_repeat_ngram_size": (0,), "n_predict": (), "n_keep": (0,), "n_probs": (0,), "timings_per_token": (False,),
+    "no_repeat_ngram_size": (0,), "n_predict": (), "n_keep": (0,), "n_probs": (0,),
     "return_progress": (False,), "options": ({},), "plugins": ([],), "transforms": ([],), "safe_prompt": (False,),
 }  # fmt: skip
 
@@ -171,6 +177,7 @@ class CompletionBody(Sampling, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: Logprobs | None = None
     best_of: Choices | None = None
+    suffix: Suffix | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,8 +188,13 @@ class CompletionBody(Sampling, frozen=True, kw_only=True):
         if self.stream and made > kept:
             message = "best_of: more than n only without stream: the best are known at the end"
             raise APIError("invalid_value", message, "best_of")
+        if self.prompt_logprobs is not None and self.echo and self.logprobs is not None:
+            message = "prompt_logprobs: not with echo and logprobs, which tell of the prompt too"
+            raise APIError("invalid_value", message, "prompt_logprobs")
         if self.max_tokens == 0 and not self.echo:
             raise APIError("out_of_range", "max_tokens: 0 only with echo = true", "max_tokens")
+        if self.suffix is not None and self.echo:
+            raise APIError("invalid_value", "suffix: not with echo", "suffix")
         if self.prompt == []:
             raise APIError("empty_prompt", "prompt: an empty list", "prompt")
         _check_prompts(self.prompt, "prompt", MAX_PROMPTS, "prompts")
@@ -281,7 +293,8 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
 
 class EmbeddingBody(Body, frozen=True, kw_only=True):
     """Body of /v1/embeddings. `pooling`, an extension, is the mean over positions (default) or the last one. Vectors
-    have unit length. `dimensions` can only be the model's own number."""
+    have unit length. `dimensions` keeps the first numbers of each, which says little unless the model was trained for
+    it (Matryoshka)."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "add_special_tokens": (True,), "truncate_prompt_tokens": (), "normalize": (True,), "priority": (0,),

@@ -165,6 +165,12 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": self._ping, "more_body": True})
 
 
+class LineStream(EventStream):
+    """A response of lines of JSON."""
+
+    media_type = "application/x-ndjson"
+
+
 def event(data: bytes, name: str | None = None) -> bytes:
     """Encode one server-sent event of JSON, which has no line breaks."""
     point("sse.format")

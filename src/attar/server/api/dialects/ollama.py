@@ -1,0 +1,274 @@
+"""Ollama's API: bodies of requests, read as those of OpenAI's API, and answers, whole and as lines of JSON.
+
+Streams are the default, as there. Where a request names no sampling parameter, this server's defaults hold, not those
+of Ollama's models.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from attar.protocol.messages import Delta, Failed, Finished
+from attar.server.api.body import Body, Ignored
+from attar.server.api.constraints import NamedSchema, ObjectFormat, ResponseFormat, SchemaFormat, SchemaObject
+from attar.server.api.schemas import (
+    ALL_THAT_FIT,
+    MAX_INPUTS,
+    MAX_MESSAGES,
+    MAX_TOKENS,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    Fraction,
+    Length,
+    Message,
+    Nothing,
+    Penalty,
+    Repetition,
+    Seed,
+    StopString,
+    StopStrings,
+    Temperature,
+    TopK,
+    check_stops,
+)
+from attar.server.errors import APIError
+from attar.server.request_handler import RequestHandler
+
+VERSION = "0.12.6"
+"""The version of Ollama's API that this one follows; clients compare it."""
+
+NEVER = "1970-01-01T00:00:00Z"
+"""A time that this server does not know."""
+
+_PREDICT = "0 and less: as many as fit."
+
+encode = msgspec.json.encode
+
+One = Annotated[float, Meta(ge=1, le=1)]
+JsonFormat = Literal["", "json"] | SchemaObject
+
+
+class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sampling parameters, and settings of Ollama's own engine, which are ignored."""
+
+    num_predict: Annotated[int, Meta(ge=-2, le=MAX_TOKENS, description=_PREDICT)] | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: Fraction | None = None
+    min_p: Fraction | None = None
+    repeat_penalty: Repetition | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Seed | None = None
+    stop: StopString | StopStrings | None = None
+    typical_p: One | None = None
+    tfs_z: One | None = None
+    mirostat: Annotated[int, Meta(ge=0, le=0)] | None = None
+    num_ctx: Ignored = None
+    num_keep: Ignored = None
+    num_batch: Ignored = None
+    num_gpu: Ignored = None
+    main_gpu: Ignored = None
+    num_thread: Ignored = None
+    numa: Ignored = None
+    use_mmap: Ignored = None
+    use_mlock: Ignored = None
+    low_vram: Ignored = None
+    f16_kv: Ignored = None
+    repeat_last_n: Ignored = None
+    mirostat_tau: Ignored = None
+    mirostat_eta: Ignored = None
+    penalize_newline: Ignored = None
+
+    def __post_init__(self) -> None:
+        check_stops(self.stop, "options.stop")
+
+    def fields(self) -> dict[str, Any]:
+        """Return the parameters by their names in OpenAI's API."""
+        names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
+        found = {name: getattr(self, name) for name in names} | {"repetition_penalty": self.repeat_penalty}
+        if self.num_predict is not None:
+            found["max_tokens"] = self.num_predict if self.num_predict > 0 else ALL_THAT_FIT
+        return found
+
+
+_NO_OPTIONS = Options()
+
+
+class _Generating(Body, frozen=True, kw_only=True):
+    """What both bodies of texts have."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "tools": ([],), "think": (False,), "logprobs": (False,), "top_logprobs": (0,), "images": ([],),
+        "template": ("",), "context": ([],), "width": (0,), "height": (0,), "steps": (0,), "truncate": (True,),
+        "shift": (True, False),
+    }  # fmt: skip
+
+    options: Options | None = None
+    format: JsonFormat | None = None
+    stream: bool | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Return whether the answer is a stream, which is the default."""
+        return self.stream is not False
+
+    def sampling(self) -> dict[str, Any]:
+        """Return sampling parameters and the constraint as fields of OpenAI's API."""
+        shape: ResponseFormat | None = None
+        if self.format == "json":
+            shape = ObjectFormat()
+        elif isinstance(self.format, dict):
+            shape = SchemaFormat(json_schema=NamedSchema(schema=self.format))
+        return (self.options or _NO_OPTIONS).fields() | {"response_format": shape, "model": self.model}
+
+
+class OllamaMessage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str | None = None
+    images: Nothing | None = None
+    tool_calls: Nothing | None = None
+    thinking: Literal[""] | None = None
+
+
+class OllamaChatBody(_Generating, frozen=True, kw_only=True):
+    """Body of /api/chat. Without messages it asks for nothing but the model."""
+
+    messages: Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] | None = None
+
+    def as_chat(self) -> ChatBody:
+        """Return the body as one of OpenAI's API. Raises APIError."""
+        said = [Message(role=each.role, content=each.content or "") for each in self.messages or ()]
+        return ChatBody(messages=said, **self.sampling())
+
+
+class OllamaGenerateBody(_Generating, frozen=True, kw_only=True):
+    """Body of /api/generate: one turn of a conversation, or with `raw` a text to be continued. With `suffix` the answer
+    is what comes between both texts. Without a prompt it asks for nothing but the model."""
+
+    prompt: str | None = None
+    system: str | None = None
+    suffix: str | None = None
+    raw: bool | None = None
+
+    def as_chat(self) -> ChatBody:
+        """Return the body as a conversation. Raises APIError."""
+        said = [Message(role="system", content=self.system)] if self.system else []
+        return ChatBody(messages=[*said, Message(role="user", content=self.prompt)], **self.sampling())
+
+    def as_completion(self) -> CompletionBody | None:
+        """Return the body as a text to be continued; None where it is a conversation. Raises APIError."""
+        if not self.raw and not self.suffix:
+            return None
+        fields = {"max_tokens": ALL_THAT_FIT} | self.sampling()
+        return CompletionBody(prompt=self.prompt or "", suffix=self.suffix or None, **fields)
+
+
+class OllamaEmbedBody(Body, frozen=True, kw_only=True):
+    """Body of /api/embed. A text that is too long is refused, not truncated."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"truncate": (True, False)}
+
+    input: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
+    dimensions: Length | None = None
+    options: Options | None = None
+
+    def as_embedding(self) -> EmbeddingBody:
+        """Return the body as one of OpenAI's API. Raises APIError."""
+        return EmbeddingBody(input=self.input, dimensions=self.dimensions, model=self.model)
+
+
+class OllamaEmbeddingsBody(Body, frozen=True, kw_only=True):
+    """Body of /api/embeddings, the older form."""
+
+    prompt: str
+    options: Options | None = None
+
+
+class OllamaShowBody(Body, frozen=True, kw_only=True):
+    """Body of /api/show."""
+
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    verbose: Ignored = None
+    system: Ignored = None
+    template: Ignored = None
+    options: Ignored = None
+
+
+def now() -> str:
+    """Return the time as Ollama writes it."""
+    return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+def loaded(model: str, chat: bool) -> dict[str, Any]:
+    """Return the answer to a request for nothing but the model."""
+    return {"model": model, "created_at": now(), **_text("", chat), "done": True, "done_reason": "load"}
+
+
+def _text(text: str, chat: bool) -> dict[str, Any]:
+    return {"message": {"role": "assistant", "content": text}} if chat else {"response": text}
+
+
+def _end(request: RequestHandler, generated: int, reason: str) -> dict[str, Any]:
+    reports = [report for report in request.reports if report is not None]
+    spent = time.monotonic() - request.caller.arrived
+    return {
+        "done": True, "done_reason": reason, "total_duration": _nanoseconds(spent), "load_duration": 0,
+        "prompt_eval_count": request.prompt_tokens,
+        "prompt_eval_duration": _nanoseconds(sum(report.prefill for report in reports)),
+        "eval_count": generated, "eval_duration": _nanoseconds(sum(report.decode for report in reports)),
+    }  # fmt: skip
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+async def whole(request: RequestHandler, model: str, chat: bool) -> list[bytes]:
+    """Return the answer as one object. Raises APIError."""
+    texts: list[str] = []
+    async for events in request.events(whole=True):
+        for event in events:
+            if isinstance(event, Failed):
+                raise request.context.refusal(event)
+            if isinstance(event, Delta):
+                texts.append(event.text)
+            elif isinstance(event, Finished):
+                head = {"model": model, "created_at": now(), **_text("".join(texts), chat)}
+                return [encode(head | _end(request, event.completion_tokens, event.reason))]
+    raise AssertionError("an answer without an end")
+
+
+def piece(model: str, text: str, chat: bool) -> bytes:
+    """Return a line of a stream with more text."""
+    return encode({"model": model, "created_at": now(), **_text(text, chat), "done": False}) + b"\n"
+
+
+async def stream(request: RequestHandler, model: str, chat: bool) -> AsyncIterator[bytes]:
+    """Yield the answer as lines of JSON; the last is `done`, or has an error."""
+    async for events in request.events():
+        lines = []
+        for event in events:
+            if isinstance(event, Failed):
+                lines.append(failed(APIError.of(event)))
+            elif isinstance(event, Delta) and event.text:
+                lines.append(piece(model, event.text, chat))
+            elif isinstance(event, Finished):
+                head = {"model": model, "created_at": now(), **_text("", chat)}
+                lines.append(encode(head | _end(request, event.completion_tokens, event.reason)) + b"\n")
+        if lines:
+            yield b"".join(lines)
+
+
+def failed(error: APIError) -> bytes:
+    """Return the last line of a stream that an error ends."""
+    return encode({"error": error.message}) + b"\n"
