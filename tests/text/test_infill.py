@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from attar.checkpoints import vocabulary
 from attar.text.infill import Infill
 from attar.text.literal import LiteralChat
 from attar.text.tokenizer import Tokenizer
@@ -76,14 +74,3 @@ def test_other_spellings(plain: Tokenizer, marks: tuple[str, ...]) -> None:
     tokenizer = with_tokens(plain, *marks)
     ids = made(tokenizer).ids("", "")
     assert ids == tuple(map(tokenizer.token_to_id, marks))
-
-
-def test_a_trained_models_own_tokens() -> None:
-    folder = os.environ.get("ATTAR_REAL_MODELS")
-    if folder is None:
-        pytest.skip("ATTAR_REAL_MODELS is not set")
-    tokenizer = vocabulary.tokenizer(Path(folder) / "Qwen2.5-Coder-0.5B-Instruct-Q4_K_M.gguf")
-    infill = made(tokenizer)
-    shown = tokenizer.decode(infill.ids("def f(", "return 1"), skip_special_tokens=False)
-    assert shown == "<|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>"
-    assert tokenizer.token_to_id("<|file_sep|>") in infill.ends

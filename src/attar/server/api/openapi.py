@@ -326,7 +326,9 @@ def _add_errors(operation: Schema, path: str, posting: bool, keyed: bool) -> Non
     if path.startswith(OLLAMA):
         own = OllamaError
     for status in sorted(statuses):
-        shapes = dict.fromkeys([own, response_types.Error] if status in _BY_CONNECTION else [own])
+        shapes: list[type[Answer]] = [own]
+        if status in _BY_CONNECTION and own is not response_types.Error:
+            shapes.append(response_types.Error)
         content = {"application/json": {"schema": {"anyOf": [_ref(shape) for shape in shapes]}}}
         codes = sorted(code for code, kind in CATALOGUE.items() if kind.status == status)
         responses[str(status)] = {"description": " or ".join(codes), "content": content}

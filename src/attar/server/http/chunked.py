@@ -38,7 +38,8 @@ class ChunkedBody:
 
     def __call__(self, buffer: ReceiveBuffer) -> h11.Data | h11.EndOfMessage | None:
         """Return all of the body that the buffer holds, or its end; None where more must arrive."""
-        data, pieces, at = bytes(buffer), [], 0
+        pieces: list[bytes] = []
+        data, at = bytes(buffer), 0
         while not self._last and at < len(data):
             start = at
             at = self._within(data, at, pieces) if self._left else self._begin(data, at, pieces)

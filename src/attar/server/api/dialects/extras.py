@@ -67,7 +67,7 @@ class Extras:
         """Return the tokens of prompt `at`, and its log probabilities."""
         found = b',"prompt_token_ids":%b' % encode(self._prompts[at]) if self.token_ids else b""
         if self._scored:
-            found += b',"prompt_logprobs":[%b]' % self._scores.get(at, b"null")
+            found += b',"prompt_logprobs":[%b]' % bytes(self._scores.get(at, b"null"))
         return found
 
     def of_end(self, reports: Iterable[Report | None], generated: int) -> bytes:

@@ -184,7 +184,8 @@ class OllamaEmbedBody(Body, frozen=True, kw_only=True):
 
     def as_embedding(self) -> EmbeddingBody:
         """Return the body as one of OpenAI's API. Raises APIError."""
-        return EmbeddingBody(input=self.input, dimensions=self.dimensions, model=self.model)
+        texts = self.input if isinstance(self.input, str) else [*self.input]
+        return EmbeddingBody(input=texts, dimensions=self.dimensions, model=self.model)
 
 
 class OllamaEmbeddingsBody(Body, frozen=True, kw_only=True):
