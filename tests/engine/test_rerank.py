@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as Backend
 
 from attar.engine.llm import LLM
 from attar.protocol.request import SamplingParams
+from attar.text.forms.rerank import Reranker, score
 from attar.text.literal import LiteralChat
-from attar.text.rerank import Reranker, score
 from attar.text.tokenizer import Tokenizer
 
 

@@ -172,7 +172,7 @@ def generate(config: GenerateConfig) -> None:
 def _infill(llm: LLM, prefix: str, suffix: str, params: SamplingParams) -> tuple[Sequence[int], SamplingParams]:
     """Return the prompt for what comes between both texts, and parameters by which a new file ends it too. Raises
     UserError where the model has no tokens for it."""
-    from attar.text.infill import Infill
+    from attar.text.forms.infill import Infill
     from attar.text.literal import LiteralChat
 
     infill = Infill.of(llm.tokenizer, LiteralChat(llm.tokenizer).text_ids)

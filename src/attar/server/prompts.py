@@ -19,9 +19,9 @@ from attar import strict_json
 from attar.faults import point
 from attar.server.errors import APIError
 from attar.server.fair_thread_pool import TextThreads
-from attar.text.infill import File, Infill
+from attar.text.forms.infill import File, Infill
+from attar.text.forms.rerank import Reranker
 from attar.text.literal import LiteralChat, Messages
-from attar.text.rerank import Reranker
 from attar.text.template import TemplateError, render_chat
 from attar.text.token_bounds import TokenBounds
 from attar.text.tokenizer import Detokenizer, Tokenizer

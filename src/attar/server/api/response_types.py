@@ -120,7 +120,7 @@ class Embeddings(Answer, frozen=True):
 
 
 class Timings(Answer, frozen=True):
-    """llama.cpp's timings of a request; milliseconds, and tokens."""
+    """Timings of a request as llama.cpp gives them; milliseconds, and tokens."""
 
     cache_n: int
     prompt_n: int

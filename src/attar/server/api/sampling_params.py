@@ -18,7 +18,7 @@ from attar.server.api.dialects.infill import DEFAULTS, InfillBody
 from attar.server.api.schemas import ALL_THAT_FIT, ChatBody, CompletionBody, Sampling
 from attar.server.errors import APIError
 from attar.server.prompts import in_vocabulary
-from attar.text.infill import Infill
+from attar.text.forms.infill import Infill
 
 DEFAULT_COMPLETION = 16  # tokens: /v1/completions, as OpenAI has it
 MAX_LOGPROBS = 3_000_000  # per answer, alternatives included: 20 for each token of a context of 128K, and more

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from attar.protocol.messages import Submit
 from attar.server.api.dialects import answers as types
-from attar.text.rerank import score
+from attar.text.forms.rerank import score
 from attar.text.tokenizer import Tokenizer
 from tests.server.conftest import Running, starting
 

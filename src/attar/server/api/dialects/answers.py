@@ -10,7 +10,7 @@ from attar.server.api.response_types import Answer, ReadUsage, Timings
 
 
 class Infilled(Answer, frozen=True):
-    """llama.cpp's answer of /infill: whole, or a piece of a stream, whose last has the fields from `model` on. Of a
+    """An answer of llama.cpp's /infill: whole, or a piece of a stream, whose last has the fields from `model` on. Of a
     whole answer `response_fields` chooses some, by their paths."""
 
     index: int

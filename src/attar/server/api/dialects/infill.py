@@ -1,4 +1,4 @@
-"""llama.cpp's /infill: the text between a prefix and a suffix, as editors ask for it."""
+"""The route /infill of llama.cpp: the text between a prefix and a suffix, as editors ask for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ encode = msgspec.json.encode
 
 MAX_FILES = 256
 DEFAULTS: Mapping[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-"""llama.cpp's sampling parameters where a request names none."""
+"""Sampling parameters of llama.cpp, where a request names none."""
 
 _OWN_ORDER = "Accepted and ignored: filters act in this server's order, and `infill` is none of them."
 _NO_CLOCK = "Accepted and ignored: n_predict bounds an answer."

@@ -184,7 +184,7 @@ class OllamaEmbedBody(Body, frozen=True, kw_only=True):
 
     def as_embedding(self) -> EmbeddingBody:
         """Return the body as one of OpenAI's API. Raises APIError."""
-        texts = self.input if isinstance(self.input, str) else [*self.input]
+        texts: str | list[str | int | list[int]] = self.input if isinstance(self.input, str) else [*self.input]
         return EmbeddingBody(input=texts, dimensions=self.dimensions, model=self.model)
 
 

@@ -1,4 +1,4 @@
-"""Jina's and Cohere's /v1/rerank, by a causal reranker (`text/rerank.py`)."""
+"""Jina's and Cohere's /v1/rerank, by a causal reranker (`text/forms/rerank.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attar.server.api.body import Body
 from attar.server.api.schemas import Length
 from attar.server.errors import APIError
 from attar.server.request_handler import RequestHandler
-from attar.text.rerank import score
+from attar.text.forms.rerank import score
 
 MAX_DOCUMENTS = 1024
 

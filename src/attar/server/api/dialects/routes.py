@@ -19,7 +19,7 @@ from attar.server.api.routes import Routes
 from attar.server.api.sampling_params import ended, infill_params
 from attar.server.http import sse
 from attar.server.prompts import Room
-from attar.text.rerank import INSTRUCTION
+from attar.text.forms.rerank import INSTRUCTION
 
 
 class DialectRoutes(Routes):
@@ -36,7 +36,7 @@ class DialectRoutes(Routes):
             app.post(path, include_in_schema=False)(self.rerank)
 
     async def infill(self, request: Request) -> Response:
-        """llama.cpp's infill: the text between a prefix and a suffix."""
+        """Text between a prefix and a suffix, as llama.cpp's server fills it in."""
         caller, body, model, ready = await self._read(request, InfillBody)
         new = 0 if body.n_predict == 0 else 1
         room = Room("input_prefix", ready.vocab_size, ready.context, new)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from attar.text.infill import Infill
+from attar.text.forms.infill import Infill
 from attar.text.literal import LiteralChat
 from attar.text.tokenizer import Tokenizer
 

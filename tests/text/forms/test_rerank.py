@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as Backend
 
+from attar.text.forms.rerank import INSTRUCTION, Reranker, score
 from attar.text.literal import LiteralChat
-from attar.text.rerank import INSTRUCTION, Reranker, score
 from attar.text.tokenizer import Tokenizer
 
 MARKUP = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
