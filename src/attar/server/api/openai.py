@@ -171,7 +171,7 @@ class CompletionFormat:
         """Return a chunk's choice with the prompt, where it is echoed."""
         at = number // self.n
         if self._echoes is None:
-            return self._choice(number, "", [b"null"], self.extras.of_prompt(at)) if self.extras.token_ids else []
+            return self._choice(number, "", [b"null"], self.extras.of_prompt(at)) if self.extras.opens else []
         logprobs: Pieces = [b"null"]
         if self._logprobs:
             logprobs = self._of_prompts[at].json()

@@ -41,7 +41,6 @@ from attar.server.options import pattern
 
 Schema = dict[str, Any]
 
-_CONTINUED = "continue_final_message"
 _REF = "#/components/schemas/{name}"
 _BODIES: dict[str, type[Body]] = {}
 _ANSWERS: set[type[Answer]] = {
@@ -219,9 +218,6 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
         {"anyOf": streamed},
         {"anyOf": [_has(logprobs={"const": True}), _may(top_logprobs={"type": "null"})]},
     )
-    unstreamed = {"anyOf": [_may(stream={"enum": [None, False]}), _may(prompt_logprobs={"type": "null"})]}
-    for kind in (chat, completion):
-        kind["not"]["not"]["allOf"].append(unstreamed)
     told_once = [
         _may(prompt_logprobs={"type": "null"}),
         _may(echo={"enum": [None, False]}),
@@ -230,9 +226,6 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
     completion["not"]["not"]["allOf"].append({"anyOf": told_once})
     before_middle = [_may(echo={"enum": [None, False]}), _may(suffix={"enum": [None, ""]})]
     completion["not"]["not"]["allOf"].append({"anyOf": before_middle})
-    one_end = {"anyOf": [_may(**{name: {"enum": [None, False]}}) for name in ("add_generation_prompt", _CONTINUED)]}
-    for kind in (chat, schemas["TokenizeBody"]):
-        kind.setdefault("not", {"not": {"allOf": []}})["not"]["allOf"].append(one_end)
     for found in list(_parts(schemas)):
         if found.get("title") == "StopString":
             found.pop("maxLength")

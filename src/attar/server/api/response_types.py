@@ -209,6 +209,7 @@ class ChatChunk(Answer, frozen=True):
     usage: Usage | UnsetType | None = UNSET
     timings: Timings | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionLogprobs(Answer, frozen=True):
@@ -247,6 +248,7 @@ class CompletionChunkChoice(Answer, frozen=True):
     finish_reason: FinishReason | None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionChunk(Answer, frozen=True):

@@ -56,7 +56,8 @@ Biases = Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES, title="Biases")]
 Nothing = Annotated[list[Any], Meta(max_length=0)]
 Suffix = Annotated[str, Meta(description="Text behind the answer, for models that can fill in the middle.")]
 Pooling = Literal["mean", "last"]
-Continue = Annotated[bool, Meta(description="The answer goes on from the last message, which no turn's end follows.")]
+_GOES_ON = "The answer goes on from the last message, and no turn is opened, whatever add_generation_prompt says."
+Continue = Annotated[bool, Meta(description=_GOES_ON)]
 
 
 class Speculation(Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,13 +88,6 @@ def _check_end(body: Sampling) -> None:
             if getattr(body, name):
                 message = f"{name}: not with {asked.field}: the constraint decides on the end"
                 raise APIError("invalid_value", message, name)
-
-
-def _check_turn(body: ChatBody | TokenizeBody) -> None:
-    """Raise APIError for a conversation that is to open a turn, and to continue the last message."""
-    if body.add_generation_prompt and body.continue_final_message:
-        message = "continue_final_message: not with add_generation_prompt = true, which opens another turn"
-        raise APIError("invalid_value", message, "continue_final_message")
 
 
 class Sampling(Constrained, frozen=True, kw_only=True):
@@ -128,8 +122,6 @@ class Sampling(Constrained, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_stops(self.stop, "stop")
-        if self.prompt_logprobs is not None and self.stream:
-            raise APIError("invalid_value", "prompt_logprobs: only without stream", "prompt_logprobs")
         _check_end(self)
         if self.stream_options is not None and not self.stream:
             raise APIError("invalid_value", "stream_options: only with stream = true", "stream_options")
@@ -279,7 +271,6 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_turn(self)
         for name in ("max_tokens", "max_completion_tokens"):
             if getattr(self, name) == 0:
                 raise APIError("out_of_range", f"{name}: at least 1, or -1 for as many as fit", name)
@@ -335,7 +326,6 @@ class TokenizeBody(Body, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise APIError("missing_field", "prompt: either prompt or messages, and one of them", "prompt")
-        _check_turn(self)
 
     def conversation(self) -> list[dict[str, str]]:
         """Return the messages as chat templates expect them."""

@@ -34,6 +34,11 @@ class Extras:
         self._scores: dict[int, bytearray] = {}
         self._bytes = 0  # of all of them
 
+    @property
+    def opens(self) -> bool:
+        """Return whether a stream begins with something about its prompt."""
+        return self.token_ids or self._scored
+
     def take(self, number: int, tokens: Iterable[int]) -> None:
         """Keep more tokens of a choice of a whole answer."""
         if self.token_ids:
