@@ -9,7 +9,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints-cpu.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/version.py $(wildcard src/attar/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint soak soak-load soak-api soak-faults soak-invariance soak-schemas sanitize neon test-emulated test-triton gpu-check bench-compressors bench-quality \
+.PHONY: help demo test test-slow lint soak soak-load soak-api soak-faults soak-invariance soak-schemas soak-speculation sanitize neon test-emulated test-triton gpu-check bench-compressors bench-quality \
   bench-hostile bench-peers bench-serving bench-lm-eval bench-real real-models clean
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make soak-faults       raise every fault point a hundred times, at different moments"
 	@echo "make soak-invariance   compare 4,000 batches bit for bit with single requests, with one thread and with two"
 	@echo "make soak-schemas      judge two suites of schemas whole, 20,000 random schemas, and 2,000 schedules of constraints"
+	@echo "make soak-speculation  compare 2,000 random schedules with drafts bit for bit with the same requests without"
 	@echo "make sanitize          stress the kernels' threads and run the kernel tests, with sanitizers"
 	@echo "make neon              build the kernels for 64-bit Arm and run them under emulation, if Debian's packages exist"
 	@echo "make test-emulated     run the kernel tests with AVX-VNNI, AVX-512 and AMX emulated, on any processor with AVX2"
@@ -92,6 +93,10 @@ soak-schemas: $(VENV)/.installed-dev
 	@TEST_SCHEMA_EVERY=1 $(BIN)/python -m pytest -p no:xdist -q -s tests/text/test_schema_suites.py
 	@TEST_RANDOM_SCHEMAS=20000 TEST_FORCED_SEEDS=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q \
 	  tests/sampling/test_masks.py tests/engine/test_forced.py
+
+# This takes some forty minutes on one core. A schedule that fails is run again by TEST_SPECULATION_FIRST and a count of one.
+soak-speculation: $(VENV)/.installed-dev
+	@TEST_SPECULATION_SEEDS=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q tests/engine/test_speculation_schedules.py
 
 sanitize: $(VENV)/.installed-dev
 	@tools/sanitize.sh

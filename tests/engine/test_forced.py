@@ -26,7 +26,8 @@ from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.text.tokenizer import Tokenizer
 from tests.engine.conftest import ROOM, TIGHT, answers, make_engine, run, run_as_they_come
 from tests.engine.test_grammar import JSON, WORD
-from tests.engine.test_speculation import Broken, Known, Replay, texts_of
+from tests.engine.test_speculation import Broken, Known
+from tests.engine.test_speculation_schedules import Foreseeing, texts_of
 
 SEEDS = int(os.environ.get("TEST_FORCED_SEEDS", "12"))
 FORCING = SchedulerConfig(max_step_tokens=48, max_drafts=FORCED_STEP_DRAFTS)
@@ -135,7 +136,7 @@ def test_no_schedule_of_constrained_requests_changes_a_bit(make: Callable[..., E
     limits = SchedulerConfig(
         max_running=draw.choice((1, 3, 8)), max_step_tokens=draw.choice((8, 17, 64)), max_drafts=draw.choice((3, 7, 16))
     )
-    replay = Replay(texts_of(events), draw, one.decoder.config.vocab_size)
+    replay = Foreseeing(texts_of(events), draw, right=0.8)
     drafter = draw.choice((None, None, replay, SuffixDrafter()))
     made = make(
         blocks=draw.choice((ROOM, TIGHT)), limits=limits, drafter=drafter, overlaps=draw.random() < 0.2,

@@ -1,115 +1,32 @@
-"""Speculative decoding changes no text: random schedules with drafts of every kind against the requests without."""
+"""Speculative decoding changes no text. `test_speculation_schedules.py` has random schedules."""
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from attar import faults
-from attar.engine.engine import Engine
 from attar.kernels import dispatch
 from attar.model.decoder import Decoder
-from attar.protocol.messages import Delta, Embed, Event, Submit
+from attar.protocol.messages import Embed, Finished, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
+from attar.sampling import draft_gains
 from attar.sampling.drafters.drafter import Draft, DraftRequest
 from attar.sampling.drafters.model import ModelDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.sampling.sampler import Sampler
 from attar.scheduling.sequence import Sequence as Tokens
 from attar.text.tokenizer import Tokenizer
-from tests.engine.conftest import CONTEXT, ROOM, TIGHT, Answers, answers, make_engine, run, run_as_they_come
-from tests.engine.test_engine import ROUNDED, some_requests
+from tests.engine.conftest import CONTEXT, answers, make_engine, run
 from tests.engine.test_grammar import JSON, WORD
+from tests.engine.test_speculation_schedules import LONG, Foreseeing, texts_of
 
-SEEDS = int(os.environ.get("TEST_SPECULATION_SEEDS", "24"))
-LONG = 8
 DRAFTING = SchedulerConfig(max_step_tokens=48, max_drafts=16)
-
-
-class Replay:
-    """Guesses what is known to come, but for some; any number of tokens at a time, and any nonsense."""
-
-    name, costly = "replay", False
-
-    def __init__(self, texts: dict[str, list[int]], draw: random.Random, vocab_size: int) -> None:
-        self.texts, self.draw_, self.vocab_size = texts, draw, vocab_size
-        self.forgotten: list[str] = []
-
-    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        found = []
-        for request in requests:
-            at = request.sequence.output
-            right = self.texts[request.sequence.id][at : at + request.limit]
-            guess = [t if self.draw_.random() < 0.8 else self.draw_.randrange(self.vocab_size) for t in right]
-            guess = guess[: self.draw_.randrange(LONG + 1)]
-            if self.draw_.random() < 0.05:
-                guess.append(self.draw_.choice([-1, self.vocab_size, 2**40]))
-            found.append(Draft(tuple(guess), self.draw_.randrange(4)))
-        if self.draw_.random() < 0.02:
-            raise RuntimeError("a drafter that fails")
-        return found
-
-    def forget(self, sequence: Tokens) -> None:
-        self.forgotten.append(sequence.id)
-
-    def reset(self) -> None:
-        self.forgotten.clear()
-
-
-def texts_of(events: list[Event]) -> dict[str, list[int]]:
-    texts: dict[str, list[int]] = {}
-    for event in events:
-        if isinstance(event, Delta):
-            texts.setdefault(f"{event.id}#{event.choice}", []).extend(event.token_ids)
-    return texts
-
-
-def schedule(decoder: Decoder, seed: int, count: int, kv: str | None = None) -> Engine:
-    """Run requests alone, then together with drafts; return the engine that speculated."""
-    draw = random.Random(-(2**20) - seed)
-    asks = some_requests(seed + 5000, count, decoder.config.vocab_size)
-    one = make_engine(decoder, kv=kv)
-    alone: Answers = {}
-    events: list[Event] = []
-    for ask in asks:
-        events += (own := run(one, [ask]))
-        alone |= answers(own)
-        one.cache.flush()
-    limits = SchedulerConfig(
-        policy=draw.choice(("continuous", "continuous", "static", "none")), max_running=draw.choice((1, 2, 4, 8)),
-        max_step_tokens=draw.choice((8, 17, 64)), max_drafts=draw.choice((3, 16)),
-    )  # fmt: skip
-    replay = Replay(texts_of(events), draw, decoder.config.vocab_size)
-    smaller = ModelDrafter(decoder, CONTEXT, 8, decoder.config.vocab_size, blocks=draw.choice((4, 9, 40)))
-    made = make_engine(
-        decoder, draw.choice((ROOM, TIGHT)), limits, kv=kv, drafter=draw.choice((replay, smaller, SuffixDrafter())),
-        draft_tokens=draw.choice((None, LONG)), overlaps=draw.random() < 0.3,
-    )  # fmt: skip
-    found = answers(run_as_they_come(made, asks, draw))
-    assert found.keys() == alone.keys()
-    for key, answer in found.items():
-        assert answer == alone[key], f"choice {key}"
-    made.scheduler.check()
-    assert made.pool.active == 0
-    assert made.speculation is not None
-    assert not made.speculation._accounts, "something is kept of what has ended"
-    return made
-
-
-@pytest.mark.parametrize("seed", range(SEEDS))
-def test_no_schedule_of_drafts_changes_a_bit(decoder: Decoder, seed: int) -> None:
-    schedule(decoder, seed, 10)
-
-
-@pytest.mark.parametrize("kv", ROUNDED)
-@pytest.mark.parametrize("seed", range(max(2, SEEDS // 12)))
-def test_nor_where_keys_and_values_are_rounded(decoder: Decoder, kv: str, seed: int) -> None:
-    schedule(decoder, seed + 700, 6, kv)
 
 
 def test_right_drafts_save_steps_and_wrong_ones_cost_none(decoder: Decoder) -> None:
@@ -128,6 +45,34 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_none(decoder: Decoder) -> N
     assert wrong.steps == plain.steps
     assert wrong.speculation is not None
     assert wrong.speculation.accepted < wrong.speculation.drafted / 7
+
+
+def test_what_speculation_gained_is_told(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By position, and for a request in seconds: those of the steps saved, less those of drafting."""
+    now = iter(range(10**6))
+    monkeypatch.setattr(draft_gains, "time", SimpleNamespace(perf_counter=lambda: next(now) / 1000))
+    ask = Submit("a", (5, 6, 7), SamplingParams(max_tokens=33, temperature=0))
+    text = texts_of(run(make_engine(decoder), [ask]))
+    text["a#0"][3] ^= 1
+    steps = iter(range(10**6))
+    made = make_engine(
+        decoder, limits=DRAFTING, drafter=Known(text), draft_tokens=7, clock=lambda: float(next(steps) // 4)
+    )
+    (end,) = [event for event in run(made, [ask]) if isinstance(event, Finished)]
+    stats, report = made.stats(), end.report
+    assert report is not None
+    assert stats.drafted_by_position[0] == stats.draft_steps == report.draft_steps == made.steps - 1
+    assert stats.accepted_by_position[0] == stats.accepted_by_position[1] == stats.draft_steps
+    assert sum(stats.drafted_by_position) == stats.drafted_tokens == report.drafted_tokens
+    assert sum(stats.accepted_by_position) == stats.accepted_tokens == report.accepted_tokens
+    assert report.draft_steps + report.accepted_tokens == 32
+    assert 0 < report.draft_seconds <= stats.draft_seconds < 1
+    assert report.saved_seconds > 0
+
+    wrong = make_engine(decoder, limits=DRAFTING, drafter=Known({"a#0": [-1] * 40}), draft_tokens=7)
+    (end,) = [event for event in run(wrong, [ask]) if isinstance(event, Finished)]
+    assert end.report is not None
+    assert end.report.saved_seconds < 0  # drafting took its time and gave nothing
 
 
 class Known:
@@ -231,8 +176,7 @@ def test_constrained_answers_are_those_without_drafts(demo: Any, tiny_decoder: C
         for i, each in enumerate([JSON, WORD] * 4)
     ]
     events = run(make_engine(made, **how), asks)
-    draw = random.Random(0)
-    for drafter in (SuffixDrafter(), Replay(texts_of(events), draw, tokenizer.vocab_size)):
+    for drafter in (SuffixDrafter(), Foreseeing(texts_of(events), random.Random(0), 0.8)):
         for tokens in (None, LONG):
             engine = make_engine(made, limits=DRAFTING, drafter=drafter, draft_tokens=tokens, **how)
             assert answers(run(engine, asks)) == answers(events)

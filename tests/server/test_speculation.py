@@ -50,17 +50,24 @@ def test_answers_are_those_of_a_server_without_drafts(drafting: Served, real: Se
     off, _ = call(drafting, "/v1/completions", body | {"speculation": {"max_tokens": 0}})
     assert json.loads(off)["choices"] == json.loads(expected)["choices"]
     why = json.loads(call(drafting, f"/v1/requests/{id}/why")[0])
-    if not temperature:
-        assert '"accepted_tokens"' in json.dumps(why)
+    (report,) = why["prompts"]
+    assert report["draft_steps"] + report["accepted_tokens"] == 63
+    assert report["draft_seconds"] > 0
+    assert temperature or report["accepted_tokens"] > 0
 
 
 def test_drafts_are_counted(drafting: Served) -> None:
     before = counters(drafting)
     call(drafting, "/v1/completions", SEEDED | {"temperature": 0})
     after = counters(drafting)
-    grown = {name: after[name] - before[name] for name in after if name in before}
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
     assert grown["attar_draft_tokens_total"] >= grown["attar_draft_tokens_accepted_total"] > 0
     assert grown["attar_draft_errors_total"] == 0
+    assert grown["attar_draft_seconds_total"] > 0
+    assert grown["attar_draft_steps_total"] == 63 - grown["attar_draft_tokens_accepted_total"]
+    by_position = [grown[f'attar_draft_tokens_accepted_by_position_total{{position="{at}"}}'] for at in (1, 2, 3, 4)]
+    assert by_position == sorted(by_position, reverse=True)
+    assert sum(by_position) == grown["attar_draft_tokens_accepted_total"]
     steps = grown["attar_steps_total"]
     assert steps <= 1 + 64 - grown["attar_draft_tokens_accepted_total"]
     call(drafting, "/v1/completions", SEEDED | {"temperature": 0, "speculation": {"max_tokens": 0}})

@@ -233,6 +233,7 @@ class Engine:
             generated_tokens=self.generated, preemptions=self.scheduler.preemptions,
             drafted_tokens=drafts.drafted if drafts else 0, accepted_tokens=drafts.accepted if drafts else 0,
             draft_errors=drafts.errors if drafts else 0, forced_tokens=drafts.forced if drafts else 0,
+            **(drafts.gains.stats() if drafts else {}),
         )  # fmt: skip
 
     # ---- taking requests
@@ -293,7 +294,8 @@ class Engine:
     def _planned(self) -> InflightStep | None:
         """Launch the next step after the one before is over; None where there is nothing to run."""
         if self.speculation is not None:
-            self.speculation.propose(map(self._choice_of, self.scheduler.running))
+            with self.speculation.gains.drafting():
+                self.speculation.propose(map(self._choice_of, self.scheduler.running))
         plan = self.scheduler.plan(began := self.clock())
         inflight = self._launched(plan, began) if plan.chunks else None
         if inflight is None:

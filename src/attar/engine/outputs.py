@@ -13,6 +13,7 @@ from torch import Tensor
 from attar.faults import point
 from attar.protocol.messages import Delta, Embedding, Finished, PromptLogprobs, Report
 from attar.protocol.request import FinishReason, SamplingParams, TokenLogprob
+from attar.sampling.draft_gains import Gain
 from attar.sampling.sampler import BAD, BadLogits, SampledToken, Sampler, logprobs_of
 from attar.sampling.stop_strings import StopChecker
 from attar.scheduling.sequence import Sequence, Status
@@ -121,6 +122,7 @@ class Request:
     drafted: int = 0  # drafts that were verified
     accepted: int = 0  # of these, the right ones
     forced: int = 0  # of these, the ones that the constraint forced
+    gain: Gain = field(default_factory=Gain)  # by speculation
 
     def pool(self, before: Tensor | None, hidden: Tensor) -> None:
         """Take the hidden states [N, D] of the next piece of the prompt, where `pooled` was `before`. A repeated call
@@ -168,4 +170,5 @@ class Request:
             limited_by=dict(self.limited_by),
             roof_fraction=self.least / self.stepped if self.least and self.stepped else None,
             drafted_tokens=self.drafted, accepted_tokens=self.accepted, forced_tokens=self.forced,
+            draft_steps=self.gain.steps, draft_seconds=self.gain.drafting, saved_seconds=self.gain.saved,
         )  # fmt: skip

@@ -23,6 +23,7 @@ from attar.engine.loader import LoadedModel
 from attar.engine.outputs import Choice
 from attar.faults import point
 from attar.protocol.speculation import DRAFTERS
+from attar.sampling.draft_gains import DraftGains
 from attar.sampling.drafters.drafter import NO_DRAFT, Draft, Drafter, DraftRequest
 from attar.sampling.drafters.forced import ForcedDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
@@ -85,9 +86,13 @@ class Speculation:
     accepted: int = 0  # of these, the right ones
     forced: int = 0  # of these, the ones that a constraint forced
     errors: int = 0  # exceptions of the drafter, and drafts outside the vocabulary
+    gains: DraftGains = field(init=False)
     _accounts: dict[Sequence, _Account] = field(default_factory=dict)
     _spelled: Chances = field(default_factory=lambda: Chances(GLOBAL_MEMORY, start=SPELLED))
     _drafting: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # seconds of the drafter for a draft
+
+    def __post_init__(self) -> None:
+        self.gains = DraftGains(self.pace.costs)
 
     def propose(self, choices: Iterable[Choice]) -> None:
         """Set the drafts of each decoding choice's sequence; none where they do not pay."""
@@ -127,6 +132,7 @@ class Speculation:
         chunks."""
         if self.drafter is None and not self._accounts:
             return
+        self.gains.count(plan, {each: choice.request.gain for each, choice in choices.items()}, outcomes)
         for chunk in plan.chunks:
             if (account := self._accounts.get(chunk.sequence)) is None or not chunk.samples:
                 continue

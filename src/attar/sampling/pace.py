@@ -54,6 +54,11 @@ class Costs:
         self._steps[rows].append(seconds)
         self._medians[rows] = median(self._steps[rows])
 
+    @property
+    def known(self) -> bool:
+        """True once a step was counted."""
+        return bool(self._rows)
+
     def of(self, rows: int) -> float:
         """Return the seconds of a step of `rows` rows; 1 where nothing is known yet."""
         if (known := self._medians.get(rows)) is not None:

@@ -100,7 +100,17 @@ class _Engine(Collector):
             ("attar_draft_tokens", "Drafts of speculative decoding that were verified", stats.drafted_tokens),
             ("attar_draft_tokens_accepted", "Of those, the right ones", stats.accepted_tokens),
             ("attar_forced_tokens_accepted", "Of those, the ones that a constraint forced", stats.forced_tokens),
+            ("attar_draft_steps", "Steps of decoding choices with a drafter", stats.draft_steps),
+            ("attar_draft_seconds", "Time making drafts", stats.draft_seconds),
             ("attar_draft_errors", "Failures of the drafter, and drafts that are no tokens", stats.draft_errors),
             ("attar_steps_ahead", "Steps launched before the last one's tokens were known", stats.steps_ahead),
         ):
             yield CounterMetricFamily(name, help_, value=value)
+        for name, help_, counts in (
+            ("attar_draft_tokens_by_position", "Drafts verified, a step's first at 1", stats.drafted_by_position),
+            ("attar_draft_tokens_accepted_by_position", "Of those, the right ones", stats.accepted_by_position),
+        ):
+            family = CounterMetricFamily(name, help_, labels=["position"])
+            for position, count in enumerate(counts, 1):
+                family.add_metric([str(position)], count)
+            yield family
