@@ -60,7 +60,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES if hard == resource.RLIM_INFINITY else min(FILES, hard), hard))
     keys = timing.key_file()
     parts = {
-        "mixed": Part((), 600, lambda *given: asyncio.run(mixed.run(*given))),
+        "mixed": Part(mixed.OPTIONS, 600, lambda *given: asyncio.run(mixed.run(*given))),
         "disconnects": Part(
             disconnects.OPTIONS, 0, lambda served, _, tell: asyncio.run(disconnects.run(served, args.disconnects, tell))
         ),

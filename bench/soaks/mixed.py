@@ -2,7 +2,8 @@
 
 Of the requests, half are streams, about 15 % hang up on the way, 10 % have long prompts, 5 % must be refused, and the
 others ask for log probabilities, several choices or prompts, stop strings, biases, penalties, embeddings and tokens.
-Canaries are among them throughout: fixed requests whose answers must stay the same to the bit.
+Canaries are among them throughout: fixed requests whose answers must stay the same to the bit. The server drafts, and
+some requests are asked again without drafts: the answer must be the same to the bit.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ CLIENTS = 64
 MEMORY_BAR = 8 << 20  # bytes that a process may grow over the second half
 MEMORY_SECONDS = 300  # shorter runs are all warm-up: their memory is only shown
 LAG_BAR = 0.1
+OPTIONS = ("--draft", "suffix")
 CHAT, COMPLETIONS, MESSAGES, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/embeddings"
 
 PREFIXES = [" ".join(f"{word} {number}" for number in range(30)) for word in ("sea", "hill", "lamp", "crow")]
@@ -60,7 +62,7 @@ class Seen:
 
     answers: Counter[str] = field(default_factory=Counter)
     wrong: Counter[str] = field(default_factory=Counter)
-    """By gate: status, terminal, usage, canary."""
+    """By gate: status, terminal, usage, canary, drafts."""
     examples: dict[str, str] = field(default_factory=dict)
 
     def fault(self, gate: str, what: str) -> None:
@@ -125,6 +127,7 @@ def _correct(seen: Seen) -> list[Gate]:
         "terminal": "streams without exactly one end",
         "usage": "usage that does not add up",
         "canary": "canaries that differ",
+        "drafts": "answers that differ without drafts",
     }
     return [
         Gate(name, f"{seen.wrong[key]} {seen.examples.get(key, '')}".strip(), "0", seen.wrong[key] == 0)
@@ -183,6 +186,8 @@ async def _ask(connection: Connection, rng: random.Random, seen: Seen, expected:
         await _canary(connection, number, expected[number], seen)
     elif kind < 0.25:
         await _cancelled(connection, rng, seen)
+    elif kind < 0.30:
+        await _audited(connection, rng, seen)
     else:
         await _good(connection, rng, seen, slow=kind > 0.97)
 
@@ -202,6 +207,20 @@ async def _canary(connection: Connection, number: int, expected: Any, seen: Seen
         seen.fault("status", f"{reply.status}: a canary, {reply.body[:200]!r}")
     elif essence(reply) != expected:
         seen.fault("canary", f"{reply.body[:300]!r}, not {expected!r}")
+
+
+async def _audited(connection: Connection, rng: random.Random, seen: Seen) -> None:
+    seen.answers["with drafts and without"] += 1
+    text = rng.choice(PREFIXES) + " " + " ".join(rng.choices(WORDS, k=6) * 3)
+    body: Body = {"prompt": text, "max_tokens": 40, "temperature": rng.choice([0, 0.7]), "seed": 5, "logprobs": 2}
+    replies = [
+        await connection.ask(request("POST", COMPLETIONS, body | more))
+        for more in ({}, {"speculation": {"max_tokens": 0}})
+    ]
+    if any(reply.status != 200 for reply in replies):
+        seen.fault("status", f"{[reply.status for reply in replies]}: {body!r:.200}")
+    elif essence(replies[0]) != essence(replies[1]):
+        seen.fault("drafts", f"{replies[0].body[:300]!r}, not {replies[1].body[:300]!r}")
 
 
 async def _cancelled(connection: Connection, rng: random.Random, seen: Seen) -> None:

@@ -12,8 +12,11 @@ from attar.cli import options
 from attar.cli.commands import configured, flag, option
 from attar.cli.terminal import CHECK_FAILED, Progress, emit, errors, fail, progress, require, tell_doubt, tell_shared
 from attar.errors import UserError
+from attar.protocol.speculation import MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:
+    from attar.checkpoints.receipts.receipt import Verdict
+    from attar.evaluation.speculation_audit import Audit
     from attar.evaluation.tasks import TaskReport
     from attar.metrics.measure import Report
     from attar.model.decoder import Decoder
@@ -130,24 +133,47 @@ def _subject(config: EvalConfig, bar: Progress) -> tuple[str | Decoder, Tokenize
 def verify(
     model: options.Model,
     no_hashes: Annotated[bool, flag("Model", "Replay the probes only.", "--no-hashes")] = False,
+    speculation: Annotated[int | None, option(
+        "Speculation", "N", "Instead, run N seeded requests with drafts and without, and compare every token and log "
+        "probability. Needs no receipt.", min=1,
+    )] = None,
+    draft: options.Draft = None,
     device: options.Device = "cpu",
     dtype: options.ComputeDtype = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
-) -> None:
-    """Check a compressed folder or GGUF file against its receipt.
+) -> None:  # fmt: skip
+    """Check a compressed folder or GGUF file against its receipt, or speculative decoding against decoding without.
 
     The command checks every hash, then replays every probe on this machine's kernels. It names the first file or layer
-    that differs; the exit status is then 1.
+    that differs; the exit status is then 1. So it is where a request differs with --speculation.
 
     Examples:
       attar verify ./out
       attar verify out.gguf --no-hashes
+      attar verify ./out --speculation 100 --draft suffix
     """
     with errors(as_json), progress(quiet) as bar:
-        from attar.checkpoints.receipts.verify import verify as run
+        verdict: Audit | Verdict
+        if speculation is not None:
+            from attar.engine.llm import LLM
+            from attar.evaluation.speculation_audit import audit
 
-        verdict = run(model, hashes=not no_hashes, device=device, dtype=dtype, progress=bar)
+            if draft is None:
+                raise UserError("option_missing", "name what makes the drafts: --draft suffix, or a model")
+            if no_hashes:
+                raise UserError("option_unused", "--no-hashes is of a receipt, which --speculation does not read")
+            llm = LLM(
+                model, device=device, dtype=dtype, draft=draft, draft_tokens=MAX_DRAFT_TOKENS, verify=False,
+                progress=bar,
+            )  # fmt: skip
+            verdict = audit(llm, speculation, bar)
+        elif draft is not None:
+            raise UserError("option_unused", "--draft is of --speculation N")
+        else:
+            from attar.checkpoints.receipts.verify import verify as run
+
+            verdict = run(model, hashes=not no_hashes, device=device, dtype=dtype, progress=bar)
         bar.close()
         if verdict.ok:
             print(verdict.sentence)

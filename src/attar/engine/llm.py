@@ -188,6 +188,12 @@ class LLM:
         """Tokens that prompt and output may have together."""
         return self.decoder.config.context
 
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """Drafts that were verified since the cache was made, and of these the right ones."""
+        speculation = None if self._engine is None else self._engine.speculation
+        return (0, 0) if speculation is None else (speculation.drafted, speculation.accepted)
+
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits float32 [N, vocab] of a sequence of N token ids, one row a position."""
         ids = self._checked(token_ids)
