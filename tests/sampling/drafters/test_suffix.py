@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from attar.protocol.request import SamplingParams
 from attar.sampling.drafters import suffix as module
+from attar.sampling.drafters.automaton import SuffixAutomaton
 from attar.sampling.drafters.drafter import DraftRequest
-from attar.sampling.drafters.suffix import SuffixAutomaton, SuffixDrafter
+from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.sampling.sampler import Sampler
 from attar.scheduling.sequence import Sequence
 

@@ -1,107 +1,26 @@
-"""Drafts copied from the sequence itself: what followed the last time that its present end occurred.
+"""Drafts copied from the sequence itself, or from past texts: what followed when its present end occurred before.
 
-The longest suffix of a text that occurs in it earlier is found by a suffix automaton (Blumer et al., "The smallest
-automaton recognizing the subwords of a text", 1985), online and in constant amortized time a token. Prompt lookup
-(Saxena, 2023) and n-gram drafts are the special cases of a bounded suffix; suffix decoding (Oliaro et al., arXiv
-2411.04975) is the model for the rest. Of several earlier occurrences a recent one is taken. The evidence is the length
-of the match.
+The longest suffix of the sequence that occurs in it earlier is found by a suffix automaton (`automaton.py`). Prompt
+lookup (Saxena, 2023) and n-gram drafts are the special cases of a bounded suffix; suffix decoding (Oliaro et al., arXiv
+2411.04975) is the model for the rest. Where texts of earlier requests of the same salt have a longer one
+(`past_texts.py`), what followed there is taken. The evidence is the length of the match.
 
 It costs some microseconds a token and no model. Text that repeats itself or its prompt is drafted well: edits of code,
 summaries, JSON, answers that quote. Of other text there is no match, or a short one that the pace learns to ignore.
 
-Nothing is shared between sequences, so no request learns of another.
+Requests of another salt are never looked at, so no client learns what another was answered.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
+from attar.sampling.drafters.automaton import SuffixAutomaton
 from attar.sampling.drafters.drafter import NO_DRAFT, Draft, DraftRequest
+from attar.sampling.drafters.past_texts import PastTexts
 from attar.scheduling.sequence import Sequence as Tokens
 
 INDEXED = 1 << 15  # tokens of a sequence, the last ones: some 3 MB
-RECENT = 8  # suffixes of the present match whose last occurrence is brought up to date
-
-
-class SuffixAutomaton:
-    """The suffix automaton of a text that grows: `match` is the longest suffix with an earlier occurrence.
-
-    A state stands for substrings with the same occurrences; state 0 is the empty one. Most states have one successor,
-    which lies in two arrays; those of the others are in a dict.
-    """
-
-    def __init__(self) -> None:
-        self.text = array("i")
-        self._length, self._link, self._end = array("i", [0]), array("i", [-1]), array("i", [-1])
-        self._token, self._target = array("i", [-1]), array("i", [0])
-        self._more: dict[int, dict[int, int]] = {}
-        self._last = 0
-        self.match = 0
-        """Length of the longest suffix of the text that occurs earlier in it too."""
-        self.behind = 0
-        """Place in the text behind an earlier occurrence of that suffix, where `match` is not 0."""
-
-    def __len__(self) -> int:
-        return len(self.text)
-
-    def push(self, token: int) -> None:
-        """Append a token."""
-        place = len(self.text)
-        self.text.append(token)
-        new = self._state(self._length[self._last] + 1, place)
-        at = self._last
-        while at >= 0 and self._next(at, token) < 0:
-            self._connect(at, token, new)
-            at = self._link[at]
-        if at < 0:
-            self._link[new] = 0
-        else:
-            target = self._next(at, token)
-            if self._length[target] != self._length[at] + 1:
-                target = self._split(at, token, target)
-            self._link[new] = target
-        self._last = new
-        found = self._link[new]
-        self.match, self.behind = self._length[found], self._end[found] + 1
-        for _ in range(RECENT):
-            if found <= 0:
-                break
-            self._end[found] = place
-            found = self._link[found]
-
-    def _split(self, at: int, token: int, target: int) -> int:
-        """Make a state for the shorter substrings of `target`, which now occur at one more place than the others."""
-        clone = self._state(self._length[at] + 1, self._end[target])
-        self._link[clone], self._link[target] = self._link[target], clone
-        self._token[clone], self._target[clone] = self._token[target], self._target[target]
-        if target in self._more:
-            self._more[clone] = dict(self._more[target])
-        while at >= 0 and self._next(at, token) == target:
-            self._connect(at, token, clone)
-            at = self._link[at]
-        return clone
-
-    def _state(self, length: int, end: int) -> int:
-        self._length.append(length)
-        self._link.append(-1)
-        self._end.append(end)
-        self._token.append(-1)
-        self._target.append(0)
-        return len(self._length) - 1
-
-    def _next(self, state: int, token: int) -> int:
-        """Return the successor of a state, or -1."""
-        if self._token[state] == token:
-            return self._target[state]
-        more = self._more.get(state)
-        return -1 if more is None else more.get(token, -1)
-
-    def _connect(self, state: int, token: int, target: int) -> None:
-        if self._token[state] in (-1, token):
-            self._token[state], self._target[state] = token, target
-        else:
-            self._more.setdefault(state, {})[token] = target
 
 
 class SuffixDrafter:
@@ -111,6 +30,7 @@ class SuffixDrafter:
 
     def __init__(self) -> None:
         self._known: dict[Tokens, tuple[SuffixAutomaton, int]] = {}
+        self._past = PastTexts()
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return [self._draft(request) for request in requests]
@@ -123,6 +43,9 @@ class SuffixDrafter:
         for token in tokens[first + len(automaton) :]:
             automaton.push(token)
         self._known[request.sequence] = automaton, first
+        past, length = self._past.find(request.sequence, request.limit)
+        if length > automaton.match:
+            return Draft(tuple(past), length)
         if not automaton.match:
             return NO_DRAFT
         guess = automaton.text[automaton.behind : automaton.behind + request.limit]
@@ -131,7 +54,9 @@ class SuffixDrafter:
         return Draft(tuple(guess), automaton.match)
 
     def forget(self, sequence: Tokens) -> None:
-        self._known.pop(sequence, None)
+        if self._known.pop(sequence, None) is not None:
+            self._past.end(sequence)
 
     def reset(self) -> None:
         self._known.clear()
+        self._past.reset()
