@@ -16,6 +16,7 @@ from attar.protocol.speculation import MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from attar.checkpoints.receipts.receipt import Verdict
+    from attar.evaluation.draft_quality import DraftQuality
     from attar.evaluation.speculation_audit import Audit
     from attar.evaluation.tasks import TaskReport
     from attar.metrics.measure import Report
@@ -44,6 +45,10 @@ class EvalConfig(options.OutputConfig):
     greedy: Annotated[int, option(
         "Comparison", "N", "Continue N prompts of the text greedily and count the tokens that agree.", min=0,
     )] = 0  # fmt: skip
+    draft: Annotated[str | None, option(
+        "Comparison", "MODEL", "Instead: how often this draft model guesses MODEL's tokens, and what it gains.",
+    )] = None  # fmt: skip
+    temperature: Annotated[float, option("Comparison", "T", "Temperature of --draft.", min=0)] = 1.0
     kv: options.Kv = None
     adapter: Annotated[Path | None, option("Model", "DIR", "LoRA adapter of MODEL alone (PEFT folder).")] = None
     device: options.Device = "cpu"
@@ -59,12 +64,14 @@ def evaluate(config: EvalConfig) -> None:
     A text gives perplexity. --against adds KL divergence, top-1 agreement and the expected acceptance rate (EAR). All
     figures have 95 % intervals, and are measured as by `compress --eval`. --greedy continues each prompt by 64 tokens.
     --kv measures the cost of a KV cache format, against the same model unless --against names another; windows then
-    have up to 4096 tokens. A task gives perplexity of the target and accuracy, as lm-eval defines them.
+    have up to 4096 tokens. A task gives perplexity of the target and accuracy, as lm-eval defines them. --draft
+    continues prompts of the text: it prints distances, rejections, tokens a step and speed, predicted and measured.
 
     Examples:
       attar eval ./out --against ./model --text heldout.txt
       attar eval ./out --kv int4 --text heldout.txt
       attar eval ./out --task lambada=lambada.jsonl --limit 500
+      attar eval ./large --draft ./small --text heldout.txt
     """
     with errors(config.as_json), progress(config.quiet) as bar:
         require(config.device)
@@ -72,10 +79,26 @@ def evaluate(config: EvalConfig) -> None:
             from attar.checkpoints.sources import hub
 
             tell_doubt(config.adapter, hub.resolve(config.model))
-        report = _on_text(config, bar) if config.task is None else _on_task(config, config.task, bar)
+        report: DraftQuality | Report | TaskReport
+        if config.draft is not None:
+            report = _of_draft(config, config.draft, bar)
+        else:
+            report = _on_text(config, bar) if config.task is None else _on_task(config, config.task, bar)
         bar.close()
         print(report.table())
         emit(config.as_json, report.to_dict())
+
+
+def _of_draft(config: EvalConfig, draft: str, bar: Progress) -> DraftQuality:
+    """Measure a draft model. Raises ValueError without a text, and for options of other measurements."""
+    from attar.evaluation.draft_quality import measure
+
+    others = (config.task, config.against, config.stride, config.context, config.max_tokens, config.kv, config.adapter)
+    if config.greedy or config.device != "cpu" or config.tp * config.pp > 1 or any(each is not None for each in others):
+        raise UserError("option_conflict", "--draft takes --text and --temperature alone, on a CPU in one process")
+    if config.text is None:
+        raise UserError("option_missing", "give the text whose prompts are continued: --text heldout.txt")
+    return measure(config.model, draft, config.text, temperature=config.temperature, progress=bar)
 
 
 def _on_text(config: EvalConfig, bar: Progress) -> Report:

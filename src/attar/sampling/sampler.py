@@ -331,6 +331,16 @@ def counted(params: SamplingParams) -> int | None:
     return 0 if params.logprob_token_ids else params.logprobs
 
 
+def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Return the probabilities, float64 [B, V], from which tokens are drawn by parameters without penalties, biases and
+    masks."""
+    rows = logits.double()
+    if params.temperature == 0:
+        return torch.zeros_like(rows).scatter_(-1, ops.argmax(rows)[:, None], 1.0)
+    scaled = rows.sub(rows.amax(-1, keepdim=True)).div_(params.temperature)
+    return _filter(scaled, [params] * len(rows)).softmax(-1)
+
+
 def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Apply steps 4 to 6: -inf for the dropped tokens [b, V]. The largest of each row is 0."""
     size = scaled.shape[-1]
