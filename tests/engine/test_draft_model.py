@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from attar.engine import startup
 from attar.engine.draft_model import check_same_tokens, memory_bytes
@@ -48,6 +49,18 @@ def test_a_server_counts_the_draft_model_in_its_memory(demo: Path) -> None:
     assert made.speculation.drafter.name == "model"
     with user_error("memory_insufficient", "draft model"):
         startup.start_engine(Settings(str(demo), "", memory=needed - 1, context=256, threads=1, draft=str(demo)))
+
+
+def test_both_kinds_are_named_together(demo: Path) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, seed=0)
+    plain = LLM(demo, verify=False).generate("one two three. one two three. one two", params)
+    llm = LLM(demo, draft=f"suffix,{demo}", draft_tokens=3, verify=False)
+    assert llm.generate("one two three. one two three. one two", params) == plain
+    assert llm.drafts[1] > 10
+    settings = Settings(str(demo), "", draft=f"suffix,{demo}")
+    assert settings.draft_model == str(demo)
+    with user_error("file_not_found", "suffix,MODEL"):
+        LLM(demo, draft="suffix,./nowhere", verify=False)
 
 
 def test_another_tokenizer_is_refused(demo: Path, tmp_path: Path) -> None:
@@ -99,6 +112,39 @@ def test_sequences_that_are_drafted_for_together_share_no_block(tiny_decoder: Ca
     assert made.speculation is not None
     assert made.speculation.drafted == made.speculation.accepted > 20
     assert made.speculation.errors == 0
+
+
+def test_a_smaller_vocabulary_is_refused_with_both_numbers(demo: Path, tiny: Path) -> None:
+    size = str(Tokenizer.load(demo).vocab_size)
+    with user_error("option_conflict", "256", size):
+        LLM(demo, draft=str(tiny), verify=False)
+
+
+def test_a_draft_model_without_the_targets_tokenizer_is_refused(demo: Path, tiny: Path) -> None:
+    with user_error("option_conflict", "no tokenizer"):
+        LLM(tiny, draft=str(demo), verify=False)
+
+
+def test_memory_for_one_but_not_for_both_is_refused_with_both_numbers(demo: Path) -> None:
+    limits = SchedulerConfig()
+    needed = memory_bytes(demo, 256, limits.together, 1)
+    settings = Settings(str(demo), "", context=256, memory=needed + (8 << 20), threads=1, draft=str(demo))
+    with user_error("memory_insufficient", "the model", "of the draft model", "too little"):
+        startup.start_engine(settings)
+
+
+def test_a_draft_model_that_yields_nan_costs_its_drafts_alone(tiny_decoder: Callable[..., Decoder]) -> None:
+    target = tiny_decoder(scheme="w4g32", store=dispatch.store("int8g32"))
+    broken = tiny_decoder(tensors={"model.norm.weight": torch.full((64,), torch.nan)}, store=dispatch.store("int8g32"))
+    asks = [Submit(f"{i}", (5 + i,) * 9, SamplingParams(max_tokens=20, seed=i)) for i in range(2)]
+    limits = SchedulerConfig(max_step_tokens=48, max_drafts=16)
+    drafter = ModelDrafter(broken, 64, 2, target.config.vocab_size)
+    made = make_engine(target, limits=limits, drafter=drafter, draft_tokens=3)
+    assert answers(run(made, asks)) == answers(run(make_engine(target), asks))
+    assert made.speculation is not None
+    assert made.speculation.drafted == 0
+    assert made.speculation.errors > 20
+    assert drafter.pool.free == drafter.pool.total
 
 
 def test_several_processes_take_no_draft_model(demo: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import draft_gains
 from attar.sampling.drafters.drafter import Draft, DraftRequest
+from attar.sampling.drafters.first_of import FirstOf
 from attar.sampling.drafters.model import ModelDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.sampling.sampler import Sampler
@@ -227,3 +229,31 @@ def test_a_draft_model_reads_again_what_it_had_no_room_for(decoder: Decoder) -> 
     assert made.speculation is not None
     assert made.speculation.accepted > 20
     assert made.speculation.errors == 0
+
+
+def test_a_long_match_is_copied_and_a_model_asked_elsewhere(decoder: Decoder) -> None:
+    params = SamplingParams(max_tokens=60, temperature=0)
+    asks = [Submit("loops", (5, 6, 7, 8) * 6, params), Submit("new", (9, 3), replace(params, max_tokens=8))]
+    expected = answers(run(make_engine(decoder), asks))
+    model = ModelDrafter(decoder, CONTEXT, 3, decoder.config.vocab_size)
+    drafted: list[str] = []
+    draft = model.draft
+
+    def watched(requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafted.extend(request.sequence.id for request in requests)
+        return draft(requests)
+
+    model.draft = watched  # type: ignore[method-assign]
+    combined = FirstOf(model)
+    for tokens in (4, None):
+        drafted.clear()
+        made = make_engine(decoder, limits=DRAFTING, drafter=combined, draft_tokens=tokens)
+        assert answers(run(made, asks)) == expected
+        assert made.speculation is not None
+        assert made.speculation.errors == 0
+        assert not combined._matches
+        if tokens:
+            assert "new#0" in drafted
+            assert drafted.count("loops#0") < made.steps / 2, "its text repeats itself"
+            assert made.speculation.accepted > 40
+    assert model.pool.free == model.pool.total

@@ -18,7 +18,7 @@ DISCONNECTS = 192
 def served() -> Iterator[Served]:
     if not Path("/proc/self/task").is_dir():
         pytest.skip("looks at processes by /proc")
-    made = Served("--max-running", "16")
+    made = Served("--max-running", "16", *mixed.OPTIONS)
     try:
         yield made
     finally:

@@ -79,7 +79,8 @@ Threads = Annotated[int | None, option("Device", "N", "CPU threads.", "--threads
 
 Draft = Annotated[str | None, option(
     "Speculation", "DRAFT", "Source of drafts for speculative decoding: suffix copies from prompt and text, or a "
-    "smaller model with the same tokenizer. On a CPU no text changes.", "--draft", default="none",
+    "smaller model with the same tokenizer, or suffix,MODEL for both. On a CPU no text changes.", "--draft",
+    default="none",
 )]  # fmt: skip
 DraftTokens = Annotated[int | None, option(
     "Speculation", "N", "Drafts of a sequence in each step: auto, or 0 to 16.", "--draft-tokens",

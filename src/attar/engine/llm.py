@@ -116,7 +116,8 @@ class LLM:
     they stay exact.
 
     `draft` is the source of drafts of speculative decoding: `suffix` copies from prompt and text; otherwise it is a
-    smaller model with the same tokenizer, named like `model`. Drafts change no text on CPUs, only its speed.
+    smaller model with the same tokenizer, named like `model`; `suffix,MODEL` copies where it finds a long match, and
+    asks the model elsewhere. Drafts change no text on CPUs, only its speed.
     `draft_tokens` is the number of drafts in each step, up to 16; None decides by what pays.
 
     `parallel` says how many processes share the model (`loader.py`). No probe is replayed then: it would report

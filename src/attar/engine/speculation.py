@@ -22,9 +22,10 @@ from attar.engine.draft_model import load_drafter
 from attar.engine.loader import LoadedModel
 from attar.engine.outputs import Choice
 from attar.faults import point
-from attar.protocol.speculation import DRAFTERS
+from attar.protocol.speculation import DRAFTERS, MATCH_FIRST
 from attar.sampling.draft_gains import DraftGains
 from attar.sampling.drafters.drafter import NO_DRAFT, Draft, Drafter, DraftRequest
+from attar.sampling.drafters.first_of import FirstOf
 from attar.sampling.drafters.forced import ForcedDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.sampling.pace import GLOBAL_MEMORY, MEMORY, SAMPLES, Chances, Pace
@@ -47,7 +48,9 @@ def drafter(
         return None
     if name in DRAFTERS:
         return SuffixDrafter()
-    return load_drafter(Path(name), target, context, sequences, activations=activations, verify=verify)
+    path = Path(name.removeprefix(MATCH_FIRST))
+    made = load_drafter(path, target, context, sequences, activations=activations, verify=verify)
+    return FirstOf(made) if name.startswith(MATCH_FIRST) else made
 
 
 @dataclass(eq=False, slots=True)
@@ -153,11 +156,13 @@ class Speculation:
 
     def _affordable(self, asked: list[DraftRequest]) -> list[DraftRequest]:
         """Return the requests for which drafts pay, each with the number that does."""
+        matched = self._matched(asked)
+        asked = [request for request in asked if request.sequence not in matched]
         accounts = [self._account(request.sequence) for request in asked]
         likely = [
             list(account.chances.survivals(1, request.limit)) for account, request in zip(accounts, asked, strict=True)
         ]
-        found = []
+        found = [request for request in matched.values() if request.limit]
         counts = self.pace.counts(likely, median(self._drafting) if self._drafting else 0.0)
         for request, account, count in zip(asked, accounts, counts, strict=True):
             if count:
@@ -168,6 +173,27 @@ class Speculation:
             if count:
                 found.append(request._replace(limit=count))
         return found
+
+    def _matched(self, asked: list[DraftRequest]) -> dict[Sequence, DraftRequest]:
+        """Return the requests for which there are drafts without a model, each with the number that pays."""
+        if not isinstance(self.drafter, FirstOf):
+            return {}
+        found: dict[Sequence, DraftRequest] = {}
+        likely = []
+        for request in asked:
+            try:
+                draft = self.drafter.matched(request)
+            except Exception:
+                self._failed(self.drafter, "looking for a match of sequence %s", request.sequence.id)
+                continue
+            if draft.tokens:
+                account = self._account(request.sequence)
+                account.draft = draft  # it is compared with the next token, where it is not verified
+                account.unread, account.skipped = True, account.skipped + 1  # the model does not read these tokens
+                likely.append(list(account.chances.survivals(draft.evidence, len(draft.tokens))))
+                found[request.sequence] = request
+        counts = self.pace.counts(likely)
+        return {each: found[each]._replace(limit=count) for each, count in zip(found, counts, strict=True)}
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept of a sequence that has ended."""

@@ -15,7 +15,7 @@ import msgspec
 
 from attar.errors import UserError
 from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
-from attar.protocol.speculation import DRAFTERS, FORCED_STEP_DRAFTS, MAX_STEP_DRAFTS, check_draft
+from attar.protocol.speculation import DRAFTERS, FORCED_STEP_DRAFTS, MATCH_FIRST, MAX_STEP_DRAFTS, check_draft
 
 HOPELESS, CHANGED = 2, 3
 """Exit statuses of an engine that cannot serve its model, and of one whose files differ from the server's."""
@@ -64,7 +64,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def draft_model(self) -> str | None:
         """Return the path of the draft model; None where drafts are made without one."""
-        return None if self.draft in DRAFTERS else self.draft
+        return None if self.draft is None or self.draft in DRAFTERS else self.draft.removeprefix(MATCH_FIRST)
 
     @property
     def folders(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 
 from attar.checkpoints.strict_io import CONVERT, CheckpointError, near
-from attar.protocol.speculation import DRAFTERS
+from attar.protocol.speculation import DRAFTERS, MATCH_FIRST
 
 DEMO = "demo"
 ALLOW = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.model.v*", "*.tiktoken", "LICENSE*", "NOTICE*"]
@@ -59,14 +59,16 @@ def resolve(model: str | os.PathLike[str], *, revision: str | None = None, offli
 
 
 def resolve_draft(draft: str | None) -> str | None:
-    """Return a source of drafts: a drafter's name itself, or the path of a draft model named like those of `resolve`;
-    None where there is none. Raises CheckpointError that names the drafters too."""
+    """Return a source of drafts: a drafter's name itself, or the path of a draft model named like those of `resolve`,
+    behind `suffix,` where that is given; None where there is none. Raises CheckpointError that names the drafters."""
     if draft is None or draft in DRAFTERS:
         return draft
+    name = draft.removeprefix(MATCH_FIRST)
     try:
-        return str(resolve(draft))
+        return draft.removesuffix(name) + str(resolve(name))
     except CheckpointError as error:
-        raise CheckpointError(error.code, f"{error}; --draft also takes {', '.join(DRAFTERS)}") from error
+        also = ", ".join((*DRAFTERS, f"{MATCH_FIRST}MODEL"))
+        raise CheckpointError(error.code, f"{error}; --draft also takes {also}") from error
 
 
 def embedded() -> Path:
