@@ -18,13 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from attar.checkpoints.drafts.files import kind_of
+from attar.engine.draft_head import load_head
 from attar.engine.draft_model import load_drafter
 from attar.engine.loader import LoadedModel
 from attar.engine.outputs import Choice
 from attar.faults import point
+from attar.model.cache import KeptStates
 from attar.protocol.speculation import DRAFTERS, MATCH_FIRST
 from attar.sampling.draft_gains import DraftGains
-from attar.sampling.drafters.drafter import NO_DRAFT, Draft, Drafter, DraftRequest
+from attar.sampling.drafters.drafter import NO_DRAFT, Draft, Drafter, DraftRequest, StateReader
 from attar.sampling.drafters.first_of import FirstOf
 from attar.sampling.drafters.forced import ForcedDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
@@ -42,14 +45,18 @@ logger = logging.getLogger(__name__)
 def drafter(
     name: str | None, target: LoadedModel, context: int, sequences: int, *, activations: str, verify: bool
 ) -> Drafter | None:
-    """Return the drafter of a name that `check_draft` accepts, or the draft model at that path. Raises ValueError where
-    the model cannot draft for `target`."""
+    """Return the drafter of a name that `check_draft` accepts, or the draft head or model at that path. Raises
+    ValueError where it cannot draft for `target`."""
     if name is None:
         return None
     if name in DRAFTERS:
         return SuffixDrafter()
     path = Path(name.removeprefix(MATCH_FIRST))
-    made = load_drafter(path, target, context, sequences, activations=activations, verify=verify)
+    made: Drafter
+    if (kind := kind_of(path)) is not None:
+        made = load_head(path, kind, target, activations)
+    else:
+        made = load_drafter(path, target, context, sequences, activations=activations, verify=verify)
     return FirstOf(made) if name.startswith(MATCH_FIRST) else made
 
 
@@ -127,6 +134,23 @@ class Speculation:
         survivals += [[]] * (decoding - len(survivals))  # the other rows of the step
         for (sequence, draft), count in zip(known.items(), self.pace.counts(survivals), strict=False):
             sequence.drafts = draft.tokens[:count]
+
+    def see(self, plan: StepPlan, outcomes: Mapping[str, Outcome], states: KeptStates | None) -> None:
+        """Give the drafter the hidden states of a step's rows whose tokens stay, before they are committed. A step that
+        ran in pieces has kept none."""
+        drafter = self.drafter
+        if not isinstance(drafter, StateReader) or states is None or len(states) != plan.tokens:
+            return
+        first = 0
+        for chunk in plan.chunks:
+            right = max(0, len(outcomes.get(chunk.sequence.id, Outcome()).tokens) - 1)
+            kept = chunk.rows - len(chunk.drafts) + min(right, len(chunk.drafts))
+            self._account(chunk.sequence)  # it is told of the sequence's end
+            try:
+                drafter.see(chunk.sequence, chunk.start, states.rows(slice(first, first + kept)))
+            except Exception:
+                self._failed(drafter, "reading hidden states of sequence %s", chunk.sequence.id)
+            first += chunk.rows
 
     def learn(
         self, plan: StepPlan, choices: Mapping[Sequence, Choice], outcomes: Mapping[str, Outcome], seconds: float

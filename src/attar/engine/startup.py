@@ -20,11 +20,13 @@ import torch
 
 from attar import logs, machine
 from attar.checkpoints.adapters import lora
+from attar.checkpoints.drafts.files import kind_of
 from attar.checkpoints.fingerprints import require_unchanged
 from attar.checkpoints.sources import hub
 from attar.checkpoints.sources.opening import stored
 from attar.engine import bottleneck
 from attar.engine.bottleneck import Bottlenecks, KernelMeter, StreamMeter
+from attar.engine.draft_head import memory_bytes as head_bytes
 from attar.engine.draft_model import memory_bytes
 from attar.engine.engine import Engine, EngineConfig
 from attar.engine.loader import LoadedModel, Parallel, load_model
@@ -244,7 +246,7 @@ def fit(settings: Settings, held: Deployment, limits: SchedulerConfig, threads: 
     if memory is None:
         memory, source = here.budget if settings.kv_fraction is None else here.memory, here.limited_by
     if settings.draft_model is not None:
-        needed = memory_bytes(Path(settings.draft_model), settings.context or most, limits.together, threads)
+        needed = draft_bytes(settings, limits, threads, settings.context or most)
         if needed > memory:
             raise UserError(
                 "memory_insufficient",
@@ -262,6 +264,15 @@ def fit(settings: Settings, held: Deployment, limits: SchedulerConfig, threads: 
         logger.info("requests may have %d tokens, what the cache holds, instead of %d", found.context, most)
     planning.require(found, source)
     return found
+
+
+def draft_bytes(settings: Settings, limits: SchedulerConfig, threads: int, context: int) -> int:
+    """Return the bytes that the draft model or head of `settings` takes. Raises ValueError where it cannot be read."""
+    assert settings.draft_model is not None
+    path = Path(settings.draft_model)
+    if kind_of(path) is None:
+        return memory_bytes(path, context, limits.together, threads)
+    return head_bytes(path, hub.resolve(settings.model), StepLimits.of(limits, threads))
 
 
 def deployment(settings: Settings, config: ModelConfig, storage: Storage) -> Deployment:

@@ -31,7 +31,7 @@ from attar.kernels import dispatch, ops
 from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
 from attar.model import cache
-from attar.model.cache import ForwardBatch, KVCache, Tails, sent
+from attar.model.cache import ForwardBatch, KeptStates, KVCache, Tails, sent
 from attar.model.decoder import Decoder
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Copy, ScheduledTokens, StepPlan
@@ -168,6 +168,10 @@ class Runner:
         self._batches: OrderedDict[tuple[int, int], _Batch] = OrderedDict()  # by sequences and rows of each
         self._kept = RECORDINGS * (sequences + drafts)  # rows of all recordings together
         self.graphs = None if record is None else cuda_graphs.Graphs(decoder, self.pages, context, sequences, record)
+        self.keep: tuple[int, ...] = ()
+        """Layers whose inputs each step keeps, on a CPU; set before the first step."""
+        self.kept: KeptStates | None = None
+        """Hidden states of the last step's rows, in order; None where it raised, or was replayed as a graph."""
         self.waits = waits(decoder)
         """Reason why a step is complete when it returns; None where it may still be under way."""
 
@@ -190,6 +194,7 @@ class Runner:
         to the same bits: it writes slots that it does not read before. After a step that raised, `release` comes first.
         Raises torch.OutOfMemoryError where the device has too little memory for it.
         """
+        self.kept = None
         for copy in plan.copies:
             self._copy(copy)
         chunks = plan.chunks
@@ -248,12 +253,14 @@ class Runner:
             known = torch.tensor(ids)
             rows.complete(known)
             ids = known.tolist()
-        return batch.decoding.step(ids)
+        logits = batch.decoding.step(ids)
+        self.kept = batch.decoding.kept
+        return logits
 
     def _batch(self, sequences: int, rows: int) -> _Batch:
         tables = torch.zeros((sequences, -(-self.context // self.block)), dtype=torch.int32)
         view = KVCache.over(self.pages, tables, [0] * sequences)
-        batch = _Batch(Decoding(self.decoder, view, self.context, rows=rows), view, [[]] * sequences)
+        batch = _Batch(Decoding(self.decoder, view, self.context, rows=rows, keep=self.keep), view, [[]] * sequences)
         while self._batches and sequences * rows + sum(n * r for n, r in self._batches) > self._kept:
             self._batches.popitem(last=False)
         self._batches[sequences, rows] = batch
@@ -274,8 +281,9 @@ class Runner:
         view = KVCache.over(self.pages, tables, [chunk.start for chunk in chunks], tails)
         horizons = tuple(chunk.sequence.horizon for chunk in chunks) if self.horizons else self.context
         adapters = tuple(chunk.sequence.adapter for chunk in chunks)
-        step = ForwardBatch(tuple(chunk.rows for chunk in chunks), horizons, view, adapters)
+        step = ForwardBatch(tuple(chunk.rows for chunk in chunks), horizons, view, adapters, keep=self.keep)
         stream, delta = self.decoder.states(ids, step)
+        self.kept = step.kept
         ends = torch.tensor([chunk.rows for chunk in chunks]).cumsum(0)
         for chunk, end in zip(chunks, ends.tolist(), strict=True):
             point("runner.rows", chunk.sequence.id)
@@ -304,6 +312,7 @@ class Runner:
         """Release the memory of results; recordings on a CPU go with it. Graphs stay: each step writes all their
         inputs, so none is ever half made."""
         self._batches.clear()
+        self.kept = None
         dispatch.release()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -17,7 +17,7 @@ from torch import Tensor
 from attar.errors import UserError
 from attar.execution import cuda_graphs
 from attar.kernels.native import extension
-from attar.model.cache import ForwardBatch, KVCache
+from attar.model.cache import ForwardBatch, KeptStates, KVCache
 from attar.model.decoder import Decoder, soft_capped
 
 
@@ -25,13 +25,19 @@ class Decoding:
     """Decode steps of all sequences of `cache`, none of which exceeds `horizon` positions.
 
     Each appends `rows` tokens to every sequence. `record` records them as graphs: by default, on a GPU, as CUDA graphs;
-    those are of one row.
+    those are of one row, and keep no hidden states. Other steps keep those that enter the layers `keep`.
     """
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, horizon: int, record: cuda_graphs.Record | None = None, rows: int = 1
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        horizon: int,
+        record: cuda_graphs.Record | None = None,
+        rows: int = 1,
+        keep: tuple[int, ...] = (),
     ) -> None:
-        self.decoder, self.cache, self.horizon = decoder, cache, horizon
+        self.decoder, self.cache, self.horizon, self.keep = decoder, cache, horizon, keep
         self.lengths = (rows,) * len(cache.filled)
         self.ids = torch.zeros(sum(self.lengths), dtype=torch.int64)
         if record is None and decoder.device.type == "cuda" and cuda_graphs.against(decoder) is None:
@@ -46,7 +52,8 @@ class Decoding:
         """Append the tokens, those of a sequence side by side; return the logits behind each, float32 [tokens, vocab].
         The next step overwrites them. Raises ValueError where the cache is full."""
         if not self.recorded:
-            return self.decoder.forward(torch.tensor(tokens, device=self.decoder.device), self._next(), None)
+            self._step = self._next()
+            return self.decoder.forward(torch.tensor(tokens, device=self.decoder.device), self._step, None)
         if self._record_graph is not None:
             return self._replay_graph(tokens, self._record_graph)
         self.ids.numpy()[:] = tokens
@@ -58,8 +65,13 @@ class Decoding:
             self.cache.advance(self.lengths)
         return soft_capped(self.decoder.config, self._out)
 
+    @property
+    def kept(self) -> KeptStates:
+        """Hidden states of the last step: a replay writes them where the recorded step did."""
+        return self._step.kept
+
     def _next(self) -> ForwardBatch:
-        return ForwardBatch(self.lengths, self.horizon, self.cache)
+        return ForwardBatch(self.lengths, self.horizon, self.cache, keep=self.keep)
 
     def _replay_graph(self, tokens: Sequence[int], record: cuda_graphs.Record) -> Tensor:
         self._require_room()

@@ -164,6 +164,29 @@ def pool(
     return [dispatch.pages(*sizes, scheme, device, tails, of_layer) for of_layer in each]
 
 
+@dataclass(frozen=True, eq=False)
+class KeptStates:
+    """Hidden states [N, I] of rows where they enter some layers, by layer, each still in two parts (stream, delta).
+
+    The next step may overwrite the parts.
+    """
+
+    pairs: dict[int, tuple[Tensor, Tensor | None]]
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return next((len(stream) for stream, _ in self.pairs.values()), 0)
+
+    def rows(self, rows: slice) -> KeptStates:
+        """Return those of some rows."""
+        return KeptStates({k: (s[rows], None if d is None else d[rows]) for k, (s, d) in self.pairs.items()})
+
+    def of(self, layer: int) -> Tensor:
+        """Return the hidden states that enter a layer, [N, I], in memory of their own."""
+        stream, delta = self.pairs[layer]
+        return stream.clone() if delta is None else stream + delta
+
+
 @dataclass(frozen=True)
 class ForwardBatch:
     """The rows of one call: `lengths[s]` rows of sequence s, one sequence after another, in order of position.
@@ -172,7 +195,7 @@ class ForwardBatch:
     cache's filled length, and a sequence that skips this step has length 0. `horizon` is a length that each sequence
     does not exceed, or one number for all; it fixes the rotary angles (`rope.py`). `adapters` are the numbers of the
     sequences' adapters, 0 for none. Without a cache `device` is the device of the rows. Raises ValueError where the
-    cache is too small.
+    cache is too small. The hidden states that enter the layers `keep` are in `kept` once the call is made.
     """
 
     lengths: tuple[int, ...]
@@ -180,6 +203,8 @@ class ForwardBatch:
     cache: KVCache | None = None
     adapters: tuple[int, ...] = ()
     device: torch.device | str = "cpu"
+    keep: tuple[int, ...] = ()
+    kept: KeptStates = field(init=False, repr=False, compare=False)
     positions: Tensor = field(init=False)  # [N] int64
     place: AttentionMetadata | None = field(init=False)  # with a cache
     routes: Routes | None = field(init=False)  # of the rows, where any takes an adapter
@@ -199,6 +224,7 @@ class ForwardBatch:
             device = torch.device(self.device) if self.cache is None else self.cache.device
             numbers = torch.tensor(self.adapters).repeat_interleave(torch.tensor(self.lengths))
             routes = Routes(numbers, partial(sent, device))
+        object.__setattr__(self, "kept", KeptStates({}))
         object.__setattr__(self, "routes", routes)
         object.__setattr__(self, "place", place)
         if place is None:
@@ -210,6 +236,11 @@ class ForwardBatch:
     @property
     def horizons(self) -> tuple[int, ...]:
         return self.horizon if isinstance(self.horizon, tuple) else (self.horizon,) * len(self.lengths)
+
+    def enter(self, layer: int, stream: Tensor, delta: Tensor | None) -> None:
+        """Take note of the hidden states [N, I] that enter a layer; the number of layers is the final norm's."""
+        if layer in self.keep:
+            self.kept.pairs[layer] = stream, delta
 
     def rotation(self, rope: Rope) -> Rotation:
         """Return the angles of this step's rows; layers that share a rope share them."""

@@ -22,7 +22,7 @@ from attar.kernels.operands import AttentionForm, Linear, Norm, Prepared, Routes
 from attar.kernels.triton.store import GpuWeights
 from attar.kv.pages import Bases
 from attar.kv.schemes import SCHEMES, KvScheme
-from attar.model.cache import ForwardBatch, KVCache
+from attar.model.cache import ForwardBatch, KeptStates, KVCache
 from attar.model.config import ModelConfig
 from attar.model.layers import Attention, Block, FeedForward, MixtureOfExperts
 from attar.progress import StageProgress
@@ -156,9 +156,11 @@ class Decoder:
             )
         stream, delta = self.enter(ids, step)
         for i, block in enumerate(self.blocks, self.first):
+            step.enter(i, stream, delta)
             stream, delta = block.forward(stream, delta, step)
             if watch is not None:
                 watch(i, stream + delta)
+        step.enter(self.first + len(self.blocks), stream, delta)
         if step.cache is not None:
             step.cache.advance(step.lengths)
         return self.leave(stream, delta)
@@ -177,17 +179,20 @@ class Decoder:
         """Compute `states` in calls that the cache accepts. `watch` receives the pieces."""
         first = list(itertools.accumulate(step.lengths, initial=0))[:-1]
         order, streams, deltas = [], [], []
+        kept: list[KeptStates] = []
         for lengths in pieces:
             rows = torch.cat([torch.arange(at, at + n) for at, n in zip(first, lengths, strict=True)])
             first = [at + n for at, n in zip(first, lengths, strict=True)]
-            stream, delta = self.states(
-                ids[rows], ForwardBatch(lengths, step.horizon, step.cache, step.adapters), watch
-            )
+            piece = ForwardBatch(lengths, step.horizon, step.cache, step.adapters, keep=step.keep)
+            stream, delta = self.states(ids[rows], piece, watch)
+            kept.append(piece.kept)
             order.append(rows)
             streams.append(stream)
             if delta is not None:
                 deltas.append(delta)
         back = torch.cat(order).argsort()
+        for layer in step.keep:
+            step.enter(layer, torch.cat([each.of(layer) for each in kept])[back], None)
         return torch.cat(streams)[back], torch.cat(deltas)[back] if deltas else None
 
     def logits(self, stream: Tensor, delta: Tensor | None = None, routes: Routes | None = None) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
+from attar.model.cache import KeptStates
 from attar.sampling.sampler import Sampler
 from attar.scheduling.sequence import Sequence as Tokens
 
@@ -49,3 +50,18 @@ class Drafter(Protocol):
 
     def reset(self) -> None:
         """Drop what is kept of all sequences: a new engine begins, and those of another are gone with it."""
+
+
+@runtime_checkable
+class StateReader(Protocol):
+    """What a drafter is besides, if it reads hidden states of the target."""
+
+    layers: tuple[int, ...]
+    """Layers whose inputs it reads; the number of layers stands for the input of the final norm."""
+
+    def see(self, sequence: Tokens, start: int, states: KeptStates) -> None:
+        """Take the hidden states of a sequence's positions from `start` on, whose tokens stay. They are overwritten
+        later.
+
+        Positions may be missing, or come again: of tokens that the prefix cache had, and after a preemption.
+        """

@@ -1,0 +1,167 @@
+"""Draft heads beside their target: what they read of a step, what they guess, and texts that stay the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from attar.checkpoints.drafts import medusa
+from attar.engine import startup
+from attar.engine.engine import Engine
+from attar.engine.llm import LLM
+from attar.kernels import dispatch, ops
+from attar.model.cache import ForwardBatch, KeptStates
+from attar.model.decoder import Decoder
+from attar.protocol.messages import Submit
+from attar.protocol.request import SamplingParams
+from attar.protocol.scheduler_config import SchedulerConfig
+from attar.protocol.settings import Settings
+from attar.sampling.drafters.drafter import Draft, DraftRequest
+from attar.sampling.drafters.medusa import MedusaDrafter
+from attar.scheduling.sequence import Sequence as Tokens
+from tests.checkpoints.drafts.test_medusa import oracle, served, write
+from tests.engine.conftest import ROOM, TIGHT, answers, make_engine, run, run_as_they_come
+from tests.engine.test_engine import ROUNDED, some_requests
+from tests.errors import user_error
+
+DRAFTING = SchedulerConfig(max_step_tokens=48, max_drafts=16)
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    return write(tmp_path / "head", *served())
+
+
+class Watched(MedusaDrafter):
+    """Medusa heads that note the states they are given, and what they guess."""
+
+    def __init__(self, head: Path, decoder: Decoder) -> None:
+        heads = medusa.read(head, decoder, None if decoder.store is None else dispatch.store("exact"))
+        super().__init__(heads, decoder.final_norm, decoder.config.layers)
+        self.seen: list[tuple[Tokens, int, torch.Tensor]] = []
+        self.guesses: list[tuple[list[int], tuple[int, ...]]] = []
+
+    def see(self, sequence: Tokens, start: int, states: KeptStates) -> None:
+        super().see(sequence, start, states)
+        self.seen.append((sequence, *self._last[sequence]))
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        found = super().draft(requests)
+        for request, draft in zip(requests, found, strict=True):
+            self.guesses.append((list(request.sequence.tokens), draft.tokens))
+        return found
+
+
+@pytest.mark.parametrize("store", ["native", "ref"])
+def test_states_are_those_of_the_rows_that_stay(tiny_decoder: Callable[..., Decoder], head: Path, store: str) -> None:
+    """In prompts, in steps that are replayed, and behind drafts that were right or wrong."""
+    decoder = tiny_decoder(store=dispatch.store("exact") if store == "native" else None)
+    made = Watched(head, decoder)
+    engine = make_engine(decoder, limits=DRAFTING, drafter=made, draft_tokens=2, context=64)
+    params = SamplingParams(max_tokens=20, temperature=0)
+    run(engine, [Submit("a", tuple(range(5, 15)), params), Submit("b", (9,) * 3, params)])
+    assert engine.speculation is not None
+    assert engine.speculation.drafted > 20
+    assert engine.speculation.errors == 0
+    assert len(made.seen) > 20
+    texts = {sequence.id: sequence.tokens for sequence, _, _ in made.seen}
+    whole = {}
+    for id, tokens in texts.items():
+        step = ForwardBatch((len(tokens),), 64, keep=(decoder.config.layers,))
+        decoder.states(torch.tensor(tokens), step)
+        whole[id] = step.kept.of(decoder.config.layers)
+    for sequence, at, row in made.seen:
+        if at < len(whole[sequence.id]):
+            assert (row[0] - whole[sequence.id][at]).abs().max() < 1e-4
+
+
+def test_drafts_are_the_heads_guesses(tiny_decoder: Callable[..., Decoder], head: Path) -> None:
+    """Of a greedy request, the largest logits of the oracle from the state behind the text's last row."""
+    decoder = tiny_decoder(store=dispatch.store("exact"))
+    made = Watched(head, decoder)
+    engine = make_engine(decoder, limits=DRAFTING, drafter=made, draft_tokens=8)
+    run(engine, [Submit("a", (5, 6, 7), SamplingParams(max_tokens=12, temperature=0))])
+    tensors = served()[1]
+    assert len(made.guesses) > 5
+    for tokens, drafts in made.guesses:
+        step = ForwardBatch((len(tokens) - 1,), 64, keep=(3,))
+        decoder.states(torch.tensor(tokens[:-1]), step)
+        x = ops.norm(step.kept.of(3)[-1:], None, decoder.final_norm)[1]
+        wanted = [
+            int(oracle(x, [(tensors[f"blocks.{k}.layers.0.weight"], None)], tensors[f"lm_heads.{k}.weight"]).argmax())
+            for k in range(len(drafts))
+        ]
+        assert list(drafts) == wanted
+    assert max(len(drafts) for _, drafts in made.guesses) == 3  # as many as there are heads
+
+
+@pytest.mark.parametrize("kv", [None, *ROUNDED[:2]])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_schedule_changes_a_bit(decoder: Decoder, head: Path, seed: int, kv: str | None) -> None:
+    draw = random.Random(seed)
+    asks = some_requests(seed + 9000, 8, decoder.config.vocab_size)
+    alone = {}
+    for ask in asks:
+        alone |= answers(run(make_engine(decoder, kv=kv), [ask]))
+    made = make_engine(
+        decoder, draw.choice((ROOM, TIGHT)), DRAFTING, kv=kv, drafter=Watched(head, decoder),
+        draft_tokens=draw.choice((None, 3)),
+    )  # fmt: skip
+    assert answers(run_as_they_come(made, asks, draw)) == alone
+    assert made.speculation is not None
+    assert made.speculation.errors == 0
+    kept = made.speculation.drafter
+    assert isinstance(kept, MedusaDrafter)
+    assert not kept._last, "states of what has ended stay"
+
+
+def test_a_step_without_a_head_keeps_no_states(decoder: Decoder) -> None:
+    made: Engine = make_engine(decoder)
+    run(made, [Submit("a", (5, 6, 7), SamplingParams(max_tokens=4, temperature=0))])
+    assert made.runner.kept is not None
+    assert not made.runner.kept.pairs
+
+
+@pytest.fixture(scope="module")
+def demo_head(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from attar.checkpoints.sources.opening import stored
+
+    config, folder = stored(demo)[0], tmp_path_factory.mktemp("heads") / "demo"
+    folder.mkdir()
+    tensors = {f"blocks.{k}.layers.0.{n}": torch.zeros(s) for k in range(2) for n, s in (
+        ("weight", (config.hidden, config.hidden)), ("bias", (config.hidden,)),
+    )}  # fmt: skip
+    medusa.write(folder, config, 1, tensors | {"lm_heads.0.weight": torch.zeros(4, config.hidden)}, torch.arange(4))
+    return folder
+
+
+def test_a_head_folder_is_a_source_of_drafts(demo: Path, demo_head: Path) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True)
+    plain = LLM(demo, verify=False).generate("Once upon a time", params)
+    llm = LLM(demo, draft=str(demo_head), draft_tokens=2, verify=False)
+    assert [each.token_ids for each in llm.generate("Once upon a time", params)] == [plain[0].token_ids]
+    assert llm._engine is not None
+    assert llm._engine.speculation is not None
+    assert llm._engine.speculation.drafter.name == "medusa"
+    assert llm._engine.speculation.drafted > 10
+    assert llm._engine.speculation.errors == 0
+
+
+def test_a_server_counts_the_head_in_its_memory(demo: Path, demo_head: Path) -> None:
+    settings = Settings(str(demo), "", context=256, memory=700 << 20, threads=1, draft=str(demo_head))
+    made = startup.start_engine(settings)[0]
+    assert made.speculation is not None
+    assert made.speculation.drafter.name == "medusa"
+    with user_error("memory_insufficient", "draft"):
+        startup.start_engine(Settings(str(demo), "", memory=1 << 20, context=256, threads=1, draft=str(demo_head)))
+
+
+def test_several_processes_take_no_head(demo: Path, demo_head: Path) -> None:
+    from attar.engine.loader import Parallel
+
+    with user_error("option_conflict", "suffix"):
+        LLM(demo, draft=str(demo_head), parallel=Parallel(tp=2), verify=False)
