@@ -39,6 +39,7 @@ COMMANDS = (
     "convert",
     "imatrix",
     "finetune",
+    "train-draft",
     "merge",
     "doctor",
     "demo",

@@ -14,7 +14,17 @@ from typing import Annotated, Any
 
 import typer
 
-from attar.cli import compression, evaluation, files, generation, load_testing, planning, serving, tritonserver
+from attar.cli import (
+    compression,
+    drafting,
+    evaluation,
+    files,
+    generation,
+    load_testing,
+    planning,
+    serving,
+    tritonserver,
+)
 from attar.cli.commands import Command, Commands, option
 from attar.cli.options import Json, Overwrite, Quiet
 from attar.cli.terminal import emit, errors, progress
@@ -85,7 +95,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "generate": generation.generate, "chat": generation.chat, "serve": serving.serve,
     "bench-serve": load_testing.bench_serve, "bench": generation.bench, "plan": planning.plan,
     "inspect": files.inspect, "verify": evaluation.verify, "convert": files.convert, "imatrix": files.imatrix,
-    "finetune": compression.finetune, "merge": compression.merge, "doctor": doctor, "demo": demo,
+    "finetune": compression.finetune, "train-draft": drafting.train_draft,
+    "merge": compression.merge, "doctor": doctor, "demo": demo,
 }  # fmt: skip
 for name, command in COMMANDS.items():
     app.command(name, cls=Command)(command)

@@ -19,8 +19,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.vocabulary import is_gguf
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
 from attar.compression.calibration.texts import token_hash, windows, within_context, within_vocabulary
-from attar.compression.resume import Damaged, differences, restore, save
+from attar.compression.training.saves import Saves
 from attar.compression.training.trainable_model import WholeModel, schedule, shuffled
 from attar.errors import UserError
 from attar.formats.scheme import Part
@@ -49,8 +48,6 @@ from attar.text.tokenizer import Tokenizer
 CLIP = 1.0  # limit of the gradient's norm
 NO_LABEL = -100
 LEARNED = "sequences to learn from"
-GENERATIONS = 2  # saves that are kept: should the newest be damaged, few steps are lost
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +149,7 @@ def finetune(
         learner = _Learner(checkpoint, options)
         sequences = max(1, options.batch // ids.shape[1])
         learner.fit(sequences * ids.shape[1], sum(p.numel() for p in learner.parameters()), memory, "training")
-        saves = _Saves(work.state, about, resume)
+        saves = Saves(work.state, about, resume)
         losses = _train(learner, ids, options, sequences, saves, report)
         _write(work.out, learner, options, receipt.known(base))
     return FineTuned(out, sum(p.numel() for p in learner.parameters()), tuple(losses), tuple(saves.notes))
@@ -197,12 +194,12 @@ def _uniform(seed: int, stream: int, shape: tuple[int, int]) -> Tensor:
 
 
 def _train(
-    learner: _Learner, ids: Tensor, options: FineTuning, sequences: int, saves: _Saves, report: Progress
+    learner: _Learner, ids: Tensor, options: FineTuning, sequences: int, saves: Saves, report: Progress
 ) -> list[float]:
     """Train from the beginning, or from the save of an earlier run; return the loss of every step."""
     parameters = learner.parameters()
     adam = torch.optim.Adam(parameters, lr=options.rate)
-    losses = saves.resume(learner, adam)
+    losses = saves.resume(parameters, adam)
     plan = [
         order[at : at + sequences]
         for epoch in range(options.epochs)
@@ -222,7 +219,7 @@ def _train(
         torch.nn.utils.clip_grad_norm_(parameters, CLIP)
         adam.step()
         if (step + 1) % options.save_every == 0 and step + 1 < len(plan):
-            saves.put(learner, adam, losses)
+            saves.put(parameters, adam, losses)
         report("training", step + 1, len(plan))
     return losses
 
@@ -232,64 +229,6 @@ def _next_token(ids: Tensor) -> Callable[[Tensor, slice], Tensor]:
     wanted = F.pad(ids[:, 1:], (0, 1), value=NO_LABEL).reshape(-1)
     count = len(ids) * (ids.shape[1] - 1)
     return lambda logits, rows: F.cross_entropy(logits, wanted[rows], ignore_index=NO_LABEL, reduction="sum") / count
-
-
-class _Saves:
-    """Saves of an output's runs in the folder `state`, each after so many steps, to resume from. `about` is all that
-    determines the bytes."""
-
-    def __init__(self, state: Path, about: Mapping[str, Any], resumes: bool) -> None:
-        self._state, self._about, self._resumes = state, about, resumes
-        self.notes: list[str] = []
-
-    def _steps(self) -> list[int]:
-        """Return the step numbers of the saves, the newest first."""
-        return sorted((int(path.name.removeprefix("step-")) for path in self._state.glob("step-*[0-9]")), reverse=True)
-
-    def _folder(self, step: int) -> Path:
-        return self._state / f"step-{step}"
-
-    def put(self, learner: _Learner, adam: torch.optim.Adam, losses: Sequence[float]) -> None:
-        """Save the learned state. Once it is on disk, older saves are deleted, but for `GENERATIONS`."""
-        tensors: dict[str, Tensor] = {}
-        for i, each in enumerate(learner.parameters()):
-            tensors |= {f"{i}.value": each.detach(), **{f"{i}.{key}": adam.state[each][key] for key in MOMENTS}}
-        save(self._folder(len(losses)), {"about": self._about, "losses": list(losses)}, tensors)
-        for older in self._steps()[GENERATIONS:]:
-            shutil.rmtree(self._folder(older))
-
-    def resume(self, learner: _Learner, adam: torch.optim.Adam) -> list[float]:
-        """Restore the learner from the newest undamaged save; return the losses until then. Raises ValueError where
-        there is none, or where it is of another run."""
-        damaged: dict[int, str] = {}
-        for step in self._steps() if self._resumes else ():
-            try:
-                figures, tensors = restore(self._folder(step))
-            except Damaged as error:
-                damaged[step] = error.sentence
-                continue
-            if differs := differences(json.loads(json.dumps(self._about)), figures["about"]):
-                raise UserError(
-                    "resume_mismatch",
-                    f"an interrupted run of this output differs in {differs}: repeat its settings to resume it, or "
-                    "pass --restart to discard it",
-                )
-            for newer, why in damaged.items():  # later steps write these saves again
-                self.notes.append(f"The run went on after step {step}, not {newer}: {why}.")
-                shutil.rmtree(self._folder(newer))
-            for i, each in enumerate(learner.parameters()):
-                with torch.no_grad():
-                    each.copy_(tensors[f"{i}.value"])
-                moments = {key: tensors[f"{i}.{key}"] for key in MOMENTS}
-                adam.state[each] = {"step": torch.tensor(float(step)), **moments}
-            return [float(loss) for loss in figures["losses"]]
-        if damaged:
-            raise UserError(
-                "state_damaged",
-                f"an interrupted run of this output left no save that is whole; {next(iter(damaged.values()))}: pass "
-                "--restart to begin anew",
-            )
-        return []
 
 
 def _write(folder: Path, learner: _Learner, options: FineTuning, base: list[str]) -> None:

@@ -1,0 +1,90 @@
+"""The command that trains a draft head: `train-draft`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attar.cli import options
+from attar.cli.commands import configured, option
+from attar.cli.terminal import emit, errors, progress, tell
+
+
+class DraftKind(StrEnum):
+    """A kind of draft that can be trained."""
+
+    medusa = "medusa"
+
+
+class DraftLoss(StrEnum):
+    """What a training minimizes."""
+
+    published = "published"
+    acceptance = "acceptance"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainDraftConfig(options.OutputConfig):
+    """Options of `train-draft`."""
+
+    model: options.Model
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write, for --draft.")]
+    kind: Annotated[DraftKind, option("Draft", "KIND", "medusa: Medusa-1 heads.", "--kind")] = DraftKind.medusa
+    depths: Annotated[int, option("Draft", "N", "Heads: drafts of a step.", min=1, max=16)] = 3
+    draft_vocab: Annotated[int, option(
+        "Draft", "N", "Tokens that can be drafted: the most frequent of the text.", min=1,
+    )] = 32000  # fmt: skip
+    text: Annotated[Path, option("Data", "FILE", "Training text (.txt, .jsonl).")]
+    samples: Annotated[int, option("Data", "N", "Sequences taken from the text.", min=2)] = 1024
+    length: Annotated[int, option("Data", "N", "Tokens of each sequence.", min=8)] = 256
+    loss: Annotated[DraftLoss, option(
+        "Training", "LOSS", "published, that of the paper, or acceptance, the chance that a draft is right.",
+    )] = DraftLoss.published  # fmt: skip
+    epochs: Annotated[int, option("Training", "N", "Passes over the text.", min=1)] = 1
+    rate: Annotated[float, option("Training", "RATE", "Learning rate (Adam).")] = 1e-3
+    batch: Annotated[int, option("Training", "N", "Tokens of a step.", min=1)] = 2048
+    save_every: Annotated[int, option("Training", "N", "Steps between two checkpoints of the run.", min=1)] = 25
+    seed: Annotated[int, option("Training", "N", "Seed of all random numbers.", min=0)] = 0
+    overwrite: options.Overwrite = False
+    restart: options.Restart = False
+
+
+@configured(TrainDraftConfig)
+def train_draft(config: TrainDraftConfig) -> None:
+    """Train a draft head for speculative decoding.
+
+    The model, compressed or not, is not changed. The same command resumes an interrupted run from its last checkpoint.
+
+    Examples:
+      attar train-draft ./out ./heads --kind medusa --text text.txt
+      attar serve ./out --draft ./heads
+    """
+    with errors(config.as_json, "the same command resumes the run"), progress(config.quiet) as bar:
+        from attar.checkpoints import vocabulary
+        from attar.checkpoints.sources import hub
+        from attar.compression.calibration import texts
+        from attar.drafting.run import DraftTraining
+        from attar.drafting.run import train_draft as run
+
+        training = DraftTraining(
+            config.kind.value, config.depths, config.draft_vocab, config.loss.value, config.epochs, config.rate,
+            config.batch, config.save_every, config.seed,
+        )  # fmt: skip
+        path = hub.resolve(config.model)
+        tokenizer = vocabulary.tokenizer(path)
+        ids = texts.windows(texts.read(config.text, tokenizer), config.samples, config.length, tokenizer.added_bos)
+        made = run(
+            path, config.output, ids, training, overwrite=config.overwrite, resume=not config.restart, progress=bar
+        )
+        bar.close()
+        print(f"{made.path}: {made.parameters:,} parameters, {len(made.losses)} step{'s' * (len(made.losses) != 1)}")
+        print("best token equal to the model's on held-out text, by depth:")
+        for tokens, shares in made.curve:
+            print(f"  after {tokens:>9,} tokens  " + "  ".join(f"{share:.3f}" for share in shares))
+        for sentence in made.notes:
+            tell(sentence)
+        emit(config.as_json, made.to_dict())

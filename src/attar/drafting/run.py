@@ -1,0 +1,208 @@
+"""A run of training: steps of Adam on a draft head, with its target computed beside.
+
+A killed run resumes: every `save_every` steps the head, Adam's moments, the losses and the agreement so far go to disk.
+All randomness comes from counters, so the bytes are those of an uninterrupted run, given the same torch build,
+instruction set and thread count. Of the text the last tenth is held out. On it the head's best token is compared with
+the target's at every save: agreement by depth, over the tokens trained on.
+
+The output is a folder in a published layout. Its receipt, `training.json`, has the hashes of source, text and files,
+the settings, and the agreement.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints.receipts import receipt
+from attar.checkpoints.writer import atomic_folder
+from attar.compression.calibration.texts import token_hash, within_context, within_vocabulary
+from attar.compression.training.saves import Saves
+from attar.compression.training.trainable_model import schedule, shuffled
+from attar.drafting.medusa import MedusaLearner
+from attar.drafting.target import Target, frequent
+from attar.errors import UserError
+from attar.model.cache import KeptStates
+from attar.progress import Progress
+
+Kind = Literal["medusa"]
+Loss = Literal["published", "acceptance"]
+KINDS = get_args(Kind)
+RECEIPT = "training.json"
+CLIP = 1.0  # limit of the gradient's norm
+COMPARED = 2048  # tokens of the held-out text at most
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTraining:
+    """Settings of a training. `depths` are heads, or steps that a head is unrolled; `draft_vocab` is the number of
+    tokens that it can guess. Raises ValueError on invalid values."""
+
+    kind: Kind = "medusa"
+    depths: int = 3
+    draft_vocab: int = 32000
+    loss: Loss = "published"
+    epochs: int = 1
+    rate: float = 1e-3
+    batch: int = 2048  # tokens a step
+    save_every: int = 25  # steps
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS or self.loss not in get_args(Loss):
+            raise UserError(
+                "name_unknown",
+                f"kinds are {', '.join(KINDS)} and losses {', '.join(get_args(Loss))}, not {self.kind} and {self.loss}",
+            )
+        if min(self.depths, self.draft_vocab, self.epochs, self.batch, self.save_every) < 1 or self.seed < 0:
+            raise UserError(
+                "option_out_of_range",
+                "depths, draft-vocab, epochs, batch and save-every are at least 1, and the seed at least 0",
+            )
+        if self.depths > 16 or not 0 < self.rate < 1:
+            raise UserError(
+                "option_out_of_range", f"depths are at most 16 and rate is in (0, 1), not {self.depths} and {self.rate}"
+            )
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Result of a training: the head's folder, its number of parameters, the loss of every step, and `curve`: tokens
+    trained on, and the agreement at each depth on held-out text."""
+
+    path: Path
+    parameters: int
+    losses: tuple[float, ...]
+    curve: tuple[tuple[int, tuple[float, ...]], ...]
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return asdict(self) | {"path": str(self.path)}
+
+
+class Learner(Protocol):
+    """What is trained; `layers` are those whose inputs it reads."""
+
+    layers: tuple[int, ...]
+
+    def parameters(self) -> list[Tensor]: ...
+
+    def learn(self, ids: Tensor, states: KeptStates) -> float:
+        """Add the gradients of the loss on token ids [S, L], given the target's hidden states [S * L, I]; return the
+        loss."""
+
+    def agreement(self, ids: Tensor, states: KeptStates) -> list[tuple[int, int]]:
+        """Return, for each depth, how many of the head's best tokens are the target's, and of how many."""
+
+    def write(self, folder: Path) -> None:
+        """Write the head to a folder that exists."""
+
+
+def train_draft(
+    path: Path,
+    out: Path,
+    ids: Tensor,
+    options: DraftTraining,
+    *,
+    overwrite: bool = False,
+    resume: bool = True,
+    progress: Progress | None = None,
+) -> Trained:
+    """Train a draft head of the model at `path`, a folder or GGUF file, on token ids [S, L] into the folder `out`.
+
+    Raises ValueError where there are fewer than two sequences or they exceed the context, a loss is not finite, or an
+    interrupted run of this output had other settings, was made elsewhere or left no undamaged save.
+    """
+    if len(ids) < 2 or ids.shape[1] < options.depths + 3:
+        raise UserError(
+            "text_too_short", f"a training needs two sequences of {options.depths + 3} tokens: give more text"
+        )
+    if path.resolve().is_relative_to(out.resolve()):
+        raise UserError("output_is_source", f"{out} would replace the model that it is trained for: choose another")
+    report = progress or (lambda stage, done, total: None)
+    with atomic_folder(out, overwrite) as work:
+        if not resume:
+            work.clear()
+        report("loading", 0, 1)
+        target = Target(path)
+        within_context(ids.shape[1], target.config, "sequences to learn from")
+        within_vocabulary(ids, target.config.vocab_size, "learned")
+        hashes = target.hashes()
+        about = receipt.environment() | asdict(options) | {"source": hashes, "text": token_hash(ids)}
+        held = max(1, min(len(ids) // 10, COMPARED // ids.shape[1]))
+        tokens = frequent(ids[:-held], options.draft_vocab, target.config.vocab_size)
+        learner = MedusaLearner(target, options.depths, tokens, options.loss)
+        saves = Saves(work.state, about, resume)
+        with torch.inference_mode(False), torch.enable_grad():
+            losses = _train(learner, target, ids[:-held], ids[-held:], options, saves, report)
+        learner.write(work.out)
+        count = sum(p.numel() for p in learner.parameters())
+        curve = [(int(at), tuple(shares)) for at, shares in saves.figures["curve"]]
+        _write_receipt(work.out, about, {"parameters": count, "loss": losses[-1], "curve": saves.figures["curve"]})
+    return Trained(out, count, tuple(losses), tuple(curve), tuple(saves.notes))
+
+
+def _write_receipt(folder: Path, about: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Write what the head was made of and what came of it, with the hash of each file. It holds no clock and no path:
+    the same inputs give the same bytes."""
+    files = {path.name: receipt.sha256(path) for path in sorted(folder.iterdir())}
+    text = json.dumps({**about, **found, "files": files}, indent=2, sort_keys=True, allow_nan=False)
+    (folder / RECEIPT).write_text(f"{text}\n")
+
+
+def _train(
+    learner: Learner,
+    target: Target,
+    ids: Tensor,
+    held: Tensor,
+    options: DraftTraining,
+    saves: Saves,
+    report: Progress,
+) -> list[float]:
+    """Train from the beginning, or from the save of an earlier run; return the loss of every step."""
+    parameters = learner.parameters()
+    adam = torch.optim.Adam(parameters, lr=options.rate)
+    losses = saves.resume(parameters, adam)
+    sequences = max(1, options.batch // ids.shape[1])
+    plan = [
+        order[at : at + sequences]
+        for epoch in range(options.epochs)
+        for order in [shuffled(range(len(ids)), options.seed, epoch)]
+        for at in range(0, len(order), sequences)
+    ]
+    curve = saves.figures.setdefault("curve", [[0, _shares(learner, target, held)]])
+    for step in range(len(losses), len(plan)):
+        some = ids[plan[step]]
+        for group in adam.param_groups:
+            group["lr"] = options.rate * schedule((step + 0.5) / len(plan))
+        adam.zero_grad(set_to_none=True)
+        losses.append(learner.learn(some, target.states(some, learner.layers)))
+        if not math.isfinite(losses[-1]):
+            raise UserError(
+                "training_diverged", f"the loss of step {step + 1} is {losses[-1]}: a smaller rate may help"
+            )
+        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        adam.step()
+        last = step + 1 == len(plan)
+        if last or (step + 1) % options.save_every == 0:
+            curve.append([_tokens(plan[: step + 1], ids), _shares(learner, target, held)])
+            if not last:
+                saves.put(parameters, adam, losses)
+        report("training", step + 1, len(plan))
+    return losses
+
+
+def _shares(learner: Learner, target: Target, held: Tensor) -> list[float]:
+    return [right / max(1, count) for right, count in learner.agreement(held, target.states(held, learner.layers))]
+
+
+def _tokens(plan: Sequence[Sequence[int]], ids: Tensor) -> int:
+    return sum(map(len, plan)) * ids.shape[1]
