@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attar.checkpoints.drafts import medusa
+from attar.checkpoints.drafts import eagle, medusa
 from attar.engine import startup
 from attar.engine.engine import Engine
 from attar.engine.llm import LLM
@@ -20,11 +20,14 @@ from attar.protocol.messages import Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
+from attar.sampling.drafters import eagle as eagle_module
 from attar.sampling.drafters.drafter import Draft, DraftRequest
+from attar.sampling.drafters.eagle import EagleDrafter
 from attar.sampling.drafters.medusa import MedusaDrafter
 from attar.scheduling.sequence import Sequence as Tokens
+from tests.checkpoints.drafts import test_eagle as eagle_layout
 from tests.checkpoints.drafts.test_medusa import oracle, served, write
-from tests.engine.conftest import ROOM, TIGHT, answers, make_engine, run, run_as_they_come
+from tests.engine.conftest import CONTEXT, ROOM, TIGHT, answers, make_engine, run, run_as_they_come
 from tests.engine.test_engine import ROUNDED, some_requests
 from tests.errors import user_error
 
@@ -165,3 +168,85 @@ def test_several_processes_take_no_head(demo: Path, demo_head: Path) -> None:
 
     with user_error("option_conflict", "suffix"):
         LLM(demo, draft=str(demo_head), parallel=Parallel(tp=2), verify=False)
+
+
+# EAGLE-3
+
+
+@pytest.fixture
+def eagle_head(tmp_path: Path) -> Path:
+    return eagle_layout.write(tmp_path / "eagle", eagle_layout.config(), eagle_layout.tensors())
+
+
+def eagle_drafter(path: Path, decoder: Decoder, blocks: int = 40) -> EagleDrafter:
+    store = None if decoder.store is None else dispatch.store("exact")
+    return EagleDrafter(eagle.read(path, decoder, store), CONTEXT, blocks, decoder.lossless)
+
+
+def test_drafts_are_those_of_the_oracle(tiny_decoder: Callable[..., Decoder], eagle_head: Path) -> None:
+    """A chain of greedy drafts, from a prompt that is read in pieces, behind drafts that were right and wrong."""
+    decoder, parts = tiny_decoder(store=dispatch.store("exact")), eagle_layout.tensors()
+    guesses: list[tuple[list[int], tuple[int, ...]]] = []
+
+    class Told(EagleDrafter):
+        def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+            found = super().draft(requests)
+            guesses.extend((list(r.sequence.tokens), d.tokens) for r, d in zip(requests, found, strict=True))
+            return found
+
+    head = eagle.read(eagle_head, decoder, dispatch.store("exact"))
+    made = Told(head, CONTEXT, 40, decoder.lossless)
+    limits = SchedulerConfig(max_running=4, max_step_tokens=7, max_drafts=16)
+    engine = make_engine(decoder, limits=limits, drafter=made, draft_tokens=3, context=64)
+    run(engine, [Submit("a", tuple(range(5, 22)), SamplingParams(max_tokens=12, temperature=0))])
+    assert len(guesses) > 4
+    table = decoder.embedding.forward(torch.arange(97), torch.zeros(97, dtype=torch.int64))
+    for tokens, drafts in guesses:
+        step = ForwardBatch((len(tokens) - 1,), 64, keep=(0, 1, 2))
+        decoder.states(torch.tensor(tokens[:-1]), step)
+        rows = torch.cat([step.kept.of(layer) for layer in (0, 1, 2)], 1)
+        states, text = rows @ parts["fc.weight"].T, tokens[1:]
+        for draft in drafts:
+            found, logits = eagle_layout.oracle(parts, table[torch.tensor(text)], states)
+            assert draft == int(eagle_layout.TOKENS[logits[-1].argmax()])
+            states, text = torch.cat((states, found[-1:])), [*text, draft]
+
+
+@pytest.mark.parametrize("kv", [None, *ROUNDED[:1]])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_schedule_with_an_eagle_head_changes_a_bit(
+    decoder: Decoder, eagle_head: Path, seed: int, kv: str | None
+) -> None:
+    draw = random.Random(seed)
+    asks = some_requests(seed + 9500, 8, decoder.config.vocab_size)
+    alone = {}
+    for ask in asks:
+        alone |= answers(run(make_engine(decoder, kv=kv), [ask]))
+    head = eagle_drafter(eagle_head, decoder, draw.choice((2, 5, 40)))
+    made = make_engine(
+        decoder, draw.choice((ROOM, TIGHT)), DRAFTING, kv=kv, drafter=head, draft_tokens=draw.choice((None, 3)),
+    )  # fmt: skip
+    assert answers(run_as_they_come(made, asks, draw)) == alone
+    assert made.speculation is not None
+    assert made.speculation.errors == 0
+    assert made.speculation.drafted > 0
+    assert not head._readings, "states of what has ended stay"
+    assert head.pool.free == head.pool.total
+
+
+def test_states_that_wait_are_bounded(decoder: Decoder, eagle_head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no draft is asked for, states are read as they come, and drafts behind them are the same."""
+    ask = Submit("a", tuple(range(40)), SamplingParams(max_tokens=30, temperature=0))
+    found = []
+    for rows in (8, 256):
+        monkeypatch.setattr(eagle_module, "ROWS", rows)
+        head = eagle_drafter(eagle_head, decoder)
+        made = make_engine(decoder, limits=DRAFTING, drafter=head, draft_tokens=3)
+        made.submit(ask)
+        while not made.idle:
+            made.step()
+            assert all(of.seen - of.read <= max(rows, 48) for of in head._readings.values())
+        assert made.speculation is not None
+        assert made.speculation.errors == 0
+        found.append((made.speculation.drafted, made.speculation.accepted))
+    assert found[0] == found[1]

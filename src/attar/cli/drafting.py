@@ -18,6 +18,7 @@ class DraftKind(StrEnum):
     """A kind of draft that can be trained."""
 
     medusa = "medusa"
+    eagle3 = "eagle3"
 
 
 class DraftLoss(StrEnum):
@@ -33,8 +34,10 @@ class TrainDraftConfig(options.OutputConfig):
 
     model: options.Model
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write, for --draft.")]
-    kind: Annotated[DraftKind, option("Draft", "KIND", "medusa: Medusa-1 heads.", "--kind")] = DraftKind.medusa
-    depths: Annotated[int, option("Draft", "N", "Heads: drafts of a step.", min=1, max=16)] = 3
+    kind: Annotated[
+        DraftKind, option("Draft", "KIND", "medusa: Medusa-1 heads; eagle3: an EAGLE-3 head.", "--kind")
+    ] = DraftKind.medusa
+    depths: Annotated[int, option("Draft", "N", "Heads, or steps that an EAGLE-3 head is unrolled.", min=1, max=16)] = 3
     draft_vocab: Annotated[int, option(
         "Draft", "N", "Tokens that can be drafted: the most frequent of the text.", min=1,
     )] = 32000  # fmt: skip

@@ -26,13 +26,14 @@ from attar.checkpoints.writer import atomic_folder
 from attar.compression.calibration.texts import token_hash, within_context, within_vocabulary
 from attar.compression.training.saves import Saves
 from attar.compression.training.trainable_model import schedule, shuffled
+from attar.drafting.eagle import EagleLearner
 from attar.drafting.medusa import MedusaLearner
 from attar.drafting.target import Target, frequent
 from attar.errors import UserError
 from attar.model.cache import KeptStates
 from attar.progress import Progress
 
-Kind = Literal["medusa"]
+Kind = Literal["medusa", "eagle3"]
 Loss = Literal["published", "acceptance"]
 KINDS = get_args(Kind)
 RECEIPT = "training.json"
@@ -139,7 +140,11 @@ def train_draft(
         about = receipt.environment() | asdict(options) | {"source": hashes, "text": token_hash(ids)}
         held = max(1, min(len(ids) // 10, COMPARED // ids.shape[1]))
         tokens = frequent(ids[:-held], options.draft_vocab, target.config.vocab_size)
-        learner = MedusaLearner(target, options.depths, tokens, options.loss)
+        learner: Learner = (
+            MedusaLearner(target, options.depths, tokens, options.loss)
+            if options.kind == "medusa"
+            else EagleLearner(target, options.depths, tokens, options.loss, options.seed)
+        )
         saves = Saves(work.state, about, resume)
         with torch.inference_mode(False), torch.enable_grad():
             losses = _train(learner, target, ids[:-held], ids[-held:], options, saves, report)

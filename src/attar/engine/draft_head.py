@@ -4,30 +4,40 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from attar.checkpoints.drafts import eagle as eagle_files
 from attar.checkpoints.drafts import files, medusa
 from attar.checkpoints.drafts.files import Kind
 from attar.checkpoints.sources.opening import stored
 from attar.engine.loader import LoadedModel
 from attar.errors import UserError
 from attar.kernels import dispatch
+from attar.plan.costs import BLOCK
 from attar.plan.steps import StepLimits
+from attar.sampling.drafters import eagle
 from attar.sampling.drafters.drafter import Drafter
+from attar.sampling.drafters.eagle import EagleDrafter
 from attar.sampling.drafters.medusa import MedusaDrafter
 
 NUMBER = 4  # bytes of a number in memory
 
 
-def memory_bytes(path: Path, target: Path, limits: StepLimits) -> int:
-    """Return the bytes that a head takes: its numbers, twice while they are laid out, and the states and logits of a
-    step. Raises CheckpointError where its folder cannot be read."""
+def memory_bytes(path: Path, target: Path, context: int, limits: StepLimits) -> int:
+    """Return the bytes that a head takes: its numbers, twice while they are laid out, the states and logits of a
+    step, and a cache. Raises CheckpointError where its folder cannot be read."""
     config, _ = stored(target)
     numbers, _ = files.size(path)
     states = 2 * config.hidden * (limits.rows + limits.sequences)
-    return NUMBER * (2 * numbers + states + 4 * config.vocab_size * (limits.sequences + limits.drafts))
+    own = NUMBER * (2 * numbers + states + 4 * config.vocab_size * (limits.sequences + limits.drafts))
+    if files.kind_of(path) == "medusa":
+        return own
+    waiting = 3 * NUMBER * config.hidden * (eagle.ROWS + limits.rows) * limits.sequences
+    return own + waiting + 2 * NUMBER * config.hidden * BLOCK * eagle.blocks_for(context, limits.sequences)
 
 
-def load_head(path: Path, kind: Kind, target: LoadedModel, activations: str = "int8g128") -> Drafter:
-    """Load the head at `path` for a target on CPUs, in one process.
+def load_head(
+    path: Path, kind: Kind, target: LoadedModel, context: int, sequences: int, activations: str = "int8g128"
+) -> Drafter:
+    """Load the head at `path` for a target on CPUs, in one process, for sequences of up to `context` tokens.
 
     Raises ValueError for a target elsewhere, and CheckpointError for a head of another shape.
     """
@@ -35,5 +45,7 @@ def load_head(path: Path, kind: Kind, target: LoadedModel, activations: str = "i
         raise UserError("option_conflict", "a draft head runs beside a model on CPUs in one process: use draft suffix")
     decoder = target.decoder
     store = None if decoder.store is None else dispatch.store(activations)
-    heads = medusa.read(path, decoder, store)
-    return MedusaDrafter(heads, decoder.final_norm, decoder.config.layers)
+    if kind == "medusa":
+        return MedusaDrafter(medusa.read(path, decoder, store), decoder.final_norm, decoder.config.layers)
+    blocks = eagle.blocks_for(context, sequences)
+    return EagleDrafter(eagle_files.read(path, decoder, store), context, blocks, decoder.lossless)

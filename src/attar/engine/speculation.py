@@ -54,7 +54,7 @@ def drafter(
     path = Path(name.removeprefix(MATCH_FIRST))
     made: Drafter
     if (kind := kind_of(path)) is not None:
-        made = load_head(path, kind, target, activations)
+        made = load_head(path, kind, target, context, sequences, activations)
     else:
         made = load_drafter(path, target, context, sequences, activations=activations, verify=verify)
     return FirstOf(made) if name.startswith(MATCH_FIRST) else made

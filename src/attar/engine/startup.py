@@ -272,7 +272,7 @@ def draft_bytes(settings: Settings, limits: SchedulerConfig, threads: int, conte
     path = Path(settings.draft_model)
     if kind_of(path) is None:
         return memory_bytes(path, context, limits.together, threads)
-    return head_bytes(path, hub.resolve(settings.model), StepLimits.of(limits, threads))
+    return head_bytes(path, hub.resolve(settings.model), context, StepLimits.of(limits, threads))
 
 
 def deployment(settings: Settings, config: ModelConfig, storage: Storage) -> Deployment:

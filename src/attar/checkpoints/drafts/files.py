@@ -15,7 +15,10 @@ from attar.checkpoints.strict_io import CheckpointError, near
 from attar.checkpoints.writer import ShardWriter, plan_files
 from attar.formats.scheme import Part
 
-Kind = Literal["medusa"]
+Kind = Literal["medusa", "eagle3"]
+
+EAGLE3 = frozenset(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"))
+"""Architectures of the configs of SafeAILab and SpecForge, and of vLLM."""
 
 
 def kind_of(path: Path) -> Kind | None:
@@ -26,6 +29,9 @@ def kind_of(path: Path) -> Kind | None:
     config = read_config(path / CONFIG)
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
         return "medusa"
+    names = config.get("architectures")
+    if config.get("speculators_model_type") == "eagle3" or (isinstance(names, list) and EAGLE3.intersection(names)):
+        return "eagle3"
     return None
 
 

@@ -1,0 +1,189 @@
+"""Drafts of an EAGLE-3 head (`model/eagle.py`): it runs ahead of the target on the target's own hidden states.
+
+The head draws with the target's temperature, filters, penalties and noise, as a draft model does (`drafters/model.py`).
+Drafts are a chain. Behind a draft the head reads its own output in the place of the target's states; once tokens are
+verified, their keys and values are written anew from the true states, so no approximation stays.
+
+The head has a cache of its own, of a fixed number of blocks. It begins where states begin: the prefix cache keeps keys
+of the target only, so of tokens that it had the head knows nothing. Rotary angles depend on distances alone, so the
+first known token is position 0. Where blocks are short, the sequence that was drafted for the longest ago loses its
+own, and begins anew with the next state.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attar.kv.schemes import KvScheme
+from attar.model import cache
+from attar.model.cache import BLOCK, ForwardBatch, KeptStates, KVCache
+from attar.model.eagle import EagleHead
+from attar.sampling.drafters.drafter import NO_DRAFT, Draft, DraftRequest
+from attar.sampling.sampler import SampledToken, Sampler, sample
+from attar.scheduling.block_pool import BlockPool
+from attar.scheduling.sequence import Sequence as Tokens
+
+ROWS = 256  # states of a sequence that wait for a draft; more are read as they come
+
+
+@dataclass(eq=False, slots=True)
+class _Reading:
+    """What the head has of a sequence: keys of positions `first` to `read` - 1, then states that wait to be read."""
+
+    first: int
+    read: int
+    waiting: list[Tensor] = field(default_factory=list)  # [n, 3 T] each, of positions from `read` on
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def seen(self) -> int:
+        return self.read + sum(map(len, self.waiting))
+
+
+@dataclass(eq=False, slots=True)
+class _Round:
+    """A request whose drafts are being made."""
+
+    request: DraftRequest
+    reading: _Reading
+    state: Sampler
+    hidden: Tensor  # [1, I]
+    drafts: list[int] = field(default_factory=list)
+
+
+class EagleDrafter:
+    """An EAGLE-3 head for sequences of up to `context` tokens, with a cache of `blocks` blocks in `scheme`."""
+
+    name, costly = "eagle3", True
+
+    def __init__(self, head: EagleHead, context: int, blocks: int, scheme: KvScheme) -> None:
+        self.head, self.layers, self.context = head, head.layers, context
+        self.pages = cache.pool(head.config, blocks, scheme, "cpu")
+        self.pool = BlockPool(blocks, self.pages[0].block)
+        self._readings: OrderedDict[Tokens, _Reading] = OrderedDict()  # the last one drafted for comes last
+
+    @torch.inference_mode()
+    def see(self, sequence: Tokens, start: int, states: KeptStates) -> None:
+        known = self._readings.get(sequence)
+        if known is None or not known.first <= start <= known.seen:
+            self.forget(sequence)
+            known = self._readings[sequence] = _Reading(start, start)
+        elif start < known.read:  # computed again, after a preemption
+            known.read, known.waiting = start, []
+        elif start < known.seen:
+            known.waiting = [torch.cat(known.waiting)[: start - known.read]]
+        known.waiting.append(torch.cat([states.of(layer) for layer in self.layers], 1))
+        while known.seen - known.read > ROWS and (ready := min(ROWS, len(sequence.tokens) - 1 - known.read)) > 0:
+            if not self._room(sequence, known, ready, {sequence}):
+                self.forget(sequence)
+                return
+            self._read([(sequence, known, ready)])
+
+    @torch.inference_mode()
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        taken: set[Tokens] = set()
+        asked: dict[int, tuple[DraftRequest, _Reading, int]] = {}
+        for place, request in enumerate(requests):
+            sequence, known = request.sequence, self._readings.get(request.sequence)
+            if known is None or known.seen != len(sequence.tokens) - 1 or not known.waiting:
+                continue
+            count = known.seen - known.read
+            if self._room(sequence, known, count + request.limit, {*taken, sequence}):
+                taken.add(sequence)
+                self._readings.move_to_end(sequence)
+                asked[place] = request, known, count
+        if not asked:
+            return [NO_DRAFT] * len(requests)
+        hidden, x = self._read([(request.sequence, known, count) for request, known, count in asked.values()])
+        rounds = [
+            _Round(request, known, request.sampler, row[None])
+            for (request, known, _), row in zip(asked.values(), hidden, strict=True)
+        ]
+        going = rounds
+        while going:
+            for each, drawn in zip(going, sample(self.head.logits(x), [each.state for each in going]), strict=True):
+                if not isinstance(drawn, SampledToken):
+                    raise ValueError("the logits of the EAGLE-3 head hold no finite maximum")
+                each.drafts.append(drawn.token_id)
+                each.state = each.state.along((drawn.token_id,))[1]
+            going = [each for each in going if len(each.drafts) < each.request.limit]
+            if going:
+                x = self._ahead(going)
+        drafts = {place: Draft(tuple(each.drafts), 1) for place, each in zip(asked, rounds, strict=True)}
+        return [drafts.get(place, NO_DRAFT) for place in range(len(requests))]
+
+    def forget(self, sequence: Tokens) -> None:
+        if (known := self._readings.pop(sequence, None)) is not None:
+            self.pool.drop(known.blocks)
+
+    def reset(self) -> None:
+        for sequence in list(self._readings):
+            self.forget(sequence)
+
+    def _room(self, sequence: Tokens, known: _Reading, rows: int, kept: set[Tokens]) -> bool:
+        """Give a sequence blocks for so many rows behind those read; return False where there are none beside the
+        sequences `kept`."""
+        end = known.read - known.first + rows
+        if end > self.context or (needed := self.pool.needed(end)) > self.pool.total:
+            return False
+        while (missing := needed - len(known.blocks)) > self.pool.free:
+            oldest = next((each for each, of in self._readings.items() if of.blocks and each not in kept), None)
+            if oldest is None:
+                return False
+            self.forget(oldest)
+        if missing > 0:
+            known.blocks += self.pool.allocate(missing)
+        return True
+
+    def _read(self, rows: Sequence[tuple[Tokens, _Reading, int]]) -> tuple[Tensor, Tensor]:
+        """Read so many of each sequence's states that wait; return the next states behind the last of each, and the LM
+        head's inputs there, [n, I] each."""
+        ids: list[int] = []
+        states: list[Tensor] = []
+        for sequence, known, count in rows:
+            waiting = torch.cat(known.waiting)
+            ids += sequence.tokens[known.read + 1 : known.read + count + 1]
+            states.append(waiting[:count])
+            known.waiting = [waiting[count:]] if len(waiting) > count else []
+        places = [known.read - known.first for _, known, _ in rows]
+        lengths = tuple(count for _, _, count in rows)
+        hidden, x = self._run(ids, self.head.fuse(torch.cat(states)), [k for _, k, _ in rows], places, lengths)
+        for _, known, count in rows:
+            known.read += count
+        last = torch.tensor(lengths).cumsum(0) - 1
+        return hidden[last], x[last]
+
+    def _ahead(self, going: Sequence[_Round]) -> Tensor:
+        """Run the head on the last draft of each; return the LM head's inputs [n, I]."""
+        places = [each.reading.read - each.reading.first + len(each.drafts) - 1 for each in going]
+        hidden, x = self._run(
+            [each.drafts[-1] for each in going], torch.cat([each.hidden for each in going]),
+            [each.reading for each in going], places, (1,) * len(going),
+        )  # fmt: skip
+        for each, row in zip(going, hidden, strict=True):
+            each.hidden = row[None]
+        return x
+
+    def _run(
+        self,
+        ids: Sequence[int],
+        states: Tensor,
+        readings: Sequence[_Reading],
+        places: list[int],
+        lengths: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
+        tables = torch.zeros((len(readings), max(len(each.blocks) for each in readings)), dtype=torch.int32)
+        for row, each in enumerate(readings):
+            tables[row, : len(each.blocks)] = torch.tensor(each.blocks, dtype=torch.int32)
+        step = ForwardBatch(lengths, self.context, KVCache.over(self.pages, tables, places))
+        return self.head.forward(torch.tensor(ids), states, step)
+
+
+def blocks_for(context: int, sequences: int) -> int:
+    """Return the default number of blocks: enough for one sequence of the whole context, or a short one of each."""
+    return max(-(-context // BLOCK), 512 // BLOCK * sequences)

@@ -1,0 +1,103 @@
+"""Training of an EAGLE-3 head: the unrolled steps are what the engine's head computes, and it learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from attar.checkpoints.drafts import eagle
+from attar.drafting.eagle import DECAY, EagleLearner
+from attar.drafting.run import DraftTraining, train_draft
+from attar.drafting.target import Target, frequent
+from attar.engine.llm import LLM
+from attar.kv.schemes import SCHEMES
+from attar.model import cache
+from attar.model.cache import ForwardBatch, KVCache
+from attar.protocol.request import SamplingParams
+from tests.conftest import token_ids
+
+OPTIONS = DraftTraining("eagle3", depths=2, draft_vocab=64, rate=1e-2, epochs=12, batch=64, save_every=7)
+CLOSE = 1e-4  # of logits around 5, float32
+
+
+@pytest.fixture(scope="module")
+def ids() -> Tensor:
+    """One text again and again, which can be learned by heart."""
+    return torch.tensor(token_ids(1, 32, seed=3)).repeat(6, 1)
+
+
+@pytest.fixture(scope="module")
+def target(tiny: Path) -> Target:
+    return Target(tiny)
+
+
+def learner_of(target: Target, ids: Tensor, loss: str = "published", depths: int = 3) -> EagleLearner:
+    made = EagleLearner(target, depths, frequent(ids, 64, 256), loss, 0)
+    with torch.no_grad():
+        for name, weight in made.weights.items():
+            if "norm" not in name:
+                weight += torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) / 12
+    return made
+
+
+def test_unrolled_steps_are_what_the_head_drafts(target: Target, ids: Tensor, tmp_path: Path) -> None:
+    """Behind each row, with the text's own tokens for drafts, by the head as it is read from disk."""
+    learner, some = learner_of(target, ids), ids[:1, :12]
+    states = target.states(some, learner.layers)
+    with torch.no_grad():
+        unrolled = learner._unrolled(some, states)
+    learner.write(tmp_path)
+    head = eagle.read(tmp_path, target.decoder)
+    raw = head.fuse(torch.cat([states.of(layer) for layer in head.layers], 1))
+    for row in range(9):
+        pages = cache.pool(head.config, 1, SCHEMES["float32"], "cpu")
+        tables = torch.zeros((1, 1), dtype=torch.int32)
+        step = ForwardBatch((row + 1,), 64, KVCache.over(pages, tables, [0]))
+        hidden, x = head.forward(some[0, 1 : row + 2], raw[: row + 1], step)
+        for depth in range(3):
+            found = head.logits(x[-1:])[0, learner.tokens]
+            assert (found - unrolled[depth][0, row]).abs().max() < CLOSE
+            step = ForwardBatch((1,), 64, KVCache.over(pages, tables, [row + depth + 1]))
+            if depth < 2:
+                hidden, x = head.forward(some[0, row + depth + 2][None], hidden[-1:], step)
+
+
+@pytest.mark.parametrize("loss", ["published", "acceptance"])
+def test_the_loss_is_the_sum_over_rows(target: Target, ids: Tensor, loss: str) -> None:
+    learner, some = learner_of(target, ids, loss, depths=2), ids[:2, :10]
+    states = target.states(some, learner.layers)
+    p = torch.softmax(target.decoder.logits(states.of(3)), -1).view(2, 10, -1)
+    with torch.no_grad():
+        unrolled = learner._unrolled(some, states)
+    total = 0.0
+    for depth, logits in enumerate(unrolled):
+        q, terms = logits.softmax(-1), []
+        for s in range(2):
+            for row in range(logits.shape[1]):
+                wanted = p[s, row + depth + 1]
+                kept = wanted[learner.tokens]
+                if loss == "acceptance":
+                    terms.append(-float(torch.minimum(kept, q[s, row]).sum().log()))
+                elif int(wanted.argmax()) in learner.tokens.tolist():
+                    terms.append(-float((kept / kept.sum() * q[s, row].log()).sum()))
+        total += DECAY**depth * sum(terms) / max(1, len(terms))
+    assert learner.learn(some, states) == pytest.approx(total, rel=1e-4)
+    assert all(each.grad is not None and bool(each.grad.isfinite().all()) for each in learner.parameters())
+
+
+def test_it_learns_and_the_engine_reads_it(tiny: Path, ids: Tensor, tmp_path: Path) -> None:
+    found = train_draft(tiny, tmp_path / "head", ids, OPTIONS)
+    assert found.losses[-1] < found.losses[0] * 0.9
+    assert found.curve[-1][1][0] > found.curve[0][1][0]
+    llm = LLM(tiny, draft=str(tmp_path / "head"), draft_tokens=2, verify=False)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    plain = LLM(tiny, verify=False).generate([ids[0, :6].tolist()], params)
+    assert [each.token_ids for each in llm.generate([ids[0, :6].tolist()], params)] == [plain[0].token_ids]
+    assert llm._engine is not None
+    assert llm._engine.speculation is not None
+    assert llm._engine.speculation.drafter.name == "eagle3"
+    assert llm._engine.speculation.drafted > 5
+    assert llm._engine.speculation.errors == 0
