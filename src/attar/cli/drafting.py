@@ -35,11 +35,13 @@ class TrainDraftConfig(options.OutputConfig):
     model: options.Model
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write, for --draft.")]
     kind: Annotated[
-        DraftKind, option("Draft", "KIND", "medusa: Medusa-1 heads; eagle3: an EAGLE-3 head.", "--kind")
+        DraftKind, option("Speculation", "KIND", "medusa: Medusa-1 heads; eagle3: an EAGLE-3 head.", "--kind")
     ] = DraftKind.medusa
-    depths: Annotated[int, option("Draft", "N", "Heads, or steps that an EAGLE-3 head is unrolled.", min=1, max=16)] = 3
+    depths: Annotated[
+        int, option("Speculation", "N", "Heads, or steps that an EAGLE-3 head is unrolled.", min=1, max=16)
+    ] = 3
     draft_vocab: Annotated[int, option(
-        "Draft", "N", "Tokens that can be drafted: the most frequent of the text.", min=1,
+        "Speculation", "N", "Tokens that can be drafted: the most frequent of the text.", min=1,
     )] = 32000  # fmt: skip
     text: Annotated[Path, option("Data", "FILE", "Training text (.txt, .jsonl).")]
     samples: Annotated[int, option("Data", "N", "Sequences taken from the text.", min=2)] = 1024
