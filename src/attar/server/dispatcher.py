@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from attar.protocol.messages import Embed, Failed, Ready, Submit
 from attar.protocol.request import SamplingParams
 from attar.server.admission.rate_limits import Caller
 from attar.server.errors import APIError
-from attar.server.options import pattern
+from attar.server.options import stands_for
 from attar.server.request_handler import RequestContext, RequestHandler
 from attar.strict_json import shown
 
@@ -25,11 +24,10 @@ SHARE_AFTER = 1  # Retry-After, in seconds, for a key that has its share: all ke
 
 class Dispatcher:
     """Hands requests to the engine. A request has `deadline` seconds from its arrival. `aliases` are further names of
-    the served model (`options.pattern`)."""
+    the served model (`options.stands_for`)."""
 
     def __init__(self, context: RequestContext, deadline: float, aliases: Sequence[str] = ()) -> None:
         self.context, self.engine, self.deadline, self.aliases = context, context.engine, deadline, aliases
-        self._known_as = [re.compile(pattern(alias)) for alias in aliases]
 
     def ready(self) -> Ready:
         """Return the engine's description. Raises APIError where it is not ready."""
@@ -58,7 +56,7 @@ class Dispatcher:
         engine's description. Raises APIError for unknown names."""
         ready = self.ready()
         asked = asked and asked.removesuffix(LATEST)
-        if asked is None or any(alias.fullmatch(asked) for alias in self._known_as):
+        if asked is None or any(stands_for(alias, asked) for alias in self.aliases):
             return (asked if asked in ready.adapters else ready.model), ready
         if asked != ready.model and asked not in ready.adapters:
             known = ", ".join((ready.model, *ready.adapters[:LISTED]))

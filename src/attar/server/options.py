@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from ipaddress import IPv6Address
 from pathlib import Path
@@ -21,7 +22,8 @@ MAX_ADAPTERS = 64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,255}")  # includes Hub ids; the longest name in a request
 ALIAS = re.compile(r"[A-Za-z0-9*][A-Za-z0-9._:@/*-]{0,255}")
-ROOT = re.compile(r"(/[A-Za-z0-9._~-]+)+")
+_WRITTEN = re.compile(r"[A-Za-z0-9._:@/-]*")
+ROOT = re.compile(r"(?:/[A-Za-z0-9._~-]++)++")
 SET_KEY = f"--api-key-file FILE, or {KEY_VARIABLE} in the environment"
 
 
@@ -126,6 +128,11 @@ def check_aliases(given: Sequence[str], taken: Collection[str]) -> tuple[str, ..
 def pattern(alias: str) -> str:
     """Return the regular expression of the names that an alias stands for."""
     return "[A-Za-z0-9._:@/-]*".join(re.escape(part).replace("\\-", "-") for part in alias.split("*"))
+
+
+def stands_for(alias: str, name: str) -> bool:
+    """Return whether a name is one that an alias stands for."""
+    return fnmatchcase(name, alias) and _WRITTEN.fullmatch(name) is not None  # linear, however many stars
 
 
 def parse_adapters(given: Sequence[str], model: str) -> tuple[tuple[str, str], ...]:

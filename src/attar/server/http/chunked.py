@@ -24,7 +24,7 @@ SMALL = 16  # chunks of fewer bytes are read in runs
 LONGEST_LINE = 16 + MAX_EXTRA + 3
 
 _LINE = re.compile(rb"([0-9A-Fa-f]{1,16})([ \t]*(?:;[^\x00\r\n]*)?)\r\n")
-_TRAILERS = re.compile(rb"(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\x00\r\n]*\r\n)*\r\n")
+_TRAILERS = re.compile(rb"(?:[!#$%&'*+.^_`|~0-9A-Za-z-]++:[^\x00\r\n]*+\r\n)*+\r\n")
 _END = re.compile(rb"\r\n\r\n|\A\r\n")
 
 
