@@ -60,6 +60,7 @@ def test_bad_requests_leave_real_answers_as_they_were(served: Served) -> None:
     wrong = []
     for case in bad_requests.cases():
         [(status, reply)] = ask(case.path, case.body)
+        assert "error" in reply, (case.path, case.body[:300], reply)
         found = reply["error"].get("code", reply["error"]["type"])  # Anthropic's errors have a type alone
         right = CATALOGUE[case.code].anthropic if case.path == bad_requests.MESSAGES else case.code
         if (status, found) != (case.status, right):

@@ -166,7 +166,7 @@ def verify(
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:  # fmt: skip
-    """Check a compressed folder or GGUF file against its receipt, or speculative decoding against decoding without.
+    """Check a model against its receipt, or speculative decoding.
 
     The command checks every hash, then replays every probe on this machine's kernels. It names the first file or layer
     that differs; the exit status is then 1. So it is where a request differs with --speculation.

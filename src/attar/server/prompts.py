@@ -9,11 +9,11 @@ from __future__ import annotations
 import datetime
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from attar import strict_json
 from attar.faults import point
@@ -25,6 +25,8 @@ from attar.text.literal import LiteralChat, Messages
 from attar.text.template import TemplateError, render_chat
 from attar.text.token_bounds import TokenBounds
 from attar.text.tokenizer import Detokenizer, Tokenizer
+
+T = TypeVar("T")
 
 _PRIVATE = re.compile(r"0x[0-9a-fA-F]|(?<![\w/.<:])~?/[\w.-]+/|\b[A-Za-z]:\\")
 """What looks like an address in memory, or an absolute path."""
@@ -106,8 +108,7 @@ class Prompts:
                     self._check_length(text, room.field, room.context)
                 elif len(text) <= room.context:
                     in_vocabulary(text, room.vocab, room.field)
-            point("prompt.tokenize")
-            return [infill.ids(prefix, suffix, files) for prefix in prefixes]
+            return _tokenized(lambda: [infill.ids(prefix, suffix, files) for prefix in prefixes])
 
         size = sum(map(len, prefixes)) + len(suffix) + sum(len(text) for file in files for text in file)
         found = await self._threads.run(key, size, encode)
@@ -126,8 +127,7 @@ class Prompts:
         def encode() -> list[tuple[int, ...]]:
             for text in (query, instruction, *documents):
                 self._check_length(text, room.field, room.context)
-            point("prompt.tokenize")
-            return [reranker.ids(query, document, instruction) for document in documents]
+            return _tokenized(lambda: [reranker.ids(query, document, instruction) for document in documents])
 
         size = sum(map(len, documents)) + len(documents) * (len(query) + len(instruction))
         found = await self._threads.run(key, size, encode)
@@ -195,8 +195,7 @@ class Prompts:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _encode(self, prompt: str) -> tuple[int, ...]:
-        point("prompt.tokenize")
-        return tuple(self.tokenizer.encode(prompt))
+        return _tokenized(lambda: tuple(self.tokenizer.encode(prompt)))
 
     def _render(self, messages: Sequence[dict[str, str]], context: int | None, turn: Turn) -> tuple[int, ...]:
         point("prompt.render")
@@ -222,6 +221,12 @@ class Prompts:
             raise APIError("template_error", f"the chat template: {_fit(str(error))}", "messages") from error
         except ValueError as error:
             raise APIError("invalid_value", "messages: not text that this model can read", "messages") from error
+
+
+def _tokenized(encode: Callable[[], T]) -> T:
+    """Return the token ids that `encode` makes of texts."""
+    point("prompt.tokenize")
+    return encode()
 
 
 def _check_room(found: Sequence[Sequence[int]], name: str, context: int, new: int) -> None:
