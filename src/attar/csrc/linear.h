@@ -17,7 +17,7 @@ struct Wide {
     std::int32_t column, part;  // the first of them, and the part that they lie in
     std::int32_t high, sum;     // the high codes, a byte each; and their sum
 };
-constexpr int HIGH_SHIFT = 7;
+constexpr int HIGH_SHIFT = 7, HIGH_UNIT = 1 << HIGH_SHIFT;
 
 // Rows quantized to int8, in tiles of `tile` rows (16, or all rows where they are fewer) by 64 columns: tile t of step s
 // is `tile` times 64 bytes at (s * tiles + t) * tile * 64. A tile of 16 is what one AMX load takes, and what a panel of

@@ -526,7 +526,7 @@ static Wide widen(QuantizedRows& rows, const float* x, std::int64_t column, floa
         const std::int32_t above = (code + 64) >> HIGH_SHIFT;
         high[i] = static_cast<std::int8_t>(above);
         sums[out.part] += code - low[i];
-        low[i] = static_cast<std::int8_t>(code - (above << HIGH_SHIFT));
+        low[i] = static_cast<std::int8_t>(code - above * HIGH_UNIT);
         out.sum += above;
     }
     std::memcpy(&out.high, high, sizeof high);
@@ -562,7 +562,7 @@ static void make_pairs(const QuantizedRows& rows, std::int64_t row) {
         for (int i = 0; i < 4; ++i) {
             const std::int64_t pair = wide.column / 16 * 8 + i % 2 * 4 + wide.column % 16 / 4;
             auto* code = reinterpret_cast<std::int16_t*>(out + pair) + i / 2;
-            *code = static_cast<std::int16_t>(*code + (static_cast<std::int8_t>(wide.high >> 8 * i) << HIGH_SHIFT));
+            *code = static_cast<std::int16_t>(*code + static_cast<std::int8_t>(wide.high >> 8 * i) * HIGH_UNIT);
         }
     }
 #else

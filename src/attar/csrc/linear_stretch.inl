@@ -254,8 +254,9 @@ static void add_rows(const Stretch& s, const QuantizedRows& x, std::int64_t row,
 template <Products PRODUCTS>
 static void add_rows_of(int bits, const Stretch& s, const QuantizedRows& x, std::int64_t row, std::int64_t rows, float* total,
                         std::int32_t* together) {
-    if (bits <= 6) return add_rows<PRODUCTS, 6>(s, x, row, rows, total, together);
-    if (bits == 7) return add_rows<PRODUCTS, 7>(s, x, row, rows, total, together);
+    constexpr bool SEVEN = MADDS && PRODUCTS == Products::bytes;
+    if (bits <= (SEVEN ? 6 : 7)) return add_rows<PRODUCTS, 6>(s, x, row, rows, total, together);
+    if constexpr (SEVEN) add_rows<PRODUCTS, 7>(s, x, row, rows, total, together);
     if constexpr (!MADDS) add_rows<PRODUCTS, 8>(s, x, row, rows, total, together);
 }
 
@@ -269,7 +270,7 @@ static void integer_many(const Factors& factors, const Factor& factor, const Qua
     bool zeros = false;
     for (std::int64_t b = 0; b < panel.blocks; ++b) zeros = zeros || panel.matrix(b).zeros;
     const bool offset = zeros || m.middle();
-    const Products products = MADDS && (bits == 8 || (joined > 1 && offset)) ? Products::halves
+    const Products products = MADDS && (bits == 8 || (joined > 1 && (offset || bits > 6))) ? Products::halves
                               : joined > 1                                   ? Products::joined
                                                                              : Products::bytes;
     const bool in_place = bits == 8 && !m.looked_up && products != Products::halves;
