@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attar.checkpoints.drafts import eagle, medusa
+from attar.checkpoints.drafts import eagle, early_exit, medusa
+from attar.checkpoints.sources import opening
 from attar.engine import startup
 from attar.engine.engine import Engine
 from attar.engine.llm import LLM
@@ -23,6 +24,7 @@ from attar.protocol.settings import Settings
 from attar.sampling.drafters import eagle as eagle_module
 from attar.sampling.drafters.drafter import Draft, DraftRequest
 from attar.sampling.drafters.eagle import EagleDrafter
+from attar.sampling.drafters.first_of import FirstOf
 from attar.sampling.drafters.medusa import MedusaDrafter
 from attar.scheduling.sequence import Sequence as Tokens
 from tests.checkpoints.drafts import test_eagle as eagle_layout
@@ -131,9 +133,7 @@ def test_a_step_without_a_head_keeps_no_states(decoder: Decoder) -> None:
 
 @pytest.fixture(scope="module")
 def demo_head(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from attar.checkpoints.sources.opening import stored
-
-    config, folder = stored(demo)[0], tmp_path_factory.mktemp("heads") / "demo"
+    config, folder = opening.stored(demo)[0], tmp_path_factory.mktemp("heads") / "demo"
     folder.mkdir()
     tensors = {f"blocks.{k}.layers.0.{n}": torch.zeros(s) for k in range(2) for n, s in (
         ("weight", (config.hidden, config.hidden)), ("bias", (config.hidden,)),
@@ -168,6 +168,23 @@ def test_several_processes_take_no_head(demo: Path, demo_head: Path) -> None:
 
     with user_error("option_conflict", "suffix"):
         LLM(demo, draft=str(demo_head), parallel=Parallel(tp=2), verify=False)
+
+
+# Early exits
+
+
+def test_an_exit_is_counted_and_served(demo: Path, tmp_path: Path) -> None:
+    config, folder = opening.stored(demo)[0], tmp_path / "exit"
+    folder.mkdir()
+    tensors = {"norm.weight": torch.ones(config.hidden), "linear.weight": torch.eye(config.hidden)}
+    early_exit.write(folder, config, 1, tensors, None)
+    settings = Settings(str(demo), "", context=256, memory=900 << 20, threads=1, draft=f"suffix,{folder}")
+    made = startup.start_engine(settings)[0]
+    assert made.speculation is not None
+    assert isinstance(made.speculation.drafter, FirstOf)
+    assert made.speculation.drafter.second.name == "exit"
+    with user_error("memory_insufficient", "draft"):
+        startup.start_engine(Settings(str(demo), "", memory=1 << 20, context=256, threads=1, draft=str(folder)))
 
 
 # EAGLE-3

@@ -33,13 +33,16 @@ from attar.compression.runs.pipeline import compress
 from attar.engine import speculation
 from attar.engine.engine import Engine
 from attar.kernels import dispatch
+from attar.kernels.operands import Linear
 from attar.kv.schemes import SCHEMES
 from attar.model.decoder import Decoder
+from attar.model.early_exit import EarlyExit, early_exit
 from attar.protocol.grammar import Grammar
 from attar.protocol.messages import Delta, Embed, Event, Failed, Submit
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import draft_gains
 from attar.sampling.drafters.drafter import Draft, Drafter, DraftRequest
+from attar.sampling.drafters.early_exit import EarlyExitDrafter
 from attar.sampling.drafters.first_of import FirstOf
 from attar.sampling.drafters.model import ModelDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
@@ -170,6 +173,15 @@ def adapted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return made
 
 
+@pytest.fixture(scope="module")
+def leaving(adapted: Decoder) -> EarlyExit:
+    """An exit of the model behind its first layer."""
+    store, linear = dispatch.store("int8g32"), Linear("linear", torch.eye(adapted.config.hidden))
+    assert store is not None
+    store.take(linear)
+    return early_exit(adapted, 1, adapted.final_norm, linear, adapted.head, None)
+
+
 Make = Callable[..., Engine]
 
 
@@ -264,7 +276,12 @@ def life(made: Engine, asks: Sequence[Submit | Embed], draw: random.Random, shut
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + SEEDS))
 def test_no_schedule_of_drafts_changes_a_bit(
-    make: Make, plain: Callable[[str | None], Engine], adapted: Decoder, monkeypatch: pytest.MonkeyPatch, seed: int
+    make: Make,
+    plain: Callable[[str | None], Engine],
+    adapted: Decoder,
+    leaving: EarlyExit,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
 ) -> None:
     draw = random.Random(-(2**40) - seed)
     kv = draw.choice([None, None, None, *SCHEMES])
@@ -296,6 +313,7 @@ def test_no_schedule_of_drafts_changes_a_bit(
         SuffixDrafter,
         lambda: ModelDrafter(adapted, CONTEXT, 8, VOCABULARY, blocks=draw.choice((4, 9, 40))),
         lambda: FirstOf(ModelDrafter(adapted, CONTEXT, 8, VOCABULARY, blocks=draw.choice((4, 40)))),
+        lambda: EarlyExitDrafter(leaving, CONTEXT, 8, VOCABULARY, blocks=draw.choice((4, 40))),
         lambda: Foreseeing(texts, draw, draw.choice((0.0, 0.5, 0.9, 1.0)), draw.random() < 0.3),
     ]
     drafter = draw.choice((*kinds, kinds[-1]))()

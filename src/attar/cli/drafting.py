@@ -19,6 +19,8 @@ class DraftKind(StrEnum):
 
     medusa = "medusa"
     eagle3 = "eagle3"
+    exit = "exit"
+    small = "small"
 
 
 class DraftLoss(StrEnum):
@@ -35,14 +37,47 @@ class TrainDraftConfig(options.OutputConfig):
     model: options.Model
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write, for --draft.")]
     kind: Annotated[
-        DraftKind, option("Speculation", "KIND", "medusa: Medusa-1 heads; eagle3: an EAGLE-3 head.", "--kind")
+        DraftKind,
+        option(
+            "Speculation",
+            "KIND",
+            "medusa: Medusa-1 heads; eagle3: an EAGLE-3 head; exit: an early exit of the model; small: a small model.",
+            "--kind",
+        ),
     ] = DraftKind.medusa
     depths: Annotated[
-        int, option("Speculation", "N", "Heads, or steps that an EAGLE-3 head is unrolled.", min=1, max=16)
-    ] = 3
-    draft_vocab: Annotated[int, option(
-        "Speculation", "N", "Tokens that can be drafted: the most frequent of the text.", min=1,
-    )] = 32000  # fmt: skip
+        int | None,
+        option(
+            "Speculation",
+            "N",
+            "Medusa heads, or steps that an EAGLE-3 head is unrolled: 3 by default.",
+            min=1,
+            max=16,
+        ),
+    ] = None
+    layers: Annotated[
+        int | None,
+        option(
+            "Speculation",
+            "N",
+            "Layers of a small model (default 2), or before an exit (default a quarter).",
+            min=1,
+        ),
+    ] = None
+    width: Annotated[
+        int | None,
+        option(
+            "Speculation",
+            "N",
+            "Hidden size of a small model, a multiple of 32: 128 by default.",
+            min=32,
+        ),
+    ] = None
+    draft_vocab: Annotated[int | None, option(
+        "Speculation", "N",
+        "Tokens that can be drafted, the most frequent of the text: 32000 by default, and all for a small model.",
+        min=1,
+    )] = None  # fmt: skip
     text: Annotated[Path, option("Data", "FILE", "Training text (.txt, .jsonl).")]
     samples: Annotated[int, option("Data", "N", "Sequences taken from the text.", min=2)] = 1024
     length: Annotated[int, option("Data", "N", "Tokens of each sequence.", min=8)] = 256
@@ -60,7 +95,7 @@ class TrainDraftConfig(options.OutputConfig):
 
 @configured(TrainDraftConfig)
 def train_draft(config: TrainDraftConfig) -> None:
-    """Train a draft head for speculative decoding.
+    """Train a draft head or a small model for speculative decoding.
 
     The model, compressed or not, is not changed. The same command resumes an interrupted run from its last checkpoint.
 
@@ -76,8 +111,8 @@ def train_draft(config: TrainDraftConfig) -> None:
         from attar.drafting.run import train_draft as run
 
         training = DraftTraining(
-            config.kind.value, config.depths, config.draft_vocab, config.loss.value, config.epochs, config.rate,
-            config.batch, config.save_every, config.seed,
+            config.kind.value, config.depths, config.layers, config.width, config.draft_vocab, config.loss.value,
+            config.epochs, config.rate, config.batch, config.save_every, config.seed,
         )  # fmt: skip
         path = hub.resolve(config.model)
         tokenizer = vocabulary.tokenizer(path)

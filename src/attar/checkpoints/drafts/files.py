@@ -15,10 +15,13 @@ from attar.checkpoints.strict_io import CheckpointError, near
 from attar.checkpoints.writer import ShardWriter, plan_files
 from attar.formats.scheme import Part
 
-Kind = Literal["medusa", "eagle3"]
+Kind = Literal["medusa", "eagle3", "exit"]
 
 EAGLE3 = frozenset(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"))
 """Architectures of the configs of SafeAILab and SpecForge, and of vLLM."""
+
+EXIT = "AttarEarlyExit"
+"""The architecture of the configs of early exits."""
 
 
 def kind_of(path: Path) -> Kind | None:
@@ -30,6 +33,8 @@ def kind_of(path: Path) -> Kind | None:
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
         return "medusa"
     names = config.get("architectures")
+    if names == [EXIT]:
+        return "exit"
     if config.get("speculators_model_type") == "eagle3" or (isinstance(names, list) and EAGLE3.intersection(names)):
         return "eagle3"
     return None
