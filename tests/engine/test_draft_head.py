@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ from attar.protocol.settings import Settings
 from attar.sampling.drafters import eagle as eagle_module
 from attar.sampling.drafters.drafter import Draft, DraftRequest
 from attar.sampling.drafters.eagle import EagleDrafter
-from attar.sampling.drafters.first_of import FirstOf
+from attar.sampling.drafters.first_of import MATCHED, FirstOf
 from attar.sampling.drafters.medusa import MedusaDrafter
 from attar.scheduling.sequence import Sequence as Tokens
 from tests.checkpoints.drafts import test_eagle as eagle_layout
@@ -122,6 +124,40 @@ def test_no_schedule_changes_a_bit(decoder: Decoder, head: Path, seed: int, kv: 
     kept = made.speculation.drafter
     assert isinstance(kept, MedusaDrafter)
     assert not kept._last, "states of what has ended stay"
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+@pytest.mark.parametrize("seed", range(3))
+def test_matches_come_before_a_head_and_change_no_bit(
+    decoder: Decoder, head: Path, eagle_head: Path, seed: int, kind: str
+) -> None:
+    """Texts that repeat themselves are copied, elsewhere the head drafts from states that it is given all along."""
+    draw = random.Random(seed)
+    biased = [
+        msgspec.structs.replace(each, params=replace(each.params, logit_bias={3: 5.0, 4: 5.0, 5: 5.0}, max_tokens=60))
+        for each in some_requests(seed + 9800, 6, decoder.config.vocab_size)
+        if isinstance(each, Submit)
+    ]
+    alone = {}
+    for ask in biased:
+        alone |= answers(run(make_engine(decoder), [ask]))
+    second: MedusaDrafter | EagleDrafter = (
+        Watched(head, decoder) if kind == "medusa" else eagle_drafter(eagle_head, decoder)
+    )
+    asked: list[int] = []
+
+    class Told(FirstOf):
+        def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+            found = super().draft(requests)
+            asked.extend(each.evidence for each in found if each.tokens)
+            return found
+
+    made = make_engine(decoder, draw.choice((ROOM, TIGHT)), DRAFTING, drafter=Told(second), draft_tokens=3)
+    assert made.runner.keep == second.layers
+    assert answers(run_as_they_come(made, biased, draw)) == alone
+    assert made.speculation is not None
+    assert made.speculation.errors == 0
+    assert {1, MATCHED} == set(asked), "both kinds of drafts are made"
 
 
 def test_a_step_without_a_head_keeps_no_states(decoder: Decoder) -> None:

@@ -32,6 +32,7 @@ from attar.checkpoints.sources import hf
 from attar.compression.runs.pipeline import compress
 from attar.engine import speculation
 from attar.engine.engine import Engine
+from attar.engine.outputs import Choice
 from attar.kernels import dispatch
 from attar.kernels.operands import Linear
 from attar.kv.schemes import SCHEMES
@@ -47,6 +48,7 @@ from attar.sampling.drafters.first_of import FirstOf
 from attar.sampling.drafters.model import ModelDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.scheduling.sequence import Sequence as Tokens
+from attar.scheduling.step_plan import StepPlan
 from attar.text.convert import bytes_to_chars
 from attar.text.tokenizer import Tokenizer
 from tests.engine.conftest import CONTEXT, ROOM, TIGHT, Answers, answers, ask, make_engine, run
@@ -222,6 +224,12 @@ def some_of_every_kind(seed: int, draw: random.Random) -> list[Submit | Embed]:
             if draw.random() < 0.3:
                 how["grammar"] = draw.choice((HAND_MADE, HAND_MADE, LETTERS))
                 params = replace(params, min_tokens=0, stop_token_ids=(), ignore_eos=False)
+            elif draw.random() < 0.3:  # an end that is wanted at once, and held until the minimum
+                bias = {draw.choice(sorted(EOS)): draw.choice((4.0, 8.0))}
+                params = replace(
+                    params, min_tokens=draw.choice((3, 6, 12)), ignore_eos=False, logit_bias=bias,
+                    presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0,
+                )  # fmt: skip
             how["params"] = params
         asks.append(msgspec.structs.replace(each, **how))
     return asks
@@ -252,6 +260,28 @@ def mishaps(draw: random.Random, ids: Sequence[str]) -> list[faults.Fault]:
         faults.Fault(draw.choice(POINTS), draw.choice((0, 1, 5, 20)), times, key=draw.choice(("", *ids)))
         for times in draw.choice(((1,), (2,), (1, 1)))
     ]
+
+
+def overflowing(made: Engine, draw: random.Random) -> None:
+    """Have more drafts proposed than a sequence has room for: the scheduler alone holds the last limit, that no row
+    lies past the last token that may be run."""
+    assert made.speculation is not None
+    real, plan = made.speculation.propose, made.scheduler.plan
+
+    def propose(choices: Iterable[Choice]) -> None:
+        choices = list(choices)
+        real(choices)
+        for choice in choices:
+            if choice.sequence.drafts and draw.random() < 0.5:
+                choice.sequence.drafts += tuple(draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 17)))
+
+    def planned(*given: Any) -> StepPlan:
+        step = plan(*given)
+        for chunk in step.chunks:
+            assert chunk.start + chunk.rows <= chunk.sequence.longest, "a row behind the last token"
+        return step
+
+    made.speculation.propose, made.scheduler.plan = propose, planned  # type: ignore[method-assign]
 
 
 def life(made: Engine, asks: Sequence[Submit | Embed], draw: random.Random, shutdown: int | None) -> Iterator[Event]:
@@ -314,6 +344,7 @@ def test_no_schedule_of_drafts_changes_a_bit(
         lambda: ModelDrafter(adapted, CONTEXT, 8, VOCABULARY, blocks=draw.choice((4, 9, 40))),
         lambda: FirstOf(ModelDrafter(adapted, CONTEXT, 8, VOCABULARY, blocks=draw.choice((4, 40)))),
         lambda: EarlyExitDrafter(leaving, CONTEXT, 8, VOCABULARY, blocks=draw.choice((4, 40))),
+        lambda: FirstOf(EarlyExitDrafter(leaving, CONTEXT, 8, VOCABULARY, blocks=draw.choice((4, 40)))),
         lambda: Foreseeing(texts, draw, draw.choice((0.0, 0.5, 0.9, 1.0)), draw.random() < 0.3),
     ]
     drafter = draw.choice((*kinds, kinds[-1]))()
@@ -321,6 +352,8 @@ def test_no_schedule_of_drafts_changes_a_bit(
         draw.choice((ROOM, TIGHT)), limits, kv=kv, drafter=drafter, draft_tokens=draw.choice((None, LONG)),
         overlaps=draw.random() < 0.3, clock=clock,
     )  # fmt: skip
+    if draw.random() < 0.6:
+        overflowing(made, draw)
     hurried = draw.choice(asks)
     if draw.random() < 0.1:
         asks[asks.index(hurried)] = msgspec.structs.replace(hurried, deadline=0.05)

@@ -27,8 +27,8 @@ from attar.faults import point
 from attar.model.cache import KeptStates
 from attar.protocol.speculation import DRAFTERS, MATCH_FIRST
 from attar.sampling.draft_gains import DraftGains
-from attar.sampling.drafters.drafter import NO_DRAFT, Draft, Drafter, DraftRequest, StateReader
-from attar.sampling.drafters.first_of import FirstOf
+from attar.sampling.drafters.drafter import NO_DRAFT, Draft, Drafter, DraftRequest
+from attar.sampling.drafters.first_of import FirstOf, reader_of
 from attar.sampling.drafters.forced import ForcedDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.sampling.pace import GLOBAL_MEMORY, MEMORY, SAMPLES, Chances, Pace
@@ -138,8 +138,8 @@ class Speculation:
     def see(self, plan: StepPlan, outcomes: Mapping[str, Outcome], states: KeptStates | None) -> None:
         """Give the drafter the hidden states of a step's rows whose tokens stay, before they are committed. A step that
         ran in pieces has kept none."""
-        drafter = self.drafter
-        if not isinstance(drafter, StateReader) or states is None or len(states) != plan.tokens:
+        reader = reader_of(self.drafter)
+        if self.drafter is None or reader is None or states is None or len(states) != plan.tokens:
             return
         first = 0
         for chunk in plan.chunks:
@@ -147,9 +147,9 @@ class Speculation:
             kept = chunk.rows - len(chunk.drafts) + min(right, len(chunk.drafts))
             self._account(chunk.sequence)  # it is told of the sequence's end
             try:
-                drafter.see(chunk.sequence, chunk.start, states.rows(slice(first, first + kept)))
+                reader.see(chunk.sequence, chunk.start, states.rows(slice(first, first + kept)))
             except Exception:
-                self._failed(drafter, "reading hidden states of sequence %s", chunk.sequence.id)
+                self._failed(self.drafter, "reading hidden states of sequence %s", chunk.sequence.id)
             first += chunk.rows
 
     def learn(
