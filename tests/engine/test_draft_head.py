@@ -6,12 +6,13 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
 import pytest
 import torch
 
-from attar.checkpoints.drafts import eagle, early_exit, medusa
+from attar.checkpoints.drafts import eagle, eagle1, early_exit, medusa
 from attar.checkpoints.sources import opening
 from attar.engine import startup
 from attar.engine.engine import Engine
@@ -30,6 +31,7 @@ from attar.sampling.drafters.first_of import MATCHED, FirstOf
 from attar.sampling.drafters.medusa import MedusaDrafter
 from attar.scheduling.sequence import Sequence as Tokens
 from tests.checkpoints.drafts import test_eagle as eagle_layout
+from tests.checkpoints.drafts import test_eagle1 as eagle1_layout
 from tests.checkpoints.drafts.test_medusa import oracle, served, write
 from tests.engine.conftest import CONTEXT, ROOM, TIGHT, answers, make_engine, run, run_as_they_come
 from tests.engine.test_engine import ROUNDED, some_requests
@@ -265,17 +267,51 @@ def test_drafts_are_those_of_the_oracle(tiny_decoder: Callable[..., Decoder], ea
             states, text = torch.cat((states, found[-1:])), [*text, draft]
 
 
+def test_drafts_of_an_eagle_1_head_are_those_of_the_oracle(
+    tiny_decoder: Callable[..., Decoder], tmp_path: Path
+) -> None:
+    """A chain of greedy drafts, behind drafts that were right and wrong."""
+    decoder, parts = tiny_decoder(store=dispatch.store("exact")), eagle1_layout.tensors()
+    folder = eagle1_layout.write(tmp_path / "eagle", eagle1_layout.config(), parts)
+    guesses: list[tuple[list[int], tuple[int, ...]]] = []
+
+    class Told(EagleDrafter):
+        def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+            found = super().draft(requests)
+            guesses.extend((list(r.sequence.tokens), d.tokens) for r, d in zip(requests, found, strict=True))
+            return found
+
+    made = Told(eagle1.read(folder, decoder, dispatch.store("exact")), CONTEXT, 40, decoder.lossless)
+    engine = make_engine(decoder, limits=DRAFTING, drafter=made, draft_tokens=3, context=64)
+    run(engine, [Submit("a", tuple(range(5, 22)), SamplingParams(max_tokens=12, temperature=0))])
+    assert len(guesses) > 4
+    assert made.name == "eagle"
+    table = decoder.embedding.forward(torch.arange(97), torch.zeros(97, dtype=torch.int64))
+    for tokens, drafts in guesses:
+        step = ForwardBatch((len(tokens) - 1,), 64, keep=(3,))
+        decoder.states(torch.tensor(tokens[:-1]), step)
+        states, text = ops.norm(step.kept.of(3), None, decoder.final_norm)[1], tokens[1:]
+        for draft in drafts:
+            found, logits = eagle1_layout.oracle(parts, table[torch.tensor(text)], states, table)
+            assert draft == int(logits[-1].argmax())
+            states, text = torch.cat((states, found[-1:])), [*text, draft]
+
+
+@pytest.mark.parametrize("layout", [eagle_layout, eagle1_layout])
 @pytest.mark.parametrize("kv", [None, *ROUNDED[:1]])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_schedule_with_an_eagle_head_changes_a_bit(
-    decoder: Decoder, eagle_head: Path, seed: int, kv: str | None
+    decoder: Decoder, tmp_path: Path, seed: int, kv: str | None, layout: ModuleType
 ) -> None:
     draw = random.Random(seed)
     asks = some_requests(seed + 9500, 8, decoder.config.vocab_size)
     alone = {}
     for ask in asks:
         alone |= answers(run(make_engine(decoder, kv=kv), [ask]))
-    head = eagle_drafter(eagle_head, decoder, draw.choice((2, 5, 40)))
+    path = layout.write(tmp_path / "eagle", layout.config(), layout.tensors())
+    read = eagle.read if layout is eagle_layout else eagle1.read
+    blocks = draw.choice((2, 5, 40))
+    head = EagleDrafter(read(path, decoder, dispatch.store("exact")), CONTEXT, blocks, decoder.lossless)
     made = make_engine(
         decoder, draw.choice((ROOM, TIGHT)), DRAFTING, kv=kv, drafter=head, draft_tokens=draw.choice((None, 3)),
     )  # fmt: skip

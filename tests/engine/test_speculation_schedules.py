@@ -37,7 +37,7 @@ from attar.kernels import dispatch
 from attar.kernels.operands import Linear
 from attar.kv.schemes import SCHEMES
 from attar.model.decoder import Decoder
-from attar.model.early_exit import EarlyExit, early_exit
+from attar.model.drafts.early_exit import EarlyExit, early_exit
 from attar.protocol.grammar import Grammar
 from attar.protocol.messages import Delta, Embed, Event, Failed, Submit
 from attar.protocol.scheduler_config import SchedulerConfig

@@ -1,4 +1,4 @@
-"""Training of an early exit (`model/early_exit.py`) of a frozen target: a norm and a linear layer, by distillation.
+"""Training of an early exit (`model/drafts/early_exit.py`): a norm and a linear layer, by distillation.
 
 The exit begins as the target's final norm and the identity, where it is the target's own LM head on an early state.
 """

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from attar.checkpoints.drafts import eagle as eagle_files
-from attar.checkpoints.drafts import early_exit, files, medusa
+from attar.checkpoints.drafts import eagle1, early_exit, files, medusa
 from attar.checkpoints.drafts.files import HeadFolder, Kind
 from attar.checkpoints.sources.opening import stored
 from attar.engine.loader import LoadedModel
 from attar.errors import UserError
 from attar.kernels import dispatch
 from attar.kv import schemes
-from attar.model.early_exit import first_layers
+from attar.model.drafts.early_exit import first_layers
 from attar.plan import costs, steps
 from attar.plan.costs import BLOCK
 from attar.plan.steps import StepLimits
@@ -64,4 +64,5 @@ def load_head(
         made = early_exit.read(path, decoder, store)
         return EarlyExitDrafter(made, context, sequences, decoder.config.vocab_size)
     blocks = eagle.blocks_for(context, sequences)
-    return EagleDrafter(eagle_files.read(path, decoder, store), context, blocks, decoder.lossless)
+    read = eagle1.read if kind == "eagle" else eagle_files.read
+    return EagleDrafter(read(path, decoder, store), context, blocks, decoder.lossless)

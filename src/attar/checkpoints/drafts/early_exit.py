@@ -17,10 +17,10 @@ from torch import Tensor
 from attar.checkpoints.drafts.files import EXIT, HeadFolder, write_head
 from attar.kernels.dispatch import BackendWeights
 from attar.kernels.operands import Linear, Norm
-from attar.model import early_exit
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
-from attar.model.early_exit import EarlyExit
+from attar.model.drafts import early_exit
+from attar.model.drafts.early_exit import EarlyExit
 
 
 def read(path: Path, target: Decoder, store: BackendWeights | None = None) -> EarlyExit:

@@ -1,4 +1,4 @@
-"""Drafts of an early exit (`model/early_exit.py`): the target's own first layers run ahead of it.
+"""Drafts of an early exit (`model/drafts/early_exit.py`): the target's own first layers run ahead of it.
 
 It is a draft model that shares the target's weights. Its cache is its own: keys and values of those layers alone. The
 target's could not be used, since a step writes them only once its drafts are known.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attar.model.early_exit import EarlyExit
-from attar.model.medusa import spread
+from attar.model.drafts.early_exit import EarlyExit
+from attar.model.drafts.medusa import spread
 from attar.sampling.drafters.model import ModelDrafter
 
 
