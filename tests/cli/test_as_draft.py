@@ -24,7 +24,7 @@ def test_a_copy_drafts_for_its_source(tiny: Path, tmp_path: Path) -> None:
     assert attar("compress", str(tiny), str(tmp_path / "draft"), "--as-draft", "-q") == 0
     value = json.loads((tmp_path / "draft" / "receipt.json").read_text())
     assert value["drafts_for"] == receipt.combined_hash(Checkpoint.open(tiny).folder.source_hashes())
-    assert {each["scheme"] for each in value["layers"]} == {"w3g64", "w4g64"}
+    assert {each["scheme"] for each in value["layers"]} == {"w4g64"}
     assert receipt.verify(tmp_path / "draft", None, probes="none").ok
     params = SamplingParams(max_tokens=16, temperature=0.8, seed=5, ignore_eos=True)
     llm = LLM(tiny, draft=str(tmp_path / "draft"), draft_tokens=3, verify=False)

@@ -45,6 +45,7 @@ from attar.sampling import draft_gains
 from attar.sampling.drafters.drafter import Draft, Drafter, DraftRequest
 from attar.sampling.drafters.early_exit import EarlyExitDrafter
 from attar.sampling.drafters.first_of import FirstOf
+from attar.sampling.drafters.lookahead import LookaheadDrafter
 from attar.sampling.drafters.model import ModelDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.scheduling.sequence import Sequence as Tokens
@@ -341,6 +342,7 @@ def test_no_schedule_of_drafts_changes_a_bit(
         monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=clock))
     kinds: list[Callable[[], Drafter]] = [
         SuffixDrafter,
+        LookaheadDrafter,
         lambda: ModelDrafter(adapted, CONTEXT, 8, VOCABULARY, blocks=draw.choice((4, 9, 40))),
         lambda: FirstOf(ModelDrafter(adapted, CONTEXT, 8, VOCABULARY, blocks=draw.choice((4, 40)))),
         lambda: EarlyExitDrafter(leaving, CONTEXT, 8, VOCABULARY, blocks=draw.choice((4, 40))),
@@ -372,6 +374,7 @@ def test_no_schedule_of_drafts_changes_a_bit(
     assert not made.speculation._accounts, "something is kept of what has ended"
     assert not getattr(drafter, "held", None)
     model = drafter.second if isinstance(drafter, FirstOf) else drafter
+    assert not getattr(drafter, "_trails", None)
     if isinstance(model, ModelDrafter):
         assert model.pool.free == model.pool.total
 

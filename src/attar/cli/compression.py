@@ -38,7 +38,7 @@ class CompressConfig(options.OutputConfig):
         default="gptq-w4g128, or q4_k_m for OUT.gguf",
     )] = None  # fmt: skip
     as_draft: Annotated[bool, flag(
-        "Recipe", "Make a copy that drafts for the model itself (--draft). The recipe is hqq-w3g64, and q3_k_s for "
+        "Recipe", "Make a copy that drafts for the model itself (--draft). The recipe is hqq-w4g64, and q4_k_s for "
         "OUT.gguf, unless another is named; a compressed model is taken too.", "--as-draft",
     )] = False  # fmt: skip
     requantize: Annotated[

@@ -324,6 +324,8 @@ class Engine:
         draws = iter(self.launcher.wait_for(inflight))
         for choice, drafts in inflight.takers:
             own = list(itertools.islice(draws, 1 + len(drafts)))
+            if self.speculation is not None:
+                self.speculation.tried(choice.sequence, drafts, own)
             outcomes[choice.sequence.id] = self._advance(choice, drafts, own)
         unscorable = [each.id for each, choice in inflight.choices.items() if choice.request.unscorable]
         outcomes |= {id: Outcome(failure="bad_logits") for id in unscorable}

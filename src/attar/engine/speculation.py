@@ -27,11 +27,14 @@ from attar.faults import point
 from attar.model.cache import KeptStates
 from attar.protocol.speculation import DRAFTERS, MATCH_FIRST
 from attar.sampling.draft_gains import DraftGains
-from attar.sampling.drafters.drafter import NO_DRAFT, Draft, Drafter, DraftRequest
+from attar.sampling.drafters.drafter import NO_DRAFT, Draft, Drafter, DraftRequest, TrialReader
 from attar.sampling.drafters.first_of import FirstOf, reader_of
 from attar.sampling.drafters.forced import ForcedDrafter
+from attar.sampling.drafters.lookahead import LookaheadDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.sampling.pace import GLOBAL_MEMORY, MEMORY, SAMPLES, Chances, Pace
+from attar.sampling.sampler import SampledToken
+from attar.sampling.verify import Drawn
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Outcome, StepPlan
 
@@ -50,7 +53,7 @@ def drafter(
     if name is None:
         return None
     if name in DRAFTERS:
-        return SuffixDrafter()
+        return SuffixDrafter() if name == "suffix" else LookaheadDrafter()
     path = Path(name.removeprefix(MATCH_FIRST))
     made: Drafter
     if (kind := kind_of(path)) is not None:
@@ -151,6 +154,17 @@ class Speculation:
             except Exception:
                 self._failed(self.drafter, "reading hidden states of sequence %s", chunk.sequence.id)
             first += chunk.rows
+
+    def tried(self, sequence: Sequence, drafts: tuple[int, ...], draws: Iterable[Drawn]) -> None:
+        """Give the drafter the tokens that were sampled behind its drafts, before they are committed."""
+        drafter = self.drafter
+        if isinstance(drafter, TrialReader):
+            self._account(sequence)  # it is told of the sequence's end
+            sampled = itertools.takewhile(lambda draw: isinstance(draw, SampledToken), draws)
+            try:
+                drafter.tried(sequence, drafts, [draw.token_id for draw in sampled if isinstance(draw, SampledToken)])
+            except Exception:
+                self._failed(drafter, "reading tokens of sequence %s", sequence.id)
 
     def learn(
         self, plan: StepPlan, choices: Mapping[Sequence, Choice], outcomes: Mapping[str, Outcome], seconds: float

@@ -138,8 +138,8 @@ class CompressionRequest:
 def default_recipe(dst: str | Path, as_draft: bool = False) -> str:
     """Return the recipe for an output where none is named. One for drafts reads no text: it is made in seconds."""
     if Path(dst).suffix.lower() == ".gguf":
-        return "q3_k_s" if as_draft else "q4_k_m"
-    return "hqq-w3g64" if as_draft else "gptq-w4g128"
+        return "q4_k_s" if as_draft else "q4_k_m"
+    return "hqq-w4g64" if as_draft else "gptq-w4g128"
 
 
 def default_head(dst: str | Path, as_draft: bool) -> str | None:
