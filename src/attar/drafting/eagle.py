@@ -38,8 +38,11 @@ class EagleLearner:
     Raises ValueError for a target of fewer than three layers, or whose embedding no head can share.
     """
 
-    def __init__(self, target: Target, depths: int, tokens: Tensor | None, loss: str, seed: int) -> None:
+    def __init__(
+        self, target: Target, depths: int, tokens: Tensor | None, loss: str, seed: int, speculators: bool = False
+    ) -> None:
         config, self.target, self.depths, self.loss = target.config, target, depths, loss
+        self.speculators = speculators  # the layout that is written
         if config.layers < 3 or config.embedding_scale != 1.0 or config.learned_positions:
             raise UserError(
                 "architecture_unsupported",
@@ -102,7 +105,11 @@ class EagleLearner:
         return found
 
     def write(self, folder: Path) -> None:
-        eagle.write(folder, self.target.config, self.rope.theta, self.aux, self.weights, self.tokens)
+        shape, parts = eagle.shape_of(self.target.config, self.rope.theta, len(self.tokens), self.aux), self.weights
+        if self.speculators:
+            eagle.write_speculators(folder, shape, parts, self.tokens, self.target.path.stem, self.depths)
+        else:
+            eagle.write(folder, shape, parts, self.tokens)
 
     def _unrolled(self, ids: Tensor, states: KeptStates) -> list[Tensor]:
         """Return the draft logits [S, L - 1 - j, V] of each step j: row i of step j predicts token i + j + 2."""

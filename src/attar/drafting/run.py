@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -23,7 +24,14 @@ from torch import Tensor
 
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.writer import atomic_folder
-from attar.compression.calibration.texts import token_hash, within_context, within_vocabulary
+from attar.compression.calibration.texts import (
+    Amount,
+    drawn_name,
+    kept_or_drawn,
+    token_hash,
+    within_context,
+    within_vocabulary,
+)
 from attar.compression.training.saves import Saves
 from attar.compression.training.trainable_model import schedule, shuffled
 from attar.drafting.eagle import EagleLearner
@@ -37,6 +45,7 @@ from attar.progress import Progress
 
 Kind = Literal["medusa", "eagle3", "exit", "small"]
 Loss = Literal["published", "acceptance"]
+Layout = Literal["safeailab", "speculators"]
 KINDS = get_args(Kind)
 DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "medusa": {"depths": 3, "draft_vocab": 32000}, "eagle3": {"depths": 3, "draft_vocab": 32000},
@@ -54,7 +63,8 @@ class DraftTraining:
 
     `depths` are Medusa heads, or steps that an EAGLE-3 head is unrolled. `layers` are those of a small model, or those
     before an exit, by default a quarter. `width` is a small model's hidden size. `draft_vocab` is the number of tokens
-    that can be guessed; a small model guesses all. Raises ValueError on invalid values.
+    that can be guessed; a small model guesses all. `layout` is that of an
+    EAGLE-3 head's files, by default SafeAILab's. Raises ValueError on invalid values.
     """
 
     kind: Kind = "medusa"
@@ -62,6 +72,7 @@ class DraftTraining:
     layers: int | None = None
     width: int | None = None
     draft_vocab: int | None = None
+    layout: Layout | None = None
     loss: Loss = "published"
     epochs: int = 1
     rate: float = 1e-3
@@ -79,6 +90,11 @@ class DraftTraining:
             if getattr(self, name) is not None and name not in DEFAULTS[self.kind]:
                 own = ", ".join(each.replace("_", "-") for each in DEFAULTS[self.kind])
                 raise UserError("option_unused", f"{self.kind} has no {name.replace('_', '-')}: it has {own}")
+        if self.layout is not None and (self.kind != "eagle3" or self.layout not in get_args(Layout)):
+            raise UserError(
+                "option_unused",
+                f"layouts are {', '.join(get_args(Layout))}, of eagle3, not {self.layout} of {self.kind}",
+            )
         given = [value for name in OWN if (value := getattr(self, name)) is not None]
         if min(*given, self.epochs, self.batch, self.save_every) < 1 or self.seed < 0:
             raise UserError(
@@ -139,20 +155,22 @@ class Learner(Protocol):
 def train_draft(
     path: Path,
     out: Path,
-    ids: Tensor,
+    text: Tensor | Amount,
     options: DraftTraining,
     *,
     overwrite: bool = False,
     resume: bool = True,
     progress: Progress | None = None,
 ) -> Trained:
-    """Train a draft head of the model at `path`, a folder or GGUF file, on token ids [S, L] into the folder `out`.
+    """Train a draft head of the model at `path`, a folder or GGUF file, on token ids [S, L] into the folder `out`, or
+    on an amount of text that the model itself writes first.
 
     Raises ValueError where there are fewer than two sequences or they exceed the context, a loss is not finite, or an
     interrupted run of this output had other settings, was made elsewhere or left no undamaged save.
     """
+    rows, length = (text.samples, text.length) if isinstance(text, Amount) else text.shape
     least = (options.depths or DEFAULTS[options.kind].get("depths", 0)) + 3
-    if len(ids) < 2 or ids.shape[1] < least:
+    if rows < 2 or length < least:
         raise UserError("text_too_short", f"a training needs two sequences of {least} tokens: give more text")
     if path.resolve().is_relative_to(out.resolve()):
         raise UserError("output_is_source", f"{out} would replace the model that it is trained for: choose another")
@@ -162,10 +180,12 @@ def train_draft(
             work.clear()
         report("loading", 0, 1)
         target = Target(path)
-        within_context(ids.shape[1], target.config, "sequences to learn from")
-        within_vocabulary(ids, target.config.vocab_size, "learned")
+        within_context(length, target.config, "sequences to learn from")
         hashes, options = target.hashes(), options.complete(target.config.layers)
+        ids = _written(target, text, hashes, work.state, report) if isinstance(text, Amount) else text
+        within_vocabulary(ids, target.config.vocab_size, "learned")
         about = receipt.environment() | asdict(options) | {"source": hashes, "text": token_hash(ids)}
+        about |= {"written": asdict(text)} if isinstance(text, Amount) else {}
         held = max(1, min(len(ids) // 10, COMPARED // ids.shape[1]))
         tokens = frequent(ids[:-held], options.draft_vocab or target.config.vocab_size, target.config.vocab_size)
         learner = _learner(target, options, tokens)
@@ -179,12 +199,18 @@ def train_draft(
     return Trained(out, count, tuple(losses), tuple(curve), tuple(saves.notes))
 
 
+def _written(target: Target, amount: Amount, hashes: Mapping[str, str], state: Path, report: Progress) -> Tensor:
+    """Return text that the target writes, int64 [S, L]; a resumed run finds it in the folder `state`."""
+    at = state / drawn_name(receipt.combined_hash(hashes), amount)
+    return kept_or_drawn(lambda: target.decoder, target.config, amount, at, partial(report, "sampling"))
+
+
 def _learner(target: Target, options: DraftTraining, tokens: Tensor | None) -> Learner:
     depths, layers = options.depths or 0, options.layers or 0
     if options.kind == "medusa":
         return MedusaLearner(target, depths, tokens, options.loss)
     if options.kind == "eagle3":
-        return EagleLearner(target, depths, tokens, options.loss, options.seed)
+        return EagleLearner(target, depths, tokens, options.loss, options.seed, options.layout == "speculators")
     if options.kind == "exit":
         return ExitLearner(target, layers, tokens, options.loss)
     return SmallLearner(target, layers, options.width or 0, options.loss, options.seed)

@@ -148,23 +148,47 @@ def embedding_of(files: HeadFolder, target: Decoder, hidden: int) -> Embedding:
     return shared
 
 
-def write(
-    folder: Path,
-    target: ModelConfig,
-    theta: float,
-    layers: tuple[int, ...],
-    tensors: Mapping[str, Tensor],
-    tokens: Tensor,
-) -> None:
-    """Write a head of the target's width with a plain rotary embedding of base `theta` in SafeAILab's layout; `tokens`
-    are the ids of the LM head's rows."""
-    config = {
+def shape_of(target: ModelConfig, theta: float, rows: int, layers: tuple[int, ...]) -> dict[str, Any]:
+    """Return the config of a head of the target's width with `rows` draft tokens, a plain rotary embedding of base
+    `theta`, and these layers read, in SafeAILab's layout."""
+    return {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": target.vocab_size,
-        "draft_vocab_size": len(tokens), "hidden_size": target.hidden, "target_hidden_size": target.hidden,
+        "draft_vocab_size": rows, "hidden_size": target.hidden, "target_hidden_size": target.hidden,
         "num_attention_heads": target.heads, "num_key_value_heads": target.kv_heads, "head_dim": target.head_dim,
         "intermediate_size": target.intermediate, "num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-5,
         "rope_theta": theta, "max_position_embeddings": target.context, "norm_before_residual": False,
         "eagle_aux_hidden_state_layer_ids": list(layers),
     }  # fmt: skip
-    known = torch.isin(torch.arange(target.vocab_size), tokens)
-    write_head(folder, config, {**tensors, "d2t": tokens - torch.arange(len(tokens)), "t2d": known})
+
+
+def write(folder: Path, shape: Mapping[str, Any], tensors: Mapping[str, Tensor], tokens: Tensor) -> None:
+    """Write a head of a shape in SafeAILab's layout; `tokens` are the ids of the LM head's rows."""
+    write_head(folder, shape, {**tensors, **_maps(tokens, shape["vocab_size"])})
+
+
+def write_speculators(
+    folder: Path, shape: Mapping[str, Any], tensors: Mapping[str, Tensor], tokens: Tensor, target: str, drafts: int
+) -> None:
+    """Write the same head in the layout of the speculators library, which vLLM reads: for a model of the name `target`,
+    with `drafts` drafts a step."""
+    outer = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "eagle_aux_hidden_state_layer_ids")
+    block = {name: value for name, value in shape.items() if name not in (*outer, "architectures")}
+    proposal = {
+        "proposal_type": "greedy", "speculative_tokens": drafts, "verifier_accept_k": 1, "accept_tolerance": 0.0,
+    }  # fmt: skip
+    config = {
+        "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "speculators_version": "0.4.0",
+        "speculators_config": {
+            "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target, "architectures": []},
+        },
+        "transformer_layer_config": block, **{name: shape[name] for name in outer}, "norm_before_fc": False,
+        "tie_word_embeddings": False, "torch_dtype": "float32",
+    }  # fmt: skip
+    renamed = {name.replace("midlayer.", "layers.0."): each for name, each in tensors.items()}
+    write_head(folder, config, {**renamed, **_maps(tokens, shape["vocab_size"])})
+
+
+def _maps(tokens: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """Return the tensors that say which tokens the rows of the LM head are."""
+    return {"d2t": tokens - torch.arange(len(tokens)), "t2d": torch.isin(torch.arange(vocab_size), tokens)}
