@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ def split(text: str, place: Place, cuts: Any = (), exact: bool = False) -> tuple
     """The reasoning and the text of an answer that comes in pieces, and whether it ends inside the section."""
     parser, events = ReasoningParser(MARKERS, place, Plain(), exact), list[AnswerEvent]()
     edges = [0, *sorted(cuts), len(text)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         events += parser.feed(text[start:end])
     inside = parser.inside
     events += parser.close()
