@@ -25,7 +25,12 @@ class ReasoningSection:
 
     def __post_init__(self) -> None:
         for name, value in (("start", self.start), ("end", self.end), ("budget", self.budget)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise UserError("option_out_of_range", f"{name} must be an integer, at least 0, not {value!r}")
+            if value is not None:
+                _check(name, value)
         if self.start == self.end:
             raise UserError("option_conflict", "a reasoning section ends with another token than it begins with")
+
+
+def _check(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UserError("option_out_of_range", f"{name} must be an integer, at least 0, not {value!r}")

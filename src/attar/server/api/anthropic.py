@@ -15,9 +15,10 @@ from msgspec import Meta, Struct
 from attar.faults import point
 from attar.protocol.messages import Delta, Failed, Finished
 from attar.server.api import schemas
-from attar.server.api.body import Body
+from attar.server.api.body import Body, Ignored
 from attar.server.api.openai import collect
-from attar.server.api.schemas import Content, Fraction, Length, StopStrings, TopP, text_of
+from attar.server.api.reasoning import Thinking, Wish
+from attar.server.api.schemas import MAX_PARTS, Content, Fraction, Length, Nothing, StopStrings, TopP, text_of
 from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
 from attar.server.prompts import Turn
@@ -31,21 +32,59 @@ FAILED = sse.event(APIError("internal", INTERNAL).body(anthropic=True), "error")
 """The last event of a stream that an exception ends."""
 
 
+class TextBlock(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="text"):
+    """A piece of text."""
+
+    text: str
+    cache_control: Ignored = None
+    citations: Nothing | None = None
+
+
+class ThinkingBlock(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="thinking"):
+    """Reasoning of an earlier answer; its signature is not read."""
+
+    thinking: str
+    signature: Ignored = None
+    cache_control: Ignored = None
+
+
+class RedactedBlock(
+    Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="redacted_thinking"
+):
+    """Reasoning of another server, which no one can read here: it is left out."""
+
+    data: Ignored = None
+
+
+Blocks = Annotated[list[TextBlock | ThinkingBlock | RedactedBlock], Meta(max_length=MAX_PARTS)]
+
+
 class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    """One message of a conversation."""
+
     role: Literal["user", "assistant"]
-    content: Content
+    content: str | Blocks
+
+    def for_template(self) -> dict[str, str]:
+        """Return the message as chat templates expect it."""
+        if isinstance(self.content, str):
+            return {"role": self.role, "content": self.content}
+        said = "".join(each.text for each in self.content if isinstance(each, TextBlock))
+        reasoned = "".join(each.thinking for each in self.content if isinstance(each, ThinkingBlock))
+        return {"role": self.role, "content": said} | ({"reasoning_content": reasoned} if reasoned else {})
 
 
 class AnthropicPrompt(Body, frozen=True, kw_only=True):
     """Body of /v1/messages/count_tokens, and the prompt's part of /v1/messages."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tools": ([],), "tool_choice": ({"type": "none"}, {"type": "auto"}), "thinking": ({"type": "disabled"},),
-        "mcp_servers": ([],), "context_management": (), "output_config": (), "output_format": (),
+        "tools": ([],), "tool_choice": ({"type": "none"}, {"type": "auto"}), "mcp_servers": ([],),
+        "context_management": (), "output_config": (), "output_format": (),
     }  # fmt: skip
 
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=schemas.MAX_MESSAGES, description=_LAST)]
     system: Content | None = None
+    thinking: Thinking | None = None
 
     @property
     def turn(self) -> Turn:
@@ -56,7 +95,11 @@ class AnthropicPrompt(Body, frozen=True, kw_only=True):
         """Return the system prompt and the messages as chat templates expect them."""
         system = text_of(self.system)
         head = [{"role": "system", "content": system}] if system else []
-        return head + [{"role": message.role, "content": text_of(message.content)} for message in self.messages]
+        return head + [message.for_template() for message in self.messages]
+
+    def wish(self) -> Wish:
+        """Return what the request asks of the model's reasoning."""
+        return Wish.of(None, thinking=self.thinking)
 
 
 class AnthropicBody(AnthropicPrompt, frozen=True, kw_only=True):

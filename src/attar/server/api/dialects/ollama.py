@@ -30,6 +30,7 @@ from attar.server.api.schemas import (
     Message,
     Nothing,
     Penalty,
+    Reasoned,
     Repetition,
     Seed,
     StopString,
@@ -52,6 +53,7 @@ _PREDICT = "0 and less: as many as fit."
 encode = msgspec.json.encode
 
 One = Annotated[float, Meta(ge=1, le=1)]
+Think = bool | Annotated[Literal["low", "medium", "high"], Meta(description="Whether to reason, and how much.")]
 JsonFormat = Literal["", "json"] | SchemaObject
 
 
@@ -106,7 +108,7 @@ class _Generating(Body, frozen=True, kw_only=True):
     """What both bodies of texts have."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tools": ([],), "think": (False,), "logprobs": (False,), "top_logprobs": (0,), "images": ([],),
+        "tools": ([],), "logprobs": (False,), "top_logprobs": (0,), "images": ([],),
         "template": ("",), "context": ([],), "width": (0,), "height": (0,), "steps": (0,), "truncate": (True,),
         "shift": (True, False),
     }  # fmt: skip
@@ -114,11 +116,18 @@ class _Generating(Body, frozen=True, kw_only=True):
     options: Options | None = None
     format: JsonFormat | None = None
     stream: bool | None = None
+    think: Think | None = None
 
     @property
     def streams(self) -> bool:
         """Return whether the answer is a stream, which is the default."""
         return self.stream is not False
+
+    def thinking(self) -> dict[str, Any]:
+        """Return `think` as fields of OpenAI's API."""
+        if isinstance(self.think, str):
+            return {"reasoning_effort": self.think}
+        return {"enable_thinking": self.think}
 
     def sampling(self) -> dict[str, Any]:
         """Return sampling parameters and the constraint as fields of OpenAI's API."""
@@ -137,7 +146,7 @@ class OllamaMessage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     content: str | None = None
     images: Nothing | None = None
     tool_calls: Nothing | None = None
-    thinking: Literal[""] | None = None
+    thinking: Reasoned | None = None
 
 
 class OllamaChatBody(_Generating, frozen=True, kw_only=True):
@@ -147,8 +156,11 @@ class OllamaChatBody(_Generating, frozen=True, kw_only=True):
 
     def as_chat(self) -> ChatBody:
         """Return the body as one of OpenAI's API. Raises APIError."""
-        said = [Message(role=each.role, content=each.content or "") for each in self.messages or ()]
-        return ChatBody(messages=said, **self.sampling())
+        said = [
+            Message(role=each.role, content=each.content or "", reasoning_content=each.thinking or None)
+            for each in self.messages or ()
+        ]
+        return ChatBody(messages=said, **self.thinking(), **self.sampling())
 
 
 class OllamaGenerateBody(_Generating, frozen=True, kw_only=True):
@@ -163,7 +175,8 @@ class OllamaGenerateBody(_Generating, frozen=True, kw_only=True):
     def as_chat(self) -> ChatBody:
         """Return the body as a conversation. Raises APIError."""
         said = [Message(role="system", content=self.system)] if self.system else []
-        return ChatBody(messages=[*said, Message(role="user", content=self.prompt)], **self.sampling())
+        said.append(Message(role="user", content=self.prompt))
+        return ChatBody(messages=said, **self.thinking(), **self.sampling())
 
     def as_completion(self) -> CompletionBody | None:
         """Return the body as a text to be continued; None where it is a conversation. Raises APIError."""

@@ -146,11 +146,14 @@ class OllamaRoutes(Routes):
         served: tuple[str, Ready],
     ) -> Response:  # fmt: skip
         model, ready = served
-        making = self._prompts.chat_ids(caller.cache_salt, asked.conversation(), ready.context)
-        ids = await sse.while_wanted(request.receive, making)
+        wish, constraint = asked.wish(), asked.constraint()
+        variables = wish.for_template(self._prompts.template)
+        making = self._prompts.chat(caller.cache_salt, asked.conversation(), ready.context, variables=variables)
+        prompt = await sse.while_wanted(request.receive, making)
+        ids, section = prompt.ids, self._section(wish, prompt, constraint and constraint.field)
         grammar = await self._proven(request, caller, asked, ready)
         params = chat_params(asked, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
-        handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar)
+        handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section)
         return await _answer(request, handler, body, model)
 
     async def _continued(
