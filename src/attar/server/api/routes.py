@@ -18,6 +18,7 @@ from attar.protocol.reasoning import ReasoningSection
 from attar.server.admission.rate_limits import Caller
 from attar.server.api import anthropic, openai
 from attar.server.api import response_types as types
+from attar.server.api.answering import AnswerReader
 from attar.server.api.answering import stream as _stream
 from attar.server.api.answering import whole as _whole
 from attar.server.api.anthropic import AnthropicBody, AnthropicPrompt
@@ -36,6 +37,8 @@ from attar.server.grammars import Grammars
 from attar.server.http import sse
 from attar.server.http.limits import MAX_BODY
 from attar.server.prompts import ChatPrompt, Prompts, Room, Turn
+from attar.text.answers.events import Plain
+from attar.text.answers.reasoning import ReasoningParser
 from attar.text.grammars import GrammarError
 
 TOO_LARGE = f"the body is larger than {MAX_BODY} bytes"
@@ -81,8 +84,8 @@ class Routes:
         section = self._section(wish, prompt, asked and asked.field)
         grammar = await self._proven(request, caller, body, ready)
         params = chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
-        tokenizer = self._prompts.tokenizer
-        form = openai.ChatFormat(tokenizer, bool(body.logprobs), Extras(body, tokenizer, [ids]))
+        tokenizer, reader = self._prompts.tokenizer, self._reader(wish, prompt, exact=asked is not None)
+        form = openai.ChatFormat(tokenizer, bool(body.logprobs), Extras(body, tokenizer, [ids]), reader)
         handler = self._dispatcher.submit(
             caller, [ids], params, body.n or 1, model, body.priority or 0, grammar, section
         )
@@ -129,11 +132,12 @@ class Routes:
         making = self._prompts.chat(caller.cache_salt, body.conversation(), ready.context, body.turn, variables)
         prompt = await sse.while_wanted(request.receive, making)
         params = anthropic_params(body, ready.context - len(prompt.ids), self._sampling)
-        section = self._section(wish, prompt, None)
+        section, reader = self._section(wish, prompt, None), self._reader(wish, prompt)
         handler = self._dispatcher.submit(caller, [prompt.ids], params, 1, model, reasoning=section)
         if body.stream:
-            return await _stream(request, handler, anthropic.stream(handler, model), anthropic.FAILED, anthropic.PING)
-        return await _whole(request, handler, anthropic.whole(handler, model))
+            pieces = anthropic.stream(handler, model, reader)
+            return await _stream(request, handler, pieces, anthropic.FAILED, anthropic.PING)
+        return await _whole(request, handler, anthropic.whole(handler, model, reader))
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the prompt tokens that /v1/messages would read."""
@@ -204,6 +208,13 @@ class Routes:
     def _section(self, wish: Wish, prompt: ChatPrompt, constrained: str | None) -> ReasoningSection | None:
         """Return the reasoning section of answers to a prompt, as the engine needs it. Raises APIError."""
         return wish.section(self._prompts.reasoning, prompt.place, self._prompts.template, constrained)
+
+    def _reader(self, wish: Wish, prompt: ChatPrompt, exact: bool = False) -> AnswerReader:
+        """Return the reader of answers to a prompt. With `exact`, as a constraint needs it, line breaks behind the
+        reasoning stay in the text."""
+        if (markers := self._prompts.reasoning) is None:
+            return AnswerReader()
+        return AnswerReader(lambda: ReasoningParser(markers, prompt.place, Plain(), exact), True, wish.shown)
 
     async def _read(self, request: Request, kind: type[BodyType]) -> tuple[Caller, BodyType, str, Ready]:
         """Read the request's body. Returns the caller, the body, the name of the requested model, and the engine that

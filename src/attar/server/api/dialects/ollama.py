@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from attar.protocol.messages import Delta, Failed, Finished
+from attar.server.api.answering import AnswerReader, said
 from attar.server.api.body import Body, Ignored
 from attar.server.api.constraints import NamedSchema, ObjectFormat, ResponseFormat, SchemaFormat, SchemaObject
 from attar.server.api.schemas import (
@@ -41,6 +42,7 @@ from attar.server.api.schemas import (
 )
 from attar.server.errors import APIError
 from attar.server.request_handler import RequestHandler
+from attar.text.answers.events import AnswerEvent
 
 VERSION = "0.12.6"
 """The version of Ollama's API that this one follows; clients compare it."""
@@ -228,8 +230,9 @@ def loaded(model: str, chat: bool) -> dict[str, Any]:
     return {"model": model, "created_at": now(), **_text("", chat), "done": True, "done_reason": "load"}
 
 
-def _text(text: str, chat: bool) -> dict[str, Any]:
-    return {"message": {"role": "assistant", "content": text}} if chat else {"response": text}
+def _text(text: str, chat: bool, thinking: str = "") -> dict[str, Any]:
+    more = {"thinking": thinking} if thinking else {}
+    return {"message": {"role": "assistant", "content": text, **more}} if chat else {"response": text, **more}
 
 
 def _end(request: RequestHandler, generated: int, reason: str) -> dict[str, Any]:
@@ -247,37 +250,41 @@ def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-async def whole(request: RequestHandler, model: str, chat: bool) -> list[bytes]:
+async def whole(request: RequestHandler, model: str, chat: bool, reader: AnswerReader) -> list[bytes]:
     """Return the answer as one object. Raises APIError."""
-    texts: list[str] = []
+    events_of: list[AnswerEvent] = []
     async for events in request.events(whole=True):
         for event in events:
             if isinstance(event, Failed):
                 raise request.context.refusal(event)
             if isinstance(event, Delta):
-                texts.append(event.text)
+                events_of += reader.read(0, event)
             elif isinstance(event, Finished):
-                head = {"model": model, "created_at": now(), **_text("".join(texts), chat)}
+                thinking, text = said([*events_of, *reader.close(0)])
+                head = {"model": model, "created_at": now(), **_text(text, chat, thinking)}
                 return [encode(head | _end(request, event.completion_tokens, event.reason))]
     raise AssertionError("an answer without an end")
 
 
-def piece(model: str, text: str, chat: bool) -> bytes:
-    """Return a line of a stream with more text."""
-    return encode({"model": model, "created_at": now(), **_text(text, chat), "done": False}) + b"\n"
+def piece(model: str, text: str, chat: bool, thinking: str = "") -> bytes:
+    """Return a line of a stream with more text, or more thinking."""
+    return encode({"model": model, "created_at": now(), **_text(text, chat, thinking), "done": False}) + b"\n"
 
 
-async def stream(request: RequestHandler, model: str, chat: bool) -> AsyncIterator[bytes]:
+async def stream(request: RequestHandler, model: str, chat: bool, reader: AnswerReader) -> AsyncIterator[bytes]:
     """Yield the answer as lines of JSON; the last is `done`, or has an error."""
     async for events in request.events():
         lines = []
         for event in events:
             if isinstance(event, Failed):
                 lines.append(failed(APIError.of(event)))
-            elif isinstance(event, Delta) and event.text:
-                lines.append(piece(model, event.text, chat))
+            elif isinstance(event, Delta):
+                thinking, text = said(reader.read(0, event))
+                if thinking or text:
+                    lines.append(piece(model, text, chat, thinking))
             elif isinstance(event, Finished):
-                head = {"model": model, "created_at": now(), **_text("", chat)}
+                thinking, text = said(reader.close(0))
+                head = {"model": model, "created_at": now(), **_text(text, chat, thinking)}
                 lines.append(encode(head | _end(request, event.completion_tokens, event.reason)) + b"\n")
         if lines:
             yield b"".join(lines)
