@@ -132,7 +132,8 @@ class Completion:
 
     `finish_reason` is `stop` (an EOS or stop token, or a stop string) or `length` (max_tokens, or the context is full).
     `token_ids` include the token that ended the text; `text` does not show it. `seed` is the one that was used.
-    `prompt_logprobs` belong to the prompt's tokens after its first.
+    `prompt_logprobs` belong to the prompt's tokens after its first. `reasoning` is what a chat's answer says in its
+    reasoning section, which `text` leaves out.
     """
 
     text: str
@@ -142,6 +143,7 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None = None
     seed: int | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    reasoning: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-compatible values."""
