@@ -6,6 +6,7 @@ A body's headers are checked before it is read.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,6 +16,7 @@ from attar.faults import point
 from attar.protocol.grammar import Grammar
 from attar.protocol.messages import Ready
 from attar.protocol.reasoning import ReasoningSection
+from attar.protocol.request import SamplingParams
 from attar.server.admission.rate_limits import Caller
 from attar.server.api import anthropic, openai
 from attar.server.api import response_types as types
@@ -83,7 +85,9 @@ class Routes:
         ids, asked = prompt.ids, body.constraint()
         section = self._section(wish, prompt, asked and asked.field)
         grammar = await self._proven(request, caller, body, ready)
-        params = chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
+        params = self._showing(
+            chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
+        )
         tokenizer, reader = self._prompts.tokenizer, self._reader(wish, prompt, exact=asked is not None)
         form = openai.ChatFormat(tokenizer, bool(body.logprobs), Extras(body, tokenizer, [ids]), reader)
         handler = self._dispatcher.submit(
@@ -131,7 +135,7 @@ class Routes:
         variables = wish.for_template(self._prompts.template)
         making = self._prompts.chat(caller.cache_salt, body.conversation(), ready.context, body.turn, variables)
         prompt = await sse.while_wanted(request.receive, making)
-        params = anthropic_params(body, ready.context - len(prompt.ids), self._sampling)
+        params = self._showing(anthropic_params(body, ready.context - len(prompt.ids), self._sampling))
         section, reader = self._section(wish, prompt, None), self._reader(wish, prompt)
         handler = self._dispatcher.submit(caller, [prompt.ids], params, 1, model, reasoning=section)
         if body.stream:
@@ -208,6 +212,11 @@ class Routes:
     def _section(self, wish: Wish, prompt: ChatPrompt, constrained: str | None) -> ReasoningSection | None:
         """Return the reasoning section of answers to a prompt, as the engine needs it. Raises APIError."""
         return wish.section(self._prompts.reasoning, prompt.place, self._prompts.template, constrained)
+
+    def _showing(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters of a chat, whose text shows the markers of reasoning also where they are special tokens."""
+        visible = () if (markers := self._prompts.reasoning) is None else markers.visible
+        return replace(params, visible_token_ids=(*params.visible_token_ids, *visible)) if visible else params
 
     def _reader(self, wish: Wish, prompt: ChatPrompt, exact: bool = False) -> AnswerReader:
         """Return the reader of answers to a prompt. With `exact`, as a constraint needs it, line breaks behind the
