@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -22,7 +22,7 @@ async def whole(request: Request, handler: RequestHandler, answer: Awaitable[Ite
 
 
 async def stream(
-    request: Request, handler: RequestHandler, pieces: AsyncIterator[bytes], failed: bytes,
+    request: Request, handler: RequestHandler, pieces: AsyncIterator[bytes], failed: bytes | Callable[[], bytes],
     ping: bytes = sse.COMMENT, kind: type[sse.EventStream] = sse.EventStream,
 ) -> Response:  # fmt: skip
     """Answer with a stream once the engine has let the request in. Raises APIError where it does not."""

@@ -15,6 +15,7 @@ from starlette.types import Scope
 from attar.server.api.dialects.ollama_routes import OllamaRoutes
 from attar.server.api.dialects.routes import DialectRoutes
 from attar.server.api.openapi import Served, document
+from attar.server.api.responses.routes import ResponsesRoutes
 from attar.server.api.routes import Routes
 from attar.server.api.status import StatusRoutes
 from attar.server.dispatcher import Dispatcher
@@ -39,7 +40,7 @@ def make_app(
     for kind in (APIError, HTTPException, Exception):
         app.add_exception_handler(kind, _handle)
     StatusRoutes(dispatcher).add_to(app)
-    for routes in (Routes, DialectRoutes, OllamaRoutes):
+    for routes in (Routes, ResponsesRoutes, DialectRoutes, OllamaRoutes):
         routes(dispatcher, prompts, grammars, threads, sampling).add_to(app)
 
     def described() -> dict[str, Any]:

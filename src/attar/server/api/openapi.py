@@ -69,6 +69,7 @@ _EXAMPLES: dict[str, list[Schema]] = {
     "CompletionBody": [{"prompt": "Once upon a time"}, {"prompt": ["One", "Two"], "max_tokens": 8, "logprobs": 2}],
     "AnthropicPrompt": [{"messages": _SAID, "system": "Be brief."}],
     "AnthropicBody": [{"messages": _SAID, "max_tokens": 64, "system": "Be brief."}],
+    "ResponsesBody": [{"input": "Why is the sky blue?"}, {"input": _SAID, "instructions": "Be brief.", "stream": True}],
     "EmbeddingBody": [{"input": ["One text", "another"], "pooling": "last"}],
     "TokenizeBody": [{"prompt": "Once upon a time"}, {"messages": _SAID}],
     "DetokenizeBody": [{"tokens": [1, 2, 3]}],
@@ -233,6 +234,9 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
         elif found.get("title") == "Whitespace":
             found["pattern"] = f"^{WHITESPACE}$"
     schemas["StreamOptions"]["properties"]["include_obfuscation"] = {"const": False, "default": False}
+    schemas["ResponseStreamOptions"]["properties"]["include_obfuscation"] = {"enum": [None, False], "default": None}
+    schemas["ResponsesBody"] |= _all({"anyOf": streamed})
+    schemas["MessageItem"]["required"].remove("type")
     made = [_given(name) for name in ("json", "regex", "choice", "grammar")] + [_has(json_object={"const": True})]
     spaced = {"anyOf": [_may(whitespace_pattern={"type": "null"}), made[0], made[-1]]}
     schemas["StructuredOutputs"] |= _all({"oneOf": made}, spaced)
@@ -333,7 +337,7 @@ def _add_errors(operation: Schema, path: str, posting: bool, keyed: bool) -> Non
 def _add_links(paths: Schema) -> None:
     """Add the links between routes: a request to /why, the model list to each model, token ids to their text."""
     name = {"parameters": {"name": "$response.header.X-Request-Id"}}
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/embeddings"):
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/embeddings"):
         why = {"operationId": paths["/v1/requests/{name}/why"]["get"]["operationId"], **name}
         paths[path]["post"]["responses"]["200"]["links"] = {"why": why}
     model = {"operationId": paths["/v1/models/{name}"]["get"]["operationId"]}

@@ -1,0 +1,130 @@
+"""Answers of /v1/responses, whole and as streams.
+
+A stream's events are numbered. Its last is `response.completed`, `response.incomplete` (the answer met a limit) or
+`response.failed`; each has the whole answer so far.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterable
+from itertools import chain
+from typing import Any
+
+import msgspec
+
+from attar.faults import point
+from attar.protocol.messages import Delta, Failed, Finished
+from attar.protocol.request import SamplingParams
+from attar.server.api.openai import collect
+from attar.server.api.responses.output import Event, Output
+from attar.server.api.responses.schemas import ResponsesBody, TextOptions
+from attar.server.errors import INTERNAL, APIError
+from attar.server.http import sse
+from attar.server.request_handler import RequestHandler
+from attar.text.answers.events import AnswerParser
+
+PREFIX = "resp_"
+
+encode = msgspec.json.encode
+
+
+def new_id(request: str) -> str:
+    """Return the id of the answer to a request: that of the request, and 128 random bits that no log has."""
+    return PREFIX + request + secrets.token_hex(16)
+
+
+class Answer:
+    """The answer to `body` by `model`, whose text `parser` splits."""
+
+    def __init__(
+        self, request: RequestHandler, body: ResponsesBody, params: SamplingParams, model: str, parser: AnswerParser
+    ) -> None:
+        self.id = new_id(request.caller.id)
+        self._request, self._body, self._params, self._model = request, body, params, model
+        self._parser = parser
+        self._output = Output()
+        self._number = 0
+
+    async def whole(self) -> list[bytes]:
+        """Return the answer as one object, in pieces. Raises APIError."""
+        [choice] = await collect(self._request)
+        point("responses.whole", self._request.caller.id)
+        for _ in self._output.add(chain(self._parser.feed(choice.text), self._parser.close())):
+            pass
+        for _ in self._output.close(choice.reason != "length"):
+            pass
+        return [encode(self._ended(choice.reason, choice.tokens))]
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """Yield the answer as server-sent events."""
+        begun = self._told("in_progress")
+        yield self._events([{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")])
+        async for events in self._request.events():
+            pieces = []
+            for event in events:
+                if isinstance(event, Delta):
+                    point("responses.delta", event.id)
+                    pieces.append(self._events(self._output.add(self._parser.feed(event.text))))
+                elif isinstance(event, Finished):
+                    pieces.append(self._events(self._output.add(self._parser.close())))
+                    pieces.append(self._events(self._output.close(event.reason != "length")))
+                    told = self._ended(event.reason, event.completion_tokens)
+                    pieces.append(self._events([{"type": "response." + told["status"], "response": told}]))
+                elif isinstance(event, Failed):
+                    pieces.append(self._failed(APIError.of(event)))
+            if any(pieces):
+                yield b"".join(pieces)
+
+    def failed(self) -> bytes:
+        """Return the last event of a stream that an exception ends."""
+        return self._failed(APIError("internal", INTERNAL))
+
+    def _failed(self, refusal: APIError) -> bytes:
+        error = {"code": _code(refusal), "message": refusal.message}
+        return self._events([{"type": "response.failed", "response": self._told("failed", error=error)}])
+
+    def _events(self, events: Iterable[Event]) -> bytes:
+        """Encode events, each with the next number."""
+        found = []
+        for event in events:
+            found.append(sse.event(encode({**event, "sequence_number": self._number}), event["type"]))
+            self._number += 1
+        return b"".join(found)
+
+    def _ended(self, reason: str, tokens: int) -> dict[str, Any]:
+        """Return the answer that has ended, for JSON."""
+        request = self._request
+        usage = {
+            "input_tokens": request.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": request.reused, "cache_write_tokens": 0},
+            "output_tokens": tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": request.prompt_tokens + tokens,
+        }
+        if reason == "length":
+            return self._told("incomplete", incomplete_details={"reason": "max_output_tokens"}, usage=usage)
+        return self._told("completed", completed_at=int(time.time()), usage=usage)
+
+    def _told(self, status: str, **more: Any) -> dict[str, Any]:
+        """Return the answer as it stands, for JSON."""
+        body, params = self._body, self._params
+        return {
+            "id": self.id, "object": "response", "created_at": self._request.created, "status": status,
+            "background": False, "completed_at": None, "error": None, "incomplete_details": None,
+            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "model": self._model,
+            "output": list(self._output.items), "parallel_tool_calls": True,
+            "previous_response_id": body.previous_response_id, "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default", "store": False, "temperature": params.temperature,
+            "text": (body.text or TextOptions()).told(),
+            "tool_choice": "auto", "tools": [], "top_logprobs": 0, "top_p": params.top_p, "truncation": "disabled",
+            "usage": None, "metadata": body.metadata or {}, **more,
+        }  # fmt: skip
+
+
+def _code(refusal: APIError) -> str:
+    """Return OpenAI's code of a failure in the middle of an answer, of which there are few."""
+    if refusal.kind.status == 429:
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if refusal.kind.status == 400 else "server_error"

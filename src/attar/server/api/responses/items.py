@@ -1,0 +1,96 @@
+"""Items of a conversation, and what chat templates are given for them.
+
+An item is a message, a call of a function, its output, or a model's reasoning. Clients send back what they got, so
+fields of output items are accepted in input items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from attar.server.api.body import Ignored
+from attar.server.api.schemas import MAX_PARTS
+
+MAX_ITEMS = 2048
+
+Status = Literal["in_progress", "completed", "incomplete"]
+ItemId = Annotated[str, Meta(max_length=256)]
+
+
+class InputText(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="input_text"):
+    """A piece of what the user or the system says."""
+
+    text: str
+    prompt_cache_breakpoint: Ignored = None
+
+
+class OutputText(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="output_text"):
+    """A piece of what the model has said."""
+
+    text: str
+    annotations: Ignored = None
+    logprobs: Ignored = None
+
+
+class Refusal(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="refusal"):
+    """A model's refusal."""
+
+    refusal: str
+
+
+Part = InputText | OutputText | Refusal
+ItemContent = str | Annotated[list[Part], Meta(max_length=MAX_PARTS)]
+
+
+class MessageItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="message"):
+    """A message. Its `type` may be left out."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: ItemContent
+    id: ItemId | None = None
+    status: Status | None = None
+    phase: Ignored = None
+    end_turn: Ignored = None
+    created_by: Ignored = None
+
+    @property
+    def text(self) -> str:
+        """The message's text, its parts joined."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in self.content)
+
+
+Item = MessageItem
+
+
+def completed(items: Any) -> Any:
+    """Return items, as JSON, with the type that a message need not have."""
+    if not isinstance(items, list):
+        return items
+    return [{**item, "type": "message"} if _untyped(item) else item for item in items]
+
+
+def _untyped(item: Any) -> bool:
+    return isinstance(item, dict) and "type" not in item
+
+
+def conversation(instructions: str | None, items: Iterable[Item]) -> list[dict[str, str]]:
+    """Return the messages for chat templates.
+
+    Instructions and the system messages that follow them at once are one message: many templates take one system
+    message, and only as the first.
+    """
+    found: list[dict[str, str]] = []
+    if instructions:
+        found.append({"role": "system", "content": instructions})
+    for item in items:
+        role = "system" if item.role == "developer" else item.role
+        if role == "system" and len(found) == 1 and found[0]["role"] == "system":
+            found[0] = {"role": "system", "content": found[0]["content"] + "\n\n" + item.text}
+        else:
+            found.append({"role": role, "content": item.text})
+    return found

@@ -1,0 +1,113 @@
+"""Output items of an answer, made of its events, and the events of a stream that tell of them.
+
+Each item opens with `response.output_item.added` and ends with `response.output_item.done`. A message, and reasoning,
+has one part, which opens and ends within; a call's arguments have deltas of their own.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from attar.text.answers.events import AnswerEvent, CallArguments, CallEnd, CallStart, ReasoningDelta, TextDelta
+
+Event = dict[str, Any]
+
+_PREFIXES = {"message": "msg_", "function_call": "fc_", "reasoning": "rs_"}
+
+
+def new_call_id() -> str:
+    """Return an id for a call, which its output names."""
+    return "call_" + secrets.token_hex(12)
+
+
+class Output:
+    """The output of one answer: `items`, as JSON. `call_id` makes the ids of calls."""
+
+    def __init__(self, call_id: Callable[[], str] = new_call_id) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._call_id = call_id
+        self._pieces: list[str] = []
+        self._open: str | None = None  # the type of the last item, until it ends
+
+    def add(self, events: Iterable[AnswerEvent]) -> Iterator[Event]:
+        """Take events of the answer; yield those of the stream."""
+        for event in events:
+            match event:
+                case TextDelta(text):
+                    yield from self._said("message", text)
+                case ReasoningDelta(text):
+                    yield from self._said("reasoning", text)
+                case CallStart(_, name):
+                    yield from self._begun("function_call", arguments="", call_id=self._call_id(), name=name)
+                case CallArguments(_, text):
+                    self._pieces.append(text)
+                    yield self._of_item("response.function_call_arguments.delta", delta=text)
+                case CallEnd():
+                    yield from self._ended("completed")
+
+    def close(self, complete: bool) -> Iterator[Event]:
+        """End the output; yield the last events of its items. An answer without any item has an empty message. The last
+        item is `incomplete` where the answer is."""
+        if not self.items:
+            yield from self._begun("message")
+        yield from self._ended("completed" if complete else "incomplete")
+
+    def _said(self, kind: str, text: str) -> Iterator[Event]:
+        if self._open != kind:
+            yield from self._begun(kind)
+        self._pieces.append(text)
+        if kind == "message":
+            yield self._of_part("response.output_text.delta", delta=text, logprobs=[])
+        else:
+            yield self._of_part("response.reasoning_text.delta", delta=text)
+
+    def _begun(self, kind: str, **fields: Any) -> Iterator[Event]:
+        yield from self._ended("completed")
+        item: dict[str, Any] = {
+            "id": _PREFIXES[kind] + secrets.token_hex(16), "type": kind, "status": "in_progress", **fields,
+        }  # fmt: skip
+        if kind == "message":
+            item |= {"role": "assistant", "content": []}
+        elif kind == "reasoning":
+            item |= {"summary": [], "content": []}
+        self.items.append(item)
+        self._open = kind
+        yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)}
+        if kind != "function_call":
+            yield self._of_part("response.content_part.added", part=_part(kind, ""))
+
+    def _ended(self, status: str) -> Iterator[Event]:
+        """End the open item, if any."""
+        kind = self._open
+        if kind is None:
+            return
+        item, text = self.items[-1], "".join(self._pieces)
+        self._pieces.clear()
+        self._open = None
+        if kind == "function_call":
+            item["arguments"] = text
+            yield self._of_item("response.function_call_arguments.done", arguments=text)
+        else:
+            part = _part(kind, text)
+            item["content"] = [part]
+            if kind == "message":
+                yield self._of_part("response.output_text.done", text=text, logprobs=[])
+            else:
+                yield self._of_part("response.reasoning_text.done", text=text)
+            yield self._of_part("response.content_part.done", part=part)
+        item["status"] = status
+        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
+
+    def _of_item(self, kind: str, **fields: Any) -> Event:
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
+
+    def _of_part(self, kind: str, **fields: Any) -> Event:
+        return self._of_item(kind, content_index=0, **fields)
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "annotations": [], "logprobs": [], "text": text}
