@@ -14,6 +14,7 @@ import pytest
 
 from attar import faults
 from attar.faults import Fault
+from attar.server.options import ServerOptions
 from tests.server.bad_requests import USER
 from tests.server.conftest import Reply, Running
 from tests.server.engine_client.test_client import rest
@@ -69,6 +70,7 @@ CASES = {
     "anthropic.delta": Case(MESSAGES, kinds=STREAM),
     "anthropic.whole": Case(MESSAGES, kinds=WHOLE),
     "responses.delta": Case(RESPONSES, kinds=STREAM),
+    "responses.store": Case(RESPONSES),
     "responses.whole": Case(RESPONSES, kinds=WHOLE),
     "embeddings.whole": Case(EMBEDDINGS, kinds=WHOLE, keyed=False),
 }
@@ -93,7 +95,7 @@ def body_of(case: Case, stream: bool) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def faulty(start: Callable[..., Running]) -> Running:
-    return start()
+    return start(ServerOptions(port=0, response_store=1 << 20))
 
 
 def begun(server: Running) -> socket.socket:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -27,6 +27,8 @@ from attar.text.answers.events import AnswerParser
 
 PREFIX = "resp_"
 
+Keep = Callable[[str, bytes, Sequence[Mapping[str, Any]]], bool]
+
 encode = msgspec.json.encode
 
 
@@ -36,16 +38,18 @@ def new_id(request: str) -> str:
 
 
 class Answer:
-    """The answer to `body` by `model`, whose text `parser` splits."""
+    """The answer to `body` by `model`, whose text `parser` splits. `keep`, where it is stored, takes its id, its JSON
+    and its items, and returns whether there was room."""
 
     def __init__(
-        self, request: RequestHandler, body: ResponsesBody, params: SamplingParams, model: str, parser: AnswerParser
-    ) -> None:
+        self, request: RequestHandler, body: ResponsesBody, params: SamplingParams, model: str, parser: AnswerParser,
+        keep: Keep | None = None,
+    ) -> None:  # fmt: skip
         self.id = new_id(request.caller.id)
         self._request, self._body, self._params, self._model = request, body, params, model
-        self._parser = parser
+        self._parser, self._keep = parser, keep
         self._output = Output()
-        self._number = 0
+        self._number = self._given = 0  # of events: encoded, and given away
 
     async def whole(self) -> list[bytes]:
         """Return the answer as one object, in pieces. Raises APIError."""
@@ -55,12 +59,14 @@ class Answer:
             pass
         for _ in self._output.close(choice.reason != "length"):
             pass
-        return [encode(self._ended(choice.reason, choice.tokens))]
+        return [self._ended(choice.reason, choice.tokens)]
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events."""
         begun = self._told("in_progress")
-        yield self._events([{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")])
+        first = self._events([{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")])
+        self._given = self._number
+        yield first
         async for events in self._request.events():
             pieces = []
             for event in events:
@@ -70,15 +76,18 @@ class Answer:
                 elif isinstance(event, Finished):
                     pieces.append(self._events(self._output.add(self._parser.close())))
                     pieces.append(self._events(self._output.close(event.reason != "length")))
-                    told = self._ended(event.reason, event.completion_tokens)
-                    pieces.append(self._events([{"type": "response." + told["status"], "response": told}]))
+                    told = msgspec.Raw(self._ended(event.reason, event.completion_tokens))
+                    kind = "response." + _status(event.reason)
+                    pieces.append(self._events([{"type": kind, "response": told}]))
                 elif isinstance(event, Failed):
                     pieces.append(self._failed(APIError.of(event)))
             if any(pieces):
+                self._given = self._number
                 yield b"".join(pieces)
 
     def failed(self) -> bytes:
-        """Return the last event of a stream that an exception ends."""
+        """Return the last event of a stream that an exception ends, whose events in the making are lost."""
+        self._number = self._given
         return self._failed(APIError("internal", INTERNAL))
 
     def _failed(self, refusal: APIError) -> bytes:
@@ -93,8 +102,8 @@ class Answer:
             self._number += 1
         return b"".join(found)
 
-    def _ended(self, reason: str, tokens: int) -> dict[str, Any]:
-        """Return the answer that has ended, for JSON."""
+    def _ended(self, reason: str, tokens: int) -> bytes:
+        """Return the answer that has ended, as JSON, and keep it where it is stored."""
         request = self._request
         usage = {
             "input_tokens": request.prompt_tokens,
@@ -103,9 +112,14 @@ class Answer:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": request.prompt_tokens + tokens,
         }
+        more: dict[str, Any] = {"completed_at": int(time.time())}
         if reason == "length":
-            return self._told("incomplete", incomplete_details={"reason": "max_output_tokens"}, usage=usage)
-        return self._told("completed", completed_at=int(time.time()), usage=usage)
+            more = {"incomplete_details": {"reason": "max_output_tokens"}}
+        told = self._told(_status(reason), **more, usage=usage)
+        made = encode(told)
+        if self._keep is not None and not self._keep(self.id, made, self._output.items):
+            made = encode({**told, "store": False})
+        return made
 
     def _told(self, status: str, **more: Any) -> dict[str, Any]:
         """Return the answer as it stands, for JSON."""
@@ -116,11 +130,16 @@ class Answer:
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "model": self._model,
             "output": list(self._output.items), "parallel_tool_calls": True,
             "previous_response_id": body.previous_response_id, "reasoning": {"effort": None, "summary": None},
-            "service_tier": "default", "store": False, "temperature": params.temperature,
+            "service_tier": "default", "store": self._keep is not None, "temperature": params.temperature,
             "text": (body.text or TextOptions()).told(),
             "tool_choice": "auto", "tools": [], "top_logprobs": 0, "top_p": params.top_p, "truncation": "disabled",
             "usage": None, "metadata": body.metadata or {}, **more,
         }  # fmt: skip
+
+
+def _status(reason: str) -> str:
+    """Return the status of an answer that has ended."""
+    return "incomplete" if reason == "length" else "completed"
 
 
 def _code(refusal: APIError) -> str:

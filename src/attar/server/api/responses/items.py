@@ -64,7 +64,16 @@ class MessageItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
         return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in self.content)
 
 
+class ItemReference(
+    Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="item_reference"
+):
+    """An item of an answer that the server has stored."""
+
+    id: ItemId
+
+
 Item = MessageItem
+InputItem = Item | ItemReference
 
 
 def completed(items: Any) -> Any:

@@ -13,7 +13,7 @@ from attar.server.api import constraints
 from attar.server.api.body import Body, Ignored
 from attar.server.api.constraints import Asked, SchemaObject
 from attar.server.api.responses import items
-from attar.server.api.responses.items import MAX_ITEMS, Item, MessageItem
+from attar.server.api.responses.items import MAX_ITEMS, InputItem, MessageItem
 from attar.server.api.schemas import ChatBody, Fraction, Length, Seed, Temperature, TopK, TopP
 from attar.server.errors import APIError
 
@@ -67,7 +67,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
         "frequency_penalty": (0,), "presence_penalty": (0,),
     }  # fmt: skip
 
-    input: str | Annotated[list[Item], Meta(min_length=1, max_length=MAX_ITEMS)]
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_ITEMS)]
     instructions: str | None = None
     previous_response_id: ResponseId | None = None
     store: bool | None = None
@@ -97,7 +97,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
             raise APIError("unsupported_field", f"{where}: not supported by this server", where)
 
     @property
-    def items(self) -> Sequence[Item]:
+    def items(self) -> Sequence[InputItem]:
         """The items of the input: a text is a user's message."""
         return [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 

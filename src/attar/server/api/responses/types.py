@@ -113,6 +113,14 @@ class ResponseObject(Answer, frozen=True):
     metadata: dict[str, str]
 
 
+class DeletedResponse(Answer, frozen=True):
+    """A stored answer that has been forgotten."""
+
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
 class ResponseEvent(Answer, frozen=True):
     sequence_number: int
 
