@@ -33,6 +33,7 @@ Code = Literal[
     # Text
     "tokenizer_missing", "tokenizer_malformed", "tokenizer_unsupported", "tokenizer_mismatch", "template_missing",
     "template_failed", "token_out_of_vocabulary", "context_exceeded", "prompt_empty", "grammar_invalid",
+    "tools_invalid",
     # Evaluation
     "vocabulary_mismatch", "window_invalid", "task_malformed",
     # Running and planning
