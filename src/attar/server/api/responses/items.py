@@ -13,11 +13,15 @@ from msgspec import Meta, Struct
 
 from attar.server.api.body import Ignored
 from attar.server.api.schemas import MAX_PARTS
+from attar.text.tools.tool import NAME
 
 MAX_ITEMS = 2048
 
 Status = Literal["in_progress", "completed", "incomplete"]
 ItemId = Annotated[str, Meta(max_length=256)]
+CallId = Annotated[str, Meta(min_length=1, max_length=256)]
+FunctionName = Annotated[str, Meta(pattern=f"^{NAME}$", title="FunctionName")]
+Arguments = Annotated[str, Meta(title="Arguments", description="A JSON object as text; empty: one without keys.")]
 
 
 class InputText(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="input_text"):
@@ -64,6 +68,49 @@ class MessageItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
         return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in self.content)
 
 
+class FunctionCall(
+    Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="function_call"
+):
+    """A call that the model has made. `arguments` is a JSON object as text."""
+
+    call_id: CallId
+    name: FunctionName
+    arguments: Arguments
+    id: ItemId | None = None
+    status: Status | None = None
+    namespace: None = None
+    created_by: Ignored = None
+
+
+class FunctionCallOutput(
+    Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="function_call_output"
+):
+    """What a called function has returned."""
+
+    call_id: CallId
+    output: str | Annotated[list[InputText], Meta(max_length=MAX_PARTS)]
+    id: ItemId | None = None
+    status: Status | None = None
+    name: Ignored = None
+    created_by: Ignored = None
+
+    @property
+    def text(self) -> str:
+        """The output's text, its parts joined."""
+        return self.output if isinstance(self.output, str) else "".join(part.text for part in self.output)
+
+
+class ReasoningItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="reasoning"):
+    """What the model said before an answer. The next answer is made without it."""
+
+    id: ItemId | None = None
+    status: Status | None = None
+    summary: Ignored = None
+    content: Ignored = None
+    encrypted_content: Ignored = None
+    created_by: Ignored = None
+
+
 class ItemReference(
     Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="item_reference"
 ):
@@ -72,7 +119,7 @@ class ItemReference(
     id: ItemId
 
 
-Item = MessageItem
+Item = MessageItem | FunctionCall | FunctionCallOutput | ReasoningItem
 InputItem = Item | ItemReference
 
 
@@ -87,19 +134,32 @@ def _untyped(item: Any) -> bool:
     return isinstance(item, dict) and "type" not in item
 
 
-def conversation(instructions: str | None, items: Iterable[Item]) -> list[dict[str, str]]:
-    """Return the messages for chat templates.
+def conversation(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Return the messages of items, as OpenAI's chats have them.
 
     Instructions and the system messages that follow them at once are one message: many templates take one system
-    message, and only as the first.
+    message, and only as the first. Calls belong to the assistant's message before them.
     """
-    found: list[dict[str, str]] = []
+    found: list[dict[str, Any]] = []
     if instructions:
         found.append({"role": "system", "content": instructions})
     for item in items:
-        role = "system" if item.role == "developer" else item.role
-        if role == "system" and len(found) == 1 and found[0]["role"] == "system":
-            found[0] = {"role": "system", "content": found[0]["content"] + "\n\n" + item.text}
-        else:
-            found.append({"role": role, "content": item.text})
+        last = found[-1] if found else {}
+        match item:
+            case MessageItem():
+                role = "system" if item.role == "developer" else item.role
+                if role == "system" and len(found) == 1 and last["role"] == "system":
+                    found[0] = {"role": "system", "content": last["content"] + "\n\n" + item.text}
+                elif role == "assistant" and "tool_calls" in last:
+                    last["content"] += item.text
+                else:
+                    found.append({"role": role, "content": item.text})
+            case FunctionCall():
+                if last.get("role") != "assistant":
+                    found.append(last := {"role": "assistant", "content": ""})
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                last.setdefault("tool_calls", []).append(call)
+            case FunctionCallOutput():
+                found.append({"role": "tool", "tool_call_id": item.call_id, "content": item.text})
     return found
