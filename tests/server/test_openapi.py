@@ -61,7 +61,7 @@ def test_the_server_does_what_its_document_says(
         pytest.skip(f"no schemathesis in {SCHEMATHESIS.parents[1].name}")
     monkeypatch.setattr(sampling_params, "MAX_LOGPROBS", 2**60)
     monkeypatch.setattr(constraints, "_check_one", lambda found: None)
-    monkeypatch.setattr(schemas, "_check_end", lambda body: body.constraint())
+    monkeypatch.setattr(schemas, "check_end", lambda body: body.constraint())
     monkeypatch.setattr(Grammar, "check", lambda self, params: None)
     monkeypatch.setattr(constraints, "_check_strict", lambda schema, where: None)
     monkeypatch.setattr(Prover, "prove", lambda self, grammar, salt=b"": None)

@@ -113,6 +113,9 @@ def test_fields_become_parameters(server: Running) -> None:
     params = server.engine.commands[-1].params  # type: ignore[union-attr]
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.3, 0.9, 7, 0.1, 9)
     assert (answer.temperature, answer.top_p, answer.metadata, answer.max_output_tokens) == (0.3, 0.9, {"a": "b"}, 6)
+    whole(server, stop="zzz", ignore_eos=True)
+    params = server.engine.commands[-1].params  # type: ignore[union-attr]
+    assert (params.stop, params.ignore_eos) == (("zzz",), True)
     without = server.post(PATH, {"input": "hello", "seed": 1}).json
     assert without["usage"]["total_tokens"] == 512  # as many as fit
 
@@ -192,6 +195,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"verbosity": "low"}}, "invalid_value", "text.verbosity"),
     (schema({"type": "x"}), "invalid_value", "text.format.schema"),
     (schema({"type": "object"}, strict=True), "invalid_value", "text.format.schema"),
+    ({"text": {"format": {"type": "json_object"}}, "ignore_eos": True}, "invalid_value", "ignore_eos"),
+    ({"stop": "é" * 129}, "invalid_length", "stop"),
     ({"messages": USER}, "unknown_field", "messages"),
 ]  # fmt: skip
 

@@ -122,7 +122,8 @@ class ResponsesRoutes(Routes):
             raise APIError("not_found", message, "input")
         if (stored := self._store.item(caller.cache_salt, item.id)) is None:
             raise _unknown("input", "input")
-        return decode(stored, type=Item)
+        item: Item = decode(stored, type=Item)
+        return item
 
     def _keep(
         self, caller: Caller, body: ResponsesBody, before: tuple[bytes, ...], items: Sequence[Item]

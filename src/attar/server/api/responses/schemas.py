@@ -9,12 +9,22 @@ import msgspec
 from msgspec import Meta, Struct
 
 from attar.protocol.grammar import Grammar
-from attar.server.api import constraints
+from attar.server.api import constraints, schemas
 from attar.server.api.body import Body, Ignored
 from attar.server.api.constraints import Asked, SchemaObject
 from attar.server.api.responses import items
 from attar.server.api.responses.items import MAX_ITEMS, InputItem, MessageItem
-from attar.server.api.schemas import ChatBody, Fraction, Length, Seed, Temperature, TopK, TopP
+from attar.server.api.schemas import (
+    ChatBody,
+    Fraction,
+    Length,
+    Seed,
+    StopString,
+    StopStrings,
+    Temperature,
+    TopK,
+    TopP,
+)
 from attar.server.errors import APIError
 
 _NOTE = Annotated[str, Meta(max_length=512)]
@@ -57,14 +67,14 @@ class ResponseStreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponsesBody(Body, frozen=True, kw_only=True):
-    """Body of /v1/responses. `top_k`, `min_p` and `seed` are extensions. `store` has an effect where the server has a
-    store, and is true by default there."""
+    """Body of /v1/responses. `top_k`, `min_p`, `seed`, `stop` and `ignore_eos` are extensions. `store` has an effect
+    where the server has a store, and is true by default there."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "background": (False,), "conversation": (), "prompt": (), "max_tool_calls": (), "truncation": ("disabled",),
         "context_management": ([],), "moderation": (), "reasoning": ({},), "top_logprobs": (0,),
         "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
-        "frequency_penalty": (0,), "presence_penalty": (0,),
+        "frequency_penalty": (0,), "presence_penalty": (0,), "stop": ("", [""]),
     }  # fmt: skip
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_ITEMS)]
@@ -78,6 +88,8 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     top_k: TopK | None = None
     min_p: Fraction | None = None
     seed: Seed | None = None
+    stop: StopString | StopStrings | None = None
+    ignore_eos: bool | None = None
     text: TextOptions | None = None
     include: Included | None = None
     stream: bool | None = None
@@ -95,6 +107,8 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             where = "stream_options.include_obfuscation"
             raise APIError("unsupported_field", f"{where}: not supported by this server", where)
+        schemas.check_stops(self.stop, "stop")
+        schemas.check_end(self)
 
     @property
     def items(self) -> Sequence[InputItem]:
@@ -114,5 +128,5 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
         """Return the parameters as those of a chat without messages."""
         return ChatBody(
             messages=[], max_completion_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p,
-            top_k=self.top_k, min_p=self.min_p, seed=self.seed,
+            top_k=self.top_k, min_p=self.min_p, seed=self.seed, stop=self.stop, ignore_eos=self.ignore_eos,
         )  # fmt: skip
