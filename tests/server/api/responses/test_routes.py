@@ -207,3 +207,10 @@ def test_what_is_refused_is_named(server: Running, more: dict[str, Any], code: s
     reply = server.post(PATH, BODY | more)
     assert (reply.status, reply.code, reply.json["error"]["param"]) == (400, code, param)
     assert len(server.engine.commands) == before
+
+
+def test_a_refusal_of_the_prompt_names_the_input(server: Running) -> None:
+    reply = server.post(PATH, BODY | {"input": "word " * 2000})
+    assert (reply.status, reply.code, reply.json["error"]["param"]) == (400, "context_length_exceeded", "input")
+    assert "input" in reply.json["error"]["message"]
+    assert "messages" not in reply.json["error"]["message"]

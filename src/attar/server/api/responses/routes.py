@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -29,6 +31,7 @@ from attar.server.http import sse
 from attar.server.prompts import Prompts
 from attar.text.answers.events import Plain
 
+_MESSAGES = re.compile(r"messages(?:\[\d+\][\w.\[\]]*)?")
 NO_STORE = "this server stores no answers, but `attar serve --response-store SIZE` does"
 
 encode, decode = msgspec.json.encode, msgspec.json.decode
@@ -60,7 +63,8 @@ class ResponsesRoutes(Routes):
         past = await self._past(request, caller, before)
         messages = conversation(body.instructions, [*past, *items])
         making = self._prompts.chat_ids(caller.cache_salt, messages, ready.context)
-        ids = await sse.while_wanted(request.receive, making)
+        with _of_input():
+            ids = await sse.while_wanted(request.receive, making)
         grammar = await self._proven(request, caller, body, ready)
         most = self._dispatcher.engine.places.most
         params = chat_params(body.as_chat(), ids, ready, most, caller, self._sampling)
@@ -122,8 +126,8 @@ class ResponsesRoutes(Routes):
             raise APIError("not_found", message, "input")
         if (stored := self._store.item(caller.cache_salt, item.id)) is None:
             raise _unknown("input", "input")
-        item: Item = decode(stored, type=Item)
-        return item
+        found: Item = decode(stored, type=Item)
+        return found
 
     def _keep(
         self, caller: Caller, body: ResponsesBody, before: tuple[bytes, ...], items: Sequence[Item]
@@ -139,6 +143,17 @@ class ResponsesRoutes(Routes):
             return store.put(caller.cache_salt, id, answer, turns, [item["id"] for item in output])
 
         return keep
+
+
+@contextlib.contextmanager
+def _of_input() -> Iterator[None]:
+    """Name the input in refusals of the messages that it became."""
+    try:
+        yield
+    except APIError as refusal:
+        if refusal.param is None or not refusal.param.startswith("messages"):
+            raise
+        raise APIError(refusal.code, _MESSAGES.sub("input", refusal.message), "input") from refusal
 
 
 def _unknown(field: str, param: str | None = None) -> APIError:
