@@ -38,6 +38,8 @@ def text(client: openai.OpenAI, model: str) -> dict[str, Any]:
     options: Any = {"model": model, "input": "hello", "max_output_tokens": 6, "temperature": 0, "instructions": "Say."}
     one = whole(client, **options, metadata={"a": "b"})
     events = raw(client, **options)
+    scored = whole(client, **options, include=["message.output_text.logprobs"], top_logprobs=3)
+    raw(client, **options, include=["message.output_text.logprobs"], top_logprobs=3)
     with client.responses.stream(**options) as stream:
         helped = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
     again = [*SAID, *(item.model_dump(exclude_none=True) for item in one.output), *SAID]
@@ -47,6 +49,7 @@ def text(client: openai.OpenAI, model: str) -> dict[str, Any]:
         "helped": helped,
         "status": [one.status, one.incomplete_details.reason, events[-1]["type"]],
         "usage": [one.usage.output_tokens, one.usage.total_tokens - one.usage.input_tokens],
+        "logprobs": [len(each.top_logprobs) for each in scored.output[0].content[0].logprobs],
         "metadata": one.metadata,
         "again": whole(client, **{**options, "input": again}).object,
     }

@@ -36,5 +36,6 @@ def test_text(request: pytest.FixtureRequest, demo: Path, kind: str) -> None:
     text = found["text"]
     assert text["text"] == text["streamed"] == text["helped"] != ""
     assert text["status"] == ["incomplete", "max_output_tokens", "response.incomplete"]
+    assert text["logprobs"] == [3] * 6
     assert (text["usage"], text["metadata"], text["again"]) == ([6, 6], {"a": "b"}, "response")
     assert [param.partition("[")[0] for param in found["refused"]] == ["tools", "background", "conversation"]

@@ -235,7 +235,9 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
             found["pattern"] = f"^{WHITESPACE}$"
     schemas["StreamOptions"]["properties"]["include_obfuscation"] = {"const": False, "default": False}
     schemas["ResponseStreamOptions"]["properties"]["include_obfuscation"] = {"enum": [None, False], "default": None}
-    schemas["ResponsesBody"] |= _all({"anyOf": streamed})
+    scored = {"type": "array", "contains": {"const": "message.output_text.logprobs"}}
+    unscored = _may(top_logprobs={"enum": [None, 0]})
+    schemas["ResponsesBody"] |= _all({"anyOf": streamed}, {"anyOf": [_has(include=scored), unscored]})
     schemas["MessageItem"]["required"].remove("type")
     made = [_given(name) for name in ("json", "regex", "choice", "grammar")] + [_has(json_object={"const": True})]
     spaced = {"anyOf": [_may(whitespace_pattern={"type": "null"}), made[0], made[-1]]}

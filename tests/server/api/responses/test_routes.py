@@ -185,6 +185,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": {"id": "p"}}, "unsupported_field", "prompt"),
     ({"truncation": "auto"}, "unsupported_field", "truncation"),
     ({"include": ["web_search_call.results"]}, "invalid_value", "include[0]"),
+    ({"top_logprobs": 2}, "invalid_value", "top_logprobs"),
+    ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "out_of_range", "top_logprobs"),
     ({"max_output_tokens": 0}, "out_of_range", "max_output_tokens"),
     ({"metadata": {"a": 1}}, "invalid_type", "metadata[...]"),
     ({"metadata": {"a" * 65: "1"}}, "invalid_length", "metadata"),
@@ -214,3 +216,15 @@ def test_a_refusal_of_the_prompt_names_the_input(server: Running) -> None:
     assert (reply.status, reply.code, reply.json["error"]["param"]) == (400, "context_length_exceeded", "input")
     assert "input" in reply.json["error"]["message"]
     assert "messages" not in reply.json["error"]["message"]
+
+
+def test_log_probabilities_are_those_of_a_chat(server: Running) -> None:
+    asked = BODY | {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    one = server.post(PATH, asked).json
+    chat = {"messages": USER, "max_tokens": 6, "seed": 3, "logprobs": True, "top_logprobs": 2}
+    wanted = server.post("/v1/chat/completions", chat).json["choices"][0]["logprobs"]["content"]
+    assert one["output"][0]["content"][0]["logprobs"] == wanted
+    assert one["top_logprobs"] == 2
+    read = events(server.post(PATH, asked | {"stream": True}))
+    deltas = [each for event in read if types([event]) == ["output_text.delta"] for each in event.logprobs]
+    assert deltas == read[-4].logprobs == wanted  # each token here has text

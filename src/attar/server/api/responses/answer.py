@@ -17,13 +17,14 @@ import msgspec
 from attar.faults import point
 from attar.protocol.messages import Delta, Failed, Finished
 from attar.protocol.request import SamplingParams
-from attar.server.api.openai import collect
+from attar.server.api.logprobs import Content, Turns, values
 from attar.server.api.responses.output import Event, Output
 from attar.server.api.responses.schemas import ResponsesBody, TextOptions
 from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
 from attar.server.request_handler import RequestHandler
 from attar.text.answers.events import AnswerParser
+from attar.text.tokenizer import Tokenizer
 
 PREFIX = "resp_"
 
@@ -43,23 +44,30 @@ class Answer:
 
     def __init__(
         self, request: RequestHandler, body: ResponsesBody, params: SamplingParams, model: str, parser: AnswerParser,
-        keep: Keep | None = None,
+        tokenizer: Tokenizer, keep: Keep | None = None,
     ) -> None:  # fmt: skip
         self.id = new_id(request.caller.id)
         self._request, self._body, self._params, self._model = request, body, params, model
         self._parser, self._keep = parser, keep
-        self._output = Output()
+        self._scores = Content(tokenizer) if body.scored else None
+        self._output = Output(scores=self._scores)
+        self._turns = Turns(request.wanted)
         self._number = self._given = 0  # of events: encoded, and given away
 
     async def whole(self) -> list[bytes]:
         """Return the answer as one object, in pieces. Raises APIError."""
-        [choice] = await collect(self._request)
-        point("responses.whole", self._request.caller.id)
-        for _ in self._output.add(chain(self._parser.feed(choice.text), self._parser.close())):
-            pass
-        for _ in self._output.close(choice.reason != "length"):
-            pass
-        return [self._ended(choice.reason, choice.tokens)]
+        made = b""
+        async for events in self._request.events(whole=True):
+            for event in events:
+                if isinstance(event, Delta | Finished):
+                    async for _ in self._said(event):
+                        pass
+                if isinstance(event, Finished):
+                    point("responses.whole", self._request.caller.id)
+                    made = self._ended(event.reason, event.completion_tokens)
+                elif isinstance(event, Failed):
+                    raise self._request.context.refusal(event)
+        return [made]
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events."""
@@ -70,20 +78,32 @@ class Answer:
         async for events in self._request.events():
             pieces = []
             for event in events:
-                if isinstance(event, Delta):
-                    point("responses.delta", event.id)
-                    pieces.append(self._events(self._output.add(self._parser.feed(event.text))))
-                elif isinstance(event, Finished):
-                    pieces.append(self._events(self._output.add(self._parser.close())))
-                    pieces.append(self._events(self._output.close(event.reason != "length")))
+                if isinstance(event, Delta | Finished):
+                    pieces += [self._events([each]) async for each in self._said(event)]
+                if isinstance(event, Finished):
                     told = msgspec.Raw(self._ended(event.reason, event.completion_tokens))
                     kind = "response." + _status(event.reason)
                     pieces.append(self._events([{"type": kind, "response": told}]))
                 elif isinstance(event, Failed):
                     pieces.append(self._failed(APIError.of(event)))
-            if any(pieces):
+            if pieces:
                 self._given = self._number
                 yield b"".join(pieces)
+
+    async def _said(self, event: Delta | Finished) -> AsyncIterator[Event]:
+        """Take more of the text, or its end; yield events of the stream."""
+        output, parser = self._output, self._parser
+        if isinstance(event, Finished):
+            for each in chain(output.add(parser.close()), output.close(event.reason != "length")):
+                yield each
+            return
+        point("responses.delta", event.id)
+        if self._scores is not None:
+            for token in event.logprobs or ():
+                self._scores.add(token)
+            await self._turns.after(values(event.logprobs or ()))
+        for each in output.add(parser.feed(event.text)):
+            yield each
 
     def failed(self) -> bytes:
         """Return the last event of a stream that an exception ends, whose events in the making are lost."""
@@ -131,9 +151,9 @@ class Answer:
             "output": list(self._output.items), "parallel_tool_calls": True,
             "previous_response_id": body.previous_response_id, "reasoning": {"effort": None, "summary": None},
             "service_tier": "default", "store": self._keep is not None, "temperature": params.temperature,
-            "text": (body.text or TextOptions()).told(),
-            "tool_choice": "auto", "tools": [], "top_logprobs": 0, "top_p": params.top_p, "truncation": "disabled",
-            "usage": None, "metadata": body.metadata or {}, **more,
+            "text": (body.text or TextOptions()).told(), "tool_choice": "auto", "tools": [],
+            "top_logprobs": body.top_logprobs or 0, "top_p": params.top_p, "truncation": "disabled", "usage": None,
+            "metadata": body.metadata or {}, **more,
         }  # fmt: skip
 
 

@@ -10,6 +10,9 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import msgspec
+
+from attar.server.api.logprobs import Content
 from attar.text.answers.events import AnswerEvent, CallArguments, CallEnd, CallStart, ReasoningDelta, TextDelta
 
 Event = dict[str, Any]
@@ -23,17 +26,21 @@ def new_call_id() -> str:
 
 
 class Output:
-    """The output of one answer: `items`, as JSON. `call_id` makes the ids of calls."""
+    """The output of one answer: `items`, as JSON. `call_id` makes the ids of calls. `scores` has the log probabilities
+    of the tokens behind the events that were added: a message gets those of its text."""
 
-    def __init__(self, call_id: Callable[[], str] = new_call_id) -> None:
+    def __init__(self, call_id: Callable[[], str] = new_call_id, scores: Content | None = None) -> None:
         self.items: list[dict[str, Any]] = []
-        self._call_id = call_id
+        self._call_id, self._scores = call_id, scores
+        self._scored: list[bytes] = []  # of the open message
         self._pieces: list[str] = []
         self._open: str | None = None  # the type of the last item, until it ends
 
     def add(self, events: Iterable[AnswerEvent]) -> Iterator[Event]:
         """Take events of the answer; yield those of the stream."""
         for event in events:
+            if self._scores is not None and not isinstance(event, TextDelta):
+                self._scores.take()  # those of markers, and of what has none in this API
             match event:
                 case TextDelta(text):
                     yield from self._said("message", text)
@@ -52,6 +59,8 @@ class Output:
         item is `incomplete` where the answer is."""
         if not self.items:
             yield from self._begun("message")
+        if self._open == "message" and self._scores is not None:
+            self._scored.append(self._scores.take())
         yield from self._ended("completed" if complete else "incomplete")
 
     def _said(self, kind: str, text: str) -> Iterator[Event]:
@@ -59,7 +68,9 @@ class Output:
             yield from self._begun(kind)
         self._pieces.append(text)
         if kind == "message":
-            yield self._of_part("response.output_text.delta", delta=text, logprobs=[])
+            if self._scores is not None:
+                self._scored.append(self._scores.take())
+            yield self._of_part("response.output_text.delta", delta=text, logprobs=_array(self._scored[-1:]))
         else:
             yield self._of_part("response.reasoning_text.delta", delta=text)
 
@@ -90,13 +101,14 @@ class Output:
             item["arguments"] = text
             yield self._of_item("response.function_call_arguments.done", arguments=text)
         else:
-            part = _part(kind, text)
+            part = _part(kind, text, self._scored)
             item["content"] = [part]
             if kind == "message":
-                yield self._of_part("response.output_text.done", text=text, logprobs=[])
+                yield self._of_part("response.output_text.done", text=text, logprobs=part["logprobs"])
             else:
                 yield self._of_part("response.reasoning_text.done", text=text)
             yield self._of_part("response.content_part.done", part=part)
+            self._scored.clear()
         item["status"] = status
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
@@ -107,7 +119,12 @@ class Output:
         return self._of_item(kind, content_index=0, **fields)
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str, scores: Iterable[bytes] = ()) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "annotations": [], "logprobs": [], "text": text}
+    return {"type": "output_text", "annotations": [], "logprobs": _array(scores), "text": text}
+
+
+def _array(items: Iterable[bytes]) -> msgspec.Raw:
+    """Return a JSON array of items, of which each piece has some."""
+    return msgspec.Raw(b"[%b]" % b",".join(filter(None, items)))

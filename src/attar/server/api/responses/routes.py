@@ -69,7 +69,8 @@ class ResponsesRoutes(Routes):
         most = self._dispatcher.engine.places.most
         params = chat_params(body.as_chat(), ids, ready, most, caller, self._sampling)
         handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar)
-        answer = Answer(handler, body, params, model, Plain(), self._keep(caller, body, before, items))
+        keep = self._keep(caller, body, before, items)
+        answer = Answer(handler, body, params, model, Plain(), self._prompts.tokenizer, keep)
         if body.stream:
             return await stream(request, handler, answer.stream(), answer.failed)
         return await whole(request, handler, answer.whole())

@@ -18,6 +18,7 @@ from attar.server.api.schemas import (
     ChatBody,
     Fraction,
     Length,
+    Logprobs,
     Seed,
     StopString,
     StopStrings,
@@ -31,7 +32,8 @@ _NOTE = Annotated[str, Meta(max_length=512)]
 Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], _NOTE], Meta(max_length=16)]
 _CHAIN = "The conversation goes on behind this answer, which the server has stored."
 ResponseId = Annotated[str, Meta(max_length=128, description=_CHAIN)]
-Included = Annotated[list[Literal["reasoning.encrypted_content"]], Meta(max_length=16)]
+SCORES = "message.output_text.logprobs"
+Included = Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Meta(max_length=16)]
 
 
 class PlainText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -72,7 +74,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "background": (False,), "conversation": (), "prompt": (), "max_tool_calls": (), "truncation": ("disabled",),
-        "context_management": ([],), "moderation": (), "reasoning": ({},), "top_logprobs": (0,),
+        "context_management": ([],), "moderation": (), "reasoning": ({},),
         "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
         "frequency_penalty": (0,), "presence_penalty": (0,), "stop": ("", [""]),
     }  # fmt: skip
@@ -92,6 +94,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     text: TextOptions | None = None
     include: Included | None = None
+    top_logprobs: Logprobs | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     client_metadata: Ignored = None
@@ -107,8 +110,15 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             where = "stream_options.include_obfuscation"
             raise APIError("unsupported_field", f"{where}: not supported by this server", where)
+        if self.top_logprobs and not self.scored:
+            raise APIError("invalid_value", f"top_logprobs: only with include = [{SCORES}]", "top_logprobs")
         schemas.check_stops(self.stop, "stop")
         schemas.check_end(self)
+
+    @property
+    def scored(self) -> bool:
+        """Whether the answer has log probabilities of its text."""
+        return SCORES in (self.include or ())
 
     @property
     def items(self) -> Sequence[InputItem]:
@@ -129,4 +139,5 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
         return ChatBody(
             messages=[], max_completion_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p,
             top_k=self.top_k, min_p=self.min_p, seed=self.seed, stop=self.stop, ignore_eos=self.ignore_eos,
+            logprobs=self.scored, top_logprobs=self.top_logprobs,
         )  # fmt: skip
