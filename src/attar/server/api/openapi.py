@@ -345,6 +345,10 @@ def _add_links(paths: Schema) -> None:
     model = {"operationId": paths["/v1/models/{name}"]["get"]["operationId"]}
     first = {"parameters": {"name": "$response.body#/data/0/id"}}
     paths["/v1/models"]["get"]["responses"]["200"]["links"] = {"model": model | first}
+    one = paths["/v1/responses/{name}"]
+    made = {"parameters": {"name": "$response.body#/id"}}
+    stored = {method: {"operationId": one[method]["operationId"], **made} for method in ("get", "delete")}
+    paths["/v1/responses"]["post"]["responses"]["200"]["links"] |= stored
     text = {"operationId": paths["/detokenize"]["post"]["operationId"]}
     back = {"requestBody": {"tokens": "$response.body#/tokens"}}
     paths["/tokenize"]["post"]["responses"]["200"]["links"] = {"text": text | back}

@@ -49,6 +49,12 @@ Part = InputText | OutputText | Refusal
 ItemContent = str | Annotated[list[Part], Meta(max_length=MAX_PARTS)]
 
 
+def _text(content: ItemContent) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in content)
+
+
 class MessageItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="message"):
     """A message. Its `type` may be left out."""
 
@@ -63,9 +69,7 @@ class MessageItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
     @property
     def text(self) -> str:
         """The message's text, its parts joined."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in self.content)
+        return _text(self.content)
 
 
 class FunctionCall(
@@ -88,7 +92,7 @@ class FunctionCallOutput(
     """What a called function has returned."""
 
     call_id: CallId
-    output: str | Annotated[list[InputText], Meta(max_length=MAX_PARTS)]
+    output: ItemContent
     id: ItemId | None = None
     status: Status | None = None
     name: Ignored = None
@@ -97,7 +101,7 @@ class FunctionCallOutput(
     @property
     def text(self) -> str:
         """The output's text, its parts joined."""
-        return self.output if isinstance(self.output, str) else "".join(part.text for part in self.output)
+        return _text(self.output)
 
 
 class ReasoningItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="reasoning"):

@@ -139,5 +139,5 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
         return ChatBody(
             messages=[], max_completion_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p,
             top_k=self.top_k, min_p=self.min_p, seed=self.seed, stop=self.stop, ignore_eos=self.ignore_eos,
-            logprobs=self.scored, top_logprobs=self.top_logprobs,
+            logprobs=self.scored, top_logprobs=self.top_logprobs if self.scored else None,
         )  # fmt: skip
