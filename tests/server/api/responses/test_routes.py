@@ -165,6 +165,8 @@ def test_why_knows_the_answer(server: Running) -> None:
     assert len(reply.json["id"]) - len("resp_") - len(told["id"]) == 32  # 128 bits that no log has
 
 
+TOOL = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
+SPACE = {"type": "namespace", "name": "eyes", "description": "Sight.", "tools": [TOOL]}
 PADDED = {"include_obfuscation": True}
 
 
@@ -199,6 +201,18 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (schema({"type": "object"}, strict=True), "invalid_value", "text.format.schema"),
     ({"text": {"format": {"type": "json_object"}}, "ignore_eos": True}, "invalid_value", "ignore_eos"),
     ({"stop": "é" * 129}, "invalid_length", "stop"),
+    ({"tools": [{"type": "web_search"}]}, "invalid_value", "tools[0].type"),
+    ({"tools": [{"type": "mcp", "server_label": "x"}]}, "invalid_value", "tools[0].type"),
+    ({"tools": [{"type": "custom", "name": "f"}]}, "invalid_value", "tools[0].type"),
+    ({"tools": [TOOL, TOOL]}, "invalid_value", "tools[1].name"),
+    ({"tools": [TOOL | {"name": "a b"}]}, "invalid_value", "tools[0].name"),
+    ({"tools": [TOOL | {"parameters": {"type": "string"}}]}, "invalid_value", "tools[0].parameters"),
+    ({"tools": [TOOL] * 129}, "invalid_length", "tools"),
+    ({"tools": [TOOL, SPACE, SPACE]}, "invalid_value", "tools[2].tools[0].name"),
+    ({"tools": [{**SPACE, "tools": [TOOL, {"type": "custom", "name": "x"}]}]}, "invalid_value", "tools[0].tools[1].type"),
+    ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "invalid_value", "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "invalid_value", "tool_choice.type"),
     ({"messages": USER}, "unknown_field", "messages"),
 ]  # fmt: skip
 

@@ -19,7 +19,8 @@ from attar.protocol.messages import Delta, Failed, Finished
 from attar.protocol.request import SamplingParams
 from attar.server.api.logprobs import Content, Turns, values
 from attar.server.api.responses.output import Event, Output
-from attar.server.api.responses.schemas import ResponsesBody, TextOptions
+from attar.server.api.responses.schemas import ReasoningOptions, ResponsesBody, TextOptions
+from attar.server.api.responses.tools import told_choice
 from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
 from attar.server.request_handler import RequestHandler
@@ -148,10 +149,12 @@ class Answer:
             "id": self.id, "object": "response", "created_at": self._request.created, "status": status,
             "background": False, "completed_at": None, "error": None, "incomplete_details": None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "model": self._model,
-            "output": list(self._output.items), "parallel_tool_calls": True,
-            "previous_response_id": body.previous_response_id, "reasoning": {"effort": None, "summary": None},
+            "output": list(self._output.items), "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": (body.reasoning or ReasoningOptions()).told(),
             "service_tier": "default", "store": self._keep is not None, "temperature": params.temperature,
-            "text": (body.text or TextOptions()).told(), "tool_choice": "auto", "tools": [],
+            "text": (body.text or TextOptions()).told(), "tool_choice": told_choice(body.tool_choice),
+            "tools": [tool.told() for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0, "top_p": params.top_p, "truncation": "disabled", "usage": None,
             "metadata": body.metadata or {}, **more,
         }  # fmt: skip

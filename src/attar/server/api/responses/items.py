@@ -12,15 +12,14 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from attar.server.api.body import Ignored
+from attar.server.api.responses.tools import ToolName, joined
 from attar.server.api.schemas import MAX_PARTS
-from attar.text.tools.tool import NAME
 
 MAX_ITEMS = 2048
 
 Status = Literal["in_progress", "completed", "incomplete"]
 ItemId = Annotated[str, Meta(max_length=256)]
 CallId = Annotated[str, Meta(min_length=1, max_length=256)]
-FunctionName = Annotated[str, Meta(pattern=f"^{NAME}$", title="FunctionName")]
 Arguments = Annotated[str, Meta(title="Arguments", description="A JSON object as text; empty: one without keys.")]
 
 
@@ -78,11 +77,11 @@ class FunctionCall(
     """A call that the model has made. `arguments` is a JSON object as text."""
 
     call_id: CallId
-    name: FunctionName
+    name: ToolName
     arguments: Arguments
     id: ItemId | None = None
     status: Status | None = None
-    namespace: None = None
+    namespace: ToolName | None = None
     created_by: Ignored = None
 
 
@@ -161,7 +160,7 @@ def conversation(instructions: str | None, items: Iterable[Item]) -> list[dict[s
             case FunctionCall():
                 if last.get("role") != "assistant":
                     found.append(last := {"role": "assistant", "content": ""})
-                function = {"name": item.name, "arguments": item.arguments}
+                function = {"name": joined(item.namespace, item.name), "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 last.setdefault("tool_calls", []).append(call)
             case FunctionCallOutput():

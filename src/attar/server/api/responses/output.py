@@ -7,7 +7,7 @@ has one part, which opens and ends within; a call's arguments have deltas of the
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from attar.text.answers.events import AnswerEvent, CallArguments, CallEnd, CallS
 
 Event = dict[str, Any]
 
+NO_SPACES: Mapping[str, tuple[str, str]] = {}
 _PREFIXES = {"message": "msg_", "function_call": "fc_", "reasoning": "rs_"}
 
 
@@ -26,12 +27,16 @@ def new_call_id() -> str:
 
 
 class Output:
-    """The output of one answer: `items`, as JSON. `call_id` makes the ids of calls. `scores` has the log probabilities
+    """The output of one answer: `items`, as JSON. `call_id` makes the ids of calls. `spaces` has namespace and name of
+    functions that have one, by the names that the model knows. `scores` has the log probabilities
     of the tokens behind the events that were added: a message gets those of its text."""
 
-    def __init__(self, call_id: Callable[[], str] = new_call_id, scores: Content | None = None) -> None:
+    def __init__(
+        self, call_id: Callable[[], str] = new_call_id, spaces: Mapping[str, tuple[str, str]] = NO_SPACES,
+        scores: Content | None = None,
+    ) -> None:  # fmt: skip
         self.items: list[dict[str, Any]] = []
-        self._call_id, self._scores = call_id, scores
+        self._call_id, self._spaces, self._scores = call_id, spaces, scores
         self._scored: list[bytes] = []  # of the open message
         self._pieces: list[str] = []
         self._open: str | None = None  # the type of the last item, until it ends
@@ -47,7 +52,9 @@ class Output:
                 case ReasoningDelta(text):
                     yield from self._said("reasoning", text)
                 case CallStart(_, name):
-                    yield from self._begun("function_call", arguments="", call_id=self._call_id(), name=name)
+                    space, own = self._spaces.get(name, (None, name))
+                    named = {"name": own} if space is None else {"name": own, "namespace": space}
+                    yield from self._begun("function_call", arguments="", call_id=self._call_id(), **named)
                 case CallArguments(_, text):
                     self._pieces.append(text)
                     yield self._of_item("response.function_call_arguments.delta", delta=text)

@@ -58,6 +58,8 @@ class ResponsesRoutes(Routes):
     async def respond(self, request: Request) -> Response:
         """OpenAI's responses."""
         caller, body, model, ready = await self._read(request, ResponsesBody)
+        if body.toolset().choice.mode != "none":
+            raise APIError("unsupported_field", "tools: not supported by this server", "tools")
         before = self._before(caller, body.previous_response_id)
         items = [self._found(caller, item) for item in body.items]
         past = await self._past(request, caller, before)

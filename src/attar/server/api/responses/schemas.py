@@ -14,6 +14,7 @@ from attar.server.api.body import Body, Ignored
 from attar.server.api.constraints import Asked, SchemaObject
 from attar.server.api.responses import items
 from attar.server.api.responses.items import MAX_ITEMS, InputItem, MessageItem
+from attar.server.api.responses.tools import ResponseChoice, ResponseTools, Toolset, read_tools
 from attar.server.api.schemas import (
     ChatBody,
     Fraction,
@@ -34,6 +35,9 @@ _CHAIN = "The conversation goes on behind this answer, which the server has stor
 ResponseId = Annotated[str, Meta(max_length=128, description=_CHAIN)]
 SCORES = "message.output_text.logprobs"
 Included = Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Meta(max_length=16)]
+
+
+Summary = Literal["auto", "concise", "detailed"]
 
 
 class PlainText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -64,6 +68,19 @@ class TextOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         return {"format": msgspec.to_builtins(self.format or PlainText()), "verbosity": "medium"}
 
 
+class ReasoningOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the model reasons. No summaries are made of what it says there."""
+
+    effort: None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None  # its older name
+    context: Literal["auto"] | None = None
+
+    def told(self) -> dict[str, Any]:
+        """Return the options as answers repeat them."""
+        return {"effort": self.effort, "summary": self.summary or self.generate_summary}
+
+
 class ResponseStreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # padding against observers of lengths: a client may ask for none
 
@@ -74,8 +91,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "background": (False,), "conversation": (), "prompt": (), "max_tool_calls": (), "truncation": ("disabled",),
-        "context_management": ([],), "moderation": (), "reasoning": ({},),
-        "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
+        "context_management": ([],), "moderation": (), 
         "frequency_penalty": (0,), "presence_penalty": (0,), "stop": ("", [""]),
     }  # fmt: skip
 
@@ -93,6 +109,10 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     stop: StopString | StopStrings | None = None
     ignore_eos: bool | None = None
     text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: ResponseTools | None = None
+    tool_choice: ResponseChoice | None = None
+    parallel_tool_calls: bool | None = None
     include: Included | None = None
     top_logprobs: Logprobs | None = None
     stream: bool | None = None
@@ -112,6 +132,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
             raise APIError("unsupported_field", f"{where}: not supported by this server", where)
         if self.top_logprobs and not self.scored:
             raise APIError("invalid_value", f"top_logprobs: only with include = [{SCORES}]", "top_logprobs")
+        self.toolset()
         schemas.check_stops(self.stop, "stop")
         schemas.check_end(self)
 
@@ -124,6 +145,10 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     def items(self) -> Sequence[InputItem]:
         """The items of the input: a text is a user's message."""
         return [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+
+    def toolset(self) -> Toolset:
+        """Return the tools, and the choice among them. Raises APIError for what is refused."""
+        return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def constraint(self) -> Asked | None:
         """Return the constraint of the answer; None where there is none. Raises APIError for a malformed one."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from msgspec import UNSET, UnsetType
+
 from attar.server.api.response_types import Answer
 from attar.server.api.responses.items import Status
 
@@ -37,6 +39,7 @@ class MadeCall(Answer, frozen=True, tag_field="type", tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET  # of a function in one
 
 
 class SaidReasoning(Answer, frozen=True, tag_field="type", tag="reasoning"):
@@ -79,7 +82,7 @@ class ResponseUsage(Answer, frozen=True):
 
 class Effort(Answer, frozen=True):
     effort: str | None
-    summary: None
+    summary: str | None
 
 
 class ResponseObject(Answer, frozen=True):
