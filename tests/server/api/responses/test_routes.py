@@ -209,7 +209,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [TOOL | {"parameters": {"type": "string"}}]}, "invalid_value", "tools[0].parameters"),
     ({"tools": [TOOL] * 129}, "invalid_length", "tools"),
     ({"tools": [TOOL, SPACE, SPACE]}, "invalid_value", "tools[2].tools[0].name"),
-    ({"tools": [{**SPACE, "tools": [TOOL, {"type": "custom", "name": "x"}]}]}, "invalid_value", "tools[0].tools[1].type"),
+    ({"tools": [{**SPACE, "tools": [TOOL, {"type": "custom"}]}]}, "invalid_value", "tools[0].tools[1].type"),
     ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "invalid_value", "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "invalid_value", "tool_choice.type"),
