@@ -73,6 +73,29 @@ def parsed(client: openai.OpenAI, model: str) -> dict[str, Any]:
     }
 
 
+def calls(client: openai.OpenAI, model: str) -> dict[str, Any]:
+    """An answer with reasoning and calls, whole, as events, and as the stream helper puts it together."""
+    options: Any = {"model": model, "input": "hello", "max_output_tokens": 6, "temperature": 0}
+    one = whole(client, **options)
+    events = raw(client, **options)
+    with client.responses.stream(**options) as stream:
+        snapshots = {event.output_index: event.snapshot for event in stream if event.type.endswith("arguments.delta")}
+    items = [item.model_dump(exclude_none=True) for item in one.output]
+    outputs = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "seen"}
+        for item in items
+        if item["type"] == "function_call"
+    ]
+    return {
+        "types": [item["type"] for item in items],
+        "done": [event["item"]["type"] for event in events if event["type"] == "response.output_item.done"],
+        "arguments": [item["arguments"] for item in items if item["type"] == "function_call"],
+        "snapshots": [snapshots[at] for at in sorted(snapshots)],
+        "ids": len({item["call_id"] for item in items if item["type"] == "function_call"}),
+        "again": whole(client, **{**options, "input": [*SAID, *items, *outputs]}).object,
+    }
+
+
 def refused(client: openai.OpenAI, model: str) -> list[Any]:
     found: list[Any] = []
     for options in ({"tools": [{"type": "web_search"}]}, {"background": True}, {"conversation": "conv_1"}):
@@ -85,7 +108,7 @@ def refused(client: openai.OpenAI, model: str) -> list[Any]:
 
 def main(url: str, model: str, *parts: str) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    known: dict[str, Any] = {"text": text, "parsed": parsed, "refused": refused}
+    known: dict[str, Any] = {"text": text, "parsed": parsed, "calls": calls, "refused": refused}
     print(json.dumps({part: known[part](client, model) for part in parts}))
 
 

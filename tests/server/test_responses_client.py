@@ -10,8 +10,36 @@ from typing import Any
 import pytest
 from soaks.served import Served
 
+from attar.server.api.responses import routes
+from attar.text.answers.events import AnswerEvent, CallArguments, CallEnd, CallStart, Plain, ReasoningDelta, TextDelta
 from tests.server.conftest import Running
 from tests.server.test_clients import HERE, PYTHON, SECONDS, needs_clients
+
+
+class Scripted(Plain):
+    """A parser that hears reasoning, text and two calls in any answer."""
+
+    def close(self) -> list[AnswerEvent]:
+        found: list[AnswerEvent] = [TextDelta("I look.")]
+        for index, name in enumerate(("look", "peek")):
+            found += [
+                CallStart(index, name),
+                CallArguments(index, '{"at": '),
+                CallArguments(index, "1}"),
+                CallEnd(index),
+            ]
+        return [ReasoningDelta("Hm"), ReasoningDelta("."), *found]
+
+    def feed(self, text: str) -> list[AnswerEvent]:
+        return []
+
+
+def test_calls_and_reasoning(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "Plain", Scripted)
+    found = seen(server.port, "fake", "calls")["calls"]
+    assert found["types"] == found["done"] == ["reasoning", "message", "function_call", "function_call"]
+    assert found["arguments"] == found["snapshots"] == ['{"at": 1}'] * 2
+    assert (found["ids"], found["again"]) == (2, "response")
 
 
 def seen(port: int, model: str, *parts: str) -> dict[str, Any]:
