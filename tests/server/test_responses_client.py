@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from soaks.served import Served
 
-from attar.server.api.responses import routes
+from attar.server.api.answering import AnswerReader
+from attar.server.api.responses.routes import ResponsesRoutes
 from attar.text.answers.events import AnswerEvent, CallArguments, CallEnd, CallStart, Plain, ReasoningDelta, TextDelta
 from tests.server.conftest import Running
 from tests.server.test_clients import HERE, PYTHON, SECONDS, needs_clients
@@ -35,7 +36,7 @@ class Scripted(Plain):
 
 
 def test_calls_and_reasoning(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "Plain", Scripted)
+    monkeypatch.setattr(ResponsesRoutes, "_reader", lambda *given, **more: AnswerReader(Scripted))
     found = seen(server.port, "fake", "calls")["calls"]
     assert found["types"] == found["done"] == ["reasoning", "message", "function_call", "function_call"]
     assert found["arguments"] == found["snapshots"] == ['{"at": 1}'] * 2

@@ -53,7 +53,8 @@ from attar.sampling.drafters.drafter import Drafter, StateReader
 from attar.sampling.drafters.forced import ForcedDrafter
 from attar.sampling.masks import GrammarMasks
 from attar.sampling.pace import Pace
-from attar.sampling.sampler import BadLogits, Sampler, distinct
+from attar.sampling.reasoning import ReasoningMask
+from attar.sampling.sampler import BadLogits, Mask, Sampler, distinct
 from attar.sampling.stop_strings import StopChecker
 from attar.sampling.verify import Drawn, confirmed
 from attar.scheduling.block_pool import BlockPool
@@ -286,11 +287,20 @@ class Engine:
         own = replace(params, seed=seed_of_choice(params.seed, number))
         vocab = self.decoder.config.vocab_size
         seen = request.prompt if request.seen is None else request.seen
-        grammar = ask.grammar if isinstance(ask, Submit) else None
-        mask = None if grammar is None else self.masks.mask(grammar, ask.cache_salt, sequence.id)
+        mask = self._mask(ask, sequence.id, request.ending) if isinstance(ask, Submit) else None
         sampler = Sampler(own, seen, vocab, name=sequence.id, mask=mask, ending=request.ending)
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.prompt)
         return Choice(request, number, sequence, sampler, detokenizer, StopChecker(own.stop))
+
+    def _mask(self, ask: Submit, name: str, ending: frozenset[int]) -> Mask | None:
+        """Return the mask of a choice called `name`; None where every token may come at any time."""
+        grammar = None if ask.grammar is None else self.masks.mask(ask.grammar, ask.cache_salt, name)
+        if (section := ask.reasoning) is None or (grammar is None and section.budget is None):
+            return grammar
+        vocab = self.decoder.config.vocab_size
+        if max(section.start, section.end) >= vocab:
+            raise Refused("invalid", f"a reasoning marker lies outside the model's vocabulary 0..{vocab - 1}")
+        return ReasoningMask(section, vocab, grammar, ending)
 
     # ---- a step
 

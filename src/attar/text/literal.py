@@ -40,31 +40,34 @@ class LiteralChat:
         self._literal: Backend | None = None
         self._lock = threading.Lock()
 
-    def encode(self, messages: Messages, render: Callable[[Messages], str]) -> list[int]:
-        """Return token ids of `render(messages)`. Raises what `render` raises, and ValueError for lone surrogates.
+    def encode(self, messages: Messages, render: Callable[..., str], more: Any = None) -> list[int]:
+        """Return token ids of `render(messages)`; with `more`, of `render(messages, more)`. Raises what `render`
+        raises, and ValueError for lone surrogates.
 
         Texts of a message may be in lists and mappings, such as parts of a content and the arguments of a tool call.
+        `more` is any other JSON value whose texts stay text too: tools, or variables of the template.
         """
         texts: list[str] = []
+        given = (messages,) if more is None else (messages, more)
 
         def noted(text: str) -> str:
             texts.append(text)
             return text
 
         try:
-            _mapped(messages, noted)
+            _mapped(given, noted)
         except RecursionError as error:
             raise UserError("template_failed", "a message is nested too deeply") from error
         if not self._speaks(texts):
-            return self._tokenizer.encode_chat(render(messages))
+            return self._tokenizer.encode_chat(render(*given))
         mark = next((mark for mark in _MARKS if not any(mark in text for text in texts)), None)
         if mark is None:
             raise UserError(
                 "template_failed", "a message holds all of the 32 noncharacters from U+FDD0 on, which are no text"
             )
         words = {special: number for number, special in enumerate(self._specials)}
-        quoted: Messages = _mapped(messages, lambda text: self._quoted(text, mark, words))
-        return self._ids(render(quoted), mark, list(words))
+        quoted = _mapped(given, lambda text: self._quoted(text, mark, words))
+        return self._ids(render(*quoted), mark, list(words))
 
     def _speaks(self, texts: Sequence[str]) -> bool:
         """Return whether any text would become a special token, either directly or once normalized."""

@@ -14,13 +14,18 @@ import atexit
 import contextlib
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from attar.errors import Code, UserError
 from attar.text.limited_child import LimitedChild
 
 MAX_TEMPLATE = 1 << 20  # bytes
+OWN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token",
+       "template", "date", "raise_exception", "strftime_now")  # fmt: skip
+"""Variables that no caller may set as further ones: they are arguments of `render_chat`, or a template's functions."""
 MAX_REQUEST = 16 << 20  # bytes: messages, tools and the template, as JSON
 RENDER_SECONDS = 1.2  # of which half on a processor; a render takes about a millisecond
 
@@ -77,6 +82,12 @@ def render_chat(
         raise TemplateError(f"the conversation is larger than {MAX_REQUEST >> 20} MiB")
     text = _renderer.ask(request, RENDER_SECONDS)
     return _until(text, mark) if mark else text
+
+
+@lru_cache(64)
+def reads(template: str, variable: str) -> bool:
+    """Return whether a template names a variable, as a word that is no attribute and no text."""
+    return re.search(rf"(?<![\w.'\"]){variable}(?![\w'\"])", template) is not None
 
 
 def warm() -> None:

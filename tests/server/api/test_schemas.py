@@ -310,7 +310,8 @@ def test_the_librarys_sentences_are_understood(sentence: str, code: str, param: 
         (ChatBody, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
          "messages[0].content[0].type: 'image_url' is not supported by this server: it takes 'text'"),
         (AnthropicBody, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-         "messages[0].content[0].type: 'image' is not supported by this server: it takes 'text'"),
+         "messages[0].content[0].type: 'image' is not supported by this server: "
+         "it takes 'text' or 'thinking' or 'redacted_thinking'"),
         (EmbeddingBody, {"encoding_format": "int8"},
          "encoding_format: 'int8' is not supported by this server: it takes 'float' or 'base64'"),
     ],

@@ -54,10 +54,10 @@ def test_calls_belong_to_the_message_before_them() -> None:
     ]
     assert conversation(None, items(*given, thought, call("3"), output("3"), said("assistant", "b"))) == [
         said("user", "a"),
-        {**said("assistant", "I look."), "tool_calls": [made("1"), made("2")]},
+        {**said("assistant", "I look."), "reasoning_content": "Hm.", "tool_calls": [made("1"), made("2")]},
         {**said("tool", "seen"), "tool_call_id": "1"},
         {**said("tool", "seen"), "tool_call_id": "2"},
-        {**said("assistant", ""), "tool_calls": [made("3")]},
+        {**said("assistant", ""), "reasoning_content": "Hm.", "tool_calls": [made("3")]},
         {**said("tool", "seen"), "tool_call_id": "3"},
         said("assistant", "b"),
     ]

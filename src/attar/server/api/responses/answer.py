@@ -17,14 +17,14 @@ import msgspec
 from attar.faults import point
 from attar.protocol.messages import Delta, Failed, Finished
 from attar.protocol.request import SamplingParams
+from attar.server.api.answering import AnswerReader
 from attar.server.api.logprobs import Content, Turns, values
 from attar.server.api.responses.output import Event, Output
-from attar.server.api.responses.schemas import ReasoningOptions, ResponsesBody, TextOptions
+from attar.server.api.responses.schemas import ResponseReasoning, ResponsesBody, TextOptions
 from attar.server.api.responses.tools import told_choice
 from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
 from attar.server.request_handler import RequestHandler
-from attar.text.answers.events import AnswerParser
 from attar.text.tokenizer import Tokenizer
 
 PREFIX = "resp_"
@@ -40,16 +40,16 @@ def new_id(request: str) -> str:
 
 
 class Answer:
-    """The answer to `body` by `model`, whose text `parser` splits. `keep`, where it is stored, takes its id, its JSON
+    """The answer to `body` by `model`, whose text `reader` splits. `keep`, where it is stored, takes its id, its JSON
     and its items, and returns whether there was room."""
 
     def __init__(
-        self, request: RequestHandler, body: ResponsesBody, params: SamplingParams, model: str, parser: AnswerParser,
+        self, request: RequestHandler, body: ResponsesBody, params: SamplingParams, model: str, reader: AnswerReader,
         tokenizer: Tokenizer, keep: Keep | None = None,
     ) -> None:  # fmt: skip
         self.id = new_id(request.caller.id)
         self._request, self._body, self._params, self._model = request, body, params, model
-        self._parser, self._keep = parser, keep
+        self._reader, self._keep = reader, keep
         self._scores = Content(tokenizer) if body.scored else None
         self._output = Output(scores=self._scores)
         self._turns = Turns(request.wanted)
@@ -93,9 +93,9 @@ class Answer:
 
     async def _said(self, event: Delta | Finished) -> AsyncIterator[Event]:
         """Take more of the text, or its end; yield events of the stream."""
-        output, parser = self._output, self._parser
+        output, reader = self._output, self._reader
         if isinstance(event, Finished):
-            for each in chain(output.add(parser.close()), output.close(event.reason != "length")):
+            for each in chain(output.add(reader.close(0)), output.close(event.reason != "length")):
                 yield each
             return
         point("responses.delta", event.id)
@@ -103,7 +103,7 @@ class Answer:
             for token in event.logprobs or ():
                 self._scores.add(token)
             await self._turns.after(values(event.logprobs or ()))
-        for each in output.add(parser.feed(event.text)):
+        for each in output.add(reader.read(0, event)):
             yield each
 
     def failed(self) -> bytes:
@@ -130,7 +130,7 @@ class Answer:
             "input_tokens": request.prompt_tokens,
             "input_tokens_details": {"cached_tokens": request.reused, "cache_write_tokens": 0},
             "output_tokens": tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._reader.reasoning_tokens},
             "total_tokens": request.prompt_tokens + tokens,
         }
         more: dict[str, Any] = {"completed_at": int(time.time())}
@@ -151,7 +151,7 @@ class Answer:
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "model": self._model,
             "output": list(self._output.items), "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": (body.reasoning or ReasoningOptions()).told(),
+            "reasoning": (body.reasoning or ResponseReasoning()).told(),
             "service_tier": "default", "store": self._keep is not None, "temperature": params.temperature,
             "text": (body.text or TextOptions()).told(), "tool_choice": told_choice(body.tool_choice),
             "tools": [tool.told() for tool in body.tools or ()],

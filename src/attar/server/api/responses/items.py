@@ -103,13 +103,20 @@ class FunctionCallOutput(
         return _text(self.output)
 
 
+class ReasoningPart(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A piece of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
 class ReasoningItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="reasoning"):
-    """What the model said before an answer. The next answer is made without it."""
+    """What the model said before an answer; the chat template decides whether the model reads it again."""
 
     id: ItemId | None = None
     status: Status | None = None
     summary: Ignored = None
-    content: Ignored = None
+    content: Annotated[list[ReasoningPart], Meta(max_length=MAX_PARTS)] | None = None
     encrypted_content: Ignored = None
     created_by: Ignored = None
 
@@ -141,7 +148,8 @@ def conversation(instructions: str | None, items: Iterable[Item]) -> list[dict[s
     """Return the messages of items, as OpenAI's chats have them.
 
     Instructions and the system messages that follow them at once are one message: many templates take one system
-    message, and only as the first. Calls belong to the assistant's message before them.
+    message, and only as the first. Calls, and the text behind them or behind reasoning, belong to one assistant's
+    message with what is before them.
     """
     found: list[dict[str, Any]] = []
     if instructions:
@@ -153,10 +161,15 @@ def conversation(instructions: str | None, items: Iterable[Item]) -> list[dict[s
                 role = "system" if item.role == "developer" else item.role
                 if role == "system" and len(found) == 1 and last["role"] == "system":
                     found[0] = {"role": "system", "content": last["content"] + "\n\n" + item.text}
-                elif role == "assistant" and "tool_calls" in last:
+                elif role == "assistant" and _goes_on(last):
                     last["content"] += item.text
                 else:
                     found.append({"role": role, "content": item.text})
+            case ReasoningItem():
+                if text := "".join(part.text for part in item.content or ()):
+                    if last.get("role") != "assistant":
+                        found.append(last := {"role": "assistant", "content": ""})
+                    last["reasoning_content"] = last.get("reasoning_content", "") + text
             case FunctionCall():
                 if last.get("role") != "assistant":
                     found.append(last := {"role": "assistant", "content": ""})
@@ -166,3 +179,8 @@ def conversation(instructions: str | None, items: Iterable[Item]) -> list[dict[s
             case FunctionCallOutput():
                 found.append({"role": "tool", "tool_call_id": item.call_id, "content": item.text})
     return found
+
+
+def _goes_on(last: dict[str, Any]) -> bool:
+    """Return whether a message of the assistant goes on with its text: behind a call, or behind reasoning alone."""
+    return "tool_calls" in last or ("reasoning_content" in last and not last["content"])

@@ -29,7 +29,6 @@ from attar.server.fair_thread_pool import TextThreads
 from attar.server.grammars import Grammars
 from attar.server.http import sse
 from attar.server.prompts import Prompts
-from attar.text.answers.events import Plain
 
 _MESSAGES = re.compile(r"messages(?:\[\d+\][\w.\[\]]*)?")
 NO_STORE = "this server stores no answers, but `attar serve --response-store SIZE` does"
@@ -64,15 +63,18 @@ class ResponsesRoutes(Routes):
         items = [self._found(caller, item) for item in body.items]
         past = await self._past(request, caller, before)
         messages = conversation(body.instructions, [*past, *items])
-        making = self._prompts.chat_ids(caller.cache_salt, messages, ready.context)
+        salt, wish, asked = caller.cache_salt, body.wish(), body.constraint()
+        variables = wish.for_template(self._prompts.template)
         with _of_input():
-            ids = await sse.while_wanted(request.receive, making)
+            making = self._prompts.chat(salt, messages, ready.context, variables=variables)
+            prompt = await sse.while_wanted(request.receive, making)
+        section = self._section(wish, prompt, asked and asked.field)
         grammar = await self._proven(request, caller, body, ready)
         most = self._dispatcher.engine.places.most
-        params = chat_params(body.as_chat(), ids, ready, most, caller, self._sampling)
-        handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar)
-        keep = self._keep(caller, body, before, items)
-        answer = Answer(handler, body, params, model, Plain(), self._prompts.tokenizer, keep)
+        params = chat_params(body.as_chat(), prompt.ids, ready, most, caller, self._sampling)
+        reader, keep = self._reader(wish, prompt, exact=asked is not None), self._keep(caller, body, before, items)
+        handler = self._dispatcher.submit(caller, [prompt.ids], params, 1, model, 0, grammar, section)
+        answer = Answer(handler, body, params, model, reader, self._prompts.tokenizer, keep)
         if body.stream:
             return await stream(request, handler, answer.stream(), answer.failed)
         return await whole(request, handler, answer.whole())

@@ -12,6 +12,7 @@ from attar.protocol.grammar import Grammar
 from attar.server.api import constraints, schemas
 from attar.server.api.body import Body, Ignored
 from attar.server.api.constraints import Asked, SchemaObject
+from attar.server.api.reasoning import Effort, Wish
 from attar.server.api.responses import items
 from attar.server.api.responses.items import MAX_ITEMS, InputItem, MessageItem
 from attar.server.api.responses.tools import ResponseChoice, ResponseTools, Toolset, read_tools
@@ -68,10 +69,10 @@ class TextOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         return {"format": msgspec.to_builtins(self.format or PlainText()), "verbosity": "medium"}
 
 
-class ReasoningOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the model reasons. No summaries are made of what it says there."""
+class ResponseReasoning(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the model reasons. No summaries are made of what it says there: an answer has all of it."""
 
-    effort: None = None
+    effort: Effort | None = None
     summary: Summary | None = None
     generate_summary: Summary | None = None  # its older name
     context: Literal["auto"] | None = None
@@ -109,7 +110,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     stop: StopString | StopStrings | None = None
     ignore_eos: bool | None = None
     text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
+    reasoning: ResponseReasoning | None = None
     tools: ResponseTools | None = None
     tool_choice: ResponseChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -158,6 +159,10 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
             case JsonSchema() as named:
                 return constraints.of_schema("text.format.schema", named.schema, named.strict)
         return None
+
+    def wish(self) -> Wish:
+        """Return what the request asks of the model's reasoning."""
+        return Wish.of(None, effort=None if self.reasoning is None else self.reasoning.effort)
 
     def as_chat(self) -> ChatBody:
         """Return the parameters as those of a chat without messages."""
