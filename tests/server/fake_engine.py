@@ -167,7 +167,7 @@ class FakeEngine:
                 self._out.append(Finished(command.id, command.n - 1, "length", 0, None, self._report(command)))
                 return
             for number in range(command.n):
-                detokenizer = Detokenizer(self.tokenizer)
+                detokenizer = Detokenizer(self.tokenizer, visible=params.visible_token_ids)
                 self.choices.append(Choice(command, number, detokenizer, StopChecker(params.stop)))
         elif isinstance(command, Embed):
             numbers = embedding(command.prompt)

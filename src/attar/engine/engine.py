@@ -289,7 +289,8 @@ class Engine:
         seen = request.prompt if request.seen is None else request.seen
         mask = self._mask(ask, sequence.id, request.ending) if isinstance(ask, Submit) else None
         sampler = Sampler(own, seen, vocab, name=sequence.id, mask=mask, ending=request.ending)
-        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.prompt)
+        visible = params.visible_token_ids
+        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.prompt, visible=visible)
         return Choice(request, number, sequence, sampler, detokenizer, StopChecker(own.stop))
 
     def _mask(self, ask: Submit, name: str, ending: frozenset[int]) -> Mask | None:

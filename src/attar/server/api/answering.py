@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from attar.protocol.messages import Delta
 from attar.server.http import sse
 from attar.server.request_handler import RequestHandler
-from attar.text.answers.events import AnswerEvent, AnswerParser, Plain, ReasoningDelta, TextDelta
+from attar.text.answers.events import AnswerEvent, AnswerParser, Plain, ReasoningDelta
 from attar.text.answers.reasoning import ReasoningParser
 
 
@@ -47,17 +47,6 @@ class AnswerReader:
 
 def _inside(parser: AnswerParser) -> bool:
     return isinstance(parser, ReasoningParser) and parser.inside
-
-
-def said(events: Iterable[AnswerEvent]) -> tuple[str, str]:
-    """Return the reasoning of events, and their text."""
-    reasoning, text = list[str](), list[str]()
-    for event in events:
-        if isinstance(event, ReasoningDelta):
-            reasoning.append(event.text)
-        elif isinstance(event, TextDelta):
-            text.append(event.text)
-    return "".join(reasoning), "".join(text)
 
 
 async def whole(request: Request, handler: RequestHandler, answer: Awaitable[Iterable[bytes | bytearray]]) -> Response:

@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from attar.faults import point
 from attar.protocol.messages import Delta, Failed, Finished
 from attar.server.api import schemas
-from attar.server.api.answering import AnswerReader, said
+from attar.server.api.answering import AnswerReader
 from attar.server.api.body import Body, Ignored
 from attar.server.api.openai import collect
 from attar.server.api.reasoning import Thinking, Wish
@@ -26,6 +26,7 @@ from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
 from attar.server.prompts import Turn
 from attar.server.request_handler import RequestHandler
+from attar.text.answers.reasoning import said
 
 encode = msgspec.json.encode
 

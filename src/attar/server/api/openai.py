@@ -18,7 +18,7 @@ import msgspec
 from attar.faults import point
 from attar.protocol.messages import Delta, Embedding, Failed, Finished
 from attar.protocol.request import TokenLogprob
-from attar.server.api.answering import AnswerReader, said
+from attar.server.api.answering import AnswerReader
 from attar.server.api.dialects.extras import Extras
 from attar.server.api.logprobs import Columns, Content, Offsets, Turns, rows, values
 from attar.server.api.schemas import EmbeddingBody, StreamOptions
@@ -28,6 +28,7 @@ from attar.server.http import sse
 from attar.server.prompts import Echo
 from attar.server.request_handler import RequestHandler
 from attar.text.answers.events import AnswerEvent
+from attar.text.answers.reasoning import said
 from attar.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"

@@ -115,4 +115,4 @@ class Wish:
                 "set enable_thinking = false"
             )
             raise APIError("unsupported_field", message, name)
-        return ReasoningSection(markers.start_id, markers.end_id, place is Place.INSIDE, budget)
+        return markers.section(place, budget)

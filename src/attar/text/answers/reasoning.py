@@ -6,10 +6,12 @@ of an answer: later the same words are text. Up to `NEWLINES` line breaks beside
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from attar.text.answers.events import AnswerEvent, AnswerParser, ReasoningDelta
+from attar.protocol.reasoning import ReasoningSection
+from attar.text.answers.events import AnswerEvent, AnswerParser, ReasoningDelta, TextDelta
 from attar.text.tokenizer import Tokenizer
 
 PAIRS = (
@@ -64,6 +66,13 @@ class ReasoningMarkers:
         if end.endswith(self.start):
             return Place.INSIDE
         return Place.BEHIND if end.endswith(self.end) else Place.BEFORE
+
+    def section(self, place: Place, budget: int | None = None) -> ReasoningSection | None:
+        """Return the section of an answer that begins at `place`, as the engine finds it by its tokens; None where
+        there is none, and where a marker is no single token."""
+        if place is Place.BEHIND or self.start_id is None or self.end_id is None:
+            return None
+        return ReasoningSection(self.start_id, self.end_id, place is Place.INSIDE, budget)
 
 
 class ReasoningParser:
@@ -138,6 +147,17 @@ class ReasoningParser:
         rest = _without_breaks(self._held, self._breaks)
         self._breaks = 0 if rest else self._breaks - len(self._held)
         self._held = rest
+
+
+def said(events: Iterable[AnswerEvent]) -> tuple[str, str]:
+    """Return the reasoning of events, and their text."""
+    reasoning, text = list[str](), list[str]()
+    for event in events:
+        if isinstance(event, ReasoningDelta):
+            reasoning.append(event.text)
+        elif isinstance(event, TextDelta):
+            text.append(event.text)
+    return "".join(reasoning), "".join(text)
 
 
 def _without_breaks(text: str, most: int) -> str:

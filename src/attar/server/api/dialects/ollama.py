@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from attar.protocol.messages import Delta, Failed, Finished
-from attar.server.api.answering import AnswerReader, said
+from attar.server.api.answering import AnswerReader
 from attar.server.api.body import Body, Ignored
 from attar.server.api.constraints import NamedSchema, ObjectFormat, ResponseFormat, SchemaFormat, SchemaObject
 from attar.server.api.schemas import (
@@ -43,6 +43,7 @@ from attar.server.api.schemas import (
 from attar.server.errors import APIError
 from attar.server.request_handler import RequestHandler
 from attar.text.answers.events import AnswerEvent
+from attar.text.answers.reasoning import said
 
 VERSION = "0.12.6"
 """The version of Ollama's API that this one follows; clients compare it."""
