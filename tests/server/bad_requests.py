@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 VOCAB, CONTEXT = 4096, 512  # of the fake engine
-COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
+COMPLETIONS, CHAT, MESSAGES, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
 USER = [{"role": "user", "content": "hello"}]
 LEAST: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "hello", "max_tokens": 2},
     CHAT: {"messages": USER, "max_tokens": 2},
     MESSAGES: {"messages": USER, "max_tokens": 2},
+    RESPONSES: {"input": "hello", "max_output_tokens": 2},
     "/v1/embeddings": {"input": "hello"},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [1]},
@@ -50,6 +51,9 @@ INTEGERS = [  # path, field, least, most
     (CHAT, "priority", -100, 100),
     (MESSAGES, "max_tokens", 1, 2**31 - 1),
     (MESSAGES, "top_k", 0, 2**31 - 1),
+    (RESPONSES, "max_output_tokens", 1, 2**31 - 1),
+    (RESPONSES, "top_k", -1, 2**31 - 1),
+    (RESPONSES, "seed", -(2**63), 2**63 - 1),
 ]
 FLOATS = [  # path, field, below the least, above the most
     *[(path, "temperature", "-1e-9", "2.0000001") for path in (COMPLETIONS, CHAT)],
@@ -59,6 +63,9 @@ FLOATS = [  # path, field, below the least, above the most
     *[(path, "presence_penalty", "-2.01", "2.01") for path in (COMPLETIONS, CHAT)],
     *[(path, "frequency_penalty", "-3", "3") for path in (COMPLETIONS, CHAT)],
     (MESSAGES, "temperature", "-1", "1.01"),
+    (RESPONSES, "temperature", "-1e-9", "2.0000001"),
+    (RESPONSES, "top_p", "-1e-9", "1.0000001"),
+    (RESPONSES, "min_p", "-0.1", "1.5"),
 ]
 
 

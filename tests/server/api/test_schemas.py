@@ -30,6 +30,7 @@ from attar.server.api.dialects.ollama import (
     OllamaShowBody,
 )
 from attar.server.api.dialects.rerank import RerankBody
+from attar.server.api.responses.schemas import ResponsesBody
 from attar.server.api.schemas import (
     ChatBody,
     CompletionBody,
@@ -51,6 +52,7 @@ LEAST: dict[type[Body], dict[str, Any]] = {
     ChatBody: {"messages": MESSAGES},
     AnthropicPrompt: {"messages": MESSAGES},
     AnthropicBody: {"messages": MESSAGES, "max_tokens": 3},
+    ResponsesBody: {"input": "hello"},
     EmbeddingBody: {"input": "hello"},
     TokenizeBody: {"prompt": "hello"},
 }

@@ -60,7 +60,7 @@ async def whole(request: Request, handler: RequestHandler, answer: Awaitable[Ite
 
 
 async def stream(
-    request: Request, handler: RequestHandler, pieces: AsyncIterator[bytes], failed: bytes,
+    request: Request, handler: RequestHandler, pieces: AsyncIterator[bytes], failed: bytes | Callable[[], bytes],
     ping: bytes = sse.COMMENT, kind: type[sse.EventStream] = sse.EventStream,
 ) -> Response:  # fmt: skip
     """Answer with a stream once the engine has let the request in. Raises APIError where it does not."""

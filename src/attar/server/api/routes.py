@@ -24,12 +24,12 @@ from attar.server.api.answering import AnswerReader
 from attar.server.api.answering import stream as _stream
 from attar.server.api.answering import whole as _whole
 from attar.server.api.anthropic import AnthropicBody, AnthropicPrompt
-from attar.server.api.constraints import refused
+from attar.server.api.constraints import MayConstrain, refused
 from attar.server.api.dialects.extras import Extras
 from attar.server.api.openapi import giving, taking
 from attar.server.api.reasoning import Wish
 from attar.server.api.sampling_params import anthropic_params, chat_params, completion_params, ended
-from attar.server.api.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, Sampling, TokenizeBody
+from attar.server.api.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from attar.server.api.status import respond
 from attar.server.api.validation import BodyType, read
 from attar.server.dispatcher import Dispatcher
@@ -198,7 +198,7 @@ class Routes:
             "model_max_length": ready.context,
         })  # fmt: skip
 
-    async def _proven(self, request: Request, caller: Caller, body: Sampling, ready: Ready) -> Grammar | None:
+    async def _proven(self, request: Request, caller: Caller, body: MayConstrain, ready: Ready) -> Grammar | None:
         """Return the request's constraint, once it is proven. Raises APIError where it cannot be enforced."""
         if (asked := body.constraint()) is None:
             return None

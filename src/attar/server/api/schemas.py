@@ -20,7 +20,7 @@ from attar.protocol.grammar import DECIDE_ON_THE_END
 from attar.protocol.request import MAX_REPETITION, MIN_REPETITION
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
 from attar.server.api.body import Body, Ignored
-from attar.server.api.constraints import Constrained
+from attar.server.api.constraints import Constrained, MayConstrain
 from attar.server.api.reasoning import Budget, Effort, ReasoningOptions, Thinking, Variables, Wish
 from attar.server.errors import APIError
 
@@ -83,11 +83,11 @@ def check_stops(stop: str | Sequence[str] | None, name: str) -> None:
             raise APIError("invalid_length", message, name)
 
 
-def _check_end(body: Sampling) -> None:
+def check_end(body: MayConstrain) -> None:
     """Raise APIError for a constraint beside a field that decides on the end of the answer too."""
     if (asked := body.constraint()) is not None:
         for name in DECIDE_ON_THE_END:
-            if getattr(body, name):
+            if getattr(body, name, None):
                 message = f"{name}: not with {asked.field}: the constraint decides on the end"
                 raise APIError("invalid_value", message, name)
 
@@ -124,7 +124,7 @@ class Sampling(Constrained, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_stops(self.stop, "stop")
-        _check_end(self)
+        check_end(self)
         if self.stream_options is not None and not self.stream:
             raise APIError("invalid_value", "stream_options: only with stream = true", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:

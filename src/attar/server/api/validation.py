@@ -28,6 +28,7 @@ def read(kind: type[BodyType], body: bytes) -> BodyType:
                 del value[name]
             elif name not in kind.__struct_fields__:
                 raise APIError("unsupported_field", f"{name}: not supported by this server", name)
+        value = kind.completed(value)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
