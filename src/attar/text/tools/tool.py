@@ -57,7 +57,9 @@ class Tool:
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
-        function["parameters"] = self.parameters if self.parameters is not None else {"type": "object", "properties": {}}
+        function["parameters"] = (
+            self.parameters if self.parameters is not None else {"type": "object", "properties": {}}
+        )
         return {"type": "function", "function": function}
 
 
