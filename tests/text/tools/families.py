@@ -36,7 +36,8 @@ CHATML = _HEAD.replace("and message.tool_calls", "and false") + _FOOT
 HERMES = f"""{_TOOLS}{_HEAD}{{{{- message.content }}}}
 {{%- for call in message.tool_calls %}}
     {{{{- '\\n' if message.content or not loop.first }}}}
-    {{{{- '<tool_call>\\n{{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}}}
+    {{{{- '<tool_call>\\n{{"name": "' + call.function.name + '", "arguments": ' }}}}
+    {{{{- (call.function.arguments | tojson) }}}}
     {{{{- '}}\\n</tool_call>' }}}}
 {{%- endfor %}}{_FOOT}"""
 LLAMA3 = f"""{_TOOLS}{_HEAD}

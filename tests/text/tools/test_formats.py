@@ -27,14 +27,20 @@ def test_the_syntax_is_the_template_s_own(tokenizer: Tokenizer) -> None:
     found = {name: detect(tokenizer, family.template) for name, family in FAMILIES.items()}
     hermes = found["hermes"]
     assert (hermes.opening, hermes.closing, hermes.separator) == ("<tool_call>", "</tool_call>", "\n")
-    assert hermes.begin == '<tool_call>\n{"name": "' and hermes.end == "}\n</tool_call>"
-    assert not hermes.visible and not hermes.arguments_as_text and found["as_text"].arguments_as_text
-    assert '"parameters"' in found["llama3"].middle and found["llama3"].visible == ("<|python_tag|>",)
+    assert hermes.begin == '<tool_call>\n{"name": "'
+    assert hermes.end == "}\n</tool_call>"
+    assert not hermes.visible
+    assert not hermes.arguments_as_text
+    assert found["as_text"].arguments_as_text
+    assert '"parameters"' in found["llama3"].middle
+    assert found["llama3"].visible == ("<|python_tag|>",)
     mistral = found["mistral"]
     assert (mistral.prefix, mistral.suffix, mistral.separator) == ("[TOOL_CALLS] [", "]", ", ")
     assert (mistral.id_length, mistral.visible) == (9, ("[TOOL_CALLS]",))
-    assert found["mistral_ids"].call_id and set(found["mistral_ids"].visible) == {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"}
-    assert found["liquid"].closing == "<|tool_call_end|>" and found["pythonic"].opening == ""
+    assert found["mistral_ids"].call_id
+    assert set(found["mistral_ids"].visible) == {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"}
+    assert found["liquid"].closing == "<|tool_call_end|>"
+    assert found["pythonic"].opening == ""
 
 
 @pytest.mark.parametrize("template", ["", "{{ missing.name.name }}", "{% if %}", "{{ tools | tojson }}"])

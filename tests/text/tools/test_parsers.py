@@ -21,8 +21,9 @@ from tests.text.tools.families import FAMILIES, answer, call, with_markers
 TOOLS = (Tool("get_weather"), Tool("get"), Tool("f-1"))
 PIECES = (
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", '{"name": "get", "arguments": {}}',
-    '{"name": "get", "parameters": {"a": [1, "\\n"]}}', "[get(a=1)]", "get", "{", "}", "[", "]", "(", ")", '"', "\n", " ",
-    "; ", ", ", '{"response": "', '{"tool_calls": [', "\\u00e9", "\\", "é", "x", "get(", "a=", "'", "None", "1e5", "<",
+    '{"name": "get", "parameters": {"a": [1, "\\n"]}}', "[get(a=1)]", "get", "{", "}", "[", "]", "(", ")", '"', "\n",
+    " ", "; ", ", ", '{"response": "', '{"tool_calls": [', "\\u00e9", "\\", "é", "x", "get(", "a=", "'", "None", "1e5",
+    "<",
 )  # fmt: skip
 
 
@@ -108,8 +109,8 @@ def test_any_cut_of_a_text_gives_the_same_events_and_loses_nothing(
     found = joined(events(forms[name], [whole]))
     assert joined(events(forms[name], cut(whole, places))) == found
     assert joined(events(forms[name], list(whole))) == found
-    for _, given in calls(found):
-        assert isinstance(given, dict)
+    for _, arguments in calls(found):
+        assert isinstance(arguments, dict)
     if not any(isinstance(event, CallStart) for event in found) and FAMILIES[name].format != "generic":
         assert text(found) == whole
 
@@ -117,7 +118,7 @@ def test_any_cut_of_a_text_gives_the_same_events_and_loses_nothing(
 @pytest.mark.parametrize(
     "name, whole, expected, said",
     [
-        ("hermes", 'Hm.\n<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>', [("get", {"a": 1})], "Hm."),
+        ("hermes", 'A.\n<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>', [("get", {"a": 1})], "A."),
         ("hermes", '<tool_call>{"name":"get","arguments":{}}</tool_call> and', [("get", {})], " and"),
         ("hermes", '<tool_call>\n{"name": "get"}\n</tool_call>', [("get", {})], ""),
         ("hermes", '<tool_call>\n{"name": "get", "arguments": {}}\n', [("get", {})], ""),
@@ -162,7 +163,8 @@ def test_arguments_pass_before_the_call_is_complete(forms: dict[str, ToolFormat]
     assert found.feed('<tool_call>\n{"name": "get_weather", "arg') == []
     assert found.feed('uments": {"city": "Pa') == [CallStart(0, "get_weather"), CallArguments(0, '{"city": "Pa')]
     assert found.feed('ris"}}') == [CallArguments(0, 'ris"}'), CallEnd(0)]
-    assert found.feed("\n</tool_call>") == [] and found.close() == []
+    assert found.feed("\n</tool_call>") == []
+    assert found.close() == []
 
 
 def test_without_a_choice_all_is_text(forms: dict[str, ToolFormat]) -> None:

@@ -149,11 +149,16 @@ class _Writer:
         """Return a text as terminals: special tokens by their ids, the rest quoted."""
         if not text:
             return ""
-        if not self._special:
+        found = ((text.find(token), token) for token in self._special)
+        at, token = min((each for each in found if each[0] >= 0), default=(-1, ""))
+        if at < 0:
             return _quoted(text)
-        parts = re.split("(" + "|".join(map(re.escape, self._special)) + ")", text)
-        found = (f"<[{self._special[part]}]>" if part in self._special else _quoted(part) for part in parts if part)
-        return " ".join(found)
+        parts = (
+            _quoted(text[:at]) if at else "",
+            f"<[{self._special[token]}]>",
+            self._literal(text[at + len(token) :]),
+        )
+        return " ".join(part for part in parts if part)
 
     def _tags(self) -> list[str]:
         """Return the markers of Llama models that may come before calls, as patterns of texts that hold one."""
@@ -190,7 +195,7 @@ def _without(*patterns: str) -> str:
 
 def _pattern(text: str) -> str:
     """Return a regular expression of one text, within slashes."""
-    return re.sub(r"([^A-Za-z0-9_ ])", r"\\\1", text)
+    return re.sub(r"([\\/.+*?()|\[\]{}^$#&~-])", r"\\\1", text)  # not "<": with a backslash it means a word's edge
 
 
 def _quoted(text: str) -> str:

@@ -6,6 +6,7 @@ Earlier calls and results are written as text of the roles that every template h
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -67,10 +68,8 @@ def _call(call: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
     names[str(call.get("id"))] = str(function.get("name"))
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):  # else shown as it is
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError):  # shown as it is
-            pass
     return {"name": function.get("name"), "arguments": arguments}
 
 

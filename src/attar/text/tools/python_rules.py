@@ -59,15 +59,8 @@ def _value(schema: Any, definitions: dict[str, Any]) -> str:
         return f"({' | '.join(_value(each, definitions) for each in schema['anyOf'])})"
     if isinstance(types := schema.get("type"), list) and types:
         return f"({' | '.join(_value({**schema, 'type': each}, definitions) for each in types)})"
-    values = schema.get("enum")
-    if (
-        said <= {"type", "enum"}
-        and isinstance(values, list)
-        and values
-        and all(isinstance(v, _SCALARS) for v in values)
-    ):
-        if "type" not in said or said == {"enum"}:
-            return f"({' | '.join(_scalar(each) for each in values)})"
+    if said == {"enum"} and (values := _scalars(schema["enum"])):
+        return f"({' | '.join(values)})"
     if said == {"type"} and types == "boolean":
         return '("True" | "False")'
     if said == {"type"} and types == "null":
@@ -75,7 +68,9 @@ def _value(schema: Any, definitions: dict[str, Any]) -> str:
     return json_rule({**schema, **definitions})
 
 
-def _scalar(value: Any) -> str:
-    """Return the terminal of a constant."""
-    text = repr(value) if value is None or isinstance(value, bool) else json.dumps(value, ensure_ascii=False)
-    return json.dumps(text, ensure_ascii=False)
+def _scalars(values: Any) -> list[str]:
+    """Return the terminals of an enumeration; none where it has lists or objects."""
+    if not isinstance(values, list) or not all(isinstance(each, _SCALARS) for each in values):
+        return []
+    texts = (repr(v) if v is None or isinstance(v, bool) else json.dumps(v, ensure_ascii=False) for v in values)
+    return [json.dumps(text, ensure_ascii=False) for text in texts]

@@ -52,9 +52,9 @@ class PythonArguments:
 
     def _structure(self, char: str) -> str | None:
         state, innermost = self._state, self._open[-1]
-        if state == "after" or state.startswith("first") or state in ("item", "key", "next name"):
-            if _PAIRS.get(char) == innermost or (char == ")" and innermost == "call"):
-                return self._closed(state)
+        may_end = state == "after" or state.startswith("first") or state in ("item", "key", "next name")
+        if may_end and (_PAIRS.get(char) == innermost or (char == ")" and innermost == "call")):
+            return self._closed(state)
         if state == "after":
             self._state = {"call": "next name", "{": "key"}.get(innermost, "item")
             return "" if char == "," else None
