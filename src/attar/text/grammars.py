@@ -220,13 +220,18 @@ def _names(message: str, schema: dict[str, Any]) -> bool:
     return isinstance(pattern := schema.get("pattern"), str) and "regex parse error" in message and pattern in message
 
 
-def _json(schema: dict[str, Any], whitespace: str | None) -> str:
+def json_rule(schema: dict[str, Any], whitespace: str | None = None) -> str:
+    """Return the right side of a rule of Lark for JSON by a schema, which `schema_of` has checked."""
     options: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     if whitespace is not None:
         options = {"whitespace_flexible": bool(whitespace), "item_separator": ",", "key_separator": ":"}
         options |= {"whitespace_pattern": whitespace} if whitespace else {}
     own = {"x-guidance": {**options, "lenient": False, "coerce_one_of": False}}
-    return f"{_HEAD}start: %json {json.dumps({**equivalent(schema), **own})}"
+    return f"%json {json.dumps({**equivalent(schema), **own})}"
+
+
+def _json(schema: dict[str, Any], whitespace: str | None) -> str:
+    return f"{_HEAD}start: {json_rule(schema, whitespace)}"
 
 
 def _library() -> ModuleType:

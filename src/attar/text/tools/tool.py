@@ -16,11 +16,12 @@ from attar.errors import UserError
 
 MAX_TOOLS = 128
 MAX_SCHEMAS = 256 << 10  # bytes of UTF-8 of all tools of a request, as JSON
-NAME = r"[A-Za-z0-9_-]{1,64}"
 
 ToolMode = Literal["none", "auto", "required", "named"]
 
-_NAME = re.compile(NAME)
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+NAME = _NAME.pattern
+"""Names of tools, as a regular expression."""
 _SHOWN = 80  # characters of a refused name
 
 

@@ -1,0 +1,81 @@
+"""Tools for models whose chat template prints none: a system message explains them, and answers are JSON.
+
+An answer is `{"tool_calls": [...]}` or `{"response": "..."}`, which a constraint enforces, so any model can call.
+Earlier calls and results are written as text of the roles that every template has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attar.text.tools.tool import Tool
+
+INSTRUCTIONS = """You can call these tools, each described by a line of JSON:
+{tools}
+
+Answer with JSON alone. To call tools, write {{"tool_calls": [{{"name": NAME, "arguments": {{...}}}}]}}.
+To answer in words, write {{"response": "..."}}. The results of your calls come with the next message."""
+
+Message = Mapping[str, Any]
+
+
+def plain(messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return messages that any template prints: tools in the system message, calls as the model writes them, results as
+    text of the user.
+
+    Arguments of calls may be objects or JSON text. With `tools` a `response` is written as the model writes one.
+    Without, calls and results of earlier turns are still shown.
+    """
+    names: dict[str, str] = {}
+    made: list[dict[str, Any]] = []
+    for message in messages:
+        role, content = message.get("role"), _text(message.get("content"))
+        if role == "assistant" and message.get("tool_calls"):
+            calls = [_call(each, names) for each in message["tool_calls"]]
+            _add(made, "assistant", json.dumps({"tool_calls": calls}, ensure_ascii=False))
+        elif role == "assistant" and tools and content:
+            _add(made, "assistant", json.dumps({"response": content}, ensure_ascii=False))
+        elif role == "tool":
+            name = message.get("name") or names.get(str(message.get("tool_call_id")), "")
+            _add(made, "user", f"Result of {name}:\n{content}")
+        elif role == "user" and made and made[-1]["role"] == "user":
+            _add(made, "user", content)
+        else:
+            made.append(dict(message))
+    if not tools:
+        return made
+    lines = "\n".join(json.dumps(tool.template_form()["function"], ensure_ascii=False) for tool in tools)
+    words = INSTRUCTIONS.format(tools=lines)
+    if made and made[0].get("role") in ("system", "developer"):
+        first = made.pop(0)
+        words = f"{_text(first.get('content'))}\n\n{words}"
+    return [{"role": "system", "content": words}, *made]
+
+
+def _add(made: list[dict[str, Any]], role: str, text: str) -> None:
+    """Add a turn; one of the same speaker goes on, as many templates want turns to alternate."""
+    if made and made[-1]["role"] == role:
+        made[-1] = {**made[-1], "content": f"{_text(made[-1].get('content'))}\n\n{text}"}
+    else:
+        made.append({"role": role, "content": text})
+
+
+def _call(call: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    function = call.get("function", call)
+    names[str(call.get("id"))] = str(function.get("name"))
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # else shown as it is
+            arguments = json.loads(arguments)
+    return {"name": function.get("name"), "arguments": arguments}
+
+
+def _text(content: Any) -> str:
+    """Return the text of a content: a string, or parts of which some have text."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "".join(part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str))

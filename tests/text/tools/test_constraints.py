@@ -1,0 +1,247 @@
+"""Constraints of answers with tools: what they allow is what the parsers read, and arguments satisfy the schemas."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from attar.protocol.grammar import Grammar
+from attar.text import grammars
+from attar.text.grammars import GrammarError, Vocabulary
+from attar.text.tokenizer import Tokenizer
+from attar.text.tools.constraints import constraint
+from attar.text.tools.formats import ToolFormat, detect
+from attar.text.tools.tool import Tool, ToolChoice, ToolError
+from tests.text.tools.families import ADDED, FAMILIES, SPECIAL, answer, call, with_markers
+from tests.text.tools.test_parsers import calls, events, joined, text
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 4},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+        "unit": {"enum": ["C", "F", None, True]},
+        "now": {"type": ["boolean", "null"]},
+        "at": {"anyOf": [{"$ref": "#/$defs/point"}, {"type": "null"}]},
+    },
+    "required": ["city", "now"],
+    "additionalProperties": False,
+    "$defs": {"point": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
+}
+TOOLS = (
+    Tool("get_weather", parameters=WEATHER),
+    Tool("get"),
+    Tool("f-1", parameters={"properties": {}, "additionalProperties": False}),
+)
+UNMASKABLE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+MODES = (
+    ToolChoice(),
+    ToolChoice("required"),
+    ToolChoice("named", "get_weather"),
+    ToolChoice("required", parallel=False),
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo: Path) -> Tokenizer:
+    return with_markers(Tokenizer.load(demo))
+
+
+@pytest.fixture(scope="module")
+def forms(tokenizer: Tokenizer) -> dict[str, ToolFormat]:
+    return {name: detect(tokenizer, family.template) for name, family in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
+    assert all(tokenizer.token_to_id(each) is not None for each in SPECIAL + ADDED)
+    end = tokenizer.token_to_id("<|im_end|>")
+    assert end is not None
+    return Vocabulary.of(tokenizer, tokenizer.vocab_size, [end])
+
+
+@pytest.fixture(scope="module")
+def prove(vocabulary: Vocabulary) -> Callable[[Grammar], None]:
+    def check(grammar: Grammar) -> None:
+        bits = grammars.mask(grammars.matcher(vocabulary, grammar))
+        if bits is None or not any(bits):
+            raise GrammarError("no text fulfils it")
+
+    return check
+
+
+def walk(vocabulary: Vocabulary, grammar: Grammar, source: random.Random, most: int = 150) -> str | None:
+    """A text along random allowed tokens, those of calls preferred; None where it does not end."""
+    found, tokens = grammars.matcher(vocabulary, grammar), list[int]()
+    ends = set(vocabulary.ends)
+    for at in range(most):
+        bits = grammars.mask(found)
+        assert bits is not None, found.get_error()
+        number = int.from_bytes(bits, "little")
+        choices = [each for each in range(len(vocabulary.tokens)) if number >> each & 1]
+        assert choices
+        if ends & set(choices) and (at > 30 or source.random() < 0.3):
+            break
+        going = [each for each in choices if each not in ends]
+        if not going:
+            break
+        short = [each for each in going if len(vocabulary.tokens[each]) == 1]
+        marked = [each for each in going if vocabulary.tokens[each].startswith((b"<tool", b"[TOOL", b"{", b"[", b'"'))]
+        token = source.choice(marked if marked and source.random() < 0.5 else short or going)
+        assert found.consume_token(token)
+        tokens.append(token)
+        if found.is_stopped():
+            break
+    if not found.is_accepting():
+        return None
+    return b"".join(vocabulary.tokens[token] for token in tokens).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("choice", MODES, ids=["auto", "required", "named", "one"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_allowed_is_what_the_parser_reads(
+    forms: dict[str, ToolFormat],
+    vocabulary: Vocabulary,
+    prove: Callable[[Grammar], None],
+    name: str,
+    choice: ToolChoice,
+) -> None:
+    form = forms[name]
+    made = constraint(form, TOOLS, choice, prove)
+    assert made is not None
+    assert made.loosened == ()
+    schemas = {tool.name: tool.schema for tool in TOOLS}
+    ended = 0
+    for seed in range(12):
+        whole = walk(vocabulary, made.grammar, random.Random(seed))
+        if whole is None:
+            continue
+        ended += 1
+        found = joined(events(form, [whole]))
+        said = calls(found)
+        for tool, arguments in said:
+            jsonschema.validate(arguments, schemas[tool])
+        if choice.mode != "auto":
+            assert said, whole
+            assert text(found) == ""
+        if choice.mode == "named":
+            assert [tool for tool, _ in said] == [choice.name]
+        if not choice.parallel:
+            assert len(said) == 1
+    assert ended >= 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_as_the_template_renders_them_are_allowed(
+    forms: dict[str, ToolFormat],
+    vocabulary: Vocabulary,
+    tokenizer: Tokenizer,
+    prove: Callable[[Grammar], None],
+    name: str,
+) -> None:
+    form, family = forms[name], FAMILIES[name]
+    said: list[tuple[str, Any]] = [("get_weather", {"city": "Rome", "now": True}), ("get", {}), ("f-1", {})]
+    if form.name == "generic":
+        whole = json.dumps({"tool_calls": [{"name": tool, "arguments": given} for tool, given in said]})
+    else:
+        said = said if form.parallel else said[:1]
+        whole = answer(
+            family.template, [call(tool, json.dumps(a) if form.arguments_as_text else a) for tool, a in said]
+        )
+        whole = whole.replace(', "id": "a1b2c3d4e"', "").replace("=true", "=True")
+    words = {True: '{"response": "Hello."}', False: "Hello, <b>you</b> [1] {x}"}[form.name == "generic"]
+    for choice, texts in ((ToolChoice(), (whole, words)), (ToolChoice("required"), (whole,))):
+        made = constraint(form, TOOLS, choice, prove)
+        assert made is not None
+        for each in texts:
+            matcher = grammars.matcher(vocabulary, made.grammar)
+            for token in tokenizer.encode_chat(each):
+                assert matcher.consume_token(token), (each, tokenizer.id_to_token(token))
+            assert matcher.is_accepting()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_text_is_free_up_to_a_marker_and_no_further(
+    forms: dict[str, ToolFormat],
+    vocabulary: Vocabulary,
+    tokenizer: Tokenizer,
+    prove: Callable[[Grammar], None],
+    name: str,
+) -> None:
+    form = forms[name]
+    made = constraint(form, TOOLS, ToolChoice(), prove)
+    assert made is not None
+    refused = {
+        "hermes": "a <tool_call>x", "llama3_json": '{"name": x', "pythonic": "[get(a, b", "mistral": "[TOOL_CALLS]x",
+        "mistral_args": "[TOOL_CALLS]x", "generic": "x",
+    }[form.name]  # fmt: skip
+    if name == "liquid":
+        refused = "<|tool_call_start|>x"
+    matcher = grammars.matcher(vocabulary, made.grammar)
+    assert not all(matcher.consume_token(token) for token in tokenizer.encode_chat(refused))
+
+
+@pytest.mark.parametrize("name", ["hermes", "pythonic", "mistral_args"])
+def test_what_cannot_be_masked_is_named_or_refused(
+    forms: dict[str, ToolFormat], prove: Callable[[Grammar], None], name: str
+) -> None:
+    made = constraint(forms[name], (*TOOLS, Tool("loose", parameters=UNMASKABLE)), ToolChoice(), prove)
+    assert made is not None
+    assert made.loosened == ("loose",)
+    with pytest.raises(ToolError) as caught:
+        constraint(forms[name], (*TOOLS, Tool("hard", parameters=UNMASKABLE, strict=True)), ToolChoice(), prove)
+    assert caught.value.param == "tools[3].function.parameters"
+    assert "#/properties/a" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["hermes", "pythonic"])
+def test_loosened_arguments_are_still_objects(
+    forms: dict[str, ToolFormat], vocabulary: Vocabulary, prove: Callable[[Grammar], None], name: str
+) -> None:
+    tools = (Tool("get", parameters=UNMASKABLE),)
+    made = constraint(forms[name], tools, ToolChoice("required"), prove)
+    assert made is not None
+    texts = [walk(vocabulary, made.grammar, random.Random(seed)) for seed in range(8)]
+    found = [calls(events(forms[name], [each])) for each in texts if each is not None]
+    assert found
+    assert all(said and isinstance(said[0][1], dict) for said in found)
+
+
+def test_one_proof_where_all_can_be_kept(forms: dict[str, ToolFormat]) -> None:
+    proven: list[Grammar] = []
+    constraint(forms["hermes"], TOOLS, ToolChoice(), proven.append)
+    assert len(proven) == 1
+    assert constraint(forms["hermes"], TOOLS, ToolChoice("none"), proven.append) is None
+
+
+def test_too_much_for_one_grammar_is_loosened_or_refused(forms: dict[str, ToolFormat]) -> None:
+    """As `prove` refuses what is too large together, but no tool by itself."""
+
+    def small(grammar: Grammar) -> None:
+        if len(grammar.text) > 2500:
+            raise GrammarError("too large")
+
+    tools = [Tool(f"t{at}", parameters=WEATHER) for at in range(5)]
+    made = constraint(forms["hermes"], tools, ToolChoice(), small)
+    assert made is not None
+    assert len(made.loosened) == 5
+    with pytest.raises(ToolError) as caught:
+        constraint(
+            forms["hermes"], [Tool(f"t{at}", parameters=WEATHER, strict=True) for at in range(5)], ToolChoice(), small
+        )
+    assert caught.value.param == "tools"
+
+
+def test_schemas_cannot_bring_options_of_the_compiler(
+    forms: dict[str, ToolFormat], prove: Callable[[Grammar], None]
+) -> None:
+    bad = {"type": "object", "properties": {"a": {"type": "string", "x-guidance": {"lenient": True}}}}
+    for name in ("hermes", "pythonic"):
+        with pytest.raises(ToolError):
+            constraint(forms[name], [Tool("a", parameters=bad, strict=True)], ToolChoice(), prove)
