@@ -18,14 +18,13 @@ from attar.faults import point
 from attar.protocol.messages import Delta, Failed, Finished
 from attar.protocol.request import SamplingParams
 from attar.server.api.answering import AnswerReader
-from attar.server.api.logprobs import Content, Turns, values
+from attar.server.api.logprobs import Turns, values
 from attar.server.api.responses.output import Event, Output
 from attar.server.api.responses.schemas import ResponseReasoning, ResponsesBody, TextOptions
 from attar.server.api.responses.tools import told_choice
 from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
 from attar.server.request_handler import RequestHandler
-from attar.text.tokenizer import Tokenizer
 
 PREFIX = "resp_"
 
@@ -40,18 +39,17 @@ def new_id(request: str) -> str:
 
 
 class Answer:
-    """The answer to `body` by `model`, whose text `reader` splits. `keep`, where it is stored, takes its id, its JSON
-    and its items, and returns whether there was room."""
+    """The answer to `body` by `model`, whose text `reader` splits for `output`. `keep`, where it is stored, takes its
+    id, its JSON and its items, and returns whether there was room."""
 
     def __init__(
         self, request: RequestHandler, body: ResponsesBody, params: SamplingParams, model: str, reader: AnswerReader,
-        tokenizer: Tokenizer, keep: Keep | None = None,
+        output: Output, keep: Keep | None = None,
     ) -> None:  # fmt: skip
         self.id = new_id(request.caller.id)
         self._request, self._body, self._params, self._model = request, body, params, model
         self._reader, self._keep = reader, keep
-        self._scores = Content(tokenizer) if body.scored else None
-        self._output = Output(scores=self._scores)
+        self._output = output
         self._turns = Turns(request.wanted)
         self._number = self._given = 0  # of events: encoded, and given away
 
@@ -99,10 +97,10 @@ class Answer:
                 yield each
             return
         point("responses.delta", event.id)
-        if self._scores is not None:
-            for token in event.logprobs or ():
-                self._scores.add(token)
-            await self._turns.after(values(event.logprobs or ()))
+        if event.logprobs and output.scores is not None:
+            for token in event.logprobs:
+                output.scores.add(token)
+            await self._turns.after(values(event.logprobs))
         for each in output.add(reader.read(0, event)):
             yield each
 

@@ -36,7 +36,8 @@ class Output:
         scores: Content | None = None,
     ) -> None:  # fmt: skip
         self.items: list[dict[str, Any]] = []
-        self._call_id, self._spaces, self._scores = call_id, spaces, scores
+        self.scores = scores
+        self._call_id, self._spaces = call_id, spaces
         self._scored: list[bytes] = []  # of the open message
         self._pieces: list[str] = []
         self._open: str | None = None  # the type of the last item, until it ends
@@ -44,8 +45,8 @@ class Output:
     def add(self, events: Iterable[AnswerEvent]) -> Iterator[Event]:
         """Take events of the answer; yield those of the stream."""
         for event in events:
-            if self._scores is not None and not isinstance(event, TextDelta):
-                self._scores.take()  # those of markers, and of what has none in this API
+            if self.scores is not None and not isinstance(event, TextDelta):
+                self.scores.take()  # those of markers, and of what has none in this API
             match event:
                 case TextDelta(text):
                     yield from self._said("message", text)
@@ -66,8 +67,8 @@ class Output:
         item is `incomplete` where the answer is."""
         if not self.items:
             yield from self._begun("message")
-        if self._open == "message" and self._scores is not None:
-            self._scored.append(self._scores.take())
+        if self._open == "message" and self.scores is not None:
+            self._scored.append(self.scores.take())
         yield from self._ended("completed" if complete else "incomplete")
 
     def _said(self, kind: str, text: str) -> Iterator[Event]:
@@ -75,8 +76,8 @@ class Output:
             yield from self._begun(kind)
         self._pieces.append(text)
         if kind == "message":
-            if self._scores is not None:
-                self._scored.append(self._scores.take())
+            if self.scores is not None:
+                self._scored.append(self.scores.take())
             yield self._of_part("response.output_text.delta", delta=text, logprobs=_array(self._scored[-1:]))
         else:
             yield self._of_part("response.reasoning_text.delta", delta=text)

@@ -14,10 +14,12 @@ from fastapi.responses import Response
 from attar.faults import point
 from attar.server.admission.rate_limits import Caller
 from attar.server.api.answering import stream, whole
+from attar.server.api.logprobs import Content
 from attar.server.api.openapi import giving, taking
 from attar.server.api.responses import types
 from attar.server.api.responses.answer import Answer, Keep
 from attar.server.api.responses.items import Item, ItemReference, conversation
+from attar.server.api.responses.output import Output
 from attar.server.api.responses.schemas import ResponsesBody
 from attar.server.api.responses.store import ResponseStore
 from attar.server.api.routes import LARGE_BODY, Routes
@@ -74,7 +76,8 @@ class ResponsesRoutes(Routes):
         params = chat_params(body.as_chat(), prompt.ids, ready, most, caller, self._sampling)
         reader, keep = self._reader(wish, prompt, exact=asked is not None), self._keep(caller, body, before, items)
         handler = self._dispatcher.submit(caller, [prompt.ids], params, 1, model, 0, grammar, section)
-        answer = Answer(handler, body, params, model, reader, self._prompts.tokenizer, keep)
+        output = Output(scores=Content(self._prompts.tokenizer) if body.scored else None)
+        answer = Answer(handler, body, params, model, reader, output, keep)
         if body.stream:
             return await stream(request, handler, answer.stream(), answer.failed)
         return await whole(request, handler, answer.whole())

@@ -110,10 +110,16 @@ def read_tools(
     try:
         check(read, made)
     except ToolError as error:
-        where = _PLACE.sub(lambda at: found[int(at[1])][0], error.param)
-        raise APIError("invalid_value", f"{where}: {error}", where) from error
+        raise refused_tools(error, tools or ()) from error
     spaces = {joined(space, each.name): (space, each.name) for _, space, each in found if space is not None}
     return Toolset(read, made if read else ToolChoice("none"), spaces)
+
+
+def refused_tools(error: ToolError, tools: Sequence[ResponseFunction | ResponseNamespace]) -> APIError:
+    """Make the refusal of tools, with the place in the request."""
+    places = [place for place, _, _ in _functions(tools)]  # the fields of a function are the tool's own here
+    where = _PLACE.sub(lambda at: places[int(at[1])], error.param)
+    return APIError("invalid_value", f"{where}: {error}", where)
 
 
 def _functions(tools: Sequence[ResponseFunction | ResponseNamespace]) -> Iterator[tuple[str, str | None, _Function]]:
