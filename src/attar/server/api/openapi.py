@@ -251,8 +251,6 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
     scored = {"type": "array", "contains": {"const": "message.output_text.logprobs"}}
     unscored = _may(top_logprobs={"enum": [None, 0]})
     schemas["ResponsesBody"] |= _all({"anyOf": streamed}, {"anyOf": [_has(include=scored), unscored]})
-    for name, values in (("tools", [None, []]), ("tool_choice", [None, "none", "auto"])):
-        schemas["ResponsesBody"]["properties"][name] = {"enum": values}
     schemas["MessageItem"]["required"].remove("type")
     made = [_given(name) for name in ("json", "regex", "choice", "grammar")] + [_has(json_object={"const": True})]
     spaced = {"anyOf": [_may(whitespace_pattern={"type": "null"}), made[0], made[-1]]}

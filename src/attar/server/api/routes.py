@@ -45,7 +45,7 @@ from attar.server.prompts import ChatPrompt, Prompts, Room, Turn
 from attar.text.answers.events import AnswerParser
 from attar.text.answers.reasoning import ReasoningParser
 from attar.text.grammars import GrammarError
-from attar.text.tools.constraints import constraint
+from attar.text.tools.constraints import ToolConstraint, constraint
 from attar.text.tools.tool import ToolError
 
 logger = logging.getLogger(__name__)
@@ -225,16 +225,19 @@ class Routes:
         """Return the reasoning section of answers to a prompt, as the engine needs it. Raises APIError."""
         return wish.section(self._prompts.reasoning, prompt.place, self._prompts.template, constrained)
 
-    async def _calling(self, request: Request, caller: Caller, use: ToolUse, ready: Ready) -> Calling:
-        """Return what a request may call, once its grammar is proven. Raises APIError where a tool with `strict` cannot
-        be enforced."""
+    async def _calling(
+        self, request: Request, caller: Caller, use: ToolUse, ready: Ready,
+        constrain: Callable[..., ToolConstraint | None] = constraint,
+    ) -> Calling:  # fmt: skip
+        """Return what a request may call, once its grammar, which `constrain` makes, is proven. Raises APIError where a
+        tool with `strict` cannot be enforced."""
         if not use.may_call:
             return NO_CALLS
 
         def make(prove: Callable[[Grammar], None]) -> Calling:
             form = self._prompts.tool_format()
             try:
-                found = constraint(form, use.tools, use.choice, prove)
+                found = constrain(form, use.tools, use.choice, prove)
             except ToolError as error:
                 raise refused_tools(error) from error
             assert found is not None
