@@ -146,7 +146,7 @@ class Routes:
         variables = wish.for_template(self._prompts.template)
         making = self._prompts.chat(caller.cache_salt, body.conversation(), ready.context, body.turn, variables)
         prompt = await sse.while_wanted(request.receive, making)
-        params = anthropic_params(body, ready.context - len(prompt.ids), self._sampling)
+        params = self._showing(anthropic_params(body, ready.context - len(prompt.ids), self._sampling))
         section, reader = self._section(wish, prompt, None), self._reader(wish, prompt)
         handler = self._dispatcher.submit(caller, [prompt.ids], params, 1, model, reasoning=section)
         if body.stream:
