@@ -37,12 +37,13 @@ CHAT, MESSAGES, OLLAMA, GENERATE = "/v1/chat/completions", "/v1/messages", "/api
 MOST = 200  # tokens of an answer
 
 
-@pytest.fixture(scope="module")
-def thinker(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """The embedded model's tokenizer with two markers and a template that opens sections."""
+@pytest.fixture(scope="module", params=[False, True], ids=["words", "special"])
+def thinker(demo: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Tokenizer:
+    """The embedded model's tokenizer with two markers, words or special tokens, and a template that opens sections."""
     folder = tmp_path_factory.mktemp("thinker")
     backend = Backend.from_file(str(demo / "tokenizer.json"))
-    backend.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
+    markers = [AddedToken(marker, normalized=False, special=request.param) for marker in ("<think>", "</think>")]
+    backend.add_tokens(markers)
     backend.save(str(folder / "tokenizer.json"))
     config = json.loads((demo / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

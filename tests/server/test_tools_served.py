@@ -156,7 +156,7 @@ def test_the_choice_is_in_the_grammar(server: Running) -> None:
 
 def test_an_answer_that_breaks_off_says_so(server: Running, saying: Saying) -> None:
     length = saying(CALLS)
-    for most in range(1, length):
+    for most in range(1, length, 4):
         [choice] = ask(server, tools=[WEATHER, NOW], max_tokens=most).json["choices"]
         assert choice["finish_reason"] == "length"
         text, made = joined(chunks(ask(server, tools=[WEATHER, NOW], max_tokens=most, stream=True)))
@@ -174,7 +174,8 @@ def test_log_probabilities_and_token_ids_are_of_all_tokens(server: Running, sayi
         own = [each for each in streamed if each["index"] == whole["index"]]
         logprobs = [one for each in own for one in (each["logprobs"] or {"content": []})["content"]]
         assert len(logprobs) == len(whole["logprobs"]["content"]) == length
-        assert sum((each.get("token_ids", []) for each in own), []) == whole["token_ids"] == [*server.engine.script]
+        tokens = [token for each in own for token in each.get("token_ids", [])]
+        assert tokens == whole["token_ids"] == [*server.engine.script]
         assert joined(own) == ("Let me see.", MADE)
 
 

@@ -49,7 +49,8 @@ from attar.protocol.messages import Embed, Event, Stats, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
-from attar.sampling.drafters.drafter import Drafter, StateReader
+from attar.sampling.drafters.drafter import Drafter
+from attar.sampling.drafters.first_of import reader_of
 from attar.sampling.drafters.forced import ForcedDrafter
 from attar.sampling.masks import GrammarMasks
 from attar.sampling.pace import Pace
@@ -127,8 +128,8 @@ class Engine:
         self.speculation: Speculation | None = None
         if config.drafter is not None:
             config.drafter.reset()
-            if isinstance(config.drafter, StateReader):
-                self.runner.keep = config.drafter.layers
+            if (reader := reader_of(config.drafter)) is not None:
+                self.runner.keep = reader.layers
         forces = limits.max_drafts > 0 and tokenizer is not None and not self.overlaps
         if config.drafter is not None or forces:
             fixed = config.draft_tokens is not None
@@ -334,6 +335,8 @@ class Engine:
         draws = iter(self.launcher.wait_for(inflight))
         for choice, drafts in inflight.takers:
             own = list(itertools.islice(draws, 1 + len(drafts)))
+            if self.speculation is not None:
+                self.speculation.tried(choice.sequence, drafts, own)
             outcomes[choice.sequence.id] = self._advance(choice, drafts, own)
         unscorable = [each.id for each, choice in inflight.choices.items() if choice.request.unscorable]
         outcomes |= {id: Outcome(failure="bad_logits") for id in unscorable}

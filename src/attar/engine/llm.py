@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -266,6 +266,7 @@ class LLM:
         if (markers := self._markers) is not None:
             place = self._place(markers, answer.prompt)
             answer.section = markers.section(place)
+            answer.params = replace(answer.params, visible_token_ids=markers.visible)
             if constraint is not None and place is Place.INSIDE and answer.section is None:
                 message = f"no constraint while the model reasons: its vocabulary has no token {markers.end!r}"
                 raise UserError("option_conflict", message)

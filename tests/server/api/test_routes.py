@@ -442,7 +442,7 @@ def test_the_document_is_of_the_same_types(server: Running) -> None:
     assert schemas["ChatBody"]["properties"]["n"]["anyOf"][0] | {"title": ""} == {
         "type": "integer", "minimum": 1, "maximum": 16, "title": ""
     }  # fmt: skip
-    assert schemas["ChatBody"]["properties"]["tools"] == {"enum": [None, []]}
+    assert schemas["ChatBody"]["properties"]["functions"] == {"enum": [None, []]}
     assert schemas["ChatBody"]["additionalProperties"] is False
     assert made["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"] == {
         "$ref": "#/components/schemas/ChatBody"

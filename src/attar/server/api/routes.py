@@ -95,7 +95,7 @@ class Routes:
         grammar = await self._proven(request, caller, body, ready)
         calling = await self._calling(request, caller, use, ready)
         params = chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
-        params = self._shown(params, calling)
+        params = self._showing(params, calling)
         tokenizer, reader = self._prompts.tokenizer, self._reader(wish, prompt, asked is not None, calling)
         form = openai.ChatFormat(tokenizer, bool(body.logprobs), Extras(body, tokenizer, [ids]), reader)
         handler = self._dispatcher.submit(
@@ -251,8 +251,9 @@ class Routes:
             logger.info("%s: arguments are only held to be JSON objects: %s", caller.id, names)
         return calling
 
-    def _shown(self, params: SamplingParams, calling: Calling) -> SamplingParams:
-        """Return parameters by which an answer's text shows the markers of calls and of reasoning."""
+    def _showing(self, params: SamplingParams, calling: Calling = NO_CALLS) -> SamplingParams:
+        """Return parameters of a chat, whose text shows the markers of reasoning and of calls also where they are
+        special tokens."""
         markers = self._prompts.reasoning
         return calling.shown(params, () if markers is None else tuple(markers.visible))
 

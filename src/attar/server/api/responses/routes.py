@@ -79,7 +79,7 @@ class ResponsesRoutes(Routes):
             calling = await self._calling(request, caller, use, ready, constrain)
         most = self._dispatcher.engine.places.most
         params = chat_params(body.as_chat(), prompt.ids, ready, most, caller, self._sampling)
-        params = self._shown(params, calling)
+        params = self._showing(params, calling)
         reader = self._reader(wish, prompt, asked is not None, calling)
         handler = self._dispatcher.submit(
             caller, [prompt.ids], params, 1, model, 0, calling.grammar or grammar, section
