@@ -275,6 +275,7 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
     chat["not"]["not"]["allOf"].append(
         {"anyOf": [_may(tool_choice=chosen), _has(tools={"type": "array", "minItems": 1})]}
     )
+    schemas["ResponsesBody"]["not"]["not"]["allOf"].append(chat["not"]["not"]["allOf"][-1])
     schemas["EmbeddingBody"]["properties"]["input"] = {"anyOf": texts(MAX_INPUTS)}
     many = {"type": "array", "items": text, "minItems": 1, "maxItems": MAX_INPUTS}
     schemas["OllamaEmbedBody"]["properties"]["input"] = {"anyOf": [text, many]}

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from attar.protocol.grammar import Grammar
-from attar.text.grammars import json_rule, schema_of
+from attar.text.grammars import GrammarError, json_rule, schema_of
 from attar.text.tools.constraints import ToolConstraint, constraint
 from attar.text.tools.formats import ToolFormat
-from attar.text.tools.tool import Tool, ToolChoice
+from attar.text.tools.tool import Tool, ToolChoice, ToolError
 
 Prove = Callable[[Grammar], None]
 
@@ -17,8 +17,11 @@ Prove = Callable[[Grammar], None]
 def calls_or_json(
     form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, prove: Prove, final: Grammar
 ) -> ToolConstraint | None:
-    """Return the constraint of an answer that is calls or, where it may have none, JSON by the schema of `final`. The
-    other arguments, and what is raised, are as for `constraint`."""
+    """Return the constraint of an answer that is calls or, where it may have none, JSON by the schema of `final`.
+
+    The other arguments are as for `constraint`. Raises ToolError as it does, and where both are too much for one
+    grammar.
+    """
     if choice.mode != "auto":
         return constraint(form, tools, choice, prove)
     calls = constraint(form, tools, replace(choice, mode="required"), prove)
@@ -27,5 +30,8 @@ def calls_or_json(
     rules = ["calls: " + rule.removeprefix("start: ") if rule.startswith("start: ") else rule
              for rule in calls.grammar.text.splitlines()]  # fmt: skip
     both = Grammar("lark", "\n".join([*rules, "start: calls | final", f"final: {json_rule(schema_of(final))}", ""]))
-    prove(both)
+    try:
+        prove(both)
+    except GrammarError as error:
+        raise ToolError(f"not with these tools: {error}", "text.format") from error
     return replace(calls, grammar=both)
