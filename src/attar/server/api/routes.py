@@ -31,6 +31,7 @@ from attar.server.api.reasoning import Wish
 from attar.server.api.sampling_params import anthropic_params, chat_params, completion_params, ended
 from attar.server.api.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from attar.server.api.status import respond
+from attar.server.api.tools.anthropic import of_theirs
 from attar.server.api.tools.calling import NO_CALLS, Calling
 from attar.server.api.tools.fields import ToolUse
 from attar.server.api.tools.fields import refused as refused_tools
@@ -142,23 +143,35 @@ class Routes:
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
         caller, body, model, ready = await self._read(request, AnthropicBody)
-        wish = body.wish()
+        wish, use = body.wish(), body.tool_use()
         variables = wish.for_template(self._prompts.template)
-        making = self._prompts.chat(caller.cache_salt, body.conversation(), ready.context, body.turn, variables)
+        making = self._prompts.chat(
+            caller.cache_salt, body.conversation(), ready.context, body.turn, variables, use.tools
+        )
         prompt = await sse.while_wanted(request.receive, making)
-        params = self._showing(anthropic_params(body, ready.context - len(prompt.ids), self._sampling))
-        section, reader = self._section(wish, prompt, None), self._reader(wish, prompt)
-        handler = self._dispatcher.submit(caller, [prompt.ids], params, 1, model, reasoning=section)
+        section = self._section(wish, prompt, "tools" if use.may_call else None)
+        try:
+            calling = await self._calling(request, caller, use, ready)
+        except APIError as error:
+            raise of_theirs(error) from error
+        params = self._showing(anthropic_params(body, ready.context - len(prompt.ids), self._sampling), calling)
+        reader = self._reader(wish, prompt, calling=calling)
+        handler = self._dispatcher.submit(caller, [prompt.ids], params, 1, model, 0, calling.grammar, section)
         if body.stream:
             pieces = anthropic.stream(handler, model, reader)
-            return await _stream(request, handler, pieces, anthropic.FAILED, anthropic.PING)
-        return await _whole(request, handler, anthropic.whole(handler, model, reader))
+            answer = await _stream(request, handler, pieces, anthropic.FAILED, anthropic.PING)
+        else:
+            answer = await _whole(request, handler, anthropic.whole(handler, model, reader))
+        answer.headers.update(calling.headers())
+        return answer
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the prompt tokens that /v1/messages would read."""
         caller, body, _, _ = await self._read(request, AnthropicPrompt)
         variables = body.wish().for_template(self._prompts.template)
-        making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), turn=body.turn, variables=variables)
+        making = self._prompts.chat_ids(
+            caller.cache_salt, body.conversation(), None, body.turn, variables, body.tool_use().tools
+        )
         ids = await sse.while_wanted(request.receive, making)
         return respond({"input_tokens": len(ids)})
 
