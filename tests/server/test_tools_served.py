@@ -70,7 +70,8 @@ def saying(server: Running, caller: Tokenizer) -> Iterator[Saying]:
 
 
 def ask(server: Running, path: str = CHAT, **fields: Any) -> Reply:
-    return server.post(path, {"messages": USER, "max_tokens": 300, **fields})
+    least = {"messages": USER} if path == OLLAMA else {"messages": USER, "max_tokens": 300}
+    return server.post(path, {**least, **fields})
 
 
 def asked(server: Running) -> Submit:
@@ -246,7 +247,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "now"}}}, "tool_choice"),
-    ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format"),
     ({"tools": [WEATHER], "guided_regex": "a"}, "guided_regex"),
     ({"tools": [WEATHER], "ignore_eos": True}, "ignore_eos"),
     ({"tools": [WEATHER], "min_tokens": 3}, "min_tokens"),
@@ -383,3 +383,44 @@ def test_anthropics_refusals_name_their_fields(server: Running) -> None:
         reply = ask(server, MESSAGES, **fields)  # type: ignore[arg-type]
         assert reply.status == 400
         assert reply.json["error"]["message"].startswith(words)
+
+
+def test_an_answer_may_be_calls_or_json(server: Running) -> None:
+    """As OpenAI has it: `response_format` is that of an answer without calls."""
+    for shape in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}):
+        assert ask(server, tools=[WEATHER], response_format=shape).status == 200
+        grammar = asked(server).grammar
+        assert grammar is not None
+        assert "start: calls | final" in grammar.text
+        assert ask(server, tools=[WEATHER], tool_choice="required", response_format=shape).status == 200
+        assert asked(server).grammar != grammar
+
+
+def test_ollamas_chat_calls(server: Running, saying: Saying) -> None:
+    saying(CALLS)
+    answer = ask(server, OLLAMA, tools=[WEATHER, NOW], stream=False).json
+    assert (answer["done_reason"], answer["message"]["content"]) == ("stop", "Let me see.")
+    made = [each["function"] for each in answer["message"]["tool_calls"]]
+    assert [(each["index"], each["name"], each["arguments"]) for each in made] == [
+        (at, name, given) for at, (name, given) in enumerate(INPUTS)
+    ]
+    reply = ask(server, OLLAMA, tools=[WEATHER, NOW, ODD])
+    lines = [json.loads(line) for line in reply.body.splitlines()]
+    assert "".join(line["message"]["content"] for line in lines) == "Let me see."
+    assert [each["function"] for line in lines for each in line["message"].get("tool_calls", [])] == made
+    assert reply.headers["x-attar-loosened-tools"] == "odd"
+    assert "tools" in server.post("/api/show", {}).json["capabilities"]
+
+
+def test_ollamas_results_are_openais(server: Running) -> None:
+    call = {"function": {"name": "weather", "arguments": json.loads(FIRST)}}
+    ours = [*USER, {**CALLED, "content": "Hm."}, RESULT]
+    ids = server.post("/tokenize", {"messages": ours, "tools": [WEATHER]}).json["tokens"]
+    for result in ({"tool_name": "weather"}, {"name": "weather"}, {}, {"tool_call_id": "call_1"}):
+        theirs = [*USER, {"role": "assistant", "content": "Hm.", "tool_calls": [call]}]
+        theirs.append({"role": "tool", "content": "Rain.", **result})
+        assert ask(server, OLLAMA, messages=theirs, tools=[WEATHER], stream=False).status == 200
+        assert list(asked(server).prompt) == ids
+    for wrong in ({"tool_name": "now"}, {"tool_call_id": "call_2"}):
+        theirs[-1] = {"role": "tool", "content": "Rain.", **wrong}
+        assert ask(server, OLLAMA, messages=theirs, tools=[WEATHER]).status == 400
