@@ -93,7 +93,9 @@ def messages(client: anthropic.Anthropic, model: str) -> dict[str, Any]:
     text = whole.content[0].text
     cut = client.messages.create(**options, stop_sequences=[text[5:8]])
     try:
-        client.messages.create(**options, tools=[{"name": "f", "input_schema": {"type": "object"}}])
+        client.messages.create(
+            **options, tools=[{"name": "f", "strict": True, "input_schema": {"type": "object", "not": {}}}]
+        )
         refused, named = "", None
     except anthropic.BadRequestError as error:
         refused, named = error.body["error"]["message"], error.request_id

@@ -70,7 +70,8 @@ def saying(server: Running, caller: Tokenizer) -> Iterator[Saying]:
 
 
 def ask(server: Running, path: str = CHAT, **fields: Any) -> Reply:
-    return server.post(path, {"messages": USER, "max_tokens": 300, **fields})
+    least = {"messages": USER} if path == OLLAMA else {"messages": USER, "max_tokens": 300}
+    return server.post(path, {**least, **fields})
 
 
 def asked(server: Running) -> Submit:
@@ -246,7 +247,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "now"}}}, "tool_choice"),
-    ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format"),
     ({"tools": [WEATHER], "guided_regex": "a"}, "guided_regex"),
     ({"tools": [WEATHER], "ignore_eos": True}, "ignore_eos"),
     ({"tools": [WEATHER], "min_tokens": 3}, "min_tokens"),
@@ -280,3 +280,147 @@ def test_where_no_tool_may_be_called_a_constraint_holds(server: Running) -> None
     fields = {"tools": [WEATHER], "tool_choice": "none", "guided_regex": "a+"}
     assert ask(server, **fields).status == 200
     assert asked(server).grammar is not None
+
+
+WEATHER_THEIRS = {"name": "weather", "description": "The weather.", "input_schema": SCHEMA}
+NOW_THEIRS = {"name": "now", "input_schema": {"type": "object"}}
+INPUTS = [("weather", json.loads(FIRST)), ("now", {})]
+
+
+def blocks_of(reply: Reply) -> tuple[list[dict[str, Any]], str]:
+    """The content blocks that a stream of Anthropic's makes, and the reason of its end."""
+    made: list[dict[str, Any]] = []
+    pieces: list[str] = []
+    reason = ""
+    for event in reply.events:
+        match event["type"]:
+            case "content_block_start":
+                assert event["index"] == len(made)
+                made.append(event["content_block"])
+                pieces.append("")
+            case "content_block_delta":
+                assert event["index"] == len(made) - 1
+                pieces[-1] += event["delta"].get("text", event["delta"].get("partial_json"))
+            case "message_delta":
+                reason = event["delta"]["stop_reason"]
+    kinds = [event["type"] for event in reply.events]
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == len(made)
+    for block, piece in zip(made, pieces, strict=True):
+        block |= {"text": piece} if block["type"] == "text" else {"input": json.loads(piece or "{}")}
+    return made, reason
+
+
+def test_anthropics_messages_call(server: Running, saying: Saying) -> None:
+    saying(CALLS)
+    body = {"tools": [WEATHER_THEIRS, NOW_THEIRS]}
+    answer = ask(server, MESSAGES, **body).json
+    assert answer["stop_reason"] == "tool_use"
+    text, *made = answer["content"]
+    assert text == {"type": "text", "text": "Let me see."}
+    assert [(each["name"], each["input"]) for each in made] == INPUTS
+    assert all(re.fullmatch(r"toolu_[A-Za-z0-9]{24}", each["id"]) for each in made)
+    streamed, reason = blocks_of(ask(server, MESSAGES, **body, stream=True))
+    assert reason == "tool_use"
+    strip = [{key: value for key, value in each.items() if key != "id"} for each in (*streamed, text, *made)]
+    assert strip[:3] == strip[3:]
+    saying(CALLS.removeprefix("Let me see.\n"))
+    assert [each["type"] for each in ask(server, MESSAGES, **body).json["content"]] == ["tool_use"] * 2
+    saying("Hello.")
+    assert ask(server, MESSAGES, **body).json["content"] == [{"type": "text", "text": "Hello."}]
+    assert blocks_of(ask(server, MESSAGES, **body, stream=True))[0] == [{"type": "text", "text": "Hello."}]
+
+
+def test_anthropics_choice_is_that_of_openai(server: Running) -> None:
+    named = {"type": "function", "function": {"name": "now"}}
+    for theirs, ours in (
+        ({"type": "auto"}, {}),
+        ({"type": "any"}, {"tool_choice": "required"}),
+        ({"type": "tool", "name": "now"}, {"tool_choice": named}),
+        ({"type": "auto", "disable_parallel_tool_use": True}, {"parallel_tool_calls": False}),
+        ({"type": "none"}, {"tool_choice": "none"}),
+    ):
+        found = []
+        for path, fields in ((MESSAGES, {"tool_choice": theirs, "tools": [WEATHER_THEIRS]}), (CHAT, ours)):
+            tools = [WEATHER_THEIRS, NOW_THEIRS] if path == MESSAGES else [WEATHER, _now_with_schema()]
+            assert ask(server, path, **{**fields, "tools": tools}).status == 200
+            found.append((asked(server).prompt, asked(server).grammar))
+        assert found[0] == found[1], theirs
+
+
+def _now_with_schema() -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+
+
+def test_anthropics_results_are_openais(server: Running) -> None:
+    use = {"type": "tool_use", "id": "call_1", "name": "weather", "input": json.loads(FIRST)}
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "Rain."}]}
+    theirs = [
+        *USER,
+        {"role": "assistant", "content": [{"type": "text", "text": "Hm."}, use]},
+        {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+    ]
+    ours = [*USER, {**CALLED, "content": "Hm."}, RESULT, {"role": "user", "content": "And?"}]
+    ids = server.post("/tokenize", {"messages": ours, "tools": [WEATHER]}).json["tokens"]
+    fields = {"messages": theirs, "tools": [WEATHER_THEIRS]}
+    assert ask(server, MESSAGES, **fields).status == 200
+    assert list(asked(server).prompt) == ids
+    assert server.post("/v1/messages/count_tokens", fields).json["input_tokens"] == len(ids)
+    failed = [*theirs[:2], {"role": "user", "content": [{**result, "is_error": True}]}]
+    assert ask(server, MESSAGES, **{**fields, "messages": failed}).status == 200
+    told = server.post("/detokenize", {"tokens": list(asked(server).prompt)}).json["prompt"]
+    assert "Error: Rain." in told
+    for wrong in (theirs[:2], [*USER, theirs[2]], [{"role": "user", "content": [use]}], [*theirs[:2], *USER]):
+        assert ask(server, MESSAGES, **{**fields, "messages": wrong}).status == 400
+
+
+def test_anthropics_refusals_name_their_fields(server: Running) -> None:
+    for fields, words in (
+        ({"tools": [NOW_THEIRS, NOW_THEIRS]}, "tools[1].name"),
+        ({"tools": [{"name": "f", "input_schema": UNKEPT, "strict": True}]}, "tools[0].input_schema"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+        ({"tools": [NOW_THEIRS], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
+    ):
+        reply = ask(server, MESSAGES, **fields)  # type: ignore[arg-type]
+        assert reply.status == 400
+        assert reply.json["error"]["message"].startswith(words)
+
+
+def test_an_answer_may_be_calls_or_json(server: Running) -> None:
+    """As OpenAI has it: `response_format` is that of an answer without calls."""
+    for shape in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}):
+        assert ask(server, tools=[WEATHER], response_format=shape).status == 200
+        grammar = asked(server).grammar
+        assert grammar is not None
+        assert "start: calls | final" in grammar.text
+        assert ask(server, tools=[WEATHER], tool_choice="required", response_format=shape).status == 200
+        assert asked(server).grammar != grammar
+
+
+def test_ollamas_chat_calls(server: Running, saying: Saying) -> None:
+    saying(CALLS)
+    answer = ask(server, OLLAMA, tools=[WEATHER, NOW], stream=False).json
+    assert (answer["done_reason"], answer["message"]["content"]) == ("stop", "Let me see.")
+    made = [each["function"] for each in answer["message"]["tool_calls"]]
+    assert [(each["index"], each["name"], each["arguments"]) for each in made] == [
+        (at, name, given) for at, (name, given) in enumerate(INPUTS)
+    ]
+    reply = ask(server, OLLAMA, tools=[WEATHER, NOW, ODD])
+    lines = [json.loads(line) for line in reply.body.splitlines()]
+    assert "".join(line["message"]["content"] for line in lines) == "Let me see."
+    assert [each["function"] for line in lines for each in line["message"].get("tool_calls", [])] == made
+    assert reply.headers["x-attar-loosened-tools"] == "odd"
+    assert "tools" in server.post("/api/show", {}).json["capabilities"]
+
+
+def test_ollamas_results_are_openais(server: Running) -> None:
+    call = {"function": {"name": "weather", "arguments": json.loads(FIRST)}}
+    ours = [*USER, {**CALLED, "content": "Hm."}, RESULT]
+    ids = server.post("/tokenize", {"messages": ours, "tools": [WEATHER]}).json["tokens"]
+    for result in ({"tool_name": "weather"}, {"name": "weather"}, {}, {"tool_call_id": "call_1"}):
+        theirs = [*USER, {"role": "assistant", "content": "Hm.", "tool_calls": [call]}]
+        theirs.append({"role": "tool", "content": "Rain.", **result})
+        assert ask(server, OLLAMA, messages=theirs, tools=[WEATHER], stream=False).status == 200
+        assert list(asked(server).prompt) == ids
+    for wrong in ({"tool_name": "now"}, {"tool_call_id": "call_2"}):
+        theirs[-1] = {"role": "tool", "content": "Rain.", **wrong}
+        assert ask(server, OLLAMA, messages=theirs, tools=[WEATHER]).status == 400

@@ -311,7 +311,7 @@ def test_the_librarys_sentences_are_understood(sentence: str, code: str, param: 
          "messages[0].content[0].type: 'image_url' is not supported by this server: it takes 'text'"),
         (AnthropicBody, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
          "messages[0].content[0].type: 'image' is not supported by this server: "
-         "it takes 'text' or 'thinking' or 'redacted_thinking'"),
+         "it takes 'text' or 'thinking' or 'redacted_thinking' or 'tool_use' or 'tool_result'"),
         (EmbeddingBody, {"encoding_format": "int8"},
          "encoding_format: 'int8' is not supported by this server: it takes 'float' or 'base64'"),
     ],

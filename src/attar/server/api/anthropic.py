@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -22,15 +22,19 @@ from attar.server.api.body import Body, Ignored
 from attar.server.api.openai import collect
 from attar.server.api.reasoning import Thinking, Wish
 from attar.server.api.schemas import MAX_PARTS, Content, Fraction, Length, Nothing, StopStrings, TopP, text_of
+from attar.server.api.tools.anthropic import AnthropicChoice, AnthropicTools, ToolResultBlock, ToolUseBlock
+from attar.server.api.tools.anthropic import read as read_tools
+from attar.server.api.tools.fields import ToolUse
 from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
 from attar.server.prompts import Turn
 from attar.server.request_handler import RequestHandler
-from attar.text.answers.reasoning import said
+from attar.text.answers.events import AnswerEvent, CallArguments, CallEnd, CallStart, ReasoningDelta, TextDelta
 
 encode = msgspec.json.encode
 
 _LAST = "An assistant's message at the end is continued by the answer."
+PREFIX = "toolu_"  # of a call's id
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 FAILED = sse.event(APIError("internal", INTERNAL).body(anthropic=True), "error")
 """The last event of a stream that an exception ends."""
@@ -60,7 +64,9 @@ class RedactedBlock(
     data: Ignored = None
 
 
-Blocks = Annotated[list[TextBlock | ThinkingBlock | RedactedBlock], Meta(max_length=MAX_PARTS)]
+Blocks = Annotated[
+    list[TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock], Meta(max_length=MAX_PARTS)
+]
 
 
 class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,37 +75,59 @@ class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["user", "assistant"]
     content: str | Blocks
 
-    def for_template(self) -> dict[str, str]:
-        """Return the message as chat templates expect it."""
+    def __post_init__(self) -> None:
+        theirs, name = (ToolResultBlock, "user") if self.role == "assistant" else (ToolUseBlock, "assistant")
+        if not isinstance(self.content, str) and any(isinstance(each, theirs) for each in self.content):
+            kind = theirs.__struct_config__.tag
+            raise APIError("invalid_value", f"messages: a {kind} block belongs to a message of role {name}", "messages")
+
+    def for_template(self) -> list[dict[str, Any]]:
+        """Return the message as chat templates expect it: results of tools are messages of their own, before the text
+        that is with them."""
         if isinstance(self.content, str):
-            return {"role": self.role, "content": self.content}
-        said = "".join(each.text for each in self.content if isinstance(each, TextBlock))
-        reasoned = "".join(each.thinking for each in self.content if isinstance(each, ThinkingBlock))
-        return {"role": self.role, "content": said} | ({"reasoning_content": reasoned} if reasoned else {})
+            return [{"role": self.role, "content": self.content}]
+        results = [each.for_template() for each in self.content if isinstance(each, ToolResultBlock)]
+        texts = [each.text for each in self.content if isinstance(each, TextBlock)]
+        if results and not texts:
+            return results
+        found: dict[str, Any] = {"role": self.role, "content": "".join(texts)}
+        if reasoned := "".join(each.thinking for each in self.content if isinstance(each, ThinkingBlock)):
+            found["reasoning_content"] = reasoned
+        if calls := [each.for_template() for each in self.content if isinstance(each, ToolUseBlock)]:
+            found["tool_calls"] = calls
+        return [*results, found]
 
 
 class AnthropicPrompt(Body, frozen=True, kw_only=True):
     """Body of /v1/messages/count_tokens, and the prompt's part of /v1/messages."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tools": ([],), "tool_choice": ({"type": "none"}, {"type": "auto"}), "mcp_servers": ([],),
-        "context_management": (), "output_config": (), "output_format": (),
+        "mcp_servers": ([],), "context_management": (), "output_config": (), "output_format": (),
     }  # fmt: skip
 
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=schemas.MAX_MESSAGES, description=_LAST)]
     system: Content | None = None
     thinking: Thinking | None = None
+    tools: AnthropicTools | None = None
+    tool_choice: AnthropicChoice | None = None
+
+    def __post_init__(self) -> None:
+        self.tool_use()
+
+    def tool_use(self) -> ToolUse:
+        """Return the tools and the choice among them. Raises APIError for tools that are refused."""
+        return read_tools(self.tools, self.tool_choice)
 
     @property
     def turn(self) -> Turn:
         """Return what the conversation ends with: an assistant's message at the end is continued."""
         return Turn.CONTINUED if self.messages[-1].role == "assistant" else Turn.OPENED
 
-    def conversation(self) -> list[dict[str, str]]:
+    def conversation(self) -> list[dict[str, Any]]:
         """Return the system prompt and the messages as chat templates expect them."""
         system = text_of(self.system)
-        head = [{"role": "system", "content": system}] if system else []
-        return head + [message.for_template() for message in self.messages]
+        head: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        return head + [entry for message in self.messages for entry in message.for_template()]
 
     def wish(self) -> Wish:
         """Return what the request asks of the model's reasoning."""
@@ -123,6 +151,7 @@ class AnthropicBody(AnthropicPrompt, frozen=True, kw_only=True):
     stream: bool | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         schemas.check_stops(self.stop_sequences, "stop_sequences")
 
 
@@ -134,6 +163,8 @@ def _usage(request: RequestHandler, generated: int) -> dict[str, int]:
 
 
 def _reason(reason: str, stop: str | None) -> str:
+    if reason == "tool_calls":
+        return "tool_use"
     if stop is not None:
         return "stop_sequence"
     return "max_tokens" if reason == "length" else "end_turn"
@@ -162,8 +193,12 @@ async def whole(request: RequestHandler, model: str, reader: AnswerReader) -> li
     if choice.reasoning:
         signature = _signature(hashlib.sha256(choice.reasoning.encode()))
         content.append({"type": "thinking", "thinking": choice.reasoning, "signature": signature})
-    if choice.text or not content:
+    if choice.text or not (content or choice.calls):
         content.append({"type": "text", "text": choice.text})
+    for call in choice.calls:
+        if (given := call.input()) is not None:  # a call that broke off is no block
+            identity = reader.calling.new_id(PREFIX)
+            content.append({"type": "tool_use", "id": identity, "name": call.name, "input": given})
     reason = _reason(choice.reason, choice.stop)
     return [encode(_message(request, model, content, reason, choice.stop, choice.tokens))]
 
@@ -171,31 +206,49 @@ async def whole(request: RequestHandler, model: str, reader: AnswerReader) -> li
 class _Blocks:
     """The content blocks of a stream, of which one is open at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, new_id: Callable[[str], str]) -> None:
+        self._new_id = new_id
         self.open = ""  # type of the open block
         self._index = -1
         self._digest = hashlib.sha256()
+
+    @property
+    def any(self) -> bool:
+        """Whether a block was begun."""
+        return self._index >= 0
 
     def begin(self, kind: str) -> list[bytes]:
         """Return the events that open a block, and close another, unless one of this `kind` is open."""
         if self.open == kind:
             return []
+        block: dict[str, Any] = {"type": "text", "text": ""}
+        if kind == "thinking":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        return self._begin(kind, block)
+
+    def _begin(self, kind: str, block: dict[str, Any]) -> list[bytes]:
         found = self.end()
         self.open, self._index = kind, self._index + 1
-        block = (
-            {"type": "text", "text": ""} if kind == "text" else {"type": "thinking", "thinking": "", "signature": ""}
-        )
         start = {"type": "content_block_start", "index": self._index, "content_block": block}
         return [*found, sse.event(encode(start), "content_block_start")]
 
-    def add(self, reasoning: str, text: str) -> list[bytes]:
-        """Return the events of more reasoning, more text or both."""
+    def add(self, events: Iterable[AnswerEvent]) -> list[bytes]:
+        """Return the events of more reasoning, more text or calls."""
         found: list[bytes] = []
-        if reasoning:
-            self._digest.update(reasoning.encode())
-            found += [*self.begin("thinking"), self._delta(b'"thinking_delta","thinking"', reasoning)]
-        if text:
-            found += [*self.begin("text"), self._delta(b'"text_delta","text"', text)]
+        for event in events:
+            match event:
+                case ReasoningDelta(text=text):
+                    self._digest.update(text.encode())
+                    found += [*self.begin("thinking"), self._delta(b'"thinking_delta","thinking"', text)]
+                case TextDelta(text=text):
+                    found += [*self.begin("text"), self._delta(b'"text_delta","text"', text)]
+                case CallStart(name=name):
+                    block = {"type": "tool_use", "id": self._new_id(PREFIX), "name": name, "input": {}}
+                    found += self._begin("tool_use", block)
+                case CallArguments(text=text):
+                    found.append(self._delta(b'"input_json_delta","partial_json"', text))
+                case CallEnd():
+                    found += self.end()
         return found
 
     def end(self) -> list[bytes]:
@@ -219,20 +272,21 @@ class _Blocks:
 async def stream(request: RequestHandler, model: str, reader: AnswerReader) -> AsyncIterator[bytes]:
     """Yield the answer as server-sent events; the last is `message_stop`, or `error`."""
     start = {"type": "message_start", "message": _message(request, model, [], None, None, 0)}
-    blocks = _Blocks()
-    opening = [] if reader.reasons else blocks.begin("text")
+    blocks = _Blocks(reader.calling.new_id)
+    opening = [] if reader.reasons or reader.calling.tools else blocks.begin("text")
     yield b"".join([sse.event(encode(start), "message_start"), *opening])
     async for events in request.events():
         pieces = []
         for event in events:
             if isinstance(event, Delta):
                 point("anthropic.delta", event.id)
-                pieces += blocks.add(*said(reader.read(0, event)))
+                pieces += blocks.add(reader.read(0, event))
             elif isinstance(event, Finished):
-                pieces += blocks.add(*said(reader.close(0)))
-                if not blocks.open:
+                pieces += blocks.add(reader.close(0))
+                if not blocks.any:
                     pieces += blocks.begin("text")
-                delta = {"stop_reason": _reason(event.reason, event.stop), "stop_sequence": event.stop}
+                why = reader.reason(0, event.reason)
+                delta = {"stop_reason": _reason(why, event.stop), "stop_sequence": event.stop}
                 end = {"type": "message_delta", "delta": delta, "usage": _usage(request, event.completion_tokens)}
                 pieces += blocks.end()
                 pieces.append(sse.event(encode(end), "message_delta"))

@@ -81,7 +81,10 @@ _EXAMPLES: dict[str, list[Schema]] = {
     ],
     "CompletionBody": [{"prompt": "Once upon a time"}, {"prompt": ["One", "Two"], "max_tokens": 8, "logprobs": 2}],
     "AnthropicPrompt": [{"messages": _SAID, "system": "Be brief."}],
-    "AnthropicBody": [{"messages": _SAID, "max_tokens": 64, "system": "Be brief."}],
+    "AnthropicBody": [
+        {"messages": _SAID, "max_tokens": 64, "system": "Be brief."},
+        {"messages": _SAID, "max_tokens": 64, "tools": [{"name": "now", "input_schema": {"type": "object"}}]},
+    ],
     "ResponsesBody": [{"input": "Why is the sky blue?"}, {"input": _SAID, "instructions": "Be brief.", "stream": True}],
     "EmbeddingBody": [{"input": ["One text", "another"], "pooling": "last"}],
     "TokenizeBody": [{"prompt": "Once upon a time"}, {"messages": _SAID}],
@@ -271,6 +274,15 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
             "required": ["content"],
         },
     ]  # fmt: skip
+    for name in ("AnthropicPrompt", "AnthropicBody"):
+        chosen = {"anyOf": [{"type": "null"}, {"properties": {"type": {"enum": ["auto", "none"]}}}]}
+        schemas[name]["anyOf"] = [_may(tool_choice=chosen), _has(tools={"type": "array", "minItems": 1})]
+    blocks = {"type": "array", "items": {"properties": {"type": {"not": {"const": "tool_use"}}}}}
+    own = {"type": "array", "items": {"properties": {"type": {"not": {"const": "tool_result"}}}}}
+    schemas["AnthropicMessage"]["anyOf"] = [
+        _may(role={"const": "user"}, content={"anyOf": [{"type": "string"}, blocks]}),
+        _may(role={"const": "assistant"}, content={"anyOf": [{"type": "string"}, own]}),
+    ]
     chosen = {"enum": [None, "none", "auto"]}
     chat["not"]["not"]["allOf"].append(
         {"anyOf": [_may(tool_choice=chosen), _has(tools={"type": "array", "minItems": 1})]}

@@ -6,7 +6,7 @@ describe the output; an answer has no field that they do not name.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -316,14 +316,23 @@ class ThinkingBlock(Answer, frozen=True, tag_field="type", tag="thinking"):
     signature: str
 
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
+class CallBlock(Answer, frozen=True, tag_field="type", tag="tool_use"):
+    """A call; in the first event of a stream's block its input is empty."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ContentBlock = TextBlock | ThinkingBlock | CallBlock
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class AnthropicReply(Answer, frozen=True, tag_field="type", tag="message"):
     id: str
     role: Literal["assistant"]
     model: str
-    content: list[TextBlock | ThinkingBlock]
+    content: list[ContentBlock]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: AnthropicUsage
@@ -339,7 +348,7 @@ class MessageStart(Answer, frozen=True, tag_field="type", tag="message_start"):
 
 class ContentBlockStart(Answer, frozen=True, tag_field="type", tag="content_block_start"):
     index: int
-    content_block: TextBlock | ThinkingBlock
+    content_block: ContentBlock
 
 
 class TextDelta(Answer, frozen=True, tag_field="type", tag="text_delta"):
@@ -354,9 +363,15 @@ class SignatureDelta(Answer, frozen=True, tag_field="type", tag="signature_delta
     signature: str
 
 
+class InputDelta(Answer, frozen=True, tag_field="type", tag="input_json_delta"):
+    """A piece of the JSON text of a call's input."""
+
+    partial_json: str
+
+
 class ContentBlockDelta(Answer, frozen=True, tag_field="type", tag="content_block_delta"):
     index: int
-    delta: TextDelta | ThinkingDelta | SignatureDelta
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
 class ContentBlockStop(Answer, frozen=True, tag_field="type", tag="content_block_stop"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -28,9 +29,11 @@ from attar.server.api.constraints import MayConstrain, refused
 from attar.server.api.dialects.extras import Extras
 from attar.server.api.openapi import giving, taking
 from attar.server.api.reasoning import Wish
+from attar.server.api.responses.calling import calls_or_json
 from attar.server.api.sampling_params import anthropic_params, chat_params, completion_params, ended
 from attar.server.api.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from attar.server.api.status import respond
+from attar.server.api.tools.anthropic import of_theirs
 from attar.server.api.tools.calling import NO_CALLS, Calling
 from attar.server.api.tools.fields import ToolUse
 from attar.server.api.tools.fields import refused as refused_tools
@@ -92,14 +95,13 @@ class Routes:
         prompt = await sse.while_wanted(request.receive, making)
         ids, asked = prompt.ids, body.constraint()
         section = self._section(wish, prompt, "tools" if use.may_call else asked and asked.field)
-        grammar = await self._proven(request, caller, body, ready)
-        calling = await self._calling(request, caller, use, ready)
+        grammar, calling = await self._kept(request, caller, body, ready)
         params = chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
         params = self._showing(params, calling)
         tokenizer, reader = self._prompts.tokenizer, self._reader(wish, prompt, asked is not None, calling)
         form = openai.ChatFormat(tokenizer, bool(body.logprobs), Extras(body, tokenizer, [ids]), reader)
         handler = self._dispatcher.submit(
-            caller, [ids], params, body.n or 1, model, body.priority or 0, grammar or calling.grammar, section
+            caller, [ids], params, body.n or 1, model, body.priority or 0, grammar, section
         )
         if body.stream:
             pieces = openai.stream(handler, model, form, body.stream_options or openai.NO_OPTIONS)
@@ -142,23 +144,35 @@ class Routes:
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
         caller, body, model, ready = await self._read(request, AnthropicBody)
-        wish = body.wish()
+        wish, use = body.wish(), body.tool_use()
         variables = wish.for_template(self._prompts.template)
-        making = self._prompts.chat(caller.cache_salt, body.conversation(), ready.context, body.turn, variables)
+        making = self._prompts.chat(
+            caller.cache_salt, body.conversation(), ready.context, body.turn, variables, use.tools
+        )
         prompt = await sse.while_wanted(request.receive, making)
-        params = self._showing(anthropic_params(body, ready.context - len(prompt.ids), self._sampling))
-        section, reader = self._section(wish, prompt, None), self._reader(wish, prompt)
-        handler = self._dispatcher.submit(caller, [prompt.ids], params, 1, model, reasoning=section)
+        section = self._section(wish, prompt, "tools" if use.may_call else None)
+        try:
+            calling = await self._calling(request, caller, use, ready)
+        except APIError as error:
+            raise of_theirs(error) from error
+        params = self._showing(anthropic_params(body, ready.context - len(prompt.ids), self._sampling), calling)
+        reader = self._reader(wish, prompt, calling=calling)
+        handler = self._dispatcher.submit(caller, [prompt.ids], params, 1, model, 0, calling.grammar, section)
         if body.stream:
             pieces = anthropic.stream(handler, model, reader)
-            return await _stream(request, handler, pieces, anthropic.FAILED, anthropic.PING)
-        return await _whole(request, handler, anthropic.whole(handler, model, reader))
+            answer = await _stream(request, handler, pieces, anthropic.FAILED, anthropic.PING)
+        else:
+            answer = await _whole(request, handler, anthropic.whole(handler, model, reader))
+        answer.headers.update(calling.headers())
+        return answer
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the prompt tokens that /v1/messages would read."""
         caller, body, _, _ = await self._read(request, AnthropicPrompt)
         variables = body.wish().for_template(self._prompts.template)
-        making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), turn=body.turn, variables=variables)
+        making = self._prompts.chat_ids(
+            caller.cache_salt, body.conversation(), None, body.turn, variables, body.tool_use().tools
+        )
         ids = await sse.while_wanted(request.receive, making)
         return respond({"input_tokens": len(ids)})
 
@@ -224,6 +238,15 @@ class Routes:
     def _section(self, wish: Wish, prompt: ChatPrompt, constrained: str | None) -> ReasoningSection | None:
         """Return the reasoning section of answers to a prompt, as the engine needs it. Raises APIError."""
         return wish.section(self._prompts.reasoning, prompt.place, self._prompts.template, constrained)
+
+    async def _kept(
+        self, request: Request, caller: Caller, body: ChatBody, ready: Ready
+    ) -> tuple[Grammar | None, Calling]:
+        """Return the grammar of a chat's answer, once it is proven, and what the chat may call. Raises APIError."""
+        grammar = await self._proven(request, caller, body, ready)
+        constrain = constraint if grammar is None else partial(calls_or_json, final=grammar)
+        calling = await self._calling(request, caller, body.tool_use(), ready, constrain)
+        return calling.grammar or grammar, calling
 
     async def _calling(
         self, request: Request, caller: Caller, use: ToolUse, ready: Ready,

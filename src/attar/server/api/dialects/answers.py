@@ -95,10 +95,22 @@ class OllamaShown(Answer, frozen=True):
     modified_at: str
 
 
+class OllamaMadeFunction(Answer, frozen=True):
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaMadeCall(Answer, frozen=True):
+    id: str
+    function: OllamaMadeFunction
+
+
 class OllamaSaid(Answer, frozen=True):
     role: Literal["assistant"]
     content: str
     thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaMadeCall] | UnsetType = UNSET
 
 
 class OllamaText(Answer, frozen=True):

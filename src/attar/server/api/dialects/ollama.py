@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -40,6 +40,9 @@ from attar.server.api.schemas import (
     TopK,
     check_stops,
 )
+from attar.server.api.tools.fields import CallId, Tools
+from attar.server.api.tools.fields import FunctionName as ToolName
+from attar.server.api.tools.ollama import CompleteCalls, OllamaCalls, OpenCalls
 from attar.server.errors import APIError
 from attar.server.request_handler import RequestHandler
 from attar.text.answers.events import AnswerEvent
@@ -111,7 +114,7 @@ class _Generating(Body, frozen=True, kw_only=True):
     """What both bodies of texts have."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tools": ([],), "logprobs": (False,), "top_logprobs": (0,), "images": ([],),
+        "logprobs": (False,), "top_logprobs": (0,), "images": ([],),
         "template": ("",), "context": ([],), "width": (0,), "height": (0,), "steps": (0,), "truncate": (True,),
         "shift": (True, False),
     }  # fmt: skip
@@ -145,30 +148,42 @@ class _Generating(Body, frozen=True, kw_only=True):
 class OllamaMessage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One message of a conversation."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     images: Nothing | None = None
-    tool_calls: Nothing | None = None
+    tool_calls: OllamaCalls | None = None
+    tool_name: ToolName | None = None  # of a result, as the older `name`, or `tool_call_id`
+    name: ToolName | None = None
+    tool_call_id: CallId | None = None
     thinking: Reasoned | None = None
+
+    def as_chat(self, calls: OpenCalls) -> Message:
+        """Return the message as one of OpenAI's API. Raises APIError."""
+        result = calls.answered(self.tool_call_id, self.tool_name or self.name) if self.role == "tool" else None
+        return Message(
+            role=self.role, content=self.content or "", reasoning_content=self.thinking or None, tool_call_id=result,
+            tool_calls=calls.add(self.tool_calls) if self.tool_calls else None,
+        )  # fmt: skip
 
 
 class OllamaChatBody(_Generating, frozen=True, kw_only=True):
     """Body of /api/chat. Without messages it asks for nothing but the model."""
 
     messages: Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] | None = None
+    tools: Tools | None = None
 
     def as_chat(self) -> ChatBody:
         """Return the body as one of OpenAI's API. Raises APIError."""
-        said = [
-            Message(role=each.role, content=each.content or "", reasoning_content=each.thinking or None)
-            for each in self.messages or ()
-        ]
-        return ChatBody(messages=said, **self.thinking(), **self.sampling())
+        calls = OpenCalls()
+        said = [each.as_chat(calls) for each in self.messages or ()]
+        return ChatBody(messages=said, tools=self.tools, **self.thinking(), **self.sampling())
 
 
 class OllamaGenerateBody(_Generating, frozen=True, kw_only=True):
     """Body of /api/generate: one turn of a conversation, or with `raw` a text to be continued. With `suffix` the answer
     is what comes between both texts. Without a prompt it asks for nothing but the model."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_Generating.neutral, "tools": ([],)}
 
     prompt: str | None = None
     system: str | None = None
@@ -231,8 +246,9 @@ def loaded(model: str, chat: bool) -> dict[str, Any]:
     return {"model": model, "created_at": now(), **_text("", chat), "done": True, "done_reason": "load"}
 
 
-def _text(text: str, chat: bool, thinking: str = "") -> dict[str, Any]:
-    more = {"thinking": thinking} if thinking else {}
+def _text(text: str, chat: bool, thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    more: dict[str, Any] = {"thinking": thinking} if thinking else {}
+    more |= {"tool_calls": calls} if calls else {}
     return {"message": {"role": "assistant", "content": text, **more}} if chat else {"response": text, **more}
 
 
@@ -261,31 +277,37 @@ async def whole(request: RequestHandler, model: str, chat: bool, reader: AnswerR
             if isinstance(event, Delta):
                 events_of += reader.read(0, event)
             elif isinstance(event, Finished):
-                thinking, text = said([*events_of, *reader.close(0)])
-                head = {"model": model, "created_at": now(), **_text(text, chat, thinking)}
+                events_of += reader.close(0)
+                thinking, text = said(events_of)
+                calls = CompleteCalls(reader.calling).add(events_of)
+                head = {"model": model, "created_at": now(), **_text(text, chat, thinking, calls)}
                 return [encode(head | _end(request, event.completion_tokens, event.reason))]
     raise AssertionError("an answer without an end")
 
 
-def piece(model: str, text: str, chat: bool, thinking: str = "") -> bytes:
-    """Return a line of a stream with more text, or more thinking."""
-    return encode({"model": model, "created_at": now(), **_text(text, chat, thinking), "done": False}) + b"\n"
+def piece(model: str, text: str, chat: bool, thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> bytes:
+    """Return a line of a stream with more text, more thinking, or calls."""
+    return encode({"model": model, "created_at": now(), **_text(text, chat, thinking, calls), "done": False}) + b"\n"
 
 
 async def stream(request: RequestHandler, model: str, chat: bool, reader: AnswerReader) -> AsyncIterator[bytes]:
     """Yield the answer as lines of JSON; the last is `done`, or has an error."""
+    made = CompleteCalls(reader.calling)
     async for events in request.events():
         lines = []
         for event in events:
             if isinstance(event, Failed):
                 lines.append(failed(APIError.of(event)))
             elif isinstance(event, Delta):
-                thinking, text = said(reader.read(0, event))
-                if thinking or text:
-                    lines.append(piece(model, text, chat, thinking))
+                found = reader.read(0, event)
+                thinking, text = said(found)
+                calls = made.add(found)
+                if thinking or text or calls:
+                    lines.append(piece(model, text, chat, thinking, calls))
             elif isinstance(event, Finished):
-                thinking, text = said(reader.close(0))
-                head = {"model": model, "created_at": now(), **_text(text, chat, thinking)}
+                found = reader.close(0)
+                thinking, text = said(found)
+                head = {"model": model, "created_at": now(), **_text(text, chat, thinking, made.add(found))}
                 lines.append(encode(head | _end(request, event.completion_tokens, event.reason)) + b"\n")
         if lines:
             yield b"".join(lines)

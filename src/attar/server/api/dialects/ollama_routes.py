@@ -98,7 +98,7 @@ class OllamaRoutes(Routes):
                 "general.architecture": "attar", "attar.context_length": ready.context,
                 "attar.embedding_length": ready.dimensions, "attar.vocab_size": ready.vocab_size,
             },
-            "capabilities": ["completion", "embedding", *infill],
+            "capabilities": ["completion", "embedding", *(["tools"] if templates else []), *infill],
         })  # fmt: skip
 
     async def chat(self, request: Request) -> Response:
@@ -146,16 +146,23 @@ class OllamaRoutes(Routes):
         served: tuple[str, Ready],
     ) -> Response:  # fmt: skip
         model, ready = served
-        wish, constraint = asked.wish(), asked.constraint()
+        wish, constraint, use = asked.wish(), asked.constraint(), asked.tool_use()
         variables = wish.for_template(self._prompts.template)
-        making = self._prompts.chat(caller.cache_salt, asked.conversation(), ready.context, variables=variables)
+        making = self._prompts.chat(
+            caller.cache_salt, asked.conversation(), ready.context, variables=variables, tools=use.tools
+        )
         prompt = await sse.while_wanted(request.receive, making)
-        ids, section = prompt.ids, self._section(wish, prompt, constraint and constraint.field)
-        grammar = await self._proven(request, caller, asked, ready)
+        ids, field = prompt.ids, "tools" if use.may_call else constraint and constraint.field
+        section = self._section(wish, prompt, field)
+        grammar, calling = await self._kept(request, caller, asked, ready)
         params = chat_params(asked, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
-        params = self._showing(params)
+        params = self._showing(params, calling)
         handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section)
-        return await _answer(request, handler, body, model, self._reader(wish, prompt, exact=constraint is not None))
+        answer = await _answer(
+            request, handler, body, model, self._reader(wish, prompt, constraint is not None, calling)
+        )
+        answer.headers.update(calling.headers())
+        return answer
 
     async def _continued(
         self, request: Request, caller: Caller, body: OllamaGenerateBody, asked: CompletionBody,

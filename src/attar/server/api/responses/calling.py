@@ -29,7 +29,8 @@ def calls_or_json(
         return None
     rules = ["calls: " + rule.removeprefix("start: ") if rule.startswith("start: ") else rule
              for rule in calls.grammar.text.splitlines()]  # fmt: skip
-    both = Grammar("lark", "\n".join([*rules, "start: calls | final", f"final: {json_rule(schema_of(final))}", ""]))
+    schema = {"type": "object"} if final.kind == "json_object" else schema_of(final)
+    both = Grammar("lark", "\n".join([*rules, "start: calls | final", f"final: {json_rule(schema)}", ""]))
     try:
         prove(both)
     except GrammarError as error:

@@ -20,6 +20,14 @@ class MadeCall:
     name: str
     arguments: str = ""
 
+    def input(self) -> dict[str, Any] | None:
+        """Return the arguments as an object; None where the answer broke off within them."""
+        try:
+            found = msgspec.json.decode(self.arguments)
+        except msgspec.DecodeError:
+            return None
+        return found if isinstance(found, dict) else None
+
     def told(self, new_id: Callable[[], str]) -> dict[str, Any]:
         """Return the call in OpenAI's shape."""
         return {"id": new_id(), "type": "function", "function": {"name": self.name, "arguments": self.arguments}}

@@ -118,8 +118,9 @@ def refused(error: ToolError) -> APIError:
 
 
 def check_alone(asked: Asked | None, ends: Sequence[str]) -> None:
-    """Raise APIError for what contradicts the grammar of calls: a constraint, or a field that decides on the end."""
-    if asked is not None:
+    """Raise APIError for what contradicts the grammar of calls: a constraint to other texts than JSON, or a field that
+    decides on the end."""
+    if asked is not None and asked.grammar.kind not in ("json_object", "json_schema"):
         message = f"{asked.field}: not with tools, unless tool_choice is none"
         raise APIError("invalid_value", message, asked.field.partition(".")[0])
     for name in ends:
