@@ -100,7 +100,7 @@ def served(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 def run(served: Served, count: int, seed: int) -> None:
     """Random requests of three models and some of the broken one, 16 at a time: each gets its model's own text."""
     random, watch, began = Random(seed), Watch(served.process.pid), time.monotonic()
-    asked = random.choices("abcd", (10, 10, 10, 1), k=count - 1) + ["d"]
+    asked = [*random.choices("abcd", (10, 10, 10, 1), k=count - 1), "d"]
 
     def one(model: str) -> tuple[str, int, str]:
         body: dict[str, object] = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}

@@ -64,13 +64,12 @@ class Front:
         for route in first.app.routes:  # those that every model has
             if not isinstance(route, Route) or route.path in own or route.path in ("/", "/metrics"):
                 continue
-            methods = sorted(route.methods or ())
-            taken: ASGIApp = _ByBody(self)
+            taken: ASGIApp = first.app  # where any model's would answer the same: stored answers, and refusals
             if route.path in BY_NAME:
                 taken = _ByQuery(self)
-            elif any(route.path == path for _, path in MANAGED):
-                taken = first.app  # which refuses, whatever the model
-            self.app.router.routes.append(Route(route.path, taken, methods=methods))
+            elif "POST" in (route.methods or ()) and not any(route.path == path for _, path in MANAGED):
+                taken = _ByBody(self)
+            self.app.router.routes.append(Route(route.path, taken, methods=sorted(route.methods or ())))
 
     def find(self, asked: str | None) -> ServedModel:
         """Return the model of a name. Raises APIError where none is named, or an unknown one."""

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from attar.protocol.settings import Settings
 from attar.server.api.app import make_app
+from attar.server.api.responses.store import ResponseStore
 from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client.client import EngineClient
 from attar.server.engine_client.heartbeat import STUCK
@@ -36,11 +37,12 @@ class ModelSpec:
 
 class ServedModel:
     """The model of `spec`, whose engine listens at `socket` while it is loaded. Its application answers as if it were
-    served alone; `http` are the metrics of the server."""
+    served alone; `http` are the metrics of the server, and `store` keeps answers of all models."""
 
     def __init__(
-        self, spec: ModelSpec, socket: Path, options: ServerOptions, threads: TextThreads, http: HttpMetrics
-    ) -> None:
+        self, spec: ModelSpec, socket: Path, options: ServerOptions, threads: TextThreads, http: HttpMetrics,
+        store: ResponseStore | None = None,
+    ) -> None:  # fmt: skip
         keys = len(set(options.keys.hashes))
         self.spec, self.socket, self.name = spec, socket, spec.settings.served_as
         self.engine = EngineClient(socket, max(STUCK, options.deadline), keys)
@@ -50,5 +52,5 @@ class ServedModel:
         self.grammars = Grammars(spec.tokenizer)
         self.app: FastAPI = make_app(
             self.dispatcher, self.prompts, self.grammars, threads, spec.sampling, bool(options.keys.hashes),
-            options.root_path,
+            options.root_path, store,
         )  # fmt: skip

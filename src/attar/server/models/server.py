@@ -16,6 +16,7 @@ from prometheus_client import generate_latest
 
 from attar import env, faults
 from attar.server.admission.retry_after import RetryAfter
+from attar.server.api.responses.store import ResponseStore
 from attar.server.errors import FULL, APIError
 from attar.server.fair_thread_pool import TextThreads
 from attar.server.http import sockets
@@ -52,7 +53,8 @@ class ModelsServer(HttpServer):
         keys = len(set(options.keys.hashes))
         self.context, self.threads = ModelsContext(), TextThreads(keys)
         http = self.context.metrics
-        self.models = [ServedModel(spec, path, options, self.threads, http) for spec, path in models]
+        store = ResponseStore(options.response_store) if options.response_store else None
+        self.models = [ServedModel(spec, path, options, self.threads, http, store) for spec, path in models]
         waiting = min(spec.settings.limits().max_waiting for spec, _ in models)
         self.pool = ModelPool(self.models, memory, start, options.deadline, waiting, keys)
         http.registry.register(PoolMetrics(self.pool))
