@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from attar import faults
+from attar.faults import Fault
 from attar.protocol.settings import CHANGED, HOPELESS, Settings
 from attar.server.http.security import Keys
 from attar.server.models import load_scheduler
@@ -30,6 +32,7 @@ from tests.server.fake_engine import CONTEXT, FakeEngine
 
 COMPLETIONS = "/v1/completions"
 SIZE = 10
+POINT = "models.lease"
 
 
 class FakeProcess:
@@ -173,6 +176,16 @@ def test_a_model_that_fails_to_load_harms_no_other(several: Several) -> None:
     assert several.states() == {"a": "failed", "b": "failed", "c": "ready"}
 
 
+def test_a_fault_ends_its_own_request_alone(several: Several) -> None:
+    several.call(lambda: faults.arm(Fault(POINT)))
+    try:
+        reply = several.ask("a")
+    finally:
+        several.call(faults.arm)
+    assert (reply.status, reply.code) == (500, "internal")
+    assert several.ask("a").status == 200
+
+
 def test_a_failed_model_is_tried_again(several: Several, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_scheduler, "BACK_OFF", 0.1)
     several.broken = {"a": 1}
@@ -211,8 +224,10 @@ def test_a_busy_model_is_not_unloaded(several: Several, monkeypatch: pytest.Monk
     for name in "ab":
         several.engines[name].held = True
     with ThreadPoolExecutor(3) as threads:
-        running = [threads.submit(several.ask, name) for name in "ab"]
-        several.wait(lambda: all(several.engines[name].open for name in "ab"))
+        running = []
+        for name in "ab":
+            running.append(threads.submit(several.ask, name))
+            several.wait(lambda name=name: bool(several.engines[name].open))  # type: ignore[misc]
         waiting = threads.submit(several.ask, "c")
         several.wait(lambda: several.states()["a"] == "draining")
         time.sleep(0.3)
