@@ -48,7 +48,8 @@ from attar.evaluation.report import evaluate
 from attar.formats import affine
 from attar.formats.packed import PackedTensor
 from attar.metrics.bootstrap import paired_bootstrap_ratio
-from attar.model.decoder import Decoder, all_compressible
+from attar.model.assembly import all_compressible
+from attar.model.decoder import Decoder
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 

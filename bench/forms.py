@@ -26,7 +26,7 @@ from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels import dispatch
 from attar.kernels.operands import Linear
-from attar.model import decoder
+from attar.model import assembly
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.shapes import shape
@@ -60,7 +60,7 @@ def make(model: str, scheme: str, head: str, store: dispatch.BackendWeights) -> 
     if mix is None:
         return decode_speed.build(model, scheme, head, store)
     config = shape(model)
-    return decoder.build(config, Mixed(config, mix), None, store)
+    return assembly.build(config, Mixed(config, mix), None, store)
 
 
 def main() -> None:

@@ -90,8 +90,8 @@ def tiny_decoder() -> Callable[..., Decoder]:
     from attar.formats.packed import codec
     from attar.formats.scheme import Scheme
     from attar.kernels.operands import Linear
+    from attar.model.assembly import build
     from attar.model.config import ModelConfig, Rope
-    from attar.model.decoder import build
 
     class Random:
         """Weights made when they are asked for; a name and a seed always give the same."""

@@ -38,6 +38,7 @@ PAGES = {
         "docs/serving.md",
         "docs/clients.md",
         "docs/structured_output.md",
+        "docs/reasoning.md",
         "docs/speculative_decoding.md",
         "docs/adapters.md",
         "docs/numerics.md",

@@ -6,15 +6,15 @@
 #
 # A report goes to the standard error of the process, which pytest must therefore leave alone.
 #
-# Not optimised: with every level inlined into every kernel, optimising instrumented code takes minutes, and the tests are
-# small. Leaks are not looked for, as Python keeps much until it ends.
+# Neither optimised nor inlined: with every level inlined into every kernel, instrumented code takes many minutes to compile,
+# and the tests are small. Leaks are not looked for, as Python keeps much until it ends.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=.venv/bin build=build/sanitize
 "$bin/cmake" -S . -B "$build" -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM="$PWD/$bin/ninja" \
     -DPython_EXECUTABLE="$PWD/$bin/python" -Dnanobind_DIR="$("$bin/python" -m nanobind --cmake_dir)" \
     -DCMAKE_BUILD_TYPE=Debug \
-    -DCMAKE_CXX_FLAGS_DEBUG="-O0 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+    -DCMAKE_CXX_FLAGS_DEBUG="-O0 -g1 -DATTAR_NOT_INLINED -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 compiler=$(sed -n 's/^CMAKE_CXX_COMPILER:[A-Z]*=//p' "$build/CMakeCache.txt")
 for sanitizer in thread address,undefined; do
     "$compiler" -std=c++17 -O1 -g1 -Wall -Wextra -Werror -fsanitize="$sanitizer" -fno-sanitize-recover=undefined -pthread \

@@ -233,7 +233,7 @@ def block(name: str, samples: int, length: int, recipe: str) -> Iterator[Row]:
     from attar.compression.block.work import BlockWork
     from attar.compression.calibration.hidden_states import HiddenStates, rows_at_once
     from attar.compression.recipe.recipe_file import load_recipe
-    from attar.model.decoder import build_block
+    from attar.model.assembly import build_block
     from attar.model.shapes import shape
 
     config, plan = shape(name), load_recipe(recipe)
@@ -265,7 +265,7 @@ def block_as_on_a_cpu() -> tuple[float, float]:
     from attar.compression.block.work import BlockWork
     from attar.compression.calibration.hidden_states import HiddenStates
     from attar.compression.recipe.recipe_file import load_recipe
-    from attar.model.decoder import build_block
+    from attar.model.assembly import build_block
     from attar.model.shapes import shape
 
     config, plan, errors = shape(SMALL), load_recipe("gptq-w4g32"), []

@@ -16,7 +16,7 @@ from attar.kernels import dispatch
 from attar.kernels.operands import Linear, Prepared
 from attar.kernels.triton import weights
 from attar.kv.schemes import SCHEMES
-from attar.model import decoder as model
+from attar.model import assembly
 from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
@@ -113,7 +113,7 @@ def prepared(scheme: str, size: tuple[int, int]) -> list[Linear]:
 
 def decoder(name: str, scheme: str) -> Decoder:
     config = shape(name)
-    return model.build(config, RandomWeights(config, scheme), None, dispatch.store(device=DEVICE, dtype=HALF))
+    return assembly.build(config, RandomWeights(config, scheme), None, dispatch.store(device=DEVICE, dtype=HALF))
 
 
 def read_bytes(made: Decoder) -> int:

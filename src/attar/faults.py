@@ -93,6 +93,9 @@ POINTS = {
     "openai.whole": "A whole answer is put together.",
     "anthropic.delta": "An event becomes a piece of a stream of /v1/messages.",
     "anthropic.whole": "A whole answer of /v1/messages is put together.",
+    "responses.delta": "An event becomes events of a stream of /v1/responses.",
+    "responses.store": "An answer of /v1/responses is about to be kept.",
+    "responses.whole": "A whole answer of /v1/responses is put together.",
     "embeddings.whole": "Vectors become an answer.",
 }
 """Names of all points with what happens there, in the order in which a request passes them."""

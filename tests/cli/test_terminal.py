@@ -8,7 +8,9 @@ from collections.abc import Generator
 
 import pytest
 
-from attar.cli.terminal import Progress, parse_bytes, print_pieces
+from attar.cli.terminal import Progress, dimmed, parse_bytes, print_pieces
+from attar.text.answers.events import Plain
+from attar.text.answers.reasoning import Place, ReasoningMarkers, ReasoningParser
 from tests.errors import user_error
 
 
@@ -99,3 +101,21 @@ def test_a_text_that_breaks_off_still_ends_its_line(capsys: pytest.CaptureFixtur
     with pytest.raises(ValueError):
         print_pieces(pieces())
     assert capsys.readouterr().out == "so far\n"
+
+
+def test_reasoning_is_dim_on_a_terminal_and_apart_in_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pieces() -> Generator[str, None, int]:
+        yield from ("<th", "ink>\nHm.", "\n</think>\n", "\nYes", ", it is.")
+        return 7
+
+    def parser() -> ReasoningParser:
+        return ReasoningParser(ReasoningMarkers("<think>", "</think>"), Place.BEFORE, Plain())
+
+    assert print_pieces(dimmed(pieces(), parser())) == 7
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("Yes, it is.\n", "Hm.")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert print_pieces(dimmed(pieces(), parser())) == 7
+    assert capsys.readouterr().out == "\033[2mHm.\033[22m\n\nYes, it is.\n"

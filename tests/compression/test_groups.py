@@ -12,8 +12,9 @@ from torch import Tensor
 from attar.checkpoints.sources import hf
 from attar.compression.groups import folds, input_groups
 from attar.compression.solvers.rounding import awq
+from attar.model.assembly import compressible, gates
 from attar.model.cache import ForwardBatch
-from attar.model.decoder import Decoder, compressible, gates
+from attar.model.decoder import Decoder
 from attar.model.layers import Block
 from tests.compression.test_experts import write
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from attar.checkpoints.drafts import eagle
+from attar.checkpoints.drafts.files import kind_of
 from attar.drafting.eagle import DECAY, EagleLearner
 from attar.drafting.run import DraftTraining, train_draft
 from attar.drafting.target import Target, frequent
@@ -86,6 +89,26 @@ def test_the_loss_is_the_sum_over_rows(target: Target, ids: Tensor, loss: str) -
         total += DECAY**depth * sum(terms) / max(1, len(terms))
     assert learner.learn(some, states) == pytest.approx(total, rel=1e-4)
     assert all(each.grad is not None and bool(each.grad.isfinite().all()) for each in learner.parameters())
+
+
+@pytest.mark.parametrize("speculators", [True, False])
+def test_both_layouts_hold_the_same_head(target: Target, ids: Tensor, tmp_path: Path, speculators: bool) -> None:
+    learner = learner_of(target, ids)
+    learner.speculators = speculators
+    learner.write(tmp_path)
+    assert kind_of(tmp_path) == "eagle3"
+    config = json.loads((tmp_path / "config.json").read_text())
+    if speculators:
+        assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+        assert config["transformer_layer_config"]["model_type"] == "llama"
+        names = set(load_file(tmp_path / "model.safetensors"))
+        assert {"layers.0.hidden_norm.weight", "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"} <= names
+    head = eagle.read(tmp_path, target.decoder)
+    assert head.layers == learner.aux
+    x = torch.randn(3, target.config.hidden)
+    assert (head.logits(x)[:, learner.tokens] - x @ learner.weights["lm_head.weight"].T).abs().max() < CLOSE
+    for found, name in ((head.fc, "fc"), (head.feed_forward.down, "midlayer.mlp.down_proj")):
+        assert torch.equal(found.weight, learner.weights[f"{name}.weight"])  # type: ignore[arg-type]
 
 
 def test_it_learns_and_the_engine_reads_it(tiny: Path, ids: Tensor, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.receipts import receipt
+from attar.compression.calibration.texts import Amount, sample_from, token_hash
 from attar.drafting.medusa import DECAY, MedusaLearner
 from attar.drafting.run import DraftTraining, train_draft
 from attar.drafting.target import Target, frequent
@@ -115,6 +116,28 @@ def test_a_killed_run_resumes_to_the_same_bytes(tiny: Path, ids: Tensor, tmp_pat
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+def test_text_that_the_model_writes(tiny: Path, tmp_path: Path) -> None:
+    """It is that of `sample_from`; a killed run finds it, and resumes to the same bytes."""
+    amount = Amount(8, 16, seed=4)
+    options = DraftTraining(depths=2, draft_vocab=64, rate=1e-2, epochs=3, batch=64, save_every=2)
+    train_draft(tiny, tmp_path / "whole", amount, options)
+    value = json.loads((tmp_path / "whole" / "training.json").read_text())
+    assert value["written"] == {"samples": 8, "length": 16, "seed": 4, "drawn": 0}
+    assert value["text"] == token_hash(sample_from(Target(tiny).decoder, amount))
+
+    def kill(stage: str, done: int, total: int) -> None:
+        if (stage, done) == ("training", 3):
+            raise Killed
+
+    with pytest.raises(Killed):
+        train_draft(tiny, tmp_path / "killed", amount, options, progress=kill)
+    stages: list[str] = []
+    train_draft(tiny, tmp_path / "killed", amount, options, progress=lambda stage, done, total: stages.append(stage))
+    assert "sampling" not in stages
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "killed" / path.name).read_bytes() == path.read_bytes()
+
+
 def test_agreement_is_the_share_of_equal_best_tokens(target: Target, ids: Tensor) -> None:
     """Untrained heads of all tokens are the LM head itself: head k says at a row what the target says there."""
     learner = MedusaLearner(target, 2, None, "published")
@@ -131,6 +154,8 @@ def test_what_makes_no_sense_is_refused(tiny: Path, ids: Tensor, tmp_path: Path)
         train_draft(tiny, tiny, ids, OPTIONS)
     with user_error("option_out_of_range", "depths"):
         DraftTraining(depths=17)
+    with user_error("option_unused", "speculators"):
+        DraftTraining(layout="speculators")
     with user_error("name_unknown", "medusa"):
         DraftTraining(kind="hydra")  # type: ignore[arg-type]
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
+import msgspec
 import pytest
 import torch
 
-from attar.checkpoints.drafts import eagle, medusa
+from attar.checkpoints.drafts import eagle, eagle1, early_exit, medusa
+from attar.checkpoints.sources import opening
 from attar.engine import startup
 from attar.engine.engine import Engine
 from attar.engine.llm import LLM
@@ -23,9 +27,11 @@ from attar.protocol.settings import Settings
 from attar.sampling.drafters import eagle as eagle_module
 from attar.sampling.drafters.drafter import Draft, DraftRequest
 from attar.sampling.drafters.eagle import EagleDrafter
+from attar.sampling.drafters.first_of import MATCHED, FirstOf
 from attar.sampling.drafters.medusa import MedusaDrafter
 from attar.scheduling.sequence import Sequence as Tokens
 from tests.checkpoints.drafts import test_eagle as eagle_layout
+from tests.checkpoints.drafts import test_eagle1 as eagle1_layout
 from tests.checkpoints.drafts.test_medusa import oracle, served, write
 from tests.engine.conftest import CONTEXT, ROOM, TIGHT, answers, make_engine, run, run_as_they_come
 from tests.engine.test_engine import ROUNDED, some_requests
@@ -122,6 +128,40 @@ def test_no_schedule_changes_a_bit(decoder: Decoder, head: Path, seed: int, kv: 
     assert not kept._last, "states of what has ended stay"
 
 
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+@pytest.mark.parametrize("seed", range(3))
+def test_matches_come_before_a_head_and_change_no_bit(
+    decoder: Decoder, head: Path, eagle_head: Path, seed: int, kind: str
+) -> None:
+    """Texts that repeat themselves are copied, elsewhere the head drafts from states that it is given all along."""
+    draw = random.Random(seed)
+    biased = [
+        msgspec.structs.replace(each, params=replace(each.params, logit_bias={3: 5.0, 4: 5.0, 5: 5.0}, max_tokens=60))
+        for each in some_requests(seed + 9800, 6, decoder.config.vocab_size)
+        if isinstance(each, Submit)
+    ]
+    alone = {}
+    for ask in biased:
+        alone |= answers(run(make_engine(decoder), [ask]))
+    second: MedusaDrafter | EagleDrafter = (
+        Watched(head, decoder) if kind == "medusa" else eagle_drafter(eagle_head, decoder)
+    )
+    asked: list[int] = []
+
+    class Told(FirstOf):
+        def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+            found = super().draft(requests)
+            asked.extend(each.evidence for each in found if each.tokens)
+            return found
+
+    made = make_engine(decoder, draw.choice((ROOM, TIGHT)), DRAFTING, drafter=Told(second), draft_tokens=3)
+    assert made.runner.keep == second.layers
+    assert answers(run_as_they_come(made, biased, draw)) == alone
+    assert made.speculation is not None
+    assert made.speculation.errors == 0
+    assert {1, MATCHED} == set(asked), "both kinds of drafts are made"
+
+
 def test_a_step_without_a_head_keeps_no_states(decoder: Decoder) -> None:
     made: Engine = make_engine(decoder)
     run(made, [Submit("a", (5, 6, 7), SamplingParams(max_tokens=4, temperature=0))])
@@ -131,9 +171,7 @@ def test_a_step_without_a_head_keeps_no_states(decoder: Decoder) -> None:
 
 @pytest.fixture(scope="module")
 def demo_head(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from attar.checkpoints.sources.opening import stored
-
-    config, folder = stored(demo)[0], tmp_path_factory.mktemp("heads") / "demo"
+    config, folder = opening.stored(demo)[0], tmp_path_factory.mktemp("heads") / "demo"
     folder.mkdir()
     tensors = {f"blocks.{k}.layers.0.{n}": torch.zeros(s) for k in range(2) for n, s in (
         ("weight", (config.hidden, config.hidden)), ("bias", (config.hidden,)),
@@ -168,6 +206,23 @@ def test_several_processes_take_no_head(demo: Path, demo_head: Path) -> None:
 
     with user_error("option_conflict", "suffix"):
         LLM(demo, draft=str(demo_head), parallel=Parallel(tp=2), verify=False)
+
+
+# Early exits
+
+
+def test_an_exit_is_counted_and_served(demo: Path, tmp_path: Path) -> None:
+    config, folder = opening.stored(demo)[0], tmp_path / "exit"
+    folder.mkdir()
+    tensors = {"norm.weight": torch.ones(config.hidden), "linear.weight": torch.eye(config.hidden)}
+    early_exit.write(folder, config, 1, tensors, None)
+    settings = Settings(str(demo), "", context=256, memory=900 << 20, threads=1, draft=f"suffix,{folder}")
+    made = startup.start_engine(settings)[0]
+    assert made.speculation is not None
+    assert isinstance(made.speculation.drafter, FirstOf)
+    assert made.speculation.drafter.second.name == "exit"
+    with user_error("memory_insufficient", "draft"):
+        startup.start_engine(Settings(str(demo), "", memory=1 << 20, context=256, threads=1, draft=str(folder)))
 
 
 # EAGLE-3
@@ -212,17 +267,51 @@ def test_drafts_are_those_of_the_oracle(tiny_decoder: Callable[..., Decoder], ea
             states, text = torch.cat((states, found[-1:])), [*text, draft]
 
 
+def test_drafts_of_an_eagle_1_head_are_those_of_the_oracle(
+    tiny_decoder: Callable[..., Decoder], tmp_path: Path
+) -> None:
+    """A chain of greedy drafts, behind drafts that were right and wrong."""
+    decoder, parts = tiny_decoder(store=dispatch.store("exact")), eagle1_layout.tensors()
+    folder = eagle1_layout.write(tmp_path / "eagle", eagle1_layout.config(), parts)
+    guesses: list[tuple[list[int], tuple[int, ...]]] = []
+
+    class Told(EagleDrafter):
+        def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+            found = super().draft(requests)
+            guesses.extend((list(r.sequence.tokens), d.tokens) for r, d in zip(requests, found, strict=True))
+            return found
+
+    made = Told(eagle1.read(folder, decoder, dispatch.store("exact")), CONTEXT, 40, decoder.lossless)
+    engine = make_engine(decoder, limits=DRAFTING, drafter=made, draft_tokens=3, context=64)
+    run(engine, [Submit("a", tuple(range(5, 22)), SamplingParams(max_tokens=12, temperature=0))])
+    assert len(guesses) > 4
+    assert made.name == "eagle"
+    table = decoder.embedding.forward(torch.arange(97), torch.zeros(97, dtype=torch.int64))
+    for tokens, drafts in guesses:
+        step = ForwardBatch((len(tokens) - 1,), 64, keep=(3,))
+        decoder.states(torch.tensor(tokens[:-1]), step)
+        states, text = ops.norm(step.kept.of(3), None, decoder.final_norm)[1], tokens[1:]
+        for draft in drafts:
+            found, logits = eagle1_layout.oracle(parts, table[torch.tensor(text)], states, table)
+            assert draft == int(logits[-1].argmax())
+            states, text = torch.cat((states, found[-1:])), [*text, draft]
+
+
+@pytest.mark.parametrize("layout", [eagle_layout, eagle1_layout])
 @pytest.mark.parametrize("kv", [None, *ROUNDED[:1]])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_schedule_with_an_eagle_head_changes_a_bit(
-    decoder: Decoder, eagle_head: Path, seed: int, kv: str | None
+    decoder: Decoder, tmp_path: Path, seed: int, kv: str | None, layout: ModuleType
 ) -> None:
     draw = random.Random(seed)
     asks = some_requests(seed + 9500, 8, decoder.config.vocab_size)
     alone = {}
     for ask in asks:
         alone |= answers(run(make_engine(decoder, kv=kv), [ask]))
-    head = eagle_drafter(eagle_head, decoder, draw.choice((2, 5, 40)))
+    path = layout.write(tmp_path / "eagle", layout.config(), layout.tensors())
+    read = eagle.read if layout is eagle_layout else eagle1.read
+    blocks = draw.choice((2, 5, 40))
+    head = EagleDrafter(read(path, decoder, dispatch.store("exact")), CONTEXT, blocks, decoder.lossless)
     made = make_engine(
         decoder, draw.choice((ROOM, TIGHT)), DRAFTING, kv=kv, drafter=head, draft_tokens=draw.choice((None, 3)),
     )  # fmt: skip

@@ -14,8 +14,10 @@ from attar.engine import llm as module
 from attar.engine.engine import Engine
 from attar.engine.llm import LLM
 from attar.kernels import dispatch
+from attar.protocol.grammar import Grammar
 from attar.protocol.messages import Event, Finished
 from attar.protocol.request import Completion, SamplingParams
+from attar.text.answers.reasoning import ReasoningMarkers
 from tests.errors import user_error
 
 TOKENS = 24
@@ -249,6 +251,18 @@ def test_a_message_cannot_end_its_turn(llm: LLM) -> None:
     assert llm.chat(spelled, GREEDY).prompt_token_ids == tuple(ids)
 
 
+def test_a_tool_cannot_end_a_turn_either(llm: LLM) -> None:
+    template = llm.tokenizer.chat_templates
+    try:
+        llm.tokenizer.chat_templates = {"default": "{{ tools | tojson }}"}
+        end = llm.tokenizer.eos_token
+        ids = llm.encode_chat([{"role": "user", "content": "a"}], tools=[{"description": f"a {end} b"}])
+    finally:
+        llm.tokenizer.chat_templates = template
+    assert llm.tokenizer.eos_id not in ids
+    assert str(end) in llm.tokenizer.decode(ids)
+
+
 def test_log_probabilities_of_named_tokens_are_those_of_the_logits(llm: LLM) -> None:
     """Two tokens' logits, by which a reranker judges."""
     prompt = llm.tokenizer.encode("Once upon a time")
@@ -258,3 +272,24 @@ def test_log_probabilities_of_named_tokens_are_those_of_the_logits(llm: LLM) -> 
     for token, value in done.logprobs[0].top:
         assert value == pytest.approx(wanted[token].item(), abs=1e-6)
     assert [token for token, _ in done.logprobs[0].top] == [17, 5]
+
+
+def test_a_chat_has_its_reasoning_apart_and_its_constraint_behind(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tokens of the embedded model in place of markers: `!` opens a section and `,` closes it."""
+    llm = LLM(demo)
+    start, end_token = llm.tokenizer.token_to_id("!"), llm.tokenizer.token_to_id(",")
+    markers = ReasoningMarkers("!", ",", start, end_token)
+    llm.tokenizer.chat_templates = {"default": "{{ messages[0].content }}{{ '!' if opened }}"}
+    monkeypatch.setattr(module.ReasoningMarkers, "of", lambda *_: markers)
+    said = [{"role": "user", "content": "Once upon a time"}]
+    params = SamplingParams(max_tokens=200, temperature=0, seed=0)
+    done = llm.chat(said, params, constraint=Grammar("regex", "yes|no"), opened=True)
+    assert done.text in ("yes", "no")
+    assert done.reasoning
+    assert end(llm.stream_chat(said, params, constraint=Grammar("regex", "yes|no"), opened=True)) == done
+    plain = llm.chat(said, replace(params, max_tokens=8))  # opens none
+    assert not plain.reasoning
+    assert plain.text
+    monkeypatch.setattr(module.ReasoningMarkers, "of", lambda *_: ReasoningMarkers("!", "</end>"))
+    with user_error("option_conflict"):
+        llm.chat(said, params, constraint=Grammar("regex", "yes|no"), opened=True)

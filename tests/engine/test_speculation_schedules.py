@@ -32,18 +32,24 @@ from attar.checkpoints.sources import hf
 from attar.compression.runs.pipeline import compress
 from attar.engine import speculation
 from attar.engine.engine import Engine
+from attar.engine.outputs import Choice
 from attar.kernels import dispatch
+from attar.kernels.operands import Linear
 from attar.kv.schemes import SCHEMES
 from attar.model.decoder import Decoder
+from attar.model.drafts.early_exit import EarlyExit, early_exit
 from attar.protocol.grammar import Grammar
 from attar.protocol.messages import Delta, Embed, Event, Failed, Submit
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import draft_gains
 from attar.sampling.drafters.drafter import Draft, Drafter, DraftRequest
+from attar.sampling.drafters.early_exit import EarlyExitDrafter
 from attar.sampling.drafters.first_of import FirstOf
+from attar.sampling.drafters.lookahead import LookaheadDrafter
 from attar.sampling.drafters.model import ModelDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.scheduling.sequence import Sequence as Tokens
+from attar.scheduling.step_plan import StepPlan
 from attar.text.convert import bytes_to_chars
 from attar.text.tokenizer import Tokenizer
 from tests.engine.conftest import CONTEXT, ROOM, TIGHT, Answers, answers, ask, make_engine, run
@@ -170,6 +176,15 @@ def adapted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return made
 
 
+@pytest.fixture(scope="module")
+def leaving(adapted: Decoder) -> EarlyExit:
+    """An exit of the model behind its first layer."""
+    store, linear = dispatch.store("int8g32"), Linear("linear", torch.eye(adapted.config.hidden))
+    assert store is not None
+    store.take(linear)
+    return early_exit(adapted, 1, adapted.final_norm, linear, adapted.head, None)
+
+
 Make = Callable[..., Engine]
 
 
@@ -210,6 +225,12 @@ def some_of_every_kind(seed: int, draw: random.Random) -> list[Submit | Embed]:
             if draw.random() < 0.3:
                 how["grammar"] = draw.choice((HAND_MADE, HAND_MADE, LETTERS))
                 params = replace(params, min_tokens=0, stop_token_ids=(), ignore_eos=False)
+            elif draw.random() < 0.3:  # an end that is wanted at once, and held until the minimum
+                bias = {draw.choice(sorted(EOS)): draw.choice((4.0, 8.0))}
+                params = replace(
+                    params, min_tokens=draw.choice((3, 6, 12)), ignore_eos=False, logit_bias=bias,
+                    presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0,
+                )  # fmt: skip
             how["params"] = params
         asks.append(msgspec.structs.replace(each, **how))
     return asks
@@ -242,6 +263,28 @@ def mishaps(draw: random.Random, ids: Sequence[str]) -> list[faults.Fault]:
     ]
 
 
+def overflowing(made: Engine, draw: random.Random) -> None:
+    """Have more drafts proposed than a sequence has room for: the scheduler alone holds the last limit, that no row
+    lies past the last token that may be run."""
+    assert made.speculation is not None
+    real, plan = made.speculation.propose, made.scheduler.plan
+
+    def propose(choices: Iterable[Choice]) -> None:
+        choices = list(choices)
+        real(choices)
+        for choice in choices:
+            if choice.sequence.drafts and draw.random() < 0.5:
+                choice.sequence.drafts += tuple(draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 17)))
+
+    def planned(*given: Any) -> StepPlan:
+        step = plan(*given)
+        for chunk in step.chunks:
+            assert chunk.start + chunk.rows <= chunk.sequence.longest, "a row behind the last token"
+        return step
+
+    made.speculation.propose, made.scheduler.plan = propose, planned  # type: ignore[method-assign]
+
+
 def life(made: Engine, asks: Sequence[Submit | Embed], draw: random.Random, shutdown: int | None) -> Iterator[Event]:
     """The events of requests that come one after another, some of which are cancelled; all end in step `shutdown`."""
     waiting, steps = list(asks), 0
@@ -264,7 +307,12 @@ def life(made: Engine, asks: Sequence[Submit | Embed], draw: random.Random, shut
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + SEEDS))
 def test_no_schedule_of_drafts_changes_a_bit(
-    make: Make, plain: Callable[[str | None], Engine], adapted: Decoder, monkeypatch: pytest.MonkeyPatch, seed: int
+    make: Make,
+    plain: Callable[[str | None], Engine],
+    adapted: Decoder,
+    leaving: EarlyExit,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
 ) -> None:
     draw = random.Random(-(2**40) - seed)
     kv = draw.choice([None, None, None, *SCHEMES])
@@ -294,8 +342,11 @@ def test_no_schedule_of_drafts_changes_a_bit(
         monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=clock))
     kinds: list[Callable[[], Drafter]] = [
         SuffixDrafter,
+        LookaheadDrafter,
         lambda: ModelDrafter(adapted, CONTEXT, 8, VOCABULARY, blocks=draw.choice((4, 9, 40))),
         lambda: FirstOf(ModelDrafter(adapted, CONTEXT, 8, VOCABULARY, blocks=draw.choice((4, 40)))),
+        lambda: EarlyExitDrafter(leaving, CONTEXT, 8, VOCABULARY, blocks=draw.choice((4, 40))),
+        lambda: FirstOf(EarlyExitDrafter(leaving, CONTEXT, 8, VOCABULARY, blocks=draw.choice((4, 40)))),
         lambda: Foreseeing(texts, draw, draw.choice((0.0, 0.5, 0.9, 1.0)), draw.random() < 0.3),
     ]
     drafter = draw.choice((*kinds, kinds[-1]))()
@@ -303,6 +354,8 @@ def test_no_schedule_of_drafts_changes_a_bit(
         draw.choice((ROOM, TIGHT)), limits, kv=kv, drafter=drafter, draft_tokens=draw.choice((None, LONG)),
         overlaps=draw.random() < 0.3, clock=clock,
     )  # fmt: skip
+    if draw.random() < 0.6:
+        overflowing(made, draw)
     hurried = draw.choice(asks)
     if draw.random() < 0.1:
         asks[asks.index(hurried)] = msgspec.structs.replace(hurried, deadline=0.05)
@@ -321,6 +374,7 @@ def test_no_schedule_of_drafts_changes_a_bit(
     assert not made.speculation._accounts, "something is kept of what has ended"
     assert not getattr(drafter, "held", None)
     model = drafter.second if isinstance(drafter, FirstOf) else drafter
+    assert not getattr(drafter, "_trails", None)
     if isinstance(model, ModelDrafter):
         assert model.pool.free == model.pool.total
 

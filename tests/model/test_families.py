@@ -23,9 +23,10 @@ from torch import Tensor
 from attar.kernels import dispatch
 from attar.kernels.dispatch import BackendWeights
 from attar.kernels.operands import Linear
+from attar.model.assembly import build
 from attar.model.cache import ForwardBatch, KVCache
 from attar.model.config import ModelConfig, Names, Rope
-from attar.model.decoder import Decoder, build
+from attar.model.decoder import Decoder
 from attar.model.families import ARCHITECTURES, read_config
 from tests.errors import user_error
 

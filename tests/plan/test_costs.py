@@ -21,7 +21,7 @@ from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
 from attar.kv.pages import Bases, PagedKV
 from attar.kv.schemes import scheme
-from attar.model import cache, decoder
+from attar.model import assembly, cache
 from attar.model.config import ModelConfig, Rope
 from attar.model.families import read_config
 from attar.model.shapes import shape
@@ -100,7 +100,7 @@ class Outline:
 def test_linears_and_norms_are_those_that_a_decoder_is_built_of(architecture: str) -> None:
     config = read_config({"architectures": [architecture], **SMALL, **FAMILIES[architecture]})
     outline = Outline(config)
-    built = decoder.build(config, outline)
+    built = assembly.build(config, outline)
     left = {config.names.head} if config.tied else set()
     assert set(outline.left) == left
     norms = [built.final_norm, *(norm for block in built.blocks for norm in block.norms())]
@@ -117,7 +117,7 @@ def test_linears_and_norms_are_those_that_a_decoder_is_built_of(architecture: st
 def test_the_same_linears_may_be_compressed() -> None:
     for architecture in FAMILIES:
         config = read_config({"architectures": [architecture], **SMALL, **FAMILIES[architecture]})
-        may = [name for layer in range(config.layers) for name in decoder.compressible(config, layer)]
+        may = [name for layer in range(config.layers) for name in assembly.compressible(config, layer)]
         assert [each.name for each in costs.matrices(config) if each.compressible] == may
 
 

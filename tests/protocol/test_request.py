@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from attar.protocol.request import MAX_LOGPROBS, MAX_SEED, MAX_STOP_BYTES, MAX_STOPS, SamplingParams
+from attar.protocol.request import (
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_STOP_BYTES,
+    MAX_STOPS,
+    MAX_VISIBLE,
+    SamplingParams,
+)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -73,6 +80,8 @@ REFUSED: list[dict[str, Any]] = [
     {"ignore_eos": 1},
     {"seed": MAX_SEED + 1},
     {"logprobs": MAX_LOGPROBS + 1},
+    {"visible_token_ids": [-1]},
+    {"visible_token_ids": range(MAX_VISIBLE + 1)},
 ]
 
 

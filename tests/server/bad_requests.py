@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 VOCAB, CONTEXT = 4096, 512  # of the fake engine
-COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
+COMPLETIONS, CHAT, MESSAGES, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
 USER = [{"role": "user", "content": "hello"}]
 LEAST: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "hello", "max_tokens": 2},
     CHAT: {"messages": USER, "max_tokens": 2},
     MESSAGES: {"messages": USER, "max_tokens": 2},
+    RESPONSES: {"input": "hello", "max_output_tokens": 2},
     "/v1/embeddings": {"input": "hello"},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [1]},
@@ -50,6 +51,9 @@ INTEGERS = [  # path, field, least, most
     (CHAT, "priority", -100, 100),
     (MESSAGES, "max_tokens", 1, 2**31 - 1),
     (MESSAGES, "top_k", 0, 2**31 - 1),
+    (RESPONSES, "max_output_tokens", 1, 2**31 - 1),
+    (RESPONSES, "top_k", -1, 2**31 - 1),
+    (RESPONSES, "seed", -(2**63), 2**63 - 1),
 ]
 FLOATS = [  # path, field, below the least, above the most
     *[(path, "temperature", "-1e-9", "2.0000001") for path in (COMPLETIONS, CHAT)],
@@ -59,6 +63,9 @@ FLOATS = [  # path, field, below the least, above the most
     *[(path, "presence_penalty", "-2.01", "2.01") for path in (COMPLETIONS, CHAT)],
     *[(path, "frequency_penalty", "-3", "3") for path in (COMPLETIONS, CHAT)],
     (MESSAGES, "temperature", "-1", "1.01"),
+    (RESPONSES, "temperature", "-1e-9", "2.0000001"),
+    (RESPONSES, "top_p", "-1e-9", "1.0000001"),
+    (RESPONSES, "min_p", "-0.1", "1.5"),
 ]
 
 
@@ -196,11 +203,19 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
         (CHAT, "parallel_tool_calls", 1, "unsupported_field"),
         (CHAT, "modalities", ["text", "audio"], "unsupported_field"),
         (CHAT, "audio", {"voice": "x"}, "unsupported_field"),
-        (CHAT, "reasoning_effort", "high", "unsupported_field"),
+        (CHAT, "reasoning_effort", "much", "invalid_value"),
+        (CHAT, "enable_thinking", 1, "invalid_type"),
+        (CHAT, "thinking", {"type": "much"}, "invalid_value"),
+        (CHAT, "reasoning", {"effort": "low", "tokens": 3}, "unknown_field"),
+        (CHAT, "thinking_token_budget", -2, "out_of_range"),
+        (CHAT, "reasoning_format", "none", "unsupported_field"),
         (CHAT, "web_search_options", {}, "unsupported_field"),
         (CHAT, "echo", True, "unsupported_field"),
         (CHAT, "chat_template", "{{ 1 }}", "unsupported_field"),
-        (CHAT, "chat_template_kwargs", {"tokenize": True}, "unsupported_field"),
+        (CHAT, "chat_template_kwargs", {"messages": []}, "invalid_value"),
+        (CHAT, "chat_template_kwargs", {"add_generation_prompt": False}, "invalid_value"),
+        (CHAT, "chat_template_kwargs", {"a b": 1}, "invalid_value"),
+        (CHAT, "chat_template_kwargs", {f"a{i}": i for i in range(65)}, "invalid_length"),
         (CHAT, "add_generation_prompt", 0, "invalid_type"),
         (CHAT, "continue_final_message", "yes", "invalid_type"),
         (CHAT, "documents", [{"text": "x"}], "unsupported_field"),
@@ -211,7 +226,7 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
         (CHAT, "prompt", "hello", "unknown_field"),
         (MESSAGES, "tools", [{"name": "f", "input_schema": {}}], "unsupported_field"),
         (MESSAGES, "tool_choice", {"type": "any"}, "unsupported_field"),
-        (MESSAGES, "thinking", {"type": "enabled", "budget_tokens": 1024}, "unsupported_field"),
+        (MESSAGES, "thinking", {"type": "enabled", "budget_tokens": -1}, "out_of_range"),
         (MESSAGES, "mcp_servers", [{}], "unsupported_field"),
         (MESSAGES, "stop_sequences", ["a", ""], "invalid_length"),
         (MESSAGES, "stop_sequences", ["é" * 129], "invalid_length"),
@@ -276,7 +291,7 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
         ({"role": "assistant", "content": None, "tool_calls": [{}]}, "unsupported_field"),
         ({"role": "assistant", "content": "x", "function_call": {}}, "unsupported_field"),
         ({"role": "assistant", "content": "x", "audio": {"id": "x"}}, "unsupported_field"),
-        ({"role": "assistant", "content": "x", "reasoning_content": "hm"}, "unsupported_field"),
+        ({"role": "assistant", "content": "x", "reasoning_content": ["hm"]}, "invalid_type"),
         ({"role": "user", "content": "x", "type": "image"}, "invalid_value"),
         ({"role": "user", "content": "x", "type": None}, "invalid_type"),
     ):

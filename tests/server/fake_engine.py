@@ -64,8 +64,8 @@ class Choice:
 
 class FakeEngine:
     """`held` stops the steps, `beats` off also the heart, and `tells` off what is said of requests that run; `busy` is
-    how long it says that its step takes; `fail` fails requests with a code after so many tokens; `die` ends the
-    connection, as a process does when it dies."""
+    how long it says that its step takes; `script` are tokens that every answer begins with; `fail` fails requests with
+    a code after so many tokens; `die` ends the connection, as a process does when it dies."""
 
     def __init__(
         self,
@@ -86,6 +86,7 @@ class FakeEngine:
         self.beats, self.busy = True, 0.0
         self.tells = True
         self.fail: tuple[str, int] | None = None
+        self.script: tuple[int, ...] = ()
         self.choices: list[Choice] = []
         self.cancelled = 0
         self.generated = 0
@@ -166,7 +167,7 @@ class FakeEngine:
                 self._out.append(Finished(command.id, command.n - 1, "length", 0, None, self._report(command)))
                 return
             for number in range(command.n):
-                detokenizer = Detokenizer(self.tokenizer)
+                detokenizer = Detokenizer(self.tokenizer, visible=params.visible_token_ids)
                 self.choices.append(Choice(command, number, detokenizer, StopChecker(params.stop)))
         elif isinstance(command, Embed):
             numbers = embedding(command.prompt)
@@ -229,6 +230,8 @@ class FakeEngine:
             token = max(bias, key=lambda key: bias[key])
         elif token == self.tokenizer.eos_id:  # an answer ends where a test says so, never by chance
             token += 1
+        if len(choice.tokens) < len(self.script):
+            token = self.script[len(choice.tokens)]
         choice.tokens.append(token)
         self.generated += 1
         ended = token == self.tokenizer.eos_id or token in params.stop_token_ids

@@ -14,6 +14,7 @@ import pytest
 
 from attar import faults
 from attar.faults import Fault
+from attar.server.options import ServerOptions
 from tests.server.bad_requests import USER
 from tests.server.conftest import Reply, Running
 from tests.server.engine_client.test_client import rest
@@ -21,12 +22,14 @@ from tests.server.http.test_limits import connect, post
 from tests.server.test_disconnects import idle
 from tests.server.test_supervisor import ASK, SECONDS, Served
 
-COMPLETIONS, CHAT, MESSAGES, EMBEDDINGS = (
-    "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/embeddings"
+COMPLETIONS, CHAT, MESSAGES, RESPONSES, EMBEDDINGS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings"
 )  # fmt: skip
 PLAIN: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "seed": 3, "ignore_eos": True}
+ITEMS: dict[str, Any] = {"input": "hello", "max_output_tokens": 12, "temperature": 0}
 TALK: dict[str, Any] = {"messages": USER, "max_tokens": 12, "temperature": 0}
 CANARY = PLAIN | {"prompt": "canary", "max_tokens": 80}
+ENDS = ("completed", "incomplete", "failed")  # of /v1/responses
 LATE = 10**9  # hits, which never come
 TIMES = int(os.environ.get("TEST_FAULT_MOMENTS", "1"))
 """How often each point raises; `make soak-faults` asks for a hundred."""
@@ -66,22 +69,33 @@ CASES = {
     "openai.whole": Case(kinds=WHOLE),
     "anthropic.delta": Case(MESSAGES, kinds=STREAM),
     "anthropic.whole": Case(MESSAGES, kinds=WHOLE),
+    "responses.delta": Case(RESPONSES, kinds=STREAM),
+    "responses.store": Case(RESPONSES),
+    "responses.whole": Case(RESPONSES, kinds=WHOLE),
     "embeddings.whole": Case(EMBEDDINGS, kinds=WHOLE, keyed=False),
 }
 
-ON_TIME = {"client.receive", "openai.delta", "openai.logprobs", "anthropic.delta", "openai.usage", "sse.format"}
+ON_TIME = {
+    "client.receive",
+    "openai.delta",
+    "openai.logprobs",
+    "anthropic.delta",
+    "responses.delta",
+    "openai.usage",
+    "sse.format",
+}
 """Hit as often as an answer is long, however its events happen to come together: made to fail late, too."""
 
 
 def body_of(case: Case, stream: bool) -> dict[str, Any]:
-    body = {"input": ["a", "b"]} if case.path == EMBEDDINGS else PLAIN if case.path == COMPLETIONS else TALK
-    options = {"stream_options": {"include_usage": True}} if stream and case.path != MESSAGES else {}
+    body = {COMPLETIONS: PLAIN, EMBEDDINGS: {"input": ["a", "b"]}, RESPONSES: ITEMS}.get(case.path, TALK)
+    options = {"stream_options": {"include_usage": True}} if stream and case.path in (COMPLETIONS, CHAT) else {}
     return body | case.more | ({"stream": True} | options if stream else {})
 
 
 @pytest.fixture(scope="module")
 def faulty(start: Callable[..., Running]) -> Running:
-    return start()
+    return start(ServerOptions(port=0, response_store=1 << 20))
 
 
 def begun(server: Running) -> socket.socket:
@@ -114,6 +128,12 @@ def ended_with_an_error(reply: Reply, path: str, stream: bool) -> None:
         assert reply.body.count(b"event: error\n") == 1
         assert reply.events[-1]["type"] == "error"
         assert b"message_stop" not in reply.body
+    elif path == RESPONSES:
+        assert stream
+        ends = [event for event in reply.events if event["type"].rpartition(".")[2] in ENDS]
+        assert ends == [reply.events[-1]]
+        assert ends[0]["response"]["error"]["code"] == "server_error"
+        assert [event["sequence_number"] for event in reply.events] == list(range(len(reply.events)))
     else:
         assert stream
         assert [event for event in reply.events if "error" in event] == [reply.events[-1]]
@@ -165,12 +185,14 @@ def shown(reply: Reply) -> object:
         choices = [choice for event in reply.events if isinstance(event, dict) for choice in event.get("choices", ())]
         deltas = [event["delta"] for event in reply.events if isinstance(event, dict) and "delta" in event]
         return choices, deltas
+    if reply.json.get("object") == "response":
+        return [item["content"] for item in reply.json["output"]], reply.json["status"]
     return {name: value for name, value in reply.json.items() if name not in ("id", "created", "usage")}
 
 
 def test_a_failure_like_that_is_in_the_document(faulty: Running) -> None:
     paths = faulty.get("/openapi.json").json["paths"]
-    for path in (COMPLETIONS, CHAT, MESSAGES, EMBEDDINGS):
+    for path in (COMPLETIONS, CHAT, MESSAGES, RESPONSES, EMBEDDINGS):
         assert "internal" in paths[path]["post"]["responses"]["500"]["description"]
 
 

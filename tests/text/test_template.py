@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from attar.protocol.framing import frame
 from attar.text import limited_child
 from attar.text import template as module
-from attar.text.template import MAX_TEMPLATE, TemplateError, render_chat
+from attar.text.template import MAX_TEMPLATE, TemplateError, reads, render_chat
 from tests.errors import user_error
 from tests.text.hostile_templates import BIG, SLOW, WALKS
 
@@ -372,3 +372,17 @@ def test_what_cannot_be_continued_is_said() -> None:
     for messages in ([], [{"role": "assistant", "content": None}], [{"role": "assistant", "content": [{"a": "b"}]}]):
         with user_error("template_failed", "no text"):
             ours("{{ messages }}", messages, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        ("{% if enable_thinking is false %}x{% endif %}", True),
+        ("{%- if (enable_thinking) %}x{% endif %}", True),
+        ("{{ message.enable_thinking }}{{ message['enable_thinking'] }}", False),
+        ("{{ enable_thinking_now }}", False),
+        ("", False),
+    ],
+)
+def test_a_template_reads_the_variables_that_it_names(template: str, found: bool) -> None:
+    assert reads(template, "enable_thinking") is found

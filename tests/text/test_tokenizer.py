@@ -150,6 +150,9 @@ def test_special_tokens_are_hidden_or_shown() -> None:
     ids = [tokenizer.bos_id, *tokenizer.encode("ab<added token>")]
     assert tokenizer.decode(ids) == "ab<added token>"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>ab<added token>"
+    for visible, shown in ((), "ab"), ((tokenizer.bos_id,), "ab<s>"), ((ids[-1],), "ab"):
+        detokenizer = Detokenizer(tokenizer, ids[:1], visible=visible)
+        assert "".join(stream(detokenizer, [*tokenizer.encode("ab"), tokenizer.bos_id])) == shown
 
 
 @cache

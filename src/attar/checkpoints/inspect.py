@@ -16,7 +16,7 @@ from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources import hf, hub
 from attar.checkpoints.vocabulary import is_gguf
 from attar.formats.scheme import Part, Scheme
-from attar.model.decoder import all_compressible
+from attar.model.assembly import all_compressible
 
 
 @dataclass(frozen=True)

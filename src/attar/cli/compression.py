@@ -37,6 +37,10 @@ class CompressConfig(options.OutputConfig):
         "best on held-out calibration text. ablate-NAME: keep the steps that help there.",
         default="gptq-w4g128, or q4_k_m for OUT.gguf",
     )] = None  # fmt: skip
+    as_draft: Annotated[bool, flag(
+        "Recipe", "Make a copy that drafts for the model itself (--draft). The recipe is hqq-w4g64, and q4_k_s for "
+        "OUT.gguf, unless another is named; a compressed model is taken too.", "--as-draft",
+    )] = False  # fmt: skip
     requantize: Annotated[
         bool, flag("Recipe", "Compress a model that is compressed already: its decoded values.", "--requantize")
     ] = False
@@ -109,18 +113,21 @@ def compress(config: CompressConfig) -> None:
       attar compress ./model out.gguf --recipe q4_k_m --calib text.txt
       attar compress ./model ./mixed --target-bits 3.5 --calib text.txt
       attar compress model.gguf ./out --requantize --calib text.txt
+      attar compress ./model ./draft --as-draft
     """
     with errors(config.as_json, after_interrupt=RESUME), progress(config.quiet) as bar:
-        from attar.compression.request.request import CompressionRequest, default_recipe
+        from attar.compression.request.request import CompressionRequest, default_head, default_recipe
         from attar.compression.runs.pipeline import compress_request
 
         request = CompressionRequest(
-            config.source, config.output, recipe=config.recipe or default_recipe(config.output), head=config.head,
+            config.source, config.output, recipe=config.recipe or default_recipe(config.output, config.as_draft),
+            head=config.head or default_head(config.output, config.as_draft and config.recipe is None),
             target=parse_target(config.target_bits, config.target_size, config.target_kl, config.candidates),
             calibration=config.calib, imatrix=config.imatrix, evaluation=config.evaluation, samples=config.samples,
             length=config.length, seed=config.seed, drawn=config.self_samples, calib_memory=config.calib_memory,
             eval_tokens=config.eval_tokens, max_shard_bytes=config.max_shard, overwrite=config.overwrite,
-            resume=not config.restart, device=config.device, requantize=config.requantize,
+            resume=not config.restart, device=config.device, as_draft=config.as_draft,
+            requantize=config.requantize or config.as_draft,
         )  # fmt: skip
         done = compress_request(request, bar)
         bar.close()

@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from attar.cli import options
 from attar.cli.commands import configured, option
 from attar.cli.terminal import emit, errors, progress, tell
+from attar.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class DraftKind(StrEnum):
@@ -19,6 +23,15 @@ class DraftKind(StrEnum):
 
     medusa = "medusa"
     eagle3 = "eagle3"
+    exit = "exit"
+    small = "small"
+
+
+class DraftLayout(StrEnum):
+    """A layout of a head's files."""
+
+    safeailab = "safeailab"
+    speculators = "speculators"
 
 
 class DraftLoss(StrEnum):
@@ -35,15 +48,53 @@ class TrainDraftConfig(options.OutputConfig):
     model: options.Model
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write, for --draft.")]
     kind: Annotated[
-        DraftKind, option("Speculation", "KIND", "medusa: Medusa-1 heads; eagle3: an EAGLE-3 head.", "--kind")
+        DraftKind,
+        option(
+            "Speculation",
+            "KIND",
+            "medusa: Medusa-1 heads; eagle3: an EAGLE-3 head; exit: an early exit of the model; small: a small model.",
+            "--kind",
+        ),
     ] = DraftKind.medusa
     depths: Annotated[
-        int, option("Speculation", "N", "Heads, or steps that an EAGLE-3 head is unrolled.", min=1, max=16)
-    ] = 3
-    draft_vocab: Annotated[int, option(
-        "Speculation", "N", "Tokens that can be drafted: the most frequent of the text.", min=1,
-    )] = 32000  # fmt: skip
-    text: Annotated[Path, option("Data", "FILE", "Training text (.txt, .jsonl).")]
+        int | None,
+        option(
+            "Speculation",
+            "N",
+            "Medusa heads, or steps that an EAGLE-3 head is unrolled: 3 by default.",
+            min=1,
+            max=16,
+        ),
+    ] = None
+    layers: Annotated[
+        int | None,
+        option(
+            "Speculation",
+            "N",
+            "Layers of a small model (default 2), or before an exit (default a quarter).",
+            min=1,
+        ),
+    ] = None
+    width: Annotated[
+        int | None,
+        option(
+            "Speculation",
+            "N",
+            "Hidden size of a small model, a multiple of 32: 128 by default.",
+            min=32,
+        ),
+    ] = None
+    draft_vocab: Annotated[int | None, option(
+        "Speculation", "N",
+        "Tokens that can be drafted, the most frequent of the text: 32000 by default, and all for a small model.",
+        min=1,
+    )] = None  # fmt: skip
+    layout: Annotated[DraftLayout | None, option(
+        "Speculation", "LAYOUT", "Files of an EAGLE-3 head: safeailab, or speculators, of that library and vLLM.",
+        default="safeailab",
+    )] = None  # fmt: skip
+    text: Annotated[Path | None, option("Data", "FILE", "Training text (.txt, .jsonl).")] = None
+    calib: Annotated[str | None, option("Data", "self", "Train on text that the model writes itself first.")] = None
     samples: Annotated[int, option("Data", "N", "Sequences taken from the text.", min=2)] = 1024
     length: Annotated[int, option("Data", "N", "Tokens of each sequence.", min=8)] = 256
     loss: Annotated[DraftLoss, option(
@@ -60,12 +111,13 @@ class TrainDraftConfig(options.OutputConfig):
 
 @configured(TrainDraftConfig)
 def train_draft(config: TrainDraftConfig) -> None:
-    """Train a draft head for speculative decoding.
+    """Train a draft head or a small model for speculative decoding.
 
     The model, compressed or not, is not changed. The same command resumes an interrupted run from its last checkpoint.
 
     Examples:
       attar train-draft ./out ./heads --kind medusa --text text.txt
+      attar train-draft ./out ./draft --kind small --calib self
       attar serve ./out --draft ./heads
     """
     with errors(config.as_json, "the same command resumes the run"), progress(config.quiet) as bar:
@@ -76,12 +128,17 @@ def train_draft(config: TrainDraftConfig) -> None:
         from attar.drafting.run import train_draft as run
 
         training = DraftTraining(
-            config.kind.value, config.depths, config.draft_vocab, config.loss.value, config.epochs, config.rate,
+            config.kind.value, config.depths, config.layers, config.width, config.draft_vocab,
+            None if config.layout is None else config.layout.value, config.loss.value, config.epochs, config.rate,
             config.batch, config.save_every, config.seed,
         )  # fmt: skip
+        if (config.text is None) == (config.calib is None) or config.calib not in (None, texts.SELF):
+            raise UserError("option_conflict", f"give --text FILE, or --calib {texts.SELF} for the model's own text")
         path = hub.resolve(config.model)
-        tokenizer = vocabulary.tokenizer(path)
-        ids = texts.windows(texts.read(config.text, tokenizer), config.samples, config.length, tokenizer.added_bos)
+        ids: Tensor | texts.Amount = texts.Amount(config.samples, config.length, config.seed)
+        if config.text is not None:
+            tokenizer = vocabulary.tokenizer(path)
+            ids = texts.windows(texts.read(config.text, tokenizer), config.samples, config.length, tokenizer.added_bos)
         made = run(
             path, config.output, ids, training, overwrite=config.overwrite, resume=not config.restart, progress=bar
         )

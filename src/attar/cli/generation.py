@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from attar.cli import options, terminal
 from attar.cli.commands import configured, flag, option
-from attar.cli.terminal import emit, errors, print_pieces, progress, read_stdin, require, tell, tell_doubt, tell_shared
+from attar.cli.terminal import (
+    dimmed,
+    emit,
+    errors,
+    print_pieces,
+    progress,
+    read_stdin,
+    require,
+    tell,
+    tell_doubt,
+    tell_shared,
+)
 from attar.errors import Code, UserError
 
 if TYPE_CHECKING:
@@ -215,7 +226,10 @@ def chat(config: ChatConfig) -> None:
         warnings = []
         for said in _turns():
             messages.append({"role": "user", "content": said})
-            answer = print_pieces(llm.stream_chat(messages, params, constraint=constraint, date=config.template_date))
+            prompt = llm.encode_chat(messages, date=config.template_date)
+            parser = llm.reasoning_parser(prompt, exact=constraint is not None)
+            stream = llm.stream_chat(messages, params, constraint=constraint, date=config.template_date)
+            answer = print_pieces(dimmed(stream, parser))
             messages.append({"role": "assistant", "content": answer.text})
             warnings += _cut_short(llm, answer, config.max_tokens)
         emit(config.as_json, {"messages": messages, "warnings": warnings})

@@ -68,6 +68,11 @@ class ServeConfig(SchedulerOptions):
     root_path: Annotated[str, option(
         "HTTP", "PATH", "Prefix of every path, such as /chat, behind a proxy that passes it on.", default="none",
     )] = ""  # fmt: skip
+    response_store: Annotated[int | None, option(
+        "HTTP", "SIZE", "Memory to keep answers of /v1/responses in, such as 64MB, for `previous_response_id`. Each is "
+        "known to the key that made it alone, for a day, until the server ends.", parser=options.parse_size,
+        default="none are kept",
+    )] = None  # fmt: skip
     deadline: Annotated[float, option("HTTP", "SECONDS", "Time limit of one request.", min=0.1)] = 600.0
     drain_seconds: Annotated[
         float, option("HTTP", "SECONDS", "Time for open requests when the server stops.", min=0)
@@ -149,6 +154,7 @@ class ServeConfig(SchedulerOptions):
             most if self.max_requests is None else self.max_requests,
             KeyLimits(self.max_requests_per_key, self.tokens_per_minute), self.deadline, self.drain_seconds,
             self.template_date, sampling, check_aliases(self.alias or (), (name, *adapters)), self.root_path,
+            self.response_store or 0,
         )  # fmt: skip
 
 

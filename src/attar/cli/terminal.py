@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import typer
 
 from attar.errors import Code, UserError, code_of
+from attar.text.answers.events import AnswerParser, ReasoningDelta, TextDelta
 
 CHECK_FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 LEAST = 10**6  # the least bytes that a number without a unit may mean
@@ -57,6 +58,29 @@ def print_pieces(stream: Generator[str, None, Result]) -> Result:
         return result
     finally:
         print()
+
+
+def dimmed(stream: Generator[str, None, Result], parser: AnswerParser) -> Generator[str, None, Result]:
+    """Yield the pieces of an answer with its reasoning dim; where stdout is no terminal, the reasoning goes to stderr.
+    Returns the generator's return value."""
+    terminal, reasoning = sys.stdout.isatty(), False
+    result: Result | None = None
+    while result is None:
+        try:
+            events = parser.feed(next(stream))
+        except StopIteration as end:
+            events, result = parser.close(), end.value
+        for event in events:
+            text = f"\033[2m{event.text}\033[22m" if isinstance(event, ReasoningDelta) else ""
+            if isinstance(event, TextDelta):
+                text = "\n\n" + event.text if reasoning and terminal else event.text
+            elif isinstance(event, ReasoningDelta) and not terminal:
+                text = ""
+                print(event.text, end="", file=sys.stderr, flush=True)
+            reasoning = isinstance(event, ReasoningDelta)
+            if text:
+                yield text
+    return result
 
 
 def read_stdin() -> str:

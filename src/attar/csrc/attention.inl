@@ -419,7 +419,7 @@ struct Share {
     const Seen<T> *seen = nullptr, *next = nullptr;
     std::int64_t from = 0, to = 0;  // bytes of a run
 
-    __attribute__((always_inline)) void ask(int i) const {
+    ATTAR_LAMBDA void ask(int i) const {
         if (TILED<T> ? i % 4 != 1 : i % 2 == 0)
             for (std::int64_t at = from; at < to; at += 64) ask_for(seen->values[i], at);
         if (TILED<T> && i % 2 == 0 && from < to && i < next->runs)

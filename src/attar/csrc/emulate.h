@@ -75,6 +75,12 @@ ATTAR_BOTH(fmadd_ps)
 ATTAR_BOTH(fnmadd_ps)
 #undef ATTAR_BOTH
 
+ATTAR_EMULATED __m512i _mm512_mask_add_epi32(__m512i otherwise, __mmask16 lanes, __m512i a, __m512i b) {
+    Sixteen out = in(otherwise);
+    const Sixteen sum = in(_mm512_add_epi32(a, b));
+    for (int i = 0; i < 16; ++i) out.words[i] = lanes >> i & 1 ? sum.words[i] : out.words[i];
+    return out.whole;
+}
 ATTAR_EMULATED __m512i _mm512_and_si512(__m512i a, __m512i b) { return a & b; }
 ATTAR_EMULATED __m512i _mm512_or_si512(__m512i a, __m512i b) { return a | b; }
 

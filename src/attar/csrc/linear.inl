@@ -231,12 +231,12 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
             wide[r] = x.wide ? x.wide + (row + r) * x.scales_a_row : nullptr;
         }
         std::int64_t left = per_weight, to_join = joined, left_of_scale = per_scale, left_of_group = per_group;  // parts
-        const auto of_wide = [&](const Wide& columns) __attribute__((always_inline)) {
+        const auto of_wide = [&](const Wide& columns) ATTAR_LAMBDA {
             const std::uint8_t* of_run = m.block(block) + columns.column / static_cast<int>(RUN) * RUN_BYTES;
             const Ints four = unpack_four<CODE>(m, of_run, columns.column % static_cast<int>(RUN) / 4);
             return shift_left(multiply4<CODE>(all(0), four, columns.high), HIGH_SHIFT);
         };
-        const auto add = [&](std::int64_t part, Ints* of_part) __attribute__((always_inline)) {
+        const auto add = [&](std::int64_t part, Ints* of_part) ATTAR_LAMBDA {
             for (int r = 0; r < ROWS; ++r) {
                 if (!fine && x.wide && wide[r]->part == part) of_part[r] = of_part[r] + of_wide(*wide[r]);
                 if (zeros)
@@ -415,7 +415,7 @@ static void put_panel(const Factors& factors, const Panel& panel, const Quantize
                              factor.offset % LANES == 0 && reinterpret_cast<std::uintptr_t>(out) % 64 == 0;
     for (std::int64_t r = 0; r < rows; ++r) {
         const float* scale = x.group ? nullptr : x.scales + row + r;
-        const auto value = [&](std::int64_t b) __attribute__((always_inline)) {
+        const auto value = [&](std::int64_t b) ATTAR_LAMBDA {
             return finished(load(total + r * 64 + b * LANES), *panel.factor[b], panel.block[b], scale);
         };
         for (std::int64_t b = 0; b < count; ++b) {

@@ -6,6 +6,10 @@
 // AVX2 multiplies bytes by `maddubs`, whose sums of two products take 16 bits; `madd` adds those in pairs, and is where the
 // fine scales of joined parts multiply at no cost. Codes of 8 bits do not fit, nor do zero points there: numbers of 16 bits
 // take as many multiplications, one for two products, and are what codes less their zero points times fine scales give.
+//
+// AVX-512 has two units for all that it does, multiplying included: what ends a part costs as much as columns do. So bytes
+// of rows are broadcast as they are loaded, which takes neither unit, sums of four rows by a whole panel stay in registers,
+// and a stretch is whole groups of activations, for which it is known without a branch where a row's wide columns are.
 
 constexpr std::int64_t STRETCH = 128;    // columns
 constexpr std::int64_t ROWS_SHARE = 64;  // rows for which a stretch is made
@@ -238,6 +242,123 @@ static void add_stretch(const Stretch& s, const QuantizedRows& x, std::int64_t r
     }
 }
 
+#if ATTAR_LEVEL >= ATTAR_AVX512
+// How rows are scaled: whole, by group, or by group with wide columns.
+enum class Scaled { whole, groups, wide };
+
+// The same for all blocks of the panel, of a stretch that has whole spans, and, where rows have wide columns, whole groups.
+// Sums of blocks that the panel lacks are made of the first, and go nowhere that is read.
+template <bool JOINS, Scaled SCALED, int ROWS>
+static void add_spans(const Stretch& s, const QuantizedRows& x, std::int64_t row, float* total) {
+    constexpr int BLOCKS = 4;
+    constexpr bool WIDE = SCALED == Scaled::wide;
+    const std::int64_t step_bytes = x.step_bytes(), parts = s.columns / s.part;
+    const std::int64_t per_group = WIDE ? x.group / s.part : parts, per_span = JOINS ? s.parts : 1;
+    const std::int32_t middle = s.offset && !s.zeros ? s.middle : 0;
+    const std::uint8_t* codes[BLOCKS];
+    for (int b = 0; b < BLOCKS; ++b) codes[b] = s.codes[b < s.panel->blocks ? b : 0];
+    const std::int8_t* const base = x.at(row, 0);  // rows of a tile lie 64 bytes apart
+    const std::int32_t* const row_sums = x.sums + row * x.parts + s.index;
+    const float* const row_scales = SCALED == Scaled::whole ? nullptr : x.part_scales + x.part_at(row, s.index);
+    const Wide* const of_rows = WIDE ? x.wide + row * x.scales_a_row + s.group[0] : nullptr;
+    for (std::int64_t part = 0, k = 0, span = 0, group = 0; part < parts; ++group) {
+        [[maybe_unused]] Ints wide[ROWS][BLOCKS];  // what wide columns add, by row and block
+        [[maybe_unused]] std::int64_t of_part[ROWS];
+        if constexpr (WIDE) {
+            for (int r = 0; r < ROWS; ++r) {
+                const Wide& columns = of_rows[r * x.scales_a_row + group];
+                const std::int64_t at = (columns.column - s.from) * LANES;
+                const Ints high = all(columns.high);
+                of_part[r] = columns.part - s.index;
+                for (int b = 0; b < BLOCKS; ++b)
+                    wide[r][b] = shift_left(dot4(all(0), load_bytes(codes[b] + at), high), HIGH_SHIFT);
+            }
+        }
+        for (const std::int64_t group_end = part + per_group; part < group_end; ++span) {
+            Ints sums[ROWS][BLOCKS];
+            for (std::int64_t i = 0; i < per_span; ++i, ++part) {
+                Ints acc[ROWS][BLOCKS];
+#pragma GCC unroll 4
+                for (int r = 0; r < ROWS; ++r) {
+                    const Ints start = all(-middle * row_sums[r * x.parts + part]);
+                    if constexpr (WIDE) {
+                        const bool here = of_part[r] == part;
+#pragma GCC unroll 4
+                        for (int b = 0; b < BLOCKS; ++b) acc[r][b] = add_if(here, start, wide[r][b]);
+                    } else {
+#pragma GCC unroll 4
+                        for (int b = 0; b < BLOCKS; ++b) acc[r][b] = start;
+                    }
+                }
+                for (const std::int64_t end = k + s.part; k < end; k += HALF_RUN) {
+                    const std::int64_t column = s.from + k;
+                    const std::int8_t* const from = base + (column >> 6) * step_bytes + (column & 63);
+#pragma GCC unroll 4
+                    for (int four = 0; four < HALF_RUN; four += 4) {
+                        Ints v[BLOCKS];
+#pragma GCC unroll 4
+                        for (int b = 0; b < BLOCKS; ++b) v[b] = load_bytes(codes[b] + (k + four) * LANES);
+#pragma GCC unroll 4
+                        for (int r = 0; r < ROWS; ++r) {
+                            const Ints of_row = broadcast_from(from + r * 64 + four);
+#pragma GCC unroll 4
+                            for (int b = 0; b < BLOCKS; ++b) acc[r][b] = dot4(acc[r][b], v[b], of_row);
+                        }
+                    }
+                }
+                if (s.zeros) {
+#pragma GCC unroll 4
+                    for (int r = 0; r < ROWS; ++r) {
+                        const Ints sum = all(row_sums[r * x.parts + part]);
+#pragma GCC unroll 4
+                        for (int b = 0; b < BLOCKS; ++b)
+                            acc[r][b] = acc[r][b] - load_bytes(s.zero_points + part * 64 + b * LANES) * sum;
+                    }
+                }
+#pragma GCC unroll 4
+                for (int b = 0; b < BLOCKS; ++b) {
+                    [[maybe_unused]] Ints fine;
+                    if constexpr (JOINS) fine = load_bytes(s.fine + part * 64 + b * LANES);
+#pragma GCC unroll 4
+                    for (int r = 0; r < ROWS; ++r) {
+                        if constexpr (JOINS) acc[r][b] = acc[r][b] * fine;
+                        sums[r][b] = JOINS && i ? sums[r][b] + acc[r][b] : acc[r][b];
+                    }
+                }
+            }
+            const float* const by = s.scales + span * 64;
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 4
+                for (int b = 0; b < BLOCKS; ++b) {
+                    Floats value = to_floats(sums[r][b]);
+                    if constexpr (SCALED != Scaled::whole)
+                        value = value * all(row_scales[span * per_span * x.tile + r]);
+                    float* const to = total + r * 64 + b * LANES;
+                    store(to, fma(value, load(by + b * LANES), load(to)));
+                }
+            }
+        }
+    }
+}
+
+template <bool JOINS, Scaled SCALED>
+static void add_spans_of(const Stretch& s, const QuantizedRows& x, std::int64_t row, std::int64_t rows, float* total) {
+    for (std::int64_t r = 0; r < rows;) {
+        const bool four = r + 4 <= rows && (row + r) % x.tile + 4 <= x.tile;  // rows of one tile
+        (four ? add_spans<JOINS, SCALED, 4> : add_spans<JOINS, SCALED, 1>)(s, x, row + r, total + r * 64);
+        r += four ? 4 : 1;
+    }
+}
+
+template <bool JOINS>
+static void add_whole_spans(const Stretch& s, const QuantizedRows& x, std::int64_t row, std::int64_t rows, float* total) {
+    if (x.wide) return add_spans_of<JOINS, Scaled::wide>(s, x, row, rows, total);
+    if (x.group) return add_spans_of<JOINS, Scaled::groups>(s, x, row, rows, total);
+    add_spans_of<JOINS, Scaled::whole>(s, x, row, rows, total);
+}
+#endif
+
 template <Products PRODUCTS, int BITS>
 static void add_rows(const Stretch& s, const QuantizedRows& x, std::int64_t row, std::int64_t rows, float* total,
                      std::int32_t* together) {
@@ -276,7 +397,9 @@ static void integer_many(const Factors& factors, const Factor& factor, const Qua
     const bool in_place = bits == 8 && !m.looked_up && products != Products::halves;
     Stretch s;
     s.panel = &panel, s.part = x.part, s.span = joined * x.part, s.zeros = zeros, s.offset = offset, s.middle = m.middle();
-    const std::int64_t whole = STRETCH / s.span;  // spans of a stretch; 0: a piece of one
+    std::int64_t whole = STRETCH / s.span;  // spans of a stretch; 0: a piece of one
+    const bool in_groups = ATTAR_LEVEL >= ATTAR_AVX512 && whole && (!x.wide || (x.group <= STRETCH && x.group % s.span == 0));
+    if (in_groups && x.wide) whole = STRETCH / x.group * x.group / s.span;
     auto* total = reinterpret_cast<float*>(scratch.at(0, ROWS_SHARE * 64 * 4));
     auto* together = reinterpret_cast<std::int32_t*>(scratch.at(3, ROWS_SHARE * 64 * 4));
     std::uint8_t* made = in_place ? nullptr : scratch.at(1, STRETCH * 64 * 2);
@@ -307,6 +430,12 @@ static void integer_many(const Factors& factors, const Factor& factor, const Qua
                     store_bytes(s.fine + to, MADDS ? fine_at(of, panel.block[b], group) : fine);
                 }
             }
+#if ATTAR_LEVEL >= ATTAR_AVX512
+            if (in_groups) {
+                joined > 1 ? add_whole_spans<true>(s, x, at, here, total) : add_whole_spans<false>(s, x, at, here, total);
+                continue;
+            }
+#endif
             if (products == Products::bytes)
                 add_rows_of<Products::bytes>(bits, s, x, at, here, total, together);
             else if (products == Products::joined)

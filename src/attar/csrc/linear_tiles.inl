@@ -187,7 +187,7 @@ static void add_part_of(const Part& p, std::int64_t row, std::int64_t rows, floa
     for (std::int64_t b = 0; b < blocks; ++b) scale[b] = scales_in(p, b, p.group);
     std::int64_t tile_before = -1, block_before = 0, tiles_before = 0, blocks_before = 0;
     int buffer = 0;
-    const auto scale_one = [&](int which, std::int32_t(*from)[256]) __attribute__((always_inline)) {
+    const auto scale_one = [&](int which, std::int32_t(*from)[256]) ATTAR_LAMBDA {
         const int t = which / 2, b = which % 2;
         if (t >= tiles_before || b >= blocks_before) return;
         const std::int64_t at = (tile_before + t) * height, block = block_before + b;

@@ -22,9 +22,16 @@
 #define ATTAR_AVX512 4
 #define ATTAR_AMX 5
 
-#define ATTAR_INLINE static inline __attribute__((always_inline))
+// Builds that look for faults call functions, as instrumented code of everything inlined takes minutes to compile.
+#if defined(ATTAR_NOT_INLINED)
+#define ATTAR_LAMBDA
+#define ATTAR_INLINE static inline __attribute__((unused))
+#define ATTAR_INLINE_MEMBER inline
+#else
 #define ATTAR_LAMBDA __attribute__((always_inline))
-#define ATTAR_INLINE_MEMBER inline __attribute__((always_inline))
+#define ATTAR_INLINE static inline ATTAR_LAMBDA
+#define ATTAR_INLINE_MEMBER inline ATTAR_LAMBDA
+#endif
 
 namespace attar {
 

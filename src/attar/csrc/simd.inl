@@ -423,6 +423,36 @@ ATTAR_INLINE Ints dot4(Ints acc, Ints codes, std::int32_t x) {
     }
     return acc;
 }
+#if ATTAR_LEVEL >= ATTAR_AVX512
+// Codes of all 8 bits, and in every lane of `x` bytes of its own.
+ATTAR_INLINE Ints dot4(Ints acc, Ints codes, Ints x) {
+    acc.piece[0] = (IntPiece)_mm512_dpbusd_epi32((__m512i)acc.piece[0], (__m512i)codes.piece[0], (__m512i)x.piece[0]);
+    return acc;
+}
+// Four bytes in every lane, read where they lie: by way of a register they would take one of the two units that multiply.
+ATTAR_INLINE Ints broadcast_from(const std::int8_t* from) {
+#if defined(ATTAR_EMULATE)
+    std::int32_t four;
+    std::memcpy(&four, from, sizeof four);
+    return all(four);
+#else
+    struct Four {
+        std::int8_t bytes[4];
+    };
+    __m512i out;
+    asm("vpbroadcastd %1, %0" : "=v"(out) : "m"(*reinterpret_cast<const Four*>(from)));
+    Ints found;
+    found.piece[0] = (IntPiece)out;
+    return found;
+#endif
+}
+// a + b, or a alone; one instruction, and no branch.
+ATTAR_INLINE Ints add_if(bool condition, Ints a, Ints b) {
+    const __mmask16 lanes = condition ? 0xffff : 0;
+    a.piece[0] = (IntPiece)_mm512_mask_add_epi32((__m512i)a.piece[0], lanes, (__m512i)a.piece[0], (__m512i)b.piece[0]);
+    return a;
+}
+#endif
 ATTAR_INLINE Ints dot4_wide(Ints acc, Ints codes, std::int32_t x) {
 #if ATTAR_LEVEL == ATTAR_AVX2 || ATTAR_LEVEL == ATTAR_NEON  // pairs of products may pass int16; codes may pass int8
     const Ints low = dot4(all(0), codes & all(0x0f0f0f0f), x);

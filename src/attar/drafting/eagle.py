@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attar.checkpoints.drafts import eagle
+from attar.drafting.initial import normal
+from attar.drafting.small import turned
 from attar.drafting.target import Target
 from attar.errors import UserError
 from attar.model.cache import KeptStates
@@ -37,8 +38,11 @@ class EagleLearner:
     Raises ValueError for a target of fewer than three layers, or whose embedding no head can share.
     """
 
-    def __init__(self, target: Target, depths: int, tokens: Tensor | None, loss: str, seed: int) -> None:
+    def __init__(
+        self, target: Target, depths: int, tokens: Tensor | None, loss: str, seed: int, speculators: bool = False
+    ) -> None:
         config, self.target, self.depths, self.loss = target.config, target, depths, loss
+        self.speculators = speculators  # the layout that is written
         if config.layers < 3 or config.embedding_scale != 1.0 or config.learned_positions:
             raise UserError(
                 "architecture_unsupported",
@@ -58,7 +62,7 @@ class EagleLearner:
             "self_attn.v_proj": (key, 2 * width), "self_attn.o_proj": (width, query),
             "mlp.gate_proj": (wide, width), "mlp.up_proj": (wide, width), "mlp.down_proj": (width, wide),
         }  # fmt: skip
-        self.weights = {f"midlayer.{n}.weight": _normal(seed, i, s) for i, (n, s) in enumerate(shapes.items())}
+        self.weights = {f"midlayer.{n}.weight": normal(seed, i, s) for i, (n, s) in enumerate(shapes.items())}
         for name in ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm"):
             self.weights[f"{name}.weight"] = torch.ones(width)
         self.weights["norm.weight"] = target.decoder.final_norm.weight.detach().float().clone()
@@ -101,7 +105,11 @@ class EagleLearner:
         return found
 
     def write(self, folder: Path) -> None:
-        eagle.write(folder, self.target.config, self.rope.theta, self.aux, self.weights, self.tokens)
+        shape, parts = eagle.shape_of(self.target.config, self.rope.theta, len(self.tokens), self.aux), self.weights
+        if self.speculators:
+            eagle.write_speculators(folder, shape, parts, self.tokens, self.target.path.stem, self.depths)
+        else:
+            eagle.write(folder, shape, parts, self.tokens)
 
     def _unrolled(self, ids: Tensor, states: KeptStates) -> list[Tensor]:
         """Return the draft logits [S, L - 1 - j, V] of each step j: row i of step j predicts token i + j + 2."""
@@ -129,7 +137,8 @@ class EagleLearner:
             self._product(f"self_attn.{name}_proj", x).view(*x.shape[:2], -1, config.head_dim).transpose(1, 2)
             for name in ("q", "k", "v")
         )
-        q, k = self._turned(q, positions), self._turned(k, positions).repeat_interleave(shared, 1)
+        angles = rotation(self.rope, positions, depth + rows)
+        q, k = turned(q, *angles), turned(k, *angles).repeat_interleave(shared, 1)
         keys.append((k, v.repeat_interleave(shared, 1)))
         scale = config.head_dim**-0.5
         k0, v0 = (each[:, :, :rows] for each in keys[0])
@@ -150,14 +159,3 @@ class EagleLearner:
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], EPS)
-
-    def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = rotation(self.rope, positions, int(positions[-1]) + 1)
-        a, b = x.chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-
-def _normal(seed: int, stream: int, shape: tuple[int, int]) -> Tensor:
-    """Return float32 numbers of standard deviation 0.02, drawn from a counter of (seed, stream)."""
-    draw = np.random.Generator(np.random.Philox(key=np.array([seed, stream + 100], dtype=np.uint64)))
-    return torch.from_numpy(0.02 * draw.standard_normal(shape, dtype=np.float32))

@@ -1,4 +1,4 @@
-"""A run of training: steps of Adam on a draft head, with its target computed beside.
+"""A run of training: steps of Adam on a draft head or model, with its target computed beside.
 
 A killed run resumes: every `save_every` steps the head, Adam's moments, the losses and the agreement so far go to disk.
 All randomness comes from counters, so the bytes are those of an uninterrupted run, given the same torch build,
@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -23,19 +24,34 @@ from torch import Tensor
 
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.writer import atomic_folder
-from attar.compression.calibration.texts import token_hash, within_context, within_vocabulary
+from attar.compression.calibration.texts import (
+    Amount,
+    drawn_name,
+    kept_or_drawn,
+    token_hash,
+    within_context,
+    within_vocabulary,
+)
 from attar.compression.training.saves import Saves
 from attar.compression.training.trainable_model import schedule, shuffled
 from attar.drafting.eagle import EagleLearner
+from attar.drafting.early_exit import ExitLearner
 from attar.drafting.medusa import MedusaLearner
+from attar.drafting.small import STEP, SmallLearner
 from attar.drafting.target import Target, frequent
 from attar.errors import UserError
 from attar.model.cache import KeptStates
 from attar.progress import Progress
 
-Kind = Literal["medusa", "eagle3"]
+Kind = Literal["medusa", "eagle3", "exit", "small"]
 Loss = Literal["published", "acceptance"]
+Layout = Literal["safeailab", "speculators"]
 KINDS = get_args(Kind)
+DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "medusa": {"depths": 3, "draft_vocab": 32000}, "eagle3": {"depths": 3, "draft_vocab": 32000},
+    "exit": {"layers": 1, "draft_vocab": 32000}, "small": {"layers": 2, "width": 128},
+}  # fmt: skip
+OWN = ("depths", "layers", "width", "draft_vocab")  # settings that not every kind has
 RECEIPT = "training.json"
 CLIP = 1.0  # limit of the gradient's norm
 COMPARED = 2048  # tokens of the held-out text at most
@@ -43,12 +59,20 @@ COMPARED = 2048  # tokens of the held-out text at most
 
 @dataclass(frozen=True, slots=True)
 class DraftTraining:
-    """Settings of a training. `depths` are heads, or steps that a head is unrolled; `draft_vocab` is the number of
-    tokens that it can guess. Raises ValueError on invalid values."""
+    """Settings of a training; None is the kind's default, and what a kind does not have cannot be set.
+
+    `depths` are Medusa heads, or steps that an EAGLE-3 head is unrolled. `layers` are those of a small model, or those
+    before an exit, by default a quarter. `width` is a small model's hidden size. `draft_vocab` is the number of tokens
+    that can be guessed; a small model guesses all. `layout` is that of an
+    EAGLE-3 head's files, by default SafeAILab's. Raises ValueError on invalid values.
+    """
 
     kind: Kind = "medusa"
-    depths: int = 3
-    draft_vocab: int = 32000
+    depths: int | None = None
+    layers: int | None = None
+    width: int | None = None
+    draft_vocab: int | None = None
+    layout: Layout | None = None
     loss: Loss = "published"
     epochs: int = 1
     rate: float = 1e-3
@@ -62,15 +86,36 @@ class DraftTraining:
                 "name_unknown",
                 f"kinds are {', '.join(KINDS)} and losses {', '.join(get_args(Loss))}, not {self.kind} and {self.loss}",
             )
-        if min(self.depths, self.draft_vocab, self.epochs, self.batch, self.save_every) < 1 or self.seed < 0:
+        for name in OWN:
+            if getattr(self, name) is not None and name not in DEFAULTS[self.kind]:
+                own = ", ".join(each.replace("_", "-") for each in DEFAULTS[self.kind])
+                raise UserError("option_unused", f"{self.kind} has no {name.replace('_', '-')}: it has {own}")
+        if self.layout is not None and (self.kind != "eagle3" or self.layout not in get_args(Layout)):
+            raise UserError(
+                "option_unused",
+                f"layouts are {', '.join(get_args(Layout))}, of eagle3, not {self.layout} of {self.kind}",
+            )
+        given = [value for name in OWN if (value := getattr(self, name)) is not None]
+        if min(*given, self.epochs, self.batch, self.save_every) < 1 or self.seed < 0:
             raise UserError(
                 "option_out_of_range",
-                "depths, draft-vocab, epochs, batch and save-every are at least 1, and the seed at least 0",
+                "numbers of layers, tokens, epochs and steps are at least 1, and the seed at least 0",
             )
-        if self.depths > 16 or not 0 < self.rate < 1:
+        if (self.depths or 1) > 16 or not 0 < self.rate < 1:
             raise UserError(
                 "option_out_of_range", f"depths are at most 16 and rate is in (0, 1), not {self.depths} and {self.rate}"
             )
+        if (self.width or STEP) % STEP:
+            raise UserError("option_out_of_range", f"the width is a multiple of {STEP}, not {self.width}")
+
+    def complete(self, layers: int) -> DraftTraining:
+        """Return these settings with the kind's defaults, for a target of so many layers."""
+        own = {**DEFAULTS[self.kind], **({"layers": max(1, layers // 4)} if self.kind == "exit" else {})}
+        return replace(
+            self,
+            depths=self.depths or own.get("depths"), layers=self.layers or own.get("layers"),
+            width=self.width or own.get("width"), draft_vocab=self.draft_vocab or own.get("draft_vocab"),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -110,22 +155,23 @@ class Learner(Protocol):
 def train_draft(
     path: Path,
     out: Path,
-    ids: Tensor,
+    text: Tensor | Amount,
     options: DraftTraining,
     *,
     overwrite: bool = False,
     resume: bool = True,
     progress: Progress | None = None,
 ) -> Trained:
-    """Train a draft head of the model at `path`, a folder or GGUF file, on token ids [S, L] into the folder `out`.
+    """Train a draft head of the model at `path`, a folder or GGUF file, on token ids [S, L] into the folder `out`, or
+    on an amount of text that the model itself writes first.
 
     Raises ValueError where there are fewer than two sequences or they exceed the context, a loss is not finite, or an
     interrupted run of this output had other settings, was made elsewhere or left no undamaged save.
     """
-    if len(ids) < 2 or ids.shape[1] < options.depths + 3:
-        raise UserError(
-            "text_too_short", f"a training needs two sequences of {options.depths + 3} tokens: give more text"
-        )
+    rows, length = (text.samples, text.length) if isinstance(text, Amount) else text.shape
+    least = (options.depths or DEFAULTS[options.kind].get("depths", 0)) + 3
+    if rows < 2 or length < least:
+        raise UserError("text_too_short", f"a training needs two sequences of {least} tokens: give more text")
     if path.resolve().is_relative_to(out.resolve()):
         raise UserError("output_is_source", f"{out} would replace the model that it is trained for: choose another")
     report = progress or (lambda stage, done, total: None)
@@ -134,17 +180,15 @@ def train_draft(
             work.clear()
         report("loading", 0, 1)
         target = Target(path)
-        within_context(ids.shape[1], target.config, "sequences to learn from")
+        within_context(length, target.config, "sequences to learn from")
+        hashes, options = target.hashes(), options.complete(target.config.layers)
+        ids = _written(target, text, hashes, work.state, report) if isinstance(text, Amount) else text
         within_vocabulary(ids, target.config.vocab_size, "learned")
-        hashes = target.hashes()
         about = receipt.environment() | asdict(options) | {"source": hashes, "text": token_hash(ids)}
+        about |= {"written": asdict(text)} if isinstance(text, Amount) else {}
         held = max(1, min(len(ids) // 10, COMPARED // ids.shape[1]))
-        tokens = frequent(ids[:-held], options.draft_vocab, target.config.vocab_size)
-        learner: Learner = (
-            MedusaLearner(target, options.depths, tokens, options.loss)
-            if options.kind == "medusa"
-            else EagleLearner(target, options.depths, tokens, options.loss, options.seed)
-        )
+        tokens = frequent(ids[:-held], options.draft_vocab or target.config.vocab_size, target.config.vocab_size)
+        learner = _learner(target, options, tokens)
         saves = Saves(work.state, about, resume)
         with torch.inference_mode(False), torch.enable_grad():
             losses = _train(learner, target, ids[:-held], ids[-held:], options, saves, report)
@@ -153,6 +197,23 @@ def train_draft(
         curve = [(int(at), tuple(shares)) for at, shares in saves.figures["curve"]]
         _write_receipt(work.out, about, {"parameters": count, "loss": losses[-1], "curve": saves.figures["curve"]})
     return Trained(out, count, tuple(losses), tuple(curve), tuple(saves.notes))
+
+
+def _written(target: Target, amount: Amount, hashes: Mapping[str, str], state: Path, report: Progress) -> Tensor:
+    """Return text that the target writes, int64 [S, L]; a resumed run finds it in the folder `state`."""
+    at = state / drawn_name(receipt.combined_hash(hashes), amount)
+    return kept_or_drawn(lambda: target.decoder, target.config, amount, at, partial(report, "sampling"))
+
+
+def _learner(target: Target, options: DraftTraining, tokens: Tensor | None) -> Learner:
+    depths, layers = options.depths or 0, options.layers or 0
+    if options.kind == "medusa":
+        return MedusaLearner(target, depths, tokens, options.loss)
+    if options.kind == "eagle3":
+        return EagleLearner(target, depths, tokens, options.loss, options.seed, options.layout == "speculators")
+    if options.kind == "exit":
+        return ExitLearner(target, layers, tokens, options.loss)
+    return SmallLearner(target, layers, options.width or 0, options.loss, options.seed)
 
 
 def _write_receipt(folder: Path, about: Mapping[str, Any], found: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.vocabulary import is_gguf
 from attar.formats.packed import PackedTensor
 from attar.kernels import dispatch, ops
-from attar.model import decoder
+from attar.model import assembly
 from attar.model.cache import ForwardBatch, KeptStates
 
 LOGITS_AT_ONCE = 1 << 23
@@ -38,7 +38,7 @@ class Target:
     def ends(self) -> tuple[Tensor, Tensor]:
         """Return the embedding and the LM head, float32 [V, I] each, as the checkpoint has them."""
         opened = GgufCheckpoint.open if is_gguf(self.path) else Checkpoint.open
-        embedding, head = decoder.build_ends(self.config, opened(self.path, torch.float32))
+        embedding, head = assembly.build_ends(self.config, opened(self.path, torch.float32))
         return _dense(embedding.table), _dense(head.weight)
 
     @torch.no_grad()

@@ -49,11 +49,13 @@ from attar.protocol.messages import Embed, Event, Stats, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
-from attar.sampling.drafters.drafter import Drafter, StateReader
+from attar.sampling.drafters.drafter import Drafter
+from attar.sampling.drafters.first_of import reader_of
 from attar.sampling.drafters.forced import ForcedDrafter
 from attar.sampling.masks import GrammarMasks
 from attar.sampling.pace import Pace
-from attar.sampling.sampler import BadLogits, Sampler, distinct
+from attar.sampling.reasoning import ReasoningMask
+from attar.sampling.sampler import BadLogits, Mask, Sampler, distinct
 from attar.sampling.stop_strings import StopChecker
 from attar.sampling.verify import Drawn, confirmed
 from attar.scheduling.block_pool import BlockPool
@@ -126,8 +128,8 @@ class Engine:
         self.speculation: Speculation | None = None
         if config.drafter is not None:
             config.drafter.reset()
-            if isinstance(config.drafter, StateReader):
-                self.runner.keep = config.drafter.layers
+            if (reader := reader_of(config.drafter)) is not None:
+                self.runner.keep = reader.layers
         forces = limits.max_drafts > 0 and tokenizer is not None and not self.overlaps
         if config.drafter is not None or forces:
             fixed = config.draft_tokens is not None
@@ -286,11 +288,21 @@ class Engine:
         own = replace(params, seed=seed_of_choice(params.seed, number))
         vocab = self.decoder.config.vocab_size
         seen = request.prompt if request.seen is None else request.seen
-        grammar = ask.grammar if isinstance(ask, Submit) else None
-        mask = None if grammar is None else self.masks.mask(grammar, ask.cache_salt, sequence.id)
+        mask = self._mask(ask, sequence.id, request.ending) if isinstance(ask, Submit) else None
         sampler = Sampler(own, seen, vocab, name=sequence.id, mask=mask, ending=request.ending)
-        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.prompt)
+        visible = params.visible_token_ids
+        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.prompt, visible=visible)
         return Choice(request, number, sequence, sampler, detokenizer, StopChecker(own.stop))
+
+    def _mask(self, ask: Submit, name: str, ending: frozenset[int]) -> Mask | None:
+        """Return the mask of a choice called `name`; None where every token may come at any time."""
+        grammar = None if ask.grammar is None else self.masks.mask(ask.grammar, ask.cache_salt, name)
+        if (section := ask.reasoning) is None or (grammar is None and section.budget is None):
+            return grammar
+        vocab = self.decoder.config.vocab_size
+        if max(section.start, section.end) >= vocab:
+            raise Refused("invalid", f"a reasoning marker lies outside the model's vocabulary 0..{vocab - 1}")
+        return ReasoningMask(section, vocab, grammar, ending)
 
     # ---- a step
 
@@ -323,6 +335,8 @@ class Engine:
         draws = iter(self.launcher.wait_for(inflight))
         for choice, drafts in inflight.takers:
             own = list(itertools.islice(draws, 1 + len(drafts)))
+            if self.speculation is not None:
+                self.speculation.tried(choice.sequence, drafts, own)
             outcomes[choice.sequence.id] = self._advance(choice, drafts, own)
         unscorable = [each.id for each, choice in inflight.choices.items() if choice.request.unscorable]
         outcomes |= {id: Outcome(failure="bad_logits") for id in unscorable}

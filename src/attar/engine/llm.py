@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,10 +36,13 @@ from attar.model.cache import BLOCK, ForwardBatch
 from attar.progress import Progress
 from attar.protocol.grammar import Constraint, Grammar
 from attar.protocol.messages import Delta, Failed, Finished, PromptLogprobs, Submit
+from attar.protocol.reasoning import ReasoningSection
 from attar.protocol.request import Completion, FinishReason, SamplingParams, TokenLogprob
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.speculation import FORCED_STEP_DRAFTS, MAX_STEP_DRAFTS, check_draft
 from attar.sampling.sampler import counted
+from attar.text.answers.events import AnswerParser, Plain
+from attar.text.answers.reasoning import Place, ReasoningMarkers, ReasoningParser, said
 from attar.text.grammar_proof import Prover
 from attar.text.grammars import Vocabulary
 from attar.text.literal import LiteralChat
@@ -48,6 +51,7 @@ from attar.text.tokenizer import Tokenizer
 
 PREFILL_ROWS = 2048  # rows of one step: bounds the memory of activations
 TOGETHER = 16  # prompts
+TAIL = 64  # tokens at the end of a prompt that show whether a reasoning section is open
 ROOM = 2048  # least tokens of an engine's cache, for one prompt or several: a second stream is to find some
 
 Said = Delta | PromptLogprobs | Finished | Failed
@@ -62,6 +66,8 @@ class Answer:
     prompt: tuple[int, ...]
     params: SamplingParams
     grammar: Grammar | None = None
+    section: ReasoningSection | None = None
+    parser: AnswerParser = field(default_factory=Plain)
     tokens: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -85,8 +91,9 @@ class Answer:
     def completion(self) -> Completion:
         assert self.reason is not None, "an answer that has not ended"
         logprobs = None if counted(self.params) is None else tuple(self.logprobs)
+        reasoning, text = said([*self.parser.feed("".join(self.text)), *self.parser.close()])
         return Completion(
-            "".join(self.text), tuple(self.tokens), self.reason, self.prompt, logprobs, self.params.seed, self.of_prompt
+            text, tuple(self.tokens), self.reason, self.prompt, logprobs, self.params.seed, self.of_prompt, reasoning
         )
 
 
@@ -221,35 +228,71 @@ class LLM:
         constraint: Constraint | None = None, **template: Any,
     ) -> Completion:  # fmt: skip
         """Answer a conversation of {"role", "content"} messages through the model's chat template. `template` are
-        further variables of the template, such as `tools` or `enable_thinking`."""
-        return self.generate([self.encode_chat(messages, **template)], params, constraint=constraint)[0]
+        further variables of the template, such as `tools` or `enable_thinking`. What the model says in its reasoning
+        section is the completion's `reasoning`; a constraint holds behind it."""
+        answer = self._chat_answer(messages, params, constraint, template)
+        for _ in self._run([answer]):
+            pass
+        return answer.completion()
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, *,
         constraint: Constraint | None = None, **template: Any,
     ) -> Generator[str, None, Completion]:  # fmt: skip
-        """Answer like `chat`, and yield the text piece by piece; the generator's return value is the Completion."""
-        return self.stream(self.encode_chat(messages, **template), params, constraint=constraint)
+        """Answer like `chat`, and yield the text piece by piece, a reasoning section and its markers included; the
+        generator's return value is the Completion."""
+        return self._pieces(self._chat_answer(messages, params, constraint, template))
+
+    def reasoning_parser(self, prompt: Sequence[int], exact: bool = False) -> AnswerParser:
+        """Return a parser for the pieces of an answer to a chat's prompt, which splits reasoning from text; `exact`
+        as a constraint needs it (`text/answers/reasoning.py`)."""
+        if (markers := self._markers) is None:
+            return Plain()
+        return ReasoningParser(markers, self._place(markers, prompt), Plain(), exact)
+
+    @property
+    def _markers(self) -> ReasoningMarkers | None:
+        return ReasoningMarkers.of(self.tokenizer, self.tokenizer.chat_templates.get("default"))
+
+    def _place(self, markers: ReasoningMarkers, prompt: Sequence[int]) -> Place:
+        return markers.place(self.tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False))
+
+    def _chat_answer(
+        self, messages: Sequence[Message], params: SamplingParams | None, constraint: Constraint | None,
+        template: Mapping[str, Any],
+    ) -> Answer:  # fmt: skip
+        answer = self._answer(self.encode_chat(messages, **template), params, constraint)
+        answer.parser = self.reasoning_parser(answer.prompt, exact=constraint is not None)
+        if (markers := self._markers) is not None:
+            place = self._place(markers, answer.prompt)
+            answer.section = markers.section(place)
+            answer.params = replace(answer.params, visible_token_ids=markers.visible)
+            if constraint is not None and place is Place.INSIDE and answer.section is None:
+                message = f"no constraint while the model reasons: its vocabulary has no token {markers.end!r}"
+                raise UserError("option_conflict", message)
+        return answer
 
     def encode_chat(self, messages: Sequence[Message], **template: Any) -> list[int]:
         """Return the token ids of a conversation, with the assistant's turn opened, as `chat` gives them to the model.
-        Special tokens that a message spells stay text (`literal.py`). Raises ValueError where there is no template, or
-        it fails."""
+        Special tokens that a message or a tool spells stay text (`literal.py`). Raises ValueError where there is no
+        template, or it fails."""
         tokenizer = self.tokenizer
         source = tokenizer.chat_template(bool(template.get("tools")))
 
-        def render(said: Sequence[Message]) -> str:
-            return render_chat(source, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **template)
+        def render(said: Sequence[Message], more: Mapping[str, Any]) -> str:
+            return render_chat(source, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **more)
 
         if self._literal is None:
             self._literal = LiteralChat(tokenizer)
-        return self._literal.encode(messages, render)
+        return self._literal.encode(messages, render, template)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, constraint: Constraint | None = None
     ) -> Generator[str, None, Completion]:
         """Yield the text piece by piece, never half a character; the generator's return value is the Completion."""
-        answer = self._answer(prompt, params, constraint)
+        return (yield from self._pieces(self._answer(prompt, params, constraint)))
+
+    def _pieces(self, answer: Answer) -> Generator[str, None, Completion]:
         for delta in self._run([answer]):
             if delta.text:
                 yield delta.text
@@ -287,7 +330,9 @@ class LLM:
             with self._alone():
                 self._calls |= dict.fromkeys(call.answers, call)
                 for id, answer in call.answers.items():
-                    engine.submit(Submit(id, answer.prompt, answer.params, grammar=answer.grammar))
+                    engine.submit(
+                        Submit(id, answer.prompt, answer.params, grammar=answer.grammar, reasoning=answer.section)
+                    )
             del engine  # a larger one may replace it before all is read
             while left:
                 while not call.said:

@@ -27,11 +27,14 @@ from attar.faults import point
 from attar.model.cache import KeptStates
 from attar.protocol.speculation import DRAFTERS, MATCH_FIRST
 from attar.sampling.draft_gains import DraftGains
-from attar.sampling.drafters.drafter import NO_DRAFT, Draft, Drafter, DraftRequest, StateReader
-from attar.sampling.drafters.first_of import FirstOf
+from attar.sampling.drafters.drafter import NO_DRAFT, Draft, Drafter, DraftRequest, TrialReader
+from attar.sampling.drafters.first_of import FirstOf, reader_of
 from attar.sampling.drafters.forced import ForcedDrafter
+from attar.sampling.drafters.lookahead import LookaheadDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.sampling.pace import GLOBAL_MEMORY, MEMORY, SAMPLES, Chances, Pace
+from attar.sampling.sampler import SampledToken
+from attar.sampling.verify import Drawn
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Outcome, StepPlan
 
@@ -50,7 +53,7 @@ def drafter(
     if name is None:
         return None
     if name in DRAFTERS:
-        return SuffixDrafter()
+        return SuffixDrafter() if name == "suffix" else LookaheadDrafter()
     path = Path(name.removeprefix(MATCH_FIRST))
     made: Drafter
     if (kind := kind_of(path)) is not None:
@@ -138,8 +141,8 @@ class Speculation:
     def see(self, plan: StepPlan, outcomes: Mapping[str, Outcome], states: KeptStates | None) -> None:
         """Give the drafter the hidden states of a step's rows whose tokens stay, before they are committed. A step that
         ran in pieces has kept none."""
-        drafter = self.drafter
-        if not isinstance(drafter, StateReader) or states is None or len(states) != plan.tokens:
+        reader = reader_of(self.drafter)
+        if self.drafter is None or reader is None or states is None or len(states) != plan.tokens:
             return
         first = 0
         for chunk in plan.chunks:
@@ -147,10 +150,21 @@ class Speculation:
             kept = chunk.rows - len(chunk.drafts) + min(right, len(chunk.drafts))
             self._account(chunk.sequence)  # it is told of the sequence's end
             try:
-                drafter.see(chunk.sequence, chunk.start, states.rows(slice(first, first + kept)))
+                reader.see(chunk.sequence, chunk.start, states.rows(slice(first, first + kept)))
             except Exception:
-                self._failed(drafter, "reading hidden states of sequence %s", chunk.sequence.id)
+                self._failed(self.drafter, "reading hidden states of sequence %s", chunk.sequence.id)
             first += chunk.rows
+
+    def tried(self, sequence: Sequence, drafts: tuple[int, ...], draws: Iterable[Drawn]) -> None:
+        """Give the drafter the tokens that were sampled behind its drafts, before they are committed."""
+        drafter = self.drafter
+        if isinstance(drafter, TrialReader):
+            self._account(sequence)  # it is told of the sequence's end
+            sampled = itertools.takewhile(lambda draw: isinstance(draw, SampledToken), draws)
+            try:
+                drafter.tried(sequence, drafts, [draw.token_id for draw in sampled if isinstance(draw, SampledToken)])
+            except Exception:
+                self._failed(drafter, "reading tokens of sequence %s", sequence.id)
 
     def learn(
         self, plan: StepPlan, choices: Mapping[Sequence, Choice], outcomes: Mapping[str, Outcome], seconds: float

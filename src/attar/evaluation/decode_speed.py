@@ -56,7 +56,7 @@ from attar.kernels.operands import Linear, Prepared
 from attar.kernels.triton.store import GpuWeights
 from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
-from attar.model import decoder as model
+from attar.model import assembly
 from attar.model.cache import BLOCK, ForwardBatch
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
@@ -190,7 +190,7 @@ def quantized(size: tuple[int, int], scheme: Scheme, numbers: torch.Generator) -
 def build(name: str, scheme: str, head: str, store: BackendWeights) -> Decoder:
     """Return a model of a known shape with random weights. A tied embedding is the LM head, in the head's scheme."""
     config, device = shape(name), store.device if isinstance(store, GpuWeights) else "cpu"
-    return model.build(config, RandomWeights(config, scheme, head, device), None, store)
+    return assembly.build(config, RandomWeights(config, scheme, head, device), None, store)
 
 
 def part(name: str, scheme: str, head: str) -> Part:

@@ -21,9 +21,10 @@ from attar.kernels import ops
 from attar.kernels.dispatch import BackendWeights
 from attar.kernels.group import Group
 from attar.kernels.operands import Adapter, Linear, Norm, Routes
-from attar.model import decoder
+from attar.model import assembly
+from attar.model.assembly import Weights
 from attar.model.cache import ForwardBatch
-from attar.model.decoder import Decoder, Embedding, Watch, Weights
+from attar.model.decoder import Decoder, Embedding, Watch
 from attar.model.split import Cut, Split
 from attar.progress import StageProgress
 
@@ -207,15 +208,15 @@ def build(
     """Build one process's part of a model. `weights` holds the parts of linear layers and token table that `split`
     keeps.
 
-    Raises ValueError like `decoder.build`.
+    Raises ValueError like `assembly.build`.
     """
     together = groups.layers
-    final_norm = decoder.build_final_norm(split.block, weights)
+    final_norm = assembly.build_final_norm(split.block, weights)
     embedding, head = _ends(split, weights, final_norm, store)
     if together is not None and split.vocabulary is not None:
         start, stop = split.vocabulary
         embedding = SplitEmbedding(**vars(embedding), first=start, rows=stop - start, sum=together.sum)
-    blocks = decoder.build_blocks(split.block, weights, split.layers, on_block, store)
+    blocks = assembly.build_blocks(split.block, weights, split.layers, on_block, store)
     for i, block in enumerate(blocks):
         block.attention.layer = i  # of its own cache
         block.sum = None if together is None else together.sum
@@ -231,6 +232,6 @@ def _ends(split: Split, weights: Weights, final_norm: Norm, store: BackendWeight
         none = torch.empty((0, split.config.hidden), dtype=weights.dtype)
         return Embedding(none, weights.dtype), Linear(split.config.names.head, none)
     start, stop = split.vocabulary
-    embedding, head = decoder.build_ends(replace(split.block, vocab_size=stop - start), weights)
-    decoder.lay_out_ends(embedding, head, final_norm, store)
+    embedding, head = assembly.build_ends(replace(split.block, vocab_size=stop - start), weights)
+    assembly.lay_out_ends(embedding, head, final_norm, store)
     return embedding, head

@@ -16,6 +16,7 @@ import msgspec
 
 from attar.protocol.framing import frame
 from attar.protocol.grammar import Grammar
+from attar.protocol.reasoning import ReasoningSection
 from attar.protocol.request import FinishReason, SamplingParams, TokenLogprob
 
 MAX_FRAME = 64 << 20
@@ -35,6 +36,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     deadline: float | None = None  # seconds from now; then the request fails with `deadline`
     adapter: str = ""  # one of `Ready.adapters`; empty: the base model
     grammar: Grammar | None = None  # proven (`text/grammar_proof.py`); every choice satisfies it
+    reasoning: ReasoningSection | None = None  # before which the grammar does not hold; None where there is none
 
 
 class Embed(msgspec.Struct, frozen=True, tag="embed"):

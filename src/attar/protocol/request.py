@@ -21,6 +21,7 @@ MAX_STOPS = 16
 MAX_STOP_BYTES = 1024  # 256 characters of any kind
 MAX_LOGPROBS = 20
 MAX_NAMED_LOGPROBS = 128
+MAX_VISIBLE = 64
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_SEED = 2**64 - 1
@@ -55,6 +56,7 @@ class SamplingParams:
     logit_bias: numbers in [-100, 100] that are added to the logits of these tokens, 1024 at most.
     draft_tokens: most drafts of speculative decoding in a step, 0 to 16; None for as many as pay. On CPUs they change
         no text.
+    visible_token_ids: up to 64 special tokens that the text shows, such as markers of tool calls; it shows no others.
     """
 
     max_tokens: int = 256
@@ -75,6 +77,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     draft_tokens: int | None = None
+    visible_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         _integer("max_tokens", self.max_tokens, 0)
@@ -101,6 +104,10 @@ class SamplingParams:
         object.__setattr__(self, "logprob_token_ids", _tokens("logprob_token_ids", self.logprob_token_ids))
         if len(self.logprob_token_ids) > MAX_NAMED_LOGPROBS:
             message = f"logprob_token_ids: at most {MAX_NAMED_LOGPROBS}, not {len(self.logprob_token_ids)}"
+            raise UserError("option_out_of_range", message)
+        object.__setattr__(self, "visible_token_ids", _tokens("visible_token_ids", self.visible_token_ids))
+        if len(self.visible_token_ids) > MAX_VISIBLE:
+            message = f"visible_token_ids: at most {MAX_VISIBLE}, not {len(self.visible_token_ids)}"
             raise UserError("option_out_of_range", message)
         if self.logprob_token_ids and self.logprobs:
             raise UserError(
@@ -132,7 +139,8 @@ class Completion:
 
     `finish_reason` is `stop` (an EOS or stop token, or a stop string) or `length` (max_tokens, or the context is full).
     `token_ids` include the token that ended the text; `text` does not show it. `seed` is the one that was used.
-    `prompt_logprobs` belong to the prompt's tokens after its first.
+    `prompt_logprobs` belong to the prompt's tokens after its first. `reasoning` is what a chat's answer says in its
+    reasoning section, which `text` leaves out.
     """
 
     text: str
@@ -142,6 +150,7 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None = None
     seed: int | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    reasoning: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-compatible values."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attar.errors import UserError
 
-DRAFTERS = ("suffix",)  # any other name is a path: of a draft model, or of a head
+DRAFTERS = ("suffix", "lookahead")  # any other name is a path: of a draft model, or of a head
 MATCH_FIRST = "suffix,"  # before such a path: it is asked where no long match is found
 MAX_DRAFT_TOKENS = 16  # drafts of one sequence in a step
 MAX_STEP_DRAFTS = 16  # drafts of all sequences in a step: memory is planned for their logits

@@ -9,6 +9,7 @@ from typing import Any
 from attar.faults import point
 from attar.protocol.grammar import Grammar
 from attar.protocol.messages import Embed, Failed, Ready, Submit
+from attar.protocol.reasoning import ReasoningSection
 from attar.protocol.request import SamplingParams
 from attar.server.admission.rate_limits import Caller
 from attar.server.errors import APIError
@@ -67,16 +68,16 @@ class Dispatcher:
 
     def submit(
         self, caller: Caller, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int, model: str,
-        priority: int = 0, grammar: Grammar | None = None,
+        priority: int = 0, grammar: Grammar | None = None, reasoning: ReasoningSection | None = None,
     ) -> RequestHandler:  # fmt: skip
-        """Submit prompts to be continued, n choices each that keep to `grammar`, by `model`. Where there are keys, a
-        `priority` below 0 counts as 0. Raises APIError."""
+        """Submit prompts to be continued, n choices each that keep to `grammar` behind their `reasoning`, by `model`.
+        Where there are keys, a `priority` below 0 counts as 0. Raises APIError."""
         left = self._admit(caller, prompts, n, params.max_tokens)
         if caller.cache_salt:  # no key goes ahead of another
             priority = max(0, priority)
         adapter = self._adapter(model)
         commands = [
-            Submit(name, prompt, params.seeded(), n, caller.cache_salt, priority, left, adapter, grammar)
+            Submit(name, prompt, params.seeded(), n, caller.cache_salt, priority, left, adapter, grammar, reasoning)
             for name, prompt in _named(caller, prompts)
         ]
         return self._ask(caller, prompts, n, commands, self._share())

@@ -39,6 +39,7 @@ class ServerOptions:
     server ends. template_date: what chat templates print, by default today. sampling: parameters of `SamplingParams`
     for requests that do not name them. aliases: further names of the served model, as `pattern`
     reads them. root_path: the prefix of every path, behind a proxy that passes it on; paths without it are served too.
+    response_store: bytes of answers that are kept for `previous_response_id`; 0: none are.
     """
 
     host: str = "127.0.0.1"
@@ -54,6 +55,7 @@ class ServerOptions:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     root_path: str = ""
+    response_store: int = 0
 
     def __post_init__(self) -> None:
         if not self.keys.hashes and not is_loopback(self.host):

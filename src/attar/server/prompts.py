@@ -9,16 +9,17 @@ from __future__ import annotations
 import datetime
 import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from attar import strict_json
 from attar.faults import point
 from attar.server.errors import APIError
 from attar.server.fair_thread_pool import TextThreads
+from attar.text.answers.reasoning import Place, ReasoningMarkers
 from attar.text.forms.infill import File, Infill
 from attar.text.forms.rerank import Reranker
 from attar.text.literal import LiteralChat, Messages
@@ -30,6 +31,7 @@ T = TypeVar("T")
 
 _PRIVATE = re.compile(r"0x[0-9a-fA-F]|(?<![\w/.<:])~?/[\w.-]+/|\b[A-Za-z]:\\")
 """What looks like an address in memory, or an absolute path."""
+NO_VARIABLES: Mapping[str, Any] = {}
 FEW_IDS = 4096  # checked on the spot, in less time than a thread takes to start
 
 
@@ -65,6 +67,13 @@ class Turn(Enum):
         return cls.ENDED if opened is False else cls.OPENED
 
 
+class ChatPrompt(NamedTuple):
+    """A conversation's token ids, and where the answer begins: before, inside or behind its reasoning section."""
+
+    ids: tuple[int, ...]
+    place: Place
+
+
 class Prompts:
     """The tokenizer and chat template of the served model, for requests of a `key`, or its salt. `date` is what chat
     templates print, by default today. Raises APIError for what cannot be a prompt."""
@@ -77,6 +86,16 @@ class Prompts:
         self._literal = LiteralChat(tokenizer)
         self.infill = Infill.of(tokenizer, self._literal.text_ids)
         self.reranker = Reranker.of(tokenizer, self._literal.text_ids)
+
+    @property
+    def template(self) -> str:
+        """The model's chat template, empty where it has none."""
+        return self.tokenizer.chat_templates.get("default", "")
+
+    @property
+    def reasoning(self) -> ReasoningMarkers | None:
+        """The markers of the model's reasoning section; None where it has none."""
+        return ReasoningMarkers.of(self.tokenizer, self.template)
 
     async def ids(
         self, key: bytes, prompts: Sequence[str | Sequence[int]], vocab: int, name: str, context: int, new: int = 0
@@ -140,18 +159,26 @@ class Prompts:
             key, len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         )
 
-    async def chat_ids(
-        self, key: bytes, messages: Sequence[dict[str, str]], context: int | None = None, turn: Turn = Turn.OPENED
-    ) -> tuple[int, ...]:
-        """Return the token ids of a conversation, with the assistant's `turn` at its end. One that leaves no room in
-        the `context` is refused."""
+    async def chat(
+        self, key: bytes, messages: Sequence[dict[str, str]], context: int | None = None, turn: Turn = Turn.OPENED,
+        variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> ChatPrompt:  # fmt: skip
+        """Return a conversation as token ids, with the assistant's `turn` at its end. `variables` are further ones of
+        the template. One that leaves no room in the `context` is refused."""
         size = sum(len(message["content"]) for message in messages)
-        ids = await self._threads.run(key, size, lambda: self._render(messages, context, turn), chat=True)
-        if not ids:
+        made = await self._threads.run(key, size, lambda: self._render(messages, context, turn, variables), chat=True)
+        if not made.ids:
             raise APIError("empty_prompt", "messages: no tokens", "messages")
-        if context is not None and len(ids) >= context:
-            raise _beyond(str(len(ids)), context, "messages", full=len(ids) == context)
-        return ids
+        if context is not None and len(made.ids) >= context:
+            raise _beyond(str(len(made.ids)), context, "messages", full=len(made.ids) == context)
+        return made
+
+    async def chat_ids(
+        self, key: bytes, messages: Sequence[dict[str, str]], context: int | None = None, turn: Turn = Turn.OPENED,
+        variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> tuple[int, ...]:  # fmt: skip
+        """Return the token ids of `chat`."""
+        return (await self.chat(key, messages, context, turn, variables)).ids
 
     async def text(self, key: bytes, ids: Sequence[int], vocab: int | None = None) -> str:
         """Return the text of token ids, special tokens included. Raises APIError for ids beyond `vocab`."""
@@ -197,26 +224,32 @@ class Prompts:
     def _encode(self, prompt: str) -> tuple[int, ...]:
         return _tokenized(lambda: tuple(self.tokenizer.encode(prompt)))
 
-    def _render(self, messages: Sequence[dict[str, str]], context: int | None, turn: Turn) -> tuple[int, ...]:
+    def _render(
+        self, messages: Sequence[dict[str, str]], context: int | None, turn: Turn, variables: Mapping[str, Any]
+    ) -> ChatPrompt:
         point("prompt.render")
         tokenizer = self.tokenizer
         try:
             template = tokenizer.chat_template()
         except ValueError as error:
             raise APIError("no_chat_template", "this model has no chat template: use /v1/completions") from error
+        place, markers = Place.BEFORE, self.reasoning
 
-        def render(said: Messages) -> str:
+        def render(said: Messages, more: Mapping[str, Any] = NO_VARIABLES) -> str:
+            nonlocal place
             text = render_chat(
                 template, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token,
                 add_generation_prompt=turn is Turn.OPENED, continue_final_message=turn is Turn.CONTINUED,
-                date=self._date,
+                date=self._date, **more,
             )  # fmt: skip
             if said is messages:  # else it has placeholders, longer than the text they stand for
                 self._check_length(text, "messages", context)
+            if markers is not None:
+                place = markers.place(text, said[-1]["content"] if turn is Turn.CONTINUED else None)
             return text
 
         try:
-            return tuple(self._literal.encode(messages, render))
+            return ChatPrompt(tuple(self._literal.encode(messages, render, variables or None)), place)
         except TemplateError as error:
             raise APIError("template_error", f"the chat template: {_fit(str(error))}", "messages") from error
         except ValueError as error:

@@ -30,6 +30,7 @@ from attar.server.metrics import Metrics
 PROMPT_ANSWER = 1.0  # seconds that a stream's status waits for the engine's first event
 LATE_ANSWER = 10.0  # at most, where the engine may refuse the request: clients wait for a status too
 MAX_PROMPTS = 128  # prompts of a request that are reported: the first
+NAME_DIGITS = 24  # of a request's id
 REMEMBERED = 1000  # ended requests that /why can report
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,8 @@ class RequestTraces:
         """Return the trace of a request by its id, its answer's, or its client's own, of which the last counts. Raises
         APIError where it is unknown, or another key's."""
         own = request.rpartition("-")[2].removeprefix("msg_")  # of an answer's id
+        if own.startswith("resp_"):  # further digits of it belong to the answer alone
+            own = own.removeprefix("resp_")[:NAME_DIGITS]
         trace = self._running.get(own) or self._ended.get(own)
         if trace is None or trace.cache_salt != cache_salt:
             known = [each for each in (*self._ended.values(), *self._running.values()) if each.given == request]

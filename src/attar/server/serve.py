@@ -17,6 +17,7 @@ from pathlib import Path
 import uvicorn
 
 from attar.server.api.app import make_app
+from attar.server.api.responses.store import ResponseStore
 from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client.client import EngineClient
 from attar.server.engine_client.heartbeat import STUCK
@@ -53,7 +54,7 @@ class Server:
         self.grammars = Grammars(tokenizer)
         self.app = make_app(
             self.dispatcher, self.prompts, self.grammars, self.threads, options.sampling, bool(options.keys.hashes),
-            options.root_path,
+            options.root_path, ResponseStore(options.response_store) if options.response_store else None,
         )  # fmt: skip
         self.middleware = Middleware(self.app, options, self.context)
         self._stop, self._now = asyncio.Event(), asyncio.Event()

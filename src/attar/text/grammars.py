@@ -221,8 +221,8 @@ def _names(message: str, schema: dict[str, Any]) -> bool:
 
 
 def json_rule(schema: dict[str, Any], whitespace: str | None = None, ascii: bool = False) -> str:
-    """Return the right side of a rule of Lark for JSON by a schema, which `schema_of` has checked. Only with `ascii` may
-    it hold a lone surrogate."""
+    """Return the right side of a rule of Lark for JSON by a schema, which `schema_of` has checked. Only with `ascii`
+    may it hold a lone surrogate."""
     options: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     if whitespace is not None:
         options = {"whitespace_flexible": bool(whitespace), "item_separator": ",", "key_separator": ":"}

@@ -14,13 +14,19 @@ import atexit
 import contextlib
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from attar.errors import Code, UserError
 from attar.text.limited_child import LimitedChild
 
 MAX_TEMPLATE = 1 << 20  # bytes
+OWN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token",
+       "template", "date", "raise_exception", "strftime_now")  # fmt: skip
+"""Variables that no caller may set as further ones: they are arguments of `render_chat`, or a template's functions."""
+_NAME = re.compile(r"(?<![\w.'\"])[A-Za-z_]\w*(?![\w'\"])")
 MAX_REQUEST = 16 << 20  # bytes: messages, tools and the template, as JSON
 RENDER_SECONDS = 1.2  # of which half on a processor; a render takes about a millisecond
 
@@ -77,6 +83,16 @@ def render_chat(
         raise TemplateError(f"the conversation is larger than {MAX_REQUEST >> 20} MiB")
     text = _renderer.ask(request, RENDER_SECONDS)
     return _until(text, mark) if mark else text
+
+
+def reads(template: str, variable: str) -> bool:
+    """Return whether a template names a variable, as a word that is no attribute and no text."""
+    return variable in _names(template)
+
+
+@lru_cache(8)
+def _names(template: str) -> frozenset[str]:
+    return frozenset(_NAME.findall(template))
 
 
 def warm() -> None:

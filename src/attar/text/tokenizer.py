@@ -18,7 +18,7 @@ from __future__ import annotations
 import codecs
 import json
 import logging
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -242,11 +242,15 @@ class Detokenizer:
 
     The pieces from `push` and the last one from `flush`, joined, are what `decode(prompt_ids + ids)` adds to the
     prompt's own text. Without a prompt that is `decode(ids)`; after one, a sentencepiece word keeps its leading space.
+    Special tokens among `visible` are shown also where the others are skipped.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True,
+        visible: Collection[int] = (),
+    ) -> None:  # fmt: skip
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._skip, self._visible = skip_special_tokens, visible
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip_next = tokenizer.strips_leading_space
         # UTF-8 resynchronizes within a character, so the end of a prompt gives the state of all of it.
@@ -259,7 +263,8 @@ class Detokenizer:
 
     def push(self, index: int) -> str:
         """Return the characters that this token completes; empty while one is still open."""
-        return self._stripped(self._utf8.decode(self._tokenizer._shown(index, self._skip)))
+        skip = self._skip and index not in self._visible
+        return self._stripped(self._utf8.decode(self._tokenizer._shown(index, skip)))
 
     def flush(self) -> str:
         """Return the end of the text: U+FFFD if it stops within a character, else empty."""

@@ -19,7 +19,7 @@ from attar.kv.schemes import SCHEMES
 from attar.model import cache
 from attar.model.cache import ForwardBatch, KVCache
 from attar.model.decoder import Decoder
-from attar.model.eagle import EagleHead
+from attar.model.drafts.eagle import EagleHead
 from tests.errors import user_error
 
 HIDDEN, VOCAB, WIDE, HEADS, KV_HEADS, SIZE = 64, 97, 96, 4, 2, 16

@@ -11,7 +11,7 @@ from attar.checkpoints.sources import hf
 from attar.compression.block.work import BlockWork
 from attar.compression.calibration.hidden_states import HiddenStates
 from attar.compression.recipe.recipe_file import load_recipe
-from attar.model.decoder import build_block
+from attar.model.assembly import build_block
 from tests.model.random_model import LLAMA, write
 
 

@@ -24,7 +24,7 @@ from attar.compression.rotation import rotation, spinquant_training
 from attar.compression.runs.pipeline import compress
 from attar.compression.solvers.transforms import rotations
 from attar.kernels import dispatch, hadamard
-from attar.model import decoder
+from attar.model import assembly, decoder
 from attar.model.cache import ForwardBatch
 from attar.model.split import Cut
 from tests.errors import user_error
@@ -95,7 +95,7 @@ def ids() -> Tensor:
 
 @torch.inference_mode()
 def logits(checkpoint: hf.Checkpoint) -> Tensor:
-    built = decoder.build(checkpoint.config, checkpoint)
+    built = assembly.build(checkpoint.config, checkpoint)
     stream, delta = built.states(ids(), ForwardBatch((24,), 24))
     return decoder.soft_capped(built.config, decoder.products(built.final_norm, built.head, stream, delta))
 
@@ -277,7 +277,7 @@ def test_no_scale_passes_what_is_turned_at_run_time(saved: Any) -> None:
     plain = hf.Checkpoint.open(saved("opt", torch.float32)[0])
     recipe = recipe_from_dict({"recipe": "quarot-w8a8", "across": True})
     for source, passes in ((plain, True), (rotation.rotated(plain, recipe, seed=0), False)):
-        block = decoder.build_block(source.config, source, 0)
+        block = assembly.build_block(source.config, source, 0)
         readers = [linear for fold in folds(block) for linear in fold.linears]
         assert any(linear is block.attention.output for linear in readers) == passes
     both = recipe_from_dict({"recipe": "quarot+smoothattention-w8a8", "across": True})

@@ -42,7 +42,7 @@ from attar.compression.solvers.rounding import rtn
 from attar.formats.packed import PackedTensor, codec
 from attar.kernels.operands import Linear
 from attar.metrics.measure import measure
-from attar.model import decoder
+from attar.model import assembly
 from attar.text.tokenizer import Tokenizer
 from tests.compression.test_experts import write
 from tests.errors import user_error
@@ -360,7 +360,7 @@ def test_what_is_measured_is_another_seeds(tiny: Path, calibration: Ids, tmp_pat
     source, found = hf.Checkpoint.open(tiny, torch.float32), set[str]()
     for seed in range(8):
         view = rotation.rotated(source, plan, seed)
-        model = decoder.build(view.config, view)
+        model = assembly.build(view.config, view)
         found.add(Experiment(groups_of(model, plan), schemes(), rounding_for(plan), *texts).fingerprint(model))
     assert len(found) == 8
 

@@ -19,7 +19,7 @@ from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Scheme
 from attar.formats.weight_formats import GgmlBlocks
 from attar.kernels.operands import Linear, Norm
-from attar.model.decoder import build_block
+from attar.model.assembly import build_block
 
 PARTS = {
     **dict.fromkeys(("w4g32", "w3g32-asym", "w8", "w8-tensor", "fp8-weight", "w8a8", "qserve-g32"), "scale"),

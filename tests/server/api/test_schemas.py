@@ -30,6 +30,7 @@ from attar.server.api.dialects.ollama import (
     OllamaShowBody,
 )
 from attar.server.api.dialects.rerank import RerankBody
+from attar.server.api.responses.schemas import ResponsesBody
 from attar.server.api.schemas import (
     ChatBody,
     CompletionBody,
@@ -51,6 +52,7 @@ LEAST: dict[type[Body], dict[str, Any]] = {
     ChatBody: {"messages": MESSAGES},
     AnthropicPrompt: {"messages": MESSAGES},
     AnthropicBody: {"messages": MESSAGES, "max_tokens": 3},
+    ResponsesBody: {"input": "hello"},
     EmbeddingBody: {"input": "hello"},
     TokenizeBody: {"prompt": "hello"},
 }
@@ -308,7 +310,8 @@ def test_the_librarys_sentences_are_understood(sentence: str, code: str, param: 
         (ChatBody, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
          "messages[0].content[0].type: 'image_url' is not supported by this server: it takes 'text'"),
         (AnthropicBody, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-         "messages[0].content[0].type: 'image' is not supported by this server: it takes 'text'"),
+         "messages[0].content[0].type: 'image' is not supported by this server: "
+         "it takes 'text' or 'thinking' or 'redacted_thinking'"),
         (EmbeddingBody, {"encoding_format": "int8"},
          "encoding_format: 'int8' is not supported by this server: it takes 'float' or 'base64'"),
     ],

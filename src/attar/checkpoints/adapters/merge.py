@@ -34,7 +34,7 @@ from attar.formats.scheme import Part, Scheme
 from attar.formats.weight_formats import Sparse24
 from attar.kernels import hadamard
 from attar.kernels.operands import Adapter
-from attar.model.decoder import all_compressible
+from attar.model.assembly import all_compressible
 
 SAMPLED = 32  # rows of a matrix that are rounded to find the error
 

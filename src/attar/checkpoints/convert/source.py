@@ -15,7 +15,7 @@ from attar.errors import UserError
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear
-from attar.model.decoder import all_compressible, packed_ends
+from attar.model.assembly import all_compressible, packed_ends
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,24 +15,44 @@ from attar.checkpoints.strict_io import CheckpointError, near
 from attar.checkpoints.writer import ShardWriter, plan_files
 from attar.formats.scheme import Part
 
-Kind = Literal["medusa", "eagle3"]
+Kind = Literal["medusa", "eagle", "eagle3", "exit"]
 
 EAGLE3 = frozenset(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"))
 """Architectures of the configs of SafeAILab and SpecForge, and of vLLM."""
 
+EXIT = "AttarEarlyExit"
+"""The architecture of the configs of early exits."""
+
+
+READ = "Medusa, EAGLE and EAGLE-3 heads, early exits and draft models"
+
 
 def kind_of(path: Path) -> Kind | None:
     """Return the kind of head in a folder by its config; None for a model, or what is no folder. Raises
-    CheckpointError where the config cannot be read."""
+    CheckpointError where the config cannot be read, or is of a kind that is not."""
     if not (path / CONFIG).is_file():
         return None
     config = read_config(path / CONFIG)
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
         return "medusa"
     names = config.get("architectures")
+    if names == [EXIT]:
+        return "exit"
+    other = config.get("speculators_model_type")
+    if other is not None and other != "eagle3":
+        raise CheckpointError("feature_unsupported", f"{path}: {other!r} drafts are not read: {READ} are")
+    if names == ["LlamaForCausalLM"] and config.get("num_hidden_layers") == 1 and _has_fc(path):
+        return "eagle"
     if config.get("speculators_model_type") == "eagle3" or (isinstance(names, list) and EAGLE3.intersection(names)):
         return "eagle3"
     return None
+
+
+def _has_fc(path: Path) -> bool:
+    """Return whether a folder of one Llama block joins two inputs in front of it: it is a head then, and no model."""
+    folder = Folder(path)
+    folder.close()
+    return folder.has("fc.weight")
 
 
 class HeadFolder:

@@ -22,7 +22,7 @@ from attar.kernels.dispatch import BackendWeights
 from attar.kernels.operands import Linear
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
-from attar.model.medusa import MedusaHeads
+from attar.model.drafts.medusa import MedusaHeads
 
 
 def read(path: Path, target: Decoder, store: BackendWeights | None = None) -> MedusaHeads:

@@ -47,7 +47,7 @@ from attar.kernels.dispatch import BackendWeights
 from attar.kernels.native.layouts import GGML
 from attar.kernels.native.store import CpuWeights
 from attar.kernels.operands import Linear
-from attar.model import decoder
+from attar.model import assembly
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.fields import COUNT
@@ -270,7 +270,7 @@ class GgufCheckpoint:
         outline, config, path = _Outline(self), self.config, self.file.path
         self.names = outline.names.keys()
         try:
-            decoder.check(config, outline)
+            assembly.check(config, outline)
         except CheckpointError:
             raise
         except ValueError as error:
@@ -336,4 +336,4 @@ def load(
     """Load the whole model of a GGUF file, ready to run. Arguments and errors as `hf.load`."""
     assert store is None or dtype == store.dtype, f"these kernels compute in {store.dtype}, not {dtype}"
     checkpoint = GgufCheckpoint.open(path, dtype, as_stored=store is not None, blocks=isinstance(store, CpuWeights))
-    return decoder.build(checkpoint.config, checkpoint, progress, store)
+    return assembly.build(checkpoint.config, checkpoint, progress, store)

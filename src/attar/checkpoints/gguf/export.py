@@ -38,8 +38,8 @@ from attar.checkpoints.vocabulary import NO_TOKENIZER, has_tokenizer
 from attar.checkpoints.vocabulary import tokenizer as load_tokenizer
 from attar.errors import UserError
 from attar.formats.codecs.ggml import GgmlType
+from attar.model.assembly import compressible, gates
 from attar.model.config import Experts, ModelConfig, Rope
-from attar.model.decoder import compressible, gates
 from attar.model.rope import frequencies
 from attar.model.rope_config import stated_context
 from attar.text.gguf_vocabulary import lost, vocabulary

@@ -53,10 +53,12 @@ from attar.kernels import dispatch
 from attar.kernels.native.linear import PackedWeight
 from attar.kernels.operands import Linear, Norm
 from attar.kernels.triton.weights import TritonWeight
+from attar.model import assembly
 from attar.model import decoder as model
+from attar.model.assembly import Weights
 from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
-from attar.model.decoder import Decoder, Weights
+from attar.model.decoder import Decoder
 from attar.model.layers import Block
 
 PROMPTS = 8
@@ -269,19 +271,19 @@ def measure_probes(config: ModelConfig, weights: Weights, seed: int) -> dict[str
     Raises ValueError naming the block whose output is not finite.
     """
     run = ProbeRun(config, seed)
-    embedding, head = model.build_ends(config, weights)
+    embedding, head = assembly.build_ends(config, weights)
     head.keep_dense = False
     count, length = run.ids.shape
     rows = embedding.forward(run.ids.reshape(-1), ForwardBatch((length,) * count, length).positions).float()
     seen = []
     for layer in range(config.layers):
-        block = model.build_block(config, weights, layer)
+        block = assembly.build_block(config, weights, layer)
         for linear in block.linears():
             linear.keep_dense = False
         rows, noted = run.run(layer, block, rows)
         seen.append(noted)
     last = rows.view(count, length, -1)[:, -1]
-    return run.finish(seen, run.logits(model.build_final_norm(config, weights), head, last))
+    return run.finish(seen, run.logits(assembly.build_final_norm(config, weights), head, last))
 
 
 def _through(block: Block, rows: Tensor, together: int) -> Tensor:
@@ -294,7 +296,7 @@ def _lay_out(block: Block) -> None:
     """Move the block's weights into a store of its own, which is freed with the block."""
     store = dispatch.store(COARSEST)
     assert store is not None
-    model.lay_out(block, store)
+    assembly.lay_out(block, store)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,9 +40,10 @@ from attar.errors import UserError
 from attar.formats.scheme import Part, Scheme
 from attar.kernels.dispatch import BackendWeights
 from attar.kernels.operands import Linear
-from attar.model import decoder
+from attar.model import assembly
+from attar.model.assembly import Weights
 from attar.model.config import ModelConfig, Names
-from attar.model.decoder import Decoder, Weights
+from attar.model.decoder import Decoder
 from attar.model.families import read_config
 from attar.plan.costs import matrices
 from attar.progress import StageProgress
@@ -192,7 +193,7 @@ class Checkpoint:
     def _check(self) -> None:
         """Build the model from shapes alone. Raises CheckpointError where a tensor is missing or of another shape."""
         with naming(self.folder.path):
-            decoder.check(self.config, _Outline(self))
+            assembly.check(self.config, _Outline(self))
 
     def _tied_by_omission(self) -> bool:
         names, stated = self.config.names, "tie_word_embeddings" in self.folder.config
@@ -205,7 +206,7 @@ class Checkpoint:
 
     def _own_dtype(self) -> torch.dtype:
         names = self.config.names
-        if decoder.packed_ends(self.config, self) and (scheme := self.scheme_of(names.head)) is not None:
+        if assembly.packed_ends(self.config, self) and (scheme := self.scheme_of(names.head)) is not None:
             return getattr(torch, scheme.scale_dtype)  # type: ignore[no-any-return]
         table = names.embed if self.has(f"{names.embed}.weight") else names.head
         return self._computable(self._dense_part(f"{table}.weight").dtype)
@@ -332,7 +333,7 @@ def load(
     assert store is None or dtype == store.dtype, f"these kernels compute in {store.dtype}, not {dtype}"
     checkpoint = Checkpoint.open(path, dtype, as_stored=store is not None)
     with naming(path):
-        return decoder.build(checkpoint.config, checkpoint, progress, store)
+        return assembly.build(checkpoint.config, checkpoint, progress, store)
 
 
 def load_again(checkpoint: Checkpoint, dtype: torch.dtype, store: BackendWeights | None = None) -> Decoder:
@@ -340,7 +341,7 @@ def load_again(checkpoint: Checkpoint, dtype: torch.dtype, store: BackendWeights
     again = copy.copy(checkpoint)
     again.dtype, again.as_stored = dtype, store is not None
     with naming(checkpoint.folder.path):
-        return decoder.build(again.config, again, None, store)
+        return assembly.build(again.config, again, None, store)
 
 
 def _reader(folder: Folder) -> Quantized | None:

@@ -38,7 +38,7 @@ from torch import Tensor
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.compression.calibration import gradients, hidden_states
 from attar.compression.calibration.hidden_states import HiddenStates
-from attar.model import decoder
+from attar.model import assembly, decoder
 
 TOKENS = 2048  # of calibration text that are measured: one sequence at least
 LIMIT = 1.0  # nats a token above what the model expects
@@ -87,7 +87,7 @@ def _at_head(source: Checkpoint, states: Tensor, wanted: Tensor) -> tuple[Tensor
     """Return -log p of the tokens `wanted` [N] and the entropy of p, both [N], given the last states [N, I]. With
     logits x and Z = sum e^x, the entropy is log Z - sum x e^x / Z: both sums grow with the rows of the LM head, taken
     relative to the largest logit so far."""
-    config, norm = source.config, decoder.build_final_norm(source.config, source)
+    config, norm = source.config, assembly.build_final_norm(source.config, source)
     largest = torch.full((len(states),), -torch.inf, dtype=torch.float64)
     total, weighted, found = torch.zeros_like(largest), torch.zeros_like(largest), torch.zeros_like(largest)
     for rows, head in hidden_states.head_rows(source):

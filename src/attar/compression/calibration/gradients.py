@@ -39,7 +39,7 @@ from attar.compression.calibration.hidden_states import HiddenStates, rows_at_on
 from attar.errors import UserError
 from attar.metrics.perplexity import in_rows
 from attar.model import decoder
-from attar.model.decoder import build_block, build_ends, build_final_norm
+from attar.model.assembly import build_block, build_ends, build_final_norm
 from attar.model.layers import Block
 from attar.progress import Progress
 

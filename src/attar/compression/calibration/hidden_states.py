@@ -23,9 +23,9 @@ from attar.checkpoints.sources import hf
 from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.kernels.operands import Linear
+from attar.model.assembly import build_embedding, build_head
 from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
-from attar.model.decoder import build_embedding, build_head
 
 ROWS_AT_ONCE = 2048  # rows of one forward call at most: enough to keep the cores busy
 WIDEST = 32 << 20  # maximal bytes of its widest activation, unless one sequence has more

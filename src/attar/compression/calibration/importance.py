@@ -33,8 +33,8 @@ from attar.compression.solvers.rounding.means import ColumnMean
 from attar.errors import UserError
 from attar.kernels import ops
 from attar.kernels.operands import Linear
+from attar.model.assembly import all_compressible, build_block, build_final_norm
 from attar.model.config import Names
-from attar.model.decoder import all_compressible, build_block, build_final_norm
 from attar.model.layers import Block
 from attar.progress import Progress
 

@@ -8,7 +8,7 @@ rounding then fits the text rather than the model. The model may write more to g
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,9 +120,20 @@ def tokens(
 
 
 def written(checkpoint: hf.Checkpoint, amount: Amount, drawn: Path, progress: StageProgress | None = None) -> Tensor:
-    """Return text that the model writes, int64 [samples, length]: newly sampled, or from the file `drawn`, where a
-    resumed run finds it. Raises ValueError where that file holds an id out of range."""
-    shape, config = (amount.samples, amount.length), checkpoint.config
+    """Return text that the model writes, int64 [samples, length], as `kept_or_drawn`."""
+    return kept_or_drawn(lambda: hf.load_again(checkpoint, torch.float32), checkpoint.config, amount, drawn, progress)
+
+
+def kept_or_drawn(
+    load: Callable[[], Decoder],
+    config: ModelConfig,
+    amount: Amount,
+    drawn: Path,
+    progress: StageProgress | None = None,
+) -> Tensor:
+    """Return text that a model writes, int64 [samples, length]: newly sampled by the decoder that `load` returns, or
+    from the file `drawn`, where a resumed run finds it. Raises ValueError where that file holds an id out of range."""
+    shape = (amount.samples, amount.length)
     if drawn.is_file() and drawn.stat().st_size == 4 * shape[0] * shape[1]:
         known = torch.from_numpy(np.fromfile(drawn, dtype="<i4").astype(np.int64)).view(shape)
         if int(known.min()) < 0 or int(known.max()) >= config.vocab_size:
@@ -132,7 +143,7 @@ def written(checkpoint: hf.Checkpoint, amount: Amount, drawn: Path, progress: St
                 "--restart draws anew",
             )
         return known
-    found = sample_from(hf.load_again(checkpoint, torch.float32), amount, progress=progress)
+    found = sample_from(load(), amount, progress=progress)
     temporary = drawn.with_suffix(".tmp")
     temporary.write_bytes(found.numpy().astype("<i4").tobytes())
     temporary.replace(drawn)

@@ -35,7 +35,7 @@ from attar.compression.training import trainable_parameters
 from attar.errors import UserError
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Part, Scheme, scale_dtype
-from attar.model.decoder import all_compressible, gates
+from attar.model.assembly import all_compressible, gates
 from attar.model.layers import Block
 from attar.progress import Progress
 

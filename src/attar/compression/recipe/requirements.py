@@ -32,8 +32,8 @@ from attar.formats.codecs import sparse24
 from attar.formats.scheme import Grid, Scheme
 from attar.formats.weight_formats import Progressive, Sparse24
 from attar.kv.schemes import BUCKET
+from attar.model.assembly import compressible
 from attar.model.config import ModelConfig
-from attar.model.decoder import compressible
 
 HEAD_ROWS = 1024  # of the LM head that are tested
 

@@ -64,6 +64,8 @@ class CompressionRequest:
     compressed then, and are the original in every measurement. An output file has at most `max_shard_bytes`; None:
     5 GB, and a GGUF file of any size.
 
+    With `as_draft` the receipt says that the output drafts for its source.
+
     On a `device` that is not a CPU each block is moved there, run and solved there, and the result comes back to be
     written (`device_placement`); the cost is measured there too, in bfloat16. At most `calib_memory` bytes of
     calibration activations are held in memory. A killed run resumes, unless `resume` is false.
@@ -91,6 +93,7 @@ class CompressionRequest:
     overwrite: bool = False
     resume: bool = True
     requantize: bool = False
+    as_draft: bool = False
 
     def __post_init__(self) -> None:
         drawn = self.amount.drawn  # checked by `Amount`
@@ -132,6 +135,13 @@ class CompressionRequest:
         return None if self.given is None else self.given + self.drawn
 
 
-def default_recipe(dst: str | Path) -> str:
-    """Return the recipe for an output where none is named."""
-    return "q4_k_m" if Path(dst).suffix.lower() == ".gguf" else "gptq-w4g128"
+def default_recipe(dst: str | Path, as_draft: bool = False) -> str:
+    """Return the recipe for an output where none is named. One for drafts reads no text: it is made in seconds."""
+    if Path(dst).suffix.lower() == ".gguf":
+        return "q4_k_s" if as_draft else "q4_k_m"
+    return "hqq-w4g64" if as_draft else "gptq-w4g128"
+
+
+def default_head(dst: str | Path, as_draft: bool) -> str | None:
+    """Return the scheme of the LM head where none is named; None for the recipe's own. A draft reads the whole head."""
+    return "w4g64" if as_draft and Path(dst).suffix.lower() != ".gguf" else None

@@ -21,7 +21,7 @@ from attar.errors import UserError
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Part
 from attar.kernels.operands import Linear
-from attar.model.decoder import Weights
+from attar.model.assembly import Weights
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,8 +47,8 @@ from attar.compression.rotation.rotated import (
 from attar.compression.solvers.transforms.rotations import Rotation, draw
 from attar.errors import UserError
 from attar.kernels import hadamard
+from attar.model.assembly import all_compressible, gates
 from attar.model.config import ModelConfig
-from attar.model.decoder import all_compressible, gates
 
 STREAM = -1  # seed number of the residual stream's rotation; layers count from 0
 

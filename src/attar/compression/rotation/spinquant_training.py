@@ -24,8 +24,8 @@ from attar.compression.solvers.transforms.rotations import Rotation
 from attar.compression.solvers.transforms.spinquant import Learned
 from attar.errors import UserError
 from attar.kernels.operands import Linear
+from attar.model.assembly import build_block, build_embedding
 from attar.model.cache import ForwardBatch
-from attar.model.decoder import build_block, build_embedding
 from attar.model.layers import MixtureOfExperts
 
 TOKENS = 8192  # tokens that go through the model

@@ -37,7 +37,7 @@ from attar.compression.stages import Stages
 from attar.errors import UserError
 from attar.formats.packed import PackedTensor
 from attar.kernels.operands import Linear
-from attar.model.decoder import build_block, build_final_norm
+from attar.model.assembly import build_block, build_final_norm
 from attar.model.layers import Block
 from attar.progress import Progress
 

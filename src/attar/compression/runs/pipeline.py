@@ -234,6 +234,8 @@ def _finished(
     if chosen is not None and reached is not None:
         warnings += chosen.warnings(reached)
         about["allocation"] = chosen.finished(reached)
+    if run.request.as_draft:
+        about["drafts_for"] = receipt.combined_hash(hashes)
     if gained is not None:
         warnings += gained.warnings(run.plan.name)
         about["gain"] = asdict(gained)

@@ -40,7 +40,8 @@ from attar.compression.training import tune
 from attar.errors import UserError
 from attar.formats.scheme import Scheme
 from attar.metrics.measure import measure
-from attar.model.decoder import Decoder, compressible
+from attar.model.assembly import compressible
+from attar.model.decoder import Decoder
 from attar.progress import Progress
 
 OF_THE_ORIGINAL = ("self-*.i32", "rotations-*", "importances-*", "guide-*", "coverage-*", "surprise-*")

@@ -34,8 +34,9 @@ from attar.compression.search.target import Group, candidates_for, reachable, ro
 from attar.compression.training import tune
 from attar.errors import UserError
 from attar.formats.scheme import Scheme
-from attar.model import decoder
-from attar.model.decoder import Decoder, all_compressible
+from attar.model import assembly
+from attar.model.assembly import all_compressible
+from attar.model.decoder import Decoder
 from attar.progress import Progress
 
 WALKS = 3  # maximal block passes to keep a target of KL
@@ -162,7 +163,7 @@ def for_output(resolved: ResolvedCompression, report: Progress) -> Allocated:
         wide.dtype = torch.float32
         if isinstance(wide, RotatedCheckpoint):
             wide.rounded = {*wide.rounded, *free}  # also linears that the recipe alone would keep
-        return decoder.build(wide.config, wide)
+        return assembly.build(wide.config, wide)
 
     model = load()
     storage = Storage(resolved.output, resolved.weighs, stored, bytes_of)

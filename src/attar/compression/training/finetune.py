@@ -40,7 +40,7 @@ from attar.compression.training.trainable_model import WholeModel, schedule, shu
 from attar.errors import UserError
 from attar.formats.scheme import Part
 from attar.kernels.operands import Adapter, Linear
-from attar.model.decoder import all_compressible
+from attar.model.assembly import all_compressible
 from attar.progress import Progress
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer

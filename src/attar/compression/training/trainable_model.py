@@ -19,7 +19,7 @@ from attar import machine
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.errors import UserError
-from attar.model import decoder
+from attar.model import assembly, decoder
 from attar.model.cache import ForwardBatch
 
 LOGITS_AT_ONCE = 1 << 22
@@ -32,9 +32,9 @@ class WholeModel:
     def __init__(self, checkpoint: Checkpoint | GgufCheckpoint) -> None:
         self.config = config = checkpoint.config
         self.recompute = True
-        self.embedding, self.head = decoder.build_ends(config, checkpoint)
-        self.final_norm = decoder.build_final_norm(config, checkpoint)
-        self.blocks = [decoder.build_block(config, checkpoint, layer) for layer in range(config.layers)]
+        self.embedding, self.head = assembly.build_ends(config, checkpoint)
+        self.final_norm = assembly.build_final_norm(config, checkpoint)
+        self.blocks = [assembly.build_block(config, checkpoint, layer) for layer in range(config.layers)]
         for linear in (self.head, *(linear for block in self.blocks for linear in block.linears())):
             linear.keep_dense = False
 

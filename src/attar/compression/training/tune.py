@@ -54,7 +54,7 @@ from attar.compression.training.trainable_model import WholeModel, schedule, shu
 from attar.compression.training.trainable_parameters import Knob
 from attar.errors import UserError
 from attar.formats.packed import PackedTensor
-from attar.model import decoder
+from attar.model import assembly, decoder
 from attar.progress import Progress
 
 TOKENS = 1 << 16
@@ -209,8 +209,8 @@ class _Teacher:
 
     def __init__(self, source: Checkpoint, final: HiddenStates) -> None:
         self._config, self._final = source.config, final
-        self._norm = decoder.build_final_norm(source.config, source)
-        self._head = decoder.build_ends(source.config, source)[1]
+        self._norm = assembly.build_final_norm(source.config, source)
+        self._head = assembly.build_ends(source.config, source)[1]
         self._head.keep_dense = False
 
     def states(self, sequences: Sequence[int]) -> Tensor:

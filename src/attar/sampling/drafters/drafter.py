@@ -65,3 +65,12 @@ class StateReader(Protocol):
 
         Positions may be missing, or come again: of tokens that the prefix cache had, and after a preemption.
         """
+
+
+@runtime_checkable
+class TrialReader(Protocol):
+    """What a drafter is besides, if it reads the tokens sampled behind its drafts, wrong ones included."""
+
+    def tried(self, sequence: Tokens, drafts: Sequence[int], sampled: Sequence[int]) -> None:
+        """Take the tokens sampled behind a sequence's last token and each of the drafts, before they are committed. The
+        last ones may be missing."""

@@ -1,4 +1,4 @@
-"""Drafts of an EAGLE-3 head (`model/eagle.py`): it runs ahead of the target on the target's own hidden states.
+"""Drafts of an EAGLE or EAGLE-3 head (`model/drafts/`): it runs ahead of the target, on hidden states of the target.
 
 The head draws with the target's temperature, filters, penalties and noise, as a draft model does (`drafters/model.py`).
 Drafts are a chain. Behind a draft the head reads its own output in the place of the target's states; once tokens are
@@ -22,7 +22,8 @@ from torch import Tensor
 from attar.kv.schemes import KvScheme
 from attar.model import cache
 from attar.model.cache import BLOCK, ForwardBatch, KeptStates, KVCache
-from attar.model.eagle import EagleHead
+from attar.model.drafts.eagle import EagleHead
+from attar.model.drafts.eagle1 import Eagle1Head
 from attar.sampling.drafters.drafter import NO_DRAFT, Draft, DraftRequest
 from attar.sampling.sampler import SampledToken, Sampler, sample
 from attar.scheduling.block_pool import BlockPool
@@ -57,12 +58,12 @@ class _Round:
 
 
 class EagleDrafter:
-    """An EAGLE-3 head for sequences of up to `context` tokens, with a cache of `blocks` blocks in `scheme`."""
+    """An EAGLE or EAGLE-3 head for sequences of up to `context` tokens, with a cache of `blocks` blocks in `scheme`."""
 
-    name, costly = "eagle3", True
+    costly = True
 
-    def __init__(self, head: EagleHead, context: int, blocks: int, scheme: KvScheme) -> None:
-        self.head, self.layers, self.context = head, head.layers, context
+    def __init__(self, head: EagleHead | Eagle1Head, context: int, blocks: int, scheme: KvScheme) -> None:
+        self.name, self.head, self.layers, self.context = head.name, head, head.layers, context
         self.pages = cache.pool(head.config, blocks, scheme, "cpu")
         self.pool = BlockPool(blocks, self.pages[0].block)
         self._readings: OrderedDict[Tokens, _Reading] = OrderedDict()  # the last one drafted for comes last
@@ -108,7 +109,7 @@ class EagleDrafter:
         while going:
             for each, drawn in zip(going, sample(self.head.logits(x), [each.state for each in going]), strict=True):
                 if not isinstance(drawn, SampledToken):
-                    raise ValueError("the logits of the EAGLE-3 head hold no finite maximum")
+                    raise ValueError("the logits of the EAGLE head hold no finite maximum")
                 each.drafts.append(drawn.token_id)
                 each.state = each.state.along((drawn.token_id,))[1]
             going = [each for each in going if len(each.drafts) < each.request.limit]

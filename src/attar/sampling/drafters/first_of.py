@@ -7,10 +7,9 @@ drafts are a kind of their own for the pace: their evidence is past that of any 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
-from attar.sampling.drafters.drafter import NO_DRAFT, Draft, Drafter, DraftRequest
+from attar.sampling.drafters.drafter import NO_DRAFT, Draft, Drafter, DraftRequest, StateReader
 from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.scheduling.sequence import Sequence as Tokens
 
@@ -19,7 +18,8 @@ MATCHED = 2 * MAX_DRAFT_TOKENS  # evidence of such drafts
 
 
 class FirstOf:
-    """The suffix drafter where it has a long match, else `second`. What else `second` is, this is too."""
+    """The suffix drafter where it has a long match, else `second`. Where that reads hidden states, the engine gives
+    them to it (`reader_of`)."""
 
     costly = True
 
@@ -27,9 +27,6 @@ class FirstOf:
         self.first, self.second = SuffixDrafter(), second
         self.name = f"{self.first.name}, then {second.name}"
         self._matches: dict[Tokens, Draft] = {}  # of the present step
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.second, name)
 
     def matched(self, request: DraftRequest) -> Draft:
         """Return the drafts that there are without a model; none where the match is too short."""
@@ -54,3 +51,9 @@ class FirstOf:
         self._matches.clear()
         self.first.reset()
         self.second.reset()
+
+
+def reader_of(drafter: Drafter | None) -> StateReader | None:
+    """Return what reads hidden states: a drafter, or the second of two; None where neither does."""
+    own: object = drafter.second if isinstance(drafter, FirstOf) else drafter
+    return own if isinstance(own, StateReader) else None

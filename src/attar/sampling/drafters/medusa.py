@@ -1,4 +1,4 @@
-"""Drafts of Medusa-1 heads (`model/medusa.py`): one guess a depth, all from the last hidden state of the target.
+"""Drafts of Medusa-1 heads (`model/drafts/medusa.py`): one guess a depth, all from the last hidden state of the target.
 
 Of each sequence the state of the last computed row is kept. The heads draw with the target's temperature, filters,
 penalties and noise, as a draft model does (`drafters/model.py`). The paper samples greedily and verifies a tree of the
@@ -16,7 +16,7 @@ from torch import Tensor
 from attar.kernels import ops
 from attar.kernels.operands import Norm
 from attar.model.cache import KeptStates
-from attar.model.medusa import MedusaHeads
+from attar.model.drafts.medusa import MedusaHeads
 from attar.sampling.drafters.drafter import NO_DRAFT, Draft, DraftRequest
 from attar.sampling.sampler import SampledToken, Sampler, sample
 from attar.scheduling.sequence import Sequence as Tokens

@@ -143,7 +143,7 @@ class ModelDrafter:
         rows = [_unread(own) for own in sequences]
         alike = rows[0] if max(rows) == min(rows) <= REPLAYED else 1  # such steps are replayed, with logits of all rows
         chunks = [ScheduledTokens(own, own.computed, n, alike) for own, n in zip(sequences, rows, strict=True)]
-        logits = self._run(chunks)[alike - 1 :: alike, : self.vocab_size]
+        logits = self._of_all_tokens(self._run(chunks)[alike - 1 :: alike])
         choose = sample if logits.device.type == "cpu" else device_sampler.sample
         for each, drawn in zip(going, choose(logits, [each.state for each in going]), strict=True):
             if not isinstance(drawn, SampledToken):
@@ -151,6 +151,10 @@ class ModelDrafter:
             each.drafts.append(drawn.token_id)
             each.reading.sequence.tokens.append(drawn.token_id)
             each.state = each.state.along((drawn.token_id,))[1]
+
+    def _of_all_tokens(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits [N, vocab] of the target's tokens, of the model's own."""
+        return logits[:, : self.vocab_size]
 
     def _run(self, chunks: list[ScheduledTokens]) -> torch.Tensor:
         logits = self.runner.run(StepPlan(chunks))

@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 from fastapi import Request
 from fastapi.responses import Response
 
+from attar.protocol.messages import Delta
 from attar.server.http import sse
 from attar.server.request_handler import RequestHandler
+from attar.text.answers.events import AnswerEvent, AnswerParser, Plain, ReasoningDelta
+from attar.text.answers.reasoning import ReasoningParser
+
+
+class AnswerReader:
+    """Splits the texts of an answer's choices into events; `make` makes the parser of each choice.
+
+    `reasons` says whether parsers look for reasoning, whose tokens are counted in `reasoning_tokens`, markers included.
+    Without `shown` its events are left out.
+    """
+
+    def __init__(self, make: Callable[[], AnswerParser] = Plain, reasons: bool = False, shown: bool = True) -> None:
+        self._make, self.reasons, self._shown = make, reasons, shown
+        self._parsers: dict[int, AnswerParser] = {}
+        self.reasoning_tokens = 0
+
+    def read(self, number: int, delta: Delta) -> list[AnswerEvent]:
+        """Return the events that more text of a choice completes."""
+        if (parser := self._parsers.get(number)) is None:
+            parser = self._parsers[number] = self._make()
+        before = _inside(parser)
+        events = parser.feed(delta.text)
+        if before or _inside(parser):
+            self.reasoning_tokens += len(delta.token_ids)
+        return self._told(events)
+
+    def close(self, number: int) -> list[AnswerEvent]:
+        """Return the events that the end of a choice completes."""
+        parser = self._parsers.pop(number, None)
+        return [] if parser is None else self._told(parser.close())
+
+    def _told(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
+        return events if self._shown else [each for each in events if not isinstance(each, ReasoningDelta)]
+
+
+def _inside(parser: AnswerParser) -> bool:
+    return isinstance(parser, ReasoningParser) and parser.inside
 
 
 async def whole(request: Request, handler: RequestHandler, answer: Awaitable[Iterable[bytes | bytearray]]) -> Response:
@@ -22,7 +60,7 @@ async def whole(request: Request, handler: RequestHandler, answer: Awaitable[Ite
 
 
 async def stream(
-    request: Request, handler: RequestHandler, pieces: AsyncIterator[bytes], failed: bytes,
+    request: Request, handler: RequestHandler, pieces: AsyncIterator[bytes], failed: bytes | Callable[[], bytes],
     ping: bytes = sse.COMMENT, kind: type[sse.EventStream] = sse.EventStream,
 ) -> Response:  # fmt: skip
     """Answer with a stream once the engine has let the request in. Raises APIError where it does not."""

@@ -6,6 +6,8 @@ stream's first event counts the whole prompt as input, and its last event has th
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,13 +17,16 @@ from msgspec import Meta, Struct
 from attar.faults import point
 from attar.protocol.messages import Delta, Failed, Finished
 from attar.server.api import schemas
-from attar.server.api.body import Body
+from attar.server.api.answering import AnswerReader
+from attar.server.api.body import Body, Ignored
 from attar.server.api.openai import collect
-from attar.server.api.schemas import Content, Fraction, Length, StopStrings, TopP, text_of
+from attar.server.api.reasoning import Thinking, Wish
+from attar.server.api.schemas import MAX_PARTS, Content, Fraction, Length, Nothing, StopStrings, TopP, text_of
 from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
 from attar.server.prompts import Turn
 from attar.server.request_handler import RequestHandler
+from attar.text.answers.reasoning import said
 
 encode = msgspec.json.encode
 
@@ -31,21 +36,59 @@ FAILED = sse.event(APIError("internal", INTERNAL).body(anthropic=True), "error")
 """The last event of a stream that an exception ends."""
 
 
+class TextBlock(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="text"):
+    """A piece of text."""
+
+    text: str
+    cache_control: Ignored = None
+    citations: Nothing | None = None
+
+
+class ThinkingBlock(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="thinking"):
+    """Reasoning of an earlier answer; its signature is not read."""
+
+    thinking: str
+    signature: Ignored = None
+    cache_control: Ignored = None
+
+
+class RedactedBlock(
+    Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="redacted_thinking"
+):
+    """Reasoning of another server, which no one can read here: it is left out."""
+
+    data: Ignored = None
+
+
+Blocks = Annotated[list[TextBlock | ThinkingBlock | RedactedBlock], Meta(max_length=MAX_PARTS)]
+
+
 class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    """One message of a conversation."""
+
     role: Literal["user", "assistant"]
-    content: Content
+    content: str | Blocks
+
+    def for_template(self) -> dict[str, str]:
+        """Return the message as chat templates expect it."""
+        if isinstance(self.content, str):
+            return {"role": self.role, "content": self.content}
+        said = "".join(each.text for each in self.content if isinstance(each, TextBlock))
+        reasoned = "".join(each.thinking for each in self.content if isinstance(each, ThinkingBlock))
+        return {"role": self.role, "content": said} | ({"reasoning_content": reasoned} if reasoned else {})
 
 
 class AnthropicPrompt(Body, frozen=True, kw_only=True):
     """Body of /v1/messages/count_tokens, and the prompt's part of /v1/messages."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tools": ([],), "tool_choice": ({"type": "none"}, {"type": "auto"}), "thinking": ({"type": "disabled"},),
-        "mcp_servers": ([],), "context_management": (), "output_config": (), "output_format": (),
+        "tools": ([],), "tool_choice": ({"type": "none"}, {"type": "auto"}), "mcp_servers": ([],),
+        "context_management": (), "output_config": (), "output_format": (),
     }  # fmt: skip
 
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=schemas.MAX_MESSAGES, description=_LAST)]
     system: Content | None = None
+    thinking: Thinking | None = None
 
     @property
     def turn(self) -> Turn:
@@ -56,7 +99,11 @@ class AnthropicPrompt(Body, frozen=True, kw_only=True):
         """Return the system prompt and the messages as chat templates expect them."""
         system = text_of(self.system)
         head = [{"role": "system", "content": system}] if system else []
-        return head + [{"role": message.role, "content": text_of(message.content)} for message in self.messages]
+        return head + [message.for_template() for message in self.messages]
+
+    def wish(self) -> Wish:
+        """Return what the request asks of the model's reasoning."""
+        return Wish.of(None, thinking=self.thinking)
 
 
 class AnthropicBody(AnthropicPrompt, frozen=True, kw_only=True):
@@ -93,43 +140,101 @@ def _reason(reason: str, stop: str | None) -> str:
 
 
 def _message(
-    request: RequestHandler, model: str, text: str | None, reason: str | None, stop: str | None, generated: int
+    request: RequestHandler, model: str, content: list[Any], reason: str | None, stop: str | None, generated: int
 ) -> Any:
     return {
-        "id": "msg_" + request.caller.id, "type": "message", "role": "assistant", "model": model,
-        "content": [] if text is None else [{"type": "text", "text": text}],
+        "id": "msg_" + request.caller.id, "type": "message", "role": "assistant", "model": model, "content": content,
         "stop_reason": reason, "stop_sequence": stop, "usage": _usage(request, generated),
     }  # fmt: skip
 
 
-async def whole(request: RequestHandler, model: str) -> list[bytes]:
+def _signature(digest: Any) -> str:
+    """Return the signature of a thinking block: clients drop blocks without one. It is a checksum, and proves
+    nothing."""
+    return base64.b64encode(digest.digest()).decode()
+
+
+async def whole(request: RequestHandler, model: str, reader: AnswerReader) -> list[bytes]:
     """Return the answer as one object, in pieces. Raises APIError."""
-    [choice] = await collect(request)
+    [choice] = await collect(request, reader=reader)
     point("anthropic.whole", request.caller.id)
+    content: list[Any] = []
+    if choice.reasoning:
+        signature = _signature(hashlib.sha256(choice.reasoning.encode()))
+        content.append({"type": "thinking", "thinking": choice.reasoning, "signature": signature})
+    if choice.text or not content:
+        content.append({"type": "text", "text": choice.text})
     reason = _reason(choice.reason, choice.stop)
-    return [encode(_message(request, model, choice.text, reason, choice.stop, choice.tokens))]
+    return [encode(_message(request, model, content, reason, choice.stop, choice.tokens))]
 
 
-async def stream(request: RequestHandler, model: str) -> AsyncIterator[bytes]:
+class _Blocks:
+    """The content blocks of a stream, of which one is open at a time."""
+
+    def __init__(self) -> None:
+        self.open = ""  # type of the open block
+        self._index = -1
+        self._digest = hashlib.sha256()
+
+    def begin(self, kind: str) -> list[bytes]:
+        """Return the events that open a block, and close another, unless one of this `kind` is open."""
+        if self.open == kind:
+            return []
+        found = self.end()
+        self.open, self._index = kind, self._index + 1
+        block = (
+            {"type": "text", "text": ""} if kind == "text" else {"type": "thinking", "thinking": "", "signature": ""}
+        )
+        start = {"type": "content_block_start", "index": self._index, "content_block": block}
+        return [*found, sse.event(encode(start), "content_block_start")]
+
+    def add(self, reasoning: str, text: str) -> list[bytes]:
+        """Return the events of more reasoning, more text or both."""
+        found: list[bytes] = []
+        if reasoning:
+            self._digest.update(reasoning.encode())
+            found += [*self.begin("thinking"), self._delta(b'"thinking_delta","thinking"', reasoning)]
+        if text:
+            found += [*self.begin("text"), self._delta(b'"text_delta","text"', text)]
+        return found
+
+    def end(self) -> list[bytes]:
+        """Return the events that close the open block; none where none is."""
+        found = [] if self.open != "thinking" else [
+            self._delta(b'"signature_delta","signature"', _signature(self._digest))
+        ]  # fmt: skip
+        if self.open:
+            found.append(sse.event(b'{"type":"content_block_stop","index":%d}' % self._index, "content_block_stop"))
+        self.open = ""
+        return found
+
+    def _delta(self, kind: bytes, value: str) -> bytes:
+        return (
+            b"event: content_block_delta\n"
+            b'data: {"type":"content_block_delta","index":%d,"delta":{"type":%b:%b}}\n\n'
+            % (self._index, kind, encode(value))
+        )
+
+
+async def stream(request: RequestHandler, model: str, reader: AnswerReader) -> AsyncIterator[bytes]:
     """Yield the answer as server-sent events; the last is `message_stop`, or `error`."""
-    start = {"type": "message_start", "message": _message(request, model, None, None, None, 0)}
-    block = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
-    yield sse.event(encode(start), "message_start") + sse.event(encode(block), "content_block_start")
+    start = {"type": "message_start", "message": _message(request, model, [], None, None, 0)}
+    blocks = _Blocks()
+    opening = [] if reader.reasons else blocks.begin("text")
+    yield b"".join([sse.event(encode(start), "message_start"), *opening])
     async for events in request.events():
         pieces = []
         for event in events:
             if isinstance(event, Delta):
                 point("anthropic.delta", event.id)
-                if event.text:
-                    pieces.append(
-                        b"event: content_block_delta\n"
-                        b'data: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":%b}}\n\n'
-                        % encode(event.text)
-                    )
+                pieces += blocks.add(*said(reader.read(0, event)))
             elif isinstance(event, Finished):
+                pieces += blocks.add(*said(reader.close(0)))
+                if not blocks.open:
+                    pieces += blocks.begin("text")
                 delta = {"stop_reason": _reason(event.reason, event.stop), "stop_sequence": event.stop}
                 end = {"type": "message_delta", "delta": delta, "usage": _usage(request, event.completion_tokens)}
-                pieces.append(sse.event(b'{"type":"content_block_stop","index":0}', "content_block_stop"))
+                pieces += blocks.end()
                 pieces.append(sse.event(encode(end), "message_delta"))
                 pieces.append(sse.event(b'{"type":"message_stop"}', "message_stop"))
             elif isinstance(event, Failed):

@@ -15,6 +15,8 @@ from starlette.types import Scope
 from attar.server.api.dialects.ollama_routes import OllamaRoutes
 from attar.server.api.dialects.routes import DialectRoutes
 from attar.server.api.openapi import Served, document
+from attar.server.api.responses.routes import ResponsesRoutes
+from attar.server.api.responses.store import ResponseStore
 from attar.server.api.routes import Routes
 from attar.server.api.status import StatusRoutes
 from attar.server.dispatcher import Dispatcher
@@ -32,14 +34,17 @@ MAX_COMPARED = 64  # characters of an unknown path
 def make_app(
     dispatcher: Dispatcher, prompts: Prompts, grammars: Grammars, threads: TextThreads,
     sampling: Mapping[str, Any] = NO_DEFAULTS, keyed: bool = False, root_path: str = "",
+    store: ResponseStore | None = None,
 ) -> FastAPI:  # fmt: skip
     """Make the application. `sampling`: parameters of requests that do not name them. `keyed`: whether its middleware
-    requires keys. `root_path`: the prefix that clients give paths. The document states both."""
+    requires keys. `root_path`: the prefix that clients give paths. The document states both. `store` keeps answers."""
     app = FastAPI(title="attar", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     for kind in (APIError, HTTPException, Exception):
         app.add_exception_handler(kind, _handle)
     StatusRoutes(dispatcher).add_to(app)
-    for routes in (Routes, DialectRoutes, OllamaRoutes):
+    Routes(dispatcher, prompts, grammars, threads, sampling).add_to(app)
+    ResponsesRoutes(dispatcher, prompts, grammars, threads, sampling, store).add_to(app)
+    for routes in (DialectRoutes, OllamaRoutes):
         routes(dispatcher, prompts, grammars, threads, sampling).add_to(app)
 
     def described() -> dict[str, Any]:

@@ -6,7 +6,7 @@ A request has one constraint at most: two could contradict each other, and none 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Protocol
 
 from msgspec import Meta, Struct
 
@@ -72,6 +72,14 @@ class Asked(NamedTuple):
     field: str
 
 
+class MayConstrain(Protocol):
+    """A body that may have a constraint."""
+
+    def constraint(self) -> Asked | None:
+        """Return the constraint of the answer; None where there is none. Raises APIError where it is malformed."""
+        ...
+
+
 class Constrained(Body, frozen=True, kw_only=True):
     """Fields of a request that constrain its answer."""
 
@@ -100,9 +108,7 @@ class Constrained(Body, frozen=True, kw_only=True):
                 yield _asked("response_format.schema", Grammar.json_schema, schema)
             case SchemaFormat(json_schema=named):
                 where = "response_format.json_schema.schema"
-                if named.strict:
-                    _check_strict(named.schema, where)
-                yield _asked(where, Grammar.json_schema, named.schema)
+                yield of_schema(where, named.schema, named.strict)
         space = self.guided_whitespace_pattern
         given: dict[str, Any] = {name: getattr(self, f"guided_{name}") for name in _MAKERS if name != "json_object"}
         yield from _made("guided_", given, space)
@@ -136,6 +142,14 @@ def _made(prefix: str, given: Mapping[str, Any], whitespace: str | None) -> Iter
     for name, value in given.items():
         if value is not None and not (name == "json_object" and value is False):
             yield _asked(prefix + name, _MAKERS[name], value, whitespace)
+
+
+def of_schema(field: str, schema: dict[str, Any], strict: bool | None) -> Asked:
+    """Return the constraint to the schema of a `field`, with OpenAI's rules where it is `strict`. Raises APIError where
+    it is malformed."""
+    if strict:
+        _check_strict(schema, field)
+    return _asked(field, Grammar.json_schema, schema)
 
 
 def _asked(field: str, make: Callable[..., Grammar], *values: Any) -> Asked:

@@ -77,6 +77,12 @@ class Content:
         """Return the pieces of the answer's `logprobs` object."""
         return [b'{"content":[', self._items, b'],"refusal":null}']
 
+    def take(self) -> bytes:
+        """Return the items written so far, without brackets, and forget them."""
+        items = bytes(self._items)
+        self._items.clear()
+        return items
+
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self._tokenizer.id_to_bytes(token)
         return {"token": token_text(self._tokenizer, token), "logprob": max(logprob, LEAST), "bytes": list(raw)}

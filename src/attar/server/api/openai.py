@@ -18,6 +18,7 @@ import msgspec
 from attar.faults import point
 from attar.protocol.messages import Delta, Embedding, Failed, Finished
 from attar.protocol.request import TokenLogprob
+from attar.server.api.answering import AnswerReader
 from attar.server.api.dialects.extras import Extras
 from attar.server.api.logprobs import Columns, Content, Offsets, Turns, rows, values
 from attar.server.api.schemas import EmbeddingBody, StreamOptions
@@ -26,6 +27,8 @@ from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
 from attar.server.prompts import Echo
 from attar.server.request_handler import RequestHandler
+from attar.text.answers.events import AnswerEvent
+from attar.text.answers.reasoning import said
 from attar.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -39,8 +42,11 @@ Pieces = list[bytes | bytearray]
 encode = msgspec.json.encode
 
 
-def usage(request: RequestHandler, generated: int, ended: bool = True) -> dict[str, Any]:
-    """Return the usage object. The number of cached tokens is known once the request has `ended`."""
+def usage(
+    request: RequestHandler, generated: int, ended: bool = True, reader: AnswerReader | None = None
+) -> dict[str, Any]:
+    """Return the usage object. The number of cached tokens is known once the request has `ended`; that of reasoning is
+    the `reader`'s."""
     point("openai.usage", request.caller.id)
     tokens = request.prompt_tokens
     counts: dict[str, Any] = {
@@ -48,6 +54,8 @@ def usage(request: RequestHandler, generated: int, ended: bool = True) -> dict[s
         "completion_tokens": generated,
         "total_tokens": tokens + generated,
     }
+    if reader is not None and reader.reasons:
+        counts["completion_tokens_details"] = {"reasoning_tokens": reader.reasoning_tokens}
     return counts | {"prompt_tokens_details": {"cached_tokens": request.reused}} if ended else counts
 
 
@@ -57,6 +65,7 @@ class Choice:
 
     number: int
     text: str = ""
+    reasoning: str = ""
     reason: str = ""
     stop: str | None = None
     tokens: int = 0
@@ -70,9 +79,11 @@ class ChatFormat:
     kind = "chat.completion"
     prefix = "chatcmpl-"
 
-    def __init__(self, tokenizer: Tokenizer, logprobs: bool, extras: Extras) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, logprobs: bool, extras: Extras, reader: AnswerReader | None = None
+    ) -> None:
         self.n = 1  # `Format.n`: one, so `best` leaves no choice out
-        self.extras = extras
+        self.extras, self.reader = extras, reader or AnswerReader()
         self._tokenizer, self._logprobs = tokenizer, logprobs
         self._contents: dict[int, Content] = {}
 
@@ -88,9 +99,11 @@ class ChatFormat:
 
     def whole(self, number: int, choice: Choice) -> Pieces:
         """Return one choice of a whole answer."""
-        before = b'{"index":%d,"message":{"role":"assistant","content":%b,"refusal":null},"logprobs":' % (
+        reasoning = b',"reasoning_content":' + encode(choice.reasoning) if choice.reasoning else b""
+        before = b'{"index":%d,"message":{"role":"assistant","content":%b,"refusal":null%b},"logprobs":' % (
             number,
             encode(choice.text),
+            reasoning,
         )
         logprobs = self._contents.pop(choice.number, Content(self._tokenizer)).json() if self._logprobs else [b"null"]
         return [
@@ -104,19 +117,36 @@ class ChatFormat:
         return [b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % number]
 
     def delta(self, number: int, event: Delta) -> Pieces:
-        """Return a chunk's choice with more text."""
+        """Return a chunk's choice with more text; nothing where there is nothing to tell yet."""
+        reasoning, text = said(self.reader.read(number, event))
+        if not (reasoning or text or event.logprobs or self.extras.token_ids):
+            return []
         logprobs: Pieces = [b"null"]
         if event.logprobs is not None:
             content = Content(self._tokenizer)
             for each in event.logprobs:
                 content.add(each)
             logprobs = content.json()
-        before = b'{"index":%d,"delta":{"content":%b},"logprobs":' % (number, encode(event.text))
+        before = b'{"index":%d,"delta":%b,"logprobs":' % (number, _said(reasoning, text))
         return [before, *logprobs, b',"finish_reason":null%b}' % self.extras.of_delta(event.token_ids)]
+
+    def rest(self, number: int) -> Pieces:
+        """Return a chunk's choice with what was held back until the end; nothing where nothing was."""
+        reasoning, text = said(self.reader.close(number))
+        if not (reasoning or text):
+            return []
+        return [b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (number, _said(reasoning, text))]
 
     def closing(self, number: int, reason: str) -> Pieces:
         """Return a chunk's choice with the finish reason."""
         return [b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (number, encode(reason))]
+
+
+def _said(reasoning: str, text: str) -> bytes:
+    """Return a chunk's `delta` with more reasoning, text or both."""
+    if not reasoning:
+        return b'{"content":%b}' % encode(text)
+    return b'{"reasoning_content":%b%b}' % (encode(reasoning), b',"content":' + encode(text) if text else b"")
 
 
 class CompletionFormat:
@@ -127,6 +157,7 @@ class CompletionFormat:
 
     kind = "text_completion"
     prefix = "cmpl-"
+    reader = None
 
     def __init__(
         self, tokenizer: Tokenizer, logprobs: bool, n: int, prompts: Sequence[Sequence[int]],
@@ -178,7 +209,9 @@ class CompletionFormat:
         return self._choice(number, self._echoes[at].text, logprobs, self.extras.of_prompt(at))
 
     def delta(self, number: int, event: Delta) -> Pieces:
-        """Return a chunk's choice with more text."""
+        """Return a chunk's choice with more text; nothing where there is nothing to tell yet."""
+        if not (event.text or event.logprobs or self.extras.token_ids):
+            return []
         logprobs: Pieces = [b"null"]
         if event.logprobs is not None:
             columns = self._columns(number // self.n, number)
@@ -191,6 +224,10 @@ class CompletionFormat:
     def closing(self, number: int, reason: str) -> Pieces:
         """Return a chunk's choice with the finish reason."""
         return [b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b}' % (number, encode(reason))]
+
+    def rest(self, number: int) -> Pieces:
+        """Return nothing: no text is held back."""
+        return []
 
     def _columns(self, at: int, number: int) -> Columns:
         if number not in self._of_choices:
@@ -206,16 +243,19 @@ class CompletionFormat:
 Format = ChatFormat | CompletionFormat
 
 
-async def collect(request: RequestHandler, writer: Format | None = None) -> list[Choice]:
-    """Wait for all choices of a request. `writer` takes log probabilities. Raises APIError."""
+async def collect(
+    request: RequestHandler, writer: Format | None = None, reader: AnswerReader | None = None
+) -> list[Choice]:
+    """Wait for all choices of a request. `writer` takes log probabilities; `reader` splits texts. Raises APIError."""
     choices = [Choice(number) for number in range(len(request.prompts) * request.n)]
-    pieces: list[list[str]] = [[] for _ in choices]
+    pieces: list[list[AnswerEvent]] = [[] for _ in choices]
+    reader = reader or AnswerReader()
     turns = Turns(request.wanted)
     async for events in request.events(whole=True):
         for event in events:
             if isinstance(event, Delta):
                 number = request.number(event)
-                pieces[number].append(event.text)
+                pieces[number] += reader.read(number, event)
                 if writer is not None:
                     writer.extras.take(number, event.token_ids)
                 if event.logprobs and writer is not None:
@@ -226,12 +266,13 @@ async def collect(request: RequestHandler, writer: Format | None = None) -> list
             elif isinstance(event, Finished):
                 choice = choices[request.number(event)]
                 choice.reason, choice.stop, choice.tokens = event.reason, event.stop, event.completion_tokens
+                pieces[choice.number] += reader.close(choice.number)
             elif isinstance(event, PromptScores) and writer is not None:
                 await writer.add_prompt(request.stream.prompts[event.id], event, turns)
             elif isinstance(event, Failed):
                 raise request.context.refusal(event)
-    for choice, texts in zip(choices, pieces, strict=True):
-        choice.text = "".join(texts)
+    for choice, events_of in zip(choices, pieces, strict=True):
+        choice.reasoning, choice.text = said(events_of)
     return choices
 
 
@@ -252,7 +293,7 @@ def best(choices: Sequence[Choice], made: int, kept: int) -> list[Choice]:
 
 async def whole(request: RequestHandler, model: str, form: Format) -> Pieces:
     """Return the answer as one object, in pieces. Raises APIError."""
-    choices = await collect(request, form)
+    choices = await collect(request, form, form.reader)
     point("openai.whole", request.caller.id)
     generated = sum(choice.tokens for choice in choices)
     if isinstance(form, CompletionFormat):
@@ -263,7 +304,7 @@ async def whole(request: RequestHandler, model: str, form: Format) -> Pieces:
         pieces += [b"," if number else b"", *form.whole(number, choice)]
     end = form.extras.of_end(request.reports, generated)
     end += form.extras.of_prompt(0) if isinstance(form, ChatFormat) else b""
-    return [*pieces, b'],"usage":%b%b}' % (encode(usage(request, generated)), end)]
+    return [*pieces, b'],"usage":%b%b}' % (encode(usage(request, generated, reader=form.reader)), end)]
 
 
 async def stream(
@@ -278,7 +319,7 @@ async def stream(
 
     def beginning() -> bytes:
         if options.include_usage and options.continuous_usage_stats:
-            return start + b',"usage":%b,"choices":[' % encode(usage(request, so_far, ended=False))
+            return start + b',"usage":%b,"choices":[' % encode(usage(request, so_far, ended=False, reader=form.reader))
         return before
 
     opened: set[int] = set()
@@ -300,15 +341,15 @@ async def stream(
                         say(form.opening(number), form.extras.of_prompt(0) if isinstance(form, ChatFormat) else b"")
                     if isinstance(event, Finished):
                         generated += event.completion_tokens
+                        say(form.rest(number))
                         ended = event.report is not None and None not in request.reports
                         end = form.extras.of_end(request.reports, generated) if ended else b""
                         say(form.closing(number, event.reason), end)
                         continue
                     so_far += len(event.token_ids)
-                    if event.text or event.logprobs or form.extras.token_ids:
-                        say(form.delta(number, event))
-                        if event.logprobs:
-                            await turns.after(values(event.logprobs))
+                    say(form.delta(number, event))
+                    if event.logprobs:
+                        await turns.after(values(event.logprobs))
                 elif isinstance(event, PromptScores):
                     await form.add_prompt(request.stream.prompts[event.id], event, turns)
                 elif isinstance(event, Failed):
@@ -321,7 +362,7 @@ async def stream(
         for part in sse.parts(pieces):
             yield part
     if options.include_usage:
-        yield sse.event(encode(head | {"choices": [], "usage": usage(request, generated)}))
+        yield sse.event(encode(head | {"choices": [], "usage": usage(request, generated, reader=form.reader)}))
     yield DONE
 
 

@@ -69,6 +69,7 @@ _EXAMPLES: dict[str, list[Schema]] = {
     "CompletionBody": [{"prompt": "Once upon a time"}, {"prompt": ["One", "Two"], "max_tokens": 8, "logprobs": 2}],
     "AnthropicPrompt": [{"messages": _SAID, "system": "Be brief."}],
     "AnthropicBody": [{"messages": _SAID, "max_tokens": 64, "system": "Be brief."}],
+    "ResponsesBody": [{"input": "Why is the sky blue?"}, {"input": _SAID, "instructions": "Be brief.", "stream": True}],
     "EmbeddingBody": [{"input": ["One text", "another"], "pooling": "last"}],
     "TokenizeBody": [{"prompt": "Once upon a time"}, {"messages": _SAID}],
     "DetokenizeBody": [{"tokens": [1, 2, 3]}],
@@ -233,6 +234,13 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
         elif found.get("title") == "Whitespace":
             found["pattern"] = f"^{WHITESPACE}$"
     schemas["StreamOptions"]["properties"]["include_obfuscation"] = {"const": False, "default": False}
+    schemas["ResponseStreamOptions"]["properties"]["include_obfuscation"] = {"enum": [None, False], "default": None}
+    scored = {"type": "array", "contains": {"const": "message.output_text.logprobs"}}
+    unscored = _may(top_logprobs={"enum": [None, 0]})
+    schemas["ResponsesBody"] |= _all({"anyOf": streamed}, {"anyOf": [_has(include=scored), unscored]})
+    for name, values in (("tools", [None, []]), ("tool_choice", [None, "none", "auto"])):
+        schemas["ResponsesBody"]["properties"][name] = {"enum": values}
+    schemas["MessageItem"]["required"].remove("type")
     made = [_given(name) for name in ("json", "regex", "choice", "grammar")] + [_has(json_object={"const": True})]
     spaced = {"anyOf": [_may(whitespace_pattern={"type": "null"}), made[0], made[-1]]}
     schemas["StructuredOutputs"] |= _all({"oneOf": made}, spaced)
@@ -333,12 +341,16 @@ def _add_errors(operation: Schema, path: str, posting: bool, keyed: bool) -> Non
 def _add_links(paths: Schema) -> None:
     """Add the links between routes: a request to /why, the model list to each model, token ids to their text."""
     name = {"parameters": {"name": "$response.header.X-Request-Id"}}
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/embeddings"):
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/embeddings"):
         why = {"operationId": paths["/v1/requests/{name}/why"]["get"]["operationId"], **name}
         paths[path]["post"]["responses"]["200"]["links"] = {"why": why}
     model = {"operationId": paths["/v1/models/{name}"]["get"]["operationId"]}
     first = {"parameters": {"name": "$response.body#/data/0/id"}}
     paths["/v1/models"]["get"]["responses"]["200"]["links"] = {"model": model | first}
+    one = paths["/v1/responses/{name}"]
+    made = {"parameters": {"name": "$response.body#/id"}}
+    stored = {method: {"operationId": one[method]["operationId"], **made} for method in ("get", "delete")}
+    paths["/v1/responses"]["post"]["responses"]["200"]["links"] |= stored
     text = {"operationId": paths["/detokenize"]["post"]["operationId"]}
     back = {"requestBody": {"tokens": "$response.body#/tokens"}}
     paths["/tokenize"]["post"]["responses"]["200"]["links"] = {"text": text | back}

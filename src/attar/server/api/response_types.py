@@ -89,11 +89,18 @@ class CachedTokens(Answer, frozen=True):
     cached_tokens: int
 
 
+class GeneratedTokens(Answer, frozen=True):
+    """Tokens of the reasoning section, its markers included, where the model has one."""
+
+    reasoning_tokens: int
+
+
 class Usage(Answer, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens | UnsetType = UNSET  # in a stream, with the last chunk
+    completion_tokens_details: GeneratedTokens | UnsetType = UNSET
 
 
 class ReadUsage(Answer, frozen=True):
@@ -165,6 +172,7 @@ class ChatMessage(Answer, frozen=True):
     role: Literal["assistant"]
     content: str
     refusal: None
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChoice(Answer, frozen=True):
@@ -190,6 +198,7 @@ class ChatCompletion(Answer, frozen=True):
 class ChatDelta(Answer, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(Answer, frozen=True):
@@ -272,6 +281,13 @@ class TextBlock(Answer, frozen=True, tag_field="type", tag="text"):
     text: str
 
 
+class ThinkingBlock(Answer, frozen=True, tag_field="type", tag="thinking"):
+    """Reasoning. Its signature is a checksum, which clients send back; nothing reads it."""
+
+    thinking: str
+    signature: str
+
+
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
 
 
@@ -279,7 +295,7 @@ class AnthropicReply(Answer, frozen=True, tag_field="type", tag="message"):
     id: str
     role: Literal["assistant"]
     model: str
-    content: list[TextBlock]
+    content: list[TextBlock | ThinkingBlock]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: AnthropicUsage
@@ -295,16 +311,24 @@ class MessageStart(Answer, frozen=True, tag_field="type", tag="message_start"):
 
 class ContentBlockStart(Answer, frozen=True, tag_field="type", tag="content_block_start"):
     index: int
-    content_block: TextBlock
+    content_block: TextBlock | ThinkingBlock
 
 
 class TextDelta(Answer, frozen=True, tag_field="type", tag="text_delta"):
     text: str
 
 
+class ThinkingDelta(Answer, frozen=True, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class SignatureDelta(Answer, frozen=True, tag_field="type", tag="signature_delta"):
+    signature: str
+
+
 class ContentBlockDelta(Answer, frozen=True, tag_field="type", tag="content_block_delta"):
     index: int
-    delta: TextDelta
+    delta: TextDelta | ThinkingDelta | SignatureDelta
 
 
 class ContentBlockStop(Answer, frozen=True, tag_field="type", tag="content_block_stop"):

@@ -6,6 +6,7 @@ A body's headers are checked before it is read.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,17 +15,21 @@ from fastapi.responses import Response
 from attar.faults import point
 from attar.protocol.grammar import Grammar
 from attar.protocol.messages import Ready
+from attar.protocol.reasoning import ReasoningSection
+from attar.protocol.request import SamplingParams
 from attar.server.admission.rate_limits import Caller
 from attar.server.api import anthropic, openai
 from attar.server.api import response_types as types
+from attar.server.api.answering import AnswerReader
 from attar.server.api.answering import stream as _stream
 from attar.server.api.answering import whole as _whole
 from attar.server.api.anthropic import AnthropicBody, AnthropicPrompt
-from attar.server.api.constraints import refused
+from attar.server.api.constraints import MayConstrain, refused
 from attar.server.api.dialects.extras import Extras
 from attar.server.api.openapi import giving, taking
+from attar.server.api.reasoning import Wish
 from attar.server.api.sampling_params import anthropic_params, chat_params, completion_params, ended
-from attar.server.api.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, Sampling, TokenizeBody
+from attar.server.api.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from attar.server.api.status import respond
 from attar.server.api.validation import BodyType, read
 from attar.server.dispatcher import Dispatcher
@@ -33,7 +38,9 @@ from attar.server.fair_thread_pool import TextThreads
 from attar.server.grammars import Grammars
 from attar.server.http import sse
 from attar.server.http.limits import MAX_BODY
-from attar.server.prompts import Prompts, Room, Turn
+from attar.server.prompts import ChatPrompt, Prompts, Room, Turn
+from attar.text.answers.events import Plain
+from attar.text.answers.reasoning import ReasoningParser
 from attar.text.grammars import GrammarError
 
 TOO_LARGE = f"the body is larger than {MAX_BODY} bytes"
@@ -71,14 +78,21 @@ class Routes:
     async def chat(self, request: Request) -> Response:
         """OpenAI's chat completions."""
         caller, body, model, ready = await self._read(request, ChatBody)
-        turn = Turn.of(body.add_generation_prompt, body.continue_final_message)
-        making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), ready.context, turn)
-        ids = await sse.while_wanted(request.receive, making)
+        turn, wish = Turn.of(body.add_generation_prompt, body.continue_final_message), body.wish()
+        variables = wish.for_template(self._prompts.template)
+        making = self._prompts.chat(caller.cache_salt, body.conversation(), ready.context, turn, variables)
+        prompt = await sse.while_wanted(request.receive, making)
+        ids, asked = prompt.ids, body.constraint()
+        section = self._section(wish, prompt, asked and asked.field)
         grammar = await self._proven(request, caller, body, ready)
-        params = chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
-        tokenizer = self._prompts.tokenizer
-        form = openai.ChatFormat(tokenizer, bool(body.logprobs), Extras(body, tokenizer, [ids]))
-        handler = self._dispatcher.submit(caller, [ids], params, body.n or 1, model, body.priority or 0, grammar)
+        params = self._showing(
+            chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
+        )
+        tokenizer, reader = self._prompts.tokenizer, self._reader(wish, prompt, exact=asked is not None)
+        form = openai.ChatFormat(tokenizer, bool(body.logprobs), Extras(body, tokenizer, [ids]), reader)
+        handler = self._dispatcher.submit(
+            caller, [ids], params, body.n or 1, model, body.priority or 0, grammar, section
+        )
         if body.stream:
             options = body.stream_options or openai.NO_OPTIONS
             return await _stream(request, handler, openai.stream(handler, model, form, options), openai.FAILED)
@@ -117,18 +131,23 @@ class Routes:
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
         caller, body, model, ready = await self._read(request, AnthropicBody)
-        making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), ready.context, body.turn)
-        ids = await sse.while_wanted(request.receive, making)
-        params = anthropic_params(body, ready.context - len(ids), self._sampling)
-        handler = self._dispatcher.submit(caller, [ids], params, 1, model)
+        wish = body.wish()
+        variables = wish.for_template(self._prompts.template)
+        making = self._prompts.chat(caller.cache_salt, body.conversation(), ready.context, body.turn, variables)
+        prompt = await sse.while_wanted(request.receive, making)
+        params = self._showing(anthropic_params(body, ready.context - len(prompt.ids), self._sampling))
+        section, reader = self._section(wish, prompt, None), self._reader(wish, prompt)
+        handler = self._dispatcher.submit(caller, [prompt.ids], params, 1, model, reasoning=section)
         if body.stream:
-            return await _stream(request, handler, anthropic.stream(handler, model), anthropic.FAILED, anthropic.PING)
-        return await _whole(request, handler, anthropic.whole(handler, model))
+            pieces = anthropic.stream(handler, model, reader)
+            return await _stream(request, handler, pieces, anthropic.FAILED, anthropic.PING)
+        return await _whole(request, handler, anthropic.whole(handler, model, reader))
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the prompt tokens that /v1/messages would read."""
         caller, body, _, _ = await self._read(request, AnthropicPrompt)
-        making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), turn=body.turn)
+        variables = body.wish().for_template(self._prompts.template)
+        making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), turn=body.turn, variables=variables)
         ids = await sse.while_wanted(request.receive, making)
         return respond({"input_tokens": len(ids)})
 
@@ -148,7 +167,8 @@ class Routes:
         making: Awaitable[Sequence[int]]
         if body.prompt is None:
             turn = Turn.of(body.add_generation_prompt, body.continue_final_message)
-            making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), turn=turn)
+            variables = body.chat_template_kwargs or {}
+            making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), turn=turn, variables=variables)
         else:
             making = self._prompts.text_ids(caller.cache_salt, body.prompt, body.add_special_tokens is not False)
         ids = await sse.while_wanted(request.receive, making)
@@ -178,7 +198,7 @@ class Routes:
             "model_max_length": ready.context,
         })  # fmt: skip
 
-    async def _proven(self, request: Request, caller: Caller, body: Sampling, ready: Ready) -> Grammar | None:
+    async def _proven(self, request: Request, caller: Caller, body: MayConstrain, ready: Ready) -> Grammar | None:
         """Return the request's constraint, once it is proven. Raises APIError where it cannot be enforced."""
         if (asked := body.constraint()) is None:
             return None
@@ -188,6 +208,22 @@ class Routes:
         except GrammarError as error:
             raise refused(asked, error) from error
         return asked.grammar
+
+    def _section(self, wish: Wish, prompt: ChatPrompt, constrained: str | None) -> ReasoningSection | None:
+        """Return the reasoning section of answers to a prompt, as the engine needs it. Raises APIError."""
+        return wish.section(self._prompts.reasoning, prompt.place, self._prompts.template, constrained)
+
+    def _showing(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters of a chat, whose text shows the markers of reasoning also where they are special tokens."""
+        visible = () if (markers := self._prompts.reasoning) is None else markers.visible
+        return replace(params, visible_token_ids=(*params.visible_token_ids, *visible)) if visible else params
+
+    def _reader(self, wish: Wish, prompt: ChatPrompt, exact: bool = False) -> AnswerReader:
+        """Return the reader of answers to a prompt. With `exact`, as a constraint needs it, line breaks behind the
+        reasoning stay in the text."""
+        if (markers := self._prompts.reasoning) is None:
+            return AnswerReader()
+        return AnswerReader(lambda: ReasoningParser(markers, prompt.place, Plain(), exact), True, wish.shown)
 
     async def _read(self, request: Request, kind: type[BodyType]) -> tuple[Caller, BodyType, str, Ready]:
         """Read the request's body. Returns the caller, the body, the name of the requested model, and the engine that

@@ -11,6 +11,7 @@ Fields that change no token (`user`, `metadata`, cache hints) are accepted with 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
@@ -19,7 +20,8 @@ from attar.protocol.grammar import DECIDE_ON_THE_END
 from attar.protocol.request import MAX_REPETITION, MIN_REPETITION
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
 from attar.server.api.body import Body, Ignored
-from attar.server.api.constraints import Constrained
+from attar.server.api.constraints import Constrained, MayConstrain
+from attar.server.api.reasoning import Budget, Effort, ReasoningOptions, Thinking, Variables, Wish
 from attar.server.errors import APIError
 
 MAX_PROMPTS = 128
@@ -81,11 +83,11 @@ def check_stops(stop: str | Sequence[str] | None, name: str) -> None:
             raise APIError("invalid_length", message, name)
 
 
-def _check_end(body: Sampling) -> None:
+def check_end(body: MayConstrain) -> None:
     """Raise APIError for a constraint beside a field that decides on the end of the answer too."""
     if (asked := body.constraint()) is not None:
         for name in DECIDE_ON_THE_END:
-            if getattr(body, name):
+            if getattr(body, name, None):
                 message = f"{name}: not with {asked.field}: the constraint decides on the end"
                 raise APIError("invalid_value", message, name)
 
@@ -122,7 +124,7 @@ class Sampling(Constrained, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_stops(self.stop, "stop")
-        _check_end(self)
+        check_end(self)
         if self.stream_options is not None and not self.stream:
             raise APIError("invalid_value", "stream_options: only with stream = true", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
@@ -215,6 +217,10 @@ def text_of(content: Content | None) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
+_REASONED = "An assistant's reasoning; the chat template decides whether the model reads it again."
+Reasoned = Annotated[str, Meta(description=_REASONED)]
+
+
 class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One message of a conversation. Clients that repeat an answer send the fields that must be null."""
 
@@ -225,7 +231,8 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     )
     name: Annotated[str, Meta(max_length=64)] | None = None
     refusal: None = None
-    reasoning_content: None = None
+    reasoning_content: Reasoned | None = None
+    reasoning: Reasoned | None = None  # vLLM's and OpenRouter's name of it
     audio: None = None
     function_call: None = None
     tool_calls: Nothing | None = None
@@ -244,6 +251,8 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def for_template(self) -> dict[str, str]:
         """Return the message as chat templates expect it: `developer` is the newer name of `system`."""
         entry = {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content)}
+        reasoned = self.reasoning_content or self.reasoning
+        entry |= {} if reasoned is None else {"reasoning_content": reasoned}
         return entry if self.name is None else entry | {"name": self.name}
 
 
@@ -257,9 +266,9 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
         **_NEUTRAL,
         "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "functions": ([],),
         "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "prediction": (),
-        "reasoning_effort": (), "thinking": ({"type": "disabled"},), "verbosity": ("medium",), "web_search_options": (),
-        "add_special_tokens": (False,),
-        "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],),
+        "verbosity": ("medium",), "web_search_options": (), "add_special_tokens": (False,),
+        "chat_template": (), "documents": ([],), "separate_reasoning": (True,), "stream_reasoning": (True,),
+        "reasoning_format": ("auto", "deepseek"),
     }  # fmt: skip
 
     messages: Messages
@@ -268,6 +277,15 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
     top_logprobs: Logprobs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: Continue | None = None
+    chat_template_kwargs: Variables | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+    reasoning: ReasoningOptions | None = None
+    thinking: Thinking | None = None
+    thinking_token_budget: Budget | None = None  # vLLM's; llama.cpp's and DashScope's names follow
+    thinking_budget_tokens: Budget | None = None
+    thinking_budget: Budget | None = None
+    include_reasoning: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -280,6 +298,15 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
     def conversation(self) -> list[dict[str, str]]:
         """Return the messages as chat templates expect them."""
         return [message.for_template() for message in self.messages]
+
+    def wish(self) -> Wish:
+        """Return what the request asks of the model's reasoning."""
+        budgets = (self.thinking_token_budget, self.thinking_budget_tokens, self.thinking_budget)
+        made = Wish.of(
+            self.chat_template_kwargs, self.enable_thinking, self.thinking, self.reasoning, self.reasoning_effort,
+            budgets,
+        )  # fmt: skip
+        return replace(made, shown=False) if self.include_reasoning is False else made
 
 
 class EmbeddingBody(Body, frozen=True, kw_only=True):
@@ -313,7 +340,7 @@ class TokenizeBody(Body, frozen=True, kw_only=True):
     """
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tools": ([],), "chat_template": (), "chat_template_kwargs": ({},),
+        "tools": ([],), "chat_template": (),
     }  # fmt: skip
 
     prompt: str | None = None
@@ -322,6 +349,7 @@ class TokenizeBody(Body, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: Continue | None = None
     return_token_strs: bool | None = None
+    chat_template_kwargs: Variables | None = None
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):

@@ -28,6 +28,7 @@ def read(kind: type[BodyType], body: bytes) -> BodyType:
                 del value[name]
             elif name not in kind.__struct_fields__:
                 raise APIError("unsupported_field", f"{name}: not supported by this server", name)
+        value = kind.completed(value)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -60,7 +61,7 @@ _STEPS = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
 def _explained(sentence: str, kind: type[Body] = Body) -> APIError:
     """Translate msgspec's message, such as `Expected ... - at `$.field[0]`, for a `kind`, to an error in JSON's
     terms."""
-    what, _, where = sentence.rpartition(" - at `$")
+    what, _, where = sentence.replace(" - at `key` in `$", " - at `$").rpartition(" - at `$")
     if not what:
         what, where = sentence, ""
     code = next((code for words, code in _CODES if words in what), "invalid_value")
@@ -98,7 +99,11 @@ def _within(outer: Any, step: str) -> list[Any]:
     """Return the types of a field, or of an entry where `step` is in brackets."""
     if step.startswith("["):
         return _flat(get_args(outer)[-1]) if get_origin(outer) in (list, dict) else []
-    fields = get_type_hints(outer) if isinstance(outer, type) and issubclass(outer, Struct) else {}
+    if not (isinstance(outer, type) and issubclass(outer, Struct)):
+        return []
+    if step == outer.__struct_config__.tag_field:
+        return [Literal[outer.__struct_config__.tag]]
+    fields = get_type_hints(outer)
     return _flat(fields[step]) if step in fields else []
 
 

@@ -176,7 +176,7 @@ async def _answer_preflight(asked: Mapping[bytes, bytes], send: Send) -> None:
     """Allow a page's call with any headers that it wants to send: client libraries have their own."""
     wanted = asked.get(b"access-control-request-headers", b"")
     headers = [
-        (b"access-control-allow-methods", b"GET, POST"),
+        (b"access-control-allow-methods", b"GET, POST, DELETE"),
         (b"access-control-allow-headers", wanted if _NAMES.fullmatch(wanted) else b"authorization, content-type"),
         (b"access-control-max-age", b"600"),
     ]

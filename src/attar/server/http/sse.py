@@ -112,16 +112,16 @@ class EventStream(Response):
     """A response of server-sent events.
 
     `pieces` yields encoded events. `gone` is called when the client disconnects, and `closed` at the end in any case.
-    `failed` is the last event where `pieces` raises, so that no stream ends without one; `ping` is written after a
-    silence.
+    `failed` is the last event where `pieces` raises, or makes it, so that no stream ends without one; `ping` is written
+    after a silence.
     """
 
     media_type = "text/event-stream"
     charset = "utf-8"
 
     def __init__(
-        self, pieces: AsyncIterator[bytes], gone: Callable[[], None], closed: Callable[[], None], failed: bytes,
-        name: str = "", ping: bytes = COMMENT,
+        self, pieces: AsyncIterator[bytes], gone: Callable[[], None], closed: Callable[[], None],
+        failed: bytes | Callable[[], bytes], name: str = "", ping: bytes = COMMENT,
     ) -> None:  # fmt: skip
         super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
@@ -144,7 +144,8 @@ class EventStream(Response):
                         self._written, self._writing = loop.time(), False
                 except Exception:
                     pings.cancel()  # nothing follows the last event
-                    await send({"type": "http.response.body", "body": self._failed, "more_body": False})
+                    last = self._failed if isinstance(self._failed, bytes) else self._failed()
+                    await send({"type": "http.response.body", "body": last, "more_body": False})
                     raise
                 finally:
                     pings.cancel()

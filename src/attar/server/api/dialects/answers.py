@@ -98,6 +98,7 @@ class OllamaShown(Answer, frozen=True):
 class OllamaSaid(Answer, frozen=True):
     role: Literal["assistant"]
     content: str
+    thinking: str | UnsetType = UNSET
 
 
 class OllamaText(Answer, frozen=True):
@@ -108,6 +109,7 @@ class OllamaText(Answer, frozen=True):
     done: bool
     message: OllamaSaid | UnsetType = UNSET  # of /api/chat
     response: str | UnsetType = UNSET  # of /api/generate
+    thinking: str | UnsetType = UNSET
     done_reason: Literal["stop", "length", "load"] | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
     load_duration: int | UnsetType = UNSET

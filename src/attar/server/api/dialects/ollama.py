@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from attar.protocol.messages import Delta, Failed, Finished
+from attar.server.api.answering import AnswerReader
 from attar.server.api.body import Body, Ignored
 from attar.server.api.constraints import NamedSchema, ObjectFormat, ResponseFormat, SchemaFormat, SchemaObject
 from attar.server.api.schemas import (
@@ -30,6 +31,7 @@ from attar.server.api.schemas import (
     Message,
     Nothing,
     Penalty,
+    Reasoned,
     Repetition,
     Seed,
     StopString,
@@ -40,6 +42,8 @@ from attar.server.api.schemas import (
 )
 from attar.server.errors import APIError
 from attar.server.request_handler import RequestHandler
+from attar.text.answers.events import AnswerEvent
+from attar.text.answers.reasoning import said
 
 VERSION = "0.12.6"
 """The version of Ollama's API that this one follows; clients compare it."""
@@ -52,6 +56,7 @@ _PREDICT = "0 and less: as many as fit."
 encode = msgspec.json.encode
 
 One = Annotated[float, Meta(ge=1, le=1)]
+Think = bool | Annotated[Literal["low", "medium", "high"], Meta(description="Whether to reason, and how much.")]
 JsonFormat = Literal["", "json"] | SchemaObject
 
 
@@ -106,7 +111,7 @@ class _Generating(Body, frozen=True, kw_only=True):
     """What both bodies of texts have."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tools": ([],), "think": (False,), "logprobs": (False,), "top_logprobs": (0,), "images": ([],),
+        "tools": ([],), "logprobs": (False,), "top_logprobs": (0,), "images": ([],),
         "template": ("",), "context": ([],), "width": (0,), "height": (0,), "steps": (0,), "truncate": (True,),
         "shift": (True, False),
     }  # fmt: skip
@@ -114,11 +119,18 @@ class _Generating(Body, frozen=True, kw_only=True):
     options: Options | None = None
     format: JsonFormat | None = None
     stream: bool | None = None
+    think: Think | None = None
 
     @property
     def streams(self) -> bool:
         """Return whether the answer is a stream, which is the default."""
         return self.stream is not False
+
+    def thinking(self) -> dict[str, Any]:
+        """Return `think` as fields of OpenAI's API."""
+        if isinstance(self.think, str):
+            return {"reasoning_effort": self.think}
+        return {"enable_thinking": self.think}
 
     def sampling(self) -> dict[str, Any]:
         """Return sampling parameters and the constraint as fields of OpenAI's API."""
@@ -137,7 +149,7 @@ class OllamaMessage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     content: str | None = None
     images: Nothing | None = None
     tool_calls: Nothing | None = None
-    thinking: Literal[""] | None = None
+    thinking: Reasoned | None = None
 
 
 class OllamaChatBody(_Generating, frozen=True, kw_only=True):
@@ -147,8 +159,11 @@ class OllamaChatBody(_Generating, frozen=True, kw_only=True):
 
     def as_chat(self) -> ChatBody:
         """Return the body as one of OpenAI's API. Raises APIError."""
-        said = [Message(role=each.role, content=each.content or "") for each in self.messages or ()]
-        return ChatBody(messages=said, **self.sampling())
+        said = [
+            Message(role=each.role, content=each.content or "", reasoning_content=each.thinking or None)
+            for each in self.messages or ()
+        ]
+        return ChatBody(messages=said, **self.thinking(), **self.sampling())
 
 
 class OllamaGenerateBody(_Generating, frozen=True, kw_only=True):
@@ -163,7 +178,8 @@ class OllamaGenerateBody(_Generating, frozen=True, kw_only=True):
     def as_chat(self) -> ChatBody:
         """Return the body as a conversation. Raises APIError."""
         said = [Message(role="system", content=self.system)] if self.system else []
-        return ChatBody(messages=[*said, Message(role="user", content=self.prompt)], **self.sampling())
+        said.append(Message(role="user", content=self.prompt))
+        return ChatBody(messages=said, **self.thinking(), **self.sampling())
 
     def as_completion(self) -> CompletionBody | None:
         """Return the body as a text to be continued; None where it is a conversation. Raises APIError."""
@@ -215,8 +231,9 @@ def loaded(model: str, chat: bool) -> dict[str, Any]:
     return {"model": model, "created_at": now(), **_text("", chat), "done": True, "done_reason": "load"}
 
 
-def _text(text: str, chat: bool) -> dict[str, Any]:
-    return {"message": {"role": "assistant", "content": text}} if chat else {"response": text}
+def _text(text: str, chat: bool, thinking: str = "") -> dict[str, Any]:
+    more = {"thinking": thinking} if thinking else {}
+    return {"message": {"role": "assistant", "content": text, **more}} if chat else {"response": text, **more}
 
 
 def _end(request: RequestHandler, generated: int, reason: str) -> dict[str, Any]:
@@ -234,37 +251,41 @@ def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-async def whole(request: RequestHandler, model: str, chat: bool) -> list[bytes]:
+async def whole(request: RequestHandler, model: str, chat: bool, reader: AnswerReader) -> list[bytes]:
     """Return the answer as one object. Raises APIError."""
-    texts: list[str] = []
+    events_of: list[AnswerEvent] = []
     async for events in request.events(whole=True):
         for event in events:
             if isinstance(event, Failed):
                 raise request.context.refusal(event)
             if isinstance(event, Delta):
-                texts.append(event.text)
+                events_of += reader.read(0, event)
             elif isinstance(event, Finished):
-                head = {"model": model, "created_at": now(), **_text("".join(texts), chat)}
+                thinking, text = said([*events_of, *reader.close(0)])
+                head = {"model": model, "created_at": now(), **_text(text, chat, thinking)}
                 return [encode(head | _end(request, event.completion_tokens, event.reason))]
     raise AssertionError("an answer without an end")
 
 
-def piece(model: str, text: str, chat: bool) -> bytes:
-    """Return a line of a stream with more text."""
-    return encode({"model": model, "created_at": now(), **_text(text, chat), "done": False}) + b"\n"
+def piece(model: str, text: str, chat: bool, thinking: str = "") -> bytes:
+    """Return a line of a stream with more text, or more thinking."""
+    return encode({"model": model, "created_at": now(), **_text(text, chat, thinking), "done": False}) + b"\n"
 
 
-async def stream(request: RequestHandler, model: str, chat: bool) -> AsyncIterator[bytes]:
+async def stream(request: RequestHandler, model: str, chat: bool, reader: AnswerReader) -> AsyncIterator[bytes]:
     """Yield the answer as lines of JSON; the last is `done`, or has an error."""
     async for events in request.events():
         lines = []
         for event in events:
             if isinstance(event, Failed):
                 lines.append(failed(APIError.of(event)))
-            elif isinstance(event, Delta) and event.text:
-                lines.append(piece(model, event.text, chat))
+            elif isinstance(event, Delta):
+                thinking, text = said(reader.read(0, event))
+                if thinking or text:
+                    lines.append(piece(model, text, chat, thinking))
             elif isinstance(event, Finished):
-                head = {"model": model, "created_at": now(), **_text("", chat)}
+                thinking, text = said(reader.close(0))
+                head = {"model": model, "created_at": now(), **_text(text, chat, thinking)}
                 lines.append(encode(head | _end(request, event.completion_tokens, event.reason)) + b"\n")
         if lines:
             yield b"".join(lines)

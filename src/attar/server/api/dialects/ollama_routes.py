@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from attar.protocol.messages import Ready
 from attar.server.admission.rate_limits import Caller
 from attar.server.api import openai
-from attar.server.api.answering import stream, whole
+from attar.server.api.answering import AnswerReader, stream, whole
 from attar.server.api.body import Body
 from attar.server.api.dialects import answers as types
 from attar.server.api.dialects import ollama
@@ -146,12 +146,17 @@ class OllamaRoutes(Routes):
         served: tuple[str, Ready],
     ) -> Response:  # fmt: skip
         model, ready = served
-        making = self._prompts.chat_ids(caller.cache_salt, asked.conversation(), ready.context)
-        ids = await sse.while_wanted(request.receive, making)
+        wish, constraint = asked.wish(), asked.constraint()
+        variables = wish.for_template(self._prompts.template)
+        making = self._prompts.chat(caller.cache_salt, asked.conversation(), ready.context, variables=variables)
+        prompt = await sse.while_wanted(request.receive, making)
+        ids, section = prompt.ids, self._section(wish, prompt, constraint and constraint.field)
         grammar = await self._proven(request, caller, asked, ready)
-        params = chat_params(asked, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
-        handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar)
-        return await _answer(request, handler, body, model)
+        params = self._showing(
+            chat_params(asked, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
+        )
+        handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section)
+        return await _answer(request, handler, body, model, self._reader(wish, prompt, exact=constraint is not None))
 
     async def _continued(
         self, request: Request, caller: Caller, body: OllamaGenerateBody, asked: CompletionBody,
@@ -168,7 +173,7 @@ class OllamaRoutes(Routes):
         if asked.suffix is not None and grammar is None:
             params = ended(params, self._prompts.infill)
         handler = self._dispatcher.submit(caller, ids, params, 1, model, 0, grammar)
-        return await _answer(request, handler, body, model)
+        return await _answer(request, handler, body, model, AnswerReader())
 
     async def _vectors(
         self, request: Request, caller: Caller, asked: EmbeddingBody, served: tuple[str, Ready]
@@ -188,12 +193,14 @@ class OllamaRoutes(Routes):
         return [each["embedding"] for each in told["data"]], handler.prompt_tokens
 
 
-async def _answer(request: Request, handler: Any, body: OllamaChatBody | OllamaGenerateBody, model: str) -> Response:
+async def _answer(
+    request: Request, handler: Any, body: OllamaChatBody | OllamaGenerateBody, model: str, reader: AnswerReader
+) -> Response:
     chat, name = isinstance(body, OllamaChatBody), body.model or model
     if body.streams:
-        pieces = ollama.stream(handler, name, chat)
+        pieces = ollama.stream(handler, name, chat, reader)
         return await stream(request, handler, pieces, _FAILED, ollama.piece(name, "", chat), sse.LineStream)
-    return await whole(request, handler, ollama.whole(handler, name, chat))
+    return await whole(request, handler, ollama.whole(handler, name, chat, reader))
 
 
 def _model(name: str, ready: Ready) -> dict[str, Any]:

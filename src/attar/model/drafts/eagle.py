@@ -23,8 +23,8 @@ from attar.kernels.operands import Linear, Norm
 from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
 from attar.model.decoder import Embedding
+from attar.model.drafts.medusa import spread
 from attar.model.layers import Attention, FeedForward
-from attar.model.medusa import spread
 
 
 @dataclass(eq=False)
@@ -49,6 +49,8 @@ class EagleHead:
     vocab_size: int
     tokens: Tensor | None = None
     norm_before_residual: bool = False
+
+    name = "eagle3"
 
     def linears(self) -> Iterator[Linear]:
         """Yield every linear layer."""

@@ -1,0 +1,13 @@
+"""Random numbers that weights begin with."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def normal(seed: int, stream: int, shape: tuple[int, int]) -> Tensor:
+    """Return float32 numbers of standard deviation 0.02, drawn from a counter of (seed, stream)."""
+    draw = np.random.Generator(np.random.Philox(key=np.array([seed, stream + 100], dtype=np.uint64)))
+    return torch.from_numpy(0.02 * draw.standard_normal(shape, dtype=np.float32))

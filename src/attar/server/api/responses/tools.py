@@ -1,0 +1,137 @@
+"""Fields of tools in the Responses API: functions that a model may call, also in namespaces, and the choice among them.
+
+A model knows a function of a namespace as `NAMESPACE__NAME`. Hosted tools, such as `web_search` or `mcp`, are refused
+by their type.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from attar.server.api.body import Ignored
+from attar.server.errors import APIError
+from attar.text.tools.tool import MAX_TOOLS, NAME, Tool, ToolChoice, ToolError, check
+
+_PLACE = re.compile(r"tools\[(\d+)\]\.function")
+_STRICT = "Arguments satisfy the schema, or the request is refused. Otherwise they may only be a JSON object."
+ToolName = Annotated[str, Meta(pattern=f"^{NAME}$", title="FunctionName")]
+Parameters = Annotated[dict[str, Any], Meta(title="ParametersSchema", description="A JSON schema of an object.")]
+
+
+class _Function(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    name: ToolName
+    description: str | None = None
+    parameters: Parameters | None = None
+    strict: Annotated[bool | None, Meta(description=_STRICT)] = None
+    output_schema: Ignored = None
+    cache_control: Ignored = None
+
+    def told(self) -> dict[str, Any]:
+        """Return the tool as answers repeat it."""
+        return {
+            "type": "function", "name": self.name, "description": self.description, "parameters": self.parameters,
+            "strict": bool(self.strict),
+        }  # fmt: skip
+
+
+class ResponseFunction(_Function, frozen=True, kw_only=True, tag_field="type", tag="function"):
+    """A function that the model may call."""
+
+
+class NamespacedFunction(_Function, frozen=True, kw_only=True):
+    """A function of a namespace."""
+
+    type: Literal["function"]
+
+
+class ResponseNamespace(
+    Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="namespace"
+):
+    """Functions with a name in common."""
+
+    name: ToolName
+    description: str | None = None
+    tools: Annotated[list[NamespacedFunction], Meta(max_length=MAX_TOOLS)]
+
+    def told(self) -> dict[str, Any]:
+        """Return the tool as answers repeat it."""
+        inner = [tool.told() for tool in self.tools]
+        return {"type": "namespace", "name": self.name, "description": self.description or "", "tools": inner}
+
+
+class ChosenFunction(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: ToolName
+
+
+ResponseTools = Annotated[list[ResponseFunction | ResponseNamespace], Meta(max_length=MAX_TOOLS)]
+ResponseChoice = Annotated[
+    Literal["none", "auto", "required"] | ChosenFunction, Meta(description="`auto` where there are tools.")
+]
+
+
+@dataclass(frozen=True)
+class Toolset:
+    """Tools of a request, and the choice among them. `spaces` has namespace and name of tools that have one, by the
+    names that the model knows."""
+
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = ToolChoice("none")  # noqa: RUF009 - frozen
+    spaces: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def joined(namespace: str | None, name: str) -> str:
+    """Return the name by which the model knows a function."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def read_tools(
+    tools: Sequence[ResponseFunction | ResponseNamespace] | None, choice: str | ChosenFunction | None,
+    parallel: bool | None,
+) -> Toolset:  # fmt: skip
+    """Return the tools of a request and the choice among them. Raises APIError for tools that are refused, and for a
+    choice that they do not allow."""
+    found = list(_functions(tools or ()))
+    read = tuple(
+        Tool(joined(space, each.name), each.description, each.parameters, bool(each.strict)) for _, space, each in found
+    )
+    if isinstance(choice, ChosenFunction):
+        made = ToolChoice("named", choice.name, parallel is not False)
+    else:
+        mode: Any = choice or "auto"
+        made = ToolChoice(mode, parallel=parallel is not False)
+    try:
+        check(read, made)
+    except ToolError as error:
+        raise refused_tools(error, tools or ()) from error
+    spaces = {joined(space, each.name): (space, each.name) for _, space, each in found if space is not None}
+    return Toolset(read, made if read else ToolChoice("none"), spaces)
+
+
+def refused_tools(error: ToolError, tools: Sequence[ResponseFunction | ResponseNamespace]) -> APIError:
+    """Make the refusal of tools, with the place in the request."""
+    places = [place for place, _, _ in _functions(tools)]  # the fields of a function are the tool's own here
+    where = _PLACE.sub(lambda at: places[int(at[1])], error.param)
+    return APIError("invalid_value", f"{where}: {error}", where)
+
+
+def _functions(tools: Sequence[ResponseFunction | ResponseNamespace]) -> Iterator[tuple[str, str | None, _Function]]:
+    """Yield the place, the namespace and the fields of each function."""
+    for at, tool in enumerate(tools):
+        if isinstance(tool, ResponseNamespace):
+            for number, inner in enumerate(tool.tools):
+                yield f"tools[{at}].tools[{number}]", tool.name, inner
+        else:
+            yield f"tools[{at}]", None, tool
+
+
+def told_choice(choice: str | ChosenFunction | None) -> str | dict[str, str]:
+    """Return the choice as answers repeat it."""
+    return {"type": "function", "name": choice.name} if isinstance(choice, ChosenFunction) else choice or "auto"
