@@ -56,7 +56,11 @@ def chat(client: openai.OpenAI, model: str) -> dict[str, Any]:
 
 def errors(client: openai.OpenAI, model: str) -> list[Any]:
     found: list[Any] = []
-    for options in ({"n": 17}, {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"model": "other"}):
+    for options in (
+        {"n": 17},
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]},
+        {"model": "other"},
+    ):
         try:
             client.chat.completions.create(**{"model": model, "messages": USER, **options})
         except openai.APIStatusError as error:

@@ -69,7 +69,7 @@ def test_chat(seen: dict[str, Any]) -> None:
 def test_errors(seen: dict[str, Any]) -> None:
     assert seen["errors"] == [
         ["BadRequestError", "out_of_range", "n", True],
-        ["BadRequestError", "unsupported_field", "tools", True],
+        ["BadRequestError", "invalid_value", "tools[0].function.parameters", True],
         ["NotFoundError", "model_not_found", "model", True],
     ]
 

@@ -3,7 +3,7 @@
 All of its phases, good data and bad, NUL characters, every check that it has, no operation and no kind of text left
 out. It lives in the environment of the clients, and runs as a program. The fake engine's context is longer than any
 body, since a prompt's length in tokens is what no schema can bound, nor how many log probabilities come of it, nor what
-of a constraint can be kept, nor the integers in fields that are ignored,
+of a constraint can be kept, nor the integers in fields that are ignored, nor which results belong to which calls,
 and its answers are short. Its queue is short, too: a request of many prompts has to fit in all the same. How many good
 bodies its coverage phase sends is held, too: that phase goes through every field's values, but with a schema that it
 cannot go through it sends one body and says nothing.
@@ -23,11 +23,14 @@ import pytest
 
 from attar import strict_json
 from attar.protocol.grammar import Grammar
-from attar.server.api import constraints, sampling_params, schemas
+from attar.server import prompts
+from attar.server.api import constraints, routes, sampling_params, schemas
+from attar.server.api.tools import fields
 from attar.server.http.limits import MAX_BODY
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
 from attar.text.grammar_proof import Prover
+from attar.text.tools.constraints import ToolConstraint
 from tests.server.conftest import Running
 
 SCHEMATHESIS = Path(__file__).parents[2] / ".venv-clients" / "bin" / "schemathesis"
@@ -65,6 +68,11 @@ def test_the_server_does_what_its_document_says(
     monkeypatch.setattr(Grammar, "check", lambda self, params: None)
     monkeypatch.setattr(constraints, "_check_strict", lambda schema, where: None)
     monkeypatch.setattr(Prover, "prove", lambda self, grammar, salt=b"": None)
+    monkeypatch.setattr(fields, "check", lambda tools, choice: None)
+    monkeypatch.setattr(fields, "check_alone", lambda asked, ends: None)
+    monkeypatch.setattr(schemas, "check_alone", lambda asked, ends: None)
+    monkeypatch.setattr(prompts, "for_template", lambda messages, *form: [dict(message) for message in messages])
+    monkeypatch.setattr(routes, "constraint", lambda *asked: ToolConstraint(Grammar.json_object()))
     monkeypatch.setattr(strict_json, "MIN_INT", -(2**1023))  # in fields with any value; others have bounds of their own
     monkeypatch.setattr(strict_json, "MAX_INT", 2**1023)
     server = start(

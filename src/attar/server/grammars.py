@@ -5,12 +5,18 @@ A verdict that is remembered takes no turn. The others wait in a queue of bounde
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
 from attar.protocol.grammar import Grammar
 from attar.server.errors import APIError
 from attar.server.fair_thread_pool import FairThreadPool
 from attar.text.grammar_proof import Prover
 from attar.text.grammars import Vocabulary
 from attar.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 MAX_PROOFS = 32  # that wait, of all keys
 
@@ -36,15 +42,20 @@ class Grammars:
         if self._prover is not None and self._prover.knows(grammar, key):
             self._prover.prove(grammar, key)
             return
+        await self.work(key, lambda prove: prove(grammar), vocab)
+
+    async def work(self, key: bytes, work: Callable[[Callable[[Grammar], None]], T], vocab: int) -> T:
+        """Return what `work` returns in the thread of proofs; it gets a function that proves a grammar. Raises what
+        `work` raises, and APIError where too many others wait."""
         if self._waiting >= MAX_PROOFS:
             raise APIError("busy", f"{MAX_PROOFS} constraints wait to be compiled: try again later")
         self._waiting += 1
         try:
-            await self._threads.run(key, lambda: self._prove(key, grammar, vocab))
+            return await self._threads.run(key, lambda: work(partial(self._prove, key, vocab)))
         finally:
             self._waiting -= 1
 
-    def _prove(self, key: bytes, grammar: Grammar, vocab: int) -> None:
+    def _prove(self, key: bytes, vocab: int, grammar: Grammar) -> None:
         if self._prover is None:
             self._prover = Prover(Vocabulary.of(self._tokenizer, vocab, self._tokenizer.eos_ids))
         self._prover.prove(grammar, key)

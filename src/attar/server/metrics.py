@@ -40,6 +40,10 @@ class Metrics:
             ["outcome"],
         )
         self.limited = counter("attar_requests_limited", "Requests that a key's own limit turned away", ["limit"])
+        self.loosened = counter(
+            "attar_tools_loosened",
+            "Tools of requests whose arguments are only held to be JSON objects: no mask keeps their schema",
+        )
         self.prompt_tokens = counter("attar_prompt_tokens", "Tokens of prompts that the engine has begun to answer")
         self.generated_tokens = counter("attar_generated_tokens", "Tokens given out")
         self.ttft = histogram("attar_time_to_first_token_seconds", "From arrival to the first token")

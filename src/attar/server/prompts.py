@@ -26,6 +26,10 @@ from attar.text.literal import LiteralChat, Messages
 from attar.text.template import TemplateError, render_chat
 from attar.text.token_bounds import TokenBounds
 from attar.text.tokenizer import Detokenizer, Tokenizer
+from attar.text.tools.formats import ToolFormat, detect
+from attar.text.tools.generic import plain
+from attar.text.tools.history import for_template, has_calls
+from attar.text.tools.tool import Tool, ToolError
 
 T = TypeVar("T")
 
@@ -86,6 +90,7 @@ class Prompts:
         self._literal = LiteralChat(tokenizer)
         self.infill = Infill.of(tokenizer, self._literal.text_ids)
         self.reranker = Reranker.of(tokenizer, self._literal.text_ids)
+        self._tool_format: tuple[Tokenizer, ToolFormat] | None = None
 
     @property
     def template(self) -> str:
@@ -96,6 +101,15 @@ class Prompts:
     def reasoning(self) -> ReasoningMarkers | None:
         """The markers of the model's reasoning section; None where it has none."""
         return ReasoningMarkers.of(self.tokenizer, self.template)
+
+    def tool_format(self) -> ToolFormat:
+        """Return the model's syntax of calls, found by its template at the first call; that renders a few times. Raises
+        APIError where the model has no template."""
+        tokenizer, template = self.tokenizer, self._template(tools=True)
+        known = self._tool_format
+        if known is None or known[0] is not tokenizer:
+            known = self._tool_format = (tokenizer, detect(tokenizer, template))
+        return known[1]
 
     async def ids(
         self, key: bytes, prompts: Sequence[str | Sequence[int]], vocab: int, name: str, context: int, new: int = 0
@@ -160,13 +174,19 @@ class Prompts:
         )
 
     async def chat(
-        self, key: bytes, messages: Sequence[dict[str, str]], context: int | None = None, turn: Turn = Turn.OPENED,
-        variables: Mapping[str, Any] = NO_VARIABLES,
+        self, key: bytes, messages: Sequence[dict[str, Any]], context: int | None = None, turn: Turn = Turn.OPENED,
+        variables: Mapping[str, Any] = NO_VARIABLES, tools: Sequence[Tool] = (),
     ) -> ChatPrompt:  # fmt: skip
-        """Return a conversation as token ids, with the assistant's `turn` at its end. `variables` are further ones of
-        the template. One that leaves no room in the `context` is refused."""
-        size = sum(len(message["content"]) for message in messages)
-        made = await self._threads.run(key, size, lambda: self._render(messages, context, turn, variables), chat=True)
+        """Return a conversation as token ids, with the assistant's `turn` at its end. Messages are in OpenAI's shape,
+        content as text. `variables` are further ones of the template. One that leaves no room in the `context` is
+        refused."""
+        size = sum(len(message["content"]) + _called(message) for message in messages)
+
+        def render() -> ChatPrompt:
+            said, more = self._as_said(messages, tools)
+            return self._render(said, context, turn, {**variables, **more})
+
+        made = await self._threads.run(key, size, render, chat=True)
         if not made.ids:
             raise APIError("empty_prompt", "messages: no tokens", "messages")
         if context is not None and len(made.ids) >= context:
@@ -174,11 +194,11 @@ class Prompts:
         return made
 
     async def chat_ids(
-        self, key: bytes, messages: Sequence[dict[str, str]], context: int | None = None, turn: Turn = Turn.OPENED,
-        variables: Mapping[str, Any] = NO_VARIABLES,
+        self, key: bytes, messages: Sequence[dict[str, Any]], context: int | None = None, turn: Turn = Turn.OPENED,
+        variables: Mapping[str, Any] = NO_VARIABLES, tools: Sequence[Tool] = (),
     ) -> tuple[int, ...]:  # fmt: skip
         """Return the token ids of `chat`."""
-        return (await self.chat(key, messages, context, turn, variables)).ids
+        return (await self.chat(key, messages, context, turn, variables, tools)).ids
 
     async def text(self, key: bytes, ids: Sequence[int], vocab: int | None = None) -> str:
         """Return the text of token ids, special tokens included. Raises APIError for ids beyond `vocab`."""
@@ -224,15 +244,34 @@ class Prompts:
     def _encode(self, prompt: str) -> tuple[int, ...]:
         return _tokenized(lambda: tuple(self.tokenizer.encode(prompt)))
 
+    def _template(self, tools: bool) -> str:
+        try:
+            return self.tokenizer.chat_template(tools)
+        except ValueError as error:
+            raise APIError("no_chat_template", "this model has no chat template: use /v1/completions") from error
+
+    def _as_said(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[Tool]
+    ) -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
+        """Return messages as the template takes them, and its variables for tools. Raises APIError for calls and
+        results that do not belong together."""
+        if not tools and not has_calls(messages):
+            return messages, {}
+        form = self.tool_format()
+        try:
+            said = for_template(messages, form.id_length, form.arguments_as_text)
+        except ToolError as error:
+            raise APIError("invalid_value", f"{error.param}: {error}", error.param) from error
+        if form.name == "generic":
+            return plain(said, tools), {}
+        return said, {"tools": [tool.template_form() for tool in tools]} if tools else {}
+
     def _render(
-        self, messages: Sequence[dict[str, str]], context: int | None, turn: Turn, variables: Mapping[str, Any]
+        self, messages: Sequence[dict[str, Any]], context: int | None, turn: Turn, variables: Mapping[str, Any]
     ) -> ChatPrompt:
         point("prompt.render")
         tokenizer = self.tokenizer
-        try:
-            template = tokenizer.chat_template()
-        except ValueError as error:
-            raise APIError("no_chat_template", "this model has no chat template: use /v1/completions") from error
+        template = self._template(tools=bool(variables.get("tools")))
         place, markers = Place.BEFORE, self.reasoning
 
         def render(said: Messages, more: Mapping[str, Any] = NO_VARIABLES) -> str:
@@ -254,6 +293,11 @@ class Prompts:
             raise APIError("template_error", f"the chat template: {_fit(str(error))}", "messages") from error
         except ValueError as error:
             raise APIError("invalid_value", "messages: not text that this model can read", "messages") from error
+
+
+def _called(message: Mapping[str, Any]) -> int:
+    """Return the characters of a message's calls."""
+    return sum(len(call["function"]["arguments"]) for call in message.get("tool_calls", ()))
 
 
 def _tokenized(encode: Callable[[], T]) -> T:

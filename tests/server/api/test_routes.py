@@ -240,7 +240,7 @@ def test_the_chosen_token_is_among_the_likely_ones(tokenizer: Tokenizer) -> None
     form = openai.CompletionFormat(tokenizer, True, 1, [(1,)], None, Extras(Sampling(), tokenizer, [(1,)]))
     token, other = tokenizer.encode("Once upon")[:2]
     event = Delta("a", 0, (token,), "", (TokenLogprob(token, -math.inf, ((other, -1.0),)),))
-    made = json.loads(b"".join(form.delta(0, event)))
+    made = json.loads(b"".join(form.deltas(0, event)[0]))
     names = [tokenizer.decode([each]) for each in (other, token)]
     assert made["logprobs"]["top_logprobs"] == [{names[0]: -1.0, names[1]: LEAST}]
     assert made["logprobs"]["token_logprobs"] == [LEAST]
@@ -442,7 +442,7 @@ def test_the_document_is_of_the_same_types(server: Running) -> None:
     assert schemas["ChatBody"]["properties"]["n"]["anyOf"][0] | {"title": ""} == {
         "type": "integer", "minimum": 1, "maximum": 16, "title": ""
     }  # fmt: skip
-    assert schemas["ChatBody"]["properties"]["tools"] == {"enum": [None, []]}
+    assert schemas["ChatBody"]["properties"]["functions"] == {"enum": [None, []]}
     assert schemas["ChatBody"]["additionalProperties"] is False
     assert made["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"] == {
         "$ref": "#/components/schemas/ChatBody"

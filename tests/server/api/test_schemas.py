@@ -301,12 +301,12 @@ def test_the_librarys_sentences_are_understood(sentence: str, code: str, param: 
         (ChatBody, {"max_completion_tokens": 0}, "max_completion_tokens: at least 1, or -1 for as many as fit"),
         (ChatBody, {"messages": "hello"}, "messages: a list, not a string"),
         (ChatBody, {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
-         "messages[0].tool_calls: not supported by this server"),
+         "messages[0].tool_calls[0].id: is required"),
         (ChatBody, {"messages": [{"role": "assistant", "content": "x", "audio": {"id": "x"}}]},
          "messages[0].audio: not supported by this server"),
-        (ChatBody, {"messages": [*MESSAGES, {"role": "tool", "content": "x"}]},
-         "messages[1].role: 'tool' is not supported by this server: "
-         "it takes 'system' or 'developer' or 'user' or 'assistant'"),
+        (ChatBody, {"messages": [*MESSAGES, {"role": "function", "content": "x"}]},
+         "messages[1].role: 'function' is not supported by this server: "
+         "it takes 'system' or 'developer' or 'user' or 'assistant' or 'tool'"),
         (ChatBody, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
          "messages[0].content[0].type: 'image_url' is not supported by this server: it takes 'text'"),
         (AnthropicBody, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},

@@ -48,7 +48,7 @@ def test_fields_that_change_no_token_are_taken_with_any_value(kind: type[Body]) 
 
 def test_of_several_fields_that_are_not_supported_the_first_is_named() -> None:
     """Not one by the seed of Python's hashes: a client was told of another after each start."""
-    wrong = {"tools": [{}], "tool_choice": "required", "logits_processors": ["x"], "echo": True}
+    wrong = {"functions": [{}], "function_call": "f", "logits_processors": ["x"], "echo": True}
     for order in itertools.permutations(wrong):
         with pytest.raises(APIError) as error:
             take(ChatBody, **{name: wrong[name] for name in order})

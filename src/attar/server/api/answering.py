@@ -8,9 +8,10 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from attar.protocol.messages import Delta
+from attar.server.api.tools.calling import NO_CALLS, Calling
 from attar.server.http import sse
 from attar.server.request_handler import RequestHandler
-from attar.text.answers.events import AnswerEvent, AnswerParser, Plain, ReasoningDelta
+from attar.text.answers.events import AnswerEvent, AnswerParser, CallEnd, Plain, ReasoningDelta
 from attar.text.answers.reasoning import ReasoningParser
 
 
@@ -18,12 +19,16 @@ class AnswerReader:
     """Splits the texts of an answer's choices into events; `make` makes the parser of each choice.
 
     `reasons` says whether parsers look for reasoning, whose tokens are counted in `reasoning_tokens`, markers included.
-    Without `shown` its events are left out.
+    Without `shown` its events are left out. `calling` gives ids of calls.
     """
 
-    def __init__(self, make: Callable[[], AnswerParser] = Plain, reasons: bool = False, shown: bool = True) -> None:
-        self._make, self.reasons, self._shown = make, reasons, shown
+    def __init__(
+        self, make: Callable[[], AnswerParser] = Plain, reasons: bool = False, shown: bool = True,
+        calling: Calling = NO_CALLS,
+    ) -> None:  # fmt: skip
+        self._make, self.reasons, self._shown, self.calling = make, reasons, shown, calling
         self._parsers: dict[int, AnswerParser] = {}
+        self._called: set[int] = set()
         self.reasoning_tokens = 0
 
     def read(self, number: int, delta: Delta) -> list[AnswerEvent]:
@@ -31,7 +36,7 @@ class AnswerReader:
         if (parser := self._parsers.get(number)) is None:
             parser = self._parsers[number] = self._make()
         before = _inside(parser)
-        events = parser.feed(delta.text)
+        events = self._noted(number, parser.feed(delta.text))
         if before or _inside(parser):
             self.reasoning_tokens += len(delta.token_ids)
         return self._told(events)
@@ -39,7 +44,16 @@ class AnswerReader:
     def close(self, number: int) -> list[AnswerEvent]:
         """Return the events that the end of a choice completes."""
         parser = self._parsers.pop(number, None)
-        return [] if parser is None else self._told(parser.close())
+        return [] if parser is None else self._told(self._noted(number, parser.close()))
+
+    def reason(self, number: int, reason: str) -> str:
+        """Return why a choice ended: `tool_calls` for one that ended by itself behind a complete call."""
+        return "tool_calls" if reason == "stop" and number in self._called else reason
+
+    def _noted(self, number: int, events: list[AnswerEvent]) -> list[AnswerEvent]:
+        if any(isinstance(event, CallEnd) for event in events):
+            self._called.add(number)
+        return events
 
     def _told(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
         return events if self._shown else [each for each in events if not isinstance(each, ReasoningDelta)]

@@ -22,6 +22,7 @@ from attar.server.api.answering import AnswerReader
 from attar.server.api.dialects.extras import Extras
 from attar.server.api.logprobs import Columns, Content, Offsets, Turns, rows, values
 from attar.server.api.schemas import EmbeddingBody, StreamOptions
+from attar.server.api.tools.answers import MadeCall, calls, deltas
 from attar.server.engine_client.connection import PromptScores
 from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
@@ -66,6 +67,7 @@ class Choice:
     number: int
     text: str = ""
     reasoning: str = ""
+    calls: Sequence[MadeCall] = ()
     reason: str = ""
     stop: str | None = None
     tokens: int = 0
@@ -99,11 +101,15 @@ class ChatFormat:
 
     def whole(self, number: int, choice: Choice) -> Pieces:
         """Return one choice of a whole answer."""
-        reasoning = b',"reasoning_content":' + encode(choice.reasoning) if choice.reasoning else b""
+        more = b',"reasoning_content":' + encode(choice.reasoning) if choice.reasoning else b""
+        text: str | None = choice.text
+        if choice.calls:
+            more += b',"tool_calls":' + encode([call.told(self.reader.calling.new_id) for call in choice.calls])
+            text = text or None
         before = b'{"index":%d,"message":{"role":"assistant","content":%b,"refusal":null%b},"logprobs":' % (
             number,
-            encode(choice.text),
-            reasoning,
+            encode(text),
+            more,
         )
         logprobs = self._contents.pop(choice.number, Content(self._tokenizer)).json() if self._logprobs else [b"null"]
         return [
@@ -116,10 +122,10 @@ class ChatFormat:
         """Return a chunk's choice that names the role."""
         return [b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % number]
 
-    def delta(self, number: int, event: Delta) -> Pieces:
-        """Return a chunk's choice with more text; nothing where there is nothing to tell yet."""
-        reasoning, text = said(self.reader.read(number, event))
-        if not (reasoning or text or event.logprobs or self.extras.token_ids):
+    def deltas(self, number: int, event: Delta) -> list[Pieces]:
+        """Return the choices of chunks with more text or calls; none where there is nothing to tell yet."""
+        found = deltas(self.reader.read(number, event), _said, self.reader.calling.new_id)
+        if not found and not (event.logprobs or self.extras.token_ids):
             return []
         logprobs: Pieces = [b"null"]
         if event.logprobs is not None:
@@ -127,23 +133,32 @@ class ChatFormat:
             for each in event.logprobs:
                 content.add(each)
             logprobs = content.json()
-        before = b'{"index":%d,"delta":%b,"logprobs":' % (number, _said(reasoning, text))
-        return [before, *logprobs, b',"finish_reason":null%b}' % self.extras.of_delta(event.token_ids)]
+        first, *others = found or [_said([])]
+        before = b'{"index":%d,"delta":%b,"logprobs":' % (number, first)
+        more = self.extras.of_delta(event.token_ids)
+        return [
+            [before, *logprobs, b',"finish_reason":null%b}' % more],
+            *(_chunk_choice(number, delta) for delta in others),
+        ]
 
-    def rest(self, number: int) -> Pieces:
-        """Return a chunk's choice with what was held back until the end; nothing where nothing was."""
-        reasoning, text = said(self.reader.close(number))
-        if not (reasoning or text):
-            return []
-        return [b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (number, _said(reasoning, text))]
+    def rest(self, number: int) -> list[Pieces]:
+        """Return the choices of chunks with what was held back until the end."""
+        found = deltas(self.reader.close(number), _said, self.reader.calling.new_id)
+        return [_chunk_choice(number, delta) for delta in found]
 
     def closing(self, number: int, reason: str) -> Pieces:
         """Return a chunk's choice with the finish reason."""
-        return [b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (number, encode(reason))]
+        why = self.reader.reason(number, reason)
+        return [b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (number, encode(why))]
 
 
-def _said(reasoning: str, text: str) -> bytes:
+def _chunk_choice(number: int, delta: bytes) -> Pieces:
+    return [b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (number, delta)]
+
+
+def _said(events: list[AnswerEvent]) -> bytes:
     """Return a chunk's `delta` with more reasoning, text or both."""
+    reasoning, text = said(events)
     if not reasoning:
         return b'{"content":%b}' % encode(text)
     return b'{"reasoning_content":%b%b}' % (encode(reasoning), b',"content":' + encode(text) if text else b"")
@@ -208,8 +223,8 @@ class CompletionFormat:
             logprobs = self._of_prompts[at].json()
         return self._choice(number, self._echoes[at].text, logprobs, self.extras.of_prompt(at))
 
-    def delta(self, number: int, event: Delta) -> Pieces:
-        """Return a chunk's choice with more text; nothing where there is nothing to tell yet."""
+    def deltas(self, number: int, event: Delta) -> list[Pieces]:
+        """Return the choices of chunks with more text; none where there is nothing to tell yet."""
         if not (event.text or event.logprobs or self.extras.token_ids):
             return []
         logprobs: Pieces = [b"null"]
@@ -219,13 +234,13 @@ class CompletionFormat:
                 columns.add(each)
             logprobs = columns.json()
             columns.clear()
-        return self._choice(number, event.text, logprobs, self.extras.of_delta(event.token_ids))
+        return [self._choice(number, event.text, logprobs, self.extras.of_delta(event.token_ids))]
 
     def closing(self, number: int, reason: str) -> Pieces:
         """Return a chunk's choice with the finish reason."""
         return [b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b}' % (number, encode(reason))]
 
-    def rest(self, number: int) -> Pieces:
+    def rest(self, number: int) -> list[Pieces]:
         """Return nothing: no text is held back."""
         return []
 
@@ -273,6 +288,7 @@ async def collect(
                 raise request.context.refusal(event)
     for choice, events_of in zip(choices, pieces, strict=True):
         choice.reasoning, choice.text = said(events_of)
+        choice.calls, choice.reason = calls(events_of), reader.reason(choice.number, choice.reason)
     return choices
 
 
@@ -341,13 +357,15 @@ async def stream(
                         say(form.opening(number), form.extras.of_prompt(0) if isinstance(form, ChatFormat) else b"")
                     if isinstance(event, Finished):
                         generated += event.completion_tokens
-                        say(form.rest(number))
+                        for piece in form.rest(number):
+                            say(piece)
                         ended = event.report is not None and None not in request.reports
                         end = form.extras.of_end(request.reports, generated) if ended else b""
                         say(form.closing(number, event.reason), end)
                         continue
                     so_far += len(event.token_ids)
-                    say(form.delta(number, event))
+                    for piece in form.deltas(number, event):
+                        say(piece)
                     if event.logprobs:
                         await turns.after(values(event.logprobs))
                 elif isinstance(event, PromptScores):

@@ -2,13 +2,14 @@
 
 Two things that the types cannot express are added here: rules between fields, and what depends on the served model,
 whose name and vocabulary the document has once it is loaded. The document is exact: a body that fits it is accepted,
-any other is refused, and schemathesis tests that. Six limits have no schema. Whether a constraint can be kept is
+any other is refused, and schemathesis tests that. Some limits have no schema. Whether a constraint can be kept is
 known once it is compiled. That a request has one at most, and then no `ignore_eos` or `min_tokens`, is said in words:
-generators of test cases give up on rules of eight fields. A prompt's length is counted in tokens, so a text that fits
-here may exceed the model's context, or have more log probabilities than an answer may hold. A stop string's length is
-counted in bytes, and stated here in characters of the widest kind, so one of mixed widths may be longer than stated.
-The number of lists, objects and keys in a body
-(`strict_json.MAX_PARTS`) is described in words. Integers have 64 bits, also in fields whose values are ignored.
+generators of test cases give up on rules of eight fields. The same holds for tools that may be called. Their names
+differ, a choice names one of them, their size in bytes is bounded, and results belong to calls. A prompt's length is
+counted in tokens, so a text that fits here may exceed the model's context, or have more log probabilities than an
+answer may hold. A stop string's length is counted in bytes, and stated here in characters of the widest kind, so one of
+mixed widths may be longer than stated. The number of lists, objects and keys in a body (`strict_json.MAX_PARTS`) is
+described in words. Integers have 64 bits, also in fields whose values are ignored.
 """
 
 from __future__ import annotations
@@ -63,9 +64,21 @@ _HEADERS: dict[int, Schema] = {
 _BY_CONNECTION = (400, 408, 413, 414, 431)
 
 _SAID = [{"role": "user", "content": "Why is the sky blue?"}]
+_TOOL: Schema = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+_CALLED: list[Schema] = [
+    {
+        "role": "assistant", "content": None,
+        "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},
+]  # fmt: skip
 _TOLD: Schema = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2}
 _EXAMPLES: dict[str, list[Schema]] = {
-    "ChatBody": [{"messages": _SAID}, {"messages": _SAID, "temperature": 0.7, "seed": 1, **_TOLD}],
+    "ChatBody": [
+        {"messages": _SAID},
+        {"messages": _SAID, "temperature": 0.7, "seed": 1, **_TOLD},
+        {"messages": [*_SAID, *_CALLED], "tools": [_TOOL]},
+    ],
     "CompletionBody": [{"prompt": "Once upon a time"}, {"prompt": ["One", "Two"], "max_tokens": 8, "logprobs": 2}],
     "AnthropicPrompt": [{"messages": _SAID, "system": "Be brief."}],
     "AnthropicBody": [{"messages": _SAID, "max_tokens": 64, "system": "Be brief."}],
@@ -238,13 +251,30 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
     scored = {"type": "array", "contains": {"const": "message.output_text.logprobs"}}
     unscored = _may(top_logprobs={"enum": [None, 0]})
     schemas["ResponsesBody"] |= _all({"anyOf": streamed}, {"anyOf": [_has(include=scored), unscored]})
-    for name, values in (("tools", [None, []]), ("tool_choice", [None, "none", "auto"])):
-        schemas["ResponsesBody"]["properties"][name] = {"enum": values}
     schemas["MessageItem"]["required"].remove("type")
     made = [_given(name) for name in ("json", "regex", "choice", "grammar")] + [_has(json_object={"const": True})]
     spaced = {"anyOf": [_may(whitespace_pattern={"type": "null"}), made[0], made[-1]]}
     schemas["StructuredOutputs"] |= _all({"oneOf": made}, spaced)
-    schemas["Message"]["anyOf"] = [_may(role={"const": "assistant"}), _has(content={"type": ["string", "array"]})]
+    content: Schema = {"type": ["string", "array"]}
+    uncalled: Schema = {"anyOf": [{"type": "null"}, {"type": "array", "maxItems": 0}]}
+    schemas["Message"]["anyOf"] = [
+        _may(role={"const": "assistant"}, tool_call_id={"type": "null"}),
+        {
+            **_may(role={"const": "tool"}, content=content, tool_call_id={"type": "string"}, tool_calls=uncalled),
+            "required": ["content", "tool_call_id"],
+        },
+        {
+            **_may(
+                role={"enum": ["system", "developer", "user"]}, content=content, tool_call_id={"type": "null"},
+                tool_calls=uncalled,
+            ),
+            "required": ["content"],
+        },
+    ]  # fmt: skip
+    chosen = {"enum": [None, "none", "auto"]}
+    chat["not"]["not"]["allOf"].append(
+        {"anyOf": [_may(tool_choice=chosen), _has(tools={"type": "array", "minItems": 1})]}
+    )
     schemas["EmbeddingBody"]["properties"]["input"] = {"anyOf": texts(MAX_INPUTS)}
     many = {"type": "array", "items": text, "minItems": 1, "maxItems": MAX_INPUTS}
     schemas["OllamaEmbedBody"]["properties"]["input"] = {"anyOf": [text, many]}

@@ -168,18 +168,33 @@ class ChatLogprobs(Answer, frozen=True):
     refusal: None
 
 
+class MadeFunction(Answer, frozen=True):
+    name: str
+    arguments: str  # a JSON object as text
+
+
+class ChatCall(Answer, frozen=True):
+    id: str
+    type: Literal["function"]
+    function: MadeFunction
+
+
 class ChatMessage(Answer, frozen=True):
     role: Literal["assistant"]
-    content: str
+    content: str | None  # null where there are calls alone
     refusal: None
     reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ChatCall] | UnsetType = UNSET
+
+
+ChatFinishReason = FinishReason | Literal["tool_calls"]
 
 
 class ChatChoice(Answer, frozen=True):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     token_ids: list[int] | UnsetType = UNSET  # this and the other extras: where they were asked for
 
 
@@ -195,17 +210,30 @@ class ChatCompletion(Answer, frozen=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
+class FunctionDelta(Answer, frozen=True):
+    arguments: str
+    name: str | UnsetType = UNSET  # with the first piece of a call, as its id
+
+
+class CallDelta(Answer, frozen=True):
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Answer, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Answer, frozen=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     token_ids: list[int] | UnsetType = UNSET
 
 

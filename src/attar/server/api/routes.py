@@ -5,8 +5,8 @@ A body's headers are checked before it is read.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import replace
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -31,6 +31,9 @@ from attar.server.api.reasoning import Wish
 from attar.server.api.sampling_params import anthropic_params, chat_params, completion_params, ended
 from attar.server.api.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from attar.server.api.status import respond
+from attar.server.api.tools.calling import NO_CALLS, Calling
+from attar.server.api.tools.fields import ToolUse
+from attar.server.api.tools.fields import refused as refused_tools
 from attar.server.api.validation import BodyType, read
 from attar.server.dispatcher import Dispatcher
 from attar.server.errors import CANCELLED, APIError
@@ -39,9 +42,13 @@ from attar.server.grammars import Grammars
 from attar.server.http import sse
 from attar.server.http.limits import MAX_BODY
 from attar.server.prompts import ChatPrompt, Prompts, Room, Turn
-from attar.text.answers.events import Plain
+from attar.text.answers.events import AnswerParser
 from attar.text.answers.reasoning import ReasoningParser
 from attar.text.grammars import GrammarError
+from attar.text.tools.constraints import ToolConstraint, constraint
+from attar.text.tools.tool import ToolError
+
+logger = logging.getLogger(__name__)
 
 TOO_LARGE = f"the body is larger than {MAX_BODY} bytes"
 LARGE_BODY = 16 << 10  # bytes: smaller ones are parsed on the spot, in less time than a thread is asked
@@ -80,23 +87,27 @@ class Routes:
         caller, body, model, ready = await self._read(request, ChatBody)
         turn, wish = Turn.of(body.add_generation_prompt, body.continue_final_message), body.wish()
         variables = wish.for_template(self._prompts.template)
-        making = self._prompts.chat(caller.cache_salt, body.conversation(), ready.context, turn, variables)
+        use = body.tool_use()
+        making = self._prompts.chat(caller.cache_salt, body.conversation(), ready.context, turn, variables, use.tools)
         prompt = await sse.while_wanted(request.receive, making)
         ids, asked = prompt.ids, body.constraint()
-        section = self._section(wish, prompt, asked and asked.field)
+        section = self._section(wish, prompt, "tools" if use.may_call else asked and asked.field)
         grammar = await self._proven(request, caller, body, ready)
-        params = self._showing(
-            chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
-        )
-        tokenizer, reader = self._prompts.tokenizer, self._reader(wish, prompt, exact=asked is not None)
+        calling = await self._calling(request, caller, use, ready)
+        params = chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
+        params = self._showing(params, calling)
+        tokenizer, reader = self._prompts.tokenizer, self._reader(wish, prompt, asked is not None, calling)
         form = openai.ChatFormat(tokenizer, bool(body.logprobs), Extras(body, tokenizer, [ids]), reader)
         handler = self._dispatcher.submit(
-            caller, [ids], params, body.n or 1, model, body.priority or 0, grammar, section
+            caller, [ids], params, body.n or 1, model, body.priority or 0, grammar or calling.grammar, section
         )
         if body.stream:
-            options = body.stream_options or openai.NO_OPTIONS
-            return await _stream(request, handler, openai.stream(handler, model, form, options), openai.FAILED)
-        return await _whole(request, handler, openai.whole(handler, model, form))
+            pieces = openai.stream(handler, model, form, body.stream_options or openai.NO_OPTIONS)
+            answer = await _stream(request, handler, pieces, openai.FAILED)
+        else:
+            answer = await _whole(request, handler, openai.whole(handler, model, form))
+        answer.headers.update(calling.headers())
+        return answer
 
     async def completions(self, request: Request) -> Response:
         """OpenAI's text completions."""
@@ -168,7 +179,8 @@ class Routes:
         if body.prompt is None:
             turn = Turn.of(body.add_generation_prompt, body.continue_final_message)
             variables = body.chat_template_kwargs or {}
-            making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), turn=turn, variables=variables)
+            tools = body.tool_use().tools
+            making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), None, turn, variables, tools)
         else:
             making = self._prompts.text_ids(caller.cache_salt, body.prompt, body.add_special_tokens is not False)
         ids = await sse.while_wanted(request.receive, making)
@@ -213,17 +225,48 @@ class Routes:
         """Return the reasoning section of answers to a prompt, as the engine needs it. Raises APIError."""
         return wish.section(self._prompts.reasoning, prompt.place, self._prompts.template, constrained)
 
-    def _showing(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters of a chat, whose text shows the markers of reasoning also where they are special tokens."""
-        visible = () if (markers := self._prompts.reasoning) is None else markers.visible
-        return replace(params, visible_token_ids=(*params.visible_token_ids, *visible)) if visible else params
+    async def _calling(
+        self, request: Request, caller: Caller, use: ToolUse, ready: Ready,
+        constrain: Callable[..., ToolConstraint | None] = constraint,
+    ) -> Calling:  # fmt: skip
+        """Return what a request may call, once its grammar, which `constrain` makes, is proven. Raises APIError where a
+        tool with `strict` cannot be enforced."""
+        if not use.may_call:
+            return NO_CALLS
 
-    def _reader(self, wish: Wish, prompt: ChatPrompt, exact: bool = False) -> AnswerReader:
+        def make(prove: Callable[[Grammar], None]) -> Calling:
+            form = self._prompts.tool_format()
+            try:
+                found = constrain(form, use.tools, use.choice, prove)
+            except ToolError as error:
+                raise refused_tools(error) from error
+            assert found is not None
+            return Calling(use.tools, use.choice, form, found.grammar, found.loosened)
+
+        work = self._grammars.work(caller.cache_salt, make, ready.vocab_size)
+        calling = await sse.while_wanted(request.receive, work)
+        if calling.loosened:
+            self._dispatcher.context.metrics.loosened.inc(len(calling.loosened))
+            names = ", ".join(calling.loosened)
+            logger.info("%s: arguments are only held to be JSON objects: %s", caller.id, names)
+        return calling
+
+    def _showing(self, params: SamplingParams, calling: Calling = NO_CALLS) -> SamplingParams:
+        """Return parameters of a chat, whose text shows the markers of reasoning and of calls also where they are
+        special tokens."""
+        markers = self._prompts.reasoning
+        return calling.shown(params, () if markers is None else tuple(markers.visible))
+
+    def _reader(self, wish: Wish, prompt: ChatPrompt, exact: bool = False, calling: Calling = NO_CALLS) -> AnswerReader:
         """Return the reader of answers to a prompt. With `exact`, as a constraint needs it, line breaks behind the
         reasoning stay in the text."""
         if (markers := self._prompts.reasoning) is None:
-            return AnswerReader()
-        return AnswerReader(lambda: ReasoningParser(markers, prompt.place, Plain(), exact), True, wish.shown)
+            return AnswerReader(calling.parser, calling=calling)
+
+        def make() -> AnswerParser:
+            return ReasoningParser(markers, prompt.place, calling.parser(), exact)
+
+        return AnswerReader(make, True, wish.shown, calling)
 
     async def _read(self, request: Request, kind: type[BodyType]) -> tuple[Caller, BodyType, str, Ready]:
         """Read the request's body. Returns the caller, the body, the name of the requested model, and the engine that

@@ -22,6 +22,7 @@ from attar.protocol.speculation import MAX_DRAFT_TOKENS
 from attar.server.api.body import Body, Ignored
 from attar.server.api.constraints import Constrained, MayConstrain
 from attar.server.api.reasoning import Budget, Effort, ReasoningOptions, Thinking, Variables, Wish
+from attar.server.api.tools.fields import CallId, Calls, Choice, Tools, ToolUse, check_alone
 from attar.server.errors import APIError
 
 MAX_PROMPTS = 128
@@ -224,7 +225,7 @@ Reasoned = Annotated[str, Meta(description=_REASONED)]
 class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One message of a conversation. Clients that repeat an answer send the fields that must be null."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     type: Annotated[Literal["text"], Meta(description="lm-eval sends it with every message; it changes nothing.")] = (
         "text"
@@ -235,7 +236,8 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     reasoning: Reasoned | None = None  # vLLM's and OpenRouter's name of it
     audio: None = None
     function_call: None = None
-    tool_calls: Nothing | None = None
+    tool_calls: Calls | None = None
+    tool_call_id: CallId | None = None  # of a result, whose role is `tool`
     annotations: Nothing | None = None
     id: Ignored = None  # this and the others: a front end's own
     timestamp: Ignored = None
@@ -247,10 +249,22 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.content is None and self.role != "assistant":
             raise APIError("missing_field", f"messages: a message of role {self.role} needs content", "messages")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise APIError("missing_field", "messages: a message of role tool needs tool_call_id", "messages")
+        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, name) and self.role != role:
+                message = f"messages: {name} belongs to a message of role {role}, not {self.role}"
+                raise APIError("invalid_value", message, "messages")
 
-    def for_template(self) -> dict[str, str]:
-        """Return the message as chat templates expect it: `developer` is the newer name of `system`."""
-        entry = {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content)}
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates expect it, except arguments of calls, which stay text. `developer` is
+        the newer name of `system`."""
+        entry: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        entry["content"] = text_of(self.content)
+        if self.tool_calls:
+            entry["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            entry["tool_call_id"] = self.tool_call_id
         reasoned = self.reasoning_content or self.reasoning
         entry |= {} if reasoned is None else {"reasoning_content": reasoned}
         return entry if self.name is None else entry | {"name": self.name}
@@ -264,7 +278,7 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **_NEUTRAL,
-        "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "functions": ([],),
+        "functions": ([],),
         "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "prediction": (),
         "verbosity": ("medium",), "web_search_options": (), "add_special_tokens": (False,),
         "chat_template": (), "documents": ([],), "separate_reasoning": (True,), "stream_reasoning": (True,),
@@ -286,16 +300,31 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
     thinking_budget_tokens: Budget | None = None
     thinking_budget: Budget | None = None
     include_reasoning: bool | None = None
+    tools: Tools | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.tool_use()
         for name in ("max_tokens", "max_completion_tokens"):
             if getattr(self, name) == 0:
                 raise APIError("out_of_range", f"{name}: at least 1, or -1 for as many as fit", name)
         if self.top_logprobs is not None and not self.logprobs:
             raise APIError("invalid_value", "top_logprobs: only with logprobs = true", "top_logprobs")
+        if self.continue_final_message and self.messages[-1].tool_calls:
+            name = "continue_final_message"
+            raise APIError("invalid_value", f"{name}: a message with calls cannot be continued", name)
 
-    def conversation(self) -> list[dict[str, str]]:
+    def tool_use(self) -> ToolUse:
+        """Return the tools and the choice among them. Raises APIError for tools that are refused."""
+        use = ToolUse.read(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if use.may_call:
+            names = [each for each in DECIDE_ON_THE_END if getattr(self, each)]
+            check_alone(self.constraint(), names)
+        return use
+
+    def conversation(self) -> list[dict[str, Any]]:
         """Return the messages as chat templates expect them."""
         return [message.for_template() for message in self.messages]
 
@@ -340,11 +369,12 @@ class TokenizeBody(Body, frozen=True, kw_only=True):
     """
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tools": ([],), "chat_template": (),
+        "chat_template": (),
     }  # fmt: skip
 
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: Continue | None = None
@@ -354,8 +384,13 @@ class TokenizeBody(Body, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise APIError("missing_field", "prompt: either prompt or messages, and one of them", "prompt")
+        self.tool_use()
 
-    def conversation(self) -> list[dict[str, str]]:
+    def tool_use(self) -> ToolUse:
+        """Return the tools that a conversation shows. Raises APIError for tools that are refused."""
+        return ToolUse.read(self.tools, None, None)
+
+    def conversation(self) -> list[dict[str, Any]]:
         """Return the messages as chat templates expect them."""
         return [message.for_template() for message in self.messages or ()]
 

@@ -152,9 +152,8 @@ class OllamaRoutes(Routes):
         prompt = await sse.while_wanted(request.receive, making)
         ids, section = prompt.ids, self._section(wish, prompt, constraint and constraint.field)
         grammar = await self._proven(request, caller, asked, ready)
-        params = self._showing(
-            chat_params(asked, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
-        )
+        params = chat_params(asked, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
+        params = self._showing(params)
         handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section)
         return await _answer(request, handler, body, model, self._reader(wish, prompt, exact=constraint is not None))
 

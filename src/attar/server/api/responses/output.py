@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from attar.server.api.logprobs import Content
+from attar.server.api.tools.calling import NO_CALLS
 from attar.text.answers.events import AnswerEvent, CallArguments, CallEnd, CallStart, ReasoningDelta, TextDelta
 
 Event = dict[str, Any]
@@ -21,18 +22,13 @@ NO_SPACES: Mapping[str, tuple[str, str]] = {}
 _PREFIXES = {"message": "msg_", "function_call": "fc_", "reasoning": "rs_"}
 
 
-def new_call_id() -> str:
-    """Return an id for a call, which its output names."""
-    return "call_" + secrets.token_hex(12)
-
-
 class Output:
     """The output of one answer: `items`, as JSON. `call_id` makes the ids of calls. `spaces` has namespace and name of
     functions that have one, by the names that the model knows. `scores` has the log probabilities
     of the tokens behind the events that were added: a message gets those of its text."""
 
     def __init__(
-        self, call_id: Callable[[], str] = new_call_id, spaces: Mapping[str, tuple[str, str]] = NO_SPACES,
+        self, call_id: Callable[[], str] = NO_CALLS.new_id, spaces: Mapping[str, tuple[str, str]] = NO_SPACES,
         scores: Content | None = None,
     ) -> None:  # fmt: skip
         self.items: list[dict[str, Any]] = []

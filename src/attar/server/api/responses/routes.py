@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,10 +19,12 @@ from attar.server.api.logprobs import Content
 from attar.server.api.openapi import giving, taking
 from attar.server.api.responses import types
 from attar.server.api.responses.answer import Answer, Keep
+from attar.server.api.responses.calling import calls_or_json
 from attar.server.api.responses.items import Item, ItemReference, conversation
 from attar.server.api.responses.output import Output
 from attar.server.api.responses.schemas import ResponsesBody
 from attar.server.api.responses.store import ResponseStore
+from attar.server.api.responses.tools import ResponseFunction, ResponseNamespace, placed
 from attar.server.api.routes import LARGE_BODY, Routes
 from attar.server.api.sampling_params import chat_params
 from attar.server.api.status import respond
@@ -31,6 +34,7 @@ from attar.server.fair_thread_pool import TextThreads
 from attar.server.grammars import Grammars
 from attar.server.http import sse
 from attar.server.prompts import Prompts
+from attar.text.tools.constraints import constraint
 
 _MESSAGES = re.compile(r"messages(?:\[\d+\][\w.\[\]]*)?")
 NO_STORE = "this server stores no answers, but `attar serve --response-store SIZE` does"
@@ -59,28 +63,35 @@ class ResponsesRoutes(Routes):
     async def respond(self, request: Request) -> Response:
         """OpenAI's responses."""
         caller, body, model, ready = await self._read(request, ResponsesBody)
-        if body.toolset().choice.mode != "none":
-            raise APIError("unsupported_field", "tools: not supported by this server", "tools")
         before = self._before(caller, body.previous_response_id)
         items = [self._found(caller, item) for item in body.items]
         past = await self._past(request, caller, before)
-        messages = conversation(body.instructions, [*past, *items])
-        salt, wish, asked = caller.cache_salt, body.wish(), body.constraint()
+        said = conversation(body.instructions, [*past, *items])
+        (use, spaces), wish, asked = body.toolset(), body.wish(), body.constraint()
         variables = wish.for_template(self._prompts.template)
         with _of_input():
-            making = self._prompts.chat(salt, messages, ready.context, variables=variables)
+            making = self._prompts.chat(caller.cache_salt, said, ready.context, variables=variables, tools=use.tools)
             prompt = await sse.while_wanted(request.receive, making)
-        section = self._section(wish, prompt, asked and asked.field)
+        section = self._section(wish, prompt, "tools" if use.may_call else asked and asked.field)
         grammar = await self._proven(request, caller, body, ready)
+        with _of_tools(body.tools or ()):
+            constrain = constraint if grammar is None else partial(calls_or_json, final=grammar)
+            calling = await self._calling(request, caller, use, ready, constrain)
         most = self._dispatcher.engine.places.most
         params = chat_params(body.as_chat(), prompt.ids, ready, most, caller, self._sampling)
-        reader, keep = self._reader(wish, prompt, exact=asked is not None), self._keep(caller, body, before, items)
-        handler = self._dispatcher.submit(caller, [prompt.ids], params, 1, model, 0, grammar, section)
-        output = Output(scores=Content(self._prompts.tokenizer) if body.scored else None)
-        answer = Answer(handler, body, params, model, reader, output, keep)
+        params = self._showing(params, calling)
+        reader = self._reader(wish, prompt, asked is not None, calling)
+        handler = self._dispatcher.submit(
+            caller, [prompt.ids], params, 1, model, 0, calling.grammar or grammar, section
+        )
+        output = Output(calling.new_id, spaces, Content(self._prompts.tokenizer) if body.scored else None)
+        answer = Answer(handler, body, params, model, reader, output, self._keep(caller, body, before, items))
         if body.stream:
-            return await stream(request, handler, answer.stream(), answer.failed)
-        return await whole(request, handler, answer.whole())
+            made = await stream(request, handler, answer.stream(), answer.failed)
+        else:
+            made = await whole(request, handler, answer.whole())
+        made.headers.update(calling.headers())
+        return made
 
     async def retrieve(self, request: Request, name: str) -> Response:
         """An answer that this key has stored. A stored answer is given whole, not as a stream."""
@@ -162,6 +173,18 @@ def _of_input() -> Iterator[None]:
         if refusal.param is None or not refusal.param.startswith("messages"):
             raise
         raise APIError(refusal.code, _MESSAGES.sub("input", refusal.message), "input") from refusal
+
+
+@contextlib.contextmanager
+def _of_tools(tools: Sequence[ResponseFunction | ResponseNamespace]) -> Iterator[None]:
+    """Name the place of a refused tool as the request has it."""
+    try:
+        yield
+    except APIError as refusal:
+        if refusal.param is None or not refusal.param.startswith("tools"):
+            raise
+        place = placed(refusal.param, tools)
+        raise APIError(refusal.code, refusal.message.replace(refusal.param, place, 1), place) from refusal
 
 
 def _unknown(field: str, param: str | None = None) -> APIError:

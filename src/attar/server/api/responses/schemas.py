@@ -133,7 +133,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
             raise APIError("unsupported_field", f"{where}: not supported by this server", where)
         if self.top_logprobs and not self.scored:
             raise APIError("invalid_value", f"top_logprobs: only with include = [{SCORES}]", "top_logprobs")
-        if self.toolset().choice.mode != "none" and self.ignore_eos:
+        if self.toolset().use.may_call and self.ignore_eos:
             raise APIError("invalid_value", "ignore_eos: not with tools: a call decides on the end", "ignore_eos")
         schemas.check_stops(self.stop, "stop")
         schemas.check_end(self)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
 from attar.server.api.body import Ignored
+from attar.server.api.tools.fields import ToolUse
 from attar.server.errors import APIError
 from attar.text.tools.tool import MAX_TOOLS, NAME, Tool, ToolChoice, ToolError, check
 
@@ -77,14 +77,12 @@ ResponseChoice = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class Toolset:
+class Toolset(NamedTuple):
     """Tools of a request, and the choice among them. `spaces` has namespace and name of tools that have one, by the
     names that the model knows."""
 
-    tools: tuple[Tool, ...] = ()
-    choice: ToolChoice = ToolChoice("none")  # noqa: RUF009 - frozen
-    spaces: dict[str, tuple[str, str]] = field(default_factory=dict)
+    use: ToolUse
+    spaces: dict[str, tuple[str, str]]
 
 
 def joined(namespace: str | None, name: str) -> str:
@@ -110,16 +108,17 @@ def read_tools(
     try:
         check(read, made)
     except ToolError as error:
-        raise refused_tools(error, tools or ()) from error
+        where = placed(error.param, tools or ())
+        raise APIError("invalid_value", f"{where}: {error}", where) from error
     spaces = {joined(space, each.name): (space, each.name) for _, space, each in found if space is not None}
-    return Toolset(read, made if read else ToolChoice("none"), spaces)
+    return Toolset(ToolUse(read, made if read else ToolChoice("none")), spaces)
 
 
-def refused_tools(error: ToolError, tools: Sequence[ResponseFunction | ResponseNamespace]) -> APIError:
-    """Make the refusal of tools, with the place in the request."""
-    places = [place for place, _, _ in _functions(tools)]  # the fields of a function are the tool's own here
-    where = _PLACE.sub(lambda at: places[int(at[1])], error.param)
-    return APIError("invalid_value", f"{where}: {error}", where)
+def placed(param: str, tools: Sequence[ResponseFunction | ResponseNamespace]) -> str:
+    """Return a place among functions, `tools[2].function.name`, as the request's: a function's fields are the tool's
+    own here."""
+    places = [place for place, _, _ in _functions(tools)]
+    return _PLACE.sub(lambda at: places[int(at[1])], param)
 
 
 def _functions(tools: Sequence[ResponseFunction | ResponseNamespace]) -> Iterator[tuple[str, str | None, _Function]]:

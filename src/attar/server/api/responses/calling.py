@@ -1,0 +1,31 @@
+"""The grammar of an answer that calls tools, or else is JSON: requests may have both tools and a format of text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from attar.protocol.grammar import Grammar
+from attar.text.grammars import json_rule, schema_of
+from attar.text.tools.constraints import ToolConstraint, constraint
+from attar.text.tools.formats import ToolFormat
+from attar.text.tools.tool import Tool, ToolChoice
+
+Prove = Callable[[Grammar], None]
+
+
+def calls_or_json(
+    form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, prove: Prove, final: Grammar
+) -> ToolConstraint | None:
+    """Return the constraint of an answer that is calls or, where it may have none, JSON by the schema of `final`. The
+    other arguments, and what is raised, are as for `constraint`."""
+    if choice.mode != "auto":
+        return constraint(form, tools, choice, prove)
+    calls = constraint(form, tools, replace(choice, mode="required"), prove)
+    if calls is None:
+        return None
+    rules = ["calls: " + rule.removeprefix("start: ") if rule.startswith("start: ") else rule
+             for rule in calls.grammar.text.splitlines()]  # fmt: skip
+    both = Grammar("lark", "\n".join([*rules, "start: calls | final", f"final: {json_rule(schema_of(final))}", ""]))
+    prove(both)
+    return replace(calls, grammar=both)
