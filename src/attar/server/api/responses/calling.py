@@ -15,9 +15,10 @@ Prove = Callable[[Grammar], None]
 
 
 def calls_or_json(
-    form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, prove: Prove, final: Grammar
+    form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, prove: Prove, final: Grammar, field: str = "text.format"
 ) -> ToolConstraint | None:
-    """Return the constraint of an answer that is calls or, where it may have none, JSON by the schema of `final`.
+    """Return the constraint of an answer that is calls or, where it may have none, JSON by the schema of `final`, which
+    is the request's `field`.
 
     The other arguments are as for `constraint`. Raises ToolError as it does, and where both are too much for one
     grammar.
@@ -34,5 +35,5 @@ def calls_or_json(
     try:
         prove(both)
     except GrammarError as error:
-        raise ToolError(f"not with these tools: {error}", "text.format") from error
+        raise ToolError(f"not with these tools: {error}", field) from error
     return replace(calls, grammar=both)
