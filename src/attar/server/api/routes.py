@@ -244,23 +244,25 @@ class Routes:
     ) -> tuple[Grammar | None, Calling]:
         """Return the grammar of a chat's answer, once it is proven, and what the chat may call. Raises APIError."""
         grammar = await self._proven(request, caller, body, ready)
-        constrain = constraint if grammar is None else partial(calls_or_json, final=grammar)
+        constrain = None
+        if grammar is not None and (asked := body.constraint()) is not None:
+            constrain = partial(calls_or_json, final=grammar, field=asked.field)
         calling = await self._calling(request, caller, body.tool_use(), ready, constrain)
         return calling.grammar or grammar, calling
 
     async def _calling(
         self, request: Request, caller: Caller, use: ToolUse, ready: Ready,
-        constrain: Callable[..., ToolConstraint | None] = constraint,
+        constrain: Callable[..., ToolConstraint | None] | None = None,
     ) -> Calling:  # fmt: skip
-        """Return what a request may call, once its grammar, which `constrain` makes, is proven. Raises APIError where a
-        tool with `strict` cannot be enforced."""
+        """Return what a request may call, once its grammar is proven. `constrain` makes it, by default that of calls
+        or any text. Raises APIError where a tool with `strict` cannot be enforced."""
         if not use.may_call:
             return NO_CALLS
 
         def make(prove: Callable[[Grammar], None]) -> Calling:
             form = self._prompts.tool_format()
             try:
-                found = constrain(form, use.tools, use.choice, prove)
+                found = (constrain or constraint)(form, use.tools, use.choice, prove)
             except ToolError as error:
                 raise refused_tools(error) from error
             assert found is not None

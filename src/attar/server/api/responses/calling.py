@@ -6,19 +6,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from attar.protocol.grammar import Grammar
-from attar.text.grammars import json_rule, schema_of
+from attar.text.grammars import GrammarError, json_rule, schema_of
 from attar.text.tools.constraints import ToolConstraint, constraint
 from attar.text.tools.formats import ToolFormat
-from attar.text.tools.tool import Tool, ToolChoice
+from attar.text.tools.tool import Tool, ToolChoice, ToolError
 
 Prove = Callable[[Grammar], None]
 
 
 def calls_or_json(
-    form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, prove: Prove, final: Grammar
-) -> ToolConstraint | None:
-    """Return the constraint of an answer that is calls or, where it may have none, JSON by the schema of `final`. The
-    other arguments, and what is raised, are as for `constraint`."""
+    form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, prove: Prove, final: Grammar,
+    field: str = "text.format",
+) -> ToolConstraint | None:  # fmt: skip
+    """Return the constraint of an answer that is calls or, where it may have none, JSON by the schema of `final`.
+
+    The other arguments are as for `constraint`. Raises ToolError as it does, and one of `field`, that of the schema,
+    where both are too much for one grammar.
+    """
     if choice.mode != "auto":
         return constraint(form, tools, choice, prove)
     calls = constraint(form, tools, replace(choice, mode="required"), prove)
@@ -28,5 +32,8 @@ def calls_or_json(
              for rule in calls.grammar.text.splitlines()]  # fmt: skip
     schema = {"type": "object"} if final.kind == "json_object" else schema_of(final)
     both = Grammar("lark", "\n".join([*rules, "start: calls | final", f"final: {json_rule(schema)}", ""]))
-    prove(both)
+    try:
+        prove(both)
+    except GrammarError as error:
+        raise ToolError(f"not with these tools: {error}", field) from error
     return replace(calls, grammar=both)

@@ -24,7 +24,7 @@ from attar.server.api.responses.items import Item, ItemReference, conversation
 from attar.server.api.responses.output import Output
 from attar.server.api.responses.schemas import ResponsesBody
 from attar.server.api.responses.store import ResponseStore
-from attar.server.api.responses.tools import ResponseFunction, ResponseNamespace, placed
+from attar.server.api.responses.tools import placing
 from attar.server.api.routes import LARGE_BODY, Routes
 from attar.server.api.sampling_params import chat_params
 from attar.server.api.status import respond
@@ -34,7 +34,6 @@ from attar.server.fair_thread_pool import TextThreads
 from attar.server.grammars import Grammars
 from attar.server.http import sse
 from attar.server.prompts import Prompts
-from attar.text.tools.constraints import constraint
 
 _MESSAGES = re.compile(r"messages(?:\[\d+\][\w.\[\]]*)?")
 NO_STORE = "this server stores no answers, but `attar serve --response-store SIZE` does"
@@ -74,8 +73,8 @@ class ResponsesRoutes(Routes):
             prompt = await sse.while_wanted(request.receive, making)
         section = self._section(wish, prompt, "tools" if use.may_call else asked and asked.field)
         grammar = await self._proven(request, caller, body, ready)
-        with _of_tools(body.tools or ()):
-            constrain = constraint if grammar is None else partial(calls_or_json, final=grammar)
+        with placing(body.tools or ()):
+            constrain = None if grammar is None else partial(calls_or_json, final=grammar)
             calling = await self._calling(request, caller, use, ready, constrain)
         most = self._dispatcher.engine.places.most
         params = chat_params(body.as_chat(), prompt.ids, ready, most, caller, self._sampling)
@@ -173,18 +172,6 @@ def _of_input() -> Iterator[None]:
         if refusal.param is None or not refusal.param.startswith("messages"):
             raise
         raise APIError(refusal.code, _MESSAGES.sub("input", refusal.message), "input") from refusal
-
-
-@contextlib.contextmanager
-def _of_tools(tools: Sequence[ResponseFunction | ResponseNamespace]) -> Iterator[None]:
-    """Name the place of a refused tool as the request has it."""
-    try:
-        yield
-    except APIError as refusal:
-        if refusal.param is None or not refusal.param.startswith("tools"):
-            raise
-        place = placed(refusal.param, tools)
-        raise APIError(refusal.code, refusal.message.replace(refusal.param, place, 1), place) from refusal
 
 
 def _unknown(field: str, param: str | None = None) -> APIError:

@@ -28,6 +28,7 @@ from attar.server.api.schemas import (
     TopK,
     TopP,
 )
+from attar.server.api.tools import fields
 from attar.server.errors import APIError
 
 _NOTE = Annotated[str, Meta(max_length=512)]
@@ -131,6 +132,10 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             where = "stream_options.include_obfuscation"
             raise APIError("unsupported_field", f"{where}: not supported by this server", where)
+        if self.top_logprobs and not self.scored:
+            raise APIError("invalid_value", f"top_logprobs: only with include = [{SCORES}]", "top_logprobs")
+        if self.toolset().use.may_call and self.ignore_eos:
+            fields.check_alone(None, ["ignore_eos"])
         if self.top_logprobs and not self.scored:
             raise APIError("invalid_value", f"top_logprobs: only with include = [{SCORES}]", "top_logprobs")
         if self.toolset().use.may_call and self.ignore_eos:

@@ -6,6 +6,7 @@ by their type.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
@@ -15,7 +16,7 @@ from msgspec import Meta, Struct
 from attar.server.api.body import Ignored
 from attar.server.api.tools.fields import ToolUse
 from attar.server.errors import APIError
-from attar.text.tools.tool import MAX_TOOLS, NAME, Tool, ToolChoice, ToolError, check
+from attar.text.tools.tool import MAX_TOOLS, NAME, Tool, ToolChoice
 
 _PLACE = re.compile(r"tools\[(\d+)\]\.function")
 _STRICT = "Arguments satisfy the schema, or the request is refused. Otherwise they may only be a JSON object."
@@ -56,7 +57,7 @@ class ResponseNamespace(
 
     name: ToolName
     description: str | None = None
-    tools: Annotated[list[NamespacedFunction], Meta(max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamespacedFunction], Meta(min_length=1, max_length=MAX_TOOLS)]
 
     def told(self) -> dict[str, Any]:
         """Return the tool as answers repeat it."""
@@ -105,20 +106,24 @@ def read_tools(
     else:
         mode: Any = choice or "auto"
         made = ToolChoice(mode, parallel=parallel is not False)
-    try:
-        check(read, made)
-    except ToolError as error:
-        where = placed(error.param, tools or ())
-        raise APIError("invalid_value", f"{where}: {error}", where) from error
+    with placing(tools or ()):
+        use = ToolUse.checked(read, made)
     spaces = {joined(space, each.name): (space, each.name) for _, space, each in found if space is not None}
-    return Toolset(ToolUse(read, made if read else ToolChoice("none")), spaces)
+    return Toolset(use, spaces)
 
 
-def placed(param: str, tools: Sequence[ResponseFunction | ResponseNamespace]) -> str:
-    """Return a place among functions, `tools[2].function.name`, as the request's: a function's fields are the tool's
-    own here."""
-    places = [place for place, _, _ in _functions(tools)]
-    return _PLACE.sub(lambda at: places[int(at[1])], param)
+@contextlib.contextmanager
+def placing(tools: Sequence[ResponseFunction | ResponseNamespace]) -> Iterator[None]:
+    """Name the place of a refused tool as the request has it: a function's fields are the tool's own here."""
+    try:
+        yield
+    except APIError as refusal:
+        param = refusal.param or ""
+        places = [place for place, _, _ in _functions(tools)]
+        place = _PLACE.sub(lambda at: places[int(at[1])], param)
+        if place == param:
+            raise
+        raise APIError(refusal.code, refusal.message.replace(param, place, 1), place) from refusal
 
 
 def _functions(tools: Sequence[ResponseFunction | ResponseNamespace]) -> Iterator[tuple[str, str | None, _Function]]:
