@@ -35,9 +35,10 @@ def test_every_point_is_made_to_fail_by_a_test() -> None:
     from tests.engine.test_faults import CASES as OF_THE_ENGINE
     from tests.engine.test_faults import IN_THE_PROCESS
     from tests.engine.test_speculation import POINT as OF_DRAFTS
+    from tests.server.models.test_pool import POINT as OF_MODELS
     from tests.server.test_faults import CASES as OF_THE_SERVER
 
-    assert {*OF_THE_ENGINE, IN_THE_PROCESS, OF_DRAFTS, *OF_THE_SERVER} == set(POINTS)
+    assert {*OF_THE_ENGINE, IN_THE_PROCESS, OF_DRAFTS, OF_MODELS, *OF_THE_SERVER} == set(POINTS)
 
 
 def hits(name: str, *keys: str) -> list[bool]:

@@ -48,7 +48,7 @@ BAD: list[tuple[str, Any, int]] = [
     (COMPLETIONS, {"prompt": "a", "model": "another"}, 404),
     (CHAT, {"messages": []}, 400),
     (CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, 400),
-    (CHAT, {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}, 400),
+    (CHAT, {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "yaml"}}, 400),
     (MESSAGES, {"messages": [{"role": "user", "content": "a"}]}, 400),
     (EMBEDDINGS, {"input": []}, 400),
     ("/v1/nowhere", {}, 404),

@@ -37,6 +37,7 @@ POINTS = {
     "http.door": "A request has a name, and may or may not be let in.",
     "http.read_body": "A piece of its body is about to be read.",
     "http.parse": "The body is whole, and about to be parsed.",
+    "models.lease": "A request of a server with several models is about to ask for its model.",
     "prompt.tokenize": "A thread turns a text into token ids.",
     "prompt.render": "A thread renders a conversation and turns it into token ids.",
     "prompt.decode": "A thread turns token ids into text, to be echoed.",

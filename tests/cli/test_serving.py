@@ -25,6 +25,8 @@ from attar.plan.fit import ROOM
 from attar.protocol.settings import Settings
 from attar.server import supervisor
 from attar.server.http.sockets import listen
+from attar.server.models import server as models_server
+from attar.server.models.served import ModelSpec
 from attar.server.options import ServerOptions
 from tests.cli.test_commands import last_json, refused
 from tests.errors import user_error
@@ -295,3 +297,36 @@ def test_an_error_about_something_else_stays_as_it_is(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(supervisor, "run", run)
     refused(CliRunner().invoke(app, ["serve", "demo", "--json"]), 2, "file_not_permitted", as_json=True)
+
+
+def test_several_models_have_parts_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[list[ModelSpec], int, ServerOptions]] = []
+    monkeypatch.setattr(models_server, "run", lambda *given: found.append(given[:3]) or 0)
+    done = CliRunner().invoke(app, shlex.split("serve --model a=demo --model b=demo --memory 2GB --context 256 --json"))
+    assert done.exit_code == 0, done.output
+    [(specs, memory, options)] = found
+    assert [spec.settings.name for spec in specs] == ["a", "b"]
+    assert sum(spec.size for spec in specs) <= memory < 2 * 10**9
+    for spec in specs:
+        assert spec.settings.context == 256
+        assert spec.settings.memory > spec.size
+        require_unchanged(spec.settings.files, spec.settings.folders)
+    assert options.max_requests == 2 * (32 + 256) + BESIDES
+
+
+@pytest.mark.parametrize(
+    "options, code, word",
+    [
+        ("--model a", "option_malformed", "NAME=PATH"),
+        ("--model a=demo --model a=demo", "option_conflict", "a"),
+        ("--model a=./nothing-there", "file_not_found", "nothing-there"),
+        ("--model a/../*=demo", "model_name_invalid", "name"),
+        ("./out --model a=demo", "option_conflict", "MODEL"),
+        ("--model a=demo --alias b", "option_unused", "--alias"),
+        ("--model a=demo --kv-fraction 0.5", "option_unused", "--kv-fraction"),
+        ("--model a=demo --tp 2", "option_conflict", "CPU"),
+        ("--model a=demo --draft demo", "option_unused", "--draft"),
+    ],
+)
+def test_what_several_models_cannot_have_is_refused(options: str, code: str, word: str) -> None:
+    refused(CliRunner().invoke(app, ["serve", *shlex.split(options), "--json"]), BAD_INPUT, code, word, as_json=True)

@@ -77,10 +77,11 @@ class FakeEngine:
         context: int = CONTEXT,
         longest: int = 2**31,
         adapters: tuple[str, ...] = (),
+        name: str = "fake",
     ) -> None:
         self.path, self.tokenizer, self.batch, self.queue, self.step = path, tokenizer, batch, queue, step
         self.context, self.longest = context, longest  # tokens: of a request, and of an answer
-        self.adapters = adapters
+        self.adapters, self.name = adapters, name
         self.commands: deque[Submit | Embed] = deque(maxlen=4096)  # that came
         self.held = False
         self.beats, self.busy = True, 0.0
@@ -126,7 +127,7 @@ class FakeEngine:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer, self._drained = writer, False
         blocks, vocab = (("weights", 10), ("cache", 20)), self.tokenizer.vocab_size
-        ready = Ready("fake", self.context, vocab, BLOCKS, 16, self.queue, blocks, self.adapters, self.batch, 8)
+        ready = Ready(self.name, self.context, vocab, BLOCKS, 16, self.queue, blocks, self.adapters, self.batch, 8)
         writer.write(encode([ready]))
         steps = asyncio.get_running_loop().create_task(self._steps(writer))
         heart = asyncio.get_running_loop().create_task(self._beat(writer))

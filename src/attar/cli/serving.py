@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import threading
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
     from attar.protocol.settings import Settings
     from attar.server.http.security import Keys
     from attar.server.options import ServerOptions
-    from attar.text.tokenizer import Tokenizer
 
 BESIDES = 64  # HTTP requests open besides those that run or wait: being read or refused, or other routes
+SINGLE = ("name", "alias", "adapter", "triton_config", "kv_fraction")  # options of a server with one model
 ENGINE = (sys.executable, "-m", "attar.engine.main")  # the command line of its process
 
 
@@ -35,6 +36,10 @@ class ServeConfig(SchedulerOptions):
     """Options of `serve`."""
 
     model: options.Model = "demo"
+    models: Annotated[list[str] | None, option(
+        "Model", "NAME=PATH", "Instead of MODEL: one of several models, loaded when a request first asks for its NAME. "
+        "As many as fit in --memory are loaded at a time; the least recently used is unloaded.", "--model",
+    )] = None  # fmt: skip
     name: Annotated[str | None, option(
         "Model", "NAME", "Name that requests give the model.", default="the folder's or file's, or the Hub id",
     )] = None  # fmt: skip
@@ -101,6 +106,20 @@ class ServeConfig(SchedulerOptions):
         "reserves what it asks for until it ends.", min=1,
     )] = None  # fmt: skip
     as_json: options.Json = False
+
+    def check_several(self) -> None:
+        """Raise ValueError for options that only a server of one model has."""
+        if self.model != "demo":
+            raise UserError("option_conflict", "give MODEL, or several by --model NAME=PATH, not both")
+        for field in SINGLE:
+            if getattr(self, field):
+                name = "--" + field.replace("_", "-")
+                raise UserError("option_unused", f"{name} is of a server with one MODEL, and not of --model NAME=PATH")
+        if (self.device or "cpu") != "cpu" or self.tp > 1 or self.pp > 1:
+            message = "several models are served on a CPU, each in one process: a GPU's need is known once it is loaded"
+            raise UserError("option_conflict", message)
+        if self.draft not in (None, "suffix"):
+            raise UserError("option_unused", f"--draft {self.draft} is of one MODEL; with several, --draft suffix is")
 
     def engine(self, path: Path, name: str, theirs: dict[str, Any]) -> Settings:
         """Make the engine's settings; `theirs`, from a Triton configuration, replace what is not given.
@@ -170,6 +189,7 @@ def serve(config: ServeConfig) -> None:
       attar serve ./out --scheduler policy=static --scheduler max-waiting=64
       attar serve ./out --draft suffix
       attar serve ./large --draft ./small
+      attar serve --model chat=./out --model code=./coder.gguf --memory 12GB
       attar serve ./out --host 0.0.0.0 --api-key-file keys.txt
     """
     with errors(config.as_json):
@@ -188,6 +208,9 @@ def serve(config: ServeConfig) -> None:
         name = name_of(config.model) if config.name is None else check_name(config.name)
         logs.begin()
         keys = Keys.of(find_keys(config.api_key_file, os.environ))  # first: it takes the key from what children inherit
+        if config.models:
+            _serve_several(config, keys, origins)
+            return
         theirs = _of_triton(config.triton_config) | ({} if config.device is None else {"device": config.device})
         require_apart(theirs["device"])
         path = hub.resolve(config.model)
@@ -197,21 +220,51 @@ def serve(config: ServeConfig) -> None:
         settings = replace(settings, files=fingerprints(settings.folders))  # first: later changes are noticed
         tokenizer = vocabulary.tokenizer(path)
         try:
-            status = supervisor.run(settings, tokenizer, server_options, ENGINE, _started(tokenizer, config.as_json))
+            started = _started(bool(tokenizer.chat_templates), config.as_json)
+            status = supervisor.run(settings, tokenizer, server_options, ENGINE, started)
         except OSError as error:
             raise explained(error, config.host, config.port) from None
         if status:
             raise typer.Exit(status)
 
 
-def _started(tokenizer: Tokenizer, as_json: bool) -> Callable[[str], None]:
-    """Make the function called once the server listens: it prints the address, and starts the chat template process."""
+def _serve_several(config: ServeConfig, keys: Keys, origins: frozenset[str]) -> None:
+    """Serve the models of `--model`. Raises ValueError for options of a single model, and for models that cannot be
+    served."""
+    from attar.cli import several
+    from attar.server.http.sockets import explained
+    from attar.server.models import server
+
+    config.check_several()
+    paths = several.parse_models(config.models or ())
+    theirs = {"device": "cpu"}
+    asked = {name: config.engine(path, name, theirs) for name, path in paths.items()}
+    sharing = several.divide(list(asked.values()), config.memory)
+    several.tell_parts(sharing)
+    specs = [several.spec(settings, sharing, config.generation_config) for settings in asked.values()]
+    limits = specs[0].settings.limits()
+    server_options = config.http(keys, origins, limits, next(iter(paths.values())), next(iter(paths)))
+    if config.max_requests is None:  # each model has a queue of its own
+        most = len(specs) * (limits.together + limits.max_waiting) + BESIDES
+        server_options = dataclasses.replace(server_options, max_requests=most)
+    templates = any(each.tokenizer.chat_templates for each in specs)
+    try:
+        status = server.run(specs, sharing.engines, server_options, ENGINE, _started(templates, config.as_json, ""))
+    except OSError as error:
+        raise explained(error, config.host, config.port) from None
+    if status:
+        raise typer.Exit(status)
+
+
+def _started(templates: bool, as_json: bool, more: str = " (the model is loading)") -> Callable[[str], None]:
+    """Make the function called once the server listens: it prints the address with `more`, and starts the chat template
+    process where there are `templates`."""
     from attar.text import template
 
     def started(url: str) -> None:
-        if tokenizer.chat_templates:  # so that the first conversation does not wait for it
+        if templates:  # so that the first conversation does not wait for it
             threading.Thread(target=template.warm, name="template-start", daemon=True).start()
-        tell(f"listening at {url} (the model is loading)")
+        tell(f"listening at {url}{more}")
         emit(as_json, {"url": url, "pid": os.getpid()})
 
     return started

@@ -6,19 +6,24 @@ what measures or reads a checkpoint imports torch: a plan of a published shape o
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace as with_fields
 
 from attar import machine
-from attar.errors import UserError
+from attar.errors import UserError, code_of
 from attar.kv.schemes import scheme
 from attar.model.split import Share
 from attar.plan import comparison
 from attar.plan.comparison import Hardware, Plan, Precisions, Subject
 from attar.plan.fit import CacheLimits, Demand
 from attar.plan.gpus import GpuSpec
+from attar.plan.sharing import Sharing
 from attar.plan.steps import StepLimits
 from attar.protocol.settings import Settings
 
@@ -103,3 +108,32 @@ def plan(settings: Settings, subject: Subject, demand: Demand, hardware: Hardwar
         subject, demand, hardware, precisions, StepLimits.of(limits, settings.threads or machine.cores()),
         CacheLimits(settings.max_cached_tokens, settings.kv_fraction), adapters, share,
     )  # fmt: skip
+
+
+def share(models: Sequence[Settings], memory: int) -> Sharing:
+    """Divide memory among models that one server loads and unloads, on CPUs, from their headers. Raises ValueError for
+    a model that cannot be read, and for one that does not fit alone."""
+    from attar.checkpoints.sources.opening import stored
+    from attar.engine.startup import deployment
+    from attar.plan import sharing
+
+    first, limits = models[0], models[0].limits()
+    held = {each.name: deployment(each, *stored(Path(each.model))) for each in models}
+    steps = StepLimits.of(limits, first.threads or machine.cores())
+    return sharing.share(held, memory, steps, first.context, CacheLimits(first.max_cached_tokens))
+
+
+def main() -> int:
+    """Read a memory and the settings of several models, as one JSON list, from standard input, and print their
+    `Sharing`, or an `error` with its `code`. The server asks so, whose own process has no torch."""
+    memory, *models = json.loads(sys.stdin.buffer.read())
+    try:
+        found = msgspec.to_builtins(share([msgspec.convert(each, Settings) for each in models], memory))
+    except (ValueError, OSError) as error:
+        found = {"error": str(error), "code": code_of(error)}
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -58,6 +58,7 @@ CATALOGUE: dict[str, Kind] = {
     "bad_logits": Kind(500, "server_error", "api_error"),
     "not_implemented": Kind(501, "invalid_request_error", "api_error", vain=True),
     "loading": _BUSY,
+    "model_failed": _BUSY,
     "draining": _BUSY,
     "engine_down": _BUSY,
     "busy": _BUSY,

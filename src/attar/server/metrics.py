@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -24,36 +24,18 @@ BEAT = 0.05  # seconds between two measurements of the loop's lag
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
-class Metrics:
-    """All metrics of one server, in a registry of their own."""
+class HttpMetrics:
+    """Metrics of HTTP and of this process, in a registry of their own."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        registry.register(_Engine(engine))
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
         self.requests = counter("attar_http_requests", "Requests by route and status", ["route", "status"])
-        self.ended = counter(
-            "attar_requests_ended",
-            "Requests that the engine was asked, by their end: stop, length, or the code of a failure, which a stream "
-            "that began with 200 tells in its last event",
-            ["outcome"],
-        )
         self.limited = counter("attar_requests_limited", "Requests that a key's own limit turned away", ["limit"])
-        self.loosened = counter(
-            "attar_tools_loosened",
-            "Tools of requests whose arguments are only held to be JSON objects: no mask keeps their schema",
-        )
-        self.prompt_tokens = counter("attar_prompt_tokens", "Tokens of prompts that the engine has begun to answer")
-        self.generated_tokens = counter("attar_generated_tokens", "Tokens given out")
-        self.ttft = histogram("attar_time_to_first_token_seconds", "From arrival to the first token")
-        self.inter_token = histogram("attar_inter_token_seconds", "Between a choice's tokens")
-        self.end_to_end = histogram(
-            "attar_request_seconds",
-            "From arrival to the end of the answer, of requests that were answered to their end",
-        )
         self.open = gauge("attar_http_requests_open", "Requests that are being answered")
-        self.lag = histogram("attar_event_loop_lag_seconds", "Lateness of a timer in this process")
+        self.lag = Histogram(
+            "attar_event_loop_lag_seconds", "Lateness of a timer in this process", buckets=_SECONDS, registry=registry
+        )
         self.max_lag = gauge("attar_event_loop_lag_max_seconds", "The worst of it, ever")
         self._worst = 0.0
 
@@ -72,6 +54,53 @@ class Metrics:
                 if lag > self._worst:
                     self._worst = lag
                     self.max_lag.set(lag)
+
+
+class Metrics(HttpMetrics):
+    """Metrics of a server with one `engine`; with `http`, of one engine of a server that has several, whose metrics of
+    HTTP those are."""
+
+    def __init__(self, engine: EngineClient, http: HttpMetrics | None = None) -> None:
+        super().__init__()
+        if http is not None:
+            self.registry, self.limited = CollectorRegistry(), http.limited
+        registry = self.registry
+        registry.register(_Engine(engine))
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
+        self.ended = counter(
+            "attar_requests_ended",
+            "Requests that the engine was asked, by their end: stop, length, or the code of a failure, which a stream "
+            "that began with 200 tells in its last event",
+            ["outcome"],
+        )
+        self.loosened = counter(
+            "attar_tools_loosened",
+            "Tools of requests whose arguments are only held to be JSON objects: no mask keeps their schema",
+        )
+        self.prompt_tokens = counter("attar_prompt_tokens", "Tokens of prompts that the engine has begun to answer")
+        self.generated_tokens = counter("attar_generated_tokens", "Tokens given out")
+        self.ttft = histogram("attar_time_to_first_token_seconds", "From arrival to the first token")
+        self.inter_token = histogram("attar_inter_token_seconds", "Between a choice's tokens")
+        self.end_to_end = histogram(
+            "attar_request_seconds",
+            "From arrival to the end of the answer, of requests that were answered to their end",
+        )
+
+
+class Labelled(Collector):
+    """The metrics of several engines, each with a label of its model's name."""
+
+    def __init__(self, registries: Mapping[str, CollectorRegistry]) -> None:
+        self._registries = registries
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for name, registry in self._registries.items():
+            for found in registry.collect():
+                family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+                family.samples += [each._replace(labels={"model": name, **each.labels}) for each in found.samples]
+        yield from families.values()
 
 
 class _Engine(Collector):

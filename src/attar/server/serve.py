@@ -11,6 +11,7 @@ import contextlib
 import logging
 import signal
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from attar.server.engine_client.heartbeat import STUCK
 from attar.server.fair_thread_pool import TextThreads
 from attar.server.grammars import Grammars
 from attar.server.http.limits import KEEP_ALIVE_SECONDS, LimitedProtocol
-from attar.server.http.middleware import Middleware
+from attar.server.http.middleware import Context, Middleware
 from attar.server.http.sockets import BACKLOG, Waiting, allowed, listen
 from attar.server.options import ServerOptions
 from attar.server.prompts import Prompts
@@ -34,30 +35,34 @@ from attar.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-class Server:
-    """One server. `engine` is the engine's Unix socket, to which it connects whenever the engine listens.
+class HttpServer(ABC):
+    """A server of `middleware` at the address of the options. Subclasses begin and end what it works with.
 
     `stop` may be called from a signal handler of the loop, several times. The server closes its `listener`; without one
     it listens at the address of the options once it runs.
     """
 
-    def __init__(
-        self, engine: Path, tokenizer: Tokenizer, options: ServerOptions, listener: socket.socket | None = None
-    ) -> None:
-        self.options, self._listener = options, listener
-        keys = len(set(options.keys.hashes))
-        self.engine = EngineClient(engine, max(STUCK, options.deadline), keys)
-        self.context = RequestContext(self.engine)
-        self.dispatcher = Dispatcher(self.context, options.deadline, options.aliases)
-        self.threads = TextThreads(keys)
-        self.prompts = Prompts(tokenizer, self.threads, options.template_date)
-        self.grammars = Grammars(tokenizer)
-        self.app = make_app(
-            self.dispatcher, self.prompts, self.grammars, self.threads, options.sampling, bool(options.keys.hashes),
-            options.root_path, ResponseStore(options.response_store) if options.response_store else None,
-        )  # fmt: skip
-        self.middleware = Middleware(self.app, options, self.context)
+    context: Context
+
+    def __init__(self, options: ServerOptions, middleware: Middleware, listener: socket.socket | None = None) -> None:
+        self.options, self.middleware, self._listener = options, middleware, listener
         self._stop, self._now = asyncio.Event(), asyncio.Event()
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begin what answers need, in the running loop."""
+
+    @abstractmethod
+    async def end(self) -> None:
+        """End open requests, and what `begin` began."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Take no more requests."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release threads and child processes, after the end."""
 
     def stop(self) -> None:
         """Drain; the second time, end at once."""
@@ -82,7 +87,7 @@ class Server:
         if signals:
             for each in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(each, self.stop)
-        self.engine.start()
+        self.begin()
         lag = loop.create_task(self.context.metrics.watch_loop())
         serving = loop.create_task(server.serve([listener]))
         try:
@@ -92,20 +97,58 @@ class Server:
             await asyncio.wait([loop.create_task(self._stop.wait()), serving], return_when=asyncio.FIRST_COMPLETED)
             await self._drain()
         finally:
-            await self.engine.close()
+            await self.end()
             server.should_exit = True
             await serving
             lag.cancel()
-            self.threads.close()
-            self.grammars.close()
+            self.close()
 
     async def _drain(self) -> None:
-        self.context.draining = True
+        self.drain()
         logger.info("draining: %d requests are open", self.middleware.open)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.options.drain_seconds):
                 while self.middleware.open and not self._now.is_set():
                     await asyncio.sleep(0.02)
+
+
+class Server(HttpServer):
+    """A server of one model. `engine` is the engine's Unix socket, to which it connects whenever the engine listens."""
+
+    context: RequestContext
+
+    def __init__(
+        self, engine: Path, tokenizer: Tokenizer, options: ServerOptions, listener: socket.socket | None = None
+    ) -> None:
+        keys = len(set(options.keys.hashes))
+        self.engine = EngineClient(engine, max(STUCK, options.deadline), keys)
+        self.context = RequestContext(self.engine)
+        self.dispatcher = Dispatcher(self.context, options.deadline, options.aliases)
+        self.threads = TextThreads(keys)
+        self.prompts = Prompts(tokenizer, self.threads, options.template_date)
+        self.grammars = Grammars(tokenizer)
+        self.app = make_app(
+            self.dispatcher, self.prompts, self.grammars, self.threads, options.sampling, bool(options.keys.hashes),
+            options.root_path, ResponseStore(options.response_store) if options.response_store else None,
+        )  # fmt: skip
+        super().__init__(options, Middleware(self.app, options, self.context), listener)
+
+    def begin(self) -> None:
+        """Connect to the engine."""
+        self.engine.start()
+
+    async def end(self) -> None:
+        """End open requests, and tell the engine to end."""
+        await self.engine.close()
+
+    def drain(self) -> None:
+        """Take no more requests."""
+        self.context.draining = True
+
+    def close(self) -> None:
+        """Release threads and the child process."""
+        self.threads.close()
+        self.grammars.close()
 
 
 class _Uvicorn(uvicorn.Server):

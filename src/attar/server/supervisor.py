@@ -47,13 +47,15 @@ class EngineProcess:
     """The engine as a child process, started by `command`, which reads `settings` from its standard input.
 
     `gave_up(status)` is called, from another thread, when no further engine will start; `served()` tells whether one
-    was ever ready.
+    was ever ready. Without `retries` one that dies before that is given up at once.
     """
 
     def __init__(
-        self, command: Sequence[str], settings: Settings, served: Callable[[], bool], gave_up: Callable[[int], None]
-    ) -> None:
+        self, command: Sequence[str], settings: Settings, served: Callable[[], bool], gave_up: Callable[[int], None],
+        retries: bool = True,
+    ) -> None:  # fmt: skip
         self.command, self.settings, self.served, self.gave_up = command, settings, served, gave_up
+        self.retries = retries
         self.child: subprocess.Popen[bytes] | None = None
         self._ending = threading.Event()
         self._starting = threading.Lock()  # a child that is started while this ends would be orphaned
@@ -122,8 +124,9 @@ class EngineProcess:
         while self._deaths[0] < now - WITHIN:
             self._deaths.popleft()
         deaths, hopeless = len(self._deaths), status == HOPELESS and not self.served()
-        if hopeless or status == CHANGED or deaths > RESTARTS:
-            self.gave_up(HOPELESS if hopeless else 1)
+        early = not self.retries and not self.served()
+        if hopeless or early or status == CHANGED or deaths > RESTARTS:
+            self.gave_up(HOPELESS if hopeless else CHANGED if status == CHANGED and not self.retries else 1)
             return False
         delay = waits(deaths)
         logger.error("the engine ended with status %d; a new one is started in %g s", status, delay)
@@ -136,7 +139,7 @@ def waits(deaths: int) -> float:
 
 
 @contextlib.contextmanager
-def _socket() -> Iterator[Path]:
+def private_socket() -> Iterator[Path]:
     """Yield a path for a socket that only this user can reach. Another user's files in the place of a folder that was
     cleaned away are left alone; `TemporaryDirectory` would raise, or empty it."""
     path = Path(tempfile.mkdtemp(prefix="attar-")) / "engine"
@@ -159,7 +162,7 @@ def run(
     sockets.allow(options.max_requests)
     status = 0
     # The address comes first: without it no model is loaded. Early clients wait there until the loop runs.
-    with sockets.listen(options.host, options.port) as listener, _socket() as path:
+    with sockets.listen(options.host, options.port) as listener, private_socket() as path:
 
         async def main() -> None:
             loop = asyncio.get_running_loop()

@@ -36,6 +36,7 @@ LIMITS = {
 }  # fmt: skip
 LIMITS_VERSION = json.dumps(LIMITS).encode()
 MAX_SHOWN = 300  # characters of an error
+MAX_LINES = 10_000  # of a grammar in GBNF or Lark's format: a count, so that a faster machine refuses the same
 
 _HEAD = '%llguidance {"no_forcing": true}\n'
 _OWN = "%llguidance"
@@ -133,6 +134,8 @@ def matcher(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
 def lark(grammar: Grammar) -> str:
     """Return a grammar in llguidance's dialect of Lark. Raises GrammarError where it cannot be translated."""
     text = grammar.text
+    if grammar.kind in ("gbnf", "lark") and (lines := text.count("\n") + 1) > MAX_LINES:
+        raise GrammarError(f"the grammar has {lines:,} lines, more than {MAX_LINES:,}")
     match grammar.kind:
         case "json_object":
             return _json({"type": "object"}, grammar.whitespace)

@@ -39,8 +39,7 @@ def make_app(
     """Make the application. `sampling`: parameters of requests that do not name them. `keyed`: whether its middleware
     requires keys. `root_path`: the prefix that clients give paths. The document states both. `store` keeps answers."""
     app = FastAPI(title="attar", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    for kind in (APIError, HTTPException, Exception):
-        app.add_exception_handler(kind, _handle)
+    add_errors(app)
     StatusRoutes(dispatcher).add_to(app)
     Routes(dispatcher, prompts, grammars, threads, sampling).add_to(app)
     ResponsesRoutes(dispatcher, prompts, grammars, threads, sampling, store).add_to(app)
@@ -56,6 +55,12 @@ def make_app(
 
     app.openapi = described  # type: ignore[method-assign]
     return app
+
+
+def add_errors(app: FastAPI) -> None:
+    """Let an application answer every error in our shape."""
+    for kind in (APIError, HTTPException, Exception):
+        app.add_exception_handler(kind, _handle)
 
 
 async def _handle(request: Request, error: Exception) -> Response:

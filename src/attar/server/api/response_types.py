@@ -39,6 +39,9 @@ class Model(Answer, frozen=True):
     max_model_len: int
     root: str  # what is served under this name
     parent: str | UnsetType = UNSET  # an adapter's base model
+    loaded: bool | UnsetType = UNSET  # this and the others: of a server with several models
+    state: Literal["unloaded", "loading", "ready", "draining", "failed"] | UnsetType = UNSET
+    memory: int | UnsetType = UNSET  # bytes that its engine takes
 
 
 class Models(Answer, frozen=True):

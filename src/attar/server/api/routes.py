@@ -297,7 +297,7 @@ class Routes:
         """Read the request's body. Returns the caller, the body, the name of the requested model, and the engine that
         runs it."""
         caller: Caller = request.scope["attar"]
-        data = await _receive(request, caller.id)
+        data = await receive_body(request, caller.id)
         point("http.parse", caller.id)
         if len(data) <= LARGE_BODY:
             body = read(kind, data)
@@ -307,7 +307,7 @@ class Routes:
         return caller, body, *self._dispatcher.model(body.model)
 
 
-async def _receive(request: Request, name: str) -> bytes:
+async def receive_body(request: Request, name: str) -> bytes:
     """Read the body of the request called `name`. Raises APIError for content other than JSON, and for a large body."""
     headers: dict[bytes, bytes] = dict(request.scope["headers"])
     if headers.get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):

@@ -53,6 +53,8 @@ class EngineClient:
         self._asked: dict[str, asyncio.Future[messages.Report]] = {}  # reports awaited, by request
         self.hung: Callable[[], None] | None = None
         """Called repeatedly while the engine runs without progress."""
+        self.begun: Callable[[], None] | None = None
+        """Called each time that an engine has become ready."""
         self._given_up = ""  # why the last connection was given up, if no engine has been ready since
         self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
@@ -190,6 +192,8 @@ class EngineClient:
                 self.ready, self.was_ready, self._given_up = event, True, ""
                 self.places.size, self.places.slots = event.max_waiting, event.max_running
                 logger.info("the engine is ready: %d blocks of %d tokens", event.blocks, event.block_size)
+                if self.begun is not None:
+                    self.begun()
             else:
                 self._hand_on(event)
 

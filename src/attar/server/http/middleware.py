@@ -14,6 +14,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Mapping
+from typing import Protocol
 
 from starlette.applications import Starlette
 from starlette.routing import Route
@@ -24,8 +25,8 @@ from attar.server.admission.rate_limits import Account, Caller, Quotas
 from attar.server.errors import ANTHROPIC, INTERNAL, APIError
 from attar.server.http.limits import MAX_BODY
 from attar.server.http.security import host_name
+from attar.server.metrics import HttpMetrics
 from attar.server.options import ServerOptions
-from attar.server.request_handler import RequestContext
 from attar.strict_json import shown
 
 OPEN_TO_ALL = frozenset({"/livez", "/health", "/"})  # the page holds no data
@@ -41,10 +42,23 @@ _NAMES = re.compile(rb"[\w, -]+")
 logger = logging.getLogger(__name__)
 
 
+class Context(Protocol):
+    """State of the server: its metrics, whether it accepts no more requests, and the refusal where it is full."""
+
+    draining: bool
+
+    @property
+    def metrics(self) -> HttpMetrics:
+        """Return the metrics of HTTP."""
+
+    def full(self) -> APIError:
+        """Make the refusal of a request for which there is no room."""
+
+
 class Middleware:
     """ASGI middleware around `app`. `open` counts open requests, and `bodies` the bytes of their bodies, by key."""
 
-    def __init__(self, app: Starlette, options: ServerOptions, context: RequestContext) -> None:
+    def __init__(self, app: Starlette, options: ServerOptions, context: Context) -> None:
         self.app, self.options, self.context, self.metrics = app, options, context, context.metrics
         self.paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
         self.open = 0

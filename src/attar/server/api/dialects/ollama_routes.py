@@ -210,11 +210,17 @@ async def _answer(
 
 
 def _model(name: str, ready: Ready) -> dict[str, Any]:
+    parent = "" if name not in ready.adapters else ready.model
+    return listed(name, dict(ready.table).get("weights", 0), parent)
+
+
+def listed(name: str, size: int, parent: str = "") -> dict[str, Any]:
+    """Return a model of `size` bytes as Ollama lists it, with the base model of an adapter."""
     return {
-        "name": name, "model": name, "modified_at": ollama.NEVER, "size": dict(ready.table).get("weights", 0),
+        "name": name, "model": name, "modified_at": ollama.NEVER, "size": size,
         "digest": hashlib.sha256(name.encode()).hexdigest(),
         "details": {
-            "parent_model": "" if name not in ready.adapters else ready.model, "format": "", "family": "",
-            "families": [], "parameter_size": "", "quantization_level": "",
+            "parent_model": parent, "format": "", "family": "", "families": [], "parameter_size": "",
+            "quantization_level": "",
         },
     }  # fmt: skip

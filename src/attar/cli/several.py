@@ -1,0 +1,87 @@
+"""What `attar serve` does with several models before it listens: names and paths, and each one's part of the memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from attar.cli.options import Defaults
+from attar.cli.terminal import tell
+from attar.errors import UserError
+
+if TYPE_CHECKING:
+    from attar.plan.sharing import Sharing
+    from attar.protocol.settings import Settings
+    from attar.server.models.served import ModelSpec
+
+MAX_MODELS = 64
+SIZES = (sys.executable, "-m", "attar.engine.deployment")  # of models, by a process with torch
+
+
+def parse_models(given: Sequence[str]) -> dict[str, Path]:
+    """Return the path of each model by its name, from NAME=PATH. Raises ValueError for another form, a name that is
+    given twice, more than MAX_MODELS, and a path without a model."""
+    from attar.checkpoints.sources import hub
+    from attar.server.options import check_name
+
+    if len(given) > MAX_MODELS:
+        raise UserError("option_out_of_range", f"{len(given)} models: at most {MAX_MODELS} are served")
+    found: dict[str, Path] = {}
+    for each in given:
+        name, equals, path = each.partition("=")
+        if not equals or not path:
+            raise UserError("option_malformed", f"a model is given as NAME=PATH, not {each[:160]!r}")
+        if check_name(name) in found:
+            raise UserError("option_conflict", f"--model {name}: two models have this name")
+        found[name] = hub.resolve(path)
+    return found
+
+
+def divide(models: Sequence[Settings], memory: int | None) -> Sharing:
+    """Divide the memory, by default what the machine has, among models. Raises ValueError for a model that cannot be
+    read, or does not fit alone."""
+    from attar import machine
+    from attar.plan.sharing import Sharing
+
+    total = machine.examine().budget if memory is None else memory
+    asked = json.dumps([total, *map(msgspec.to_builtins, models)]).encode()
+    done = subprocess.run(SIZES, input=asked, stdout=subprocess.PIPE, check=False)
+    if done.returncode:
+        raise UserError("value_invalid", "the models' sizes could not be found: see above")
+    found: dict[str, Any] = json.loads(done.stdout)
+    if "error" in found:
+        raise UserError(found["code"], found["error"])
+    return msgspec.convert(found, Sharing)
+
+
+def tell_parts(sharing: Sharing) -> None:
+    """Print where the memory goes."""
+    from attar.plan.fit import size
+
+    lines = [(name, part.size, f"loaded on first use, {part.context:,} tokens") for name, part in sharing.parts.items()]
+    width = max(13, *(len(name) for name, _, _ in lines))
+    for name, taken, more in (*lines, ("server", sharing.server, "with the tokenizers of all")):
+        tell(f"{name:<{width}}{size(taken):>10}  {more}")
+    together = sum(part.size for part in sharing.parts.values())
+    fits = "all fit at once" if together <= sharing.engines else f"together {size(together)}: they take turns"
+    tell(f"{'memory':<{width}}{size(sharing.memory):>10}  {size(sharing.engines)} for models; {fits}")
+
+
+def spec(settings: Settings, sharing: Sharing, defaults: Defaults) -> ModelSpec:
+    """Make what the server needs of a model: settings with its part of the memory, its tokenizer, and its sampling
+    parameters. Raises ValueError for a model without a readable tokenizer."""
+    from attar.checkpoints import generation_config, vocabulary
+    from attar.checkpoints.fingerprints import fingerprints
+    from attar.server.models.served import ModelSpec
+
+    part, path = sharing.parts[settings.name], Path(settings.model)
+    files = fingerprints(settings.folders)  # first: later changes are noticed
+    settings = msgspec.structs.replace(settings, memory=part.memory, context=part.context, files=files)
+    sampling = generation_config.sampling(path) if defaults is Defaults.model else {}
+    return ModelSpec(settings, part.size, vocabulary.tokenizer(path), sampling)
