@@ -251,6 +251,18 @@ def test_a_message_cannot_end_its_turn(llm: LLM) -> None:
     assert llm.chat(spelled, GREEDY).prompt_token_ids == tuple(ids)
 
 
+def test_a_tool_cannot_end_a_turn_either(llm: LLM) -> None:
+    template = llm.tokenizer.chat_templates
+    try:
+        llm.tokenizer.chat_templates = {"default": "{{ tools | tojson }}"}
+        end = llm.tokenizer.eos_token
+        ids = llm.encode_chat([{"role": "user", "content": "a"}], tools=[{"description": f"a {end} b"}])
+    finally:
+        llm.tokenizer.chat_templates = template
+    assert llm.tokenizer.eos_id not in ids
+    assert str(end) in llm.tokenizer.decode(ids)
+
+
 def test_log_probabilities_of_named_tokens_are_those_of_the_logits(llm: LLM) -> None:
     """Two tokens' logits, by which a reranker judges."""
     prompt = llm.tokenizer.encode("Once upon a time")

@@ -274,17 +274,17 @@ class LLM:
 
     def encode_chat(self, messages: Sequence[Message], **template: Any) -> list[int]:
         """Return the token ids of a conversation, with the assistant's turn opened, as `chat` gives them to the model.
-        Special tokens that a message spells stay text (`literal.py`). Raises ValueError where there is no template, or
-        it fails."""
+        Special tokens that a message or a tool spells stay text (`literal.py`). Raises ValueError where there is no
+        template, or it fails."""
         tokenizer = self.tokenizer
         source = tokenizer.chat_template(bool(template.get("tools")))
 
-        def render(said: Sequence[Message]) -> str:
-            return render_chat(source, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **template)
+        def render(said: Sequence[Message], more: Mapping[str, Any]) -> str:
+            return render_chat(source, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **more)
 
         if self._literal is None:
             self._literal = LiteralChat(tokenizer)
-        return self._literal.encode(messages, render)
+        return self._literal.encode(messages, render, template)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, constraint: Constraint | None = None

@@ -223,18 +223,19 @@ def _names(message: str, schema: dict[str, Any]) -> bool:
     return isinstance(pattern := schema.get("pattern"), str) and "regex parse error" in message and pattern in message
 
 
-def json_rule(schema: dict[str, Any], whitespace: str | None = None) -> str:
-    """Return the right side of a rule of Lark for JSON by a schema, which `schema_of` has checked."""
+def json_rule(schema: dict[str, Any], whitespace: str | None = None, ascii: bool = False) -> str:
+    """Return the right side of a rule of Lark for JSON by a schema, which `schema_of` has checked. Only with `ascii`
+    may it hold a lone surrogate."""
     options: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     if whitespace is not None:
         options = {"whitespace_flexible": bool(whitespace), "item_separator": ",", "key_separator": ":"}
         options |= {"whitespace_pattern": whitespace} if whitespace else {}
     own = {"x-guidance": {**options, "lenient": False, "coerce_one_of": False}}
-    return f"%json {json.dumps({**equivalent(schema), **own})}"
+    return f"%json {json.dumps({**equivalent(schema), **own}, ensure_ascii=ascii)}"
 
 
 def _json(schema: dict[str, Any], whitespace: str | None) -> str:
-    return f"{_HEAD}start: {json_rule(schema, whitespace)}"
+    return f"{_HEAD}start: {json_rule(schema, whitespace, ascii=True)}"
 
 
 def _library() -> ModuleType:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import codecs
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +168,13 @@ class Tokenizer:
             end = max(end, last)
         return found
 
-    def special_spans(self, texts: Sequence[str]) -> list[list[tuple[int, int]]]:
-        """Return the spans (first character, end) of special tokens in each text, in order.
+    @property
+    def added_words(self) -> dict[int, str]:
+        """Added tokens that are not special, by their ids."""
+        return {index: name for index, name in self._added.items() if index not in self.special_ids}
+
+    def special_spans(self, texts: Sequence[str], also: Container[int] = ()) -> list[list[tuple[int, int]]]:
+        """Return the spans (first character, end) of special tokens in each text, and of tokens `also`, in order.
 
         They are found in their own spelling, or in any that normalizes to it. Raises ValueError like `encode`.
         """
@@ -177,7 +182,8 @@ class Tokenizer:
             check_unicode(text)
         encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
         found = (
-            [each.token_to_chars(at) for at, i in enumerate(each.ids) if i in self.special_ids] for each in encodings
+            [each.token_to_chars(at) for at, i in enumerate(each.ids) if i in self.special_ids or i in also]
+            for each in encodings
         )
         return [[span for span in spans if span is not None] for spans in found]
 

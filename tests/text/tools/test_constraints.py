@@ -245,3 +245,12 @@ def test_schemas_cannot_bring_options_of_the_compiler(
     for name in ("hermes", "pythonic"):
         with pytest.raises(ToolError):
             constraint(forms[name], [Tool("a", parameters=bad, strict=True)], ToolChoice(), prove)
+
+
+def test_a_schema_in_another_script_takes_no_more_room(forms: dict[str, ToolFormat]) -> None:
+    """As escapes these would be more than a grammar may have."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "description": "日" * 80_000}}}
+    for name in ("hermes", "pythonic"):
+        made = constraint(forms[name], [Tool("a", parameters=schema, strict=True)], ToolChoice(), lambda _: None)
+        assert made is not None
+        assert made.loosened == ()

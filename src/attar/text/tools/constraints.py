@@ -40,7 +40,7 @@ def constraint(form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, prov
 
     `prove` raises GrammarError for a grammar that cannot be kept, as `Prover.prove` does. It is called once where all
     can be kept, else about once a tool. Raises ToolError for a tool with `strict` that cannot be kept, with the place
-    in its schema, and where all tools together are too much for one grammar.
+    in its schema, and where calls of all tools together cannot be kept.
     """
     if choice.mode == "none" or not tools:
         return None
@@ -63,7 +63,7 @@ def constraint(form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, prov
     try:
         return _proven(form, used, choice, loosened, prove)
     except GrammarError as error:
-        raise ToolError(f"the schemas of the tools are too large for one grammar: {error}", "tools") from error
+        raise ToolError(f"calls of these tools cannot be enforced together: {error}", "tools") from error
 
 
 def _proven(

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from attar.text.literal import REASONING
 from attar.text.tools.tool import Tool
 
 INSTRUCTIONS = """You can call these tools, each described by a line of JSON:
@@ -35,9 +36,9 @@ def plain(messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[str, 
         role, content = message.get("role"), _text(message.get("content"))
         if role == "assistant" and message.get("tool_calls"):
             calls = [_call(each, names) for each in message["tool_calls"]]
-            _add(made, "assistant", json.dumps({"tool_calls": calls}, ensure_ascii=False))
+            _add(made, "assistant", _json({"tool_calls": calls}))
         elif role == "assistant" and tools and content:
-            _add(made, "assistant", json.dumps({"response": content}, ensure_ascii=False))
+            _add(made, "assistant", _json({"response": content}))
         elif role == "tool":
             name = message.get("name") or names.get(str(message.get("tool_call_id")), "")
             _add(made, "user", f"Result of {name}:\n{content}")
@@ -79,3 +80,9 @@ def _text(content: Any) -> str:
         return content
     parts = content if isinstance(content, list) else []
     return "".join(part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str))
+
+
+def _json(value: Any) -> str:
+    """Return JSON without markers of reasoning, which an assistant's own text may have, and its arguments may not."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text.replace("<", "\\u003c") if any(part in text.lower() for part in REASONING) else text
