@@ -280,6 +280,7 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
         _may(role={"const": "user"}, content={"anyOf": [{"type": "string"}, blocks]}),
         _may(role={"const": "assistant"}, content={"anyOf": [{"type": "string"}, own]}),
     ]
+    schemas["OllamaMessage"]["anyOf"] = [_may(role={"const": "assistant"}), _may(tool_calls=uncalled)]
     schemas["EmbeddingBody"]["properties"]["input"] = {"anyOf": texts(MAX_INPUTS)}
     many = {"type": "array", "items": text, "minItems": 1, "maxItems": MAX_INPUTS}
     schemas["OllamaEmbedBody"]["properties"]["input"] = {"anyOf": [text, many]}
