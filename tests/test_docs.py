@@ -39,6 +39,7 @@ PAGES = {
         "docs/clients.md",
         "docs/structured_output.md",
         "docs/reasoning.md",
+        "docs/tools.md",
         "docs/speculative_decoding.md",
         "docs/adapters.md",
         "docs/numerics.md",

@@ -27,6 +27,7 @@ from attar.server import prompts
 from attar.server.api import constraints, routes, sampling_params, schemas
 from attar.server.api.responses import routes as responses_routes
 from attar.server.api.tools import fields
+from attar.server.api.tools.ollama import OpenCalls
 from attar.server.http.limits import MAX_BODY
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
@@ -74,6 +75,8 @@ def test_the_server_does_what_its_document_says(
     monkeypatch.setattr(schemas, "check_alone", lambda asked, ends: None)
     monkeypatch.setattr(prompts, "for_template", lambda messages, *form: [dict(message) for message in messages])
     monkeypatch.setattr(responses_routes, "calls_or_json", lambda *asked, **more: ToolConstraint(Grammar.json_object()))
+    monkeypatch.setattr(routes, "calls_or_json", lambda *asked, **more: ToolConstraint(Grammar.json_object()))
+    monkeypatch.setattr(OpenCalls, "answered", lambda self, identity, name: identity or "call_1")
     monkeypatch.setattr(routes, "constraint", lambda *asked: ToolConstraint(Grammar.json_object()))
     monkeypatch.setattr(strict_json, "MIN_INT", -(2**1023))  # in fields with any value; others have bounds of their own
     monkeypatch.setattr(strict_json, "MAX_INT", 2**1023)

@@ -5,11 +5,11 @@ whose name and vocabulary the document has once it is loaded. The document is ex
 any other is refused, and schemathesis tests that. Some limits have no schema. Whether a constraint can be kept is
 known once it is compiled. That a request has one at most, and then no `ignore_eos` or `min_tokens`, is said in words:
 generators of test cases give up on rules of eight fields. The same holds for tools that may be called. Their names
-differ, a choice names one of them, their size in bytes is bounded, and results belong to calls. A prompt's length is
-counted in tokens, so a text that fits here may exceed the model's context, or have more log probabilities than an
-answer may hold. A stop string's length is counted in bytes, and stated here in characters of the widest kind, so one of
-mixed widths may be longer than stated. The number of lists, objects and keys in a body (`strict_json.MAX_PARTS`) is
-described in words. Integers have 64 bits, also in fields whose values are ignored.
+differ, a call is required of some alone, a choice names one of them, their size in bytes is bounded, and results belong
+to calls. A prompt's length is counted in tokens, so a text that fits here may exceed the model's context, or have more
+log probabilities than an answer may hold. A stop string's length is counted in bytes, and stated here in characters of
+the widest kind, so one of mixed widths may be longer than stated. The number of lists, objects and keys in a body
+(`strict_json.MAX_PARTS`) is described in words. Integers have 64 bits, also in fields whose values are ignored.
 """
 
 from __future__ import annotations
@@ -274,20 +274,13 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
             "required": ["content"],
         },
     ]  # fmt: skip
-    for name in ("AnthropicPrompt", "AnthropicBody"):
-        chosen = {"anyOf": [{"type": "null"}, {"properties": {"type": {"enum": ["auto", "none"]}}}]}
-        schemas[name]["anyOf"] = [_may(tool_choice=chosen), _has(tools={"type": "array", "minItems": 1})]
     blocks = {"type": "array", "items": {"properties": {"type": {"not": {"const": "tool_use"}}}}}
     own = {"type": "array", "items": {"properties": {"type": {"not": {"const": "tool_result"}}}}}
     schemas["AnthropicMessage"]["anyOf"] = [
         _may(role={"const": "user"}, content={"anyOf": [{"type": "string"}, blocks]}),
         _may(role={"const": "assistant"}, content={"anyOf": [{"type": "string"}, own]}),
     ]
-    chosen = {"enum": [None, "none", "auto"]}
-    chat["not"]["not"]["allOf"].append(
-        {"anyOf": [_may(tool_choice=chosen), _has(tools={"type": "array", "minItems": 1})]}
-    )
-    schemas["ResponsesBody"]["not"]["not"]["allOf"].append(chat["not"]["not"]["allOf"][-1])
+    schemas["OllamaMessage"]["anyOf"] = [_may(role={"const": "assistant"}), _may(tool_calls=uncalled)]
     schemas["EmbeddingBody"]["properties"]["input"] = {"anyOf": texts(MAX_INPUTS)}
     many = {"type": "array", "items": text, "minItems": 1, "maxItems": MAX_INPUTS}
     schemas["OllamaEmbedBody"]["properties"]["input"] = {"anyOf": [text, many]}

@@ -244,7 +244,9 @@ class Routes:
     ) -> tuple[Grammar | None, Calling]:
         """Return the grammar of a chat's answer, once it is proven, and what the chat may call. Raises APIError."""
         grammar = await self._proven(request, caller, body, ready)
-        constrain = constraint if grammar is None else partial(calls_or_json, final=grammar, field="response_format")
+        constrain = None
+        if grammar is not None and (asked := body.constraint()) is not None:
+            constrain = partial(calls_or_json, final=grammar, field=asked.field)
         calling = await self._calling(request, caller, body.tool_use(), ready, constrain)
         return calling.grammar or grammar, calling
 

@@ -15,13 +15,18 @@ Prove = Callable[[Grammar], None]
 
 
 def calls_or_json(
-    form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, prove: Prove, final: Grammar, field: str = "text.format"
+    form: ToolFormat,
+    tools: Sequence[Tool],
+    choice: ToolChoice,
+    prove: Prove,
+    final: Grammar,
+    field: str = "text.format",
 ) -> ToolConstraint | None:
     """Return the constraint of an answer that is calls or, where it may have none, JSON by the schema of `final`, which
     is the request's `field`.
 
-    The other arguments are as for `constraint`. Raises ToolError as it does, and where both are too much for one
-    grammar.
+    The other arguments are as for `constraint`. Raises ToolError as it does, and one of `field` where both are too much
+    for one grammar.
     """
     if choice.mode != "auto":
         return constraint(form, tools, choice, prove)

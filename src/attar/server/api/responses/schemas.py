@@ -136,10 +136,6 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
             raise APIError("invalid_value", f"top_logprobs: only with include = [{SCORES}]", "top_logprobs")
         if self.toolset().use.may_call and self.ignore_eos:
             fields.check_alone(None, ["ignore_eos"])
-        if self.top_logprobs and not self.scored:
-            raise APIError("invalid_value", f"top_logprobs: only with include = [{SCORES}]", "top_logprobs")
-        if self.toolset().use.may_call and self.ignore_eos:
-            raise APIError("invalid_value", "ignore_eos: not with tools: a call decides on the end", "ignore_eos")
         schemas.check_stops(self.stop, "stop")
         schemas.check_end(self)
 
