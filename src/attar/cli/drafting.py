@@ -61,9 +61,10 @@ class TrainDraftConfig(options.OutputConfig):
         option(
             "Speculation",
             "N",
-            "Medusa heads, or steps that an EAGLE-3 head is unrolled: 3 by default.",
+            "Medusa heads, or steps that an EAGLE-3 head is unrolled.",
             min=1,
             max=16,
+            default="3",
         ),
     ] = None
     layers: Annotated[
@@ -71,8 +72,9 @@ class TrainDraftConfig(options.OutputConfig):
         option(
             "Speculation",
             "N",
-            "Layers of a small model (default 2), or before an exit (default a quarter).",
+            "Layers of a small model, or before an exit.",
             min=1,
+            default="2, or a quarter",
         ),
     ] = None
     width: Annotated[
@@ -80,21 +82,21 @@ class TrainDraftConfig(options.OutputConfig):
         option(
             "Speculation",
             "N",
-            "Hidden size of a small model, a multiple of 32: 128 by default.",
+            "Hidden size of a small model, a multiple of 32.",
             min=32,
+            default="128",
         ),
     ] = None
     draft_vocab: Annotated[int | None, option(
         "Speculation", "N",
-        "Tokens that can be drafted, the most frequent of the text: 32000 by default, and all for a small model.",
-        min=1,
+        "Tokens that can be drafted, the most frequent of the text.", min=1, default="32000, or all for a small model",
     )] = None  # fmt: skip
     layout: Annotated[DraftLayout | None, option(
         "Speculation", "LAYOUT", "Files of an EAGLE-3 head: safeailab, or speculators, of that library and vLLM.",
         default="safeailab",
     )] = None  # fmt: skip
     text: Annotated[Path | None, option("Data", "FILE", "Training text (.txt, .jsonl).")] = None
-    calib: Annotated[str | None, option("Data", "self", "Train on text that the model writes itself first.")] = None
+    calib: Annotated[str | None, option("Data", "SOURCE", "self: train on text that the model writes first.")] = None
     samples: Annotated[int, option("Data", "N", "Sequences taken from the text.", min=2)] = 1024
     length: Annotated[int, option("Data", "N", "Tokens of each sequence.", min=8)] = 256
     loss: Annotated[DraftLoss, option(

@@ -44,7 +44,7 @@ class ServeConfig(SchedulerOptions):
         "Model", "NAME", "Name that requests give the model.", default="the folder's or file's, or the Hub id",
     )] = None  # fmt: skip
     alias: Annotated[list[str] | None, option(
-        "Model", "NAME", "Further name of the model for requests; * stands for any letters, as in 'claude-*'.",
+        "HTTP", "NAME", "Further name of the model for requests; * stands for any letters, as in 'claude-*'.",
     )] = None  # fmt: skip
     context: Annotated[int | None, option(
         "Model", "N", "Tokens of the longest request.", min=1, default="the model's, or what fits",
@@ -199,18 +199,14 @@ def serve(config: ServeConfig) -> None:
         from attar.checkpoints.fingerprints import fingerprints
         from attar.checkpoints.sources import hub
         from attar.server import supervisor
-        from attar.server.http.security import Keys, check_host, find_keys, parse_origin
         from attar.server.http.sockets import explained
         from attar.server.options import check_name, name_of
 
-        check_host(config.host)
-        origins = frozenset(map(parse_origin, config.origin or ()))
         name = name_of(config.model) if config.name is None else check_name(config.name)
         logs.begin()
-        keys = Keys.of(find_keys(config.api_key_file, os.environ))  # first: it takes the key from what children inherit
+        keys, origins = _security(config)  # first: it takes the key from what children inherit
         if config.models:
-            _serve_several(config, keys, origins)
-            return
+            return _serve_several(config, keys, origins)
         theirs = _of_triton(config.triton_config) | ({} if config.device is None else {"device": config.device})
         require_apart(theirs["device"])
         path = hub.resolve(config.model)
@@ -226,6 +222,15 @@ def serve(config: ServeConfig) -> None:
             raise explained(error, config.host, config.port) from None
         if status:
             raise typer.Exit(status)
+
+
+def _security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
+    """Return the keys and the origins of requests. Raises UserError for a host, origin or key file that is refused."""
+    from attar.server.http.security import Keys, check_host, find_keys, parse_origin
+
+    check_host(config.host)
+    origins = frozenset(map(parse_origin, config.origin or ()))
+    return Keys.of(find_keys(config.api_key_file, os.environ)), origins
 
 
 def _serve_several(config: ServeConfig, keys: Keys, origins: frozenset[str]) -> None:
