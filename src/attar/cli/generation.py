@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from attar.cli.terminal import (
 from attar.errors import Code, UserError
 
 if TYPE_CHECKING:
+    from attar.cli.tool_use.conversation import ToolChat
     from attar.engine.llm import LLM
     from attar.protocol.grammar import Grammar
     from attar.protocol.request import Completion, SamplingParams
@@ -206,26 +207,42 @@ class ChatConfig(ConstrainedConfig):
     seed: options.SamplingSeed = None
     generation_config: options.GenerationConfig = options.Defaults.attar
     template_date: options.TemplateDate = None
+    tools: Annotated[
+        Path | None, option("Tools", "FILE", "Functions of this Python file that the model may call.", "--tools")
+    ] = None
+    yes_tools: Annotated[
+        str | None, option("Tools", "NAMES", "Run calls of these functions without a question, as a,b.", "--yes-tools")
+    ] = None
 
 
 @configured(ChatConfig)
 def chat(config: ChatConfig) -> None:
     """Talk to a model through its own chat template.
 
-    One line is one turn; an empty line or Ctrl-D ends the chat. Piped stdin has one turn a line.
+    One line is one turn; an empty line or Ctrl-D ends the chat. Piped stdin has one turn a line. Each call of a tool is
+    shown and confirmed. Without a terminal, calls that --yes-tools does not name are refused.
 
     Examples:
       attar chat ./out
+      attar chat ./out --tools functions.py --yes-tools weather
       attar chat ./out --system "Answer in one sentence." --temperature 0
     """
     with errors(config.as_json), progress(config.quiet) as bar:
         params, constraint = _params(config, {"temperature": 0.7}, ()), config.constraint()
+        make = _with_tools(config, constraint)
         llm = _load(config, bar)
         llm.tokenizer.chat_template()  # a model that cannot chat says so before the first turn
-        messages = [{"role": "system", "content": config.system}] if config.system is not None else []
+        with_tools = None if make is None else make(llm)
+        messages: list[dict[str, Any]] = []
+        if config.system is not None:
+            messages.append({"role": "system", "content": config.system})
         warnings = []
         for said in _turns():
             messages.append({"role": "user", "content": said})
+            if with_tools is not None:
+                answer = with_tools.turn(messages, params, date=config.template_date)
+                warnings += _cut_short(llm, answer, config.max_tokens)
+                continue
             prompt = llm.encode_chat(messages, date=config.template_date)
             parser = llm.reasoning_parser(prompt, exact=constraint is not None)
             stream = llm.stream_chat(messages, params, constraint=constraint, date=config.template_date)
@@ -233,6 +250,23 @@ def chat(config: ChatConfig) -> None:
             messages.append({"role": "assistant", "content": answer.text})
             warnings += _cut_short(llm, answer, config.max_tokens)
         emit(config.as_json, {"messages": messages, "warnings": warnings})
+
+
+def _with_tools(config: ChatConfig, constraint: Grammar | None) -> Callable[[LLM], ToolChat] | None:
+    """Return what makes a chat with tools of a model; None where there are no tools. Raises UserError for options that
+    do not fit together, and for functions that cannot be tools."""
+    if config.tools is None:
+        if config.yes_tools is not None:
+            raise UserError("option_unused", "--yes-tools is for the functions of --tools")
+        return None
+    from attar.cli.tool_use.conversation import ToolChat, allowed_names, ask_terminal
+    from attar.cli.tool_use.functions import Functions
+
+    if constraint is not None:
+        raise UserError("option_conflict", "--tools: calls have a grammar of their own: leave out the constraint")
+    functions = Functions(config.tools)
+    allowed = allowed_names(config.yes_tools, functions)
+    return lambda llm: ToolChat(llm, functions, allowed, ask_terminal)
 
 
 def _turns() -> Iterator[str]:

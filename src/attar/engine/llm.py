@@ -243,12 +243,15 @@ class LLM:
         generator's return value is the Completion."""
         return self._pieces(self._chat_answer(messages, params, constraint, template))
 
-    def reasoning_parser(self, prompt: Sequence[int], exact: bool = False) -> AnswerParser:
+    def reasoning_parser(
+        self, prompt: Sequence[int], exact: bool = False, inner: AnswerParser | None = None
+    ) -> AnswerParser:
         """Return a parser for the pieces of an answer to a chat's prompt, which splits reasoning from text; `exact`
-        as a constraint needs it (`text/answers/reasoning.py`)."""
+        as a constraint needs it (`text/answers/reasoning.py`). `inner` splits the text further."""
+        inner = inner or Plain()
         if (markers := self._markers) is None:
-            return Plain()
-        return ReasoningParser(markers, self._place(markers, prompt), Plain(), exact)
+            return inner
+        return ReasoningParser(markers, self._place(markers, prompt), inner, exact)
 
     @property
     def _markers(self) -> ReasoningMarkers | None:
@@ -266,7 +269,8 @@ class LLM:
         if (markers := self._markers) is not None:
             place = self._place(markers, answer.prompt)
             answer.section = markers.section(place)
-            answer.params = replace(answer.params, visible_token_ids=markers.visible)
+            visible = (*answer.params.visible_token_ids, *markers.visible)
+            answer.params = replace(answer.params, visible_token_ids=visible)
             if constraint is not None and place is Place.INSIDE and answer.section is None:
                 message = f"no constraint while the model reasons: its vocabulary has no token {markers.end!r}"
                 raise UserError("option_conflict", message)
@@ -302,11 +306,15 @@ class LLM:
         """Return a constraint's grammar, once it is proven."""
         grammar = Grammar.of(constraint)
         grammar.check(params)
+        self.prove(grammar)
+        return grammar
+
+    def prove(self, grammar: Grammar) -> None:
+        """Raise GrammarError for a grammar that no mask can keep."""
         if self._prover is None:
             ends = self.model.eos_ids
             self._prover = Prover(Vocabulary.of(self.tokenizer, self.decoder.config.vocab_size, ends))
         self._prover.prove(grammar)
-        return grammar
 
     def _answer(self, prompt: Prompt, params: SamplingParams | None, constraint: Constraint | None) -> Answer:
         ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
