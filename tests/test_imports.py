@@ -13,11 +13,13 @@ import re
 import statistics
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from re import _parser  # type: ignore[attr-defined]  # the tree of a regular expression is public nowhere
 from typing import Any
 
 import pytest
+from pathspec import GitIgnoreSpec
 
 IMPORT_CPU_SECONDS = 0.3
 PACKAGE = Path(importlib.util.find_spec("attar").origin).parent  # type: ignore[union-attr, arg-type]
@@ -146,6 +148,15 @@ def written(node: ast.expr, module: str | None) -> str | None:
     except NameError:
         return None
     return pattern.decode("latin-1") if isinstance(pattern, bytes) else str(pattern)
+
+
+def test_a_wheel_has_every_module() -> None:
+    """scikit-build-core leaves out of wheels, too, what `sdist.exclude` names."""
+    root = Path(__file__).parents[1]
+    build = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["scikit-build"]
+    left_out = GitIgnoreSpec.from_lines([*build["sdist"]["exclude"], *build["wheel"]["exclude"]])
+    assert left_out.match_file("tests/conftest.py")
+    assert [path for path in FILES if left_out.match_file(f"src/attar/{path.relative_to(PACKAGE).as_posix()}")] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
