@@ -246,14 +246,14 @@ static void add_stretch(const Stretch& s, const QuantizedRows& x, std::int64_t r
 // How rows are scaled: whole, by group, or by group with wide columns.
 enum class Scaled { whole, groups, wide };
 
-// The same for all blocks of the panel, of a stretch that has whole spans, and, where rows have wide columns, whole groups.
-// Sums of blocks that the panel lacks are made of the first, and go nowhere that is read.
+// The same for all blocks of the panel, of a stretch that has whole spans, and, where rows have wide columns, whole groups
+// or a part of one. Sums of blocks that the panel lacks are made of the first, and go nowhere that is read.
 template <bool JOINS, Scaled SCALED, int ROWS>
 static void add_spans(const Stretch& s, const QuantizedRows& x, std::int64_t row, float* total) {
     constexpr int BLOCKS = 4;
     constexpr bool WIDE = SCALED == Scaled::wide;
     const std::int64_t step_bytes = x.step_bytes(), parts = s.columns / s.part;
-    const std::int64_t per_group = WIDE ? x.group / s.part : parts, per_span = JOINS ? s.parts : 1;
+    const std::int64_t per_group = WIDE ? std::min(parts, x.group / s.part) : parts, per_span = JOINS ? s.parts : 1;
     const std::int32_t middle = s.offset && !s.zeros ? s.middle : 0;
     const std::uint8_t* codes[BLOCKS];
     for (int b = 0; b < BLOCKS; ++b) codes[b] = s.codes[b < s.panel->blocks ? b : 0];
@@ -267,9 +267,10 @@ static void add_spans(const Stretch& s, const QuantizedRows& x, std::int64_t row
         if constexpr (WIDE) {
             for (int r = 0; r < ROWS; ++r) {
                 const Wide& columns = of_rows[r * x.scales_a_row + group];
-                const std::int64_t at = (columns.column - s.from) * LANES;
-                const Ints high = all(columns.high);
                 of_part[r] = columns.part - s.index;
+                const bool here = of_part[r] >= 0 && of_part[r] < parts;  // else they lie in the group's other stretches
+                const std::int64_t at = here ? (columns.column - s.from) * LANES : 0;
+                const Ints high = all(columns.high);
                 for (int b = 0; b < BLOCKS; ++b)
                     wide[r][b] = shift_left(dot4(all(0), load_bytes(codes[b] + at), high), HIGH_SHIFT);
             }
@@ -398,8 +399,10 @@ static void integer_many(const Factors& factors, const Factor& factor, const Qua
     Stretch s;
     s.panel = &panel, s.part = x.part, s.span = joined * x.part, s.zeros = zeros, s.offset = offset, s.middle = m.middle();
     std::int64_t whole = STRETCH / s.span;  // spans of a stretch; 0: a piece of one
-    const bool in_groups = ATTAR_LEVEL >= ATTAR_AVX512 && whole && (!x.wide || (x.group <= STRETCH && x.group % s.span == 0));
-    if (in_groups && x.wide) whole = STRETCH / x.group * x.group / s.span;
+#if ATTAR_LEVEL >= ATTAR_AVX512
+    const bool in_groups = whole && (!x.wide || x.group % STRETCH == 0 || (x.group < STRETCH && x.group % s.span == 0));
+    if (in_groups && x.wide && x.group < STRETCH) whole = STRETCH / x.group * x.group / s.span;
+#endif
     auto* total = reinterpret_cast<float*>(scratch.at(0, ROWS_SHARE * 64 * 4));
     auto* together = reinterpret_cast<std::int32_t*>(scratch.at(3, ROWS_SHARE * 64 * 4));
     std::uint8_t* made = in_place ? nullptr : scratch.at(1, STRETCH * 64 * 2);
@@ -431,17 +434,20 @@ static void integer_many(const Factors& factors, const Factor& factor, const Qua
                 }
             }
 #if ATTAR_LEVEL >= ATTAR_AVX512
-            if (in_groups) {
-                joined > 1 ? add_whole_spans<true>(s, x, at, here, total) : add_whole_spans<false>(s, x, at, here, total);
-                continue;
-            }
-#endif
+            if (joined > 1)  // a span is a stretch, and lies in one group
+                add_whole_spans<true>(s, x, at, here, total);
+            else if (in_groups)
+                add_whole_spans<false>(s, x, at, here, total);
+            else
+                add_rows_of<Products::bytes>(bits, s, x, at, here, total, together);
+#else
             if (products == Products::bytes)
                 add_rows_of<Products::bytes>(bits, s, x, at, here, total, together);
             else if (products == Products::joined)
                 add_rows_of<Products::joined>(bits, s, x, at, here, total, together);
             else if constexpr (MADDS)
                 add_rows<Products::halves, 0>(s, x, at, here, total, together);
+#endif
         }
         if (m.offsets) add_offsets(panel, x, at, here, total, scratch);
         put_panel(factors, panel, x, at, here, total, out);
