@@ -18,21 +18,9 @@ from attar.drafting.target import Target, frequent
 from attar.engine.llm import LLM
 from attar.model.cache import ForwardBatch
 from attar.protocol.request import SamplingParams
-from tests.conftest import token_ids
 from tests.errors import user_error
 
 CLOSE = 1e-4  # of logits and relative of losses, float32
-
-
-@pytest.fixture(scope="module")
-def ids() -> Tensor:
-    """One text again and again, which can be learned by heart."""
-    return torch.tensor(token_ids(1, 32, seed=3)).repeat(6, 1)
-
-
-@pytest.fixture(scope="module")
-def target(tiny: Path) -> Target:
-    return Target(tiny)
 
 
 def shaken(learner: ExitLearner | SmallLearner) -> None:

@@ -20,21 +20,9 @@ from attar.kv.schemes import SCHEMES
 from attar.model import cache
 from attar.model.cache import ForwardBatch, KVCache
 from attar.protocol.request import SamplingParams
-from tests.conftest import token_ids
 
 OPTIONS = DraftTraining("eagle3", depths=2, draft_vocab=64, rate=1e-2, epochs=12, batch=64, save_every=7)
 CLOSE = 1e-4  # of logits around 5, float32
-
-
-@pytest.fixture(scope="module")
-def ids() -> Tensor:
-    """One text again and again, which can be learned by heart."""
-    return torch.tensor(token_ids(1, 32, seed=3)).repeat(6, 1)
-
-
-@pytest.fixture(scope="module")
-def target(tiny: Path) -> Target:
-    return Target(tiny)
 
 
 def learner_of(target: Target, ids: Tensor, loss: str = "published", depths: int = 3) -> EagleLearner:

@@ -16,22 +16,10 @@ from attar.drafting.run import DraftTraining, train_draft
 from attar.drafting.target import Target, frequent
 from attar.engine.llm import LLM
 from attar.protocol.request import SamplingParams
-from tests.conftest import token_ids
 from tests.errors import user_error
 
 OPTIONS = DraftTraining(depths=2, draft_vocab=64, rate=1e-2, epochs=12, batch=64, save_every=7)
 CLOSE = 1e-4  # relative, of losses and gradients in float32
-
-
-@pytest.fixture(scope="module")
-def ids() -> Tensor:
-    """One text again and again, which can be learned by heart."""
-    return torch.tensor(token_ids(1, 32, seed=3)).repeat(6, 1)
-
-
-@pytest.fixture(scope="module")
-def target(tiny: Path) -> Target:
-    return Target(tiny)
 
 
 @pytest.mark.parametrize("loss", ["published", "acceptance"])

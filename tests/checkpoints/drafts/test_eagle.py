@@ -101,14 +101,6 @@ def oracle(parts: dict[str, Tensor], embedded: Tensor, states: Tensor, normed: b
     return z, rms(z, w["norm"]) @ w["lm_head"].T
 
 
-@pytest.fixture(params=["ref", "native"])
-def target(request: pytest.FixtureRequest, tiny_decoder: Callable[..., Decoder]) -> Decoder:
-    store = dispatch.store("exact") if request.param == "native" else None
-    if request.param == "native" and store is None:
-        pytest.skip("the native kernels are off or do not load")
-    return tiny_decoder(store=store)
-
-
 def read(folder: Path, target: Decoder) -> EagleHead:
     return eagle.read(folder, target, None if target.store is None else dispatch.store("exact"))
 

@@ -71,14 +71,6 @@ def oracle(parts: dict[str, Tensor], embedded: Tensor, states: Tensor, head: Ten
     return z, z @ head.T
 
 
-@pytest.fixture(params=["ref", "native"])
-def target(request: pytest.FixtureRequest, tiny_decoder: Callable[..., Decoder]) -> Decoder:
-    store = dispatch.store("exact") if request.param == "native" else None
-    if request.param == "native" and store is None:
-        pytest.skip("the native kernels are off or do not load")
-    return tiny_decoder(store=store)
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("embedding", [True, False])
 def test_logits_and_states_are_those_of_the_oracle(

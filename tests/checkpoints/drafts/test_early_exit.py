@@ -56,14 +56,6 @@ def oracle(parts: dict[str, Tensor], states: Tensor, head: Tensor) -> Tensor:
     return normed @ parts["linear.weight"].T @ head.T
 
 
-@pytest.fixture(params=["ref", "native"])
-def target(request: pytest.FixtureRequest, tiny_decoder: Callable[..., Decoder]) -> Decoder:
-    store = dispatch.store("exact") if request.param == "native" else None
-    if request.param == "native" and store is None:
-        pytest.skip("the native kernels are off or do not load")
-    return tiny_decoder(store=store)
-
-
 @pytest.mark.parametrize("mapped", [True, False])
 def test_logits_are_those_of_the_oracle(target: Decoder, tmp_path: Path, mapped: bool) -> None:
     parts, settings = tensors(mapped), config() if mapped else config(draft_vocab_size=VOCAB)

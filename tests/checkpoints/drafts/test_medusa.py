@@ -67,14 +67,6 @@ def close(found: list[Tensor], wanted: list[Tensor]) -> None:
         assert (mine - theirs).abs().max() < CLOSE
 
 
-@pytest.fixture(params=["ref", "native"])
-def target(request: pytest.FixtureRequest, tiny_decoder: Callable[..., Decoder]) -> Decoder:
-    store = dispatch.store("exact") if request.param == "native" else None
-    if request.param == "native" and store is None:
-        pytest.skip("the native kernels are off or do not load")
-    return tiny_decoder(store=store)
-
-
 def read(folder: Path, target: Decoder) -> Any:
     return medusa.read(folder, target, None if target.store is None else dispatch.store("exact"))
 

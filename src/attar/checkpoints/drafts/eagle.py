@@ -43,11 +43,7 @@ def read(path: Path, target: Decoder, store: BackendWeights | None = None) -> Ea
     or tensors are missing, left over, or of other shapes; ValueError for a config that cannot be read.
     """
     files = HeadFolder(path, target.dtype if store is None else None)
-    config = read_config(block_config(files.config, target.config.vocab_size))
-    if config.ropes[0] is None or config.ropes[0].grows:
-        raise CheckpointError(
-            "feature_unsupported", f"{path}: a head's rotary angles do not depend on the length: rope {config.ropes[0]}"
-        )
+    config = head_config(files, target)
     aux = _aux_layers(files, target.config.layers)
     hidden, wide, mine = config.hidden, target.config.hidden, target.config.vocab_size
     if (theirs := files.integer("target_hidden_size", default=hidden)) != wide:
@@ -115,8 +111,17 @@ def block_parts(files: HeadFolder, config: ModelConfig, target: Decoder, at: str
     )  # fmt: skip
 
 
-def block_config(config: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Return the config of a Llama of one layer, the head's block. Raises CheckpointError for another block."""
+def head_config(files: HeadFolder, target: Decoder) -> ModelConfig:
+    """Return the config of a head's block, a Llama of one layer, for a model. Raises CheckpointError for another block,
+    and where its rotary angles depend on the length; ValueError for a config that cannot be read."""
+    config = read_config(_block_config(files.config, target.config.vocab_size))
+    if config.ropes[0] is None or config.ropes[0].grows:
+        message = f"{files.folder.path}: a head's rotary angles do not depend on the length: rope {config.ropes[0]}"
+        raise CheckpointError("feature_unsupported", message)
+    return config
+
+
+def _block_config(config: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     inner = config.get("transformer_layer_config")
     shape = dict(inner) if isinstance(inner, Mapping) else dict(config)
     for name in OTHER:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from attar.checkpoints.drafts.eagle import block_config, block_parts, embedding_of
+from attar.checkpoints.drafts.eagle import block_parts, embedding_of, head_config
 from attar.checkpoints.drafts.files import HeadFolder
-from attar.checkpoints.strict_io import CheckpointError
 from attar.kernels.dispatch import BackendWeights
 from attar.model.decoder import Decoder
 from attar.model.drafts.eagle1 import Eagle1Head
-from attar.model.families import read_config
 
 
 def read(path: Path, target: Decoder, store: BackendWeights | None = None) -> Eagle1Head:
@@ -24,11 +22,7 @@ def read(path: Path, target: Decoder, store: BackendWeights | None = None) -> Ea
     or tensors are missing, left over, or of other shapes; ValueError for a config that cannot be read.
     """
     files = HeadFolder(path, target.dtype if store is None else None)
-    config = read_config(block_config(files.config, target.config.vocab_size))
-    if config.ropes[0] is None or config.ropes[0].grows:
-        raise CheckpointError(
-            "feature_unsupported", f"{path}: a head's rotary angles do not depend on the length: rope {config.ropes[0]}"
-        )
+    config = head_config(files, target)
     files.match(target.config.hidden, target.config.vocab_size)
     parts = block_parts(files, config, target, "layers.0", config.hidden)
     made = Eagle1Head(
