@@ -25,7 +25,6 @@ from attar import strict_json
 from attar.protocol.grammar import Grammar
 from attar.server import prompts
 from attar.server.api import constraints, routes, sampling_params, schemas
-from attar.server.api.responses import routes as responses_routes
 from attar.server.api.tools import fields
 from attar.server.api.tools.ollama import OpenCalls
 from attar.server.http.limits import MAX_BODY
@@ -74,7 +73,6 @@ def test_the_server_does_what_its_document_says(
     monkeypatch.setattr(fields, "check_alone", lambda asked, ends: None)
     monkeypatch.setattr(schemas, "check_alone", lambda asked, ends: None)
     monkeypatch.setattr(prompts, "for_template", lambda messages, *form: [dict(message) for message in messages])
-    monkeypatch.setattr(responses_routes, "calls_or_json", lambda *asked, **more: ToolConstraint(Grammar.json_object()))
     monkeypatch.setattr(routes, "calls_or_json", lambda *asked, **more: ToolConstraint(Grammar.json_object()))
     monkeypatch.setattr(OpenCalls, "answered", lambda self, identity, name: identity or "call_1")
     monkeypatch.setattr(routes, "constraint", lambda *asked: ToolConstraint(Grammar.json_object()))

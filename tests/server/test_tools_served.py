@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from attar.protocol.messages import Submit
 from attar.server.options import ServerOptions
 from attar.text.tokenizer import Tokenizer
 from tests.server.conftest import Reply, Running
-from tests.text.tools.families import HERMES
+from tests.server.test_clients import PYTHON, needs_clients
+from tests.text.tools.families import HERMES, MISTRAL, with_markers
 
 USER: list[dict[str, Any]] = [{"role": "user", "content": "The weather?"}]
 SCHEMA = {
@@ -412,6 +414,31 @@ def test_ollamas_chat_calls(server: Running, saying: Saying) -> None:
     assert "tools" in server.post("/api/show", {}).json["capabilities"]
 
 
+def test_a_call_that_breaks_off_is_text_where_calls_are_objects(server: Running, saying: Saying) -> None:
+    length = saying(CALLS)
+    for most in range(1, length, 4):
+        message = ask(server, tools=[WEATHER, NOW], max_tokens=most).json["choices"][0]["message"]
+        text, made = message["content"] or "", message.get("tool_calls", [])
+        whole = [each["function"] for each in made]
+        broken = ""
+        try:
+            inputs = [(each["name"], json.loads(each["arguments"])) for each in whole]
+        except ValueError:
+            *whole, last = whole
+            inputs = [(each["name"], json.loads(each["arguments"])) for each in whole]
+            broken = f'{{"name": {json.dumps(last["name"])}, "arguments": {last["arguments"]}'
+        content = ask(server, MESSAGES, tools=[WEATHER_THEIRS, NOW_THEIRS], max_tokens=most).json["content"]
+        assert [(each["name"], each["input"]) for each in content if each["type"] == "tool_use"] == inputs
+        assert "".join(each["text"] for each in content if each["type"] == "text") == text + broken
+        options = {"tools": [WEATHER, NOW], "options": {"num_predict": most}}
+        theirs = ask(server, OLLAMA, **options, stream=False).json["message"]
+        lines = [json.loads(line)["message"] for line in ask(server, OLLAMA, **options).body.splitlines()]
+        for said in ([theirs], lines):
+            functions = [each["function"] for line in said for each in line.get("tool_calls", [])]
+            assert [(each["name"], each["arguments"]) for each in functions] == inputs
+            assert "".join(line["content"] for line in said) == text + broken
+
+
 def test_ollamas_results_are_openais(server: Running) -> None:
     call = {"function": {"name": "weather", "arguments": json.loads(FIRST)}}
     ours = [*USER, {**CALLED, "content": "Hm."}, RESULT]
@@ -424,3 +451,64 @@ def test_ollamas_results_are_openais(server: Running) -> None:
     for wrong in ({"tool_name": "now"}, {"tool_call_id": "call_2"}):
         theirs[-1] = {"role": "tool", "content": "Rain.", **wrong}
         assert ask(server, OLLAMA, messages=theirs, tools=[WEATHER]).status == 400
+
+
+CLIENTS = """
+import json, sys, anthropic, openai
+url, tools, theirs = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+ours = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+claude = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+said = [{"role": "user", "content": "The weather?"}]
+options = {"model": "fake", "messages": said, "tools": tools}
+message = ours.chat.completions.create(**options).choices[0].message
+with ours.chat.completions.stream(**options) as stream:
+    final = stream.get_final_completion().choices[0]
+found = [[[c.function.name, json.loads(c.function.arguments)] for c in m.tool_calls] for m in (message, final.message)]
+results = [{"role": "tool", "tool_call_id": c.id, "content": "Rain."} for c in message.tool_calls]
+again = ours.chat.completions.create(**{**options, "messages": [*said, message, *results]})
+options = {"model": "fake", "max_tokens": 300, "messages": said, "tools": theirs}
+reply = claude.messages.create(**options)
+with claude.messages.stream(**options) as stream:
+    streamed = stream.get_final_message()
+found += [[[b.name, b.input] for b in m.content if b.type == "tool_use"] for m in (reply, streamed)]
+used = [b for b in reply.content if b.type == "tool_use"]
+results = [{"type": "tool_result", "tool_use_id": b.id, "content": "Rain."} for b in used]
+turn = [{"role": "assistant", "content": reply.content}, {"role": "user", "content": results}]
+more = claude.messages.create(**{**options, "messages": [*said, *turn]})
+ends = [final.finish_reason, again.choices[0].finish_reason, streamed.stop_reason, more.stop_reason]
+print(json.dumps([found, ends]))
+"""
+
+
+def test_the_clients_of_both_apis_call_and_send_results(server: Running, saying: Saying) -> None:
+    needs_clients()
+    saying(CALLS)
+    tools = [json.dumps(each) for each in ([WEATHER, NOW], [WEATHER_THEIRS, NOW_THEIRS])]
+    program = [PYTHON, "-c", CLIENTS, f"http://127.0.0.1:{server.port}", *tools]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert not done.returncode, done.stderr[-2000:]
+    found, reasons = json.loads(done.stdout)
+    assert found == [[list(each) for each in INPUTS]] * 4
+    assert reasons == ["tool_calls", "tool_calls", "tool_use", "tool_use"]
+
+
+def test_markers_that_are_special_tokens_are_shown_and_ids_have_the_templates_length(
+    demo: Path, tmp_path: Path
+) -> None:
+    """As Mistral's templates have it."""
+    tokenizer = with_markers(Tokenizer.load(demo))
+    tokenizer.chat_templates["default"] = MISTRAL
+    server = Running(tmp_path, tokenizer, ServerOptions(port=0))
+    assert tokenizer.eos_id is not None
+    text = f'[TOOL_CALLS] [{{"name": "weather", "arguments": {FIRST}}}]'
+    server.engine.script = (*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_id)
+    try:
+        [call] = ask(server, tools=[WEATHER]).json["choices"][0]["message"]["tool_calls"]
+        assert asked(server).params.visible_token_ids == (tokenizer.token_to_id("[TOOL_CALLS]"),)
+        assert re.fullmatch("[A-Za-z0-9]{9}", call["id"])
+        assert call["function"] == {"name": "weather", "arguments": FIRST}
+        assert ask(server, messages=[*USER, CALLED, RESULT], tools=[WEATHER]).status == 200  # other ids are replaced
+        plain = ask(server, tools=[WEATHER], tool_choice="none").json["choices"][0]["message"]
+        assert plain["content"] == text.removeprefix("[TOOL_CALLS]")
+    finally:
+        assert server.stop()

@@ -196,7 +196,9 @@ async def whole(request: RequestHandler, model: str, reader: AnswerReader) -> li
     if choice.text or not (content or choice.calls):
         content.append({"type": "text", "text": choice.text})
     for call in choice.calls:
-        if (given := call.input()) is not None:  # a call that broke off is no block
+        if (given := call.input()) is None:
+            content.append({"type": "text", "text": call.text})
+        else:
             identity = reader.calling.new_id(PREFIX)
             content.append({"type": "tool_use", "id": identity, "name": call.name, "input": given})
     reason = _reason(choice.reason, choice.stop)

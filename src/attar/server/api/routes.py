@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -25,16 +25,16 @@ from attar.server.api.answering import AnswerReader
 from attar.server.api.answering import stream as _stream
 from attar.server.api.answering import whole as _whole
 from attar.server.api.anthropic import AnthropicBody, AnthropicPrompt
-from attar.server.api.constraints import MayConstrain, refused
+from attar.server.api.constraints import Asked, refused
 from attar.server.api.dialects.extras import Extras
 from attar.server.api.openapi import giving, taking
 from attar.server.api.reasoning import Wish
-from attar.server.api.responses.calling import calls_or_json
 from attar.server.api.sampling_params import anthropic_params, chat_params, completion_params, ended
 from attar.server.api.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from attar.server.api.status import respond
 from attar.server.api.tools.anthropic import of_theirs
 from attar.server.api.tools.calling import NO_CALLS, Calling
+from attar.server.api.tools.calls_or_json import calls_or_json
 from attar.server.api.tools.fields import ToolUse
 from attar.server.api.tools.fields import refused as refused_tools
 from attar.server.api.validation import BodyType, read
@@ -55,6 +55,27 @@ logger = logging.getLogger(__name__)
 
 TOO_LARGE = f"the body is larger than {MAX_BODY} bytes"
 LARGE_BODY = 16 << 10  # bytes: smaller ones are parsed on the spot, in less time than a thread is asked
+
+
+class Chat(NamedTuple):
+    """A conversation to be answered, of whichever API: what it asks of the model's reasoning, its tools, the constraint
+    of its answer, and what it ends with."""
+
+    messages: list[dict[str, Any]]
+    wish: Wish
+    use: ToolUse
+    asked: Asked | None = None
+    turn: Turn = Turn.OPENED
+
+
+class PreparedChat(NamedTuple):
+    """What the engine needs for an answer to a conversation beside sampling parameters, and the answer's reader."""
+
+    ids: tuple[int, ...]
+    section: ReasoningSection | None
+    grammar: Grammar | None
+    calling: Calling
+    reader: AnswerReader
 
 
 class Routes:
@@ -88,17 +109,11 @@ class Routes:
     async def chat(self, request: Request) -> Response:
         """OpenAI's chat completions."""
         caller, body, model, ready = await self._read(request, ChatBody)
-        turn, wish = Turn.of(body.add_generation_prompt, body.continue_final_message), body.wish()
-        variables = wish.for_template(self._prompts.template)
-        use = body.tool_use()
-        making = self._prompts.chat(caller.cache_salt, body.conversation(), ready.context, turn, variables, use.tools)
-        prompt = await sse.while_wanted(request.receive, making)
-        ids, asked = prompt.ids, body.constraint()
-        section = self._section(wish, prompt, "tools" if use.may_call else asked and asked.field)
-        grammar, calling = await self._kept(request, caller, body, ready)
+        turn = Turn.of(body.add_generation_prompt, body.continue_final_message)
+        chat = Chat(body.conversation(), body.wish(), body.tool_use(), body.constraint(), turn)
+        ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat)
         params = chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
-        params = self._showing(params, calling)
-        tokenizer, reader = self._prompts.tokenizer, self._reader(wish, prompt, asked is not None, calling)
+        params, tokenizer = self._showing(params, calling), self._prompts.tokenizer
         form = openai.ChatFormat(tokenizer, bool(body.logprobs), Extras(body, tokenizer, [ids]), reader)
         handler = self._dispatcher.submit(
             caller, [ids], params, body.n or 1, model, body.priority or 0, grammar, section
@@ -124,7 +139,7 @@ class Routes:
             room = Room("suffix", ready.vocab_size, ready.context)
             making = self._prompts.infill_ids(caller.cache_salt, asked, body.suffix, room)
         ids = await sse.while_wanted(request.receive, making)
-        grammar = await self._proven(request, caller, body, ready)
+        grammar = await self._proven(request, caller, ready, body.constraint())
         params = completion_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
         if body.suffix is not None and grammar is None:
             params = ended(params, self._prompts.infill)
@@ -144,20 +159,13 @@ class Routes:
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
         caller, body, model, ready = await self._read(request, AnthropicBody)
-        wish, use = body.wish(), body.tool_use()
-        variables = wish.for_template(self._prompts.template)
-        making = self._prompts.chat(
-            caller.cache_salt, body.conversation(), ready.context, body.turn, variables, use.tools
-        )
-        prompt = await sse.while_wanted(request.receive, making)
-        section = self._section(wish, prompt, "tools" if use.may_call else None)
+        chat = Chat(body.conversation(), body.wish(), body.tool_use(), turn=body.turn)
         try:
-            calling = await self._calling(request, caller, use, ready)
+            ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat)
         except APIError as error:
             raise of_theirs(error) from error
-        params = self._showing(anthropic_params(body, ready.context - len(prompt.ids), self._sampling), calling)
-        reader = self._reader(wish, prompt, calling=calling)
-        handler = self._dispatcher.submit(caller, [prompt.ids], params, 1, model, 0, calling.grammar, section)
+        params = self._showing(anthropic_params(body, ready.context - len(ids), self._sampling), calling)
+        handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section)
         if body.stream:
             pieces = anthropic.stream(handler, model, reader)
             answer = await _stream(request, handler, pieces, anthropic.FAILED, anthropic.PING)
@@ -224,9 +232,25 @@ class Routes:
             "model_max_length": ready.context,
         })  # fmt: skip
 
-    async def _proven(self, request: Request, caller: Caller, body: MayConstrain, ready: Ready) -> Grammar | None:
-        """Return the request's constraint, once it is proven. Raises APIError where it cannot be enforced."""
-        if (asked := body.constraint()) is None:
+    async def _prepared(self, request: Request, caller: Caller, ready: Ready, chat: Chat) -> PreparedChat:
+        """Render a conversation, and prove the grammar of its answer. Raises APIError for what is refused, with the
+        fields of OpenAI's chats: other APIs name their own."""
+        template, asked = self._prompts.template, chat.asked
+        making = self._prompts.chat(
+            caller.cache_salt, chat.messages, ready.context, chat.turn, chat.wish.for_template(template), chat.use.tools
+        )
+        prompt = await sse.while_wanted(request.receive, making)
+        constrained = "tools" if chat.use.may_call else asked and asked.field
+        section = chat.wish.section(self._prompts.reasoning, prompt.place, template, constrained)
+        grammar = await self._proven(request, caller, ready, asked)
+        constrain = constraint if asked is None else partial(calls_or_json, final=asked.grammar, field=asked.field)
+        calling = await self._calling(request, caller, ready, chat.use, constrain)
+        reader = self._reader(chat.wish, prompt, asked is not None, calling)
+        return PreparedChat(prompt.ids, section, calling.grammar or grammar, calling, reader)
+
+    async def _proven(self, request: Request, caller: Caller, ready: Ready, asked: Asked | None) -> Grammar | None:
+        """Return the grammar of a constraint, once it is proven. Raises APIError where it cannot be enforced."""
+        if asked is None:
             return None
         try:
             proof = self._grammars.prove(caller.cache_salt, asked.grammar, ready.vocab_size)
@@ -235,34 +259,19 @@ class Routes:
             raise refused(asked, error) from error
         return asked.grammar
 
-    def _section(self, wish: Wish, prompt: ChatPrompt, constrained: str | None) -> ReasoningSection | None:
-        """Return the reasoning section of answers to a prompt, as the engine needs it. Raises APIError."""
-        return wish.section(self._prompts.reasoning, prompt.place, self._prompts.template, constrained)
-
-    async def _kept(
-        self, request: Request, caller: Caller, body: ChatBody, ready: Ready
-    ) -> tuple[Grammar | None, Calling]:
-        """Return the grammar of a chat's answer, once it is proven, and what the chat may call. Raises APIError."""
-        grammar = await self._proven(request, caller, body, ready)
-        constrain = None
-        if grammar is not None and (asked := body.constraint()) is not None:
-            constrain = partial(calls_or_json, final=grammar, field=asked.field)
-        calling = await self._calling(request, caller, body.tool_use(), ready, constrain)
-        return calling.grammar or grammar, calling
-
     async def _calling(
-        self, request: Request, caller: Caller, use: ToolUse, ready: Ready,
-        constrain: Callable[..., ToolConstraint | None] | None = None,
+        self, request: Request, caller: Caller, ready: Ready, use: ToolUse,
+        constrain: Callable[..., ToolConstraint | None],
     ) -> Calling:  # fmt: skip
-        """Return what a request may call, once its grammar is proven. `constrain` makes it, by default that of calls
-        or any text. Raises APIError where a tool with `strict` cannot be enforced."""
+        """Return what a request may call, once the grammar that `constrain` makes is proven. Raises APIError where a
+        tool with `strict` cannot be enforced."""
         if not use.may_call:
             return NO_CALLS
 
         def make(prove: Callable[[Grammar], None]) -> Calling:
             form = self._prompts.tool_format()
             try:
-                found = (constrain or constraint)(form, use.tools, use.choice, prove)
+                found = constrain(form, use.tools, use.choice, prove)
             except ToolError as error:
                 raise refused_tools(error) from error
             assert found is not None
@@ -276,13 +285,13 @@ class Routes:
             logger.info("%s: arguments are only held to be JSON objects: %s", caller.id, names)
         return calling
 
-    def _showing(self, params: SamplingParams, calling: Calling = NO_CALLS) -> SamplingParams:
+    def _showing(self, params: SamplingParams, calling: Calling) -> SamplingParams:
         """Return parameters of a chat, whose text shows the markers of reasoning and of calls also where they are
         special tokens."""
         markers = self._prompts.reasoning
         return calling.shown(params, () if markers is None else tuple(markers.visible))
 
-    def _reader(self, wish: Wish, prompt: ChatPrompt, exact: bool = False, calling: Calling = NO_CALLS) -> AnswerReader:
+    def _reader(self, wish: Wish, prompt: ChatPrompt, exact: bool, calling: Calling) -> AnswerReader:
         """Return the reader of answers to a prompt. With `exact`, as a constraint needs it, line breaks behind the
         reasoning stay in the text."""
         if (markers := self._prompts.reasoning) is None:

@@ -279,8 +279,9 @@ async def whole(request: RequestHandler, model: str, chat: bool, reader: AnswerR
             elif isinstance(event, Finished):
                 events_of += reader.close(0)
                 thinking, text = said(events_of)
-                calls = CompleteCalls(reader.calling).add(events_of)
-                head = {"model": model, "created_at": now(), **_text(text, chat, thinking, calls)}
+                made = CompleteCalls(reader.calling)
+                calls = made.add(events_of)
+                head = {"model": model, "created_at": now(), **_text(text + made.rest(), chat, thinking, calls)}
                 return [encode(head | _end(request, event.completion_tokens, event.reason))]
     raise AssertionError("an answer without an end")
 
@@ -306,8 +307,8 @@ async def stream(request: RequestHandler, model: str, chat: bool, reader: Answer
                     lines.append(piece(model, text, chat, thinking, calls))
             elif isinstance(event, Finished):
                 found = reader.close(0)
-                thinking, text = said(found)
-                head = {"model": model, "created_at": now(), **_text(text, chat, thinking, made.add(found))}
+                (thinking, text), calls = said(found), made.add(found)
+                head = {"model": model, "created_at": now(), **_text(text + made.rest(), chat, thinking, calls)}
                 lines.append(encode(head | _end(request, event.completion_tokens, event.reason)) + b"\n")
         if lines:
             yield b"".join(lines)

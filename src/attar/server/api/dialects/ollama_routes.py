@@ -27,7 +27,7 @@ from attar.server.api.dialects.ollama import (
 )
 from attar.server.api.openapi import giving, taking
 from attar.server.api.response_types import Answer
-from attar.server.api.routes import Routes
+from attar.server.api.routes import Chat, Routes
 from attar.server.api.sampling_params import chat_params, completion_params, ended
 from attar.server.api.schemas import ChatBody, CompletionBody, EmbeddingBody
 from attar.server.api.status import respond
@@ -146,21 +146,12 @@ class OllamaRoutes(Routes):
         served: tuple[str, Ready],
     ) -> Response:  # fmt: skip
         model, ready = served
-        wish, constraint, use = asked.wish(), asked.constraint(), asked.tool_use()
-        variables = wish.for_template(self._prompts.template)
-        making = self._prompts.chat(
-            caller.cache_salt, asked.conversation(), ready.context, variables=variables, tools=use.tools
-        )
-        prompt = await sse.while_wanted(request.receive, making)
-        ids, field = prompt.ids, "tools" if use.may_call else constraint and constraint.field
-        section = self._section(wish, prompt, field)
-        grammar, calling = await self._kept(request, caller, asked, ready)
+        chat = Chat(asked.conversation(), asked.wish(), asked.tool_use(), asked.constraint())
+        ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat)
         params = chat_params(asked, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
         params = self._showing(params, calling)
         handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section)
-        answer = await _answer(
-            request, handler, body, model, self._reader(wish, prompt, constraint is not None, calling)
-        )
+        answer = await _answer(request, handler, body, model, reader)
         answer.headers.update(calling.headers())
         return answer
 
@@ -174,7 +165,7 @@ class OllamaRoutes(Routes):
         else:
             making = self._prompts.infill_ids(salt, asked.prompts(), asked.suffix, Room("suffix", vocab, ready.context))
         ids = await sse.while_wanted(request.receive, making)
-        grammar = await self._proven(request, caller, asked, ready)
+        grammar = await self._proven(request, caller, ready, asked.constraint())
         params = completion_params(asked, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
         if asked.suffix is not None and grammar is None:
             params = ended(params, self._prompts.infill)

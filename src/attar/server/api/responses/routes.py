@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,13 +18,12 @@ from attar.server.api.logprobs import Content
 from attar.server.api.openapi import giving, taking
 from attar.server.api.responses import types
 from attar.server.api.responses.answer import Answer, Keep
-from attar.server.api.responses.calling import calls_or_json
 from attar.server.api.responses.items import Item, ItemReference, conversation
 from attar.server.api.responses.output import Output
 from attar.server.api.responses.schemas import ResponsesBody
 from attar.server.api.responses.store import ResponseStore
 from attar.server.api.responses.tools import placing
-from attar.server.api.routes import LARGE_BODY, Routes
+from attar.server.api.routes import LARGE_BODY, Chat, Routes
 from attar.server.api.sampling_params import chat_params
 from attar.server.api.status import respond
 from attar.server.dispatcher import Dispatcher
@@ -66,23 +64,13 @@ class ResponsesRoutes(Routes):
         items = [self._found(caller, item) for item in body.items]
         past = await self._past(request, caller, before)
         said = conversation(body.instructions, [*past, *items])
-        (use, spaces), wish, asked = body.toolset(), body.wish(), body.constraint()
-        variables = wish.for_template(self._prompts.template)
-        with _of_input():
-            making = self._prompts.chat(caller.cache_salt, said, ready.context, variables=variables, tools=use.tools)
-            prompt = await sse.while_wanted(request.receive, making)
-        section = self._section(wish, prompt, "tools" if use.may_call else asked and asked.field)
-        grammar = await self._proven(request, caller, body, ready)
-        with placing(body.tools or ()):
-            constrain = None if grammar is None else partial(calls_or_json, final=grammar)
-            calling = await self._calling(request, caller, use, ready, constrain)
+        use, spaces = body.toolset()
+        chat = Chat(said, body.wish(), use, body.constraint())
+        with _of_input(), placing(body.tools or ()):
+            ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat)
         most = self._dispatcher.engine.places.most
-        params = chat_params(body.as_chat(), prompt.ids, ready, most, caller, self._sampling)
-        params = self._showing(params, calling)
-        reader = self._reader(wish, prompt, asked is not None, calling)
-        handler = self._dispatcher.submit(
-            caller, [prompt.ids], params, 1, model, 0, calling.grammar or grammar, section
-        )
+        params = self._showing(chat_params(body.as_chat(), ids, ready, most, caller, self._sampling), calling)
+        handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section)
         output = Output(calling.new_id, spaces, Content(self._prompts.tokenizer) if body.scored else None)
         answer = Answer(handler, body, params, model, reader, output, self._keep(caller, body, before, items))
         if body.stream:

@@ -1,6 +1,6 @@
 """Tools over HTTP: their fields in each API, calls and results in conversations, and answers that call.
 
-`fields.py` has OpenAI's fields, `history.py` the rules of conversations with calls. `calling.py` is what one request
-may call, and `answers.py` splits its texts into events, which `chat_format.py` writes as OpenAI's chunks. What a model
-makes of tools, and how it writes calls, is `text/tools/`.
+`fields.py` has OpenAI's fields, `anthropic.py` and `ollama.py` those of the other APIs. `calling.py` is what one
+request may call, and `answers.py` has the calls of an answer, whole and as pieces. What a model makes of tools, how it
+writes calls, and the rules of conversations with calls are in `text/tools/`.
 """

@@ -28,6 +28,12 @@ class MadeCall:
             return None
         return found if isinstance(found, dict) else None
 
+    @property
+    def text(self) -> str:
+        """The call as JSON text, as far as it goes. APIs whose calls are objects have no other place for one that broke
+        off."""
+        return f'{{"name": {encode(self.name).decode()}, "arguments": {self.arguments}'
+
     def told(self, new_id: Callable[[], str]) -> dict[str, Any]:
         """Return the call in OpenAI's shape."""
         return {"id": new_id(), "type": "function", "function": {"name": self.name, "arguments": self.arguments}}

@@ -64,11 +64,12 @@ class OpenCalls:
 
 
 class CompleteCalls:
-    """The calls of an answer in Ollama's shape, each told once it is complete. One that breaks off is never told."""
+    """The calls of an answer in Ollama's shape, each told once it is complete."""
 
     def __init__(self, calling: Calling) -> None:
         self._calling = calling
-        self._name, self._arguments = "", list[str]()
+        self._name: str | None = None  # of the call that has not ended
+        self._arguments: list[str] = []
 
     def add(self, events: Iterable[AnswerEvent]) -> list[dict[str, Any]]:
         """Return the calls that more events complete."""
@@ -80,7 +81,15 @@ class CompleteCalls:
                 case CallArguments(text=text):
                     self._arguments.append(text)
                 case CallEnd(index=index):
-                    given = MadeCall(self._name, "".join(self._arguments)).input() or {}
-                    function = {"index": index, "name": self._name, "arguments": given}
+                    made = self._made()
+                    function = {"index": index, "name": made.name, "arguments": made.input() or {}}
                     found.append({"id": self._calling.new_id(), "function": function})
+                    self._name = None
         return found
+
+    def rest(self) -> str:
+        """Return the call that broke off, if any, as text: Ollama's calls are whole objects."""
+        return "" if self._name is None else self._made().text
+
+    def _made(self) -> MadeCall:
+        return MadeCall(self._name or "", "".join(self._arguments))

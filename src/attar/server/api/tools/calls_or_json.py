@@ -15,12 +15,7 @@ Prove = Callable[[Grammar], None]
 
 
 def calls_or_json(
-    form: ToolFormat,
-    tools: Sequence[Tool],
-    choice: ToolChoice,
-    prove: Prove,
-    final: Grammar,
-    field: str = "text.format",
+    form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, prove: Prove, final: Grammar, field: str
 ) -> ToolConstraint | None:
     """Return the constraint of an answer that is calls or, where it may have none, JSON by the schema of `final`, which
     is the request's `field`.
