@@ -179,7 +179,7 @@ class ServeConfig(SchedulerOptions):
 
 @configured(ServeConfig)
 def serve(config: ServeConfig) -> None:
-    """Serve a model by OpenAI's and Anthropic's HTTP APIs.
+    """Serve a model by OpenAI's, Anthropic's and Ollama's HTTP APIs.
 
     The server prints its memory plan before it loads anything. Ctrl-C or SIGTERM lets open requests finish.
 

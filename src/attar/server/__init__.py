@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's and Anthropic's APIs, in front of an engine process.
+"""The HTTP server: OpenAI's, Anthropic's and Ollama's APIs, in front of an engine process.
 
 `http/` has connections and middleware, `admission/` the limits of requests and keys, `api/` routes, schemas and
 answers, and `engine_client/` the connection to the engine. `dispatcher.py` hands requests to the engine,
