@@ -42,7 +42,7 @@ from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.speculation import FORCED_STEP_DRAFTS, MAX_STEP_DRAFTS, check_draft
 from attar.sampling.sampler import counted
 from attar.text.answers.events import AnswerParser, Plain
-from attar.text.answers.reasoning import Place, ReasoningMarkers, ReasoningParser, said
+from attar.text.answers.reasoning import Place, ReasoningMarkers, ReasoningParser, reasoning_and_text
 from attar.text.grammar_proof import Prover
 from attar.text.grammars import Vocabulary
 from attar.text.literal import LiteralChat
@@ -91,7 +91,7 @@ class Answer:
     def completion(self) -> Completion:
         assert self.reason is not None, "an answer that has not ended"
         logprobs = None if counted(self.params) is None else tuple(self.logprobs)
-        reasoning, text = said([*self.parser.feed("".join(self.text)), *self.parser.close()])
+        reasoning, text = reasoning_and_text([*self.parser.feed("".join(self.text)), *self.parser.close()])
         return Completion(
             text, tuple(self.tokens), self.reason, self.prompt, logprobs, self.params.seed, self.of_prompt, reasoning
         )

@@ -20,7 +20,7 @@ from attar.server.api import schemas
 from attar.server.api.answering import AnswerReader
 from attar.server.api.body import Body, Ignored
 from attar.server.api.openai import collect
-from attar.server.api.reasoning import Thinking, Wish
+from attar.server.api.reasoning import ReasoningRequest, Thinking
 from attar.server.api.schemas import MAX_PARTS, Content, Fraction, Length, Nothing, StopStrings, TopP, text_of
 from attar.server.api.tools.anthropic import AnthropicChoice, AnthropicTools, ToolResultBlock, ToolUseBlock
 from attar.server.api.tools.anthropic import read as read_tools
@@ -129,9 +129,9 @@ class AnthropicPrompt(Body, frozen=True, kw_only=True):
         head: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         return head + [entry for message in self.messages for entry in message.for_template()]
 
-    def wish(self) -> Wish:
+    def reasoning_request(self) -> ReasoningRequest:
         """Return what the request asks of the model's reasoning."""
-        return Wish.of(None, thinking=self.thinking)
+        return ReasoningRequest.of(None, thinking=self.thinking)
 
 
 class AnthropicBody(AnthropicPrompt, frozen=True, kw_only=True):

@@ -29,7 +29,7 @@ from attar.server.http import sse
 from attar.server.prompts import Echo
 from attar.server.request_handler import RequestHandler
 from attar.text.answers.events import AnswerEvent
-from attar.text.answers.reasoning import said
+from attar.text.answers.reasoning import reasoning_and_text
 from attar.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -158,7 +158,7 @@ def _chunk_choice(number: int, delta: bytes) -> Pieces:
 
 def _said(events: list[AnswerEvent]) -> bytes:
     """Return a chunk's `delta` with more reasoning, text or both."""
-    reasoning, text = said(events)
+    reasoning, text = reasoning_and_text(events)
     if not reasoning:
         return b'{"content":%b}' % encode(text)
     return b'{"reasoning_content":%b%b}' % (encode(reasoning), b',"content":' + encode(text) if text else b"")
@@ -287,7 +287,7 @@ async def collect(
             elif isinstance(event, Failed):
                 raise request.context.refusal(event)
     for choice, events_of in zip(choices, pieces, strict=True):
-        choice.reasoning, choice.text = said(events_of)
+        choice.reasoning, choice.text = reasoning_and_text(events_of)
         choice.calls, choice.reason = calls(events_of), reader.reason(choice.number, choice.reason)
     return choices
 

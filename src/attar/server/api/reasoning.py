@@ -1,4 +1,4 @@
-"""Reasoning over HTTP: fields of OpenAI, vLLM, llama.cpp, OpenRouter, Anthropic and Ollama, read as one `Wish`.
+"""Reasoning over HTTP: fields of OpenAI, vLLM, llama.cpp, OpenRouter, Anthropic and Ollama, read as one object.
 
 They may contradict each other. Then the most specific one counts: variables of the template, `enable_thinking`,
 `thinking`, `reasoning`, `reasoning_effort`. Of several budgets the smallest counts. A model without a reasoning section
@@ -54,7 +54,7 @@ class ReasoningOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ReasoningRequest:
     """What a request asks of a model's reasoning. None leaves it to the model.
 
     variables: given for the template. enabled: whether to reason. budget: most tokens. shown: whether the answer has
@@ -71,7 +71,7 @@ class Wish:
     def of(
         cls, variables: Mapping[str, Any] | None, enable_thinking: bool | None = None, thinking: Thinking | None = None,
         reasoning: ReasoningOptions | None = None, effort: str | None = None, budgets: Iterable[int | None] = (),
-    ) -> Wish:  # fmt: skip
+    ) -> ReasoningRequest:  # fmt: skip
         """Read the fields of a request."""
         options = reasoning or ReasoningOptions()
         level = options.effort or effort

@@ -28,11 +28,11 @@ from attar.server.api.anthropic import AnthropicBody, AnthropicPrompt
 from attar.server.api.constraints import Asked, refused
 from attar.server.api.dialects.extras import Extras
 from attar.server.api.openapi import giving, taking
-from attar.server.api.reasoning import Wish
+from attar.server.api.reasoning import ReasoningRequest
 from attar.server.api.sampling_params import anthropic_params, chat_params, completion_params, ended
 from attar.server.api.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from attar.server.api.status import respond
-from attar.server.api.tools.anthropic import of_theirs
+from attar.server.api.tools.anthropic import anthropic_refusal
 from attar.server.api.tools.calling import NO_CALLS, Calling
 from attar.server.api.tools.calls_or_json import calls_or_json
 from attar.server.api.tools.fields import ToolUse
@@ -62,7 +62,7 @@ class Chat(NamedTuple):
     of its answer, and what it ends with."""
 
     messages: list[dict[str, Any]]
-    wish: Wish
+    reasoning: ReasoningRequest
     use: ToolUse
     asked: Asked | None = None
     turn: Turn = Turn.OPENED
@@ -110,7 +110,7 @@ class Routes:
         """OpenAI's chat completions."""
         caller, body, model, ready = await self._read(request, ChatBody)
         turn = Turn.of(body.add_generation_prompt, body.continue_final_message)
-        chat = Chat(body.conversation(), body.wish(), body.tool_use(), body.constraint(), turn)
+        chat = Chat(body.conversation(), body.reasoning_request(), body.tool_use(), body.constraint(), turn)
         ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat)
         params = chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
         params, tokenizer = self._showing(params, calling), self._prompts.tokenizer
@@ -159,11 +159,11 @@ class Routes:
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
         caller, body, model, ready = await self._read(request, AnthropicBody)
-        chat = Chat(body.conversation(), body.wish(), body.tool_use(), turn=body.turn)
+        chat = Chat(body.conversation(), body.reasoning_request(), body.tool_use(), turn=body.turn)
         try:
             ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat)
         except APIError as error:
-            raise of_theirs(error) from error
+            raise anthropic_refusal(error) from error
         params = self._showing(anthropic_params(body, ready.context - len(ids), self._sampling), calling)
         handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section)
         if body.stream:
@@ -177,7 +177,7 @@ class Routes:
     async def count_tokens(self, request: Request) -> Response:
         """Count the prompt tokens that /v1/messages would read."""
         caller, body, _, _ = await self._read(request, AnthropicPrompt)
-        variables = body.wish().for_template(self._prompts.template)
+        variables = body.reasoning_request().for_template(self._prompts.template)
         making = self._prompts.chat_ids(
             caller.cache_salt, body.conversation(), None, body.turn, variables, body.tool_use().tools
         )
@@ -237,15 +237,20 @@ class Routes:
         fields of OpenAI's chats: other APIs name their own."""
         template, asked = self._prompts.template, chat.asked
         making = self._prompts.chat(
-            caller.cache_salt, chat.messages, ready.context, chat.turn, chat.wish.for_template(template), chat.use.tools
+            caller.cache_salt,
+            chat.messages,
+            ready.context,
+            chat.turn,
+            chat.reasoning.for_template(template),
+            chat.use.tools,
         )
         prompt = await sse.while_wanted(request.receive, making)
         constrained = "tools" if chat.use.may_call else asked and asked.field
-        section = chat.wish.section(self._prompts.reasoning, prompt.place, template, constrained)
+        section = chat.reasoning.section(self._prompts.reasoning, prompt.place, template, constrained)
         grammar = await self._proven(request, caller, ready, asked)
         constrain = constraint if asked is None else partial(calls_or_json, final=asked.grammar, field=asked.field)
         calling = await self._calling(request, caller, ready, chat.use, constrain)
-        reader = self._reader(chat.wish, prompt, asked is not None, calling)
+        reader = self._reader(chat.reasoning, prompt, asked is not None, calling)
         return PreparedChat(prompt.ids, section, calling.grammar or grammar, calling, reader)
 
     async def _proven(self, request: Request, caller: Caller, ready: Ready, asked: Asked | None) -> Grammar | None:
@@ -291,7 +296,7 @@ class Routes:
         markers = self._prompts.reasoning
         return calling.shown(params, () if markers is None else tuple(markers.visible))
 
-    def _reader(self, wish: Wish, prompt: ChatPrompt, exact: bool, calling: Calling) -> AnswerReader:
+    def _reader(self, reasoning: ReasoningRequest, prompt: ChatPrompt, exact: bool, calling: Calling) -> AnswerReader:
         """Return the reader of answers to a prompt. With `exact`, as a constraint needs it, line breaks behind the
         reasoning stay in the text."""
         if (markers := self._prompts.reasoning) is None:
@@ -300,7 +305,7 @@ class Routes:
         def make() -> AnswerParser:
             return ReasoningParser(markers, prompt.place, calling.parser(), exact)
 
-        return AnswerReader(make, True, wish.shown, calling)
+        return AnswerReader(make, True, reasoning.shown, calling)
 
     async def _read(self, request: Request, kind: type[BodyType]) -> tuple[Caller, BodyType, str, Ready]:
         """Read the request's body. Returns the caller, the body, the name of the requested model, and the engine that

@@ -21,7 +21,7 @@ from attar.protocol.request import MAX_REPETITION, MIN_REPETITION
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
 from attar.server.api.body import Body, Ignored
 from attar.server.api.constraints import Constrained, MayConstrain
-from attar.server.api.reasoning import Budget, Effort, ReasoningOptions, Thinking, Variables, Wish
+from attar.server.api.reasoning import Budget, Effort, ReasoningOptions, ReasoningRequest, Thinking, Variables
 from attar.server.api.tools.fields import CallId, Calls, Choice, Tools, ToolUse, check_alone
 from attar.server.errors import APIError
 
@@ -328,10 +328,10 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
         """Return the messages as chat templates expect them."""
         return [message.for_template() for message in self.messages]
 
-    def wish(self) -> Wish:
+    def reasoning_request(self) -> ReasoningRequest:
         """Return what the request asks of the model's reasoning."""
         budgets = (self.thinking_token_budget, self.thinking_budget_tokens, self.thinking_budget)
-        made = Wish.of(
+        made = ReasoningRequest.of(
             self.chat_template_kwargs, self.enable_thinking, self.thinking, self.reasoning, self.reasoning_effort,
             budgets,
         )  # fmt: skip

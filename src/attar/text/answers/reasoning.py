@@ -149,7 +149,7 @@ class ReasoningParser:
         self._held = rest
 
 
-def said(events: Iterable[AnswerEvent]) -> tuple[str, str]:
+def reasoning_and_text(events: Iterable[AnswerEvent]) -> tuple[str, str]:
     """Return the reasoning of events, and their text."""
     reasoning, text = list[str](), list[str]()
     for event in events:

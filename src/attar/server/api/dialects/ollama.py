@@ -46,7 +46,7 @@ from attar.server.api.tools.ollama import CompleteCalls, OllamaCalls, OpenCalls
 from attar.server.errors import APIError
 from attar.server.request_handler import RequestHandler
 from attar.text.answers.events import AnswerEvent
-from attar.text.answers.reasoning import said
+from attar.text.answers.reasoning import reasoning_and_text
 
 VERSION = "0.12.6"
 """The version of Ollama's API that this one follows; clients compare it."""
@@ -278,7 +278,7 @@ async def whole(request: RequestHandler, model: str, chat: bool, reader: AnswerR
                 events_of += reader.read(0, event)
             elif isinstance(event, Finished):
                 events_of += reader.close(0)
-                thinking, text = said(events_of)
+                thinking, text = reasoning_and_text(events_of)
                 made = CompleteCalls(reader.calling)
                 calls = made.add(events_of)
                 head = {"model": model, "created_at": now(), **_text(text + made.rest(), chat, thinking, calls)}
@@ -301,13 +301,13 @@ async def stream(request: RequestHandler, model: str, chat: bool, reader: Answer
                 lines.append(failed(APIError.of(event)))
             elif isinstance(event, Delta):
                 found = reader.read(0, event)
-                thinking, text = said(found)
+                thinking, text = reasoning_and_text(found)
                 calls = made.add(found)
                 if thinking or text or calls:
                     lines.append(piece(model, text, chat, thinking, calls))
             elif isinstance(event, Finished):
                 found = reader.close(0)
-                (thinking, text), calls = said(found), made.add(found)
+                (thinking, text), calls = reasoning_and_text(found), made.add(found)
                 head = {"model": model, "created_at": now(), **_text(text + made.rest(), chat, thinking, calls)}
                 lines.append(encode(head | _end(request, event.completion_tokens, event.reason)) + b"\n")
         if lines:

@@ -146,7 +146,7 @@ class OllamaRoutes(Routes):
         served: tuple[str, Ready],
     ) -> Response:  # fmt: skip
         model, ready = served
-        chat = Chat(asked.conversation(), asked.wish(), asked.tool_use(), asked.constraint())
+        chat = Chat(asked.conversation(), asked.reasoning_request(), asked.tool_use(), asked.constraint())
         ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat)
         params = chat_params(asked, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
         params = self._showing(params, calling)

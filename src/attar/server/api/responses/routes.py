@@ -65,7 +65,7 @@ class ResponsesRoutes(Routes):
         past = await self._past(request, caller, before)
         said = conversation(body.instructions, [*past, *items])
         use, spaces = body.toolset()
-        chat = Chat(said, body.wish(), use, body.constraint())
+        chat = Chat(said, body.reasoning_request(), use, body.constraint())
         with _of_input(), placing(body.tools or ()):
             ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat)
         most = self._dispatcher.engine.places.most

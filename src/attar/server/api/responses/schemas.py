@@ -12,7 +12,7 @@ from attar.protocol.grammar import Grammar
 from attar.server.api import constraints, schemas
 from attar.server.api.body import Body, Ignored
 from attar.server.api.constraints import Asked, SchemaObject
-from attar.server.api.reasoning import Effort, Wish
+from attar.server.api.reasoning import Effort, ReasoningRequest
 from attar.server.api.responses import items
 from attar.server.api.responses.items import MAX_ITEMS, InputItem, MessageItem
 from attar.server.api.responses.tools import ResponseChoice, ResponseTools, Toolset, read_tools
@@ -162,9 +162,9 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
                 return constraints.of_schema("text.format.schema", named.schema, named.strict)
         return None
 
-    def wish(self) -> Wish:
+    def reasoning_request(self) -> ReasoningRequest:
         """Return what the request asks of the model's reasoning."""
-        return Wish.of(None, effort=None if self.reasoning is None else self.reasoning.effort)
+        return ReasoningRequest.of(None, effort=None if self.reasoning is None else self.reasoning.effort)
 
     def as_chat(self) -> ChatBody:
         """Return the parameters as those of a chat without messages."""

@@ -118,10 +118,10 @@ def read(tools: Sequence[AnthropicTool] | None, choice: AnthropicChoice | None) 
     try:
         return ToolUse.checked(found, ToolChoice(_MODES[type(chosen)], name, parallel))
     except APIError as error:
-        raise of_theirs(error) from error
+        raise anthropic_refusal(error) from error
 
 
-def of_theirs(error: APIError) -> APIError:
+def anthropic_refusal(error: APIError) -> APIError:
     """Return a refusal of tools with the names of Anthropic's fields."""
     if error.param is None or not error.param.startswith("tools"):
         return error
