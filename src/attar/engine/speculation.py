@@ -35,6 +35,7 @@ from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.sampling.pace import GLOBAL_MEMORY, MEMORY, SAMPLES, Chances, Pace
 from attar.sampling.sampler import SampledToken
 from attar.sampling.verify import Drawn
+from attar.scheduling.draft_tree import child, depth_of, in_preorder, is_tree
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Outcome, StepPlan
 
@@ -95,6 +96,7 @@ class Speculation:
     pace: Pace
     vocab_size: int
     forcing: ForcedDrafter | None = None
+    trees: bool = False  # whether the drafter may make trees
     drafted: int = 0  # drafts that were verified
     accepted: int = 0  # of these, the right ones
     forced: int = 0  # of these, the ones that a constraint forced
@@ -126,17 +128,18 @@ class Speculation:
         guessing = self._affordable([each for each in asked if each.sequence not in known]) if costly else asked
         for request, draft in zip(guessing, self._drafts(self.drafter, guessing), strict=True):
             certain = known.get(request.sequence, NO_DRAFT)
-            if draft.tokens[: certain.forced] == certain.tokens:
+            agrees = draft.tokens[: certain.forced] == certain.tokens
+            if agrees and draft.parents[: certain.forced] in ((), tuple(range(certain.forced))):
                 known[request.sequence] = draft._replace(forced=certain.forced)
         for sequence, draft in known.items():
             self._account(sequence).draft = draft
         if costly:  # their number is decided
             for request in guessing:
-                request.sequence.drafts = known.pop(request.sequence).tokens
+                _give(request.sequence, known.pop(request.sequence))
         survivals = [self._account(sequence).survivals(draft) for sequence, draft in known.items()]
         survivals += [[]] * (decoding - len(survivals))  # the other rows of the step
         for (sequence, draft), count in zip(known.items(), self.pace.counts(survivals), strict=False):
-            sequence.drafts = draft.tokens[:count]
+            _give(sequence, draft.first(count))
 
     def see(self, plan: StepPlan, outcomes: Mapping[str, Outcome], states: KeptStates | None) -> None:
         """Give the drafter the hidden states of a step's rows whose tokens stay, before they are committed. A step that
@@ -146,11 +149,11 @@ class Speculation:
             return
         first = 0
         for chunk in plan.chunks:
-            right = max(0, len(outcomes.get(chunk.sequence.id, Outcome()).tokens) - 1)
-            kept = chunk.rows - len(chunk.drafts) + min(right, len(chunk.drafts))
+            kept = chunk.kept(outcomes.get(chunk.sequence.id, Outcome()).tokens)
+            rows = slice(first, first + len(kept)) if chunk.tree is None else [first + row for row in kept]
             self._account(chunk.sequence)  # it is told of the sequence's end
             try:
-                reader.see(chunk.sequence, chunk.start, states.rows(slice(first, first + kept)))
+                reader.see(chunk.sequence, chunk.start, states.rows(rows))
             except Exception:
                 self._failed(self.drafter, "reading hidden states of sequence %s", chunk.sequence.id)
             first += chunk.rows
@@ -184,10 +187,14 @@ class Speculation:
                 counted.drafted += len(chunk.drafts)
                 counted.accepted += right
                 counted.forced += min(right, draft.forced)
-            for depth, (guess, token) in enumerate(zip(draft.tokens, tokens, strict=False)):
+            row: int | None = 0
+            for depth, token in enumerate(tokens[: depth_of(draft.tokens, draft.parents)]):
+                if draft.parents and row not in draft.parents:
+                    break  # no guess of this token
                 chances, evidence = account.judged(draft, depth)
-                chances.record(evidence, guess == token)
-                if guess != token:
+                row = child(draft.tokens, draft.parents, row, token)
+                chances.record(evidence, row is not None)
+                if row is None:
                     break
         if all(chunk.rows == 1 + len(chunk.drafts) and chunk.samples for chunk in plan.chunks):
             self.pace.costs.record(plan.tokens, seconds)
@@ -269,14 +276,25 @@ class Speculation:
             return [NO_DRAFT]
 
     def _checked(self, draft: Draft, request: DraftRequest) -> Draft:
-        """Return a draft up to its first token that is no token."""
+        """Return a draft up to its first token that is no token, and nothing of what is no tree."""
+        if draft.parents and not (self.trees and is_tree(len(draft.tokens), draft.parents)):
+            self.errors += 1
+            return NO_DRAFT
         for place, token in enumerate(draft.tokens):
             if not 0 <= token < self.vocab_size:
                 self.errors += 1
-                return draft._replace(tokens=draft.tokens[: min(place, request.limit)])
-        return draft._replace(tokens=draft.tokens[: request.limit]) if len(draft.tokens) > request.limit else draft
+                return draft.first(min(place, request.limit))
+        return draft.first(request.limit) if len(draft.tokens) > request.limit else draft
 
     def _failed(self, drafter: Drafter, doing: str, id: str) -> None:
         self.errors += 1
         if self.errors & (self.errors - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a broken drafter fills no log
             logger.exception(f"the drafter {drafter.name}, {doing}, raised; {self.errors} errors so far", id)
+
+
+def _give(sequence: Sequence, draft: Draft) -> None:
+    """Set a sequence's drafts, those of a tree in the order that plans want."""
+    if draft.parents:
+        sequence.drafts, sequence.parents = in_preorder(draft.tokens, draft.parents)
+    else:
+        sequence.drafts, sequence.parents = draft.tokens, ()
