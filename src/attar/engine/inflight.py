@@ -128,9 +128,7 @@ class Launcher:
             (places,) = sent(logits.device, torch.tensor(rows))
             logits = logits[places]
         samplers = inflight.samplers = [
-            state
-            for choice, drafts, parents in inflight.takers
-            for state in choice.sampler.along(drafts, parents)
+            state for choice, drafts, parents in inflight.takers for state in choice.sampler.along(drafts, parents)
         ]
         try:
             if self.overlaps:

@@ -119,7 +119,8 @@ class Speculation:
             if wanted and sequence.status is Status.DECODE and sequence.pending == 1:
                 own = sampler.params.draft_tokens
                 limit = self.pace.most if own is None else min(own, self.pace.most)
-                if (count := min(limit, sequence.longest - sequence.expected)) > 0:
+                left = sequence.longest - sequence.expected
+                if (count := min(limit, left * limit if self.trees else left)) > 0:  # of a tree the plan cuts the depth
                     asked.append(DraftRequest(sequence, sampler, count))
         constrained = [request for request in asked if request.sampler.mask is not None]
         forced = zip(constrained, self._drafts(self.forcing, constrained), strict=True)

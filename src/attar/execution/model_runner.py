@@ -209,7 +209,8 @@ class Runner:
                 raise torch.OutOfMemoryError(str(fault)) from fault
         rows = chunks[0].rows
         plain = all(
-            chunk.rows == chunk.samples == rows and not chunk.sequence.adapter and chunk.tree is None for chunk in chunks
+            chunk.rows == chunk.samples == rows and not chunk.sequence.adapter and chunk.tree is None
+            for chunk in chunks
         )
         plain = plain and (self._replayable(chunks) if self.graphs is None else rows == 1)
         if not wanted and plain:

@@ -41,7 +41,9 @@ def child(drafts: Sequence[int], parents: Sequence[int], row: int, token: int) -
     """Return the row of the draft that follows `row` and is this token; None where there is none."""
     if not parents:
         return row + 1 if row < len(drafts) and drafts[row] == token else None
-    return next((i for i, (draft, of) in enumerate(zip(drafts, parents, strict=True), 1) if of == row and draft == token), None)
+    return next(
+        (i for i, (draft, of) in enumerate(zip(drafts, parents, strict=True), 1) if of == row and draft == token), None
+    )
 
 
 def path(drafts: Sequence[int], parents: Sequence[int], tokens: Sequence[int]) -> list[int]:
