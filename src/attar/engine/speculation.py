@@ -23,9 +23,10 @@ from attar.engine.draft_head import load_head
 from attar.engine.draft_model import load_drafter
 from attar.engine.loader import LoadedModel
 from attar.engine.outputs import Choice
+from attar.errors import UserError
 from attar.faults import point
 from attar.model.cache import KeptStates
-from attar.protocol.speculation import DRAFTERS, MATCH_FIRST
+from attar.protocol.speculation import DRAFTERS, MATCH_FIRST, TREES
 from attar.sampling.draft_gains import DraftGains
 from attar.sampling.drafters.drafter import NO_DRAFT, Draft, Drafter, DraftRequest, TrialReader
 from attar.sampling.drafters.first_of import FirstOf, reader_of
@@ -47,18 +48,28 @@ logger = logging.getLogger(__name__)
 
 
 def drafter(
-    name: str | None, target: LoadedModel, context: int, sequences: int, *, activations: str, verify: bool
+    name: str | None,
+    target: LoadedModel,
+    context: int,
+    sequences: int,
+    *,
+    activations: str,
+    verify: bool,
+    trees: bool = False,
 ) -> Drafter | None:
-    """Return the drafter of a name that `check_draft` accepts, or the draft head or model at that path. Raises
-    ValueError where it cannot draft for `target`."""
+    """Return the drafter of a name that `check_draft` accepts, or the draft head or model at that path, with `trees` a
+    head that makes trees. Raises ValueError where it cannot draft for `target`."""
     if name is None:
         return None
     if name in DRAFTERS:
         return SuffixDrafter() if name == "suffix" else LookaheadDrafter()
     path = Path(name.removeprefix(MATCH_FIRST))
     made: Drafter
-    if (kind := kind_of(path)) is not None:
-        made = load_head(path, kind, target, context, sequences, activations)
+    kind = kind_of(path)
+    if trees and kind in (None, "exit"):
+        raise UserError("option_conflict", f"a draft {'model' if kind is None else kind} makes chains: {TREES}")
+    if kind is not None:
+        made = load_head(path, kind, target, context, sequences, activations, trees)
     else:
         made = load_drafter(path, target, context, sequences, activations=activations, verify=verify)
     return FirstOf(made) if name.startswith(MATCH_FIRST) else made
@@ -188,15 +199,16 @@ class Speculation:
                 counted.drafted += len(chunk.drafts)
                 counted.accepted += right
                 counted.forced += min(right, draft.forced)
-            row: int | None = 0
+            row = 0
             for depth, token in enumerate(tokens[: depth_of(draft.tokens, draft.parents)]):
                 if draft.parents and row not in draft.parents:
                     break  # no guess of this token
                 chances, evidence = account.judged(draft, depth)
-                row = child(draft.tokens, draft.parents, row, token)
-                chances.record(evidence, row is not None)
-                if row is None:
+                found = child(draft.tokens, draft.parents, row, token)
+                chances.record(evidence, found is not None)
+                if found is None:
                     break
+                row = found
         if all(chunk.rows == 1 + len(chunk.drafts) and chunk.samples for chunk in plan.chunks):
             self.pace.costs.record(plan.tokens, seconds)
 

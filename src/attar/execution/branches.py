@@ -18,12 +18,12 @@ from attar.scheduling.step_plan import Copy, ScheduledTokens
 
 
 class Rows(NamedTuple):
-    """Rows of a call in one table: `count` of them from position `start` on."""
+    """Rows of a call in one table: `rows` of them from position `start` on."""
 
     chunk: ScheduledTokens
     blocks: list[int]
     start: int
-    count: int
+    rows: int
 
 
 def rows_of(chunks: List[ScheduledTokens], size: int) -> tuple[list[Rows], Repeated | None]:

@@ -290,7 +290,7 @@ class Runner:
         view = KVCache.over(self.pages, tables, [part.start for part in parts], tails)
         horizons = tuple(part.chunk.sequence.horizon for part in parts) if self.horizons else self.context
         adapters = tuple(part.chunk.sequence.adapter for part in parts)
-        lengths = tuple(part.count for part in parts)
+        lengths = tuple(part.rows for part in parts)
         step = ForwardBatch(lengths, horizons, view, adapters, keep=self.keep, repeated=repeated)
         stream, delta = self.decoder.states(ids, step)
         self.kept = step.kept

@@ -203,8 +203,8 @@ class ForwardBatch:
     cache's filled length, and a sequence that skips this step has length 0. `horizon` is a length that each sequence
     does not exceed, or one number for all; it fixes the rotary angles (`rope.py`). `adapters` are the numbers of the
     sequences' adapters, 0 for none. Without a cache `device` is the device of the rows. Raises ValueError where the
-    cache is too small. The hidden states that enter the layers `keep` are in `kept` once the call is made. Sequences may
-    be branches of a tree of drafts, whose tables begin alike; `repeated` are rows that several of them read.
+    cache is too small. The hidden states that enter the layers `keep` are in `kept` once the call is made. Sequences
+    may be branches of a tree of drafts, whose tables begin alike; `repeated` are rows that several of them read.
     """
 
     lengths: tuple[int, ...]

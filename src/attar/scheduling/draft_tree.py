@@ -5,13 +5,14 @@ smaller one; without parents each draft follows the one before, which is a chain
 
 In a plan a tree stands in preorder, so that it is cut into *branches*: runs of rows, each of which follows the row
 before. The first branch lies in the sequence's own blocks. Each other one has blocks of its own from that of the first
-draft's slot on, in which the drafts that it shares with others stand once more. So every draft stands at the slot of its
-position, behind the tokens that it follows, as it does without drafts. A mask over one run of slots would need no blocks,
-but sums of attention go by slot, and a draft's last bits would depend on where it stands.
+draft's slot on, in which the drafts that it shares with others stand once more. So every draft stands at the slot of
+its position, behind the tokens that it follows, as it does without drafts. A mask over one run of slots would need no
+blocks, but sums of attention go by slot, and a draft's last bits would depend on where it stands.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -101,7 +102,7 @@ def cut(
 def branches(parents: Sequence[int]) -> list[range]:
     """Return the rows of each branch of a tree in preorder, row 0 in the first."""
     starts = [0, *(i for i, parent in enumerate(parents, 1) if parent != i - 1), len(parents) + 1]
-    return [range(first, end) for first, end in zip(starts, starts[1:], strict=False)]
+    return [range(first, end) for first, end in itertools.pairwise(starts)]
 
 
 def ancestors(parents: Sequence[int], row: int) -> list[int]:

@@ -39,8 +39,8 @@ requests with one long prefix, compute it once, and if the first is cancelled th
 *Speculation.* The engine may give a decoding sequence drafts of its next tokens. A plan runs as many as there is room
 for, behind the sequence's last token, and uses them up. The commit counts as computed only those that the sampled
 tokens confirmed. The prefix tree sees computed tokens only, so never an unverified one. There are no drafts in steps
-ahead. Drafts may be a tree (`draft_tree.py`), whose branches take blocks of their own for the step. If the tokens follow
-such a branch, the commit gives the sequence that branch's blocks for its own: no key is moved.
+ahead. Drafts may be a tree (`draft_tree.py`), whose branches take blocks of their own for the step. If the tokens
+follow such a branch, the commit gives the sequence that branch's blocks for its own: no key is moved.
 
 The design allows for these. Groups of layers with caches of their own: a pool and a table each, all asked before one is
 taken from. Prefill elsewhere: `commit` at the end of a prompt is where its blocks could be sent away, `_room` where

@@ -66,8 +66,8 @@ class StepPlan:
     preempted: list[Sequence] = field(default_factory=list)
     started_over: list[Sequence] = field(default_factory=list)  # they outgrew their horizon
     held: list[int] = field(default_factory=list)
-    """Blocks to release with the commit: their sequences gave them up while the step was under way, or they are those of
-    branches."""
+    """Blocks to release with the commit: their sequences gave them up while the step was under way, or branches of
+    drafts have them."""
 
     @property
     def tokens(self) -> int:
