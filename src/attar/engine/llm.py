@@ -417,9 +417,10 @@ class LLM:
             while self._calls:
                 self._step()
             self._engine = None  # free the old one's memory first
+            spare = 2 * (self._draft_tree or 0)  # blocks for branches of drafts
             context = min(self.context, max(ROOM, 1 << (longest - 1).bit_length()))
             if old is not None:
-                context, blocks = max(context, old.context), max(blocks, old.pool.total)
+                context, blocks = max(context, old.context), max(blocks, old.pool.total - spare)
                 del old
             limits = SchedulerConfig(
                 max_running=TOGETHER, max_step_tokens=PREFILL_ROWS, max_waiting=sys.maxsize, headroom=0.0,
@@ -427,7 +428,7 @@ class LLM:
             )  # fmt: skip
             tokenizer = self.tokenizer if self.model.has_tokenizer else None
             config = EngineConfig(
-                blocks + 2 * (self._draft_tree or 0), context, limits, self.model.eos_ids, drafter=self._drafter,
+                blocks + spare, context, limits, self.model.eos_ids, drafter=self._drafter,
                 draft_tokens=self._draft_tokens, draft_tree=self._draft_tree,
             )  # fmt: skip
             self._engine = Engine(self.decoder, tokenizer, config, runner=self.model.runner)
