@@ -9,6 +9,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from attar import faults
 from attar.engine.engine import Engine
 from attar.execution import model_runner
 from attar.kv.schemes import SCHEMES
@@ -159,6 +160,32 @@ def test_trees_save_steps_where_the_first_branch_is_wrong(decoder: Decoder) -> N
     assert made.speculation.accepted == 24
     assert made.stats().drafted_by_position[:4] == (16, 8, 8, 0)
     assert made.stats().accepted_by_position[:4] == (8, 8, 8, 0)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_trees_in_pieces_change_no_bit(decoder: Decoder, rows: int) -> None:
+    """A later piece finds the keys that an earlier one has written to its branches."""
+    params = SamplingParams(max_tokens=40, temperature=0.9, seed=1, presence_penalty=0.5, logprobs=1)
+    asks: list[Submit | Embed] = [Submit("a", (5, 6, 7) * 19, params), Submit("b", (9,), params)]
+    events = run(make_engine(decoder), asks)
+    made = make_engine(decoder, limits=DRAFTING, drafter=Bushy(texts_of(events), 3), draft_tree=8)
+    made.launcher.rows = rows
+    assert answers(run(made, asks)) == answers(events)
+    assert made.speculation is not None
+    assert made.speculation.accepted > 30
+
+
+def test_a_fault_in_a_step_with_a_tree_changes_no_bit(decoder: Decoder) -> None:
+    """A step that raises is run again, its copies and keys of branches too."""
+    ask = Submit("a", (5, 6, 7), SamplingParams(max_tokens=30, temperature=0.9, seed=1))
+    events = run(make_engine(decoder), [ask])
+    for name in ("runner.copy", "runner.rows", "runner.table", "runner.memory"):
+        for after in (1, 2, 3, 4):
+            made = make_engine(decoder, limits=DRAFTING, drafter=Bushy(texts_of(events), 3), draft_tree=8)
+            fault = faults.Fault(name, after)
+            faults.arm(fault)
+            assert answers(run(made, [ask])) == answers(events)
+            assert fault.fired
 
 
 def test_a_tree_without_room_for_its_branches_is_its_first_branch(decoder: Decoder) -> None:

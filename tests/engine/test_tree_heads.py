@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +14,9 @@ from attar.checkpoints.drafts import eagle, eagle1, medusa
 from attar.engine import startup
 from attar.engine.llm import LLM
 from attar.engine.speculation import drafter
+from attar.execution import kv_cache
 from attar.kernels import dispatch, ops
+from attar.kv.schemes import SCHEMES
 from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Submit
@@ -25,6 +27,7 @@ from attar.protocol.speculation import check_draft
 from attar.sampling.drafters.branching import static_tree
 from attar.sampling.drafters.drafter import Draft, DraftRequest
 from attar.sampling.drafters.eagle import BEAM, EagleDrafter
+from attar.sampling.drafters.first_of import FirstOf
 from attar.sampling.drafters.medusa import MedusaDrafter
 from attar.scheduling import draft_tree
 from tests.checkpoints.drafts import test_eagle as eagle_layout
@@ -137,7 +140,7 @@ def test_trees_of_eagle_heads_are_those_of_the_oracle(
         assert max(depths) <= 5
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle3", "eagle"])
+@pytest.mark.parametrize("kind", ["medusa", "suffix,medusa", "eagle3", "eagle"])
 @pytest.mark.parametrize("kv", [None, "int8"])
 @pytest.mark.parametrize("seed", range(2))
 def test_no_schedule_with_trees_of_a_head_changes_a_bit(
@@ -151,12 +154,13 @@ def test_no_schedule_with_trees_of_a_head_changes_a_bit(
     layout = eagle_layout if kind == "eagle3" else eagle1_layout
     head: MedusaDrafter | EagleDrafter = (
         medusa_drafter(tmp_path / "head", decoder)
-        if kind == "medusa"
+        if "medusa" in kind
         else eagle_drafter(layout, tmp_path / "head", decoder, draw.choice((2, 40)))
     )
     made = make_engine(
-        decoder, draw.choice((ROOM, TIGHT)), DRAFTING, kv=kv, drafter=head, draft_tree=draw.choice((4, 8, 16))
-    )
+        decoder, draw.choice((ROOM, TIGHT)), DRAFTING, kv=kv, drafter=FirstOf(head) if "suffix" in kind else head,
+        draft_tree=draw.choice((4, 8, 16)),
+    )  # fmt: skip
     assert answers(run_as_they_come(made, asks, draw)) == alone
     assert made.speculation is not None
     assert made.speculation.errors == 0
@@ -192,3 +196,6 @@ def test_what_makes_no_trees_is_refused_by_name(demo: Path) -> None:
     llm = LLM(demo, verify=False)
     with user_error("option_conflict", "draft model", "Medusa"):
         drafter(str(demo), llm.model, 64, 1, activations="int8g128", verify=False, trees=True)
+    elsewhere = SimpleNamespace(device=torch.device("cuda"))
+    with user_error("option_conflict", "CPUs"):
+        kv_cache.check_trees(elsewhere, SCHEMES["int8"])  # type: ignore[arg-type]

@@ -87,8 +87,8 @@ DraftTokens = Annotated[int | None, option(
     parser=parse_draft_tokens, default="auto, what pays",
 )]  # fmt: skip
 DraftTree = Annotated[int | None, option(
-    "Speculation", "N", "Nodes of a tree of drafts in each step, 2 to 16, by a head of Medusa or EAGLE. Chains are "
-    "faster on most machines.", "--draft-tree", default="none, a chain",
+    "Speculation", "N", "Nodes of a tree of drafts in each step, 2 to 16, by a head of Medusa or EAGLE. So far "
+    "chains were faster.", "--draft-tree", default="none, a chain",
 )]  # fmt: skip
 
 Kv = Annotated[str | None, option(
