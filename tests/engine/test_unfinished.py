@@ -31,10 +31,10 @@ def test_lives_of_unfinished_blocks(data: st.DataObject) -> None:
         chunks = [ScheduledTokens(s, s.computed, data.draw(st.integers(1, 50)), 1) for s in chosen]
         for _ in range(data.draw(st.integers(1, 2))):  # a step that raised is run again
             tails = unfinished.tails(chunks, SIZE)
-            blocks = [range(start // SIZE, (start + rows - 1) // SIZE + 1) for _, start, rows, _, _ in chunks]
+            blocks = [range(start // SIZE, (start + rows - 1) // SIZE + 1) for _, start, rows, *_ in chunks]
             for piece in range(max(map(len, blocks), default=0)):  # all sequences fill their next block side by side
                 filled = {}
-                for row, ((sequence, start, _, _, _), of_row) in enumerate(zip(chunks, blocks, strict=True)):
+                for row, ((sequence, start, *_), of_row) in enumerate(zip(chunks, blocks, strict=True)):
                     if piece < len(of_row):
                         block, tail = of_row[piece], tails(row, of_row[piece])
                         assert 0 <= tail < unfinished.count
@@ -43,5 +43,5 @@ def test_lives_of_unfinished_blocks(data: st.DataObject) -> None:
                             assert held[tail] == (sequence, block)
                         filled[tail] = (sequence, block)
                 held |= filled
-        for sequence, start, rows, _, _ in chunks:
+        for sequence, start, rows, *_ in chunks:
             sequence.computed = start + rows
