@@ -24,7 +24,7 @@ PARAMS = SamplingParams(max_tokens=40, temperature=0)
 
 
 def ask(drafter: LookaheadDrafter, sequence: Tokens, limit: int) -> tuple[tuple[int, ...], int]:
-    ((tokens, evidence, _),) = drafter.draft([DraftRequest(sequence, Sampler(PARAMS, sequence.tokens, 97), limit)])
+    ((tokens, evidence, *_),) = drafter.draft([DraftRequest(sequence, Sampler(PARAMS, sequence.tokens, 97), limit)])
     return tokens, evidence
 
 
