@@ -38,12 +38,10 @@ logger = logging.getLogger(__name__)
 
 
 class Taker(NamedTuple):
-    """A choice for which a step samples a token, and one more behind each of its drafts; `parents` are those of a
-    tree."""
+    """A choice for which a step samples a token, and one more behind each of its drafts."""
 
     choice: Choice
     drafts: tuple[int, ...]
-    parents: tuple[int, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -117,7 +115,7 @@ class Launcher:
             if not chunk.samples or sequence.id in inflight.failed:
                 continue
             if sequence.max_tokens > 0 and sequence.ending is None:
-                inflight.takers.append(Taker(inflight.choices[sequence], chunk.drafts, chunk.parents))
+                inflight.takers.append(Taker(inflight.choices[sequence], chunk.drafts))
                 rows += range(first, first + chunk.samples)
             first += chunk.samples
         if not rows:
@@ -128,7 +126,7 @@ class Launcher:
             (places,) = sent(logits.device, torch.tensor(rows))
             logits = logits[places]
         samplers = inflight.samplers = [
-            state for choice, drafts, parents in inflight.takers for state in choice.sampler.along(drafts, parents)
+            state for choice, drafts in inflight.takers for state in choice.sampler.along(drafts)
         ]
         try:
             if self.overlaps:

@@ -125,8 +125,7 @@ class LLM:
     `draft` is the source of drafts of speculative decoding: `suffix` copies from prompt and text; otherwise it is a
     smaller model with the same tokenizer, named like `model`; `suffix,MODEL` copies where it finds a long match, and
     asks the model elsewhere. Drafts change no text on CPUs, only its speed.
-    `draft_tokens` is the number of drafts in each step, up to 16; None decides by what pays. `draft_tree` is the number
-    of nodes of a tree of drafts, 2 to 16, which heads of Medusa and EAGLE make; None makes chains.
+    `draft_tokens` is the number of drafts in each step, up to 16; None decides by what pays.
 
     `parallel` says how many processes share the model (`loader.py`). No probe is replayed then: it would report
     rounding that one process does not have. `close` ends the processes, as does this one's end.
@@ -150,13 +149,12 @@ class LLM:
         parallel: Parallel | None = None,
         draft: str | None = None,
         draft_tokens: int | None = None,
-        draft_tree: int | None = None,
         verify: bool = True,
         generation_config: Literal["attar", "model"] = "attar",
         progress: Progress | None = None,
     ) -> None:
         dispatch.require(device)  # before anything is downloaded
-        check_draft(draft, draft_tokens, draft_tree)
+        check_draft(draft, draft_tokens)
         draft = hub.resolve_draft(draft)
         path = hub.resolve(model)
         self.sampling = recommended(path) if generation_config == "model" else {}
@@ -165,11 +163,8 @@ class LLM:
             progress=progress,
         )  # fmt: skip
         self.decoder = self.model.decoder
-        self._draft_tokens, self._draft_tree = draft_tokens, draft_tree
-        self._drafter = drafter(
-            draft, self.model, self.context, TOGETHER, activations=activations, verify=verify,
-            trees=draft_tree is not None,
-        )  # fmt: skip
+        self._draft_tokens = draft_tokens
+        self._drafter = drafter(draft, self.model, self.context, TOGETHER, activations=activations, verify=verify)
         self._literal: LiteralChat | None = None
         self._prover: Prover | None = None
         self._engine: Engine | None = None
@@ -417,10 +412,9 @@ class LLM:
             while self._calls:
                 self._step()
             self._engine = None  # free the old one's memory first
-            spare = 2 * (self._draft_tree or 0)  # blocks for branches of drafts
             context = min(self.context, max(ROOM, 1 << (longest - 1).bit_length()))
             if old is not None:
-                context, blocks = max(context, old.context), max(blocks, old.pool.total - spare)
+                context, blocks = max(context, old.context), max(blocks, old.pool.total)
                 del old
             limits = SchedulerConfig(
                 max_running=TOGETHER, max_step_tokens=PREFILL_ROWS, max_waiting=sys.maxsize, headroom=0.0,
@@ -428,9 +422,8 @@ class LLM:
             )  # fmt: skip
             tokenizer = self.tokenizer if self.model.has_tokenizer else None
             config = EngineConfig(
-                blocks + spare, context, limits, self.model.eos_ids, drafter=self._drafter,
-                draft_tokens=self._draft_tokens, draft_tree=self._draft_tree,
-            )  # fmt: skip
+                blocks, context, limits, self.model.eos_ids, drafter=self._drafter, draft_tokens=self._draft_tokens
+            )
             self._engine = Engine(self.decoder, tokenizer, config, runner=self.model.runner)
         assert self._engine is not None
         return self._engine

@@ -187,6 +187,59 @@ def test_text_is_free_up_to_a_marker_and_no_further(
     assert not all(matcher.consume_token(token) for token in tokenizer.encode_chat(refused))
 
 
+@pytest.mark.parametrize(
+    "whole, refused",
+    [
+        ('{"name": "get", "arguments": {}}', ""),
+        ('I call.\n```json\n{\n  "name": "f-1",\n  "arguments": {}\n}\n```', ""),
+        ('```\n{"name": "get", "arguments": {}}\n{"name": "f-1", "parameters":{}}```', ""),
+        ('```json\n{"name": "attar", "version": "1"}\n```\nIs that right?', ""),
+        ('{"name": "get", "about": 3}, so far', ""),
+        ('```json\n{"name": "', ""),
+        ('Is {"name": "f-1", "arguments": 3}', ""),
+        ('{"name": "f-1", "arguments": 3', "3"),
+        ('```json\n{"name": "f-1", "arguments": {"a', '"a'),
+        ('{"name": "get_weather", "arguments": {"city": "Rome", "now": 1', "1"),
+        ('{"name": "get", "arguments": {}} and', "and"),
+        ('```\n{"name": "get", "arguments": {}}\n``` and', " and"),
+    ],
+)
+def test_calls_without_a_marker_are_enforced_from_their_arguments_on(
+    forms: dict[str, ToolFormat],
+    vocabulary: Vocabulary,
+    tokenizer: Tokenizer,
+    prove: Callable[[Grammar], None],
+    whole: str,
+    refused: str,
+) -> None:
+    for name in ("hermes", "as_text"):
+        made = constraint(forms[name], TOOLS, ToolChoice(), prove)
+        assert made is not None
+        matcher = grammars.matcher(vocabulary, made.grammar)
+        taken = 0
+        for byte in whole.encode():
+            token = next(at for at, each in enumerate(vocabulary.tokens) if each == bytes([byte]))
+            if not matcher.consume_token(token):
+                break
+            taken += 1
+        assert whole[taken:] == refused
+        assert refused or matcher.is_accepting()
+
+
+def test_as_many_tools_as_a_request_may_have(
+    forms: dict[str, ToolFormat], vocabulary: Vocabulary, prove: Callable[[Grammar], None]
+) -> None:
+    """The lexer of text and of calls without a marker stays within its limits, far into a text as well."""
+    tools = [Tool(f"tool_number_{at}", parameters=WEATHER) for at in range(128)]
+    made = constraint(forms["hermes"], tools, ToolChoice(), prove)
+    assert made is not None
+    matcher = grammars.matcher(vocabulary, made.grammar)
+    single = {each[0]: at for at, each in enumerate(vocabulary.tokens) if len(each) == 1}
+    for byte in b'A ``` <tool `{"name": "tool_number_9\n```json\n{"name": "tool_number_12"}``` ```json\n{"name": "x"':
+        assert grammars.mask(matcher) is not None, matcher.get_error()
+        assert matcher.consume_token(single[byte])
+
+
 @pytest.mark.parametrize("name", ["hermes", "pythonic", "mistral_args"])
 def test_what_cannot_be_masked_is_named_or_refused(
     forms: dict[str, ToolFormat], prove: Callable[[Grammar], None], name: str

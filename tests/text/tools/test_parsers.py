@@ -23,7 +23,7 @@ PIECES = (
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", '{"name": "get", "arguments": {}}',
     '{"name": "get", "parameters": {"a": [1, "\\n"]}}', "[get(a=1)]", "get", "{", "}", "[", "]", "(", ")", '"', "\n",
     " ", "; ", ", ", '{"response": "', '{"tool_calls": [', "\\u00e9", "\\", "é", "x", "get(", "a=", "'", "None", "1e5",
-    "<",
+    "<", "```json\n", "```\n", "```",
 )  # fmt: skip
 
 
@@ -130,6 +130,18 @@ def test_any_cut_of_a_text_gives_the_same_events_and_loses_nothing(
         ("hermes", "<tool_call><tool_call>\n{\"name\": \"get\"}</tool_call>", [("get", {})], "<tool_call>"),
         ("hermes", '<tool_call>{"name": "get", "arguments": {"a": nope}}', [], "ope}}"),
         ("hermes", " \n", [], " \n"),
+        ("hermes", '{"name": "get", "arguments": {"a": 1}}', [("get", {"a": 1})], ""),
+        ("hermes", '\n{"name":"get","parameters":{}}\n{"name":"f-1","arguments":{}}', [("get", {}), ("f-1", {})], ""),
+        ("hermes", 'So:\n```json\n{\n  "name": "get",\n  "arguments": {"a": 1}\n}\n```', [("get", {"a": 1})], "So:"),
+        ("hermes", '```\n{"name": "get", "arguments": {}}\n``', [("get", {})], ""),
+        ("hermes", '```json\n{"name": "get", "arguments": {}}\n```\nDone.', [("get", {})], "\nDone."),
+        ("hermes", '```json\n{"name": "get"}\n```', [], '```json\n{"name": "get"}\n```'),
+        ("hermes", '```python\n{"name": "get", "arguments": {}}', [], '```python\n{"name": "get", "arguments": {}}'),
+        ("hermes", 'Is {"name": "get", "arguments": {}}', [], 'Is {"name": "get", "arguments": {}}'),
+        ("hermes", '{"name": "John", "arguments": {}}', [], '{"name": "John", "arguments": {}}'),
+        ("hermes", '{"name": "get", "arguments": [1]}', [], '{"name": "get", "arguments": [1]}'),
+        ("hermes", '{"name": "get", "arguments": {}, "a": 1}', [("get", {})], ', "a": 1}'),
+        ("mistral", '{"name": "get", "arguments": {}}', [], '{"name": "get", "arguments": {}}'),
         ("llama3", '<|python_tag|>{"name": "get", "parameters": {}}', [("get", {})], ""),
         ("llama3", '{"type": "function", "name": "get", "parameters": {}}', [("get", {})], ""),
         ("llama3", '{"name": "get", "parameters": {}}; {"name": "get", "parameters": {}}', [("get", {})] * 2, ""),
@@ -173,8 +185,14 @@ def test_without_a_choice_all_is_text(forms: dict[str, ToolFormat]) -> None:
         assert parser(forms["hermes"], tools, choice).feed(whole) == [TextDelta(whole)]
 
 
+def test_json_without_a_marker_is_text_where_a_call_is_required(forms: dict[str, ToolFormat]) -> None:
+    whole = '{"name": "get", "arguments": {}}'
+    found = parser(forms["hermes"], TOOLS, ToolChoice("required"))
+    assert text([*found.feed(whole), *found.close()]) == whole
+
+
 def test_little_is_held_back(forms: dict[str, ToolFormat]) -> None:
     for form in forms.values():
         found = parser(form, TOOLS, ToolChoice())
-        shown = "".join(text(found.feed(piece)) for piece in ["x", *["<tool_cal \n" * 5] * 20, " " * 500])
+        shown = "".join(text(found.feed(piece)) for piece in ["x", *["<tool_cal \n``` " * 5] * 20, " " * 500])
         assert len(shown) >= 20 * 55 + 500 - 30

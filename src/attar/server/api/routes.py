@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -250,6 +251,8 @@ class Routes:
         grammar = await self._proven(request, caller, ready, asked)
         constrain = constraint if asked is None else partial(calls_or_json, final=asked.grammar, field=asked.field)
         calling = await self._calling(request, caller, ready, chat.use, constrain)
+        if asked is not None:  # JSON that was asked for may look like a call
+            calling = replace(calling, form=replace(calling.form, bare=False))
         reader = self._reader(chat.reasoning, prompt, asked is not None, calling)
         return PreparedChat(prompt.ids, section, calling.grammar or grammar, calling, reader)
 

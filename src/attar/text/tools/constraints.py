@@ -17,11 +17,14 @@ from attar.protocol.grammar import MAX_GRAMMAR, Grammar
 from attar.text.grammars import GrammarError, json_rule, schema_of
 from attar.text.tools.formats import ARGS, CALL_ID, PYTHON_TAG, ToolFormat
 from attar.text.tools.python_rules import python_rules
+from attar.text.tools.reading import FENCE, KEYS, LANGUAGE, MAX_SPACE
 from attar.text.tools.tool import Tool, ToolChoice, ToolError
 
 ANY: dict[str, Any] = {"type": "object"}
 
 _ALL = "(?s:.*)"
+_SPACE = r"[ \t\n\r]*"
+_FENCED = rf"{_ALL}{FENCE}({LANGUAGE})?[ \t\r]*\n{_SPACE}"  # up to the object of a block
 _RESPONSE = '{"response": '
 
 Prove = Callable[[Grammar], None]
@@ -119,11 +122,12 @@ class _Writer:
             self._rule("start", f"TEXT | {self._tag()} {first} {body}")
             self._rule("TEXT", _without(rf"[ \t\n\r]*{self._begins(tools)}{_ALL}", *self._tags()))
         elif form.opening in self._special:
-            self._rule("start", f"TEXT | TEXT? {self._literal(head)} {call} {body}")
+            self._rule(self._bare(tools, several), f"TEXT | TEXT? {self._literal(head)} {call} {body}{self._block}")
             self._rule("TEXT", _without(f"{_ALL}{_pattern(form.opening)}{_ALL}"))
         else:
             # The marker is text: a lazy lexeme ends with it, and what goes on without one is the other.
-            self._rule("start", f"TEXT | lead {self._literal(head.removeprefix(form.opening))} {call} {body}")
+            behind = self._literal(head.removeprefix(form.opening))
+            self._rule(self._bare(tools, several), f"TEXT | lead {behind} {call} {body}{self._block}")
             self._rule("lead[lazy]", "LEAD")
             self._rule("LEAD", f"/{_ALL}{_pattern(form.opening)}/")
             self._rule("TEXT", _without(f"{_ALL}{_pattern(form.opening)}{_ALL}"))
@@ -167,6 +171,33 @@ class _Writer:
     def _tag(self) -> str:
         special = self._special.get(PYTHON_TAG)
         return "" if special is None or self._form.name != "llama3_json" else f"<[{special}]>?"
+
+    def _bare(self, tools: Sequence[Tool], several: bool) -> str:
+        """Add rules for calls without a marker, where the format has such; return the name of the rule for answers.
+
+        An object that has come up to the arguments of a tool is a call: the lazy lexeme that ends there is taken before
+        any other. Up to there all is free, since an answer in JSON, or a block of it, may have a name as well. Only
+        the lexemes behind `"name": "` are one for each tool: with text before them they would be too many states.
+        """
+        if not self._form.bare:
+            return "start"
+        for at, tool in enumerate(tools):
+            self._rule(f"name_{at}[lazy]", f"NAME_{at}")
+            self._rule(f"NAME_{at}", f'/{_pattern(tool.name)}"{_SPACE},{_SPACE}"({"|".join(KEYS)})"{_SPACE}:/')
+        one = f'({" | ".join(f"name_{at} ws? args_{at}" for at in range(len(tools)))}) ws? "}}"'
+        for rule, before in (("alone", _SPACE), ("block", _FENCED), ("further", "")):
+            self._rule(f"{rule}[lazy]", rule.upper())
+            self._rule(rule.upper(), rf'/{before}\{{{_SPACE}"name"{_SPACE}:{_SPACE}"/')
+        self._rule("ws", rf"/[ \t\n\r]{{1,{MAX_SPACE}}}/")
+        self._rule("one", one)
+        self._rule("bare", "one (ws? further one)*" if several else "one")
+        self._rule("start", "alone (bare | answer) | answer")
+        return "answer"
+
+    @property
+    def _block(self) -> str:
+        """The alternative of an answer that has a fenced block of JSON, which is a call or not."""
+        return f" | block (bare ws? {_quoted(FENCE)} | answer)" if self._form.bare else ""
 
     def _begins(self, tools: Sequence[Tool]) -> str:
         """Return the pattern of what a parser takes for the beginning of a call."""

@@ -48,7 +48,8 @@ class ToolFormat:
     within a text, `closing` the one that ends a call or all of them; empty where there is none: then the whole answer
     is calls, or none of it. Without `parallel` the template renders no turn of several calls. `id_length` is the number
     of characters that ids must have, 0 for any. With `arguments_as_text` a template gets arguments as JSON text, else
-    as an object. `special` has the special tokens within the syntax, with their ids.
+    as an object. `special` has the special tokens within the syntax, with their ids. Models of a `bare` format also
+    write a call as JSON alone, without the marker: at the beginning of an answer, or of a fenced block.
     """
 
     name: FormatName
@@ -64,6 +65,7 @@ class ToolFormat:
     parallel: bool = True
     id_length: int = 0
     arguments_as_text: bool = False
+    bare: bool = False
     special: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -177,7 +179,9 @@ def _one(answer: str) -> ToolFormat | None:
     closing, tail = _closed(mark, behind)
     if not closing:
         return None
-    return ToolFormat("hermes", mark, closing, begin=mark + opened["gap"] + begin, middle=middle, end=end + tail)
+    return ToolFormat(
+        "hermes", mark, closing, begin=mark + opened["gap"] + begin, middle=middle, end=end + tail, bare=True
+    )
 
 
 def _pythonic(before: str, behind: str) -> ToolFormat | None:

@@ -14,7 +14,7 @@ from collections.abc import Generator, Sequence
 from attar.text.answers.events import AnswerEvent, AnswerParser, CallArguments, CallEnd, CallStart, Plain, TextDelta
 from attar.text.tools.formats import PYTHON_TAG, ToolFormat
 from attar.text.tools.json_text import SPACE
-from attar.text.tools.reading import NotACall, Output, read_calls
+from attar.text.tools.reading import FENCE, NotACall, Output, read_bare, read_calls
 from attar.text.tools.tool import Tool, ToolChoice
 
 MAX_SPACE = 8  # characters of white space that are held back, as a call may follow
@@ -27,16 +27,18 @@ def parser(form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice) -> Answe
     called, all is text."""
     if choice.mode == "none" or not tools:
         return Plain()
-    return CallParser(form, frozenset(tool.name for tool in tools))
+    return CallParser(form, frozenset(tool.name for tool in tools), form.bare and choice.mode == "auto")
 
 
 class CallParser:
-    """Splits an answer into text and calls of the tools `names`."""
+    """Splits an answer into text and calls of the tools `names`; with `bare` also calls without the format's marker."""
 
-    def __init__(self, form: ToolFormat, names: frozenset[str]) -> None:
-        self._form, self._names = form, names
+    def __init__(self, form: ToolFormat, names: frozenset[str], bare: bool = False) -> None:
+        self._form, self._names, self._bare = form, names, bare
         self._markers = tuple(each for each in (form.opening, PYTHON_TAG * (form.name == "llama3_json")) if each)
-        self._start = "" if form.opening else _STARTS.get(form.name, "")  # the first character of an answer that calls
+        self._fences = (FENCE,) if bare else ()
+        # The first character of an answer that calls.
+        self._start = "{" if bare else "" if form.opening else _STARTS.get(form.name, "")
         self._out = _Events()
         self._reader: Generator[None, str, str] | None = None
         self._space, self._held = "", ""  # held back in text: white space, and what may become a marker
@@ -68,7 +70,7 @@ class CallParser:
     def _is_end(self, text: str) -> bool:
         """Return whether a text behind the arguments of a call is the beginning of its end."""
         rest = text.strip(SPACE).lstrip("}])" + SPACE)
-        return not rest or self._form.closing.startswith(rest)
+        return not rest or any(end.startswith(rest) for end in (self._form.closing, *self._fences))
 
     def _take(self, char: str) -> None:
         """Look at a character of the text outside of calls."""
@@ -83,7 +85,9 @@ class CallParser:
             self._begin(marked=False)
         elif self._held in self._markers:
             self._begin(marked=True)
-        elif not any(marker.startswith(self._held) for marker in self._markers):
+        elif self._held in self._fences:
+            self._begin(marked=False)
+        elif not any(marker.startswith(self._held) for marker in self._markers + self._fences):
             again = self._held[1:]
             self._say(self._space + self._held[0], beside=False)
             self._space = self._held = ""
@@ -94,11 +98,14 @@ class CallParser:
         self._beside = self._beside and beside
 
     def _begin(self, marked: bool) -> None:
-        """Begin to read calls, of which a marker or the first character has come."""
-        held, char = self._space + self._held, self._held
+        """Begin to read calls, of which a marker or the first characters have come."""
+        held, first = self._space + self._held, self._held
         self._out.begin(held)
         self._space = self._held = ""
-        self._reader = read_calls(self._form, self._names, self._out, "" if marked else char)
+        if self._bare and not marked:
+            self._reader = read_bare(self._form, self._names, self._out, first)
+        else:
+            self._reader = read_calls(self._form, self._names, self._out, "" if marked else first)
         next(self._reader)
 
     def _read(self, char: str) -> None:

@@ -16,6 +16,10 @@ from attar.text.tools.python_text import PythonArguments
 MAX_NAME = 64
 MAX_SPACE = 64
 MAX_ID = 128
+MAX_INFO = 8  # white space behind the language of a block
+
+KEYS = ("arguments", "parameters")
+FENCE, LANGUAGE = "```", "json"  # of a block that may hold a call
 
 Reader = Generator[None, str, str]
 
@@ -53,6 +57,11 @@ def read_calls(form: ToolFormat, names: frozenset[str], out: Output, first: str)
     return _Calls(form, names, out).read(first)
 
 
+def read_bare(form: ToolFormat, names: frozenset[str], out: Output, first: str) -> Reader:
+    """Return the reader of calls without a marker. `first` was read already: the `{` of an answer, or a `FENCE`."""
+    return _Calls(form, names, out).bare(first)
+
+
 class _Calls:
     """One stretch of calls."""
 
@@ -78,6 +87,50 @@ class _Calls:
         if self._form.closing:
             yield from self._expect(self._form.closing, (yield from self._skip()))
         return ""
+
+    def bare(self, first: str) -> Reader:
+        """Read objects of nothing but a tool's name and arguments, one behind another, up to the end of their block."""
+        if first == FENCE:
+            yield from self._info()
+            yield from self._expect("{", (yield from self._skip()))
+        while True:
+            yield from self._exact_object()
+            behind = ""
+            while (char := (yield)) in SPACE:
+                behind += char
+                if len(behind) > MAX_SPACE:
+                    return behind + char
+            if char == FENCE[0] and first == FENCE:
+                yield from self._expect(FENCE, char)
+                return ""
+            if char != "{":
+                return behind + char
+
+    def _info(self) -> Generator[None, str, None]:
+        """Read the rest of the line that opens a block of JSON."""
+        char = yield
+        if char == LANGUAGE[0]:
+            yield from self._expect(LANGUAGE, char)
+            char = yield
+        for _ in range(MAX_INFO):
+            if char not in " \t\r":
+                break
+            char = yield
+        yield from self._expect("\n", char)
+
+    def _exact_object(self) -> Generator[None, str, None]:
+        """Read a call behind its `{`, with the two keys that it must have, in their order."""
+        yield from self._expect('"name"', (yield from self._skip()))
+        yield from self._expect(":", (yield from self._skip()))
+        name = yield from self._string((yield from self._skip()), MAX_NAME)
+        if name not in self._names:
+            raise NotACall
+        yield from self._expect(",", (yield from self._skip()))
+        if (yield from self._string((yield from self._skip()), MAX_NAME)) not in KEYS:
+            raise NotACall
+        yield from self._expect(":", (yield from self._skip()))
+        yield from self._arguments(name, (yield from self._skip()))
+        yield from self._expect("}", (yield from self._skip()))
 
     def _skip(self) -> Generator[None, str, str]:
         """Return the next character that is no space."""
@@ -145,7 +198,7 @@ class _Calls:
                 name = yield from self._string(char, MAX_NAME)
                 if name not in self._names:
                     raise NotACall
-            elif key in ("arguments", "parameters") and name and not given:
+            elif key in KEYS and name and not given:
                 given = True
                 yield from self._arguments(name, char)
             elif key in ("id", "type"):
