@@ -125,6 +125,18 @@ def test_an_answer_calls(server: Running, saying: Saying) -> None:
     assert ask(server, tools=[WEATHER, NOW]).json["choices"][0]["message"]["content"] is None
 
 
+def test_a_call_without_its_marker_is_one_unless_json_was_asked_for(server: Running, saying: Saying) -> None:
+    bare = f'{{"name": "weather", "arguments": {FIRST}}}'
+    for whole in (bare, f"```json\n{bare}\n```"):
+        saying(whole)
+        message = ask(server, tools=[WEATHER, NOW]).json["choices"][0]["message"]
+        assert message["content"] is None
+        assert [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]] == MADE[:1]
+        assert joined(chunks(ask(server, tools=[WEATHER, NOW], stream=True))) == ("", MADE[:1])
+        reply = ask(server, tools=[WEATHER, NOW], response_format={"type": "json_object"})
+        assert reply.json["choices"][0]["message"]["content"] == whole
+
+
 def test_without_tools_or_a_choice_of_none_all_is_text(server: Running, saying: Saying) -> None:
     saying(CALLS)
     for fields in ({}, {"tools": []}, {"tools": [WEATHER, NOW], "tool_choice": "none"}):

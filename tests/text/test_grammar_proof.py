@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from attar.protocol.grammar import Grammar
-from attar.text import _proof_child, grammar_proof
+from attar.text import _proof_child, grammar_proof, limited_child
 from attar.text.grammar_proof import Prover
 from attar.text.grammars import GrammarError, Vocabulary
 from tests.errors import user_error
@@ -104,6 +104,23 @@ def test_a_child_that_was_killed_is_replaced() -> None:
     prover.prove(Grammar("regex", "b"))
     with user_error("grammar_invalid"):
         prover.prove(Grammar("regex", "c"))  # no token spells it
+    prover.close()
+
+
+def test_a_starved_child_gives_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    prover = Prover(Vocabulary.make([b"a", b"b"], (), ()))
+    prover.prove(Grammar("regex", "a"))
+    child = prover._child._child
+    assert child is not None
+    os.kill(child.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_proof, "STARVED_SECONDS", 0.1)
+        patch.setattr(limited_child, "STARVED_SECONDS", 0.1)
+        with user_error("worker_failed") as caught:
+            prover.prove(Grammar("regex", "b"))
+    assert not isinstance(caught.value, GrammarError)
+    assert not prover.knows(Grammar("regex", "b"))
+    prover.prove(Grammar("regex", "b"))
     prover.close()
 
 

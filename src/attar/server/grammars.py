@@ -12,7 +12,7 @@ from typing import TypeVar
 from attar.protocol.grammar import Grammar
 from attar.server.errors import APIError
 from attar.server.fair_thread_pool import FairThreadPool
-from attar.text.grammar_proof import Prover
+from attar.text.grammar_proof import Prover, Unproven
 from attar.text.grammars import Vocabulary
 from attar.text.tokenizer import Tokenizer
 
@@ -38,7 +38,7 @@ class Grammars:
 
     async def prove(self, key: bytes, grammar: Grammar, vocab: int) -> None:
         """Prove a grammar for a request of `key`, for logits of `vocab` columns. Raises GrammarError where it cannot be
-        kept, APIError where too many others wait."""
+        kept, APIError where too many others wait, or there is no verdict."""
         if self._prover is not None and self._prover.knows(grammar, key):
             self._prover.prove(grammar, key)
             return
@@ -46,7 +46,7 @@ class Grammars:
 
     async def work(self, key: bytes, work: Callable[[Callable[[Grammar], None]], T], vocab: int) -> T:
         """Return what `work` returns in the thread of proofs; it gets a function that proves a grammar. Raises what
-        `work` raises, and APIError where too many others wait."""
+        `work` raises, and APIError where too many others wait, or a proof has no verdict."""
         if self._waiting >= MAX_PROOFS:
             raise APIError("busy", f"{MAX_PROOFS} constraints wait to be compiled: try again later")
         self._waiting += 1
@@ -58,4 +58,7 @@ class Grammars:
     def _prove(self, key: bytes, vocab: int, grammar: Grammar) -> None:
         if self._prover is None:
             self._prover = Prover(Vocabulary.of(self._tokenizer, vocab, self._tokenizer.eos_ids))
-        self._prover.prove(grammar, key)
+        try:
+            self._prover.prove(grammar, key)
+        except Unproven as error:  # nothing is known about the grammar: no refusal, and no reason to loosen tools
+            raise APIError("busy", f"{error}: try again later") from error

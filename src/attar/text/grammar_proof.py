@@ -19,6 +19,13 @@ from attar.text.limited_child import STARVED_SECONDS, LimitedChild
 REMEMBERED = 10_000  # verdicts
 
 
+class Unproven(UserError):
+    """No verdict on a grammar: the proving process got too little of a processor, or was ended. Another try may do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("worker_failed", message)
+
+
 class Prover:
     """Proves grammars for one vocabulary, and remembers the verdicts. Thread-safe; proofs wait for each other."""
 
@@ -30,8 +37,8 @@ class Prover:
         )
 
     def prove(self, grammar: Grammar, salt: bytes = b"") -> None:
-        """Raise GrammarError for a refused grammar. Verdicts are remembered for each `salt` apart: their
-        time would tell that another client has this grammar."""
+        """Raise GrammarError for a refused grammar, Unproven where there is no verdict. Verdicts are remembered for
+        each `salt` apart: their time would tell that another client has this grammar."""
         key = grammar.digest(self.vocabulary.digest, LIMITS_VERSION, salt)
         if key not in self._verdicts:
             self._verdicts[key] = self._verdict(grammar)
@@ -55,8 +62,8 @@ class Prover:
         except GrammarError as error:
             try:
                 pointer, message = json.loads(str(error))
-            except ValueError:  # of the process, not of the grammar: no verdict
-                raise error from None
+            except ValueError:  # of the process, not of the grammar
+                raise Unproven(str(error)) from None
             return pointer, message
         return None
 

@@ -13,6 +13,7 @@ import pytest
 
 from attar.protocol.grammar import Grammar
 from attar.text import grammars
+from attar.text.grammar_proof import Unproven
 from attar.text.grammars import GrammarError, Vocabulary
 from attar.text.tokenizer import Tokenizer
 from attar.text.tools.constraints import constraint
@@ -271,6 +272,14 @@ def test_one_proof_where_all_can_be_kept(forms: dict[str, ToolFormat]) -> None:
     constraint(forms["hermes"], TOOLS, ToolChoice(), proven.append)
     assert len(proven) == 1
     assert constraint(forms["hermes"], TOOLS, ToolChoice("none"), proven.append) is None
+
+
+def test_nothing_is_loosened_where_there_is_no_verdict(forms: dict[str, ToolFormat]) -> None:
+    def starved(grammar: Grammar) -> None:
+        raise Unproven("took longer")
+
+    with pytest.raises(Unproven):
+        constraint(forms["hermes"], TOOLS, ToolChoice(), starved)
 
 
 def test_too_much_for_one_grammar_is_loosened_or_refused(forms: dict[str, ToolFormat]) -> None:
