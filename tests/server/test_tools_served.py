@@ -169,6 +169,22 @@ def test_the_choice_is_in_the_grammar(server: Running) -> None:
     assert len(found) == 4
 
 
+def test_only_allowed_tools_are_called_and_all_are_shown(server: Running) -> None:
+    ask(server, tools=[WEATHER, NOW])
+    shown = asked(server).prompt
+    for mode in ("auto", "required"):
+        tools = [{"type": "function", "function": {"name": "now"}}]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+        assert ask(server, tools=[WEATHER, NOW], tool_choice=choice).status == 200
+        submitted = asked(server)
+        assert submitted.prompt == shown
+        assert ask(server, tools=[NOW], tool_choice=mode).status == 200
+        assert submitted.grammar == asked(server).grammar
+    choice["allowed_tools"] = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]}
+    reply = ask(server, tools=[WEATHER, NOW], tool_choice=choice)
+    assert (reply.status, reply.json["error"]["param"]) == (400, "tool_choice")
+
+
 def test_an_answer_that_breaks_off_says_so(server: Running, saying: Saying) -> None:
     length = saying(CALLS)
     for most in range(1, length, 4):

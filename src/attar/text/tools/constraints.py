@@ -47,7 +47,7 @@ def constraint(form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, prov
     """
     if choice.mode == "none" or not tools:
         return None
-    used = [tool for tool in tools if choice.mode != "named" or tool.name == choice.name]
+    used = choice.of(tools)
     loosened: set[str] = set()
     try:
         return _proven(form, used, choice, loosened, prove)

@@ -27,7 +27,7 @@ def parser(form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice) -> Answe
     called, all is text."""
     if choice.mode == "none" or not tools:
         return Plain()
-    return CallParser(form, frozenset(tool.name for tool in tools), form.bare and choice.mode == "auto")
+    return CallParser(form, frozenset(tool.name for tool in choice.of(tools)), form.bare and choice.mode == "auto")
 
 
 class CallParser:

@@ -69,12 +69,20 @@ class ToolChoice:
     """How an answer may use the tools.
 
     `none`: not at all. `auto`: as the model decides. `required`: with at least one call, and no text. `named`: with
-    calls of the tool `name`, and no text. Without `parallel` an answer has one call at most.
+    calls of the tool `name`, and no text. Without `parallel` an answer has one call at most. `allowed` are the names of
+    the tools that may be called, of those that the prompt shows; None for all.
     """
 
     mode: ToolMode = "auto"
     name: str | None = None
     parallel: bool = True
+    allowed: frozenset[str] | None = None
+
+    def of(self, tools: Sequence[Tool]) -> list[Tool]:
+        """Return the tools that may be called."""
+        if self.mode == "named":
+            return [tool for tool in tools if tool.name == self.name]
+        return [tool for tool in tools if self.allowed is None or tool.name in self.allowed]
 
 
 def check(tools: Sequence[Tool], choice: ToolChoice) -> None:
@@ -101,6 +109,8 @@ def check(tools: Sequence[Tool], choice: ToolChoice) -> None:
         raise ToolError("a call is required, and there are no tools", "tool_choice")
     if choice.mode == "named" and choice.name not in seen:
         raise ToolError(f"no tool is named {(choice.name or '')[:_SHOWN]!r}", "tool_choice")
+    for name in sorted((choice.allowed or frozenset()) - seen):
+        raise ToolError(f"no tool is named {name[:_SHOWN]!r}", "tool_choice")
 
 
 def _size(tool: Tool, where: str) -> int:

@@ -43,15 +43,27 @@ class NamedFunction(Struct, frozen=True, forbid_unknown_fields=True):
     name: FunctionName
 
 
-class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
+class NamedTool(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
     """The function that must be called."""
 
-    type: Literal["function"]
     function: NamedFunction
 
 
+class AllowedFunctions(Struct, frozen=True, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"):
+    """Functions that may be called, of those that the prompt shows."""
+
+    allowed_tools: AllowedFunctions
+
+
 Tools = Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)]
-Choice = Annotated[Literal["none", "auto", "required"] | NamedTool, Meta(description="`auto` where there are tools.")]
+Choice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | AllowedTools, Meta(description="`auto` where there are tools.")
+]
 
 
 class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,7 +101,7 @@ class ToolUse(NamedTuple):
 
     @classmethod
     def read(
-        cls, tools: Sequence[FunctionTool] | None, choice: str | NamedTool | None, parallel: bool | None
+        cls, tools: Sequence[FunctionTool] | None, choice: str | NamedTool | AllowedTools | None, parallel: bool | None
     ) -> ToolUse:
         """Read the fields of a request. Raises APIError for tools that are refused, and for a choice that they do not
         allow."""
@@ -99,6 +111,10 @@ class ToolUse(NamedTuple):
         )
         if isinstance(choice, NamedTool):
             return cls.checked(found, ToolChoice("named", choice.function.name, parallel is not False))
+        if isinstance(choice, AllowedTools):
+            allowed = choice.allowed_tools
+            names = frozenset(each.function.name for each in allowed.tools)
+            return cls.checked(found, ToolChoice(allowed.mode, parallel=parallel is not False, allowed=names))
         mode: Any = choice or "auto"
         return cls.checked(found, ToolChoice(mode, parallel=parallel is not False))
 
