@@ -118,12 +118,19 @@ def packed_ends(config: ModelConfig, weights: Weights) -> bool:
 
 
 def build_ends(config: ModelConfig, weights: Weights) -> tuple[Embedding, Linear]:
-    """Build embedding and LM head. A tied model may store its one matrix packed: the embedding then reads that."""
+    """Build embedding and LM head. A tied model may store its one matrix packed: the embedding then reads that. So may
+    a model that is not tied its embedding, which then stays packed."""
+    names, shape = config.names, (config.vocab_size, config.hidden)
     if packed_ends(config, weights):
-        head = build_linear(weights, config.names.head, (config.vocab_size, config.hidden), bias=False)
+        head = build_linear(weights, names.head, shape, bias=False)
         assert isinstance(head.weight, Tensor | PackedTensor)
         return _embedding(config, weights, head.weight), head
-    embedding = build_embedding(config, weights)
+    if config.tied or weights.has(f"{names.embed}.weight"):
+        embedding = build_embedding(config, weights)
+    else:
+        table = build_linear(weights, names.embed, shape, bias=False).weight
+        assert isinstance(table, Tensor | PackedTensor)
+        embedding = _embedding(config, weights, table)
     return embedding, build_head(config, weights, embedding)
 
 

@@ -98,7 +98,8 @@ class Storage:
     """Storage of the weights: a scheme, or dense in `dtype`.
 
     `schemes` names single modules and overrides `linears`. Scales are stored in `dtype` unless the scheme came from a
-    checkpoint. `head` applies to the LM head, and to the embedding where the two are tied.
+    checkpoint. `head` applies to the LM head, and to the embedding where the two are tied; `embedding` to one that is
+    not.
     """
 
     linears: Scheme | None = None
@@ -106,6 +107,7 @@ class Storage:
     dtype: str = "bfloat16"
     schemes: Mapping[str, Scheme | None] = field(default_factory=dict)
     name: str = ""  # for tables; default: the name of `linears`
+    embedding: Scheme | None = None
 
     @staticmethod
     def named(name: str, head: Scheme | None = None, dtype: str = "bfloat16") -> Storage:
@@ -189,6 +191,8 @@ def weight_bytes(config: ModelConfig, storage: Storage) -> WeightBytes:
     rows = config.vocab_size * config.hidden
     if config.tied:  # rows of a table without a kernel are looked up in a float32 copy
         embedding = 0 if storage.head is None or against(storage.head) is None else 4 * rows
+    elif storage.embedding is not None:
+        embedding = read_bytes(config.vocab_size, config.hidden, storage.embedding)
     else:
         embedding = rows * ITEM_BITS[storage.dtype] // 8
     return WeightBytes(parts["linears"], parts["head"], embedding, beside + 4 * norm_weights(config))

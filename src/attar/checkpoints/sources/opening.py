@@ -71,11 +71,13 @@ def _stored_gguf(path: Path) -> tuple[ModelConfig, Storage]:
     config = checkpoint.config
     all_of = list(matrices(config))
     schemes = {each.name: checkpoint.scheme_of(each.name) for each in all_of}
-    # One dtype for all dense weights: the widest. The embedding of a model that is not tied is read as dense rows.
-    dense = [name for name, scheme in schemes.items() if scheme is None] + ([] if config.tied else [config.names.embed])
+    embedding = None if config.tied else checkpoint.scheme_of(config.names.embed)
+    # One dtype for all dense weights: the widest.
+    ends = [] if config.tied or embedding is not None else [config.names.embed]
+    dense = [name for name, scheme in schemes.items() if scheme is None] + ends
     dtype = max((checkpoint.decoded_as(name) for name in dense), key=ITEM_BITS.__getitem__, default="float32")
     counts = Counter(checkpoint.kind_of(each.name).name for each in all_of if each.compressible)
-    return config, Storage(None, schemes[config.names.head], dtype, schemes, _label(counts))
+    return config, Storage(None, schemes[config.names.head], dtype, schemes, _label(counts), embedding)
 
 
 def _label(counts: Counter[str]) -> str:

@@ -88,7 +88,9 @@ class Shard:
         return self._dense(name, Cut(rows=(vocabulary,)))
 
     def linear(self, name: str) -> Linear:
-        cut = self.part.cuts.get(name)
+        cut, vocabulary = self.part.cuts.get(name), self.part.vocabulary
+        if name == self.part.config.names.embed and vocabulary is not None:
+            cut = Cut(rows=(vocabulary,))
         if cut is None:
             return self.checkpoint.linear(name)
         return self._slices(name, cut) or cut_linear(self.checkpoint.linear(name), cut)

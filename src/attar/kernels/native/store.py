@@ -49,7 +49,11 @@ class CpuWeights:
         norm.prepared = True
 
     def table(self, table: Tensor | PackedTensor | Prepared) -> Table:
-        """Return the rows of an embedding, for reading."""
+        """Return the rows of an embedding, for reading. Packed rows stay packed where the kernels can read them."""
+        own = Linear("embedding", table) if isinstance(table, PackedTensor) else None
+        if own is not None and against(own) is None:
+            prepare(own, self.arena, self.activations)
+            return Table(own.weight)
         return Table(table if isinstance(table, Prepared) else _own(table))
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from attar.formats.packed import PackedTensor
-from attar.formats.scheme import Grid
 from attar.kernels.operands import Linear, Norm, Prepared
 from attar.kernels.triton.weights import NIBBLES, TritonWeight, against, prepare
 
@@ -55,12 +54,8 @@ class GpuWeights:
     def table(self, table: Tensor | PackedTensor | Prepared) -> TritonTable:
         """Return the rows of an embedding, for reading."""
         if isinstance(table, PackedTensor):
-            own = Linear("embedding", _moved(table, self.device))
-            if against(own) is not None or not isinstance(table.scheme.weight, Grid):
-                return TritonTable(TritonWeight("dense", table.shape, table.dequantize(self.dtype).to(self.device)))
-            prepare(own, self.dtype)
-            table = own.weight
-        elif isinstance(table, Tensor):
+            table = table.dequantize(self.dtype)
+        if isinstance(table, Tensor):
             dense = table.to(self.device, self.dtype)
             table = TritonWeight("dense", (dense.shape[0], dense.shape[1]), dense)
         assert isinstance(table, TritonWeight)
