@@ -33,9 +33,12 @@ from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.codecs import ggml_blocks, ggml_round, ggml_search
 from attar.formats.codecs.ggml import TYPES
 from attar.formats.packed import PackedTensor
+from attar.kernels import dispatch
+from attar.kernels.native.rows import Table
 from attar.model.config import Names, Rope
 from attar.model.decoder import Decoder
 from attar.model.rope import frequencies
+from attar.plan import costs
 from attar.text import gguf as text_gguf
 from attar.text import merges
 from tests.checkpoints.conftest import make_probes
@@ -249,6 +252,24 @@ def test_a_model_is_tied_where_the_output_matrix_is_missing(kind: str, write: Wr
     assert decoder.head.weight is decoder.embedding.table
     assert checkpoint.kind_of("lm_head") is TYPES[kind]
     assert logits(decoder).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16"])
+def test_an_embedding_of_its_own_stays_as_it_is_stored_for_kernels_that_read_it(kind: str, write: Write) -> None:
+    store = dispatch.store()
+    if store is None:
+        pytest.skip("the native kernels are off or do not load")
+    path = write(kind)
+    wanted = GgufCheckpoint.open(path, torch.float32).matrix("model.embed_tokens.weight")
+    table = gguf_checkpoint.load(path, torch.float32, store=store).embedding
+    ids = torch.arange(len(wanted))
+    assert torch.equal(table.forward(ids, ids), wanted)
+    assert isinstance(table.table, Table)
+    config, storage = stored(path)
+    source = table.table.source
+    held = source.nbytes if isinstance(source, torch.Tensor) else source.read_bytes  # type: ignore[union-attr]
+    assert isinstance(source, torch.Tensor) == (kind == "F16")
+    assert costs.weight_bytes(config, storage).embedding == held
 
 
 def test_sixteen_bit_matrices_stay_as_they_are_for_kernels_that_read_them(write: Write) -> None:

@@ -108,6 +108,19 @@ def test_a_table_reads_the_rows_of_the_matrix_that_makes_logits() -> None:
     assert torch.equal(rows, dense[ids])
 
 
+@pytest.mark.parametrize("scheme", ["w8g32", "w4g32", "w4a4", torch.bfloat16])
+def test_a_table_of_its_own_has_the_values_of_its_packed_rows(scheme: str | torch.dtype) -> None:
+    """Packed rows stay packed where a kernel knows them; four bits by four bits have none, and become numbers."""
+    store, ids = CpuWeights(), torch.tensor([49, 0, 17, 17])
+    source = linear_of(scheme, outputs=50).weight
+    assert isinstance(source, Tensor | PackedTensor)
+    wanted = source.dequantize() if isinstance(source, PackedTensor) else source.float()
+    table = store.table(source)
+    assert torch.equal(ops.embed(table, ids, torch.float32), wanted[ids])
+    assert isinstance(table.source, native.PackedWeight) == (scheme in ("w8g32", "w4g32"))
+    assert not store.refused, "a table is no linear, and keeps no step from being recorded"
+
+
 def test_stores_round_rows_in_the_ways_there_are() -> None:
     with user_error("name_unknown"):
         CpuWeights("int4")

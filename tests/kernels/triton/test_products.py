@@ -21,7 +21,7 @@ from attar.formats import affine
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Scheme
 from attar.kernels import ops, ref
-from attar.kernels.operands import Linear
+from attar.kernels.operands import Linear, Prepared
 from attar.kernels.triton import rows, store, tuning, w4, w8, weights
 from attar.kernels.triton.linear import linear
 
@@ -312,13 +312,16 @@ def test_codes_that_no_kernel_knows_are_widened_and_rows_rounded_otherwise_are_r
 
 @pytest.mark.parametrize("scheme", [None, "w4g64", "w8", "w8a8", "w3g64", "fp8-block", "qserve-g64"])
 def test_embedding(scheme: str | None) -> None:
-    """Of any weight: those without a kernel are widened once."""
+    """Of any weight, shared with the LM head or not."""
     source = randn(70, 64) if scheme is None else packed(scheme, 70, 64)
-    table, ids = store.GpuWeights("cpu", torch.float32).table(source), torch.tensor([0, 69, 5])
+    where, head, ids = store.GpuWeights("cpu", torch.float32), Linear("head", source), torch.tensor([0, 69, 5])
     positions, places = randn(9, 64, seed=3), torch.tensor([2, 0, 6])
-    ours = ops.embed(table, ids, torch.float32, 8.0, positions, places, 2)
     expected = ops.embed(source, ids, torch.float32, 8.0, positions, places, 2)
-    assert torch.allclose(ours, expected, rtol=LOOKED_UP)
+    where.take(head)
+    assert isinstance(head.weight, Prepared | PackedTensor)
+    for given in (source, head.weight):
+        ours = ops.embed(where.table(given), ids, torch.float32, 8.0, positions, places, 2)
+        assert torch.allclose(ours, expected, rtol=LOOKED_UP)
 
 
 def test_rows_of_another_width_are_refused() -> None:
