@@ -23,13 +23,14 @@ programs, and rounding with it. `ref` uses torch's matrix products and guarantee
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from attar.formats.packed import PackedTensor
-from attar.kernels import dispatch, hadamard, operands, ref, ref_attention
+from attar.kernels import dispatch, hadamard, operands, ref, ref_attention, ref_sparse
 from attar.kernels.dispatch import BackendWeights, Table
 from attar.kernels.native import attention as native_attention
 from attar.kernels.native import linear as products
@@ -231,10 +232,16 @@ def write_kv(
     First `norm` is applied to each head of q and k where norms are given, then `rope` where a rotation is, then the
     pages' own basis where they have one (`kv/bit_planes.py`). int8 pages are rounded symmetrically per token and head:
     scale = max|x| / 127, code = round-half-even(x / scale); others follow `kv/schemes.py`. A value that is not finite
-    makes its scale NaN, which the reader sees. q, k and v may be columns of one matrix. Raises ValueError on slots or
-    angles outside their arrays.
+    makes its scale NaN, which the reader sees. q, k and v may be columns of one matrix. One-bit keys are written beside
+    them where the pages have such (`kv/signs.py`). Raises ValueError on slots or angles outside their arrays.
     """
     assert pages.keys_rotated, "keys that are rotated when they are read must be written as they are"
+    if pages.signs is not None:
+        turned_k = k if k_norm is None else norm(k, None, k_norm)[1]
+        if rotation is not None:
+            at = rotation.rows.long()
+            turned_k = rope(turned_k, rotation.cos[at], rotation.sin[at])
+        pages.signs.write(turned_k, place.slot_mapping, place.positions)
     fused = isinstance(pages, PlainPages) or dispatch.is_native("write_kv", q)
     if q_norm is not None and k_norm is not None and not (fused and q_norm.kind == "rms"):
         q, k = norm(q, None, q_norm)[1], norm(k, None, k_norm)[1]
@@ -261,8 +268,17 @@ def paged_attention(
     scores are merged in splits of fixed slots, in their order. Raises ValueError on lengths or block numbers outside
     their arrays; Triton's kernels do not check them, because they would have to wait for the device. They have no mass
     yet, and raise ValueError where it is wanted.
+
+    Where the pages have one-bit keys, rows at positions from `AttentionMetadata.dense_until` on read the runs that
+    `ref_sparse.choose` names, each key-value head its own. What a row reads depends on its own query and on the keys
+    that it sees, and not on other rows. Only the reference has this, so it cannot be recorded.
     """
     assert pages.keys_rotated, "no kernel rotates keys as it reads them"
+    if pages.signs is not None and place.dense_until is not None:
+        if want_mass or place.tree is not None or place.key_positions is not None or form.window is not None:
+            raise ValueError("rows that choose keys have no mass, tree, positions of keys or window")
+        dense, _ = paged_attention(q, pages, replace(place, dense_until=None), form)
+        return ref_sparse.replace_rows(dense, q, pages, place, form), None
     if isinstance(pages, PlainPages):
         if want_mass:
             raise ValueError("no kernel of this device tells the mass of a softmax yet: what evicts by it runs on CPUs")

@@ -29,6 +29,7 @@ from attar.kv import schemes
 from attar.kv.bit_planes import Basis, rotation
 from attar.kv.kvquant import Channels
 from attar.kv.schemes import KvScheme, Layout
+from attar.kv.signs import Signs
 
 RUN = schemes.RUN  # slots that stand side by side in the keys, and columns in the values
 PARTS = ("keys", "values", "key_scales", "value_scales", "key_zeros", "value_zeros")  # of most schemes
@@ -84,6 +85,7 @@ class PagedKV:
     bases: Bases | None = None
     recent: Recent | None = None
     more: dict[str, Tensor] = field(default_factory=dict)  # arrays that only this scheme has, by the names of its parts
+    signs: Signs | None = None  # one-bit keys, where rows choose what they read
     keys_rotated: bool = field(default=True, init=False)
     """True where keys are rotated when they are written.
 
@@ -123,7 +125,7 @@ class PagedKV:
             shape = (tails, kv_heads, block, head_dim)
             recent = Recent(*(torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2)))
         more = {name: made.pop(name) for name in list(made) if name not in PARTS}
-        return cls(head_dim, **made, scheme=scheme, bases=bases, recent=recent, more=more)
+        return cls(head_dim, **made, scheme=scheme, bases=bases, recent=recent, more=more, signs=None)
 
     @functools.cached_property
     def channels(self) -> Tensor:
@@ -139,7 +141,8 @@ class PagedKV:
 
     def parts(self) -> list[Tensor]:
         """Return the arrays of blocks."""
-        return [part for name in PARTS if (part := getattr(self, name)) is not None] + list(self.more.values())
+        found = [part for name in PARTS if (part := getattr(self, name)) is not None] + list(self.more.values())
+        return found if self.signs is None else [*found, self.signs.bits, self.signs.scales]
 
     @property
     def blocks(self) -> int:
@@ -172,7 +175,7 @@ class AttentionMetadata:
     must: there, a negative number marks an empty slot. With `tree`, each sequence's own rows (its last slots) see of
     one another only what the mask allows, and their keys are at the rows' positions, which may branch. Where the pages
     keep unfinished blocks apart, a call's rows of a sequence are of one block, and `tails` names the unfinished block
-    that is theirs.
+    that is theirs. Where the pages have one-bit keys, rows at positions from `dense_until` on choose what they read.
     """
 
     row_starts: Tensor  # [B + 1] int32: the rows of sequence b are row_starts[b] .. row_starts[b + 1]
@@ -183,6 +186,7 @@ class AttentionMetadata:
     key_positions: Tensor | None = None  # [blocks, block] int32
     tree: Tensor | None = None  # bool [sum of T * T]: each sequence's mask [queries, keys] of its T rows, one by one
     tails: Tensor | None = None  # [B] int64
+    dense_until: Tensor | None = None  # [B] int32; None: every row reads every key
 
 
 @dataclass(eq=False)

@@ -55,6 +55,8 @@ class KVCache:
         self.capacity = capacity
         self.filled = [0] * batch
         self.tails: Tails = _own
+        self.dense_until: list[int] | None = None
+        """Position of each sequence's first row that chooses what it reads, where layers have one-bit keys."""
 
     @classmethod
     def over(cls, layers: list[PagedKV], tables: Tensor, filled: list[int], tails: Tails | None = None) -> KVCache:
@@ -65,6 +67,7 @@ class KVCache:
         """
         made = cls.__new__(cls)
         made.layers, made.block_tables, made.filled, made.tails = layers, tables, filled, tails or _own
+        made.dense_until = None
         made.capacity = tables.shape[1] * layers[0].block
         return made
 
@@ -99,7 +102,8 @@ class KVCache:
         row_starts, seen, tables, positions, where = sent(
             self.device, starts.int(), filled, self.block_tables, torch.cat(pieces).int(), torch.cat(slots)
         )
-        return AttentionMetadata(row_starts, seen, tables, positions, where, tails=tails)
+        until = None if self.dense_until is None else torch.tensor(self.dense_until, dtype=torch.int32)
+        return AttentionMetadata(row_starts, seen, tables, positions, where, tails=tails, dense_until=until)
 
     @property
     def scheme(self) -> KvScheme:
