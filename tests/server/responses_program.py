@@ -13,6 +13,7 @@ from typing import Any, Literal
 import openai
 import pydantic
 from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses.response_item_list import ResponseItemList
 
 EVENTS: Any = pydantic.TypeAdapter(ResponseStreamEvent)
 SAID: Any = [{"role": "user", "content": "hello"}]
@@ -96,6 +97,25 @@ def calls(client: openai.OpenAI, model: str) -> dict[str, Any]:
     }
 
 
+def listed(client: openai.OpenAI, model: str) -> dict[str, Any]:
+    """The input items of a stored answer, each of which fits the package's models, in pages of two."""
+    said: Any = [
+        *SAID,
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"role": "assistant", "content": "I look."},
+        {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "seen"},
+    ]
+    one = whole(client, model=model, input=said, max_output_tokens=6)
+    reply = client.responses.input_items.with_raw_response.list(one.id)
+    ResponseItemList.model_validate_json(reply.http_response.content)
+    pages = list(client.responses.input_items.list(one.id, order="asc", limit=2))
+    return {
+        "types": [item.type for item in pages],
+        "newest": [item.id for item in reply.parse().data] == [item.id for item in reversed(pages)],
+    }
+
+
 def refused(client: openai.OpenAI, model: str) -> list[Any]:
     found: list[Any] = []
     for options in ({"tools": [{"type": "web_search"}]}, {"background": True}, {"conversation": "conv_1"}):
@@ -108,7 +128,7 @@ def refused(client: openai.OpenAI, model: str) -> list[Any]:
 
 def main(url: str, model: str, *parts: str) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    known: dict[str, Any] = {"text": text, "parsed": parsed, "calls": calls, "refused": refused}
+    known: dict[str, Any] = {"text": text, "parsed": parsed, "calls": calls, "refused": refused, "listed": listed}
     print(json.dumps({part: known[part](client, model) for part in parts}))
 
 

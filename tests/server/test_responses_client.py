@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from soaks.served import Served
 
 from attar.server.api.answering import AnswerReader
 from attar.server.api.responses.routes import ResponsesRoutes
+from attar.server.options import ServerOptions
 from attar.text.answers.events import AnswerEvent, CallArguments, CallEnd, CallStart, Plain, ReasoningDelta, TextDelta
 from tests.server.conftest import Running
 from tests.server.test_clients import HERE, PYTHON, SECONDS, needs_clients
@@ -41,6 +43,13 @@ def test_calls_and_reasoning(server: Running, monkeypatch: pytest.MonkeyPatch) -
     assert found["types"] == found["done"] == ["reasoning", "message", "function_call", "function_call"]
     assert found["arguments"] == found["snapshots"] == ['{"at": 1}'] * 2
     assert (found["ids"], found["again"]) == (2, "response")
+
+
+def test_input_items(start: Callable[..., Running]) -> None:
+    server = start(ServerOptions(port=0, response_store=1 << 20))
+    found = seen(server.port, "fake", "listed")["listed"]
+    assert found["types"] == ["message", "reasoning", "message", "function_call", "function_call_output"]
+    assert found["newest"]
 
 
 def seen(port: int, model: str, *parts: str) -> dict[str, Any]:

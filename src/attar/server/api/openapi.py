@@ -386,6 +386,7 @@ def _add_links(paths: Schema) -> None:
     one = paths["/v1/responses/{name}"]
     made = {"parameters": {"name": "$response.body#/id"}}
     stored = {method: {"operationId": one[method]["operationId"], **made} for method in ("get", "delete")}
+    stored["input_items"] = {"operationId": paths["/v1/responses/{name}/input_items"]["get"]["operationId"], **made}
     paths["/v1/responses"]["post"]["responses"]["200"]["links"] |= stored
     text = {"operationId": paths["/detokenize"]["post"]["operationId"]}
     back = {"requestBody": {"tokens": "$response.body#/tokens"}}

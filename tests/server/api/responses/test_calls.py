@@ -89,11 +89,19 @@ def test_the_engine_is_asked_as_by_a_chat(server: Running, saying: Saying) -> No
         {"role": "assistant", "content": "Let me see.", "tool_calls": made},
         *({"role": "tool", "tool_call_id": each["call_id"], "content": each["output"]} for each in results),
     ]
-    named = {"type": "function", "name": "now"}, {"type": "function", "function": {"name": "now"}}
-    for choice, theirs in (("auto", "auto"), ("none", "none"), ("required", "required"), named):
+    name, function = {"type": "function", "name": "now"}, {"type": "function", "function": {"name": "now"}}
+    allowed = [
+        (
+            {"type": "allowed_tools", "mode": mode, "tools": [name]},
+            {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [function]}},
+        )
+        for mode in ("auto", "required")
+    ]
+    for choice, theirs in (("auto",) * 2, ("none",) * 2, ("required",) * 2, (name, function), *allowed):
         for parallel in (True, False):
             more = {"parallel_tool_calls": parallel}
-            ask(server, input=[*USER, *output, *results], tool_choice=choice, **more)
+            told = ask(server, input=[*USER, *output, *results], tool_choice=choice, **more)
+            assert told["tool_choice"] == choice
             mine = asked(server)
             reply = server.post(CHAT, {
                 "messages": said, "tools": [WEATHER, NOW], "tool_choice": theirs, "max_tokens": 300, **more,

@@ -167,6 +167,7 @@ def test_why_knows_the_answer(server: Running) -> None:
 
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
 SPACE = {"type": "namespace", "name": "eyes", "description": "Sight.", "tools": [TOOL]}
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "other"}]}
 PADDED = {"include_obfuscation": True}
 
 
@@ -212,7 +213,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{**SPACE, "tools": [TOOL, {"type": "custom"}]}]}, "invalid_value", "tools[0].tools[1].type"),
     ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "invalid_value", "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "invalid_value", "tool_choice.type"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "missing_field", "tool_choice.mode"),
+    ({"tools": [TOOL], "tool_choice": ALLOWED | {"tools": []}}, "invalid_length", "tool_choice.tools"),
+    ({"tools": [TOOL], "tool_choice": ALLOWED}, "invalid_value", "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "hosted_tool"}}, "invalid_value", "tool_choice.type"),
     ({"messages": USER}, "unknown_field", "messages"),
 ]  # fmt: skip
 

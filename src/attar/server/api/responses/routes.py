@@ -18,6 +18,7 @@ from attar.server.api.logprobs import Content
 from attar.server.api.openapi import giving, taking
 from attar.server.api.responses import types
 from attar.server.api.responses.answer import Answer, Keep
+from attar.server.api.responses.input_items import PARAMETERS, Page, identified
 from attar.server.api.responses.items import Item, ItemReference, conversation
 from attar.server.api.responses.output import Output
 from attar.server.api.responses.schemas import ResponsesBody
@@ -55,6 +56,8 @@ class ResponsesRoutes(Routes):
         app.post("/v1/responses", openapi_extra=made)(self.respond)
         app.get("/v1/responses/{name}", openapi_extra=giving(types.ResponseObject))(self.retrieve)
         app.head("/v1/responses/{name}")(self.retrieve)
+        listed = {**giving(types.InputItemList), "parameters": PARAMETERS}
+        app.get("/v1/responses/{name}/input_items", openapi_extra=listed)(self.input_items)
         app.delete("/v1/responses/{name}", openapi_extra=giving(types.DeletedResponse))(self.delete)
 
     async def respond(self, request: Request) -> Response:
@@ -88,6 +91,16 @@ class ResponsesRoutes(Routes):
         if (stored := store.get(caller.cache_salt, name)) is None:
             raise _unknown("response")
         return Response(stored.answer, media_type="application/json")
+
+    async def input_items(self, request: Request, name: str) -> Response:
+        """The items that a stored answer of this key answers, in pages: those of its request, and the conversation that
+        it goes on from."""
+        store, caller = self._stored(), request.scope["attar"]
+        if (stored := store.get(caller.cache_salt, name)) is None:
+            raise _unknown("response")
+        page = Page.read(request.query_params)
+        items = await self._past(request, caller, stored.turns)
+        return respond(page.of(items[: len(items) - len(stored.output)]))
 
     async def delete(self, request: Request, name: str) -> Response:
         """Forget an answer that this key has stored. Later answers of its conversation keep what they build on."""
@@ -145,7 +158,7 @@ class ResponsesRoutes(Routes):
 
         def keep(id: str, answer: bytes, output: Sequence[Mapping[str, Any]]) -> bool:
             point("responses.store", caller.id)
-            turns = [*before, encode([*items, *output])]
+            turns = [*before, encode([*identified(items), *output])]
             return store.put(caller.cache_salt, id, answer, turns, [item["id"] for item in output])
 
         return keep

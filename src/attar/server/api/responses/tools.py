@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
+import msgspec
 from msgspec import Meta, Struct
 
 from attar.server.api.body import Ignored
@@ -65,17 +67,24 @@ class ResponseNamespace(
         return {"type": "namespace", "name": self.name, "description": self.description or "", "tools": inner}
 
 
-class ChosenFunction(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ChosenFunction(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
     """The function that must be called."""
 
-    type: Literal["function"]
     name: ToolName
 
 
+class AllowedOfTools(
+    Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="allowed_tools"
+):
+    """Functions that may be called, of those that the prompt shows."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenFunction], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
 ResponseTools = Annotated[list[ResponseFunction | ResponseNamespace], Meta(max_length=MAX_TOOLS)]
-ResponseChoice = Annotated[
-    Literal["none", "auto", "required"] | ChosenFunction, Meta(description="`auto` where there are tools.")
-]
+Choice = Literal["none", "auto", "required"] | ChosenFunction | AllowedOfTools
+ResponseChoice = Annotated[Choice, Meta(description="`auto` where there are tools.")]
 
 
 class Toolset(NamedTuple):
@@ -92,20 +101,22 @@ def joined(namespace: str | None, name: str) -> str:
 
 
 def read_tools(
-    tools: Sequence[ResponseFunction | ResponseNamespace] | None, choice: str | ChosenFunction | None,
-    parallel: bool | None,
-) -> Toolset:  # fmt: skip
+    tools: Sequence[ResponseFunction | ResponseNamespace] | None, choice: Choice | None, parallel: bool | None
+) -> Toolset:
     """Return the tools of a request and the choice among them. Raises APIError for tools that are refused, and for a
     choice that they do not allow."""
     found = list(_functions(tools or ()))
     read = tuple(
         Tool(joined(space, each.name), each.description, each.parameters, bool(each.strict)) for _, space, each in found
     )
-    if isinstance(choice, ChosenFunction):
-        made = ToolChoice("named", choice.name, parallel is not False)
-    else:
-        mode: Any = choice or "auto"
-        made = ToolChoice(mode, parallel=parallel is not False)
+    made = ToolChoice(parallel=parallel is not False)
+    match choice:
+        case ChosenFunction(name=name):
+            made = replace(made, mode="named", name=name)
+        case AllowedOfTools(mode=mode, tools=allowed):
+            made = replace(made, mode=mode, allowed=frozenset(each.name for each in allowed))
+        case "none" | "required":
+            made = replace(made, mode=choice)
     with placing(tools or ()):
         use = ToolUse.checked(read, made)
     spaces = {joined(space, each.name): (space, each.name) for _, space, each in found if space is not None}
@@ -136,6 +147,6 @@ def _functions(tools: Sequence[ResponseFunction | ResponseNamespace]) -> Iterato
             yield f"tools[{at}]", None, tool
 
 
-def told_choice(choice: str | ChosenFunction | None) -> str | dict[str, str]:
+def told_choice(choice: Choice | None) -> Any:
     """Return the choice as answers repeat it."""
-    return {"type": "function", "name": choice.name} if isinstance(choice, ChosenFunction) else choice or "auto"
+    return msgspec.to_builtins(choice or "auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
@@ -122,6 +123,45 @@ class DeletedResponse(Answer, frozen=True):
     id: str
     object: Literal["response"]
     deleted: bool
+
+
+class ListedText(Answer, frozen=True, tag_field="type", tag="input_text"):
+    text: str
+
+
+class SaidRefusal(Answer, frozen=True, tag_field="type", tag="refusal"):
+    refusal: str
+
+
+class ListedMessage(Answer, frozen=True, tag_field="type", tag="message"):
+    """A message of an answer's input."""
+
+    id: str
+    status: Status
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Sequence[ListedText | SaidText | SaidRefusal]
+
+
+class ListedOutput(Answer, frozen=True, tag_field="type", tag="function_call_output"):
+    """What a called function has returned."""
+
+    id: str
+    status: Status
+    call_id: str
+    output: str | list[ListedText]
+
+
+ListedItem = ListedMessage | MadeCall | ListedOutput | SaidReasoning
+
+
+class InputItemList(Answer, frozen=True):
+    """A page of the input items of a stored answer."""
+
+    object: Literal["list"]
+    data: list[ListedItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class ResponseEvent(Answer, frozen=True):

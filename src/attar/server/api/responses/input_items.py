@@ -1,0 +1,134 @@
+"""The input items of a stored answer: `GET /v1/responses/ID/input_items`, in pages."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from attar.server.api.responses import types
+from attar.server.api.responses.items import (
+    FunctionCall,
+    FunctionCallOutput,
+    Item,
+    ItemContent,
+    MessageItem,
+    OutputText,
+    ReasoningItem,
+    Refusal,
+)
+from attar.server.errors import APIError
+
+MOST, DEFAULT = 100, 20  # items of a page
+ORDERS = ("asc", "desc")
+
+PARAMETERS: list[dict[str, Any]] = [
+    {"name": "order", "in": "query", "schema": {"enum": list(ORDERS), "default": "desc"}},
+    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MOST, "default": DEFAULT}},
+    {"name": "after", "in": "query", "schema": {"type": "string"}},
+]
+"""Parameters of the query, for the OpenAPI document."""
+
+_PREFIXES: dict[type[Item], str] = {
+    MessageItem: "msg_", FunctionCall: "fc_", FunctionCallOutput: "fco_", ReasoningItem: "rs_",
+}  # fmt: skip
+
+
+class Page(NamedTuple):
+    """A part of a list: at most `limit` items behind the id `after`, the newest first where `order` is `desc`."""
+
+    order: str = "desc"
+    limit: int = DEFAULT
+    after: str | None = None
+
+    @classmethod
+    def read(cls, query: Mapping[str, str]) -> Page:
+        """Read a query. Raises APIError for a parameter that is refused."""
+        for name in ("include", "include[]"):
+            if name in query:
+                raise APIError("unsupported_field", f"{name}: not supported by this server", name)
+        order, limit = query.get("order", "desc"), query.get("limit", str(DEFAULT))
+        if order not in ORDERS:
+            raise APIError("invalid_value", "order: asc or desc", "order")
+        if not (limit.isascii() and limit.isdigit()) or len(limit) > len(str(MOST)) or not 1 <= int(limit) <= MOST:
+            raise APIError("out_of_range", f"limit: a whole number from 1 to {MOST}", "limit")
+        return cls(order, int(limit), query.get("after"))
+
+    def of(self, items: Sequence[Item]) -> types.InputItemList:
+        """Return the page of items, of which the oldest is the first. Raises APIError for an unknown `after`."""
+        listed = _named(items)
+        if self.order == "desc":
+            listed.reverse()
+        begin = 0
+        if self.after is not None:
+            begin = next((at for at, (id, _) in enumerate(listed, 1) if id == self.after), 0)
+            if not begin:
+                raise APIError("invalid_value", "after: no input item of this answer has that id", "after")
+        data = [_told(item, id) for id, item in listed[begin : begin + self.limit]]
+        return types.InputItemList(
+            object="list", data=data, first_id=data[0].id if data else None, last_id=data[-1].id if data else None,
+            has_more=begin + self.limit < len(listed),
+        )  # fmt: skip
+
+
+def identified(items: Iterable[Item]) -> list[Item]:
+    """Return items that each have an id: a new one where the client has given none."""
+    return [
+        item if item.id else msgspec.structs.replace(item, id=_PREFIXES[type(item)] + secrets.token_hex(16))
+        for item in items
+    ]
+
+
+def _named(items: Sequence[Item]) -> list[tuple[str, Item]]:
+    """Return items with their ids. One that a client has given to several items is numbered: pages would not get past
+    it otherwise."""
+    taken: dict[str, int] = {}
+    found = []
+    for item in items:
+        id = own = item.id or ""
+        while id in taken:
+            taken[own] += 1
+            id = f"{own}_{taken[own]}"
+        taken[id] = 1
+        found.append((id, item))
+    return found
+
+
+def _told(item: Item, id: str) -> types.ListedItem:
+    status = item.status or "completed"
+    match item:
+        case MessageItem(role=role):
+            said = _said(item.content) if role == "assistant" else _given(item.content)
+            return types.ListedMessage(id=id, status=status, role=role, content=said)
+        case FunctionCall(call_id=call, name=name, arguments=arguments, namespace=space):
+            unset = msgspec.UNSET if space is None else space
+            return types.MadeCall(
+                id=id, status=status, call_id=call, name=name, arguments=arguments, namespace=unset
+            )  # fmt: skip
+        case FunctionCallOutput(call_id=call, output=output):
+            told = output if isinstance(output, str) else _given(output)
+            return types.ListedOutput(id=id, status=status, call_id=call, output=told)
+        case ReasoningItem():
+            content = [types.ReasoningText(text=part.text) for part in item.content or ()]
+            return types.SaidReasoning(id=id, status=status, summary=[], content=content)
+
+
+def _given(content: ItemContent) -> list[types.ListedText]:
+    """Return what a user, the system or a function says."""
+    texts = [content] if isinstance(content, str) else (
+        part.refusal if isinstance(part, Refusal) else part.text for part in content
+    )  # fmt: skip
+    return [types.ListedText(text=text) for text in texts]
+
+
+def _said(content: ItemContent) -> list[types.SaidText | types.SaidRefusal]:
+    """Return what the model has said."""
+    parts = [OutputText(text=content)] if isinstance(content, str) else content
+    return [
+        types.SaidRefusal(refusal=part.refusal)
+        if isinstance(part, Refusal)
+        else types.SaidText(annotations=[], logprobs=[], text=part.text)
+        for part in parts
+    ]
