@@ -14,10 +14,10 @@ from attar.cli.tool_use.functions import Functions
 from attar.errors import UserError
 from attar.protocol.request import Completion, SamplingParams, ToolCall
 from attar.text.answers.events import AnswerEvent
+from attar.text.answers.made_calls import calls
 from attar.text.answers.reasoning import reasoning_and_text
 from attar.text.tokenizer import Tokenizer
 from attar.text.tools.formats import detect
-from attar.text.tools.made_calls import calls
 from attar.text.tools.parsers import parser
 from attar.text.tools.tool import Tool, ToolChoice
 from tests.cli.test_commands import BAD_INPUT, attar, refused

@@ -19,9 +19,9 @@ from attar.server.api.schemas import ChatBody
 from attar.server.fair_thread_pool import TextThreads
 from attar.server.prompts import Prompts
 from attar.text.answers.events import CallEnd, CallStart
+from attar.text.answers.made_calls import calls
 from attar.text.answers.reasoning import reasoning_and_text
 from attar.text.tools.calling import Calling
-from attar.text.tools.made_calls import calls
 from tests.text.tools.families import FAMILIES
 
 PARAMS = SamplingParams(max_tokens=100, temperature=0, seed=0)

@@ -11,9 +11,9 @@ from attar.protocol.reasoning import ReasoningSection
 from attar.protocol.request import Completion, FinishReason, SamplingParams, TokenLogprob, ToolCall
 from attar.sampling.sampler import counted
 from attar.text.answers.events import AnswerEvent, AnswerParser, Plain
+from attar.text.answers.made_calls import calls
 from attar.text.answers.reasoning import reasoning_and_text
 from attar.text.tools.calling import NO_CALLS, Calling
-from attar.text.tools.made_calls import calls
 
 Said = Delta | PromptLogprobs | Finished | Failed
 

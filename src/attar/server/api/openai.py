@@ -29,9 +29,9 @@ from attar.server.http import sse
 from attar.server.prompts import Echo
 from attar.server.request_handler import RequestHandler
 from attar.text.answers.events import AnswerEvent
+from attar.text.answers.made_calls import MadeCall, calls
 from attar.text.answers.reasoning import reasoning_and_text
 from attar.text.tokenizer import Tokenizer
-from attar.text.tools.made_calls import MadeCall, calls
 
 DONE = b"data: [DONE]\n\n"
 FAILED = sse.event(APIError("internal", INTERNAL).body())

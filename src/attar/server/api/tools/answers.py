@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from attar.text.answers.events import AnswerEvent, CallArguments, CallStart
+from attar.text.answers.made_calls import MadeCall
 from attar.text.tools.calling import Calling
-from attar.text.tools.made_calls import MadeCall
 
 encode = msgspec.json.encode
 

@@ -11,8 +11,8 @@ from msgspec import Meta, Struct
 from attar.server.api.body import Ignored
 from attar.server.errors import APIError
 from attar.text.answers.events import AnswerEvent, CallArguments, CallEnd, CallStart
+from attar.text.answers.made_calls import MadeCall
 from attar.text.tools.calling import Calling
-from attar.text.tools.made_calls import MadeCall
 from attar.text.tools.openai import MAX_CALLS, Call, CalledFunction, CallId, FunctionName
 
 
