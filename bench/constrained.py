@@ -127,12 +127,12 @@ def main() -> None:
         one, each = answer(llm, prompt, plain, SCHEMA)
         without += each * len(one.token_ids)
         masked += meter.seconds
-        assert llm._engine is not None
-        before = llm._engine.stats().forced_tokens
+        assert llm.running.engine is not None
+        before = llm.running.engine.stats().forced_tokens
         meter.on = False
         two, quick = answer(llm, prompt, forcing, SCHEMA)
         forced += quick * len(two.token_ids)
-        saved += llm._engine.stats().forced_tokens - before
+        saved += llm.running.engine.stats().forced_tokens - before
         assert one.token_ids == two.token_ids, "forced tokens changed an answer"
         tokens += len(one.token_ids)
         reasons[one.finish_reason] += 1

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from attar.engine import llm
+from attar.engine.llm.running import PREFILL_ROWS
 from attar.evaluation import decode_speed
 
 SIDE = 2048
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--prompt", type=int, default=512)
     args = parser.parse_args()
-    assert args.prompt <= llm.PREFILL_ROWS, "one step"
+    assert args.prompt <= PREFILL_ROWS, "one step"
     load = decode_speed.Load(args.prompt, 8, 1)
     found = decode_speed.run(partial(decode_speed.load, args.file), load, decode_speed.Setup(activations="exact"))
     bound = float32_gops()

@@ -30,10 +30,10 @@ def test_a_copy_drafts_for_its_source(tiny: Path, tmp_path: Path) -> None:
     llm = LLM(tiny, draft=str(tmp_path / "draft"), draft_tokens=3, verify=False)
     plain = LLM(tiny, verify=False).generate([[5, 6, 7]], params)
     assert [each.token_ids for each in llm.generate([[5, 6, 7]], params)] == [plain[0].token_ids]
-    assert llm._engine is not None
-    assert llm._engine.speculation is not None
-    assert llm._engine.speculation.accepted > 5
-    assert llm._engine.speculation.errors == 0
+    assert llm.running.engine is not None
+    assert llm.running.engine.speculation is not None
+    assert llm.running.engine.speculation.accepted > 5
+    assert llm.running.engine.speculation.errors == 0
 
 
 @pytest.mark.parametrize("name", ["draft", "draft.gguf"])

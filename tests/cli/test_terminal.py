@@ -9,8 +9,7 @@ from collections.abc import Generator
 import pytest
 
 from attar.cli.terminal import Progress, dimmed, parse_bytes, print_pieces
-from attar.text.answers.events import Plain
-from attar.text.answers.reasoning import Place, ReasoningMarkers, ReasoningParser
+from attar.text.answers.events import AnswerEvent, CallStart, ReasoningDelta, TextDelta
 from tests.errors import user_error
 
 
@@ -106,16 +105,13 @@ def test_a_text_that_breaks_off_still_ends_its_line(capsys: pytest.CaptureFixtur
 def test_reasoning_is_dim_on_a_terminal_and_apart_in_a_pipe(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def pieces() -> Generator[str, None, int]:
-        yield from ("<th", "ink>\nHm.", "\n</think>\n", "\nYes", ", it is.")
+    def events() -> Generator[AnswerEvent, None, int]:
+        yield from (ReasoningDelta("Hm."), TextDelta("Yes"), TextDelta(", it."), CallStart(0, "f"))
         return 7
 
-    def parser() -> ReasoningParser:
-        return ReasoningParser(ReasoningMarkers("<think>", "</think>"), Place.BEFORE, Plain())
-
-    assert print_pieces(dimmed(pieces(), parser())) == 7
+    assert print_pieces(dimmed(events())) == 7
     shown = capsys.readouterr()
-    assert (shown.out, shown.err) == ("Yes, it is.\n", "Hm.")
+    assert (shown.out, shown.err) == ("Yes, it.\n", "Hm.")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert print_pieces(dimmed(pieces(), parser())) == 7
-    assert capsys.readouterr().out == "\033[2mHm.\033[22m\n\nYes, it is.\n"
+    assert print_pieces(dimmed(events())) == 7
+    assert capsys.readouterr().out == "\033[2mHm.\033[22m\n\nYes, it.\n"

@@ -98,11 +98,11 @@ def test_it_learns_and_the_engine_reads_it(tiny: Path, ids: Tensor, tmp_path: Pa
     params = SamplingParams(max_tokens=12, temperature=0.7, seed=2, ignore_eos=True)
     plain = LLM(tiny, verify=False).generate([ids[0, :6].tolist()], params)
     assert [each.token_ids for each in llm.generate([ids[0, :6].tolist()], params)] == [plain[0].token_ids]
-    assert llm._engine is not None
-    assert llm._engine.speculation is not None
-    assert llm._engine.speculation.drafter.name == {"exit": "exit", "small": "model"}[kind]
-    assert llm._engine.speculation.drafted > 5
-    assert llm._engine.speculation.errors == 0
+    assert llm.running.engine is not None
+    assert llm.running.engine.speculation is not None
+    assert llm.running.engine.speculation.drafter.name == {"exit": "exit", "small": "model"}[kind]
+    assert llm.running.engine.speculation.drafted > 5
+    assert llm.running.engine.speculation.errors == 0
 
 
 class Killed(Exception):

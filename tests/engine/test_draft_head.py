@@ -185,11 +185,11 @@ def test_a_head_folder_is_a_source_of_drafts(demo: Path, demo_head: Path) -> Non
     plain = LLM(demo, verify=False).generate("Once upon a time", params)
     llm = LLM(demo, draft=str(demo_head), draft_tokens=2, verify=False)
     assert [each.token_ids for each in llm.generate("Once upon a time", params)] == [plain[0].token_ids]
-    assert llm._engine is not None
-    assert llm._engine.speculation is not None
-    assert llm._engine.speculation.drafter.name == "medusa"
-    assert llm._engine.speculation.drafted > 10
-    assert llm._engine.speculation.errors == 0
+    assert llm.running.engine is not None
+    assert llm.running.engine.speculation is not None
+    assert llm.running.engine.speculation.drafter.name == "medusa"
+    assert llm.running.engine.speculation.drafted > 10
+    assert llm.running.engine.speculation.errors == 0
 
 
 def test_a_server_counts_the_head_in_its_memory(demo: Path, demo_head: Path) -> None:

@@ -34,9 +34,9 @@ def test_a_model_that_drafts_for_itself_changes_nothing_and_is_right(demo: Path,
     plain = LLM(demo, verify=False).generate("Once upon a time", params)
     llm = LLM(demo, draft=str(demo), draft_tokens=3, verify=False)
     assert [each.token_ids for each in llm.generate("Once upon a time", params)] == [plain[0].token_ids]
-    assert llm._engine is not None
-    assert llm._engine.speculation is not None
-    assert llm._engine.speculation.drafted == llm._engine.speculation.accepted > 12
+    assert llm.running.engine is not None
+    assert llm.running.engine.speculation is not None
+    assert llm.running.engine.speculation.drafted == llm.running.engine.speculation.accepted > 12
 
 
 def test_a_server_counts_the_draft_model_in_its_memory(demo: Path) -> None:

@@ -154,8 +154,8 @@ def test_no_schedule_of_constrained_requests_changes_a_bit(make: Callable[..., E
 def test_llm_drafts_them_without_being_asked(demo: Any) -> None:
     llm = LLM(demo)
     (done,) = llm.generate(["Weather: "], SamplingParams(max_tokens=80, seed=1), constraint=KEYS)
-    assert llm._engine is not None
-    assert llm._engine.stats().forced_tokens > 10
+    assert llm.running.engine is not None
+    assert llm.running.engine.stats().forced_tokens > 10
     params = SamplingParams(max_tokens=80, seed=1, draft_tokens=0)
     assert llm.generate(["Weather: "], params, constraint=KEYS) == [done]
     if done.finish_reason == "stop":

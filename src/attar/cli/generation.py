@@ -243,10 +243,8 @@ def chat(config: ChatConfig) -> None:
                 answer = with_tools.turn(messages, params, date=config.template_date)
                 warnings += _cut_short(llm, answer, config.max_tokens)
                 continue
-            prompt = llm.encode_chat(messages, date=config.template_date)
-            parser = llm.reasoning_parser(prompt, exact=constraint is not None)
-            stream = llm.stream_chat(messages, params, constraint=constraint, date=config.template_date)
-            answer = print_pieces(dimmed(stream, parser))
+            stream = llm.chat_events(messages, params, constraint=constraint, date=config.template_date)
+            answer = print_pieces(dimmed(stream))
             messages.append({"role": "assistant", "content": answer.text})
             warnings += _cut_short(llm, answer, config.max_tokens)
         emit(config.as_json, {"messages": messages, "warnings": warnings})

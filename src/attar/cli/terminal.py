@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import typer
 
 from attar.errors import Code, UserError, code_of
-from attar.text.answers.events import AnswerParser, ReasoningDelta, TextDelta
+from attar.text.answers.events import AnswerEvent, ReasoningDelta, TextDelta
 
 CHECK_FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 LEAST = 10**6  # the least bytes that a number without a unit may mean
@@ -60,27 +60,25 @@ def print_pieces(stream: Generator[str, None, Result]) -> Result:
         print()
 
 
-def dimmed(stream: Generator[str, None, Result], parser: AnswerParser) -> Generator[str, None, Result]:
-    """Yield the pieces of an answer with its reasoning dim; where stdout is no terminal, the reasoning goes to stderr.
-    Returns the generator's return value."""
+def dimmed(stream: Generator[AnswerEvent, None, Result]) -> Generator[str, None, Result]:
+    """Yield the text of an answer's events with its reasoning dim; where stdout is no terminal, the reasoning goes to
+    stderr. Returns the generator's return value."""
     terminal, reasoning = sys.stdout.isatty(), False
-    result: Result | None = None
-    while result is None:
+    while True:
         try:
-            events = parser.feed(next(stream))
+            event = next(stream)
         except StopIteration as end:
-            events, result = parser.close(), end.value
-        for event in events:
-            text = f"\033[2m{event.text}\033[22m" if isinstance(event, ReasoningDelta) else ""
-            if isinstance(event, TextDelta):
-                text = "\n\n" + event.text if reasoning and terminal else event.text
-            elif isinstance(event, ReasoningDelta) and not terminal:
-                text = ""
-                print(event.text, end="", file=sys.stderr, flush=True)
-            reasoning = isinstance(event, ReasoningDelta)
-            if text:
-                yield text
-    return result
+            result: Result = end.value
+            return result
+        text = f"\033[2m{event.text}\033[22m" if isinstance(event, ReasoningDelta) else ""
+        if isinstance(event, TextDelta):
+            text = "\n\n" + event.text if reasoning and terminal else event.text
+        elif isinstance(event, ReasoningDelta) and not terminal:
+            text = ""
+            print(event.text, end="", file=sys.stderr, flush=True)
+        reasoning = isinstance(event, ReasoningDelta)
+        if text:
+            yield text
 
 
 def read_stdin() -> str:

@@ -40,7 +40,7 @@ from torch import Tensor
 from attar.checkpoints.sources import hf, opening
 from attar.checkpoints.sources.opening import stored
 from attar.engine import bottleneck
-from attar.engine.llm import PREFILL_ROWS
+from attar.engine.llm.running import PREFILL_ROWS
 from attar.errors import UserError
 from attar.evaluation import row_costs
 from attar.execution import kv_cache as engine_kv

@@ -6,6 +6,7 @@ sampler can trust it: a bool is no integer, NaN is no number, and an error names
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -134,13 +135,34 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool. `arguments` is JSON text, incomplete where the answer broke off within it."""
+
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def complete(self) -> bool:
+        """Whether the arguments are a JSON object."""
+        try:
+            return isinstance(json.loads(self.arguments), dict)
+        except ValueError:
+            return False
+
+    def message_form(self) -> dict[str, Any]:
+        """Return the call as an assistant's message has it, in OpenAI's shape."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """The answer to one prompt.
 
     `finish_reason` is `stop` (an EOS or stop token, or a stop string) or `length` (max_tokens, or the context is full).
     `token_ids` include the token that ended the text; `text` does not show it. `seed` is the one that was used.
     `prompt_logprobs` belong to the prompt's tokens after its first. `reasoning` is what a chat's answer says in its
-    reasoning section, which `text` leaves out.
+    reasoning section, which `text` leaves out. `tool_calls` are a chat's calls, which `text` leaves out as well.
     """
 
     text: str
@@ -151,6 +173,13 @@ class Completion:
     seed: int | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def message(self) -> dict[str, Any]:
+        """Return a chat's answer as the assistant's message that a conversation goes on from. A call's result follows
+        it as `{"role": "tool", "tool_call_id": ..., "content": ...}`."""
+        calls = {"tool_calls": [call.message_form() for call in self.tool_calls]} if self.tool_calls else {}
+        return {"role": "assistant", "content": self.text, **calls}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-compatible values."""

@@ -27,8 +27,8 @@ from attar.text.template import TemplateError, render_chat
 from attar.text.token_bounds import TokenBounds
 from attar.text.tokenizer import Detokenizer, Tokenizer
 from attar.text.tools.formats import ToolFormat, detect
-from attar.text.tools.generic import plain
-from attar.text.tools.history import for_template, has_calls
+from attar.text.tools.generic import shown
+from attar.text.tools.history import has_calls
 from attar.text.tools.tool import Tool, ToolError
 
 T = TypeVar("T")
@@ -259,12 +259,9 @@ class Prompts:
             return messages, {}
         form = self.tool_format()
         try:
-            said = for_template(messages, form.id_length, form.arguments_as_text)
+            return shown(form, messages, tools)
         except ToolError as error:
             raise APIError("invalid_value", f"{error.param}: {error}", error.param) from error
-        if form.name == "generic":
-            return plain(said, tools), {}
-        return said, {"tools": [tool.template_form() for tool in tools]} if tools else {}
 
     def _render(
         self, messages: Sequence[dict[str, Any]], context: int | None, turn: Turn, variables: Mapping[str, Any]

@@ -12,9 +12,14 @@ import pytest
 from attar.cli.tool_use.conversation import MAX_ROUNDS, REFUSED, SHOWN, ToolChat, allowed_names, ask_terminal, escaped
 from attar.cli.tool_use.functions import Functions
 from attar.errors import UserError
-from attar.protocol.request import Completion, SamplingParams
-from attar.text.answers.events import AnswerParser
+from attar.protocol.request import Completion, SamplingParams, ToolCall
+from attar.text.answers.events import AnswerEvent
+from attar.text.answers.made_calls import calls
+from attar.text.answers.reasoning import reasoning_and_text
 from attar.text.tokenizer import Tokenizer
+from attar.text.tools.formats import detect
+from attar.text.tools.parsers import parser
+from attar.text.tools.tool import Tool, ToolChoice
 from tests.cli.test_commands import BAD_INPUT, attar, refused
 from tests.text.tools.families import HERMES, with_markers
 
@@ -29,22 +34,17 @@ class FakeLLM:
         self._answers = list(answers)
         self.seen: list[list[dict[str, Any]]] = []
 
-    def prove(self, grammar: object) -> None: ...
-
-    def encode_chat(self, messages: Sequence[dict[str, Any]], **template: Any) -> list[int]:
-        assert [tool["function"]["name"] for tool in template["tools"]] == ["twice"]
-        return []
-
-    def reasoning_parser(self, prompt: Sequence[int], inner: AnswerParser) -> AnswerParser:
-        return inner
-
-    def stream_chat(
-        self, messages: Sequence[dict[str, Any]], params: SamplingParams, **more: Any
-    ) -> Generator[str, None, Completion]:
+    def chat_events(
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams, tools: Sequence[Tool], **more: Any
+    ) -> Generator[AnswerEvent, None, Completion]:
+        assert [tool.name for tool in tools] == ["twice"]
         self.seen.append(list(messages))
-        answer = self._answers.pop(0)
-        yield from answer
-        return Completion(answer, (), "stop")
+        form = detect(self.tokenizer, self.tokenizer.chat_template(tools=True))
+        reader, answer = parser(form, tools, ToolChoice()), self._answers.pop(0)
+        events = [event for each in answer for event in reader.feed(each)] + reader.close()
+        yield from events
+        made = tuple(ToolCall(f"call_{len(self.seen)}", call.name, call.arguments) for call in calls(events))
+        return Completion(reasoning_and_text(events)[1], (), "stop", tool_calls=made)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_a_call_runs_where_it_is_allowed(
     shown = capsys.readouterr()
     assert shown.out == "Well.\nDone.\n"
     assert "\x1b" not in shown.err + "".join(questions)
-    assert llm.seen[1][1]["tool_calls"][0]["function"]["arguments"] == {"text": "a\x1b[2J"}  # as templates take it
+    assert llm.seen[1][1]["tool_calls"] == [call]
 
 
 def test_calls_without_end_are_ended(caller: Tokenizer, functions: Functions) -> None:

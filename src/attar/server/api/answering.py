@@ -8,11 +8,11 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from attar.protocol.messages import Delta
-from attar.server.api.tools.calling import NO_CALLS, Calling
 from attar.server.http import sse
 from attar.server.request_handler import RequestHandler
 from attar.text.answers.events import AnswerEvent, AnswerParser, CallEnd, Plain, ReasoningDelta
 from attar.text.answers.reasoning import ReasoningParser
+from attar.text.tools.calling import NO_CALLS, Calling
 
 
 class AnswerReader:

@@ -7,8 +7,9 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
 
+from attar.text.tools.openai import Ignored as Ignored
+
 Name = Annotated[str, Meta(max_length=256)]
-Ignored = Annotated[Any, Meta(description="It changes no token: any value is accepted and ignored.")]
 
 
 class Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -22,13 +22,14 @@ from attar.server.api.answering import AnswerReader
 from attar.server.api.dialects.extras import Extras
 from attar.server.api.logprobs import Columns, Content, Offsets, Turns, rows, values
 from attar.server.api.schemas import EmbeddingBody, StreamOptions
-from attar.server.api.tools.answers import MadeCall, calls, deltas
+from attar.server.api.tools.answers import deltas
 from attar.server.engine_client.connection import PromptScores
 from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
 from attar.server.prompts import Echo
 from attar.server.request_handler import RequestHandler
 from attar.text.answers.events import AnswerEvent
+from attar.text.answers.made_calls import MadeCall, calls
 from attar.text.answers.reasoning import reasoning_and_text
 from attar.text.tokenizer import Tokenizer
 

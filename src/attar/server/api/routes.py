@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
@@ -33,9 +31,8 @@ from attar.server.api.reasoning import ReasoningRequest
 from attar.server.api.sampling_params import anthropic_params, chat_params, completion_params, ended
 from attar.server.api.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from attar.server.api.status import respond
+from attar.server.api.tools.answers import headers
 from attar.server.api.tools.anthropic import anthropic_refusal
-from attar.server.api.tools.calling import NO_CALLS, Calling
-from attar.server.api.tools.calls_or_json import calls_or_json
 from attar.server.api.tools.fields import ToolUse
 from attar.server.api.tools.fields import refused as refused_tools
 from attar.server.api.validation import BodyType, read
@@ -49,7 +46,7 @@ from attar.server.prompts import ChatPrompt, Prompts, Room, Turn
 from attar.text.answers.events import AnswerParser
 from attar.text.answers.reasoning import ReasoningParser
 from attar.text.grammars import GrammarError
-from attar.text.tools.constraints import ToolConstraint, constraint
+from attar.text.tools.calling import NO_CALLS, Calling
 from attar.text.tools.tool import ToolError
 
 logger = logging.getLogger(__name__)
@@ -124,7 +121,7 @@ class Routes:
             answer = await _stream(request, handler, pieces, openai.FAILED)
         else:
             answer = await _whole(request, handler, openai.whole(handler, model, form))
-        answer.headers.update(calling.headers())
+        answer.headers.update(headers(calling))
         return answer
 
     async def completions(self, request: Request) -> Response:
@@ -172,7 +169,7 @@ class Routes:
             answer = await _stream(request, handler, pieces, anthropic.FAILED, anthropic.PING)
         else:
             answer = await _whole(request, handler, anthropic.whole(handler, model, reader))
-        answer.headers.update(calling.headers())
+        answer.headers.update(headers(calling))
         return answer
 
     async def count_tokens(self, request: Request) -> Response:
@@ -249,10 +246,7 @@ class Routes:
         constrained = "tools" if chat.use.may_call else asked and asked.field
         section = chat.reasoning.section(self._prompts.reasoning, prompt.place, template, constrained)
         grammar = await self._proven(request, caller, ready, asked)
-        constrain = constraint if asked is None else partial(calls_or_json, final=asked.grammar, field=asked.field)
-        calling = await self._calling(request, caller, ready, chat.use, constrain)
-        if asked is not None:  # JSON that was asked for may look like a call
-            calling = replace(calling, form=replace(calling.form, bare=False))
+        calling = await self._calling(request, caller, ready, chat.use, asked)
         reader = self._reader(chat.reasoning, prompt, asked is not None, calling)
         return PreparedChat(prompt.ids, section, calling.grammar or grammar, calling, reader)
 
@@ -268,22 +262,19 @@ class Routes:
         return asked.grammar
 
     async def _calling(
-        self, request: Request, caller: Caller, ready: Ready, use: ToolUse,
-        constrain: Callable[..., ToolConstraint | None],
-    ) -> Calling:  # fmt: skip
-        """Return what a request may call, once the grammar that `constrain` makes is proven. Raises APIError where a
-        tool with `strict` cannot be enforced."""
+        self, request: Request, caller: Caller, ready: Ready, use: ToolUse, asked: Asked | None
+    ) -> Calling:
+        """Return what a request may call, once its grammar is proven: calls or JSON where that was asked for. Raises
+        APIError where a tool with `strict` cannot be enforced."""
         if not use.may_call:
             return NO_CALLS
 
         def make(prove: Callable[[Grammar], None]) -> Calling:
-            form = self._prompts.tool_format()
+            final, field = (None, "") if asked is None else (asked.grammar, asked.field)
             try:
-                found = constrain(form, use.tools, use.choice, prove)
+                return Calling.of(self._prompts.tool_format(), use.tools, use.choice, prove, final, field)
             except ToolError as error:
                 raise refused_tools(error) from error
-            assert found is not None
-            return Calling(use.tools, use.choice, form, found.grammar, found.loosened)
 
         work = self._grammars.work(caller.cache_salt, make, ready.vocab_size)
         calling = await sse.while_wanted(request.receive, work)

@@ -22,8 +22,9 @@ from attar.protocol.speculation import MAX_DRAFT_TOKENS
 from attar.server.api.body import Body, Ignored
 from attar.server.api.constraints import Constrained, MayConstrain
 from attar.server.api.reasoning import Budget, Effort, ReasoningOptions, ReasoningRequest, Thinking, Variables
-from attar.server.api.tools.fields import CallId, Calls, Choice, Tools, ToolUse, check_alone
+from attar.server.api.tools.fields import ToolUse, check_alone
 from attar.server.errors import APIError
+from attar.text.tools.openai import CallId, Calls, Choice, Tools
 
 MAX_PROMPTS = 128
 MAX_INPUTS = 2048

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attar.text.literal import REASONING
+from attar.text.tools.formats import ToolFormat
+from attar.text.tools.history import for_template
 from attar.text.tools.tool import Tool
 
 INSTRUCTIONS = """You can call these tools, each described by a line of JSON:
@@ -21,6 +23,17 @@ Answer with JSON alone. To call tools, write {{"tool_calls": [{{"name": NAME, "a
 To answer in words, write {{"response": "..."}}. The results of your calls come with the next message."""
 
 Message = Mapping[str, Any]
+
+
+def shown(
+    form: ToolFormat, messages: Sequence[Message], tools: Sequence[Tool]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return messages in OpenAI's shape as a template of this format takes them, and its variables for `tools`. Raises
+    ToolError as `for_template` does."""
+    said = for_template(messages, form.id_length, form.arguments_as_text)
+    if form.name == "generic":
+        return plain(said, tools), {}
+    return said, {"tools": [tool.template_form() for tool in tools]} if tools else {}
 
 
 def plain(messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[str, Any]]:

@@ -40,13 +40,13 @@ from attar.server.api.schemas import (
     TopK,
     check_stops,
 )
-from attar.server.api.tools.fields import CallId, Tools
-from attar.server.api.tools.fields import FunctionName as ToolName
 from attar.server.api.tools.ollama import CompleteCalls, OllamaCalls, OpenCalls
 from attar.server.errors import APIError
 from attar.server.request_handler import RequestHandler
 from attar.text.answers.events import AnswerEvent
 from attar.text.answers.reasoning import reasoning_and_text
+from attar.text.tools.openai import CallId, Tools
+from attar.text.tools.openai import FunctionName as ToolName
 
 VERSION = "0.12.6"
 """The version of Ollama's API that this one follows; clients compare it."""

@@ -31,6 +31,7 @@ from attar.server.api.routes import Chat, Routes
 from attar.server.api.sampling_params import chat_params, completion_params, ended
 from attar.server.api.schemas import ChatBody, CompletionBody, EmbeddingBody
 from attar.server.api.status import respond
+from attar.server.api.tools.answers import headers
 from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
 from attar.server.prompts import Room
@@ -152,7 +153,7 @@ class OllamaRoutes(Routes):
         params = self._showing(params, calling)
         handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section)
         answer = await _answer(request, handler, body, model, reader)
-        answer.headers.update(calling.headers())
+        answer.headers.update(headers(calling))
         return answer
 
     async def _continued(

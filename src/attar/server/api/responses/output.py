@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from attar.server.api.logprobs import Content
-from attar.server.api.tools.calling import NO_CALLS
 from attar.text.answers.events import AnswerEvent, CallArguments, CallEnd, CallStart, ReasoningDelta, TextDelta
+from attar.text.tools.calling import NO_CALLS
 
 Event = dict[str, Any]
 

@@ -27,6 +27,7 @@ from attar.server.api.responses.tools import placing
 from attar.server.api.routes import LARGE_BODY, Chat, Routes
 from attar.server.api.sampling_params import chat_params
 from attar.server.api.status import respond
+from attar.server.api.tools.answers import headers
 from attar.server.dispatcher import Dispatcher
 from attar.server.errors import APIError
 from attar.server.fair_thread_pool import TextThreads
@@ -80,7 +81,7 @@ class ResponsesRoutes(Routes):
             made = await stream(request, handler, answer.stream(), answer.failed)
         else:
             made = await whole(request, handler, answer.whole())
-        made.headers.update(calling.headers())
+        made.headers.update(headers(calling))
         return made
 
     async def retrieve(self, request: Request, name: str) -> Response:

@@ -1,57 +1,21 @@
-"""Calls among the events of an answer: whole, and as the pieces of OpenAI's chunks."""
+"""Calls among the events of an answer as the pieces of OpenAI's chunks, and the header about their tools."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from attar.text.answers.events import AnswerEvent, CallArguments, CallStart
+from attar.text.answers.made_calls import MadeCall
+from attar.text.tools.calling import Calling
 
 encode = msgspec.json.encode
 
+LOOSENED = "X-Attar-Loosened-Tools"
+"""Header of an answer: tools whose arguments are only held to be JSON objects."""
 
-@dataclass(slots=True)
-class MadeCall:
-    """A call that a model made; `arguments` is JSON text, incomplete where the answer broke off."""
-
-    name: str
-    arguments: str = ""
-
-    def input(self) -> dict[str, Any] | None:
-        """Return the arguments as an object; None where the answer broke off within them."""
-        try:
-            found = msgspec.json.decode(self.arguments)
-        except msgspec.DecodeError:
-            return None
-        return found if isinstance(found, dict) else None
-
-    @property
-    def text(self) -> str:
-        """The call as JSON text, as far as it goes. APIs whose calls are objects have no other place for one that broke
-        off."""
-        return f'{{"name": {encode(self.name).decode()}, "arguments": {self.arguments}'
-
-    def told(self, new_id: Callable[[], str]) -> dict[str, Any]:
-        """Return the call in OpenAI's shape."""
-        return {"id": new_id(), "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
-
-def calls(events: Iterable[AnswerEvent]) -> list[MadeCall]:
-    """Return the calls of all events of an answer."""
-    found: list[MadeCall] = []
-    pieces: list[list[str]] = []
-    for event in events:
-        if isinstance(event, CallStart):
-            found.append(MadeCall(event.name))
-            pieces.append([])
-        elif isinstance(event, CallArguments):
-            pieces[event.index].append(event.text)
-    for call, texts in zip(found, pieces, strict=True):
-        call.arguments = "".join(texts)
-    return found
+_NAMED = 16  # tools in the header
 
 
 def deltas(
@@ -80,3 +44,11 @@ def deltas(
             text.append(event)
     flush()
     return found
+
+
+def headers(calling: Calling) -> dict[str, str]:
+    """Return the headers of an answer: the names of loosened tools, as many as fit."""
+    if not calling.loosened:
+        return {}
+    more = len(calling.loosened) - _NAMED
+    return {LOOSENED: ", ".join(calling.loosened[:_NAMED]) + (f", and {more} more" if more > 0 else "")}

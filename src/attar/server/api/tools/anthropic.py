@@ -12,8 +12,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from attar.server.api.body import Ignored
-from attar.server.api.tools.fields import CallId, FunctionName, ParametersSchema, ToolUse
+from attar.server.api.tools.fields import ToolUse
 from attar.server.errors import APIError
+from attar.text.tools.openai import CallId, FunctionName, ParametersSchema
 from attar.text.tools.tool import MAX_TOOLS, Tool, ToolChoice, ToolMode
 
 MAX_PARTS = 256

@@ -9,11 +9,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from attar.server.api.body import Ignored
-from attar.server.api.tools.answers import MadeCall
-from attar.server.api.tools.calling import Calling
-from attar.server.api.tools.fields import MAX_CALLS, Call, CalledFunction, CallId, FunctionName
 from attar.server.errors import APIError
 from attar.text.answers.events import AnswerEvent, CallArguments, CallEnd, CallStart
+from attar.text.answers.made_calls import MadeCall
+from attar.text.tools.calling import Calling
+from attar.text.tools.openai import MAX_CALLS, Call, CalledFunction, CallId, FunctionName
 
 
 class OllamaCalled(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from attar.engine import llm as module
 from attar.engine.engine import Engine
-from attar.engine.llm import LLM
+from attar.engine.llm import LLM, chats, running
 from attar.kernels import dispatch
 from attar.protocol.grammar import Grammar
 from attar.protocol.messages import Event, Finished
@@ -69,26 +68,26 @@ def test_streams_that_are_read_in_turn_share_steps(demo: Path, alone: list[Compl
     order = sorted(range(len(PROMPTS)), key=lambda i: len(alone[i].prompt_token_ids))
     streams = [llm.stream(PROMPTS[i], GREEDY) for i in order]
     next(streams[0])
-    engine = llm._engine
+    engine = llm.running.engine
     for stream in streams[1:]:
         next(stream)
     assert [end(stream) for stream in streams] == [alone[i] for i in order]
     assert engine is not None
-    assert engine is llm._engine
+    assert engine is llm.running.engine
     assert engine.steps < 2 * TOKENS, "each had its own"
 
 
 def test_a_stream_that_is_closed_ends_itself_and_nobody_else(llm: LLM, alone: list[Completion]) -> None:
     one, other = (llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2])
     next(one), next(other)
-    engine = llm._engine
+    engine = llm.running.engine
     assert engine is not None
     generated = engine.generated
     one.close()
     assert end(other) == alone[1]
     assert engine.generated - generated < TOKENS, "the closed one was run on"
     assert engine.pool.active == 0
-    assert not llm._calls
+    assert not llm.running.calls
 
 
 def test_a_request_that_fails_fails_its_call_alone(llm: LLM, alone: list[Completion]) -> None:
@@ -103,13 +102,13 @@ def test_a_request_that_fails_fails_its_call_alone(llm: LLM, alone: list[Complet
 def test_a_larger_cache_waits_for_what_is_under_way(
     demo: Path, alone: list[Completion], monkeypatch: pytest.MonkeyPatch, answers: int
 ) -> None:
-    monkeypatch.setattr(module, "ROOM", 64)
+    monkeypatch.setattr(running, "ROOM", 64)
     llm = LLM(demo)
     stream = llm.stream(PROMPTS[0], GREEDY)
-    first, small = next(stream), llm._engine
+    first, small = next(stream), llm.running.engine
     found = llm.generate([[*range(3, 103)] if answers == 1 else prompt for prompt in PROMPTS[1:]][:answers], GREEDY)
     assert answers == 1 or found == alone[1:]
-    assert llm._engine is not small
+    assert llm.running.engine is not small
     done = end(stream)
     assert done == alone[0]
     assert done.text.startswith(first)
@@ -135,8 +134,8 @@ def test_a_step_that_is_broken_off_ends_whoever_was_in_it_and_no_later_call(
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    assert llm._engine is not None
-    monkeypatch.setattr(llm._engine.runner, "run", interrupted)
+    assert llm.running.engine is not None
+    monkeypatch.setattr(llm.running.engine.runner, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS[1], GREEDY)
     with pytest.raises(RuntimeError, match="broken off"):
@@ -162,7 +161,7 @@ def test_two_threads_are_told_to_take_turns(llm: LLM, alone: list[Completion], m
     monkeypatch.setattr(Engine, "step", meets)
     assert llm.generate(PROMPTS[0], GREEDY) == alone[:1]
     assert said
-    assert not llm._calls
+    assert not llm.running.calls
 
 
 def test_a_stream_that_is_forgotten_within_a_step_ends_after_it(
@@ -181,8 +180,8 @@ def test_a_stream_that_is_forgotten_within_a_step_ends_after_it(
     monkeypatch.setattr(Engine, "step", forgets)
     assert llm.generate(PROMPTS[1], GREEDY) == alone[1:2]
     assert running[:2] == [2, 1]
-    assert llm._engine is not None
-    assert llm._engine.pool.active == 0
+    assert llm.running.engine is not None
+    assert llm.running.engine.pool.active == 0
 
 
 def test_log_probabilities_of_the_prompt_are_part_of_the_completion(llm: LLM) -> None:
@@ -280,7 +279,7 @@ def test_a_chat_has_its_reasoning_apart_and_its_constraint_behind(demo: Path, mo
     start, end_token = llm.tokenizer.token_to_id("!"), llm.tokenizer.token_to_id(",")
     markers = ReasoningMarkers("!", ",", start, end_token)
     llm.tokenizer.chat_templates = {"default": "{{ messages[0].content }}{{ '!' if opened }}"}
-    monkeypatch.setattr(module.ReasoningMarkers, "of", lambda *_: markers)
+    monkeypatch.setattr(chats.ReasoningMarkers, "of", lambda *_: markers)
     said = [{"role": "user", "content": "Once upon a time"}]
     params = SamplingParams(max_tokens=200, temperature=0, seed=0)
     done = llm.chat(said, params, constraint=Grammar("regex", "yes|no"), opened=True)
@@ -290,6 +289,6 @@ def test_a_chat_has_its_reasoning_apart_and_its_constraint_behind(demo: Path, mo
     plain = llm.chat(said, replace(params, max_tokens=8))  # opens none
     assert not plain.reasoning
     assert plain.text
-    monkeypatch.setattr(module.ReasoningMarkers, "of", lambda *_: ReasoningMarkers("!", "</end>"))
+    monkeypatch.setattr(chats.ReasoningMarkers, "of", lambda *_: ReasoningMarkers("!", "</end>"))
     with user_error("option_conflict"):
         llm.chat(said, params, constraint=Grammar("regex", "yes|no"), opened=True)

@@ -1,6 +1,6 @@
 """What one request may call: tools, the choice among them, the model's syntax of calls, and the grammar that keeps it.
 
-Routes make a `Calling` once the body is read. It gives the answer's grammar, the special tokens that its text must
+The server and `LLM.chat` both make a `Calling`. It gives the answer's grammar, the special tokens that its text must
 show, a parser for each choice, and ids of calls.
 """
 
@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import secrets
 import string
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from attar.protocol.grammar import Grammar
 from attar.protocol.request import SamplingParams
 from attar.text.answers.events import AnswerParser
+from attar.text.tools.calls_or_json import calls_or_json
+from attar.text.tools.constraints import Prove, constraint
 from attar.text.tools.formats import GENERIC, ToolFormat
 from attar.text.tools.parsers import parser
 from attar.text.tools.tool import Tool, ToolChoice
 
-LOOSENED = "X-Attar-Loosened-Tools"
-"""Header of an answer: tools whose arguments are only held to be JSON objects."""
-
-_NAMED = 16  # tools in the header
 _LETTERS = string.ascii_letters + string.digits
 _LENGTH = 24  # characters of a call's id, behind its prefix
 
@@ -39,6 +38,23 @@ class Calling:
     grammar: Grammar | None = None
     loosened: tuple[str, ...] = ()
 
+    @classmethod
+    def of(
+        cls, form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, prove: Prove, final: Grammar | None = None,
+        field: str = "constraint",
+    ) -> Calling:  # fmt: skip
+        """Return what an answer may call, once its grammar is proven. An answer without calls satisfies `final`, a
+        grammar of JSON that is the request's `field`. Raises ToolError as `constraint` does."""
+        if choice.mode == "none" or not tools:
+            return NO_CALLS
+        if final is None:
+            found = constraint(form, tools, choice, prove)
+        else:
+            form = replace(form, bare=False)  # JSON that was asked for may look like a call
+            found = calls_or_json(form, tools, choice, prove, final, field)
+        assert found is not None
+        return cls(tuple(tools), choice, form, found.grammar, found.loosened)
+
     def parser(self) -> AnswerParser:
         """Return the parser of one choice."""
         return parser(self.form, self.tools, self.choice)
@@ -53,13 +69,6 @@ class Calling:
         special = (token for _, token in self.form.special) if self.grammar is not None else ()
         visible = tuple(dict.fromkeys((*special, *more)))
         return replace(params, visible_token_ids=visible) if visible else params
-
-    def headers(self) -> dict[str, str]:
-        """Return the headers of the answer: the names of loosened tools, as many as fit."""
-        if not self.loosened:
-            return {}
-        more = len(self.loosened) - _NAMED
-        return {LOOSENED: ", ".join(self.loosened[:_NAMED]) + (f", and {more} more" if more > 0 else "")}
 
 
 NO_CALLS = Calling()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from attar.protocol.grammar import Grammar
 from attar.text.grammars import GrammarError, json_rule, schema_of
-from attar.text.tools.constraints import ToolConstraint, constraint
+from attar.text.tools.constraints import Prove, ToolConstraint, constraint
 from attar.text.tools.formats import ToolFormat
 from attar.text.tools.tool import Tool, ToolChoice, ToolError
-
-Prove = Callable[[Grammar], None]
 
 
 def calls_or_json(

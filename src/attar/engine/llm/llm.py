@@ -1,0 +1,295 @@
+"""`LLM`: a checkpoint that generates text. Prompts in, completions out, by an engine in this process.
+
+Prompts of one call run together, up to `TOGETHER` at a time, and so do those of calls that are under way at the same
+time, such as streams that are read in turn (`running.py`). On CPUs with native kernels each prompt gets the tokens that
+it would get alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints.adapters import lora
+from attar.checkpoints.generation_config import sampling as recommended
+from attar.checkpoints.sources import hub
+from attar.engine.llm.answer import Answer
+from attar.engine.llm.chats import Chats, Message
+from attar.engine.llm.running import TOGETHER, Running
+from attar.engine.loader import Parallel, load_model
+from attar.engine.speculation import drafter
+from attar.errors import UserError
+from attar.kernels import dispatch
+from attar.model.cache import ForwardBatch
+from attar.progress import Progress
+from attar.protocol.grammar import Constraint, Grammar
+from attar.protocol.request import Completion, SamplingParams
+from attar.protocol.speculation import check_draft
+from attar.text.answers.events import AnswerEvent
+from attar.text.answers.reasoning import Place
+from attar.text.grammar_proof import Prover
+from attar.text.grammars import Vocabulary
+from attar.text.tokenizer import Tokenizer
+from attar.text.tools.calling import Calling
+from attar.text.tools.given import ChoiceLike, ToolLike, tool_use
+from attar.text.tools.openai import ToolUse
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model ready to generate. `model` is a folder, a GGUF file, a Hub id or `demo`.
+
+    On loading, one probe of the checkpoint's receipt is replayed, unless `verify` is false: a checkpoint that does not
+    reproduce its recorded results is refused.
+
+    `generation_config` is where sampling parameters come from for calls without any: `attar`, the defaults of
+    `SamplingParams`, or `model`, whose recommended ones are in `sampling`. `SamplingParams(**llm.sampling, ...)` adds
+    others to these.
+
+    `device` is `cpu`, or `cuda`, an NVIDIA GPU, or `cuda:1`, the second. `dtype` is the number format of computation:
+    on CPUs float32 by the native kernels (by default), others by the reference; on `cuda` bfloat16 (by default),
+    float16 or float32. `activations` is the precision of activations for weight-only schemes: rounded to int8 on the
+    fly, with one scale a row (`int8`) or for every 128 or 32 columns (`int8g128`, `int8g32`), or `exact`. On `cuda`
+    they stay exact.
+
+    `draft` is the source of drafts of speculative decoding: `suffix` copies from prompt and text; otherwise it is a
+    smaller model with the same tokenizer, named like `model`; `suffix,MODEL` copies where it finds a long match, and
+    asks the model elsewhere. Drafts change no text on CPUs, only its speed.
+    `draft_tokens` is the number of drafts in each step, up to 16; None decides by what pays.
+
+    `parallel` says how many processes share the model (`loader.py`). No probe is replayed then: it would report
+    rounding that one process does not have. `close` ends the processes, as does this one's end.
+
+    Calls may be under way side by side: several streams, read in turn, or a `generate` between two pieces of a stream.
+    They share every step, so the texts of unread streams grow as well, and wait to be read; a stream that is closed, or
+    garbage-collected, ends. A call for which the cache is too small gets a larger one when all calls under way have
+    ended. All calls must come from one thread at a time; an LLM raises where two meet in it.
+
+    Raises ValueError where the model cannot be loaded or the device cannot compute, VerificationError (a ValueError)
+    where it fails its probe.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str | None = None,
+        activations: str = "int8g128",
+        parallel: Parallel | None = None,
+        draft: str | None = None,
+        draft_tokens: int | None = None,
+        verify: bool = True,
+        generation_config: Literal["attar", "model"] = "attar",
+        progress: Progress | None = None,
+    ) -> None:
+        dispatch.require(device)  # before anything is downloaded
+        check_draft(draft, draft_tokens)
+        draft = hub.resolve_draft(draft)
+        path = hub.resolve(model)
+        self.sampling = recommended(path) if generation_config == "model" else {}
+        self.model = load_model(
+            path, device=device, dtype=dtype, activations=activations, parallel=parallel, verify=verify,
+            progress=progress,
+        )  # fmt: skip
+        self.decoder = self.model.decoder
+        drafts = drafter(draft, self.model, self.context, TOGETHER, activations=activations, verify=verify)
+        self.running = Running(self.model, self.context, drafts, draft_tokens)
+        self._known_chats: Chats | None = None
+        self._prover: Prover | None = None
+
+    def attach(self, adapter: str | Path) -> None:
+        """Attach a low-rank adapter, a folder in PEFT's format, beside the weights, unmerged. Raises ValueError where
+        it does not fit, and ends the processes that share the model then."""
+        try:
+            lora.attach(self.decoder, Path(adapter), self.model.path)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the processes that share the model, where there are several."""
+        self.model.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ValueError where it has none."""
+        return self.model.tokenizer
+
+    @property
+    def context(self) -> int:
+        """Tokens that prompt and output may have together."""
+        return self.decoder.config.context
+
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """Drafts that were verified since the cache was made, and of these the right ones."""
+        speculation = None if self.running.engine is None else self.running.engine.speculation
+        return (0, 0) if speculation is None else (speculation.drafted, speculation.accepted)
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """Logits float32 [N, vocab] of a sequence of N token ids, one row a position."""
+        ids = self._checked(token_ids)
+        step = ForwardBatch((len(ids),), len(ids), self.decoder.cache(len(ids)))
+        return self.decoder.forward(torch.tensor(ids, device=self.decoder.device), step).cpu()
+
+    def generate(
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | None = None, *,
+        constraint: Constraint | None = None,
+    ) -> list[Completion]:  # fmt: skip
+        """Continue each prompt (text or token ids); one completion a prompt, in order. They run together.
+
+        With a `constraint` (`protocol/grammar.py`), each text that ends with `stop` satisfies it, and one cut by
+        `max_tokens` begins like one that does. Raises UserError for a constraint that cannot be enforced.
+        """
+        several: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
+        answers = [self._answer(prompt, params, constraint) for prompt in several]
+        for _ in self.running.run(answers):
+            pass
+        return [answer.completion() for answer in answers]
+
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *,
+        constraint: Constraint | None = None, tools: Sequence[ToolLike] = (), tool_choice: ChoiceLike = "auto",
+        parallel_tool_calls: bool = True, **template: Any,
+    ) -> Completion:  # fmt: skip
+        """Answer a conversation of messages in OpenAI's shape through the model's chat template. `template` are further
+        variables of the template, such as `enable_thinking`. What the model says in its reasoning section is the
+        completion's `reasoning`; a constraint holds behind it.
+
+        `tools` are functions that the model may call: OpenAI's objects, or Python functions, described by docstring and
+        type hints. Calls are the completion's `tool_calls`, and its text is without them; no function is run. They
+        are the server's for the same request (`docs/tools.md`). `tool_choice` is `auto`, `none`, `required`, or
+        OpenAI's object of one function or of allowed ones. With a `constraint` to JSON, an answer that does not call
+        satisfies it.
+
+        Raises UserError for what is refused, such as a result without its call (`tools_invalid`).
+        """
+        use = tool_use(tools, tool_choice, parallel_tool_calls)
+        answer = self._chat_answer(messages, params, constraint, use, template)
+        for _ in self.running.run([answer]):
+            pass
+        return answer.completion()
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *,
+        constraint: Constraint | None = None, tools: Sequence[ToolLike] = (), tool_choice: ChoiceLike = "auto",
+        parallel_tool_calls: bool = True, **template: Any,
+    ) -> Generator[str, None, Completion]:  # fmt: skip
+        """Answer like `chat`, and yield the text piece by piece, a reasoning section, calls and their markers included;
+        the generator's return value is the Completion."""
+        use = tool_use(tools, tool_choice, parallel_tool_calls)
+        return self._pieces(self._chat_answer(messages, params, constraint, use, template))
+
+    def chat_events(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *,
+        constraint: Constraint | None = None, tools: Sequence[ToolLike] = (), tool_choice: ChoiceLike = "auto",
+        parallel_tool_calls: bool = True, **template: Any,
+    ) -> Generator[AnswerEvent, None, Completion]:  # fmt: skip
+        """Answer like `chat`, and yield the events of text, reasoning and calls (`text/answers/events.py`); the
+        generator's return value is the Completion."""
+        use = tool_use(tools, tool_choice, parallel_tool_calls)
+        return self._events(self._chat_answer(messages, params, constraint, use, template))
+
+    def _chat_answer(
+        self, messages: Sequence[Message], params: SamplingParams | None, constraint: Constraint | None, use: ToolUse,
+        template: Mapping[str, Any],
+    ) -> Answer:  # fmt: skip
+        chats = self._chats
+        answer = self._answer(chats.with_tools(messages, use.tools, template), params, constraint)
+        if use.may_call:
+            final = answer.grammar
+            if final is not None and final.kind not in ("json_object", "json_schema"):
+                raise UserError("option_conflict", "beside tools that may be called a constraint must be one to JSON")
+            answer.calling = Calling.of(chats.tool_format(), use.tools, use.choice, self.prove, final)
+            answer.grammar = answer.calling.grammar
+        if answer.grammar is not None:
+            answer.grammar.check(answer.params)
+        answer.parser = chats.parser(answer.prompt, constraint is not None, answer.calling.parser())
+        visible, markers = tuple(answer.params.visible_token_ids), chats.markers
+        if markers is not None:
+            place = chats.place(markers, answer.prompt)
+            answer.section = markers.section(place)
+            visible = (*visible, *markers.visible)
+            if answer.grammar is not None and place is Place.INSIDE and answer.section is None:
+                message = f"no constraint while the model reasons: its vocabulary has no token {markers.end!r}"
+                raise UserError("option_conflict", message)
+        answer.params = answer.calling.shown(answer.params, visible)
+        return answer
+
+    @property
+    def _chats(self) -> Chats:
+        if self._known_chats is None:
+            self._known_chats = Chats(self.tokenizer)
+        return self._known_chats
+
+    def encode_chat(self, messages: Sequence[Message], **template: Any) -> list[int]:
+        """Return the token ids of a conversation, with the assistant's turn opened, as `chat` gives them to the model.
+        Special tokens that a message or a tool spells stay text (`literal.py`). Raises ValueError where there is no
+        template, or it fails."""
+        return self._chats.ids(messages, template)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, constraint: Constraint | None = None
+    ) -> Generator[str, None, Completion]:
+        """Yield the text piece by piece, never half a character; the generator's return value is the Completion."""
+        return (yield from self._pieces(self._answer(prompt, params, constraint)))
+
+    def _pieces(self, answer: Answer) -> Generator[str, None, Completion]:
+        for delta in self.running.run([answer]):
+            if delta.text:
+                yield delta.text
+        return answer.completion()
+
+    def _events(self, answer: Answer) -> Generator[AnswerEvent, None, Completion]:
+        told = 0
+        for _ in self.running.run([answer]):
+            new, told = answer.events[told:], len(answer.events)
+            yield from new
+        yield from answer.events[told:]
+        return answer.completion()
+
+    def _proven(self, constraint: Constraint, params: SamplingParams) -> Grammar:
+        """Return a constraint's grammar, once it is proven."""
+        grammar = Grammar.of(constraint)
+        grammar.check(params)
+        self.prove(grammar)
+        return grammar
+
+    def prove(self, grammar: Grammar) -> None:
+        """Raise GrammarError for a grammar that no mask can keep."""
+        if self._prover is None:
+            ends = self.model.eos_ids
+            self._prover = Prover(Vocabulary.of(self.tokenizer, self.decoder.config.vocab_size, ends))
+        self._prover.prove(grammar)
+
+    def _answer(self, prompt: Prompt, params: SamplingParams | None, constraint: Constraint | None) -> Answer:
+        ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        if len(ids) >= self.context:
+            raise UserError(
+                "context_exceeded",
+                f"the prompt has {len(ids)} tokens and the model a context of {self.context}: shorten it",
+            )
+        own = (params or SamplingParams(**self.sampling)).seeded()
+        return Answer(tuple(ids), own, None if constraint is None else self._proven(constraint, own))
+
+    def _checked(self, token_ids: Sequence[int]) -> list[int]:
+        """Return token ids as a list, each in the vocabulary; for an empty prompt, the model's BOS."""
+        ids = [int(i) for i in token_ids] or list(self.decoder.config.bos_ids[:1])
+        if not ids:
+            raise UserError("prompt_empty", "the prompt is empty and the model has no BOS token to begin from")
+        vocab = self.decoder.config.vocab_size
+        if not all(0 <= i < vocab for i in ids):
+            raise UserError("token_out_of_vocabulary", f"a token id lies outside the model's vocabulary 0..{vocab - 1}")
+        return ids
+
+
+def _is_prompt(value: object) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, Sequence) and len(value) > 0 and all(isinstance(i, int) for i in value)
+    )
