@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ import transformers
 from tokenizers import Tokenizer as Backend
 
 from attar.engine.llm import LLM
+from attar.errors import UserError
 from attar.protocol.request import SamplingParams
+from attar.text.forms.infill import Infill
 from attar.text.forms.rerank import Reranker, score
 from attar.text.literal import LiteralChat
 from attar.text.tokenizer import Tokenizer
@@ -18,7 +22,7 @@ from attar.text.tokenizer import Tokenizer
 
 def test_scores_are_transformers(demo: Path, tmp_path: Path) -> None:
     backend = Backend.from_str(Tokenizer.load(demo)._backend.to_str())
-    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"])
     backend.add_tokens(["<think>", "</think>", "yes", "no"])
     Tokenizer(backend, None, "<|endoftext|>").save(tmp_path)
     torch.manual_seed(0)
@@ -45,3 +49,19 @@ def test_scores_are_transformers(demo: Path, tmp_path: Path) -> None:
         found.append(score(no, yes))
         assert found[-1] == pytest.approx(logits.softmax(-1)[1].item(), abs=1e-3)
     assert len(set(found)) == 3
+    assert llm.rerank("a pet", ("a cat", "a car and a road", "the dog barks")) == found
+    infill = Infill.of(llm.tokenizer, LiteralChat(llm.tokenizer).text_ids)
+    assert infill is not None
+    params = SamplingParams(max_tokens=8, temperature=0, seed=0)
+    middle = llm.infill("a cat", "a dog", params)
+    wanted = replace(params, stop_token_ids=infill.ends)
+    assert [middle] == llm.generate([infill.ids("a cat", "a dog")], wanted)
+
+
+def test_other_models_neither_rerank_nor_fill_gaps(demo: Path) -> None:
+    llm = LLM(demo)
+    calls: list[Callable[[], object]] = [lambda: llm.rerank("a", ["b"]), lambda: llm.infill("a", "b")]
+    for call in calls:
+        with pytest.raises(UserError) as error:
+            call()
+        assert error.value.code == "feature_unsupported"

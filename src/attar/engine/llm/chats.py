@@ -10,6 +10,8 @@ from typing import Any
 
 from attar.text.answers.events import AnswerParser
 from attar.text.answers.reasoning import Place, ReasoningMarkers, ReasoningParser
+from attar.text.forms.infill import Infill
+from attar.text.forms.rerank import Reranker
 from attar.text.literal import LiteralChat
 from attar.text.template import render_chat
 from attar.text.tokenizer import Tokenizer
@@ -30,6 +32,8 @@ class Chats:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._literal = LiteralChat(tokenizer)
+        self.infill = Infill.of(tokenizer, self._literal.text_ids)
+        self.reranker = Reranker.of(tokenizer, self._literal.text_ids)
         self._format: tuple[str, ToolFormat] | None = None  # with the template that it was found by
 
     @property

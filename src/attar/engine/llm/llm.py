@@ -8,6 +8,7 @@ it would get alone.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,8 @@ from attar.protocol.request import Completion, SamplingParams
 from attar.protocol.speculation import check_draft
 from attar.text.answers.events import AnswerEvent
 from attar.text.answers.reasoning import Place
+from attar.text.forms.infill import File
+from attar.text.forms.rerank import INSTRUCTION, score
 from attar.text.grammar_proof import Prover
 from attar.text.grammars import Vocabulary
 from attar.text.tokenizer import Tokenizer
@@ -152,6 +155,38 @@ class LLM:
         for _ in self.running.run(answers):
             pass
         return [answer.completion() for answer in answers]
+
+    def rerank(self, query: str, documents: Sequence[str], instruction: str = INSTRUCTION) -> list[float]:
+        """Return the relevance of each document to the query, from 0 to 1, in order: the probability of `yes` that a
+        causal reranker, such as Qwen3-Reranker, gives. They are those of `/v1/rerank`. Raises UserError
+        (`feature_unsupported`) for other models."""
+        reranker = self._chats.reranker
+        if reranker is None:
+            message = "it is no causal reranker, which needs the tokens `yes` and `no` and Qwen3's chat markup"
+            raise UserError("feature_unsupported", message)
+        words = (reranker.no, reranker.yes)
+        params = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=words)
+        found = []
+        for answer in self.generate([reranker.ids(query, each, instruction) for each in documents], params):
+            assert answer.logprobs is not None
+            told = dict(answer.logprobs[0].top)
+            found.append(score(*(told[word] for word in words)))
+        return found
+
+    def infill(
+        self, prefix: str, suffix: str, params: SamplingParams | None = None, files: Sequence[File] = ()
+    ) -> Completion:
+        """Fill in what comes between two texts, by the tokens that the model has for it. `files` are names and texts of
+        others of the same repository. The prompt is that of `/infill`. Raises UserError (`feature_unsupported`) where
+        the model has no such tokens."""
+        infill = self._chats.infill
+        if infill is None:
+            raise UserError("feature_unsupported", "this model has no tokens to fill in the middle of a text")
+        answer = self._answer(infill.ids(prefix, suffix, files), params, None)
+        answer.params = replace(answer.params, stop_token_ids=(*answer.params.stop_token_ids, *infill.ends))
+        for _ in self.running.run([answer]):
+            pass
+        return answer.completion()
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, *,
