@@ -15,7 +15,7 @@ import statistics
 import time
 
 from attar.engine.engine import Engine, EngineConfig
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.evaluation import row_costs
 from attar.protocol.messages import Delta, Submit
 from attar.protocol.request import SamplingParams

@@ -13,7 +13,7 @@ from attar import vml
 SOURCE = Path(vml.__file__).parents[1]
 WORK = [  # where each command's work begins, and that of each process
     "attar.checkpoints.convert.run", "attar.compression.training.finetune", "attar.compression.runs.pipeline",
-    "attar.engine.llm", "attar.engine.main", "attar.execution.parallel.worker", "attar.evaluation.report",
+    "attar.engine.llm.llm", "attar.engine.main", "attar.execution.parallel.worker", "attar.evaluation.report",
     "attar.metrics.measure", "attar.model.decoder", "attar.model.rope",
 ]  # fmt: skip
 

@@ -37,7 +37,7 @@ from typer.testing import CliRunner
 from attar.checkpoints.convert.dense import open_dense
 from attar.checkpoints.folder import CONFIG, write_json
 from attar.cli.main import app
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.protocol.request import SamplingParams
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
@@ -165,7 +165,7 @@ def command(llm: LLM, messages: Messages, params: SamplingParams) -> Messages:
     lines = "".join(message["content"] + "\n" for message in messages if message["role"] == "user")
     options = f"--max-tokens {params.max_tokens} --temperature {params.temperature} --seed {params.seed} --json --quiet"
     system = ["--system", messages[0]["content"]] if messages[0]["role"] == "system" else []
-    with patch("attar.engine.llm.LLM", lambda *args, **kwargs: llm):
+    with patch("attar.engine.llm.llm.LLM", lambda *args, **kwargs: llm):
         done = CliRunner().invoke(app, ["chat", str(llm.model.path), *shlex.split(options), *system], input=lines)
     if done.exit_code:
         raise RuntimeError(done.output)

@@ -23,7 +23,7 @@ import torch
 from compressors import DATA
 from llamacpp_logits import as_f32
 
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.protocol.request import SamplingParams
 from reals.divergence import theirs
 

@@ -24,7 +24,7 @@ from attar.version import __version__
 if TYPE_CHECKING:
     from attar.compression.request.request import CompressionRequest
     from attar.compression.runs.pipeline import compress, compress_request
-    from attar.engine.llm import LLM
+    from attar.engine.llm.llm import LLM
     from attar.evaluation.report import evaluate
     from attar.protocol.grammar import Grammar
     from attar.protocol.request import Completion, SamplingParams
@@ -37,7 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "LLM": "attar.engine.llm",
+    "LLM": "attar.engine.llm.llm",
     "Completion": "attar.protocol.request",
     "Grammar": "attar.protocol.grammar",
     "SamplingParams": "attar.protocol.request",

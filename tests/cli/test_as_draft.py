@@ -12,7 +12,7 @@ from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.cli.main import app
 from attar.compression.runs.pipeline import compress
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.protocol.request import SamplingParams
 
 

@@ -15,7 +15,7 @@ from attar.drafting.early_exit import ExitLearner
 from attar.drafting.run import DraftTraining, Kind, train_draft
 from attar.drafting.small import SmallLearner
 from attar.drafting.target import Target, frequent
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.model.cache import ForwardBatch
 from attar.protocol.request import SamplingParams
 from tests.errors import user_error

@@ -15,7 +15,7 @@ from attar.checkpoints.drafts.files import kind_of
 from attar.drafting.eagle import DECAY, EagleLearner
 from attar.drafting.run import DraftTraining, train_draft
 from attar.drafting.target import Target, frequent
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.kv.schemes import SCHEMES
 from attar.model import cache
 from attar.model.cache import ForwardBatch, KVCache

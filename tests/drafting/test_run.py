@@ -14,7 +14,7 @@ from attar.compression.calibration.texts import Amount, sample_from, token_hash
 from attar.drafting.medusa import DECAY, MedusaLearner
 from attar.drafting.run import DraftTraining, train_draft
 from attar.drafting.target import Target, frequent
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.protocol.request import SamplingParams
 from tests.errors import user_error
 

@@ -16,7 +16,7 @@ from attar.checkpoints.drafts import eagle, eagle1, early_exit, medusa
 from attar.checkpoints.sources import opening
 from attar.engine import startup
 from attar.engine.engine import Engine
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.kernels import dispatch, ops
 from attar.model.cache import ForwardBatch, KeptStates
 from attar.model.decoder import Decoder

@@ -14,7 +14,7 @@ import pytest
 
 from attar import faults
 from attar.engine.engine import Engine
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 from attar.protocol.grammar import Grammar

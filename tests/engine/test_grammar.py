@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attar.engine.engine import Engine
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 from attar.protocol.grammar import Grammar

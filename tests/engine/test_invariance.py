@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 from attar.model.families import ARCHITECTURES

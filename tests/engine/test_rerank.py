@@ -11,7 +11,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer as Backend
 
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.errors import UserError
 from attar.protocol.request import SamplingParams
 from attar.text.forms.infill import Infill

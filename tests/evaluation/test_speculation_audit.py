@@ -9,7 +9,7 @@ import pytest
 
 from attar.cli.terminal import BAD_INPUT
 from attar.engine import engine
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.evaluation.speculation_audit import audit
 from attar.sampling.sampler import SampledToken
 from tests.cli.test_commands import attar, refused

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attar.checkpoints.sources import opening
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 

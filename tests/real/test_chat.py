@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from reals import chat
 
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.protocol.request import SamplingParams
 
 pytestmark = pytest.mark.real

@@ -13,7 +13,7 @@ from attar.checkpoints.inspect import inspect
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources import hf
 from attar.checkpoints.sources.opening import stored
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.kernels.operands import Prepared
 from attar.plan.costs import step_bytes, weight_bytes
 from attar.protocol.request import SamplingParams

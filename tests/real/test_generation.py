@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.kernels import dispatch
 from attar.protocol.request import SamplingParams
 

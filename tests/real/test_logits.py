@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.sources import opening
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.kernels import dispatch
 from attar.metrics.divergence import compare
 from attar.model.cache import ForwardBatch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.metrics.measure import Report, measure
 from attar.model.decoder import Decoder
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.protocol.request import SamplingParams
 from attar.text.answers.events import CallArguments, CallEnd, CallStart, TextDelta
 from attar.text.grammar_proof import Prover

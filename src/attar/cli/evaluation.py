@@ -179,7 +179,7 @@ def verify(
     with errors(as_json), progress(quiet) as bar:
         verdict: Audit | Verdict
         if speculation is not None:
-            from attar.engine.llm import LLM
+            from attar.engine.llm.llm import LLM
             from attar.evaluation.speculation_audit import audit
 
             if draft is None:

@@ -27,14 +27,14 @@ from attar.errors import Code, UserError
 
 if TYPE_CHECKING:
     from attar.cli.tool_use.conversation import ToolChat
-    from attar.engine.llm import LLM
+    from attar.engine.llm.llm import LLM
     from attar.protocol.grammar import Grammar
     from attar.protocol.request import Completion, SamplingParams
 
 
 def _load(config: options.RunConfig, bar: terminal.Progress) -> LLM:
     """Load the model, and print on stderr what a user should know of it."""
-    from attar.engine.llm import LLM
+    from attar.engine.llm.llm import LLM
     from attar.engine.loader import Parallel
 
     tell_shared(config.device, config.tp, config.pp)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.errors import UserError
 from attar.evaluation import row_costs
 from attar.metrics import accept_rules, greedy

@@ -11,7 +11,7 @@ import random
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.progress import Progress
 from attar.protocol.request import Completion, SamplingParams
 from attar.protocol.speculation import MAX_DRAFT_TOKENS

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.errors import UserError
 from attar.protocol.grammar import Grammar
 from attar.protocol.request import Completion, SamplingParams

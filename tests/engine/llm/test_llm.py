@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from attar.engine.engine import Engine
-from attar.engine.llm import LLM, chats, running
+from attar.engine.llm import chats, running
+from attar.engine.llm.llm import LLM
 from attar.kernels import dispatch
 from attar.protocol.grammar import Grammar
 from attar.protocol.messages import Event, Finished

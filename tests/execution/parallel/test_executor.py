@@ -23,7 +23,7 @@ from attar.checkpoints.adapters import lora
 from attar.checkpoints.sources.hub import embedded
 from attar.engine import startup
 from attar.engine.engine import Engine, EngineConfig
-from attar.engine.llm import LLM
+from attar.engine.llm.llm import LLM
 from attar.engine.loader import Parallel
 from attar.execution.parallel import executor
 from attar.execution.parallel.commands import Call, Job, encode

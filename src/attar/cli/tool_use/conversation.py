@@ -17,7 +17,7 @@ from attar.cli.tool_use.functions import Functions
 from attar.errors import UserError
 
 if TYPE_CHECKING:
-    from attar.engine.llm import LLM
+    from attar.engine.llm.llm import LLM
     from attar.protocol.request import Completion, SamplingParams, ToolCall
 
 MAX_ROUNDS = 16  # answers to one turn of the user
