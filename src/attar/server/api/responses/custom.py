@@ -19,10 +19,11 @@ from attar.text.tools.tool import NAME
 MAX_PATTERN = 16 << 10  # characters of a regular expression
 
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_HIGH = r"\\u[dD][89abAB][0-9a-fA-F]{2}"  # the first half of a character, of which the second may follow
 _TEXT = re.compile(
-    rf'(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{{4}}|{_HIGH}\\u[0-9a-fA-F]{{4}}|{_HIGH}(?=[^\\]|\\[^u]))*'
+    r'(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u])))*+"
 )
+"""The text of a JSON string without a last escape that is incomplete, or of which a second half may follow."""
 
 
 class AnyText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
