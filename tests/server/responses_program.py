@@ -97,6 +97,22 @@ def calls(client: openai.OpenAI, model: str) -> dict[str, Any]:
     }
 
 
+def custom(client: openai.OpenAI, model: str) -> dict[str, Any]:
+    """An answer that calls a custom tool, whole and as events, sent back with the tool's output."""
+    tool: Any = {"type": "custom", "name": "run", "format": {"type": "grammar", "syntax": "regex", "definition": "a+"}}
+    options: Any = {"model": model, "input": "hello", "max_output_tokens": 6, "tools": [tool]}
+    one = whole(client, **options)
+    events = raw(client, **options)
+    items = [item.model_dump(exclude_none=True) for item in one.output]
+    [call] = [item for item in items if item["type"] == "custom_tool_call"]
+    result = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "seen"}
+    again = whole(client, **{**options, "input": [*SAID, *items, result]})
+    reply = client.responses.input_items.with_raw_response.list(again.id)
+    ResponseItemList.model_validate_json(reply.http_response.content)
+    deltas = [event["delta"] for event in events if event["type"] == "response.custom_tool_call_input.delta"]
+    return {"inputs": [call["input"], "".join(deltas)], "listed": [item.type for item in reply.parse().data][:2]}
+
+
 def listed(client: openai.OpenAI, model: str) -> dict[str, Any]:
     """The input items of a stored answer, each of which fits the package's models, in pages of two."""
     said: Any = [
@@ -128,7 +144,14 @@ def refused(client: openai.OpenAI, model: str) -> list[Any]:
 
 def main(url: str, model: str, *parts: str) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    known: dict[str, Any] = {"text": text, "parsed": parsed, "calls": calls, "refused": refused, "listed": listed}
+    known: dict[str, Any] = {
+        "text": text,
+        "parsed": parsed,
+        "calls": calls,
+        "refused": refused,
+        "listed": listed,
+        "custom": custom,
+    }
     print(json.dumps({part: known[part](client, model) for part in parts}))
 
 

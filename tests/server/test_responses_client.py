@@ -52,6 +52,23 @@ def test_input_items(start: Callable[..., Running]) -> None:
     assert found["newest"]
 
 
+class CallingRun(Plain):
+    """A parser that hears a call of a custom tool in any answer."""
+
+    def close(self) -> list[AnswerEvent]:
+        return [CallStart(0, "run"), CallArguments(0, '{"input": "aa'), CallArguments(0, 'a"}'), CallEnd(0)]
+
+    def feed(self, text: str) -> list[AnswerEvent]:
+        return []
+
+
+def test_custom_tools(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ResponsesRoutes, "_reader", lambda *given, **more: AnswerReader(CallingRun))
+    server = start(ServerOptions(port=0, response_store=1 << 20))
+    found = seen(server.port, "fake", "custom")["custom"]
+    assert found == {"inputs": ["aaa"] * 2, "listed": ["custom_tool_call_output", "custom_tool_call"]}
+
+
 def seen(port: int, model: str, *parts: str) -> dict[str, Any]:
     """What the client saw of the parts of the program."""
     needs_clients()

@@ -170,6 +170,13 @@ SPACE = {"type": "namespace", "name": "eyes", "description": "Sight.", "tools": 
 ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "other"}]}
 PADDED = {"include_obfuscation": True}
 
+REGEX = {"type": "grammar", "syntax": "regex", "definition": "a"}
+SYNTAX = ("invalid_value", "tools[0].format.syntax")
+
+
+def custom(format: Any) -> dict[str, Any]:
+    return {"type": "custom", "name": "f", "format": format}
+
 
 def schema(given: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"text": {"format": {"type": "json_schema", "name": "n", "schema": given, **more}}}
@@ -204,7 +211,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": "é" * 129}, "invalid_length", "stop"),
     ({"tools": [{"type": "web_search"}]}, "invalid_value", "tools[0].type"),
     ({"tools": [{"type": "mcp", "server_label": "x"}]}, "invalid_value", "tools[0].type"),
-    ({"tools": [{"type": "custom", "name": "f"}]}, "invalid_value", "tools[0].type"),
+    ({"tools": [custom({"type": "grammar", "syntax": "lark", "definition": "start: /a/"})]}, *SYNTAX),
+    ({"tools": [custom({"type": "grammar", "syntax": "regex"})]}, "missing_field", "tools[0].format.definition"),
+    ({"tools": [custom(REGEX | {"definition": "("})]}, "invalid_value", "tools[0].format"),
+    ({"tools": [TOOL, custom(None) | {"name": "look"}]}, "invalid_value", "tools[1].name"),
     ({"tools": [TOOL, TOOL]}, "invalid_value", "tools[1].name"),
     ({"tools": [TOOL | {"name": "a b"}]}, "invalid_value", "tools[0].name"),
     ({"tools": [TOOL | {"parameters": {"type": "string"}}]}, "invalid_value", "tools[0].parameters"),

@@ -10,6 +10,8 @@ import msgspec
 
 from attar.server.api.responses import types
 from attar.server.api.responses.items import (
+    CustomToolCall,
+    CustomToolCallOutput,
     FunctionCall,
     FunctionCallOutput,
     Item,
@@ -32,7 +34,8 @@ PARAMETERS: list[dict[str, Any]] = [
 """Parameters of the query, for the OpenAPI document."""
 
 _PREFIXES: dict[type[Item], str] = {
-    MessageItem: "msg_", FunctionCall: "fc_", FunctionCallOutput: "fco_", ReasoningItem: "rs_",
+    MessageItem: "msg_", FunctionCall: "fc_", FunctionCallOutput: "fco_",
+    CustomToolCall: "ctc_", CustomToolCallOutput: "ctco_", ReasoningItem: "rs_",
 }  # fmt: skip
 
 
@@ -107,9 +110,13 @@ def _told(item: Item, id: str) -> types.ListedItem:
             return types.MadeCall(
                 id=id, status=status, call_id=call, name=name, arguments=arguments, namespace=unset
             )  # fmt: skip
+        case CustomToolCall(call_id=call, name=name, input=input):
+            return types.MadeCustomCall(id=id, status=status, call_id=call, name=name, input=input)
         case FunctionCallOutput(call_id=call, output=output):
             told = output if isinstance(output, str) else _given(output)
-            return types.ListedOutput(id=id, status=status, call_id=call, output=told)
+            custom = isinstance(item, CustomToolCallOutput)
+            kind = types.ListedCustomOutput if custom else types.ListedOutput
+            return kind(id=id, status=status, call_id=call, output=told)
         case ReasoningItem():
             content = [types.ReasoningText(text=part.text) for part in item.content or ()]
             return types.SaidReasoning(id=id, status=status, summary=[], content=content)

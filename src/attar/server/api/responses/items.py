@@ -1,6 +1,6 @@
 """Items of a conversation, and what chat templates are given for them.
 
-An item is a message, a call of a function, its output, or a model's reasoning. Clients send back what they got, so
+An item is a message, a call of a tool, its output, or a model's reasoning. Clients send back what they got, so
 fields of output items are accepted in input items.
 """
 
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from attar.server.api.body import Ignored
+from attar.server.api.responses.custom import arguments
 from attar.server.api.responses.tools import ToolName, joined
 from attar.server.api.schemas import MAX_PARTS
 
@@ -103,6 +104,23 @@ class FunctionCallOutput(
         return _text(self.output)
 
 
+class CustomToolCall(
+    Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="custom_tool_call"
+):
+    """A call of a custom tool that the model has made."""
+
+    call_id: CallId
+    name: ToolName
+    input: str
+    id: ItemId | None = None
+    status: Status | None = None
+    created_by: Ignored = None
+
+
+class CustomToolCallOutput(FunctionCallOutput, frozen=True, kw_only=True, tag="custom_tool_call_output"):
+    """What a called custom tool has returned."""
+
+
 class ReasoningPart(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A piece of reasoning."""
 
@@ -129,7 +147,7 @@ class ItemReference(
     id: ItemId
 
 
-Item = MessageItem | FunctionCall | FunctionCallOutput | ReasoningItem
+Item = MessageItem | FunctionCall | FunctionCallOutput | CustomToolCall | CustomToolCallOutput | ReasoningItem
 InputItem = Item | ItemReference
 
 
@@ -170,10 +188,13 @@ def conversation(instructions: str | None, items: Iterable[Item]) -> list[dict[s
                     if last.get("role") != "assistant":
                         found.append(last := {"role": "assistant", "content": ""})
                     last["reasoning_content"] = last.get("reasoning_content", "") + text
-            case FunctionCall():
+            case FunctionCall() | CustomToolCall():
                 if last.get("role") != "assistant":
                     found.append(last := {"role": "assistant", "content": ""})
-                function = {"name": joined(item.namespace, item.name), "arguments": item.arguments}
+                if isinstance(item, CustomToolCall):
+                    function = {"name": item.name, "arguments": arguments(item.input)}
+                else:
+                    function = {"name": joined(item.namespace, item.name), "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 last.setdefault("tool_calls", []).append(call)
             case FunctionCallOutput():

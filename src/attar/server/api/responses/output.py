@@ -1,39 +1,41 @@
 """Output items of an answer, made of its events, and the events of a stream that tell of them.
 
 Each item opens with `response.output_item.added` and ends with `response.output_item.done`. A message, and reasoning,
-has one part, which opens and ends within; a call's arguments have deltas of their own.
+has one part, which opens and ends within; a call's arguments, or its input, have deltas of their own.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from attar.server.api.logprobs import Content
+from attar.server.api.responses.custom import InputReader
 from attar.text.answers.events import AnswerEvent, CallArguments, CallEnd, CallStart, ReasoningDelta, TextDelta
 from attar.text.tools.calling import NO_CALLS
 
 Event = dict[str, Any]
 
 NO_SPACES: Mapping[str, tuple[str, str]] = {}
-_PREFIXES = {"message": "msg_", "function_call": "fc_", "reasoning": "rs_"}
+_PREFIXES = {"message": "msg_", "function_call": "fc_", "custom_tool_call": "ctc_", "reasoning": "rs_"}
 
 
 class Output:
     """The output of one answer: `items`, as JSON. `call_id` makes the ids of calls. `spaces` has namespace and name of
-    functions that have one, by the names that the model knows. `scores` has the log probabilities
-    of the tokens behind the events that were added: a message gets those of its text."""
+    functions that have one, by the names that the model knows; `custom` are the names of custom tools. `scores` has the
+    log probabilities of the tokens behind the events that were added: a message gets those of its text."""
 
     def __init__(
         self, call_id: Callable[[], str] = NO_CALLS.new_id, spaces: Mapping[str, tuple[str, str]] = NO_SPACES,
-        scores: Content | None = None,
+        scores: Content | None = None, custom: Collection[str] = (),
     ) -> None:  # fmt: skip
         self.items: list[dict[str, Any]] = []
         self.scores = scores
-        self._call_id, self._spaces = call_id, spaces
+        self._call_id, self._spaces, self._custom = call_id, spaces, custom
+        self._input = InputReader()  # of the open call of a custom tool
         self._scored: list[bytes] = []  # of the open message
         self._pieces: list[str] = []
         self._open: str | None = None  # the type of the last item, until it ends
@@ -48,10 +50,17 @@ class Output:
                     yield from self._said("message", text)
                 case ReasoningDelta(text):
                     yield from self._said("reasoning", text)
+                case CallStart(_, name) if name in self._custom:
+                    self._input = InputReader()
+                    yield from self._begun("custom_tool_call", input="", call_id=self._call_id(), name=name)
                 case CallStart(_, name):
                     space, own = self._spaces.get(name, (None, name))
                     named = {"name": own} if space is None else {"name": own, "namespace": space}
                     yield from self._begun("function_call", arguments="", call_id=self._call_id(), **named)
+                case CallArguments(_, text) if self._open == "custom_tool_call":
+                    if text := self._input.push(text):
+                        self._pieces.append(text)
+                        yield self._of_item("response.custom_tool_call_input.delta", delta=text)
                 case CallArguments(_, text):
                     self._pieces.append(text)
                     yield self._of_item("response.function_call_arguments.delta", delta=text)
@@ -90,7 +99,7 @@ class Output:
         self.items.append(item)
         self._open = kind
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)}
-        if kind != "function_call":
+        if kind in ("message", "reasoning"):
             yield self._of_part("response.content_part.added", part=_part(kind, ""))
 
     def _ended(self, status: str) -> Iterator[Event]:
@@ -104,6 +113,9 @@ class Output:
         if kind == "function_call":
             item["arguments"] = text
             yield self._of_item("response.function_call_arguments.done", arguments=text)
+        elif kind == "custom_tool_call":
+            item["input"] = text
+            yield self._of_item("response.custom_tool_call_input.done", input=text)
         else:
             part = _part(kind, text, self._scored)
             item["content"] = [part]

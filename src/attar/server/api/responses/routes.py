@@ -68,14 +68,14 @@ class ResponsesRoutes(Routes):
         items = [self._found(caller, item) for item in body.items]
         past = await self._past(request, caller, before)
         said = conversation(body.instructions, [*past, *items])
-        use, spaces = body.toolset()
+        use, spaces, custom = body.toolset()
         chat = Chat(said, body.reasoning_request(), use, body.constraint())
         with _of_input(), placing(body.tools or ()):
             ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat)
         most = self._dispatcher.engine.places.most
         params = self._showing(chat_params(body.as_chat(), ids, ready, most, caller, self._sampling), calling)
         handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section)
-        output = Output(calling.new_id, spaces, Content(self._prompts.tokenizer) if body.scored else None)
+        output = Output(calling.new_id, spaces, Content(self._prompts.tokenizer) if body.scored else None, custom)
         answer = Answer(handler, body, params, model, reader, output, self._keep(caller, body, before, items))
         if body.stream:
             made = await stream(request, handler, answer.stream(), answer.failed)

@@ -1,6 +1,7 @@
-"""Fields of tools in the Responses API: functions that a model may call, also in namespaces, and the choice among them.
+"""Fields of tools in the Responses API: what a model may call, and the choice among them.
 
-A model knows a function of a namespace as `NAMESPACE__NAME`. Hosted tools, such as `web_search` or `mcp`, are refused
+Tools are functions, also in namespaces, and custom tools. A model knows a function of a namespace as
+`NAMESPACE__NAME`. Hosted tools, such as `web_search` or `mcp`, are refused
 by their type.
 """
 
@@ -16,6 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from attar.server.api.body import Ignored
+from attar.server.api.responses.custom import ResponseCustom
 from attar.server.api.tools.fields import ToolUse
 from attar.server.errors import APIError
 from attar.text.tools.tool import MAX_TOOLS, NAME, Tool, ToolChoice
@@ -73,26 +75,34 @@ class ChosenFunction(Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     name: ToolName
 
 
+class ChosenCustom(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="custom"):
+    """The custom tool that must be called."""
+
+    name: ToolName
+
+
 class AllowedOfTools(
     Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="allowed_tools"
 ):
-    """Functions that may be called, of those that the prompt shows."""
+    """Tools that may be called, of those that the prompt shows."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenFunction], Meta(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[ChosenFunction | ChosenCustom], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
-ResponseTools = Annotated[list[ResponseFunction | ResponseNamespace], Meta(max_length=MAX_TOOLS)]
-Choice = Literal["none", "auto", "required"] | ChosenFunction | AllowedOfTools
+ResponseTool = ResponseFunction | ResponseNamespace | ResponseCustom
+ResponseTools = Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)]
+Choice = Literal["none", "auto", "required"] | ChosenFunction | ChosenCustom | AllowedOfTools
 ResponseChoice = Annotated[Choice, Meta(description="`auto` where there are tools.")]
 
 
 class Toolset(NamedTuple):
     """Tools of a request, and the choice among them. `spaces` has namespace and name of tools that have one, by the
-    names that the model knows."""
+    names that the model knows; `custom` are the names of custom tools."""
 
     use: ToolUse
     spaces: dict[str, tuple[str, str]]
+    custom: frozenset[str]
 
 
 def joined(namespace: str | None, name: str) -> str:
@@ -100,9 +110,7 @@ def joined(namespace: str | None, name: str) -> str:
     return name if namespace is None else f"{namespace}__{name}"
 
 
-def read_tools(
-    tools: Sequence[ResponseFunction | ResponseNamespace] | None, choice: Choice | None, parallel: bool | None
-) -> Toolset:
+def read_tools(tools: Sequence[ResponseTool] | None, choice: Choice | None, parallel: bool | None) -> Toolset:
     """Return the tools of a request and the choice among them. Raises APIError for tools that are refused, and for a
     choice that they do not allow."""
     found = list(_functions(tools or ()))
@@ -111,7 +119,7 @@ def read_tools(
     )
     made = ToolChoice(parallel=parallel is not False)
     match choice:
-        case ChosenFunction(name=name):
+        case ChosenFunction(name=name) | ChosenCustom(name=name):
             made = replace(made, mode="named", name=name)
         case AllowedOfTools(mode=mode, tools=allowed):
             made = replace(made, mode=mode, allowed=frozenset(each.name for each in allowed))
@@ -120,25 +128,27 @@ def read_tools(
     with placing(tools or ()):
         use = ToolUse.checked(read, made)
     spaces = {joined(space, each.name): (space, each.name) for _, space, each in found if space is not None}
-    return Toolset(use, spaces)
+    return Toolset(use, spaces, frozenset(each.name for _, _, each in found if isinstance(each, ResponseCustom)))
 
 
 @contextlib.contextmanager
-def placing(tools: Sequence[ResponseFunction | ResponseNamespace]) -> Iterator[None]:
+def placing(tools: Sequence[ResponseTool]) -> Iterator[None]:
     """Name the place of a refused tool as the request has it: a function's fields are the tool's own here."""
     try:
         yield
     except APIError as refusal:
         param = refusal.param or ""
-        places = [place for place, _, _ in _functions(tools)]
-        place = _PLACE.sub(lambda at: places[int(at[1])], param)
+        found = list(_functions(tools))
+        place = _PLACE.sub(lambda at: found[int(at[1])][0], param)
+        if (at := _PLACE.match(param)) and isinstance(found[int(at[1])][2], ResponseCustom):
+            place = place.replace(".parameters", ".format")
         if place == param:
             raise
         raise APIError(refusal.code, refusal.message.replace(param, place, 1), place) from refusal
 
 
-def _functions(tools: Sequence[ResponseFunction | ResponseNamespace]) -> Iterator[tuple[str, str | None, _Function]]:
-    """Yield the place, the namespace and the fields of each function."""
+def _functions(tools: Sequence[ResponseTool]) -> Iterator[tuple[str, str | None, _Function | ResponseCustom]]:
+    """Yield the place, the namespace and the fields of each tool that can be called."""
     for at, tool in enumerate(tools):
         if isinstance(tool, ResponseNamespace):
             for number, inner in enumerate(tool.tools):

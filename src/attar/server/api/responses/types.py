@@ -43,6 +43,16 @@ class MadeCall(Answer, frozen=True, tag_field="type", tag="function_call"):
     namespace: str | UnsetType = UNSET  # of a function in one
 
 
+class MadeCustomCall(Answer, frozen=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool, whose output names its `call_id`."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    input: str
+
+
 class SaidReasoning(Answer, frozen=True, tag_field="type", tag="reasoning"):
     """What the model says before it answers."""
 
@@ -52,7 +62,7 @@ class SaidReasoning(Answer, frozen=True, tag_field="type", tag="reasoning"):
     content: list[ReasoningText]
 
 
-OutputItem = SaidMessage | MadeCall | SaidReasoning
+OutputItem = SaidMessage | MadeCall | MadeCustomCall | SaidReasoning
 
 
 class ResponseError(Answer, frozen=True):
@@ -151,7 +161,16 @@ class ListedOutput(Answer, frozen=True, tag_field="type", tag="function_call_out
     output: str | list[ListedText]
 
 
-ListedItem = ListedMessage | MadeCall | ListedOutput | SaidReasoning
+class ListedCustomOutput(Answer, frozen=True, tag_field="type", tag="custom_tool_call_output"):
+    """What a called custom tool has returned."""
+
+    id: str
+    status: Status
+    call_id: str
+    output: str | list[ListedText]
+
+
+ListedItem = ListedMessage | MadeCall | ListedOutput | MadeCustomCall | ListedCustomOutput | SaidReasoning
 
 
 class InputItemList(Answer, frozen=True):
@@ -241,7 +260,15 @@ class ArgumentsDone(OfItem, frozen=True, tag_field="type", tag="response.functio
     arguments: str
 
 
+class InputDelta(OfItem, frozen=True, tag_field="type", tag="response.custom_tool_call_input.delta"):
+    delta: str
+
+
+class InputDone(OfItem, frozen=True, tag_field="type", tag="response.custom_tool_call_input.done"):
+    input: str
+
+
 RESPONSE_EVENTS: tuple[type[ResponseEvent], ...] = (
     Created, InProgress, ItemAdded, PartAdded, SaidDelta, SaidDone, ReasoningTextDelta, ReasoningTextDone,
-    ArgumentsDelta, ArgumentsDone, PartDone, ItemDone, Completed, Ended, FailedResponse,
+    ArgumentsDelta, ArgumentsDone, InputDelta, InputDone, PartDone, ItemDone, Completed, Ended, FailedResponse,
 )  # fmt: skip

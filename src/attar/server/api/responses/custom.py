@@ -1,0 +1,92 @@
+"""Custom tools of the Responses API: tools whose input is text rather than a JSON object.
+
+A model knows such a tool as a function with one argument, the text `input`. The grammar of calls keeps it to a regular
+expression where the tool has one; grammars of other syntaxes cannot be kept within a JSON string, and are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from attar.server.api.body import Ignored
+from attar.text.tools.tool import NAME
+
+MAX_PATTERN = 16 << 10  # characters of a regular expression
+
+_HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_TEXT = re.compile(
+    r'(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u])))*+"
+)
+"""The text of a JSON string without a last escape that is incomplete, or of which a second half may follow."""
+
+
+class AnyText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class TextByGrammar(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="grammar"):
+    """Text that a regular expression, in the syntax of Rust's, matches as a whole."""
+
+    syntax: Literal["regex"]
+    definition: Annotated[str, Meta(min_length=1, max_length=MAX_PATTERN)]
+
+
+class ResponseCustom(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="custom"):
+    """A tool whose input is text."""
+
+    name: Annotated[str, Meta(pattern=f"^{NAME}$", title="FunctionName")]
+    description: str | None = None
+    format: AnyText | TextByGrammar | None = None
+    cache_control: Ignored = None
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The schema of its arguments, as the model knows them."""
+        text: dict[str, Any] = {"type": "string"}
+        if isinstance(self.format, TextByGrammar):
+            text["pattern"] = f"^(?:{self.format.definition})$"
+        return {
+            "type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False,
+        }  # fmt: skip
+
+    @property
+    def strict(self) -> bool:
+        """Whether calls that cannot be kept to the schema are refused: an input has no other place."""
+        return True
+
+    def told(self) -> dict[str, Any]:
+        """Return the tool as answers repeat it."""
+        format = msgspec.to_builtins(self.format or AnyText())
+        return {"type": "custom", "name": self.name, "description": self.description, "format": format}
+
+
+class InputReader:
+    """Reads the input of a custom tool out of the arguments of a call, which come in pieces."""
+
+    def __init__(self) -> None:
+        self._held = ""  # what is not read yet
+        self._inside = False
+
+    def push(self, text: str) -> str:
+        """Take more of the arguments; return more of the input. Lone surrogates become U+FFFD."""
+        self._held += text
+        if not self._inside:
+            if (found := _HEAD.match(self._held)) is None:
+                return ""
+            self._held, self._inside = self._held[found.end() :], True
+        found = _TEXT.match(self._held)
+        assert found is not None
+        self._held = self._held[found.end() :]
+        read: str = json.loads(f'"{found[0]}"', strict=False)
+        return read.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def arguments(text: str) -> str:
+    """Return an input as the arguments of the call that the model knows."""
+    return json.dumps({"input": text}, ensure_ascii=False)
