@@ -1,0 +1,1 @@
+"""The programs of `bench/clients.py`, one a client, and the locks of their environments."""

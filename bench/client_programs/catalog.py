@@ -31,5 +31,19 @@ class Client:
 CLIENTS = {
     "openai": Client(("openai==3.57.0",), "openai_sdk.py"),
     "anthropic": Client(("anthropic==2.14.0",), "anthropic_sdk.py"),
+    "litellm": Client(("litellm==1.110.2",), "litellm_sdk.py"),
+    "langchain": Client(("langchain-openai==1.7.4", "langchain-anthropic==1.7.10"), "langchain_both.py"),
+    "llama-index": Client(("llama-index-llms-openai-like==0.8.1",), "llamaindex.py"),
+    "instructor": Client(("instructor==1.17.0",), "instructor_modes.py"),
+    "pydantic-ai": Client(("pydantic-ai-slim[openai,anthropic]==2.68.0",), "pydantic_agents.py"),
+    "openai-agents": Client(("openai-agents==0.24.0",), "openai_agents.py"),
+    "semantic-kernel": Client(("semantic-kernel==1.45.0",), "semantic_kernels.py"),
     "ollama": Client(("ollama==0.6.3",), "ollama_sdk.py"),
+    "openai-js": Client(("openai@7.57.0",), "openai_js.mjs"),
+    "anthropic-js": Client(("@anthropic-ai/sdk@1.14.0",), "anthropic_js.mjs"),
+    "ollama-js": Client(("ollama@0.6.4",), "ollama_js.mjs"),
+    "vercel-ai": Client(
+        ("ai@7.0.173", "@ai-sdk/openai@4.0.118", "@ai-sdk/openai-compatible@3.0.92", "@ai-sdk/anthropic@4.0.105"),
+        "vercel_ai.mjs",
+    ),
 }
