@@ -59,6 +59,7 @@ class ResponsesRoutes(Routes):
         app.head("/v1/responses/{name}")(self.retrieve)
         listed = {**giving(types.InputItemList), "parameters": PARAMETERS}
         app.get("/v1/responses/{name}/input_items", openapi_extra=listed)(self.input_items)
+        app.head("/v1/responses/{name}/input_items")(self.input_items)
         app.delete("/v1/responses/{name}", openapi_extra=giving(types.DeletedResponse))(self.delete)
 
     async def respond(self, request: Request) -> Response:
