@@ -23,14 +23,14 @@ import pytest
 
 from attar import strict_json
 from attar.protocol.grammar import Grammar
-from attar.server import prompts
-from attar.server.api import constraints, routes, sampling_params, schemas
+from attar.server.api import constraints, sampling_params, schemas
 from attar.server.api.tools import fields
 from attar.server.api.tools.ollama import OpenCalls
 from attar.server.http.limits import MAX_BODY
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
 from attar.text.grammar_proof import Prover
+from attar.text.tools import calling, generic, openai
 from attar.text.tools.constraints import ToolConstraint
 from tests.server.conftest import Running
 
@@ -69,13 +69,13 @@ def test_the_server_does_what_its_document_says(
     monkeypatch.setattr(Grammar, "check", lambda self, params: None)
     monkeypatch.setattr(constraints, "_check_strict", lambda schema, where: None)
     monkeypatch.setattr(Prover, "prove", lambda self, grammar, salt=b"": None)
-    monkeypatch.setattr(fields, "check", lambda tools, choice: None)
+    monkeypatch.setattr(openai, "check", lambda tools, choice: None)
     monkeypatch.setattr(fields, "check_alone", lambda asked, ends: None)
     monkeypatch.setattr(schemas, "check_alone", lambda asked, ends: None)
-    monkeypatch.setattr(prompts, "for_template", lambda messages, *form: [dict(message) for message in messages])
-    monkeypatch.setattr(routes, "calls_or_json", lambda *asked, **more: ToolConstraint(Grammar.json_object()))
+    monkeypatch.setattr(generic, "for_template", lambda messages, *form: [dict(message) for message in messages])
+    monkeypatch.setattr(calling, "calls_or_json", lambda *asked, **more: ToolConstraint(Grammar.json_object()))
     monkeypatch.setattr(OpenCalls, "answered", lambda self, identity, name: identity or "call_1")
-    monkeypatch.setattr(routes, "constraint", lambda *asked: ToolConstraint(Grammar.json_object()))
+    monkeypatch.setattr(calling, "constraint", lambda *asked: ToolConstraint(Grammar.json_object()))
     monkeypatch.setattr(strict_json, "MIN_INT", -(2**1023))  # in fields with any value; others have bounds of their own
     monkeypatch.setattr(strict_json, "MAX_INT", 2**1023)
     server = start(

@@ -47,9 +47,14 @@ class NamedTool(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type
     function: NamedFunction
 
 
+class AllowedFunction(Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class AllowedFunctions(Struct, frozen=True, forbid_unknown_fields=True):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[AllowedFunction], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedTools(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"):

@@ -260,15 +260,16 @@ class ArgumentsDone(OfItem, frozen=True, tag_field="type", tag="response.functio
     arguments: str
 
 
-class InputDelta(OfItem, frozen=True, tag_field="type", tag="response.custom_tool_call_input.delta"):
+class CustomInputDelta(OfItem, frozen=True, tag_field="type", tag="response.custom_tool_call_input.delta"):
     delta: str
 
 
-class InputDone(OfItem, frozen=True, tag_field="type", tag="response.custom_tool_call_input.done"):
+class CustomInputDone(OfItem, frozen=True, tag_field="type", tag="response.custom_tool_call_input.done"):
     input: str
 
 
 RESPONSE_EVENTS: tuple[type[ResponseEvent], ...] = (
     Created, InProgress, ItemAdded, PartAdded, SaidDelta, SaidDone, ReasoningTextDelta, ReasoningTextDone,
-    ArgumentsDelta, ArgumentsDone, InputDelta, InputDone, PartDone, ItemDone, Completed, Ended, FailedResponse,
+    ArgumentsDelta, ArgumentsDone, CustomInputDelta, CustomInputDone, PartDone, ItemDone, Completed, Ended,
+    FailedResponse,
 )  # fmt: skip
