@@ -471,7 +471,7 @@ def test_an_adapter_of_all_rows(demo: Path, two: LLM, tone: Path) -> None:
 def test_a_dead_process_is_known(two: LLM) -> None:
     """The last of its module: nothing is left of the fixture."""
     assert two.model.executor is not None
-    two._engine = None  # others were made of the same processes, which know the last alone
+    two.running.engine = None  # others were made of the same processes, which know the last alone
     answer = two.stream(PROMPTS[0], SamplingParams(max_tokens=200, temperature=0, ignore_eos=True))
     next(answer)
     two.model.executor.workers.children[0].send_signal(signal.SIGKILL)
