@@ -33,7 +33,9 @@ def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
 def make_engine(decoder: Decoder, blocks: int = ROOM, limits: SchedulerConfig | None = None, **how: Any) -> Engine:
     """An engine of small steps; `how` is `EngineConfig`'s, where `kv` is a name, and `Engine`'s."""
     fields = {
-        name: how.pop(name) for name in ("eos_ids", "adapters", "overlaps", "drafter", "draft_tokens") if name in how
+        name: how.pop(name)
+        for name in ("eos_ids", "adapters", "overlaps", "drafter", "draft_tokens", "draft_tree")
+        if name in how
     }
     kv, context, tokenizer = how.pop("kv", None), how.pop("context", CONTEXT), how.pop("tokenizer", None)
     kv, limits = None if kv is None else SCHEMES[kv], limits or SchedulerConfig(max_step_tokens=48)

@@ -165,6 +165,16 @@ def test_states_along_drafts_are_those_of_committed_tokens() -> None:
                 other.commit(token)
 
 
+def test_states_along_a_tree_are_those_along_each_path() -> None:
+    params = SamplingParams(repetition_penalty=1.4, frequency_penalty=0.3, min_tokens=2, seed=3)
+    state = Sampler(params, [1, 2, 3], 9, ending=frozenset({4}))
+    drafts, parents = (4, 2, 2, 7, 1), (0, 1, 0, 3, 3)
+    paths = ([], [4], [4, 2], [2], [2, 7], [2, 1])
+    for at, path in zip(state.along(drafts, parents), paths, strict=True):
+        other = state.along(path)[-1]
+        assert (at.index, list(at.changes), at.ahead) == (other.index, list(other.changes), tuple(path))
+
+
 def test_constrained_answers_are_those_without_drafts(demo: Any, tiny_decoder: Callable[..., Decoder]) -> None:
     """Drafts that the constraint forbids, and those behind its end, are wrong drafts like any other."""
     tokenizer, store = Tokenizer.load(demo), dispatch.store("int8g32")

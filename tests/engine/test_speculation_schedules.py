@@ -48,6 +48,7 @@ from attar.sampling.drafters.first_of import FirstOf
 from attar.sampling.drafters.lookahead import LookaheadDrafter
 from attar.sampling.drafters.model import ModelDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
+from attar.scheduling import draft_tree
 from attar.scheduling.sequence import Sequence as Tokens
 from attar.scheduling.step_plan import StepPlan
 from attar.text.convert import bytes_to_chars
@@ -105,13 +106,14 @@ class RandomMask:
 @dataclass
 class Foreseeing:
     """A drafter that knows what is to come, and says it with a share of errors, in runs of any length; it may also
-    propose what is no token, and raise."""
+    propose what is no token, and raise. With `branching` its guesses are trees, in any order and sometimes of none."""
 
     texts: dict[str, list[int]]
     draw: random.Random
     right: float
     costly: bool = False
     name: str = "foreseeing"
+    branching: bool = False
     held: set[str] = field(default_factory=set)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -124,11 +126,26 @@ class Foreseeing:
             guess = guess[: self.draw.randrange(LONG + 1)]
             if self.draw.random() < 0.05:
                 guess.append(self.draw.choice([-1, VOCABULARY, 2**40]))
-            guess += [0] * self.draw.choice([0, 0, 30])  # more than asked for
-            found.append(Draft(tuple(guess), self.draw.randrange(4)))
+            parents = self._branched(guess) if self.branching and self.draw.random() < 0.9 else []
+            more = self.draw.choice([0, 0, 30])  # than asked for
+            parents += [self.draw.randrange(len(guess) + i + 1) for i in range(more)] if parents else []
+            guess += [0] * more
+            found.append(Draft(tuple(guess), self.draw.randrange(4), parents=tuple(parents)))
         if self.draw.random() < 0.02:
             raise RuntimeError("a drafter that fails")
         return found
+
+    def _branched(self, guess: list[int]) -> list[int]:
+        """Put wrong drafts among the guesses, with guesses of their own; return the row that each follows."""
+        parents = list(range(len(guess)))
+        for _ in range(self.draw.randrange(7)):
+            at = self.draw.randrange(len(guess) + 1)
+            parents = [parent + (parent > at) for parent in parents]
+            guess.insert(at, self.draw.choice([self.draw.randrange(VOCABULARY), *guess[-1:]]))
+            parents.insert(at, self.draw.randrange(at + 1))
+        if parents and self.draw.random() < 0.03:
+            parents[-1] = self.draw.choice([-1, len(parents), 99])
+        return parents
 
     def forget(self, sequence: Tokens) -> None:
         self.held.discard(sequence.id)
@@ -273,13 +290,17 @@ def overflowing(made: Engine, draw: random.Random) -> None:
         choices = list(choices)
         real(choices)
         for choice in choices:
-            if choice.sequence.drafts and draw.random() < 0.5:
-                choice.sequence.drafts += tuple(draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 17)))
+            sequence = choice.sequence
+            if sequence.drafts and draw.random() < 0.5:
+                known, more = len(sequence.drafts), draw.randrange(1, 17)
+                sequence.drafts += tuple(draw.randrange(VOCABULARY) for _ in range(more))
+                sequence.parents += tuple(range(known, known + more)) if sequence.parents else ()
 
     def planned(*given: Any) -> StepPlan:
         step = plan(*given)
         for chunk in step.chunks:
-            assert chunk.start + chunk.rows <= chunk.sequence.longest, "a row behind the last token"
+            deepest = chunk.rows - len(chunk.drafts) + draft_tree.depth_of(chunk.drafts, chunk.parents)
+            assert chunk.start + deepest <= chunk.sequence.longest, "a row behind the last token"
         return step
 
     made.speculation.propose, made.scheduler.plan = propose, planned  # type: ignore[method-assign]
@@ -305,6 +326,7 @@ def life(made: Engine, asks: Sequence[Submit | Embed], draw: random.Random, shut
         made.scheduler.check()
 
 
+@pytest.mark.parametrize("branching", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + SEEDS))
 def test_no_schedule_of_drafts_changes_a_bit(
     make: Make,
@@ -313,8 +335,9 @@ def test_no_schedule_of_drafts_changes_a_bit(
     leaving: EarlyExit,
     monkeypatch: pytest.MonkeyPatch,
     seed: int,
+    branching: bool,
 ) -> None:
-    draw = random.Random(-(2**40) - seed)
+    draw = random.Random(-(2**40) - seed - 2**50 * branching)
     kv = draw.choice([None, None, None, *SCHEMES])
     without, asks = plain(kv), some_of_every_kind(seed, draw)
     events = run(without, asks)
@@ -349,11 +372,14 @@ def test_no_schedule_of_drafts_changes_a_bit(
         lambda: FirstOf(EarlyExitDrafter(leaving, CONTEXT, 8, VOCABULARY, blocks=draw.choice((4, 40)))),
         lambda: Foreseeing(texts, draw, draw.choice((0.0, 0.5, 0.9, 1.0)), draw.random() < 0.3),
     ]
+    how: dict[str, Any] = {"draft_tokens": draw.choice((None, LONG))}
+    if branching and not (kv and SCHEMES[kv].recent):
+        how = {"draft_tree": draw.choice((2, 8, 16))}
+        kinds = [lambda: replace(Foreseeing(texts, draw, draw.choice((0.5, 0.9, 1.0))), branching=True)]
     drafter = draw.choice((*kinds, kinds[-1]))()
     made = make(
-        draw.choice((ROOM, TIGHT)), limits, kv=kv, drafter=drafter, draft_tokens=draw.choice((None, LONG)),
-        overlaps=draw.random() < 0.3, clock=clock,
-    )  # fmt: skip
+        draw.choice((ROOM, TIGHT)), limits, kv=kv, drafter=drafter, overlaps=draw.random() < 0.3, clock=clock, **how
+    )
     if draw.random() < 0.6:
         overflowing(made, draw)
     hurried = draw.choice(asks)

@@ -55,6 +55,7 @@ import attar.scheduling.scheduler
 from attar import faults
 from attar.protocol.messages import REUSE_ENDS
 from attar.protocol.scheduler_config import SchedulerConfig
+from attar.scheduling import draft_tree
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import StepPlan
 
@@ -162,7 +163,9 @@ class Simulation:
         self.lag = random.Random(-(2**32) - seed)
         self.overlaps = self.lag.random() < 1 / 2
         self.drafts = random.Random(-(2**34) - seed)
+        self.trees = random.Random(-(2**36) - seed)
         self.accepted = 0  # drafts that were right
+        self.branched = 0  # times that a step's tokens were not those of the first branch
         self.dice = random.Random(-1 - seed)  # of faults alone: lives without them are as they would be
         self.faulty = self.dice.random() < 1 / 3
         ends: tuple[tuple[int, ...], ...] = ((), (), (), (7, 1 << 20), (4, 8, 16, 32, 1 << 20))
@@ -314,6 +317,18 @@ class Simulation:
                 right = self.asked[sequence.id].tokens[known : known + self.drafts.choice([0, 1, 2, 4, 9])]
                 wrong = [self.drafts.randrange(VOCABULARY) for _ in range(self.drafts.choice([0, 0, 1, 3]))]
                 sequence.drafts = (*right, *wrong)
+                if self.trees.random() < 0.5:
+                    self.branch(sequence)
+
+    def branch(self, sequence: Sequence) -> None:
+        """Make a tree of its drafts, with wrong ones anywhere."""
+        drafts, parents = list(sequence.drafts), list(range(len(sequence.drafts)))
+        for _ in range(self.trees.choice([1, 2, 5])):
+            at = self.trees.randrange(len(drafts) + 1)  # before the drafts of these rows
+            parents = [parent + (parent > at) for parent in parents]
+            drafts.insert(at, self.trees.randrange(VOCABULARY))
+            parents.insert(at, self.trees.randrange(at + 1))
+        sequence.drafts, sequence.parents = draft_tree.in_preorder(drafts, parents)
 
     def catch_up(self, count: int = 1) -> None:
         """The device does the first steps, in their order."""
@@ -356,7 +371,8 @@ class Simulation:
                 memory[target] = [None] * size
                 outcomes[sequence.id] = self.module.Outcome(failure="internal")
         everything_fails = rng.random() < 0.01
-        for (sequence, start, rows, samples, drafts), blocks in zip(step.plan.chunks, step.tables, strict=True):
+        for chunk, blocks in zip(step.plan.chunks, step.tables, strict=True):
+            sequence, start, rows, samples, drafts, tree = chunk
             asked = self.asked[sequence.id]
             if sequence.id in outcomes or sequence.id in self.spoiled:
                 continue
@@ -366,31 +382,51 @@ class Simulation:
             assert found == digests[:start], f"{sequence.id} reads what is not its own"
             if drafts:
                 assert start + rows - len(drafts) == len(sequence.tokens), "drafts in the middle of a sequence"
-                digests = digests[: len(sequence.tokens)]
-                for draft in drafts:
-                    digests.append(digest(digests[-1], draft))
-            for at in range(start, start + rows):
-                slot = blocks[at // size], at % size
-                assert slot not in written, "a slot is written twice in a step"
-                written.add(slot)
-                memory[slot[0]][slot[1]] = None if fails else digests[at]
+            known = len(sequence.tokens) if drafts else start + rows
+            for at in range(start, known):
+                self._write(blocks, at, None if fails else digests[at], written)
+            state = digests[known - 1]
+            of = [state]  # of each row from that of the last token on
+            for draft, parent in zip(drafts, chunk.parents or range(len(drafts)), strict=True):
+                of.append(digest(of[parent], draft))
+            depths = draft_tree.depths(chunk.parents or range(len(drafts)))
+            for branch in range(1 + len(tree.blocks) if tree else 1):
+                last = draft_tree.branches(chunk.parents)[branch][-1] if tree else len(drafts)
+                path = [last, *draft_tree.ancestors(chunk.parents, last)] if tree else range(1, 1 + last)
+                table = blocks
+                if tree and branch:
+                    table = [*blocks[: tree.first], *tree.blocks[branch - 1]]
+                    assert known + depths[last] <= len(table) * size, "a branch without blocks"
+                    for at in range(tree.first * size, known):  # the rows before the drafts
+                        slot = at % size
+                        self._write(table, at, memory[blocks[tree.first]][slot], written)
+                for row in path:
+                    if row:
+                        self._write(table, known - 1 + depths[row], None if fails else of[row], written)
             if fails:
                 outcomes[sequence.id] = self.module.Outcome(failure="internal")
             elif samples:
-                outcomes[sequence.id] = self._sample(asked, digests[start + rows - samples], drafts)
+                outcomes[sequence.id] = self._sample(asked, state, drafts, chunk.parents)
         self.spoiled |= {id for id, outcome in outcomes.items() if outcome.failure is not None}
         return outcomes
 
-    def _sample(self, asked: Asked, state: int, drafts: tuple[int, ...]) -> object:
+    def _write(self, table: list[int], at: int, state: int | None, written: set[tuple[int, int]]) -> None:
+        slot = table[at // self.pool.size], at % self.pool.size
+        assert slot not in written, "a slot is written twice in a step"
+        written.add(slot)
+        self.memory[slot[0]][slot[1]] = state
+
+    def _sample(self, asked: Asked, state: int, drafts: tuple[int, ...], parents: tuple[int, ...]) -> object:
         """The next token, and those behind drafts that are right."""
         if not asked.sequence.max_tokens:
             return self.module.Outcome()
         tokens: list[int] = []
-        for draft in (*drafts, None):
+        row: int | None = 0
+        while row is not None:
             tokens.append(choose(state, asked.seed))
             state = digest(state, tokens[-1])
-            if tokens[-1] == END or tokens[-1] != draft:
-                break
+            last, row = row, None if tokens[-1] == END else draft_tree.child(drafts, parents, row, tokens[-1])
+        self.branched += bool(parents) and last not in draft_tree.branches(parents)[0]
         self.accepted += len(tokens) - 1
         return self.module.Outcome(tuple(tokens), END in tokens)
 

@@ -86,6 +86,10 @@ DraftTokens = Annotated[int | None, option(
     "Speculation", "N", "Drafts of a sequence in each step: auto, or 0 to 16.", "--draft-tokens",
     parser=parse_draft_tokens, default="auto, what pays",
 )]  # fmt: skip
+DraftTree = Annotated[int | None, option(
+    "Speculation", "N", "Nodes of a tree of drafts in each step, 2 to 16, by a head of Medusa or EAGLE. So far "
+    "chains were faster.", "--draft-tree", default="none, a chain",
+)]  # fmt: skip
 
 Kv = Annotated[str | None, option(
     "Cache", "FORMAT", "KV cache format: float32, bfloat16, int8, fp8, klt4, int4, klt2, kivi2, nuq4 or nuq3.", "--kv",
@@ -167,6 +171,7 @@ class RunConfig(OutputConfig):
     adapter: Adapter = None
     draft: Draft = None
     draft_tokens: DraftTokens = None
+    draft_tree: DraftTree = None
     tp: Tp = 1
     pp: Pp = 1
     no_verify: NoVerify = False

@@ -68,6 +68,7 @@ class ServeConfig(SchedulerOptions):
     kv: options.Kv = None
     draft: options.Draft = None
     draft_tokens: options.DraftTokens = None
+    draft_tree: options.DraftTree = None
     host: Annotated[str, option("HTTP", "HOST", "Address; others than loopback need an API key.")] = "127.0.0.1"
     port: Annotated[int, option("HTTP", "N", "Port; 0 takes a free one.", min=0, max=65535)] = 8000
     root_path: Annotated[str, option(
@@ -145,6 +146,7 @@ class ServeConfig(SchedulerOptions):
                 pp=self.pp, adapters=parse_adapters(self.adapter or (), name), name=name,
                 draft=hub.resolve_draft(self.draft),
                 draft_tokens=self.draft_tokens,
+                draft_tree=self.draft_tree,
             ),
             **theirs | given,
         )  # fmt: skip

@@ -44,13 +44,24 @@ def memory_bytes(path: Path, target: Path, context: int, limits: StepLimits) -> 
         cache = blocks_for(most, limits.sequences, BLOCK) * costs.block_bytes(first, schemes.scheme("float32"))
         return 2 * NUMBER * numbers + cache + steps.largest_step(first, storage, step, most).total
     waiting = 3 * NUMBER * config.hidden * (eagle.ROWS + limits.rows) * limits.sequences
-    return own + waiting + 2 * NUMBER * config.hidden * BLOCK * eagle.blocks_for(context, limits.sequences)
+    return (
+        own
+        + waiting
+        + 2 * NUMBER * config.hidden * BLOCK * (eagle.blocks_for(context, limits.sequences) + eagle.SCRATCH)
+    )
 
 
 def load_head(
-    path: Path, kind: Kind, target: LoadedModel, context: int, sequences: int, activations: str = "int8g128"
+    path: Path,
+    kind: Kind,
+    target: LoadedModel,
+    context: int,
+    sequences: int,
+    activations: str = "int8g128",
+    trees: bool = False,
 ) -> Drafter:
-    """Load the head at `path` for a target on CPUs, in one process, for sequences of up to `context` tokens.
+    """Load the head at `path` for a target on CPUs, in one process, for sequences of up to `context` tokens. With
+    `trees` it makes trees, which an exit does not.
 
     Raises ValueError for a target elsewhere, and CheckpointError for a head of another shape.
     """
@@ -59,10 +70,10 @@ def load_head(
     decoder = target.decoder
     store = None if decoder.store is None else dispatch.store(activations)
     if kind == "medusa":
-        return MedusaDrafter(medusa.read(path, decoder, store), decoder.final_norm, decoder.config.layers)
+        return MedusaDrafter(medusa.read(path, decoder, store), decoder.final_norm, decoder.config.layers, trees)
     if kind == "exit":
         made = early_exit.read(path, decoder, store)
         return EarlyExitDrafter(made, context, sequences, decoder.config.vocab_size)
     blocks = eagle.blocks_for(context, sequences)
     read = eagle1.read if kind == "eagle" else eagle_files.read
-    return EagleDrafter(read(path, decoder, store), context, blocks, decoder.lossless)
+    return EagleDrafter(read(path, decoder, store), context, blocks, decoder.lossless, trees)

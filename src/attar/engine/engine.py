@@ -35,7 +35,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from attar.engine.bottleneck import Bottlenecks
-from attar.engine.inflight import InflightStep, Launcher
+from attar.engine.inflight import InflightStep, Launcher, Taker
 from attar.engine.outputs import Choice, Request
 from attar.engine.requests import RequestTable
 from attar.engine.speculation import Speculation
@@ -77,6 +77,7 @@ class EngineConfig:
     decoder, in the order of their numbers. overlaps: whether steps are launched before the tokens of the one before are
     known, and tokens chosen without a look at the logits; by default on a GPU. drafter: the source of drafts of
     speculative decoding, none by default. draft_tokens: drafts of a sequence in each step; None decides by what pays.
+    draft_tree: nodes of a sequence's tree of drafts in each step; None where drafts are chains.
     """
 
     blocks: int
@@ -88,6 +89,7 @@ class EngineConfig:
     overlaps: bool | None = None
     drafter: Drafter | None = None
     draft_tokens: int | None = None
+    draft_tree: int | None = None
 
 
 class Engine:
@@ -112,6 +114,8 @@ class Engine:
         self.decoder, self.tokenizer, self.eos_ids, self.clock = decoder, tokenizer, config.eos_ids, clock
         limits, scheme = config.limits, config.kv or decoder.lossless
         kv_cache.check(decoder, scheme)
+        if config.draft_tree is not None:
+            kv_cache.check_trees(decoder, scheme)
         bases = kv_cache.bases(decoder, scheme)
         self.runner = runner(
             decoder, config.blocks, config.context, scheme, limits.together, bases, record, limits.max_drafts
@@ -132,11 +136,12 @@ class Engine:
                 self.runner.keep = reader.layers
         forces = limits.max_drafts > 0 and tokenizer is not None and not self.overlaps
         if config.drafter is not None or forces:
-            fixed = config.draft_tokens is not None
-            most = MAX_DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens
-            pace = Pace(most, fixed, limits.max_drafts)
+            nodes = config.draft_tree
+            number = config.draft_tokens if nodes is None else nodes
+            pace = Pace(MAX_DRAFT_TOKENS if number is None else number, number is not None, limits.max_drafts)
             forcing = None if tokenizer is None else ForcedDrafter(tokenizer)
-            self.speculation = Speculation(config.drafter, pace, decoder.config.vocab_size, forcing)
+            vocab_size = decoder.config.vocab_size
+            self.speculation = Speculation(config.drafter, pace, vocab_size, forcing, nodes is not None)
         if self.overlaps and self.runner.waits is not None:
             logger.warning("no step is launched before the tokens of the last are known: %s", self.runner.waits)
         self._inflight: InflightStep | None = None  # the next step, where it is on its way
@@ -333,11 +338,11 @@ class Engine:
         """Return a step's outcomes by sequence; those of sequences that have ended meanwhile are missing or ignored."""
         outcomes = {chunk.sequence.id: Outcome((), True) for chunk in inflight.plan.chunks if chunk.samples}
         draws = iter(self.launcher.wait_for(inflight))
-        for choice, drafts in inflight.takers:
-            own = list(itertools.islice(draws, 1 + len(drafts)))
-            if self.speculation is not None:
-                self.speculation.tried(choice.sequence, drafts, own)
-            outcomes[choice.sequence.id] = self._advance(choice, drafts, own)
+        for taker in inflight.takers:
+            own = list(itertools.islice(draws, 1 + len(taker.drafts)))
+            if self.speculation is not None and not taker.parents:
+                self.speculation.tried(taker.choice.sequence, taker.drafts, own)
+            outcomes[taker.choice.sequence.id] = self._advance(taker, own)
         unscorable = [each.id for each, choice in inflight.choices.items() if choice.request.unscorable]
         outcomes |= {id: Outcome(failure="bad_logits") for id in unscorable}
         return outcomes | {id: Outcome(failure="internal") for id in inflight.failed}
@@ -374,13 +379,14 @@ class Engine:
         starting = (choice.request for choice in soon if choice.sequence.planned < choice.sequence.prompt)
         return any(request.pooling or request.of_prompt is not None for request in starting)
 
-    def _advance(self, choice: Choice, drafts: tuple[int, ...], draws: list[Drawn]) -> Outcome:
+    def _advance(self, taker: Taker, draws: list[Drawn]) -> Outcome:
         """Give a choice its next tokens: the one behind its last token, and those behind drafts that were right."""
+        choice, drafts, parents = taker
         if choice.sequence.ending is not None:  # cancelled while the step ran
             return Outcome()
         later = self.overlaps and self._inflight is None and not drafts
         tokens: list[int] = []
-        for draw in confirmed(drafts, draws):
+        for draw in confirmed(drafts, draws, parents):
             if draw is None:
                 return Outcome(failure="internal")
             try:

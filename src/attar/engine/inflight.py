@@ -38,10 +38,12 @@ logger = logging.getLogger(__name__)
 
 
 class Taker(NamedTuple):
-    """A choice for which a step samples a token, and one more behind each of its drafts."""
+    """A choice for which a step samples a token, and one more behind each of its drafts; `parents` are those of a
+    tree."""
 
     choice: Choice
     drafts: tuple[int, ...]
+    parents: tuple[int, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -115,7 +117,7 @@ class Launcher:
             if not chunk.samples or sequence.id in inflight.failed:
                 continue
             if sequence.max_tokens > 0 and sequence.ending is None:
-                inflight.takers.append(Taker(inflight.choices[sequence], chunk.drafts))
+                inflight.takers.append(Taker(inflight.choices[sequence], chunk.drafts, chunk.parents))
                 rows += range(first, first + chunk.samples)
             first += chunk.samples
         if not rows:
@@ -126,7 +128,7 @@ class Launcher:
             (places,) = sent(logits.device, torch.tensor(rows))
             logits = logits[places]
         samplers = inflight.samplers = [
-            state for choice, drafts in inflight.takers for state in choice.sampler.along(drafts)
+            state for choice, drafts, parents in inflight.takers for state in choice.sampler.along(drafts, parents)
         ]
         try:
             if self.overlaps:

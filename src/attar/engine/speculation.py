@@ -23,9 +23,10 @@ from attar.engine.draft_head import load_head
 from attar.engine.draft_model import load_drafter
 from attar.engine.loader import LoadedModel
 from attar.engine.outputs import Choice
+from attar.errors import UserError
 from attar.faults import point
 from attar.model.cache import KeptStates
-from attar.protocol.speculation import DRAFTERS, MATCH_FIRST
+from attar.protocol.speculation import DRAFTERS, MATCH_FIRST, TREES
 from attar.sampling.draft_gains import DraftGains
 from attar.sampling.drafters.drafter import NO_DRAFT, Draft, Drafter, DraftRequest, TrialReader
 from attar.sampling.drafters.first_of import FirstOf, reader_of
@@ -35,6 +36,7 @@ from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.sampling.pace import GLOBAL_MEMORY, MEMORY, SAMPLES, Chances, Pace
 from attar.sampling.sampler import SampledToken
 from attar.sampling.verify import Drawn
+from attar.scheduling.draft_tree import child, depth_of, in_preorder, is_tree
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Outcome, StepPlan
 
@@ -46,18 +48,28 @@ logger = logging.getLogger(__name__)
 
 
 def drafter(
-    name: str | None, target: LoadedModel, context: int, sequences: int, *, activations: str, verify: bool
+    name: str | None,
+    target: LoadedModel,
+    context: int,
+    sequences: int,
+    *,
+    activations: str,
+    verify: bool,
+    trees: bool = False,
 ) -> Drafter | None:
-    """Return the drafter of a name that `check_draft` accepts, or the draft head or model at that path. Raises
-    ValueError where it cannot draft for `target`."""
+    """Return the drafter of a name that `check_draft` accepts, or the draft head or model at that path, with `trees` a
+    head that makes trees. Raises ValueError where it cannot draft for `target`."""
     if name is None:
         return None
     if name in DRAFTERS:
         return SuffixDrafter() if name == "suffix" else LookaheadDrafter()
     path = Path(name.removeprefix(MATCH_FIRST))
     made: Drafter
-    if (kind := kind_of(path)) is not None:
-        made = load_head(path, kind, target, context, sequences, activations)
+    kind = kind_of(path)
+    if trees and kind in (None, "exit"):
+        raise UserError("option_conflict", f"a draft {'model' if kind is None else kind} makes chains: {TREES}")
+    if kind is not None:
+        made = load_head(path, kind, target, context, sequences, activations, trees)
     else:
         made = load_drafter(path, target, context, sequences, activations=activations, verify=verify)
     return FirstOf(made) if name.startswith(MATCH_FIRST) else made
@@ -95,6 +107,7 @@ class Speculation:
     pace: Pace
     vocab_size: int
     forcing: ForcedDrafter | None = None
+    trees: bool = False  # whether the drafter may make trees
     drafted: int = 0  # drafts that were verified
     accepted: int = 0  # of these, the right ones
     forced: int = 0  # of these, the ones that a constraint forced
@@ -117,7 +130,8 @@ class Speculation:
             if wanted and sequence.status is Status.DECODE and sequence.pending == 1:
                 own = sampler.params.draft_tokens
                 limit = self.pace.most if own is None else min(own, self.pace.most)
-                if (count := min(limit, sequence.longest - sequence.expected)) > 0:
+                left = sequence.longest - sequence.expected
+                if (count := min(limit, left * limit if self.trees else left)) > 0:  # of a tree the plan cuts the depth
                     asked.append(DraftRequest(sequence, sampler, count))
         constrained = [request for request in asked if request.sampler.mask is not None]
         forced = zip(constrained, self._drafts(self.forcing, constrained), strict=True)
@@ -126,17 +140,18 @@ class Speculation:
         guessing = self._affordable([each for each in asked if each.sequence not in known]) if costly else asked
         for request, draft in zip(guessing, self._drafts(self.drafter, guessing), strict=True):
             certain = known.get(request.sequence, NO_DRAFT)
-            if draft.tokens[: certain.forced] == certain.tokens:
+            agrees = draft.tokens[: certain.forced] == certain.tokens
+            if agrees and draft.parents[: certain.forced] in ((), tuple(range(certain.forced))):
                 known[request.sequence] = draft._replace(forced=certain.forced)
         for sequence, draft in known.items():
             self._account(sequence).draft = draft
         if costly:  # their number is decided
             for request in guessing:
-                request.sequence.drafts = known.pop(request.sequence).tokens
+                _give(request.sequence, known.pop(request.sequence))
         survivals = [self._account(sequence).survivals(draft) for sequence, draft in known.items()]
         survivals += [[]] * (decoding - len(survivals))  # the other rows of the step
         for (sequence, draft), count in zip(known.items(), self.pace.counts(survivals), strict=False):
-            sequence.drafts = draft.tokens[:count]
+            _give(sequence, draft.first(count))
 
     def see(self, plan: StepPlan, outcomes: Mapping[str, Outcome], states: KeptStates | None) -> None:
         """Give the drafter the hidden states of a step's rows whose tokens stay, before they are committed. A step that
@@ -146,11 +161,11 @@ class Speculation:
             return
         first = 0
         for chunk in plan.chunks:
-            right = max(0, len(outcomes.get(chunk.sequence.id, Outcome()).tokens) - 1)
-            kept = chunk.rows - len(chunk.drafts) + min(right, len(chunk.drafts))
+            kept = chunk.kept(outcomes.get(chunk.sequence.id, Outcome()).tokens)
+            rows = slice(first, first + len(kept)) if chunk.tree is None else [first + row for row in kept]
             self._account(chunk.sequence)  # it is told of the sequence's end
             try:
-                reader.see(chunk.sequence, chunk.start, states.rows(slice(first, first + kept)))
+                reader.see(chunk.sequence, chunk.start, states.rows(rows))
             except Exception:
                 self._failed(self.drafter, "reading hidden states of sequence %s", chunk.sequence.id)
             first += chunk.rows
@@ -184,11 +199,16 @@ class Speculation:
                 counted.drafted += len(chunk.drafts)
                 counted.accepted += right
                 counted.forced += min(right, draft.forced)
-            for depth, (guess, token) in enumerate(zip(draft.tokens, tokens, strict=False)):
+            row = 0
+            for depth, token in enumerate(tokens[: depth_of(draft.tokens, draft.parents)]):
+                if draft.parents and row not in draft.parents:
+                    break  # no guess of this token
                 chances, evidence = account.judged(draft, depth)
-                chances.record(evidence, guess == token)
-                if guess != token:
+                found = child(draft.tokens, draft.parents, row, token)
+                chances.record(evidence, found is not None)
+                if found is None:
                     break
+                row = found
         if all(chunk.rows == 1 + len(chunk.drafts) and chunk.samples for chunk in plan.chunks):
             self.pace.costs.record(plan.tokens, seconds)
 
@@ -269,14 +289,25 @@ class Speculation:
             return [NO_DRAFT]
 
     def _checked(self, draft: Draft, request: DraftRequest) -> Draft:
-        """Return a draft up to its first token that is no token."""
+        """Return a draft up to its first token that is no token, and nothing of what is no tree."""
+        if draft.parents and not (self.trees and is_tree(len(draft.tokens), draft.parents)):
+            self.errors += 1
+            return NO_DRAFT
         for place, token in enumerate(draft.tokens):
             if not 0 <= token < self.vocab_size:
                 self.errors += 1
-                return draft._replace(tokens=draft.tokens[: min(place, request.limit)])
-        return draft._replace(tokens=draft.tokens[: request.limit]) if len(draft.tokens) > request.limit else draft
+                return draft.first(min(place, request.limit))
+        return draft.first(request.limit) if len(draft.tokens) > request.limit else draft
 
     def _failed(self, drafter: Drafter, doing: str, id: str) -> None:
         self.errors += 1
         if self.errors & (self.errors - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a broken drafter fills no log
             logger.exception(f"the drafter {drafter.name}, {doing}, raised; {self.errors} errors so far", id)
+
+
+def _give(sequence: Sequence, draft: Draft) -> None:
+    """Set a sequence's drafts, those of a tree in the order that plans want."""
+    if draft.parents:
+        sequence.drafts, sequence.parents = in_preorder(draft.tokens, draft.parents)
+    else:
+        sequence.drafts, sequence.parents = draft.tokens, ()

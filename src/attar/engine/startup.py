@@ -113,11 +113,12 @@ def _made(
     """Make an engine over a loaded model, and its first message."""
     names = tuple(name for name, _ in settings.adapters)
     drafts = drafter(
-        settings.draft, model, found.context, limits.together, activations=settings.activations, verify=settings.verify
-    )
+        settings.draft, model, found.context, limits.together, activations=settings.activations,
+        verify=settings.verify, trees=settings.draft_tree is not None,
+    )  # fmt: skip
     config = EngineConfig(
         found.blocks, found.context, limits, model.eos_ids, held.kv, names, drafter=drafts,
-        draft_tokens=settings.draft_tokens,
+        draft_tokens=settings.draft_tokens, draft_tree=settings.draft_tree,
     )  # fmt: skip
     made = Engine(model.decoder, model.tokenizer, config, bounds=judge, runner=model.runner)
     require_unchanged(settings.files, settings.folders)  # nor while it was read

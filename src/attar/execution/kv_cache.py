@@ -48,6 +48,16 @@ def check(decoder: Decoder, scheme: KvScheme) -> None:
     scheme.check(decoder.config.head_dim, BLOCK)
 
 
+def check_trees(decoder: Decoder, scheme: KvScheme) -> None:
+    """Raise ValueError where trees of drafts cannot be run: elsewhere than on a CPU in one process, and where a scheme
+    keeps unfinished blocks apart, one for each sequence."""
+    if isinstance(decoder, SplitDecoder) or decoder.device.type != "cpu":
+        raise UserError("option_conflict", "trees of drafts run on CPUs in one process: elsewhere drafts are chains")
+    if scheme.recent:
+        names = ", ".join(each.name for each in schemes.SCHEMES.values() if not each.recent)
+        raise UserError("option_conflict", f"--kv {scheme.name} takes chains of drafts; trees take {names}")
+
+
 @torch.inference_mode()
 def sample(decoder: Decoder, written: int = WRITTEN, random: int = RANDOM, seed: int = SEED) -> Tensor:
     """Return token ids [written + random, L], of `LENGTH` tokens or as many as the model's context allows. They are

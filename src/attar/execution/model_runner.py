@@ -3,7 +3,8 @@
 The pages of all blocks lie here, and a sequence is its row of block numbers. A step in which every sequence adds one
 token, or one and the same number of drafts, is replayed from a recording (`recorded_step.py`), one for each number of
 sequences and of rows; the last few are kept. Any other step is run in full, to the same numbers: one with a piece of a
-prompt, where Python is a small part, or with a sequence that takes an adapter, whose rows differ in every step.
+prompt, where Python is a small part, with a sequence that takes an adapter, or with a tree of drafts (`branches.py`),
+whose rows differ in every step.
 
 On a GPU recordings are CUDA graphs (`cuda_graphs.py`), for a few numbers of rows, each of which also serves fewer.
 Logits stay on the device, where tokens are chosen, and a step returns before the device has done it. So the next may be
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from attar.execution import cuda_graphs
+from attar.execution.branches import copies_of, rows_of
 from attar.execution.recorded_step import Decoding
 from attar.faults import InjectedFault, point
 from attar.kernels import dispatch, ops
@@ -195,9 +197,9 @@ class Runner:
         Raises torch.OutOfMemoryError where the device has too little memory for it.
         """
         self.kept = None
-        for copy in plan.copies:
-            self._copy(copy)
         chunks = plan.chunks
+        for copy in (*plan.copies, *copies_of(chunks, self.block)):
+            self._copy(copy)
         if not chunks:
             return self._no_logits()
         for chunk in chunks:
@@ -206,7 +208,10 @@ class Runner:
             except InjectedFault as fault:
                 raise torch.OutOfMemoryError(str(fault)) from fault
         rows = chunks[0].rows
-        plain = all(chunk.rows == chunk.samples == rows and not chunk.sequence.adapter for chunk in chunks)
+        plain = all(
+            chunk.rows == chunk.samples == rows and not chunk.sequence.adapter and chunk.tree is None
+            for chunk in chunks
+        )
         plain = plain and (self._replayable(chunks) if self.graphs is None else rows == 1)
         if not wanted and plain:
             for chunk in chunks:
@@ -269,19 +274,24 @@ class Runner:
     def _run(
         self, chunks: List[ScheduledTokens], wanted: dict[str, Wanted], inflight_tokens: InflightTokens | None
     ) -> Tensor:
-        width = max(len(chunk.sequence.blocks) for chunk in chunks)
-        tables = torch.zeros((len(chunks), width), dtype=torch.int32)
-        for row, chunk in enumerate(chunks):
-            point("runner.table", chunk.sequence.id)
-            tables[row, : len(chunk.sequence.blocks)] = torch.tensor(chunk.sequence.blocks, dtype=torch.int32)
+        parts, repeated = rows_of(chunks, self.block)
+        width = max(len(part.blocks) for part in parts)
+        tables = torch.zeros((len(parts), width), dtype=torch.int32)
+        for row, part in enumerate(parts):
+            point("runner.table", part.chunk.sequence.id)
+            tables[row, : len(part.blocks)] = torch.tensor(part.blocks, dtype=torch.int32)
         told = _Rows.of(chunks, inflight_tokens)
         (ids,) = sent(self.device, torch.tensor(told.ids))
         told.complete(ids)
-        tails = self._unfinished.tails(chunks, self.block) if self.scheme.recent else None
-        view = KVCache.over(self.pages, tables, [chunk.start for chunk in chunks], tails)
-        horizons = tuple(chunk.sequence.horizon for chunk in chunks) if self.horizons else self.context
-        adapters = tuple(chunk.sequence.adapter for chunk in chunks)
-        step = ForwardBatch(tuple(chunk.rows for chunk in chunks), horizons, view, adapters, keep=self.keep)
+        tails = None
+        if self.scheme.recent:
+            assert len(parts) == len(chunks), "a tree of drafts, and unfinished blocks that lie apart"
+            tails = self._unfinished.tails(chunks, self.block)
+        view = KVCache.over(self.pages, tables, [part.start for part in parts], tails)
+        horizons = tuple(part.chunk.sequence.horizon for part in parts) if self.horizons else self.context
+        adapters = tuple(part.chunk.sequence.adapter for part in parts)
+        lengths = tuple(part.rows for part in parts)
+        step = ForwardBatch(lengths, horizons, view, adapters, keep=self.keep, repeated=repeated)
         stream, delta = self.decoder.states(ids, step)
         self.kept = step.kept
         ends = torch.tensor([chunk.rows for chunk in chunks]).cumsum(0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -181,7 +182,7 @@ class KeptStates:
         """Return the number of rows."""
         return next((len(stream) for stream, _ in self.pairs.values()), 0)
 
-    def rows(self, rows: slice) -> KeptStates:
+    def rows(self, rows: slice | list[int]) -> KeptStates:
         """Return those of some rows."""
         return KeptStates({k: (s[rows], None if d is None else d[rows]) for k, (s, d) in self.pairs.items()})
 
@@ -189,6 +190,13 @@ class KeptStates:
         """Return the hidden states that enter a layer, [N, I], in memory of their own."""
         stream, delta = self.pairs[layer]
         return stream.clone() if delta is None else stream + delta
+
+
+class Repeated(NamedTuple):
+    """Rows of a call whose keys and values are written to other slots as well: [M] int64 each, on the host."""
+
+    rows: Tensor
+    slots: Tensor
 
 
 @dataclass(frozen=True)
@@ -199,7 +207,8 @@ class ForwardBatch:
     cache's filled length, and a sequence that skips this step has length 0. `horizon` is a length that each sequence
     does not exceed, or one number for all; it fixes the rotary angles (`rope.py`). `adapters` are the numbers of the
     sequences' adapters, 0 for none. Without a cache `device` is the device of the rows. Raises ValueError where the
-    cache is too small. The hidden states that enter the layers `keep` are in `kept` once the call is made.
+    cache is too small. The hidden states that enter the layers `keep` are in `kept` once the call is made. Sequences
+    may be branches of a tree of drafts, whose tables begin alike; `repeated` are rows that several of them read.
     """
 
     lengths: tuple[int, ...]
@@ -208,6 +217,8 @@ class ForwardBatch:
     adapters: tuple[int, ...] = ()
     device: torch.device | str = "cpu"
     keep: tuple[int, ...] = ()
+    repeated: Repeated | None = None
+    again: Tensor | None = field(init=False, default=None, repr=False)  # rows of `repeated`, on the device
     kept: KeptStates = field(init=False, repr=False, compare=False)
     positions: Tensor = field(init=False)  # [N] int64
     place: AttentionMetadata | None = field(init=False)  # with a cache
@@ -228,6 +239,11 @@ class ForwardBatch:
             device = torch.device(self.device) if self.cache is None else self.cache.device
             numbers = torch.tensor(self.adapters).repeat_interleave(torch.tensor(self.lengths))
             routes = Routes(numbers, partial(sent, device))
+        if self.repeated is not None:
+            assert place is not None, "rows are repeated in a cache"
+            again, slots = sent(place.slot_mapping.device, *self.repeated)
+            place.slot_mapping = torch.cat((place.slot_mapping, slots))
+            object.__setattr__(self, "again", again)
         object.__setattr__(self, "kept", KeptStates({}))
         object.__setattr__(self, "routes", routes)
         object.__setattr__(self, "place", place)
@@ -257,9 +273,12 @@ class ForwardBatch:
             pieces = zip(self.split(self.positions), self.horizons, strict=True)
             cos, sin = zip(*(rotation(rope, at, horizon) for at, horizon in pieces), strict=True)
             rows = torch.arange(len(self.positions), dtype=torch.int32, device=self.positions.device)
-            return Rotation(torch.cat(cos), torch.cat(sin), rows)
+            return Rotation(torch.cat(cos), torch.cat(sin), self._with_repeated(rows))
         rows = self.positions.int() if self.place is None else self.place.positions
-        return Rotation(*table(rope, max(self.horizons), rows.device), rows)
+        return Rotation(*table(rope, max(self.horizons), rows.device), self._with_repeated(rows))
+
+    def _with_repeated(self, rows: Tensor) -> Tensor:
+        return rows if self.again is None else torch.cat((rows, rows[self.again]))
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """Split rows [N, ...] into one tensor per sequence."""

@@ -33,11 +33,14 @@ class Attention:
     def forward(self, x: Tensor, step: ForwardBatch, hook: ActivationHook | None = None) -> Tensor:
         form = self.form
         heads = ops.linear(x, self.qkv, hook, step.routes).view(x.shape[0], -1, form.head_dim)
+        if step.again is not None:
+            heads = torch.cat((heads, heads[step.again]))
         q, k, v = heads.split((form.heads, form.kv_heads, form.kv_heads), 1)
         rotation = None if self.rope is None else step.rotation(self.rope)
         if step.cache is not None and step.place is not None:
             pages = step.cache.layers[self.layer]
             q = ops.write_kv(q, k, v, pages, step.place, rotation, self.q_norm, self.k_norm)
+            q = q if step.again is None else q[: x.shape[0]]
             mixed, _ = ops.paged_attention(q, pages, step.place, form)
         else:
             q, k = self._placed(q, k, rotation)

@@ -48,6 +48,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pp: int = 1  # stages of layers
     draft: str | None = None  # drafter of speculative decoding, or the path of a draft model
     draft_tokens: int | None = None  # drafts of a sequence in each step; None: what pays
+    draft_tree: int | None = None  # nodes of a tree of drafts in each step; None: drafts are chains
     name: str = ""  # what requests call the model; empty: its folder's name
     files: dict[str, str] = {}  # `fingerprints` of the files to serve; empty: any files
 
@@ -74,7 +75,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def limits(self) -> SchedulerConfig:
         """Return the preset with the settings that differ from it. Raises ValueError for an unknown preset or drafter,
         or invalid values."""
-        check_draft(self.draft, self.draft_tokens)
+        check_draft(self.draft, self.draft_tokens, self.draft_tree)
         if self.preset is not None and self.preset not in PRESETS:
             raise UserError("name_unknown", f"unknown preset {self.preset!r}: known are {', '.join(PRESETS)}")
         names = ("policy", "max_running", "max_step_tokens", "max_waiting", "max_delay", "max_preemptions")

@@ -16,6 +16,7 @@ from typing import Any
 
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
 from attar.sampling.pace import Costs
+from attar.scheduling.draft_tree import depths
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Outcome, StepPlan
 
@@ -60,7 +61,7 @@ class DraftGains:
                 continue
             right = max(0, len(outcomes.get(chunk.sequence.id, Outcome()).tokens) - 1)
             self.steps += 1
-            self.drafted.update(range(len(chunk.drafts)))
+            self.drafted.update(at - 1 for at in depths(chunk.parents or range(len(chunk.drafts)))[1:])
             self.accepted.update(range(right))
             gain = gains[chunk.sequence]
             gain.steps += 1

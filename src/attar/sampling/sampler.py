@@ -180,12 +180,13 @@ class Sampler:
             self.mask.consume(token_id)
         self._count(token_id)
 
-    def along(self, drafts: Sequence[int]) -> list[Sampler]:
+    def along(self, drafts: Sequence[int], parents: Sequence[int] = ()) -> list[Sampler]:
         """Return the states in which the next tokens are sampled if they are the drafts: this one, and one behind each
-        draft. Nothing here changes."""
+        draft. `parents` are the states that drafts of a tree follow; a chain's follow one another. Nothing here
+        changes."""
         states = [self]
-        for token in drafts:
-            state = copy.copy(states[-1])
+        for before, token in zip(parents or range(len(drafts)), drafts, strict=True):
+            state = copy.copy(states[before])
             if self._counts or state.index < self.params.min_tokens:
                 state.changes, state._places = array("d", state.changes), dict(state._places)
                 state._times = Counter(state._times)

@@ -4,7 +4,7 @@ A sequence's step has the row of its last token and one more behind each draft. 
 is sampled, exactly as without drafts: logits, penalties, masks and noise of row j are those of plain decoding if all
 drafts up to j are right. The walk goes on while the token equals the next draft. Its last token, whatever it is, is the
 target's own, so there is no rule for rejected drafts and no bonus token. By induction a text is the same with any
-drafts, or none, at every temperature.
+drafts, or none, at every temperature. In a tree of drafts the walk goes to the child that equals the token.
 
 This is the match rule. The ratio test of Leviathan et al. (arXiv 2211.17192) accepts more drafts, but there a text
 depends on what was drafted, and with it on the load.
@@ -15,19 +15,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attar.sampling.sampler import BadLogits, SampledToken
+from attar.scheduling.draft_tree import child
 
 Drawn = SampledToken | BadLogits | None  # outcome of a row: None where its sampling raised
 
 
-def confirmed(drafts: Sequence[int], draws: Sequence[Drawn]) -> list[Drawn]:
-    """Return the outcomes that count, in order: up to the first token that differs from its draft, or that is none.
+def confirmed(drafts: Sequence[int], draws: Sequence[Drawn], parents: Sequence[int] = ()) -> list[Drawn]:
+    """Return the outcomes that count, in order: up to the first token that is no draft of its place, or no token.
 
-    draws: those of the row before the first draft and of each draft's own row, one more than drafts.
+    draws: those of the row before the first draft and of each draft's own row, one more than drafts. parents: the row
+    that each draft of a tree follows (`scheduling/draft_tree.py`); none for a chain.
     """
     assert len(draws) == len(drafts) + 1
-    kept = []
-    for draw, draft in zip(draws, (*drafts, None), strict=True):
+    kept: list[Drawn] = []
+    row: int | None = 0
+    while row is not None:
+        draw = draws[row]
         kept.append(draw)
-        if not isinstance(draw, SampledToken) or draw.token_id != draft:
-            break
+        row = child(drafts, parents, row, draw.token_id) if isinstance(draw, SampledToken) else None
     return kept

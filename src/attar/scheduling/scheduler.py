@@ -39,7 +39,8 @@ requests with one long prefix, compute it once, and if the first is cancelled th
 *Speculation.* The engine may give a decoding sequence drafts of its next tokens. A plan runs as many as there is room
 for, behind the sequence's last token, and uses them up. The commit counts as computed only those that the sampled
 tokens confirmed. The prefix tree sees computed tokens only, so never an unverified one. There are no drafts in steps
-ahead.
+ahead. Drafts may be a tree (`draft_tree.py`), whose branches take blocks of their own for the step. If the tokens
+follow such a branch, the commit gives the sequence that branch's blocks for its own: no key is moved.
 
 The design allows for these. Groups of layers with caches of their own: a pool and a table each, all asked before one is
 taken from. Prefill elsewhere: `commit` at the end of a prompt is where its blocks could be sent away, `_room` where
@@ -60,6 +61,7 @@ from attar.faults import point
 from attar.plan.fit import kept_free
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.scheduling.block_pool import BlockPool
+from attar.scheduling.draft_tree import DraftTree, branches, cut, depth_of, depths
 from attar.scheduling.prefix_cache import NOTHING, Match, PrefixCache, common
 from attar.scheduling.sequence import Sequence, SequenceGroup, Status
 from attar.scheduling.step_plan import Copy, Outcome, ScheduledTokens, StepPlan
@@ -192,11 +194,11 @@ class Scheduler:
         spare = min(budget, self.limits.max_drafts)
         for sequence in decoding:
             try:
-                drafts = self._drafts(sequence, spare)
+                drafts, tree = self._drafts(sequence, spare)
             except Exception as error:
                 self._give_up(sequence, now, error)
                 continue
-            self._chunk(step, sequence, 1, drafts)
+            self._chunk(step, sequence, 1, drafts, tree)
             spare -= len(drafts)
         budget -= step.drafts
         for sequence in prefills:
@@ -228,7 +230,8 @@ class Scheduler:
         self.pool.drop(copy.source for copy in step.copies)
         for sequence in step.sequences:
             sequence.under_way -= 1
-        for sequence, start, rows, samples, drafts in step.chunks:
+        for chunk in step.chunks:
+            sequence, start, rows, samples, drafts, tree = chunk
             if sequence.status is Status.ENDED:
                 continue
             outcome = outcomes[sequence.id] if samples else outcomes.get(sequence.id, _NOTHING_NEW)
@@ -238,6 +241,8 @@ class Scheduler:
             kept = max(0, len(outcome.tokens) - 1) if drafts else 0  # the last token was no draft
             sequence.computed = start + rows - len(drafts) + kept
             sequence.planned += kept
+            if tree is not None:
+                _take_branch(step, sequence, tree, chunk.kept(outcome.tokens)[-1])
             if sequence.status is Status.PREFILL:
                 try:
                     point("scheduler.commit", sequence.id)
@@ -261,37 +266,63 @@ class Scheduler:
                 self._end(sequence, failure, now, keep=False)
         self.pool.drop(step.held)
 
-    def _chunk(self, step: StepPlan, sequence: Sequence, budget: int, drafts: tuple[int, ...] = ()) -> int:
+    def _chunk(
+        self,
+        step: StepPlan,
+        sequence: Sequence,
+        budget: int,
+        drafts: tuple[int, ...] = (),
+        tree: DraftTree | None = None,
+    ) -> int:
         """Plan up to `budget` of the sequence's pending tokens, and drafts behind the last of them; return the number
         of pending ones."""
         pending = sequence.pending
         rows = min(pending, budget)
         if rows:
             samples = 1 + len(drafts) if rows == pending else 0
-            step.chunks.append(ScheduledTokens(sequence, sequence.planned, rows + len(drafts), samples, drafts))
+            step.chunks.append(ScheduledTokens(sequence, sequence.planned, rows + len(drafts), samples, drafts, tree))
+            step.held += itertools.chain.from_iterable(tree.blocks if tree is not None else ())
             sequence.planned += rows
             sequence.inflight_tokens += rows == pending and sequence.max_tokens > 0
         return rows
 
-    def _drafts(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
+    def _drafts(self, sequence: Sequence, budget: int) -> tuple[tuple[int, ...], DraftTree | None]:
         """Return the drafts that the sequence's step takes, with blocks for all of them; the others are dropped.
 
         They are as many as the budget allows, none past the last token that the sequence may run or past its horizon.
         No sequence loses a block for them. Blocks of drafts that turn out wrong stay: the next tokens use them.
         """
-        drafts, sequence.drafts = sequence.drafts, ()
+        drafts, parents = sequence.drafts, sequence.parents
+        sequence.drafts, sequence.parents = (), ()
         longest = sequence.longest if not sequence.horizon else min(sequence.longest, sequence.horizon)
-        count = max(0, min(len(drafts), budget, longest - sequence.expected))
-        if not count or sequence.status is not Status.DECODE:
-            return ()
+        drafts, parents = cut(drafts, parents, budget, longest - sequence.expected)
+        if not drafts or sequence.status is not Status.DECODE:
+            return (), None
         assert len(sequence.tokens) == sequence.expected, "drafts behind a token that is not known"
-        missing = self.pool.needed(sequence.expected + count) - len(sequence.blocks)
+        missing = self.pool.needed(sequence.expected + depth_of(drafts, parents)) - len(sequence.blocks)
         if missing > 0:
-            if missing + kept_free(self.pool.total, self.limits.headroom) <= self.pool.available:
+            if self._affordable(missing):
                 sequence.blocks += self._allocate(missing)
             else:
-                count = min(count, len(sequence.blocks) * self.pool.size - sequence.expected)
-        return drafts[:count]
+                room = len(sequence.blocks) * self.pool.size - sequence.expected
+                drafts, parents = cut(drafts, parents, budget, room)
+        return (drafts, None) if not parents else self._branches(sequence, drafts, parents)
+
+    def _branches(
+        self, sequence: Sequence, drafts: tuple[int, ...], parents: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], DraftTree | None]:
+        """Return a tree of drafts with blocks for its branches; the chain of its first branch where they are short."""
+        own, *others = branches(parents)
+        first, of = sequence.expected // self.pool.size, depths(parents)
+        needed = [self.pool.needed(sequence.expected + of[rows[-1]]) - first for rows in others]
+        if not self._affordable(sum(needed)):
+            return drafts[: len(own) - 1], None
+        blocks = iter(self._allocate(sum(needed)))
+        return drafts, DraftTree(parents, first, tuple(tuple(itertools.islice(blocks, n)) for n in needed))
+
+    def _affordable(self, blocks: int) -> bool:
+        """Return whether drafts may have so many blocks: those kept free are for what is certain."""
+        return blocks + kept_free(self.pool.total, self.limits.headroom) <= self.pool.available
 
     def _missing(self, sequence: Sequence) -> int:
         """Return how many blocks the sequence lacks for all its expected tokens."""
@@ -441,7 +472,7 @@ class Scheduler:
                 self._keep(sequence)
         finally:
             self._let_go(sequence)(sequence.blocks)
-            sequence.drafts = ()
+            sequence.drafts, sequence.parents = (), ()
             sequence.blocks, sequence.computed, sequence.planned, sequence.inflight_tokens = [], 0, 0, 0
 
     def _give_up(self, sequence: Sequence, now: float, error: Exception) -> None:
@@ -491,3 +522,12 @@ class Scheduler:
             within = sum(sequence in step.sequences for step in self._steps)
             assert sequence.under_way == within, "in a step that is over, or not in one that is under way"
             assert sequence.ending is None, "ended and still here"
+
+
+def _take_branch(step: StepPlan, sequence: Sequence, tree: DraftTree, row: int) -> None:
+    """Give the sequence the blocks of the branch that holds the last row that stays; the step lets go its own."""
+    branch = next(i for i, rows in enumerate(branches(tree.parents)) if row in rows)
+    for place, block in enumerate(tree.blocks[branch - 1] if branch else (), tree.first):
+        step.held.remove(block)
+        step.held += sequence.blocks[place : place + 1]
+        sequence.blocks[place : place + 1] = [block]

@@ -8,7 +8,7 @@ from them.
 
 The engine makes the sequence; the scheduler alone changes it. The engine reads it, above all `blocks`, which is its row
 of the block table while a step runs. Until it decodes, a commit may replace its blocks by the prefix tree's with the
-same contents; from then on it only gains blocks.
+same contents; from then on it only gains blocks, or takes those of a branch whose drafts were right.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     drafts: tuple[int, ...] = ()
     """Guesses of its next tokens, which the engine sets before a plan and the plan uses up."""
+    parents: tuple[int, ...] = ()
+    """The row that each draft follows, where they are a tree in preorder (`draft_tree.py`); nothing for a chain."""
 
     status: Status = Status.QUEUED
     ending: str | None = None  # `finished`, or one of `messages.FAILURES`

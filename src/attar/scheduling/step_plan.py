@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from attar.scheduling import draft_tree
+from attar.scheduling.draft_tree import DraftTree
 from attar.scheduling.sequence import Sequence
 
 
@@ -12,7 +14,8 @@ class ScheduledTokens(NamedTuple):
     """Run `rows` tokens of the sequence from position `start`, reading the keys and values before them.
 
     Drafts are guesses of the tokens that come next. They are run behind the sequence's last token, in the same call,
-    and each is kept if the token sampled in its place is the same.
+    and each is kept if the token sampled in its place is the same. Those of a `tree` follow the rows that it names, a
+    chain's each the one before.
     """
 
     sequence: Sequence
@@ -20,6 +23,18 @@ class ScheduledTokens(NamedTuple):
     rows: int  # drafts included
     samples: int  # last rows behind each of which a token is sampled: the sequence's last token and the drafts; or 0
     drafts: tuple[int, ...] = ()
+    tree: DraftTree | None = None
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """Return the row that each draft follows; nothing for a chain."""
+        return () if self.tree is None else self.tree.parents
+
+    def kept(self, tokens: tuple[int, ...]) -> list[int]:
+        """Return the rows, counted from the chunk's first, whose keys stay once these tokens were sampled."""
+        before = self.rows - len(self.drafts)
+        right = draft_tree.path(self.drafts, self.parents, tokens)[1:] if self.drafts else []
+        return [*range(before), *(before - 1 + row for row in right)]
 
     @property
     def ids(self) -> list[int]:
@@ -51,7 +66,8 @@ class StepPlan:
     preempted: list[Sequence] = field(default_factory=list)
     started_over: list[Sequence] = field(default_factory=list)  # they outgrew their horizon
     held: list[int] = field(default_factory=list)
-    """Blocks to release with the commit: their sequences gave them up while the step was under way."""
+    """Blocks to release with the commit: their sequences gave them up while the step was under way, or branches of
+    drafts have them."""
 
     @property
     def tokens(self) -> int:
@@ -77,7 +93,7 @@ class StepPlan:
                     room = rows
                 taken = min(end - start, room)
                 sampled = min(taken, max(0, start + taken - (end - chunk.samples)))
-                made[-1].chunks.append(ScheduledTokens(chunk.sequence, start, taken, sampled, chunk.drafts))
+                made[-1].chunks.append(ScheduledTokens(chunk.sequence, start, taken, sampled, chunk.drafts, chunk.tree))
                 start, room = start + taken, room - taken
         return made
 

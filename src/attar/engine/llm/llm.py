@@ -63,7 +63,8 @@ class LLM:
     `draft` is the source of drafts of speculative decoding: `suffix` copies from prompt and text; otherwise it is a
     smaller model with the same tokenizer, named like `model`; `suffix,MODEL` copies where it finds a long match, and
     asks the model elsewhere. Drafts change no text on CPUs, only its speed.
-    `draft_tokens` is the number of drafts in each step, up to 16; None decides by what pays.
+    `draft_tokens` is the number of drafts in each step, up to 16; None decides by what pays. `draft_tree` is the number
+    of nodes of a tree of drafts, 2 to 16, which heads of Medusa and EAGLE make; None makes chains.
 
     `parallel` says how many processes share the model (`loader.py`). No probe is replayed then: it would report
     rounding that one process does not have. `close` ends the processes, as does this one's end.
@@ -87,12 +88,13 @@ class LLM:
         parallel: Parallel | None = None,
         draft: str | None = None,
         draft_tokens: int | None = None,
+        draft_tree: int | None = None,
         verify: bool = True,
         generation_config: Literal["attar", "model"] = "attar",
         progress: Progress | None = None,
     ) -> None:
         dispatch.require(device)  # before anything is downloaded
-        check_draft(draft, draft_tokens)
+        check_draft(draft, draft_tokens, draft_tree)
         draft = hub.resolve_draft(draft)
         path = hub.resolve(model)
         self.sampling = recommended(path) if generation_config == "model" else {}
@@ -101,8 +103,11 @@ class LLM:
             progress=progress,
         )  # fmt: skip
         self.decoder = self.model.decoder
-        drafts = drafter(draft, self.model, self.context, TOGETHER, activations=activations, verify=verify)
-        self.running = Running(self.model, self.context, drafts, draft_tokens)
+        drafts = drafter(
+            draft, self.model, self.context, TOGETHER, activations=activations, verify=verify,
+            trees=draft_tree is not None,
+        )  # fmt: skip
+        self.running = Running(self.model, self.context, drafts, draft_tokens, draft_tree)
         self._known_chats: Chats | None = None
         self._prover: Prover | None = None
 

@@ -41,9 +41,16 @@ class Call:
 class Running:
     """The engine of an `LLM`, made and enlarged as calls need it, and the requests in it. `context` is the model's."""
 
-    def __init__(self, model: LoadedModel, context: int, drafter: Drafter | None, draft_tokens: int | None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        context: int,
+        drafter: Drafter | None,
+        draft_tokens: int | None,
+        draft_tree: int | None = None,
+    ) -> None:
         self._model, self._context = model, context
-        self._drafter, self._draft_tokens = drafter, draft_tokens
+        self._drafter, self._draft_tokens, self._draft_tree = drafter, draft_tokens, draft_tree
         self.engine: Engine | None = None
         self.calls: dict[str, Call] = {}  # calls of open requests, by request id
         self._ids = itertools.count()
@@ -136,9 +143,10 @@ class Running:
             while self.calls:
                 self._step()
             self.engine = None  # free the old one's memory first
+            spare = 2 * (self._draft_tree or 0)  # blocks for branches of drafts
             context = min(self._context, max(ROOM, 1 << (longest - 1).bit_length()))
             if old is not None:
-                context, blocks = max(context, old.context), max(blocks, old.pool.total)
+                context, blocks = max(context, old.context), max(blocks, old.pool.total - spare)
                 del old
             limits = SchedulerConfig(
                 max_running=TOGETHER, max_step_tokens=PREFILL_ROWS, max_waiting=sys.maxsize, headroom=0.0,
@@ -146,8 +154,9 @@ class Running:
             )  # fmt: skip
             tokenizer = self._model.tokenizer if self._model.has_tokenizer else None
             config = EngineConfig(
-                blocks, context, limits, self._model.eos_ids, drafter=self._drafter, draft_tokens=self._draft_tokens
-            )
+                blocks + spare, context, limits, self._model.eos_ids, drafter=self._drafter,
+                draft_tokens=self._draft_tokens, draft_tree=self._draft_tree,
+            )  # fmt: skip
             self.engine = Engine(self._model.decoder, tokenizer, config, runner=self._model.runner)
         assert self.engine is not None
         return self.engine

@@ -23,12 +23,18 @@ class Draft(NamedTuple):
 
     `evidence` is a small number for the first draft, larger where drafts are more often right: the length of a match,
     for example. That of each further draft is one more. What it is worth is measured (`sampling/pace.py`). The first
-    `forced` drafts are what a constraint forces, whose share of right ones is another.
+    `forced` drafts are what a constraint forces, whose share of right ones is another. With `parents` the drafts are a
+    tree, the best first: the row that each follows, 0 the last token's and i + 1 that of draft i.
     """
 
     tokens: tuple[int, ...] = ()
     evidence: int = 0
     forced: int = 0
+    parents: tuple[int, ...] = ()
+
+    def first(self, count: int) -> Draft:
+        """Return the first `count` drafts."""
+        return self._replace(tokens=self.tokens[:count], parents=self.parents[:count])
 
 
 NO_DRAFT = Draft()
