@@ -27,10 +27,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+from clients import await_ready
 
 from attar.checkpoints.sources import hf, hub
 from attar.evaluation import tasks
@@ -177,18 +178,6 @@ def as_it_stands(folder: Path, place: Path) -> None:
 
 def _started(command: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-
-
-def await_ready(url: str) -> None:
-    end = time.monotonic() + 120
-    while True:
-        try:
-            with urllib.request.urlopen(url + "/readyz"):
-                return
-        except urllib.error.URLError:
-            if time.monotonic() > end:
-                sys.exit("the server does not become ready")
-            time.sleep(0.1)
 
 
 def harness_split(tokenizer: Tokenizer, item: tasks.Item) -> Encoded:

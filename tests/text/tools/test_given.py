@@ -38,6 +38,7 @@ CALL = {"id": "a", "type": "function", "function": {"name": "weather", "argument
 def test_a_tool_is_the_same_in_each_form() -> None:
     for given in (weather, AS_OBJECT, WEATHER):
         assert tool_use([given]).tools == (WEATHER,)
+    assert tool_use(None) == tool_use([]), "clients pass None where they have no tools"
     [rain] = tool_use([Station().rain]).tools
     assert rain.schema["properties"] == {"days": {"type": "integer"}}
 

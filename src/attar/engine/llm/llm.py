@@ -195,7 +195,7 @@ class LLM:
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, *,
-        constraint: Constraint | None = None, tools: Sequence[ToolLike] = (), tool_choice: ChoiceLike = "auto",
+        constraint: Constraint | None = None, tools: Sequence[ToolLike] | None = None, tool_choice: ChoiceLike = "auto",
         parallel_tool_calls: bool = True, **template: Any,
     ) -> Completion:  # fmt: skip
         """Answer a conversation of messages in OpenAI's shape through the model's chat template. `template` are further
@@ -218,7 +218,7 @@ class LLM:
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, *,
-        constraint: Constraint | None = None, tools: Sequence[ToolLike] = (), tool_choice: ChoiceLike = "auto",
+        constraint: Constraint | None = None, tools: Sequence[ToolLike] | None = None, tool_choice: ChoiceLike = "auto",
         parallel_tool_calls: bool = True, **template: Any,
     ) -> Generator[str, None, Completion]:  # fmt: skip
         """Answer like `chat`, and yield the text piece by piece, a reasoning section, calls and their markers included;
@@ -228,7 +228,7 @@ class LLM:
 
     def chat_events(
         self, messages: Sequence[Message], params: SamplingParams | None = None, *,
-        constraint: Constraint | None = None, tools: Sequence[ToolLike] = (), tool_choice: ChoiceLike = "auto",
+        constraint: Constraint | None = None, tools: Sequence[ToolLike] | None = None, tool_choice: ChoiceLike = "auto",
         parallel_tool_calls: bool = True, **template: Any,
     ) -> Generator[AnswerEvent, None, Completion]:  # fmt: skip
         """Answer like `chat`, and yield the events of text, reasoning and calls (`text/answers/events.py`); the

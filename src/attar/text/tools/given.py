@@ -24,11 +24,11 @@ _CALLS: Any = Calls | None
 _ID: Any = CallId
 
 
-def tool_use(tools: Sequence[ToolLike], choice: ChoiceLike = "auto", parallel: bool = True) -> ToolUse:
+def tool_use(tools: Sequence[ToolLike] | None, choice: ChoiceLike = "auto", parallel: bool = True) -> ToolUse:
     """Return tools and the choice among them. Arguments of Python functions are `strict`. Raises ToolError for tools
     that a request could not have either, for functions that no schema describes, and for a choice that the tools do
     not allow."""
-    found = [_tool(each, f"tools[{at}]") for at, each in enumerate(tools)]
+    found = [_tool(each, f"tools[{at}]") for at, each in enumerate(tools or ())]
     return ToolUse.read(found, _converted(choice, _CHOICE, "tool_choice"), parallel)
 
 
