@@ -51,6 +51,7 @@ from gpu.timing import DEVICE
 
 from attar.kernels.triton import backend, tuning
 
+WAYS = "ways"  # of --tune: from how many rows on other ways are faster, which every search ends with
 CHECKS = 0.3  # of the minutes: checks come first and must not eat the figures
 
 
@@ -59,14 +60,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="folder for gpu_check.json")
     parser.add_argument("--minutes", type=float, default=7.0, help="after which nothing further is begun (default 7)")
     parser.add_argument(
-        "--tune", nargs="*", metavar="KIND", help="only search for the best cuts, of all kinds or these"
+        "--tune",
+        nargs="*",
+        metavar="KIND",
+        help="only search for the best cuts, of all kinds, of these, or `ways` alone",
     )
     parser.add_argument("--only", nargs="*", metavar="PART", help="measure these parts alone")
     parser.add_argument("--skip-checks", action="store_true", help="only measure")
     parser.add_argument("--resume", action="store_true", help="go on where the run stopped that wrote to OUT")
     args = parser.parse_args(arguments)
-    names, kinds = [part.__name__ for part in PARTS], get_args(tuning.Kind)
-    for given, known in ((args.only, names), (args.tune, kinds)):
+    names, kinds = [part.__name__ for part in PARTS], list(get_args(tuning.Kind))
+    for given, known in ((args.only, names), (args.tune, [*kinds, WAYS])):
         if unknown := sorted(set(given or ()) - set(known)):
             parser.error(f"unknown: {', '.join(unknown)}; known are {', '.join(known)}")
     backend.require(DEVICE)
@@ -90,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if args.only is None or part.__name__ in args.only
             ]
             if args.tune is not None:
-                tuned, wanted = args.out / "tuned.json", args.tune or list(kinds)
+                tuned, wanted = args.out / "tuned.json", [kind for kind in args.tune or kinds if kind != WAYS]
                 parts = [("tune", lambda: tune.search(MODEL, wanted, budget, tuned, roofs["copy"]))]
             for name, part in parts:
                 if name not in found["done"]:

@@ -3,6 +3,7 @@ again. What is special about a GPU is the recording alone."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -25,6 +26,7 @@ from attar.sampling import device_sampler
 from attar.sampling.sampler import BadLogits, Sampler, sample
 from tests.engine.conftest import ROOM, TIGHT, answers, make_engine, run
 from tests.engine.test_engine import some_requests
+from tests.engine.test_speculation_schedules import Foreseeing, texts_of
 from tests.errors import user_error
 from tests.pretend import Late
 
@@ -166,6 +168,21 @@ def test_an_engine_with_graphs_answers_as_one_without(decoder: Decoder, blocks: 
     assert answers(found) == answers(expected)
     assert record.replayed
     assert set(record.replayed) <= {1, 2, 4, 6}
+
+
+@pytest.mark.parametrize("blocks", [ROOM, TIGHT])
+def test_drafts_are_rows_of_a_graph(decoder: Decoder, blocks: int) -> None:
+    """Sequences with different numbers of drafts are replayed together, a row for each of their tokens."""
+    limits = SchedulerConfig(max_running=6, max_step_tokens=48, max_drafts=9)
+    record, asks = Again(), some_requests(3, 12, decoder.config.vocab_size)
+    expected = run(make_engine(decoder, blocks, SMALL), asks)
+    drafter = Foreseeing(texts_of(expected), random.Random(blocks), right=0.7)
+    made = make_engine(decoder, blocks, limits, record=record, overlaps=True, drafter=drafter, draft_tokens=3)
+    assert answers(run(made, asks)) == answers(expected)
+    assert made.speculation is not None
+    assert made.speculation.drafted > made.speculation.accepted > 0
+    assert set(record.recorded) <= {1, 2, 4, 8, 15}
+    assert max(record.replayed) > 6, "steps with more rows than sequences"
 
 
 def test_what_a_step_gave_is_said_while_the_next_one_runs(decoder: Decoder) -> None:

@@ -2,7 +2,7 @@
 
 A step is some hundreds of kernels, most of them shorter than Python's time to launch one. Their work is the same for
 every token; only numbers in fixed places change. So a step is recorded once for a few numbers of rows, the powers of
-two and the largest, and replayed by one call: a step of n sequences uses the smallest graph with n rows. Unused rows
+two and the largest, and replayed by one call: a step of n rows uses the smallest graph with n rows. Unused rows
 are a sequence of one token whose key goes to a block that no sequence owns (`Graphs.spare`); their results are not
 read.
 
@@ -248,14 +248,14 @@ class Graph:
 
 
 class Graphs:
-    """The graphs of steps of up to `most` sequences, of up to `context` tokens, over `pages`.
+    """The graphs of steps of up to `most` rows, of sequences of up to `context` tokens, over `pages`.
 
     The last block of the pages belongs to no sequence. Each graph is recorded on first use, or all at once by
     `record_all`.
     """
 
     def __init__(self, decoder: Decoder, pages: list[PagedKV], context: int, most: int, record: Record) -> None:
-        self.sizes, self.spare = sizes(most), pages[0].blocks - 1
+        self.sizes, self.most, self.spare = sizes(most), most, pages[0].blocks - 1
         self._decoder, self._pages, self._context, self._record = decoder, pages, context, record
         self._made: dict[int, Graph] = {}
 

@@ -6,7 +6,9 @@ sequences and of rows; the last few are kept. Any other step is run in full, to 
 prompt, where Python is a small part, with a sequence that takes an adapter, or with a tree of drafts (`branches.py`),
 whose rows differ in every step.
 
-On a GPU recordings are CUDA graphs (`cuda_graphs.py`), for a few numbers of rows, each of which also serves fewer.
+On a GPU recordings are CUDA graphs (`cuda_graphs.py`), for a few numbers of rows, each of which also serves fewer. A
+row there is a sequence of its own, so a sequence with drafts is several rows of one block table, and any numbers of
+drafts are replayed: in each layer all keys are written before a row reads them.
 Logits stay on the device, where tokens are chosen, and a step returns before the device has done it. So the next may be
 run before the host knows those tokens: it reads them on the device (`InflightTokens`).
 
@@ -169,7 +171,8 @@ class Runner:
         self._recorded = decoder.against_recording() is None and not self.horizons
         self._batches: OrderedDict[tuple[int, int], _Batch] = OrderedDict()  # by sequences and rows of each
         self._kept = RECORDINGS * (sequences + drafts)  # rows of all recordings together
-        self.graphs = None if record is None else cuda_graphs.Graphs(decoder, self.pages, context, sequences, record)
+        most = sequences + drafts
+        self.graphs = None if record is None else cuda_graphs.Graphs(decoder, self.pages, context, most, record)
         self.keep: tuple[int, ...] = ()
         """Layers whose inputs each step keeps, on a CPU; set before the first step."""
         self.kept: KeptStates | None = None
@@ -207,22 +210,14 @@ class Runner:
                 point("runner.memory", chunk.sequence.id)
             except InjectedFault as fault:
                 raise torch.OutOfMemoryError(str(fault)) from fault
-        rows = chunks[0].rows
         plain = all(
-            chunk.rows == chunk.samples == rows and not chunk.sequence.adapter and chunk.tree is None
-            for chunk in chunks
+            chunk.rows == chunk.samples and not chunk.sequence.adapter and chunk.tree is None for chunk in chunks
         )
-        plain = plain and (self._replayable(chunks) if self.graphs is None else rows == 1)
-        if not wanted and plain:
+        if not wanted and plain and self._replayable(chunks):
             for chunk in chunks:
                 point("runner.replay", chunk.sequence.id)
             told = _Rows.of(chunks, inflight_tokens)
-            if self.graphs is None:
-                return self._replay(chunks, told)
-            graph = self.graphs.of(len(chunks))
-            for row, (token, chunk) in enumerate(zip(told.ids, chunks, strict=True)):
-                graph.inputs.put(row, token, chunk.start, chunk.sequence.blocks)
-            return graph.run(len(chunks), told.complete)
+            return self._replay(chunks, told) if self.graphs is None else self._replay_graph(self.graphs, chunks, told)
         return self._run(chunks, wanted or {}, inflight_tokens)
 
     def _copy(self, copy: Copy) -> None:
@@ -233,9 +228,12 @@ class Runner:
                 part[copy.target] = part[copy.source]
 
     def _replayable(self, chunks: List[ScheduledTokens]) -> bool:
-        """Return whether a step of as many rows for each sequence can be replayed: they are of one block, where
-        unfinished blocks lie apart."""
-        if not self._recorded or len(chunks) * chunks[0].rows > self._kept:
+        """Return whether a step whose rows are all sampled can be replayed. Without graphs sequences have as many rows
+        each, which are of one block, where unfinished blocks lie apart."""
+        if self.graphs is not None:
+            return sum(chunk.rows for chunk in chunks) <= self.graphs.most
+        rows = chunks[0].rows
+        if not self._recorded or len(chunks) * rows > self._kept or any(chunk.rows != rows for chunk in chunks):
             return False
         size = self.block
         return not self.scheme.recent or all(c.start // size == (c.start + c.rows - 1) // size for c in chunks)
@@ -261,6 +259,14 @@ class Runner:
         logits = batch.decoding.step(ids)
         self.kept = batch.decoding.kept
         return logits
+
+    def _replay_graph(self, graphs: cuda_graphs.Graphs, chunks: List[ScheduledTokens], rows: _Rows) -> Tensor:
+        graph, row = graphs.of(len(rows.ids)), 0
+        for chunk in chunks:
+            for at in range(chunk.start, chunk.start + chunk.rows):
+                graph.inputs.put(row, rows.ids[row], at, chunk.sequence.blocks)
+                row += 1
+        return graph.run(row, rows.complete)
 
     def _batch(self, sequences: int, rows: int) -> _Batch:
         tables = torch.zeros((sequences, -(-self.context // self.block)), dtype=torch.int32)

@@ -8,7 +8,8 @@ chances, its survival. Of all drafts of all sequences the n with the best surviv
 none included. c is neither linear nor monotone, so all n are tried. A sequence's survivals fall with depth, so the n
 best are the first few of each.
 
-*Costs* are medians of the last steps by number of rows, measured as they run. Between measured numbers of rows the cost
+*Costs* are medians of the last steps by number of rows, measured as they run. The first step of a size is not counted:
+it may record the step, or compile kernels for it. Between measured numbers of rows the cost
 is interpolated. Beyond them a row is taken to cost `ROW` of the first, which is little: so a size is tried, and then
 known. A step without drafts is repeated now and then, because the costs of all sizes grow with the context. A drafter
 that takes time adds the median of its seconds a draft.
@@ -45,9 +46,13 @@ class Costs:
         self._steps: dict[int, deque[float]] = {}
         self._rows: list[int] = []
         self._medians: dict[int, float] = {}
+        self._begun: set[int] = set()
 
     def record(self, rows: int, seconds: float) -> None:
-        """Count a step of so many rows."""
+        """Count a step of so many rows, unless it is the first."""
+        if rows not in self._begun:
+            self._begun.add(rows)
+            return
         if rows not in self._steps:
             self._steps[rows] = deque(maxlen=SAMPLES)
             self._rows.insert(bisect_left(self._rows, rows), rows)

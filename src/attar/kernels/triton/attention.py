@@ -16,8 +16,11 @@ it.
 
 Slots past a sequence's length may hold anything, even an earlier sequence's NaN: their values are not read.
 
-Pages of 8 bits have a scale for each slot, which multiplies scores and weights, not numbers. In 4 bits, levels are
-looked up in a table of 16, which stays in the multiprocessor's cache.
+Pages of 8 and 4 bits have a scale for each slot, which multiplies scores and weights, not numbers. They are read as
+words of 16 bits, which is what shared memory turns over for the tensor cores, and a word holds two or four columns. So
+a tile is two or four matrices of every other column, or of every fourth, that multiply as many parts of the queries and
+make as many parts of the sums: numbers never change places. Compiled, two words at a time are widened by a few
+instructions on whole registers (`WORDS`), where a conversion of each number takes longer than reading it from memory.
 
 Visibility is that of `ops.attention`. A tile of keys lies within one block, since it divides it. In a tree of draft
 tokens only a sequence's own rows need its mask. They are walked over separately, in narrow tiles, so that the mask's
@@ -32,14 +35,27 @@ from torch import Tensor
 from attar.kernels.operands import AttentionForm
 from attar.kernels.triton import nibbles
 from attar.kernels.triton.backend import same_device
-from attar.kernels.triton.language import ACCUMULATE, arrive_last, counters, kernel, next_power, nothing, processors, tl
+from attar.kernels.triton.language import (
+    ACCUMULATE,
+    COMPILED,
+    arrive_last,
+    counters,
+    kernel,
+    next_power,
+    nothing,
+    processors,
+    tl,
+)
 from attar.kernels.triton.pages import NibblePages, PlainPages
+from attar.kv import bit_planes
 from attar.kv.pages import AttentionMetadata
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 FEW, MANY = 16, 128  # queries of a tile: the tensor cores' least, and as many as registers hold
 SLOTS = 64  # keys of a tile
 NARROW = tl.constexpr(16)  # keys of a tile with a mask, whose numbers are each read by themselves
+PROGRAMS = 8  # for each multiprocessor: measured on an H200, where 2 leave a third of the bandwidth unused
+MOST_SPLITS = 32  # parts of a sequence: with 64, a tree of 8 over 32,768 slots took a third longer
 LEAST = 256  # slots that are worth a split to 16 queries, whose part is written and read again: a guess, not measured
 
 
@@ -60,43 +76,165 @@ def _tile(
     return b, own + (tl.program_id(0) - own // ROWS - b) * ROWS, own, tl.load(starts + b + 1), mask_at
 
 
+INT8, FLOAT8, INT4 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # kinds of codes; 0 are plain numbers
+
+_INT8 = """{
+    .reg .b32 u, first, second, third, fourth;
+    .reg .f32 a, b, c, d;
+    xor.b32 u, $2, 0x80808080;
+    prmt.b32 first, u, 0x4b000000, 0x7540;
+    prmt.b32 second, u, 0x4b000000, 0x7541;
+    prmt.b32 third, u, 0x4b000000, 0x7542;
+    prmt.b32 fourth, u, 0x4b000000, 0x7543;
+    mov.b32 a, first;
+    mov.b32 b, second;
+    mov.b32 c, third;
+    mov.b32 d, fourth;
+    add.f32 a, a, 0fCB000080;
+    add.f32 b, b, 0fCB000080;
+    add.f32 c, c, 0fCB000080;
+    add.f32 d, d, 0fCB000080;
+    cvt.rn.bf16x2.f32 $0, c, a;
+    cvt.rn.bf16x2.f32 $1, d, b;
+}"""
+_FLOAT8 = """{
+    .reg .b32 pairs, low, high;
+    .reg .b16 x, y, p, q, r, s;
+    .reg .f32 a, b, c, d;
+    prmt.b32 pairs, $2, 0, 0x3120;
+    mov.b32 {x, y}, pairs;
+    cvt.rn.f16x2.e4m3x2 low, x;
+    cvt.rn.f16x2.e4m3x2 high, y;
+    mov.b32 {p, q}, low;
+    mov.b32 {r, s}, high;
+    cvt.f32.f16 a, p;
+    cvt.f32.f16 b, q;
+    cvt.f32.f16 c, r;
+    cvt.f32.f16 d, s;
+    cvt.rn.bf16x2.f32 $0, b, a;
+    cvt.rn.bf16x2.f32 $1, d, c;
+}"""
+
+
+def _table(shift: int) -> list[str]:
+    """Return a byte of the bfloat16 of each of the 16 levels, four to a word."""
+    bits = bit_planes.tables()[0][nibbles.BITS, :16].bfloat16().view(torch.int16).tolist()
+    octets = [level >> shift & 0xFF for level in bits]
+    return [f"0x{int.from_bytes(bytes(octets[at : at + 4]), 'little'):08x}" for at in range(0, 16, 4)]
+
+
+_INT4 = """{{
+    .reg .b32 place, second, which, other, l, h, m, n, low, high, lower, higher;
+    and.b32 place, $4, 0x77777777;
+    shr.u32 second, place, 16;
+    shr.u32 which, $4, 1;
+    lop3.b32 which, which, 0x44444444, 0x32103210, 0xea;
+    shr.u32 other, which, 16;
+    prmt.b32 l, {0}, {1}, place;
+    prmt.b32 h, {2}, {3}, place;
+    prmt.b32 low, l, h, which;
+    prmt.b32 m, {4}, {5}, place;
+    prmt.b32 n, {6}, {7}, place;
+    prmt.b32 high, m, n, which;
+    prmt.b32 l, {0}, {1}, second;
+    prmt.b32 h, {2}, {3}, second;
+    prmt.b32 lower, l, h, other;
+    prmt.b32 m, {4}, {5}, second;
+    prmt.b32 n, {6}, {7}, second;
+    prmt.b32 higher, m, n, other;
+    prmt.b32 l, low, high, 0x5140;
+    prmt.b32 h, low, high, 0x7362;
+    prmt.b32 m, lower, higher, 0x5140;
+    prmt.b32 n, lower, higher, 0x7362;
+    prmt.b32 $0, l, m, 0x5410;
+    prmt.b32 $1, l, m, 0x7632;
+    prmt.b32 $2, h, n, 0x5410;
+    prmt.b32 $3, h, n, 0x7632;
+}}""".format(*_table(0), *_table(8))
+WORDS_OF_INT8, WORDS_OF_FLOAT8, WORDS_OF_INT4 = tl.constexpr(_INT8), tl.constexpr(_FLOAT8), tl.constexpr(_INT4)
+"""Two words as bfloat16 numbers of each of their columns.
+
+int8: 2^23 + n is the float32 with bits 0x4b000000 + n, for n < 256. int4: the two bytes of a level's bfloat16 are
+looked up in registers, by three bits of a code in each half of the table, and the fourth bit chooses the half.
+"""
+
+
 @kernel
-def _widened(
-    pages: tl.tensor, place: tl.tensor, held: tl.tensor, levels: tl.tensor, S: tl.constexpr, D: tl.constexpr
-) -> tl.tensor:
-    """Return the levels, int8 [S, D], of slots in 4 bits."""
-    j = tl.arange(0, D // 2)
-    packed = tl.load(pages + place[:, None] * (D // 2) + j[None, :], mask=held[:, None], other=0).to(tl.int32)
-    both = tl.join(tl.load(levels + (packed & 15)), tl.load(levels + (packed >> 4)))  # [S, D / 2, 2]
-    return tl.reshape(tl.permute(both, (0, 2, 1)), (S, D))
+def _pair(words: tl.tensor, dtype: tl.constexpr, CODES: tl.constexpr) -> tl.tensor:
+    """Return the numbers of the columns 2 j and 2 j + 1 of int16 words j of 8-bit codes."""
+    if COMPILED and dtype == tl.bfloat16 and CODES == INT8:
+        return tl.inline_asm_elementwise(WORDS_OF_INT8, "=r,=r,r", [words], (tl.bfloat16, tl.bfloat16), True, 2)
+    elif COMPILED and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(WORDS_OF_FLOAT8, "=r,=r,r", [words], (tl.bfloat16, tl.bfloat16), True, 2)
+    elif CODES == INT8:
+        return ((words << 8) >> 8).to(dtype), (words >> 8).to(dtype)
+    else:
+        first = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return first.to(dtype), (words >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
+
+
+@kernel
+def _four(words: tl.tensor, levels: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Return the levels of the four nibbles of int16 words j: columns 2 j, D / 2 + 2 j, 2 j + 1, D / 2 + 2 j + 1."""
+    if COMPILED and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            WORDS_OF_INT4, "=r,=r,=r,=r,r", [words], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2
+        )
+    else:
+        wide = words.to(tl.int32)
+        return (
+            tl.load(levels + (wide & 15)).to(dtype), tl.load(levels + ((wide >> 4) & 15)).to(dtype),
+            tl.load(levels + ((wide >> 8) & 15)).to(dtype), tl.load(levels + ((wide >> 12) & 15)).to(dtype),
+        )  # fmt: skip
+
+
+@kernel
+def _column(j: tl.tensor, part: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr) -> tl.tensor:
+    """Return the column that word j holds for a part."""
+    if PARTS == 4:
+        return (part % 2) * (D // 2) + 2 * j + part // 2
+    else:
+        return PARTS * j + part
 
 
 @kernel
 def _see(
-    query: tl.tensor, at: tl.tensor, asked: tl.tensor, rows: tl.tensor, top: tl.tensor, mass: tl.tensor,
-    acc: tl.tensor, slot: tl.tensor, end: tl.tensor, own: tl.tensor, first: tl.tensor, last: tl.tensor,
+    queries: tl.tensor, at: tl.tensor, asked: tl.tensor, rows: tl.tensor, top: tl.tensor, mass: tl.tensor,
+    sums: tl.tensor, slot: tl.tensor, end: tl.tensor, own: tl.tensor, first: tl.tensor, last: tl.tensor,
     branches: tl.tensor, table: tl.tensor, g: tl.tensor, keys: tl.tensor, values: tl.tensor, key_scales: tl.tensor,
     value_scales: tl.tensor, positions: tl.tensor, key_positions: tl.tensor, levels: tl.tensor, scale: tl.tensor,
     cap: tl.tensor, window: tl.tensor, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr, FOUR: tl.constexpr,
+    BLOCK_W: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, CODES: tl.constexpr,
     PLACED: tl.constexpr, BRANCHES: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return maximum, mass and sum of a tile of queries, with BLOCK_S slots from `slot` on taken in.
+    """Return maximum, mass and sums of a tile of queries, with BLOCK_S slots from `slot` on taken in. Queries and sums
+    are tuples of PARTS.
 
     From slot `own` on they are the sequence's own rows, which with BRANCHES see one another as the masks at `branches`
     say.
     """
-    NONE: tl.constexpr = 0 if keys.dtype.element_ty == tl.int8 else 0.0
-    d, s = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    NONE: tl.constexpr = 0 if CODES else 0.0
+    WIDTH: tl.constexpr = D // PARTS
+    dtype: tl.constexpr = queries[0].dtype
+    j, s = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_S)
     block = tl.load(table + slot // BLOCK).to(tl.int64)
     place = (block * G + g) * BLOCK + slot % BLOCK + s
     held = slot + s < end
-    if FOUR:
-        k = tl.trans(_widened(keys, place, held, levels, BLOCK_S, D))
+    k = tl.load(keys + place[None, :] * WIDTH + j[:, None], mask=held[None, :] & (j < WIDTH)[:, None], other=NONE)
+    if PARTS == 1:
+        scores = tl.dot(queries[0], k.to(dtype), input_precision=PRECISION)
+    elif PARTS == 2:
+        k0, k1 = _pair(k, dtype, CODES)
+        scores = tl.dot(queries[0], k0, input_precision=PRECISION)
+        scores = tl.dot(queries[1], k1, scores, input_precision=PRECISION)
     else:
-        k = tl.load(keys + place[None, :] * D + d[:, None], mask=held[None, :] & (d < D)[:, None], other=NONE)
-    scores = tl.dot(query, k.to(query.dtype), input_precision=PRECISION) * scale
-    if SCALED:
+        k0, k1, k2, k3 = _four(k, levels, dtype)
+        scores = tl.dot(queries[0], k0, input_precision=PRECISION)
+        scores = tl.dot(queries[1], k1, scores, input_precision=PRECISION)
+        scores = tl.dot(queries[2], k2, scores, input_precision=PRECISION)
+        scores = tl.dot(queries[3], k3, scores, input_precision=PRECISION)
+    scores *= scale
+    if CODES:
         scores *= tl.load(key_scales + place, mask=held, other=0.0)[None, :]
     if CAP:  # tanh(y) = 1 - 2 / (exp(2 y) + 1)
         scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / cap)) + 1.0))
@@ -118,25 +256,88 @@ def _see(
     weights = tl.exp2(scores - ground[:, None])
     fade = tl.exp2(top - ground)
     mass = mass * fade + tl.sum(weights, 1)
-    if SCALED:
+    if CODES:
         weights = weights * tl.load(value_scales + place, mask=held, other=0.0)[None, :]
-    if FOUR:
-        v = _widened(values, place, held, levels, BLOCK_S, D)
+    v = tl.load(values + place[:, None] * WIDTH + j[None, :], mask=held[:, None] & (j < WIDTH)[None, :], other=NONE)
+    weights, fade = weights.to(dtype), fade[:, None]
+    if PARTS == 1:
+        return higher, mass, (tl.dot(weights, v.to(dtype), sums[0] * fade, input_precision=PRECISION),)
+    elif PARTS == 2:
+        v0, v1 = _pair(v, dtype, CODES)
+        return higher, mass, (
+            tl.dot(weights, v0, sums[0] * fade, input_precision=PRECISION),
+            tl.dot(weights, v1, sums[1] * fade, input_precision=PRECISION),
+        )  # fmt: skip
     else:
-        v = tl.load(values + place[:, None] * D + d[None, :], mask=held[:, None] & (d < D)[None, :], other=NONE)
-    acc = tl.dot(weights.to(query.dtype), v.to(query.dtype), acc * fade[:, None], input_precision=PRECISION)
-    return higher, mass, acc
+        v0, v1, v2, v3 = _four(v, levels, dtype)
+        return higher, mass, (
+            tl.dot(weights, v0, sums[0] * fade, input_precision=PRECISION),
+            tl.dot(weights, v1, sums[1] * fade, input_precision=PRECISION),
+            tl.dot(weights, v2, sums[2] * fade, input_precision=PRECISION),
+            tl.dot(weights, v3, sums[3] * fade, input_precision=PRECISION),
+        )  # fmt: skip
+
+
+@kernel
+def _part(
+    q: tl.tensor, row: tl.tensor, asked: tl.tensor, D: tl.constexpr, BLOCK_W: tl.constexpr, PARTS: tl.constexpr,
+    part: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return a part of the queries at `row`, in numbers from `q`."""
+    j = tl.arange(0, BLOCK_W)
+    mask = asked[:, None] & (j < D // PARTS)[None, :]
+    return tl.load(q + row[:, None] + _column(j, part, D, PARTS)[None, :], mask=mask, other=0.0)
+
+
+@kernel
+def _queries(
+    q: tl.tensor, row: tl.tensor, asked: tl.tensor, D: tl.constexpr, BLOCK_W: tl.constexpr, PARTS: tl.constexpr
+) -> tl.tensor:
+    """Return all parts of the queries at `row`, a tuple."""
+    if PARTS == 1:
+        return (_part(q, row, asked, D, BLOCK_W, PARTS, 0),)
+    elif PARTS == 2:
+        return _part(q, row, asked, D, BLOCK_W, PARTS, 0), _part(q, row, asked, D, BLOCK_W, PARTS, 1)
+    else:
+        return (
+            _part(q, row, asked, D, BLOCK_W, PARTS, 0), _part(q, row, asked, D, BLOCK_W, PARTS, 1),
+            _part(q, row, asked, D, BLOCK_W, PARTS, 2), _part(q, row, asked, D, BLOCK_W, PARTS, 3),
+        )  # fmt: skip
+
+
+@kernel
+def _times(each: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
+    """Return a tuple that has `each` as every part."""
+    if PARTS == 1:
+        return (each,)
+    elif PARTS == 2:
+        return each, each
+    else:
+        return each, each, each, each
+
+
+@kernel
+def _put(
+    out: tl.tensor, total: tl.tensor, mass: tl.tensor, row: tl.tensor, asked: tl.tensor, D: tl.constexpr,
+    BLOCK_W: tl.constexpr, PARTS: tl.constexpr, part: tl.constexpr,
+) -> None:  # fmt: skip
+    """Divide a part of the sums by their mass, and store it at `row`, in numbers from `out`."""
+    j = tl.arange(0, BLOCK_W)
+    mask = asked[:, None] & (j < D // PARTS)[None, :]
+    mean = total / tl.where(mass == 0, 1.0, mass)[:, None]
+    tl.store(out + row[:, None] + _column(j, part, D, PARTS)[None, :], mean.to(out.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _attend(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, key_scales: tl.tensor, value_scales: tl.tensor, out: tl.tensor,
-    sums: tl.tensor, extremes: tl.tensor, arrived: tl.tensor, starts: tl.tensor, lengths: tl.tensor, tables: tl.tensor,
-    positions: tl.tensor, key_positions: tl.tensor, tree: tl.tensor, sequences: tl.tensor, width: tl.tensor,
-    levels: tl.tensor, scale: tl.tensor, cap: tl.tensor, window: tl.tensor, H: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SCALED: tl.constexpr, FOUR: tl.constexpr, PLACED: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
+    stored: tl.tensor, extremes: tl.tensor, arrived: tl.tensor, starts: tl.tensor, lengths: tl.tensor,
+    tables: tl.tensor, positions: tl.tensor, key_positions: tl.tensor, tree: tl.tensor, sequences: tl.tensor,
+    width: tl.tensor, levels: tl.tensor, scale: tl.tensor, cap: tl.tensor, window: tl.tensor, H: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr, PARTS: tl.constexpr, BLOCK_B: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, CODES: tl.constexpr, PLACED: tl.constexpr, TREE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     SHARE: tl.constexpr = H // G
     g, split = tl.program_id(1), tl.program_id(2)
@@ -144,13 +345,14 @@ def _attend(
     if row >= last:
         return
     length = tl.load(lengths + b)
-    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    m, j = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_W)
     rows = row + m // SHARE
     asked = (m < ROWS * SHARE) & (rows < last)
     at = tl.load(positions + rows, mask=asked, other=-1)
-    q_at = (rows.to(tl.int64) * H + g * SHARE + m % SHARE)[:, None] * D + d[None, :]
-    q_mask = asked[:, None] & (d < D)[None, :]
-    query = tl.load(q + q_at, mask=q_mask, other=0.0)
+    q_row = (rows.to(tl.int64) * H + g * SHARE + m % SHARE) * D
+    queries = _queries(q, q_row, asked, D, BLOCK_W, PARTS)
+    zeros = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
+    sums = _times(zeros, PARTS)
     low, high = 0, length
     if not PLACED and not TREE:
         high = tl.minimum(length, tl.max(at, 0) + 1)
@@ -162,47 +364,52 @@ def _attend(
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     table, own, branches, edge = tables + b * width, length - (last - first), tree + mask_at, end
     if TREE:  # tiles of whole numbers of slots without branches
         edge = tl.maximum(tl.minimum(own // BLOCK_S * BLOCK_S, end), begin)
     for slot in range(begin, edge, BLOCK_S):
-        top, mass, acc = _see(
-            query, at, asked, rows, top, mass, acc, slot, end, own, first, last, branches, table, g, keys, values,
+        top, mass, sums = _see(
+            queries, at, asked, rows, top, mass, sums, slot, end, own, first, last, branches, table, g, keys, values,
             key_scales, value_scales, positions, key_positions, levels, scale, cap, window, G, D, BLOCK, BLOCK_S,
-            BLOCK_D, WINDOW, CAP, SCALED, FOUR, PLACED, False, PRECISION,
+            BLOCK_W, PARTS, WINDOW, CAP, CODES, PLACED, False, PRECISION,
         )  # fmt: skip
     if TREE:
         for slot in range(edge, end, NARROW):
-            top, mass, acc = _see(
-                query, at, asked, rows, top, mass, acc, slot, end, own, first, last, branches, table, g, keys, values,
-                key_scales, value_scales, positions, key_positions, levels, scale, cap, window, G, D, BLOCK, NARROW,
-                BLOCK_D, WINDOW, CAP, SCALED, FOUR, PLACED, True, PRECISION,
+            top, mass, sums = _see(
+                queries, at, asked, rows, top, mass, sums, slot, end, own, first, last, branches, table, g, keys,
+                values, key_scales, value_scales, positions, key_positions, levels, scale, cap, window, G, D, BLOCK,
+                NARROW, BLOCK_W, PARTS, WINDOW, CAP, CODES, PLACED, True, PRECISION,
             )  # fmt: skip
 
     if SPLITS > 1:
         number = (tl.program_id(0) * G + g).to(tl.int64)
-        part = sums + (number * SPLITS * BLOCK_M + m[:, None]) * BLOCK_D + d[None, :]
+        SIZE: tl.constexpr = BLOCK_M * PARTS * BLOCK_W
+        shared = stored + number * SPLITS * SIZE + m[:, None] * (PARTS * BLOCK_W) + j[None, :]
         extreme = extremes + number * SPLITS * 2 * BLOCK_M + m
-        tl.store(part + split * (BLOCK_M * BLOCK_D), acc)
+        for part in tl.static_range(PARTS):
+            tl.store(shared + split * SIZE + part * BLOCK_W, sums[part])
         tl.store(extreme + split * (2 * BLOCK_M), top)
         tl.store(extreme + split * (2 * BLOCK_M) + BLOCK_M, mass)
         if not arrive_last(arrived, number, SPLITS):
             return
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        mass = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for each in range(SPLITS):
-            theirs = tl.load(extreme + each * (2 * BLOCK_M), cache_modifier=".cg")
-            higher = tl.maximum(top, theirs)
-            ground = tl.where(higher == float("-inf"), 0.0, higher)
-            ours, fade = tl.exp2(top - ground), tl.exp2(theirs - ground)
-            mass = mass * ours + tl.load(extreme + each * (2 * BLOCK_M) + BLOCK_M, cache_modifier=".cg") * fade
-            acc = acc * ours[:, None]
-            acc += tl.load(part + each * (BLOCK_M * BLOCK_D), cache_modifier=".cg") * fade[:, None]
-            top = higher
-    acc = acc / tl.where(mass == 0, 1.0, mass)[:, None]
-    tl.store(out + q_at, acc.to(out.dtype.element_ty), mask=q_mask)
+            top = tl.maximum(top, tl.load(extreme + each * (2 * BLOCK_M), cache_modifier=".cg"))
+        ground = tl.where(top == float("-inf"), 0.0, top)
+        mass = tl.zeros([BLOCK_M], tl.float32)
+        for each in range(SPLITS):
+            fade = tl.exp2(tl.load(extreme + each * (2 * BLOCK_M), cache_modifier=".cg") - ground)
+            mass += tl.load(extreme + each * (2 * BLOCK_M) + BLOCK_M, cache_modifier=".cg") * fade
+        for part in tl.static_range(PARTS):
+            total = zeros
+            for each in range(SPLITS):
+                fade = tl.exp2(tl.load(extreme + each * (2 * BLOCK_M), cache_modifier=".cg") - ground)
+                theirs = tl.load(shared + each * SIZE + part * BLOCK_W, cache_modifier=".cg")
+                total += theirs * fade[:, None]
+            _put(out, total, mass, q_row, asked, D, BLOCK_W, PARTS, part)
+    else:
+        for part in tl.static_range(PARTS):
+            _put(out, sums[part], mass, q_row, asked, D, BLOCK_W, PARTS, part)
 
 
 def paged_attention(q: Tensor, pages: PlainPages, place: AttentionMetadata, form: AttentionForm) -> Tensor:
@@ -228,40 +435,52 @@ def paged_attention(q: Tensor, pages: PlainPages, place: AttentionMetadata, form
     if not rows:
         return out
     share, block_d = form.heads // form.kv_heads, max(16, next_power(form.head_dim))
-    many = MANY if block_d <= 128 else MANY // 2
+    many = MANY if block_d <= 128 and place.tree is None else MANY // 2  # a mask takes registers
     own = -(-rows // sequences)  # rows of a sequence, were all alike
     queries = max(FEW, min(many, next_power(own * share)), next_power(share))
     tile = queries // share
-    scaled, four = pages.key_scales is not None, isinstance(pages, NibblePages)
-    wanted = SLOTS // 2 if four and queries < many else SLOTS  # widening codes takes registers
-    slots = min(wanted, pages.block & -pages.block)  # a power of two that divides the block
+    codes, parts = _codes(pages)
+    keys, values = (held.view(torch.int16) if codes else held for held in (pages.keys, pages.values))
+    words = max(16, block_d // parts)
+    slots = min(SLOTS, pages.block & -pages.block)  # a power of two that divides the block
     tiles = sequences * -(-own // tile) * form.kv_heads
     splits = _splits(tiles, width * pages.block * FEW // queries, processors(q.device))
     grid = (rows // tile + sequences, form.kv_heads, splits)
     sums = extremes = none
     if splits > 1:
-        parts = (grid[0] * grid[1], splits)
-        sums = torch.empty((*parts, queries, block_d), dtype=torch.float32, device=q.device)
-        extremes = torch.empty((*parts, 2, queries), dtype=torch.float32, device=q.device)
+        shared = (grid[0] * grid[1], splits)
+        sums = torch.empty((*shared, queries, parts * words), dtype=torch.float32, device=q.device)
+        extremes = torch.empty((*shared, 2, queries), dtype=torch.float32, device=q.device)
     _attend[grid](
-        q, pages.keys, pages.values, pages.key_scales if scaled else none, pages.value_scales if scaled else none, out,
-        sums, extremes, counters(q.device), place.row_starts, place.lengths, place.block_tables, place.positions,
+        q, keys, values, pages.key_scales if codes else none, pages.value_scales if codes else none, out, sums,
+        extremes, counters(q.device), place.row_starts, place.lengths, place.block_tables, place.positions,
         none if place.key_positions is None else place.key_positions,
         none if place.tree is None else place.tree.view(torch.uint8), sequences, width,
-        nibbles.tables(q.device)[0] if four else none, form.scale,
-        form.soft_cap or 1.0, form.window or 0, H=form.heads, G=form.kv_heads, D=form.head_dim, BLOCK=pages.block,
-        ROWS=tile, BLOCK_M=queries, BLOCK_S=slots, BLOCK_D=block_d, BLOCK_B=next_power(sequences), SPLITS=splits,
-        WINDOW=form.window is not None, CAP=form.soft_cap is not None, SCALED=scaled, FOUR=four,
+        nibbles.tables(q.device)[0] if codes == INT4.value else none, form.scale, form.soft_cap or 1.0,
+        form.window or 0, H=form.heads, G=form.kv_heads, D=form.head_dim, BLOCK=pages.block, ROWS=tile,
+        BLOCK_M=queries, BLOCK_S=slots, BLOCK_W=words, PARTS=parts, BLOCK_B=next_power(sequences), SPLITS=splits,
+        WINDOW=form.window is not None, CAP=form.soft_cap is not None, CODES=codes,
         PLACED=place.key_positions is not None, TREE=place.tree is not None, PRECISION=ACCUMULATE,
-        num_warps=8 if queries >= (many if block_d <= 128 else 2 * FEW) else 4, num_stages=3 if block_d <= 128 else 2,
+        num_warps=8 if queries >= (MANY if block_d <= 128 else 2 * FEW) else 4, num_stages=3 if block_d <= 128 else 2,
     )  # fmt: skip
     return out
 
 
+def _codes(pages: PlainPages) -> tuple[int, int]:
+    """Return the kind of codes that pages hold, 0 for plain numbers, and the columns of a word."""
+    if isinstance(pages, NibblePages):
+        return INT4.value, 4
+    if pages.key_scales is None:
+        return 0, 1
+    return INT8.value if pages.keys.dtype == torch.int8 else FLOAT8.value, 2
+
+
 def _splits(tiles: int, slots: int, processors: int) -> int:
-    """Return the programs for each tile of queries: a power of two, two programs a multiprocessor in all. `slots` is
-    the number whose work for 16 queries equals that of a tile."""
+    """Return the programs for each tile of queries: a power of two, at most `PROGRAMS` a multiprocessor in all.
+
+    `slots` is the number whose work for 16 queries equals that of a tile.
+    """
     splits = 1
-    while tiles * splits * 2 <= 2 * processors and slots >= 2 * LEAST * splits:
+    while splits < MOST_SPLITS and tiles * splits * 2 <= PROGRAMS * processors and slots >= 2 * LEAST * splits:
         splits *= 2
     return splits

@@ -32,6 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 COUNTERS = 1 << 16  # output tiles of one launch that may be split
+COMPILED = tl.constexpr(not backend.interpreted())  # the interpreter knows no assembly
 ACCUMULATE = "ieee"  # float32 products in float32: the default would round their factors to 10 bits
 Grid = tuple[int, int, int]  # programs of a launch
 

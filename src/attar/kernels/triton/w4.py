@@ -36,8 +36,21 @@ from torch import Tensor
 
 from attar.kernels.triton import language, tuning
 from attar.kernels.triton.backend import same_device
-from attar.kernels.triton.language import arrive_last, counters, device_name, kernel, nothing, processors, tl
+from attar.kernels.triton.language import COMPILED, arrive_last, counters, device_name, kernel, nothing, processors, tl
 from attar.kernels.triton.weights import NIBBLES, TritonWeight
+
+_WORDS = """{{
+    .reg .b32 second, third, fourth;
+    shr.u32 second, $4, 4;
+    shr.u32 third, $4, 8;
+    shr.u32 fourth, $4, 12;
+    lop3.b32 $0, $4, 0x000f000f, {0}, 0xea;
+    lop3.b32 $1, second, 0x000f000f, {0}, 0xea;
+    lop3.b32 $2, third, 0x000f000f, {0}, 0xea;
+    lop3.b32 $3, fourth, 0x000f000f, {0}, 0xea;
+}}"""
+FIVE = tl.constexpr("=r,=r,=r,=r,r")  # registers
+BFLOAT16_WORDS, FLOAT16_WORDS = tl.constexpr(_WORDS.format("0x43004300")), tl.constexpr(_WORDS.format("0x64006400"))
 
 
 @kernel
@@ -49,6 +62,27 @@ def _numbers(nibbles: tl.tensor, zero: tl.tensor, dtype: tl.constexpr) -> tl.ten
         return (nibbles.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - zero
     else:
         return nibbles.to(dtype) - zero
+
+
+@kernel
+def _quarters(words: tl.tensor, zero: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Return nibble - zero in a dtype for each nibble of int16 words, as `_numbers` makes them. Compiled, two words are
+    widened at once: (word & 0x000f000f) | 0x43004300 are two bfloat16 numbers."""
+    if COMPILED and dtype == tl.bfloat16:
+        a, b, c, d = tl.inline_asm_elementwise(
+            BFLOAT16_WORDS, FIVE, [words], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2
+        )
+        return a - zero, b - zero, c - zero, d - zero
+    elif COMPILED and dtype == tl.float16:
+        a, b, c, d = tl.inline_asm_elementwise(
+            FLOAT16_WORDS, FIVE, [words], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
+        )
+        return a - zero, b - zero, c - zero, d - zero
+    else:
+        return (
+            _numbers(words & 15, zero, dtype), _numbers((words >> 4) & 15, zero, dtype),
+            _numbers((words >> 8) & 15, zero, dtype), _numbers((words >> 12) & 15, zero, dtype),
+        )  # fmt: skip
 
 
 @kernel
@@ -66,7 +100,8 @@ def _product(
     ASYMMETRIC: tl.constexpr, LEVELS: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    HALF: tl.constexpr = RUN // 2
+    WORDS: tl.constexpr = codes.dtype.element_ty == tl.int16
+    PART: tl.constexpr = RUN // 4 if WORDS else RUN // 2
     NONE: tl.constexpr = 0 if SCALED else 0.0
     SUM: tl.constexpr = tl.int32 if SCALED else tl.float32
     TOTAL: tl.constexpr = tl.int32 if LEVELS else tl.float32
@@ -75,16 +110,16 @@ def _product(
     o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     split = tl.program_id(2)
     tile, inside = (o // 64).to(tl.int64), o % 64
-    j = tl.arange(0, HALF)
+    j = tl.arange(0, PART)
     there = o < tl.cdiv(outputs, 64) * 64  # whole tiles are stored
     some = (n < rows)[None, :]
     groups = runs // RUNS_A_GROUP
     share = tl.cdiv(runs, SPLITS)
     first = split * share
-    at = codes + (tile * runs * 64 + inside)[:, None] * HALF + j[None, :]
+    at = codes + (tile * runs * 64 + inside)[:, None] * PART + j[None, :]
     scale_at = scales + tile * groups * 64 + inside
     zero_at = zeros + tile * groups * 64 + inside
-    low_at = x + n.to(tl.int64)[None, :] * (runs * RUN) + j[:, None]
+    row_at = x + n.to(tl.int64)[None, :] * (runs * RUN) + j[:, None]
     zero = tl.full([BLOCK_O], OFFSET + 8, tl.float32).to(dtype)
     acc = tl.zeros([BLOCK_O, BLOCK_N], TOTAL)
     group = tl.minimum(first, runs - 1) // RUNS_A_GROUP  # the last splits may have nothing to do
@@ -94,9 +129,9 @@ def _product(
     if ASYMMETRIC or LEVELS:
         code = tl.load(zero_at + group * 64, mask=there, other=0)
     for run in range(first, tl.minimum(first + share, runs)):
-        packed = tl.load(at + run * (64 * HALF), mask=there[:, None], other=0)
-        low = tl.load(low_at + run * RUN, mask=some, other=NONE)
-        high = tl.load(low_at + run * RUN + HALF, mask=some, other=NONE)
+        packed = tl.load(at + run * (64 * PART), mask=there[:, None], other=0)
+        low = tl.load(row_at + run * RUN, mask=some, other=NONE)
+        high = tl.load(row_at + run * RUN + PART, mask=some, other=NONE)
         group = tl.minimum(run + 1, runs - 1) // RUNS_A_GROUP
         if LEVELS:
             both = code[:, None]
@@ -108,10 +143,18 @@ def _product(
             if ASYMMETRIC:
                 zero = (code.to(tl.float32) + OFFSET).to(dtype)
                 code = tl.load(zero_at + group * 64, mask=there, other=0)
-            part = tl.dot(_numbers(packed & 15, zero[:, None], dtype), low, input_precision=PRECISION, out_dtype=SUM)
-            part = tl.dot(
-                _numbers(packed >> 4, zero[:, None], dtype), high, part, input_precision=PRECISION, out_dtype=SUM
-            )
+            if WORDS:
+                third = tl.load(row_at + run * RUN + 2 * PART, mask=some, other=NONE)
+                fourth = tl.load(row_at + run * RUN + 3 * PART, mask=some, other=NONE)
+                a, b, c, d = _quarters(packed, zero[:, None], dtype)
+                part = tl.dot(a, low, input_precision=PRECISION, out_dtype=SUM)
+                part = tl.dot(b, high, part, input_precision=PRECISION, out_dtype=SUM)
+                part = tl.dot(c, third, part, input_precision=PRECISION, out_dtype=SUM)
+                part = tl.dot(d, fourth, part, input_precision=PRECISION, out_dtype=SUM)
+            else:
+                a, b = _numbers(packed & 15, zero[:, None], dtype), _numbers(packed >> 4, zero[:, None], dtype)
+                part = tl.dot(a, low, input_precision=PRECISION, out_dtype=SUM)
+                part = tl.dot(b, high, part, input_precision=PRECISION, out_dtype=SUM)
             acc += part.to(tl.float32) * scale.to(tl.float32)[:, None]
             scale = later
 
@@ -120,12 +163,12 @@ def _product(
         number = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         place = partials + (number.to(tl.int64) * SPLITS * BLOCK_O + tl.arange(0, BLOCK_O)[:, None]) * BLOCK_N
         place += tl.arange(0, BLOCK_N)[None, :]
-        tl.store(place + split * (BLOCK_O * BLOCK_N), acc)
+        tl.store(place + split * (BLOCK_O * BLOCK_N), acc, mask=wanted)
         if not arrive_last(arrived, number, SPLITS):
             return
         acc = tl.zeros([BLOCK_O, BLOCK_N], TOTAL)
         for each in range(SPLITS):
-            acc += tl.load(place + each * (BLOCK_O * BLOCK_N), cache_modifier=".cg")
+            acc += tl.load(place + each * (BLOCK_O * BLOCK_N), mask=wanted, other=0, cache_modifier=".cg")
     total = acc.to(tl.float32)
     if LEVELS:
         total *= tl.load(scales + o, mask=o < outputs, other=0.0)[:, None]
@@ -171,33 +214,36 @@ def _widen(
     factor: tl.tensor, RUN: tl.constexpr, RUNS_A_GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr, LEVELS: tl.constexpr,
     CHOSEN: tl.constexpr, COUNT: tl.constexpr,
 ) -> None:  # fmt: skip
-    HALF: tl.constexpr = RUN // 2
+    WORDS: tl.constexpr = codes.dtype.element_ty == tl.int16
+    PART: tl.constexpr = RUN // 4 if WORDS else RUN // 2
     row = tl.program_id(0).to(tl.int64)
     o = tl.load(which + row).to(tl.int64) if CHOSEN else row
     run = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
     held = run < runs
-    j = tl.arange(0, HALF)
+    j = tl.arange(0, PART)
     packed = tl.load(
-        codes + ((o // 64 * runs + run)[:, None] * 64 + o % 64) * HALF + j[None, :], mask=held[:, None], other=0
+        codes + ((o // 64 * runs + run)[:, None] * 64 + o % 64) * PART + j[None, :], mask=held[:, None], other=0
     )
     group = o // 64 * (runs // RUNS_A_GROUP) + run // RUNS_A_GROUP
     at = out + row * runs * RUN + run[:, None] * RUN + j[None, :]
-    low, high = packed & 15, packed >> 4
+    zero, both = tl.full([COUNT], 8, tl.float32), tl.full([COUNT], 0, tl.int16)
     if LEVELS:
         scale = tl.load(scales + o)
-        both = tl.load(zeros + group * 64 + o % 64, mask=held, other=0)[:, None]
-        low, high = _int8(low, both).to(tl.float32) * scale, _int8(high, both).to(tl.float32) * scale
+        both = tl.load(zeros + group * 64 + o % 64, mask=held, other=0)
     else:
         scale = tl.load(scales + group * 64 + o % 64, mask=held, other=0.0).to(tl.float32)[:, None]
-        zero = tl.full([COUNT], 8, tl.float32)
         if ASYMMETRIC:
             zero = tl.load(zeros + group * 64 + o % 64, mask=held, other=0).to(tl.float32)
-        low, high = (low.to(tl.float32) - zero[:, None]) * scale, (high.to(tl.float32) - zero[:, None]) * scale
-    low, high = low.to(out.dtype.element_ty), high.to(out.dtype.element_ty)
-    if CHOSEN:
-        low, high = (low * factor).to(low.dtype), (high * factor).to(high.dtype)
-    tl.store(at, low, mask=held[:, None])
-    tl.store(at + HALF, high, mask=held[:, None])
+    for part in tl.static_range(RUN // PART):
+        nibbles = (packed >> 4 * part) & 15
+        if LEVELS:
+            wide = _int8(nibbles, both[:, None]).to(tl.float32) * scale
+        else:
+            wide = (nibbles.to(tl.float32) - zero[:, None]) * scale
+        numbers = wide.to(out.dtype.element_ty)
+        if CHOSEN:
+            numbers = (numbers * factor).to(numbers.dtype)
+        tl.store(at + part * PART, numbers, mask=held[:, None])
 
 
 def dense(weight: TritonWeight, dtype: torch.dtype, which: Tensor | None = None, factor: float = 1.0) -> Tensor:

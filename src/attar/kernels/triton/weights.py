@@ -13,16 +13,19 @@ Six layouts, by the numbers that meet in the tensor cores:
 In the last two, E4M3 codes may have a scale for every 128 by 128 block (`formats/codecs/fp8_blocks.py`), `scales` then
 being [O / 128, I / 128]; rounded rows have one for every 128 columns.
 
-The 4-bit layout serves a program that walks along the input columns of 64 outputs. A *run* is 32 to 128 columns under
+The 4-bit layouts serve a program that walks along the input columns of 64 outputs. A *run* is 32 to 128 columns under
 one scale; its 64 x run codes lie together, so the program reads one piece of memory from end to end:
 
     codes   uint8 [O / 64, I / run, 64, run / 2]   low nibble: column j of the run, high nibble: column run / 2 + j
+    codes   int16 [O / 64, I / run, 64, run / 4]   nibble k: column k * run / 4 + j, in `w4a16` with runs of 64 and 128
     scales        [O / 64, I / group, 64]
     zeros   uint8 [O / 64, I / group, 64]          on asymmetric grids
     zeros   int16 [O / 64, I / group, 64]          of progressive levels: factor + 256 * offset; `scales` are then [O]
 
 A byte's two nibbles are half a run apart. So the low ones of a tile are a matrix that multiplies the first half of the
-rows' run, and the high ones another: nothing is ever interleaved in registers. O is padded to whole tiles by codes that
+rows' run, and the high ones another: nothing is ever interleaved in registers. The four nibbles of a word are such
+matrices too. Two words are one register, of which one instruction makes two bfloat16 numbers, where bytes take three.
+Runs of 32 stay bytes, for a matrix of tensor cores has 16 columns at least. O is padded to whole tiles by codes that
 mean zero. Linear layers that read the same rows are laid side by side, tile behind tile, and multiplied at once.
 
 Numbers are code - zero, exact in any of the rows' dtypes; the scale is applied in float32 to each run's sum. This is
@@ -84,7 +87,7 @@ class TritonWeight:
     @property
     def run(self) -> int:
         """Columns whose codes lie together."""
-        return self.codes.shape[3] * 2
+        return self.codes.shape[3] * (4 if self.codes.dtype == torch.int16 else 2)
 
     @property
     def rounds(self) -> bool:
@@ -213,10 +216,10 @@ def _w4(weight: PackedTensor) -> TritonWeight:
     outputs, columns = weight.shape
     codes, scale, zero = affine.decode(weight)
     groups = weight.scheme.grid.groups(columns)
-    laid = _nibbles((codes + ZERO).to(torch.uint8), columns // groups)
+    form: Form = "w4a16" if weight.scheme.activation is None else "w4a8"
+    laid = _nibbles((codes + ZERO).to(torch.uint8), columns // groups, words=form == "w4a16")
     scales = _tiles(scale.expand(outputs, groups))
     zeros = None if zero is None else _tiles((zero.expand(outputs, groups) + ZERO).to(torch.uint8), ZERO)
-    form: Form = "w4a16" if weight.scheme.activation is None else "w4a8"
     return TritonWeight(form, weight.shape, laid, scales, zeros, columns // groups, weight.scheme.static)
 
 
@@ -230,12 +233,17 @@ def _progressive(weight: PackedTensor, form: Progressive) -> TritonWeight:
     return TritonWeight("p4a8", weight.shape, laid, scales, _tiles(levels), form.group, weight.scheme.static)
 
 
-def _nibbles(codes: Tensor, group: int) -> Tensor:
-    """Arrange codes uint8 [O, I] in groups of `group` columns as [O / 64, I / run, 64, run / 2]."""
+def _nibbles(codes: Tensor, group: int, words: bool = False) -> Tensor:
+    """Arrange codes uint8 [O, I] in groups of `group` columns as [O / 64, I / run, 64, run / 2], or as `words` where
+    the run is long enough."""
     columns, run = codes.shape[1], next(run for run in RUNS if group % run == 0)
     whole = torch.nn.functional.pad(codes, (0, 0, 0, -len(codes) % TILE), value=ZERO)
-    low, high = whole.view(-1, TILE, columns // run, 2, run // 2).unbind(3)
-    return (low | high << 4).transpose(1, 2).contiguous()
+    parts = 4 if words and run > RUNS[-1] else 2
+    bits = whole.to(torch.int16 if parts == 4 else torch.uint8).view(-1, TILE, columns // run, parts, run // parts)
+    laid = bits[:, :, :, 0]
+    for part in range(1, parts):
+        laid = laid | bits[:, :, :, part] << 4 * part
+    return laid.transpose(1, 2).contiguous()
 
 
 def _tiles(parts: Tensor, value: int = 0) -> Tensor:
