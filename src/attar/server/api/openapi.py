@@ -221,7 +221,10 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
             for each in range(2, MAX_CHOICES + 1)
         ),
     ]
+    unnamed = _may(logprob_token_ids={"anyOf": [{"type": "null"}, {"type": "array", "maxItems": 0}]})
     completion |= _all(
+        {"anyOf": [unnamed, _given("logprobs")]},
+        {"anyOf": [unnamed, _may(max_tokens=some)]},
         {"anyOf": [_may(guided_whitespace_pattern={"type": "null"}), _given("guided_json")]},
         {"anyOf": streamed},
         {"anyOf": [_has(echo={"const": True}), _may(max_tokens=some)]},
@@ -234,6 +237,7 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
         {"anyOf": [_may(guided_whitespace_pattern={"type": "null"}), _given("guided_json")]},
         {"anyOf": streamed},
         {"anyOf": [_has(logprobs={"const": True}), _may(top_logprobs={"type": "null"})]},
+        {"anyOf": [_has(logprobs={"const": True}), unnamed]},
     )
     told_once = [
         _may(prompt_logprobs={"type": "null"}),

@@ -35,7 +35,7 @@ def completion_params(
     n, room = body.n or 1, ready.context - max(map(len, prompts))
     made = body.best_of or n
     if body.logprobs is not None:
-        given["logprobs"] = body.logprobs
+        given["logprobs"] = 0 if body.logprob_token_ids else body.logprobs
         if body.echo:
             given["prompt_logprobs"] = body.logprobs
     elif made > n:
@@ -60,7 +60,7 @@ def chat_params(
     wanted = next((limit for limit in given_limits if limit not in (None, ALL_THAT_FIT)), None)
     wanted = wanted or caller.allowance(len(prompt), n) or room
     if body.logprobs:
-        given["logprobs"] = body.top_logprobs or 0
+        given["logprobs"] = 0 if body.logprob_token_ids else body.top_logprobs or 0
     params = SamplingParams(max_tokens=min(wanted, room), **given)
     _check_choices(n, most, "n")
     check_logprobs([prompt], params, n, bool(body.stream))
@@ -95,7 +95,8 @@ def anthropic_params(body: AnthropicBody, room: int, defaults: Mapping[str, Any]
 def check_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams, n: int, stream: bool) -> None:
     """Raise APIError where an answer would have too many log probabilities. A stream keeps none of its choices'."""
     read = 0 if params.prompt_logprobs is None else sum(map(len, prompts)) * (params.prompt_logprobs + 1)
-    made = 0 if params.logprobs is None or stream else len(prompts) * params.max_tokens * (params.logprobs + 1)
+    each = 0 if params.logprobs is None else params.logprobs + len(params.logprob_token_ids) + 1
+    made = 0 if stream else len(prompts) * params.max_tokens * each
     if (count := n * (read + made)) > MAX_LOGPROBS:
         message = (
             f"logprobs: up to {count} of them are more than the {MAX_LOGPROBS} that an answer may have: ask for fewer "
@@ -127,6 +128,9 @@ def _common(body: Sampling, vocab: int) -> dict[str, Any]:
     if body.stop_token_ids:
         in_vocabulary(body.stop_token_ids, vocab, "stop_token_ids")
         given["stop_token_ids"] = tuple(body.stop_token_ids)
+    if body.logprob_token_ids:
+        in_vocabulary(body.logprob_token_ids, vocab, "logprob_token_ids")
+        given["logprob_token_ids"] = tuple(body.logprob_token_ids)
     given["logit_bias"] = _biases(body.logit_bias, vocab)
     return _present(given)
 
