@@ -36,7 +36,8 @@ Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], _NOTE], Meta(max_
 _CHAIN = "The conversation goes on behind this answer, which the server has stored."
 ResponseId = Annotated[str, Meta(max_length=128, description=_CHAIN)]
 SCORES = "message.output_text.logprobs"
-Included = Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Meta(max_length=16)]
+Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+Included = Annotated[list[Include], Meta(max_length=16)]
 
 
 Summary = Literal["auto", "concise", "detailed"]
