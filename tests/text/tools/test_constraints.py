@@ -19,7 +19,7 @@ from attar.text.tokenizer import Tokenizer
 from attar.text.tools.constraints import constraint
 from attar.text.tools.formats import ToolFormat, detect
 from attar.text.tools.tool import Tool, ToolChoice, ToolError
-from tests.text.tools.families import ADDED, FAMILIES, SPECIAL, answer, call, with_markers
+from tests.text.tools.families import ADDED, DSML, FAMILIES, SPECIAL, answer, call, with_markers
 from tests.text.tools.test_parsers import calls, events, joined, text
 
 WEATHER: dict[str, Any] = {
@@ -120,7 +120,7 @@ def test_what_is_allowed_is_what_the_parser_reads(
     schemas = {tool.name: tool.schema for tool in TOOLS}
     ended = 0
     for seed in range(12):
-        whole = walk(vocabulary, made.grammar, random.Random(seed))
+        whole = walk(vocabulary, made.grammar, random.Random(seed), 150 if form.tags is None else 500)
         if whole is None:
             continue
         ended += 1
@@ -180,10 +180,9 @@ def test_text_is_free_up_to_a_marker_and_no_further(
     assert made is not None
     refused = {
         "hermes": "a <tool_call>x", "llama3_json": '{"name": x', "pythonic": "[get(a, b", "mistral": "[TOOL_CALLS]x",
-        "mistral_args": "[TOOL_CALLS]x", "generic": "x",
+        "mistral_args": "[TOOL_CALLS]x", "generic": "x", "xml": "a <tool_call>x",
     }[form.name]  # fmt: skip
-    if name == "liquid":
-        refused = "<|tool_call_start|>x"
+    refused = {"liquid": "<|tool_call_start|>x", "deepseek": f"a <{DSML}function_calls>x"}.get(name, refused)
     matcher = grammars.matcher(vocabulary, made.grammar)
     assert not all(matcher.consume_token(token) for token in tokenizer.encode_chat(refused))
 
@@ -241,7 +240,7 @@ def test_as_many_tools_as_a_request_may_have(
         assert matcher.consume_token(single[byte])
 
 
-@pytest.mark.parametrize("name", ["hermes", "pythonic", "mistral_args"])
+@pytest.mark.parametrize("name", ["hermes", "pythonic", "mistral_args", "qwen3_coder", "deepseek"])
 def test_what_cannot_be_masked_is_named_or_refused(
     forms: dict[str, ToolFormat], prove: Callable[[Grammar], None], name: str
 ) -> None:
@@ -254,7 +253,7 @@ def test_what_cannot_be_masked_is_named_or_refused(
     assert "#/properties/a" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["hermes", "pythonic"])
+@pytest.mark.parametrize("name", ["hermes", "pythonic", "qwen3_coder", "glm", "deepseek"])
 def test_loosened_arguments_are_still_objects(
     forms: dict[str, ToolFormat], vocabulary: Vocabulary, prove: Callable[[Grammar], None], name: str
 ) -> None:
@@ -304,7 +303,7 @@ def test_schemas_cannot_bring_options_of_the_compiler(
     forms: dict[str, ToolFormat], prove: Callable[[Grammar], None]
 ) -> None:
     bad = {"type": "object", "properties": {"a": {"type": "string", "x-guidance": {"lenient": True}}}}
-    for name in ("hermes", "pythonic"):
+    for name in ("hermes", "pythonic", "qwen3_coder"):
         with pytest.raises(ToolError):
             constraint(forms[name], [Tool("a", parameters=bad, strict=True)], ToolChoice(), prove)
 
