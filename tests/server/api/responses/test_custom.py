@@ -111,6 +111,19 @@ def test_a_regular_expression_is_in_the_grammar(server: Running, saying: Saying)
     assert mine != asked(server).grammar
 
 
+def test_a_grammar_of_lark_is_in_the_grammar(server: Running, saying: Saying) -> None:
+    format = {"type": "grammar", "syntax": "lark", "definition": 'start: "a" | "b" LF+\n%import common.LF'}
+    saying(CALL)
+    answer = ask(server, tools=[RUN | {"format": format}])
+    assert answer["tools"][0]["format"] == format
+    mine = asked(server).grammar
+    ask(server, tools=[RUN])
+    assert mine != asked(server).grammar
+    body = BODY | {"input": USER, "tools": [RUN | {"format": format | {"definition": 'start: start "a"'}}]}
+    reply = server.post(PATH, body)
+    assert (reply.status, reply.json["error"]["param"]) == (400, "tools[0].format.definition")
+
+
 @pytest.mark.parametrize("text, fits", [("a", True), ("b\n\n", True), ("ab", False), ("ca", False), ("", False)])
 def test_an_input_matches_as_a_whole(caller: Tokenizer, text: str, fits: bool) -> None:
     custom = ResponseCustom(name="run", format=TextByGrammar(syntax="regex", definition=r"a|b\n+"))
