@@ -222,7 +222,9 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
         ),
     ]
     unnamed = _may(logprob_token_ids={"anyOf": [{"type": "null"}, {"type": "array", "maxItems": 0}]})
+    untrusting = {"not": _has(speculation=_has(trust_forced={"const": True}))}
     completion |= _all(
+        {"anyOf": [untrusting, {"allOf": [_may(logprobs={"type": "null"}), {"anyOf": all_kept}]}]},
         {"anyOf": [unnamed, _given("logprobs")]},
         {"anyOf": [unnamed, _may(max_tokens=some)]},
         {"anyOf": [_may(guided_whitespace_pattern={"type": "null"}), _given("guided_json")]},
@@ -238,6 +240,7 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
         {"anyOf": streamed},
         {"anyOf": [_has(logprobs={"const": True}), _may(top_logprobs={"type": "null"})]},
         {"anyOf": [_has(logprobs={"const": True}), unnamed]},
+        {"anyOf": [untrusting, _may(logprobs={"enum": [None, False]})]},
     )
     told_once = [
         _may(prompt_logprobs={"type": "null"}),

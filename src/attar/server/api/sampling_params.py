@@ -123,7 +123,8 @@ _PLAIN = (
 def _common(body: Sampling, vocab: int) -> dict[str, Any]:
     given: dict[str, Any] = {name: getattr(body, name) for name in _PLAIN}
     given |= _filters(body.top_k, body.top_p)
-    given["draft_tokens"] = None if body.speculation is None else body.speculation.max_tokens
+    if body.speculation is not None:
+        given |= {"draft_tokens": body.speculation.max_tokens, "trust_forced": body.speculation.trust_forced}
     given["seed"] = _seed(body.seed)
     if body.stop_token_ids:
         in_vocabulary(body.stop_token_ids, vocab, "stop_token_ids")

@@ -66,12 +66,20 @@ _GOES_ON = "The answer goes on from the last message, and no turn is opened, wha
 Continue = Annotated[bool, Meta(description=_GOES_ON)]
 
 
+_TRUST = (
+    "Take the tokens that a constraint forces, whatever the model draws in their place: fewer steps, another text. Not "
+    "with logprobs. `overruled_tokens` of /v1/requests/ID/why counts the difference."
+)
+
+
 class Speculation(Struct, frozen=True, forbid_unknown_fields=True):
-    """Speculative decoding of this request, where the server has a drafter; it changes no text on CPUs."""
+    """Speculative decoding of this request, where the server has a drafter or a constraint forces tokens; it changes no
+    text on CPUs, unless forced tokens are trusted."""
 
     max_tokens: Annotated[
         int, Meta(ge=0, le=MAX_DRAFT_TOKENS, description="Most drafts in a step; 0 turns it off.")
     ] = MAX_DRAFT_TOKENS
+    trust_forced: Annotated[bool, Meta(description=_TRUST)] = False
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -136,8 +144,12 @@ class Sampling(Constrained, frozen=True, kw_only=True):
             where = "stream_options.include_obfuscation"
             raise APIError("unsupported_field", f"{where}: not supported by this server", where)
 
-    def _check_named(self, asked: bool) -> None:
-        """Raise APIError for `logprob_token_ids` in a request that has not `asked` for log probabilities."""
+    def _check_scores(self, asked: bool) -> None:
+        """Raise APIError for `logprob_token_ids` in a request that has not `asked` for log probabilities, and for one
+        that has and trusts forced tokens."""
+        if asked and self.speculation is not None and self.speculation.trust_forced:
+            name = "speculation.trust_forced"
+            raise APIError("invalid_value", f"{name}: not with log probabilities, which are of drawn tokens", name)
         if self.logprob_token_ids and not asked:
             name = "logprob_token_ids"
             raise APIError("invalid_value", f"{name}: only with logprobs", name)
@@ -196,7 +208,7 @@ class CompletionBody(Sampling, frozen=True, kw_only=True):
         if self.prompt_logprobs is not None and self.echo and self.logprobs is not None:
             message = "prompt_logprobs: not with echo and logprobs, which tell of the prompt too"
             raise APIError("invalid_value", message, "prompt_logprobs")
-        self._check_named(self.logprobs is not None)
+        self._check_scores(self.logprobs is not None or made > kept)
         if self.max_tokens == 0 and self.logprob_token_ids:
             raise APIError("out_of_range", "max_tokens: 0 leaves no token for logprob_token_ids", "max_tokens")
         if self.max_tokens == 0 and not self.echo:
@@ -325,7 +337,7 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
                 raise APIError("out_of_range", f"{name}: at least 1, or -1 for as many as fit", name)
         if self.top_logprobs is not None and not self.logprobs:
             raise APIError("invalid_value", "top_logprobs: only with logprobs = true", "top_logprobs")
-        self._check_named(bool(self.logprobs))
+        self._check_scores(bool(self.logprobs))
         if self.continue_final_message and self.messages[-1].tool_calls:
             name = "continue_final_message"
             raise APIError("invalid_value", f"{name}: a message with calls cannot be continued", name)
