@@ -18,6 +18,7 @@ from attar.server.api.dialects.infill import DEFAULTS, InfillBody
 from attar.server.api.schemas import ALL_THAT_FIT, ChatBody, CompletionBody, Sampling
 from attar.server.errors import APIError
 from attar.server.prompts import in_vocabulary
+from attar.strict_json import shown
 from attar.text.forms.infill import Infill
 
 DEFAULT_COMPLETION = 16  # tokens: /v1/completions, as OpenAI has it
@@ -144,7 +145,8 @@ def _biases(biases: Mapping[str, float] | None, vocab: int) -> dict[int, float] 
     for key in biases or ():
         # Canonical numbers only: with two spellings of one token, one bias would be lost.
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key and int(key) < vocab):
-            raise APIError("invalid_value", f"logit_bias: keys are token ids, 0 to {vocab - 1}", "logit_bias")
+            message = f"logit_bias: {shown(key)} is none of its keys, which are token ids, 0 to {vocab - 1}"
+            raise APIError("invalid_value", message, "logit_bias")
     return {int(key): bias for key, bias in biases.items()} if biases else None
 
 

@@ -113,7 +113,7 @@ class _Probe:
                 two = self._render(calls)
                 between = None if two is None else _between(_turn(opened, two))
                 return _with_separator(found, between)
-        tagged = finding.find(lambda arguments: self._answer(opened, arguments), (_FIRST, _SECOND), _MARK)
+        tagged = finding.find(lambda arguments: self._answer(opened, arguments), (_FIRST, _SECOND))
         return None if tagged is None else ToolFormat("xml", **tagged._asdict())
 
     def _answer(self, opened: str, arguments: Sequence[Mapping[str, Any]]) -> str | None:

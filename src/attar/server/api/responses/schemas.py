@@ -21,6 +21,7 @@ from attar.server.api.schemas import (
     Fraction,
     Length,
     Logprobs,
+    Repetition,
     Seed,
     StopString,
     StopStrings,
@@ -89,8 +90,8 @@ class ResponseStreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponsesBody(Body, frozen=True, kw_only=True):
-    """Body of /v1/responses. `top_k`, `min_p`, `seed`, `stop` and `ignore_eos` are extensions. `store` has an effect
-    where the server has a store, and is true by default there."""
+    """Body of /v1/responses. `top_k`, `min_p`, `repetition_penalty`, `seed`, `stop` and `ignore_eos` are extensions.
+    `store` has an effect where the server has a store, and is true by default there."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "background": (False,), "conversation": (), "prompt": (), "max_tool_calls": (), "truncation": ("disabled",),
@@ -108,6 +109,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     top_p: TopP | None = None
     top_k: TopK | None = None
     min_p: Fraction | None = None
+    repetition_penalty: Repetition | None = None
     seed: Seed | None = None
     stop: StopString | StopStrings | None = None
     ignore_eos: bool | None = None
@@ -171,6 +173,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
         """Return the parameters as those of a chat without messages."""
         return ChatBody(
             messages=[], max_completion_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p,
-            top_k=self.top_k, min_p=self.min_p, seed=self.seed, stop=self.stop, ignore_eos=self.ignore_eos,
+            top_k=self.top_k, min_p=self.min_p, repetition_penalty=self.repetition_penalty, seed=self.seed,
+            stop=self.stop, ignore_eos=self.ignore_eos,
             logprobs=self.scored, top_logprobs=self.top_logprobs if self.scored else None,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 KEYS, VALUES = ("probe_key", "probe_other"), ("probe_value", "probe_word")
 NUMBER = 31337
 
-_ENDS = re.compile(r"(\s*</[^<>]+>)+")
+_MARK = re.compile(r"<[^<>\s{}\"']{2,40}>")
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str | None]
 """Returns the answer that a template renders for calls with these arguments; None where it fails."""
@@ -42,9 +42,8 @@ class Found(NamedTuple):
     tags: Tags
 
 
-def find(render: Render, names: tuple[str, str], mark: str) -> Found | None:
-    """Return the syntax of calls of tools with these names; None where it is another. `mark` is the pattern of what
-    opens calls."""
+def find(render: Render, names: tuple[str, str]) -> Found | None:
+    """Return the syntax of calls of tools with these names; None where it is another."""
     key, value = KEYS[0], VALUES[0]
     one, two = render([{key: value}]), render([dict(zip(KEYS, VALUES, strict=True))])
     number = render([{key: NUMBER}])
@@ -53,7 +52,7 @@ def find(render: Render, names: tuple[str, str], mark: str) -> Found | None:
     before, _, rest = one.partition(names[0])
     between, _, rest = rest.partition(key)
     middle, _, behind = rest.partition(value)
-    opened = re.match(mark, before)
+    opened = _MARK.match(before)
     at = between.rfind("<")
     if opened is None or at < 0 or not middle.strip().endswith(">"):
         return None
@@ -66,11 +65,18 @@ def find(render: Render, names: tuple[str, str], mark: str) -> Found | None:
     closing = opened[0].replace("<", "</", 1)
     ends = behind[len(end) :].partition(closing)
     last = ends[0] + closing
-    if not ends[1] or not _ENDS.fullmatch(last):
+    if not ends[1] or not _only_ends(last):
         return None
     found = Found(opened[0], closing, "", "", before, between[:at], last, "", False, tags)
     pair = render([{key: value}] * 2)
     return found if pair is None else _parallel(found, pair, names[1])
+
+
+def _only_ends(text: str) -> bool:
+    """Return whether a text is nothing but tags that end something."""
+    while (text := text.lstrip()).startswith("</"):
+        text = text.partition(">")[2]
+    return not text
 
 
 def _parallel(found: Found, pair: str, name: str) -> Found:
