@@ -15,7 +15,7 @@ from attar.text.tools.json_text import SPACE
 from attar.text.tools.reading import MAX_NAME, MAX_SPACE, NotACall, Output, Reader
 from attar.text.tools.tool import Tool
 from attar.text.tools.xml import rules
-from attar.text.tools.xml.values import ALL, TEXT, as_json, kinds
+from attar.text.tools.xml.values import ALL, TEXT, as_json, kinds, listed, resolved
 
 _NAMES = frozenset(string.ascii_letters + string.digits + "_-")
 
@@ -88,7 +88,7 @@ class _Tagged:
         properties = tool.schema.get("properties")
         schema = properties.get(name, True) if isinstance(properties, dict) else True
         wanted = kinds(schema, tool.schema)
-        if len(middles) == 2:
+        if split := len(middles) == 2:
             wanted = TEXT if chosen == self._tags.middle else ALL
         lead = chosen[len(chosen.rstrip()) :]
         if wanted == TEXT:
@@ -98,7 +98,9 @@ class _Tagged:
         else:
             parts = list[str]()
             yield from self._text(lead, parts.append)
-            self._out.arguments(as_json("".join(parts), wanted))
+            self._out.arguments(
+                as_json("".join(parts), wanted, None if split else listed(resolved(schema, tool.schema)))
+            )
 
     def _text(self, lead: str, say: Callable[[str], None]) -> Generator[None, str, None]:
         """Read a value up to the tag of its end."""

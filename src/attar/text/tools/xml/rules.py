@@ -15,7 +15,7 @@ from typing import Any
 
 from attar.text.grammars import GrammarError, json_rule
 from attar.text.tools.xml.finding import Tags
-from attar.text.tools.xml.values import TEXT, kinds, resolved
+from attar.text.tools.xml.values import TEXT, fits, kinds, listed, resolved
 
 MAX_NAME = 256
 
@@ -73,9 +73,10 @@ class ParameterRules:
         if not isinstance(schema, dict):
             raise GrammarError("a parameter that has no value cannot be kept in a call in tags", pointer)
         said, found = schema.keys() - _NOTES, kinds(schema, root)
-        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if isinstance(values, list) and said <= {"enum", "const", "type"}:
-            return f"({' | '.join(self._fixed(each, pointer) for each in values)})", []
+        if said <= {"enum", "type"} or said <= {"const", "type"}:
+            types = kinds({"type": schema["type"]}, root) if "type" in schema else found
+            if values := [each for each in listed(schema) or () if fits(each, types)]:
+                return f"({' | '.join(self._fixed(each, pointer) for each in values)})", []
         if "string" not in found:
             definitions = {name: root[name] for name in _DEFINITIONS if name in root}
             value = self._json({**schema, **definitions})

@@ -9,7 +9,7 @@ from typing import Any
 from attar.text.tools.json_text import SPACE
 
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates print Python's values
-_DEPTH = 16  # references and alternatives within each other
+_DEPTH = 16  # references that lead to references
 _NAMES: dict[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object",
 }  # fmt: skip
@@ -33,36 +33,60 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     return schema
 
 
-def kinds(schema: Any, root: Mapping[str, Any], depth: int = _DEPTH) -> frozenset[str]:
+def kinds(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Return the types that values of a schema may have, or more."""
-    schema = resolved(schema, root)
-    if not isinstance(schema, dict) or not depth:
-        return ALL
-    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
-        return frozenset(_NAMES[type(value)] for value in values)
-    if isinstance(types := schema.get("type"), str | list):
-        return frozenset([types] if isinstance(types, str) else map(str, types)) & ALL or ALL
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list) and schema[key]:
-            return frozenset().union(*(kinds(each, root, depth - 1) for each in schema[key]))
-    return ALL
+    found, left, seen = set[str](), [schema], set[int]()
+    while left:
+        each = resolved(left.pop(), root)
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if not isinstance(each, dict):
+            return ALL
+        types = each.get("type")
+        named = frozenset([types] if isinstance(types, str) else types if _is_names(types) else ALL)
+        if (values := listed(each)) is not None:
+            found |= {_NAMES[type(value)] for value in values if fits(value, named)}
+        elif types is not None:
+            found |= named & ALL or ALL
+        elif isinstance(several := each.get("anyOf", each.get("oneOf")), list) and several:
+            left += several
+        else:
+            return ALL
+    return frozenset(found) or ALL
 
 
-def as_json(text: str, wanted: frozenset[str]) -> str:
-    """Return the JSON of a value's text: a value of a wanted type, else a string."""
+def listed(schema: Any) -> list[Any] | None:
+    """Return the values of an enumeration or a constant; None where a schema is neither."""
+    if not isinstance(schema, dict):
+        return None
+    if isinstance(values := schema.get("enum"), list):
+        return values
+    return [schema["const"]] if "const" in schema else None
+
+
+def as_json(text: str, wanted: frozenset[str], values: list[Any] | None = None) -> str:
+    """Return the JSON of a value's text: a string that is one of the `values`, a value of a wanted type, else a
+    string."""
     found = text.strip(SPACE)
     found = _WORDS.get(found, found)
     try:
         value = json.loads(found, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
-    return found if _fits(value, wanted) else json.dumps(text, ensure_ascii=False)
+    named = any(isinstance(each, str) and each == text for each in values or ())
+    return found if fits(value, wanted) and not named else json.dumps(text, ensure_ascii=False)
 
 
-def _fits(value: Any, wanted: frozenset[str]) -> bool:
+def fits(value: Any, wanted: frozenset[str]) -> bool:
+    """Return whether a value has one of the types."""
     own = _NAMES[type(value)]
     whole = own == "number" and value.is_integer()
     return own in wanted or (own == "integer" and "number" in wanted) or (whole and "integer" in wanted)
+
+
+def _is_names(types: Any) -> bool:
+    return isinstance(types, list) and all(isinstance(each, str) for each in types)
 
 
 def _refuse(word: str) -> None:
