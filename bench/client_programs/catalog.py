@@ -48,7 +48,7 @@ CLIENTS = {
     "openai-js": Client(("openai@7.57.0",), "openai_js.mjs"),
     "anthropic-js": Client(("@anthropic-ai/sdk@1.14.0",), "anthropic_js.mjs"),
     "ollama-js": Client(("ollama@0.6.4",), "ollama_js.mjs"),
-    "promptfoo": Client(("promptfoo@0.123.1",), "promptfoo_cli.mjs"),
+    "promptfoo": Client(("promptfoo@0.121.20",), "promptfoo_cli.mjs"),
     "vercel-ai": Client(
         ("ai@7.0.173", "@ai-sdk/openai@4.0.118", "@ai-sdk/openai-compatible@3.0.92", "@ai-sdk/anthropic@4.0.105"),
         "vercel_ai.mjs",

@@ -1,5 +1,7 @@
-"""The command line `aiperf`: four requests by each kind of endpoint. It makes prompts with a tokenizer of its own, which
-is that of the embedded model: its built-in one is downloaded."""
+"""The command line `aiperf`: four requests by each kind of endpoint.
+
+It makes prompts with the tokenizer of the embedded model: its built-in one is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ def measured(at: At, kind: str, *more: str) -> None:
     os.environ.pop("HF_HUB_OFFLINE", None)  # with it, a tokenizer's path is taken for the name of a repository
     out = Path(f"out-{kind}")
     command(
-        "aiperf", "profile", "--model", at.model, "--url", at.url, "--endpoint-type", kind, "--tokenizer", str(TOKENIZER),
-        "--request-count", "4", "--concurrency", "2", "--synthetic-input-tokens-mean", "20",
+        "aiperf", "profile", "--model", at.model, "--url", at.url, "--endpoint-type", kind,
+        "--tokenizer", str(TOKENIZER), "--request-count", "4", "--concurrency", "2", "--synthetic-input-tokens-mean", "20",
         "--output-artifact-dir", str(out), "--ui", "none", *more,
     )  # fmt: skip
     found = json.loads((next(out.rglob("profile_export_aiperf.json"))).read_text())

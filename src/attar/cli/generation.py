@@ -188,6 +188,7 @@ def generate(config: GenerateConfig) -> None:
 
 def _overruled(llm: LLM) -> list[str]:
     """Return what trusting forced tokens has changed, printed to stderr too."""
+    assert llm.running.engine is not None
     found = llm.running.engine.stats()
     said = f"{found.overruled_tokens} of {found.forced_tokens} forced tokens are others than the model drew"
     tell(said)

@@ -77,7 +77,7 @@ def test_the_expression_has_the_texts_of_the_grammar(grammar: str, good: list[st
         ('start: "a', "not known"),
         ('start: ("a"', "bracket"),
         ('start: "ab".."c"', "range"),
-        ('start: a{"x"}\na{b}: b', "parameters"),
+        ('start: a{"x"}\na{b}: b', "no rule"),
         ('start: "\\x41"', "escape"),
         ("start: /a/l", "flags"),
         ("start: <|eos|>", "not known"),

@@ -18,6 +18,7 @@ from attar.text.grammars import GrammarError, Vocabulary
 from attar.text.tokenizer import Tokenizer
 from attar.text.tools.constraints import constraint
 from attar.text.tools.formats import ToolFormat, detect
+from attar.text.tools.parsers import parser
 from attar.text.tools.tool import Tool, ToolChoice, ToolError
 from tests.text.tools.families import ADDED, DSML, FAMILIES, SPECIAL, answer, call, with_markers
 from tests.text.tools.test_parsers import calls, events, joined, text
@@ -264,6 +265,28 @@ def test_loosened_arguments_are_still_objects(
     found = [calls(events(forms[name], [each])) for each in texts if each is not None]
     assert found
     assert all(said and isinstance(said[0][1], dict) for said in found)
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.format == "xml"])
+def test_several_texts_between_tags(
+    forms: dict[str, ToolFormat],
+    vocabulary: Vocabulary,
+    tokenizer: Tokenizer,
+    prove: Callable[[Grammar], None],
+    name: str,
+) -> None:
+    texts = {"a": {"type": "string"}, "b": {"type": "string"}, "c": {"type": "string", "pattern": "^x/[0-9]+$"}}
+    tools = [Tool("get", parameters={"properties": texts}), Tool("put", parameters={"properties": texts})]
+    made = constraint(forms[name], tools, ToolChoice("required"), prove)
+    assert made is not None
+    assert made.loosened == ()
+    for given, fits in (({"a": "1\n<b>", "b": "", "c": "x/12"}, True), ({"c": "x/"}, False), ({"b": "y"}, True)):
+        whole = answer(FAMILIES[name].template, [call("put", given)])
+        matcher = grammars.matcher(vocabulary, made.grammar)
+        tokens = tokenizer.encode_chat(whole)
+        assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == fits
+        reader = parser(forms[name], tools, ToolChoice())
+        assert calls([*reader.feed(whole), *reader.close()]) == [("put", given)]
 
 
 def test_one_proof_where_all_can_be_kept(forms: dict[str, ToolFormat]) -> None:

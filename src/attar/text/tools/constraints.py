@@ -218,7 +218,7 @@ class _Writer:
         if self._form.tags is not None:
             tagged = ParameterRules(self._form.tags, self._literal, _pattern, self._special)
             rules = tagged.any(rule) if schema is ANY else tagged.of(rule, schema)
-            self._rules += [each for each in rules if each not in self._rules]
+            self._rules += [each for each in dict.fromkeys(rules) if each not in self._rules]
         elif self._form.name != "pythonic":
             self._rule(rule, json_rule(schema))
         elif schema is ANY:

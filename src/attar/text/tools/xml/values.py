@@ -44,7 +44,7 @@ def kinds(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
         if not isinstance(each, dict):
             return ALL
         types = each.get("type")
-        named = frozenset([types] if isinstance(types, str) else types if _is_names(types) else ALL)
+        named = frozenset({types} if isinstance(types, str) else _names(types))
         if (values := listed(each)) is not None:
             found |= {_NAMES[type(value)] for value in values if fits(value, named)}
         elif types is not None:
@@ -85,8 +85,9 @@ def fits(value: Any, wanted: frozenset[str]) -> bool:
     return own in wanted or (own == "integer" and "number" in wanted) or (whole and "integer" in wanted)
 
 
-def _is_names(types: Any) -> bool:
-    return isinstance(types, list) and all(isinstance(each, str) for each in types)
+def _names(types: Any) -> frozenset[str]:
+    names = isinstance(types, list) and all(isinstance(each, str) for each in types)
+    return frozenset(types) if names else ALL
 
 
 def _refuse(word: str) -> None:
