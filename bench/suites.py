@@ -130,7 +130,11 @@ def run(suite: str, tests: Path, files: list[str], only: str | None, model: str)
         f"--junitxml={result}", *files,
     ]  # fmt: skip
     with stopped(pool):
-        subprocess.run([*command, *(["-k", only] if only else [])], cwd=tests, env=environment)
+        process = subprocess.Popen([*command, *(["-k", only] if only else [])], cwd=tests, env=environment)
+        try:
+            process.wait()
+        except KeyboardInterrupt:  # pytest, which was interrupted too, reports what has run
+            process.wait()
     return outcomes(result)
 
 

@@ -20,8 +20,8 @@ def measured(at: At, kind: str, *more: str) -> None:
     out = Path(f"out-{kind}")
     command(
         "aiperf", "profile", "--model", at.model, "--url", at.url, "--endpoint-type", kind,
-        "--tokenizer", str(TOKENIZER), "--request-count", "4", "--concurrency", "2", "--synthetic-input-tokens-mean", "20",
-        "--output-artifact-dir", str(out), "--ui", "none", *more,
+        "--tokenizer", str(TOKENIZER), "--request-count", "4", "--concurrency", "2",
+        "--synthetic-input-tokens-mean", "20", "--output-artifact-dir", str(out), "--ui", "none", *more,
     )  # fmt: skip
     found = json.loads((next(out.rglob("profile_export_aiperf.json"))).read_text())
     assert found["request_count"]["avg"] == 4, found
