@@ -222,9 +222,11 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
         ),
     ]
     unnamed = _may(logprob_token_ids={"anyOf": [{"type": "null"}, {"type": "array", "maxItems": 0}]})
-    untrusting = {"not": _has(speculation=_has(trust_forced={"const": True}))}
+    untrusting = _may(
+        speculation={"anyOf": [{"type": "null"}, {"type": "object", **_may(trust_forced={"const": False})}]}
+    )
     completion |= _all(
-        {"anyOf": [untrusting, {"allOf": [_may(logprobs={"type": "null"}), {"anyOf": all_kept}]}]},
+        {"anyOf": [untrusting, _may(logprobs={"type": "null"}, best_of={"enum": [None, 1]})]},
         {"anyOf": [unnamed, _given("logprobs")]},
         {"anyOf": [unnamed, _may(max_tokens=some)]},
         {"anyOf": [_may(guided_whitespace_pattern={"type": "null"}), _given("guided_json")]},

@@ -68,7 +68,7 @@ Continue = Annotated[bool, Meta(description=_GOES_ON)]
 
 _TRUST = (
     "Take the tokens that a constraint forces, whatever the model draws in their place: fewer steps, another text. Not "
-    "with logprobs. `overruled_tokens` of /v1/requests/ID/why counts the difference."
+    "with logprobs or best_of. `overruled_tokens` of /v1/requests/ID/why counts the difference."
 )
 
 
@@ -144,10 +144,10 @@ class Sampling(Constrained, frozen=True, kw_only=True):
             where = "stream_options.include_obfuscation"
             raise APIError("unsupported_field", f"{where}: not supported by this server", where)
 
-    def _check_scores(self, asked: bool) -> None:
+    def _check_scores(self, asked: bool, ranked: bool = False) -> None:
         """Raise APIError for `logprob_token_ids` in a request that has not `asked` for log probabilities, and for one
-        that has and trusts forced tokens."""
-        if asked and self.speculation is not None and self.speculation.trust_forced:
+        that trusts forced tokens and has, or is `ranked` by them."""
+        if (asked or ranked) and self.speculation is not None and self.speculation.trust_forced:
             name = "speculation.trust_forced"
             raise APIError("invalid_value", f"{name}: not with log probabilities, which are of drawn tokens", name)
         if self.logprob_token_ids and not asked:
@@ -208,7 +208,7 @@ class CompletionBody(Sampling, frozen=True, kw_only=True):
         if self.prompt_logprobs is not None and self.echo and self.logprobs is not None:
             message = "prompt_logprobs: not with echo and logprobs, which tell of the prompt too"
             raise APIError("invalid_value", message, "prompt_logprobs")
-        self._check_scores(self.logprobs is not None or made > kept)
+        self._check_scores(self.logprobs is not None, (self.best_of or 1) > 1)
         if self.max_tokens == 0 and self.logprob_token_ids:
             raise APIError("out_of_range", "max_tokens: 0 leaves no token for logprob_token_ids", "max_tokens")
         if self.max_tokens == 0 and not self.echo:
