@@ -123,6 +123,11 @@ def test_a_grammar_of_lark_is_in_the_grammar(server: Running, saying: Saying) ->
     body = BODY | {"input": USER, "tools": [RUN | {"format": format | {"definition": 'start: start "a"'}}]}
     reply = server.post(PATH, body)
     assert (reply.status, reply.json["error"]["param"]) == (400, "tools[0].format.definition")
+    many = [
+        RUN | {"name": f"run{at}", "format": format | {"definition": 'start: "a"' + " " * 16_000}} for at in range(3)
+    ]
+    reply = server.post(PATH, BODY | {"input": USER, "tools": many})
+    assert (reply.status, reply.code) == (400, "invalid_length")
 
 
 @pytest.mark.parametrize("text, fits", [(ADDED, True), (CHANGED, True), (ADDED[1:], False), (ADDED + "\n-", False)])

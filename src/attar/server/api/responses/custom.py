@@ -18,6 +18,7 @@ from attar.text.schemas import regular
 from attar.text.tools.tool import NAME
 
 MAX_PATTERN = 16 << 10  # characters of a regular expression
+MAX_GRAMMARS = 32 << 10  # characters of a request's grammars in Lark's format, which are read in the event loop
 
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _TEXT = re.compile(

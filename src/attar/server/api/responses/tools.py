@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from attar.server.api.body import Ignored
-from attar.server.api.responses.custom import ResponseCustom
+from attar.server.api.responses.custom import MAX_GRAMMARS, ResponseCustom, TextByGrammar
 from attar.server.api.tools.fields import ToolUse
 from attar.server.errors import APIError
 from attar.text.grammars import GrammarError
@@ -115,6 +115,11 @@ def read_tools(tools: Sequence[ResponseTool] | None, choice: Choice | None, para
     """Return the tools of a request and the choice among them. Raises APIError for tools that are refused, and for a
     choice that they do not allow."""
     found = list(_functions(tools or ()))
+    formats = [each.format for _, _, each in found if isinstance(each, ResponseCustom)]
+    size = sum(len(each.definition) for each in formats if isinstance(each, TextByGrammar) and each.syntax == "lark")
+    if size > MAX_GRAMMARS:
+        message = f"tools: grammars of {size} characters are more than {MAX_GRAMMARS}"
+        raise APIError("invalid_length", message, "tools")
     read = tuple(
         Tool(joined(space, each.name), each.description, _parameters(place, each), bool(each.strict))
         for place, space, each in found
