@@ -10,12 +10,13 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/vers
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint soak soak-load soak-api soak-faults soak-invariance soak-schemas soak-speculation sanitize neon test-emulated test-triton gpu-check bench-compressors bench-quality \
-  bench-hostile bench-peers bench-serving bench-lm-eval bench-real real-models test-clients clean
+  bench-hostile bench-peers bench-serving bench-lm-eval bench-real real-models test-clients test-suites clean
 
 help:
 	@echo "make demo              compress the embedded model, print the cost table, generate text before and after"
 	@echo "make test              run lint and the tests, but those of test-slow"
 	@echo "make test-slow         run the tests that take long, and those that read real models (ATTAR_REAL_MODELS)"
+	@echo "make test-suites       run other servers' tests against attar (SUITE=llama.cpp or vllm)"
 	@echo "make test-clients      run the field's clients, each in an environment of its own (ONLY=NAMES, ATTAR_REAL_MODELS)"
 	@echo "make lint              run ruff, mypy and import-linter"
 	@echo "make soak              run the scheduler simulation with 20,000 seeds (about 7 minutes)"
@@ -56,6 +57,10 @@ test-slow: $(VENV)/.installed-dev .venv-clients/.installed
 # Environments are kept in build/clients. Set up whole, they take some gigabytes.
 test-clients: $(VENV)/.installed
 	@$(BIN)/python bench/clients.py $(if $(ONLY),--only $(ONLY))
+
+# llama.cpp's tests of its server, or vLLM's of its entrypoints, from their source packages: SUITE=llama.cpp or vllm.
+test-suites: $(VENV)/.installed
+	@$(BIN)/python bench/suites.py $(or $(SUITE),llama.cpp)
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check .
@@ -238,5 +243,5 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-clients .venv-peers .venv-gptqmodel .venv-hqq .venv-torchao .venv-llamacpp .venv-openvino .venv-lmeval .venv-triton build/engines build/clients build/outliers \
+	rm -rf $(VENV) .venv-clients .venv-peers .venv-gptqmodel .venv-hqq .venv-torchao .venv-llamacpp .venv-openvino .venv-lmeval .venv-triton build/engines build/clients build/suites build/outliers \
   build/sanitize build/neon build/emulated build/triton build/gpu-check build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -2,10 +2,11 @@
 
     python bench/constrained.py MODEL [--texts N] [--tokens N] [--threads N]
 
-The same prompts are answered three ways in turn: free, constrained, and constrained with the tokens that the schema
-forces as drafts. Times are processor seconds of decoding, so that other programs disturb them less, and ratios are
-medians over the prompts. The share of masks is that of masks, forced bytes and consumed tokens in a constrained step.
-Every constrained answer that ends is checked against the schema, and the two constrained ones with each other.
+The same prompts are answered four ways in turn: free, constrained, constrained with the tokens that the schema forces
+as drafts, and with these trusted, whatever the model draws in their place. Times are processor seconds of decoding, so
+that other programs disturb them less, and ratios are medians over the prompts. The share of masks is that of masks,
+forced bytes and consumed tokens in a constrained step. Every constrained answer that ends is checked against the
+schema, and the two without trust with each other.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -119,7 +121,8 @@ def main() -> None:
     forcing = SamplingParams(max_tokens=args.tokens, temperature=0, seed=0)
     answer(llm, "Hello", SamplingParams(max_tokens=4, temperature=0, seed=0), SCHEMA)  # what is made once
     reasons, masked, forced, without, tokens, saved = Counter[str](), 0.0, 0.0, 0.0, 0, 0
-    slower, faster = [], []
+    slower, faster, trusting = [], [], []
+    overruled, trusted, other = 0, 0, 0  # trusted tokens that were not drawn, all of them, and answers that differ
     for prompt in prompts(args.texts):
         meter.on = False
         _, alone = answer(llm, prompt, plain, None)
@@ -134,6 +137,14 @@ def main() -> None:
         forced += quick * len(two.token_ids)
         saved += llm.running.engine.stats().forced_tokens - before
         assert one.token_ids == two.token_ids, "forced tokens changed an answer"
+        stats = llm.running.engine.stats()
+        three, quickest = answer(llm, prompt, replace(forcing, trust_forced=True), SCHEMA)
+        trusted += llm.running.engine.stats().forced_tokens - stats.forced_tokens
+        overruled += llm.running.engine.stats().overruled_tokens - stats.overruled_tokens
+        other += three.text != two.text
+        trusting.append(alone / quickest)
+        if three.finish_reason == "stop":
+            jsonschema.validate(json.loads(three.text), SCHEMA)
         tokens += len(one.token_ids)
         reasons[one.finish_reason] += 1
         if one.finish_reason == "stop":
@@ -145,6 +156,8 @@ def main() -> None:
     ratios = statistics.median(slower), statistics.median(faster)
     print(f"tokens/s over free: constrained {ratios[0]:.3f}, with forced {ratios[1]:.3f}")
     print(f"with forced over without: {without / forced:.3f}; steps saved {saved / tokens:.1%}")
+    difference = f"{overruled} of {trusted} forced tokens were not drawn; {other} of {args.texts} answers differ"
+    print(f"trusted: {statistics.median(trusting):.3f} over free; {difference}")
     print(f"masks: {masked / without:.2%} of a constrained step, {masked / tokens * 1e6:.0f} us a token")
 
 

@@ -81,6 +81,25 @@ def test_forced_tokens_save_steps_and_change_nothing(make: Callable[..., Engine]
     assert quiet.steps == plain.steps
 
 
+def test_trusted_tokens_stay_and_the_difference_is_counted(make: Callable[..., Engine], tokenizer: Tokenizer) -> None:
+    """Every forced draft stays. A text of which none was drawn otherwise is the one without trust."""
+    for seed in range(8):
+        made, plain = make(limits=FORCING), make(limits=FORCING)
+        events = run(made, [ask("a", KEYS, seed, trust_forced=True)])
+        found, before = made.stats(), texts_of(run(plain, [ask("a", KEYS, seed)]))
+        assert found.accepted_tokens == found.drafted_tokens == found.forced_tokens > 0
+        (end,) = [event for event in events if isinstance(event, Finished)]
+        assert end.report is not None
+        assert end.report.overruled_tokens == found.overruled_tokens <= found.forced_tokens
+        if not found.overruled_tokens:
+            assert texts_of(events) == before
+        (tokens,) = texts_of(events).values()
+        text = tokenizer.decode([token for token in tokens if token not in tokenizer.eos_ids])
+        assert text.startswith('{"temperature": ')
+        if "}" in text[-2:]:
+            assert json.loads(text).keys() == {"temperature", "unit", "place"}
+
+
 def test_a_request_without_a_constraint_has_none(make: Callable[..., Engine]) -> None:
     made = make(limits=FORCING)
     run(made, [ask("a", None, 1)])

@@ -113,6 +113,10 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
             (path, "stop_token_ids", [VOCAB], "out_of_range"),
             (path, "stop_token_ids", [True], "invalid_type"),
             (path, "stop_token_ids", [1] * 65, "invalid_length"),
+            (path, "speculation", {"trust_forced": 1}, "invalid_type"),
+            (path, "logprob_token_ids", [1], "invalid_value"),  # without logprobs
+            (path, "logprob_token_ids", [-1], "out_of_range"),
+            (path, "logprob_token_ids", [1] * 129, "invalid_length"),
             (path, "logit_bias", {str(token): 1 for token in range(1025)}, "invalid_length"),
             (path, "logit_bias", {str(token): 1 for token in range(VOCAB)}, "invalid_length"),
             (path, "logit_bias", {"1": 1e308}, "out_of_range"),

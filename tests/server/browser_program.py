@@ -71,12 +71,15 @@ def until(condition: Callable[[], Any]) -> None:
 class Walk:
     """A page, by keyboard."""
 
-    def __init__(self, browser: Browser, url: str, size: tuple[int, int]) -> None:
+    def __init__(self, browser: Browser, url: str, size: tuple[int, int], models: tuple[str, ...] = ()) -> None:
         self.page = browser.new_page(viewport={"width": size[0], "height": size[1]})
         self.errors: list[str] = []
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("console", lambda line: self.errors.append(line.text) if line.type == "error" else None)
         self.page.add_init_script(ASKING)
+        if models:
+            told = {"object": "list", "data": [{"id": name} for name in models]}
+            self.page.route("**/v1/models", lambda route: route.fulfill(json=told))
         self.page.goto(url)
         until(lambda: "tokens" in self.text("#model"))
 
@@ -321,6 +324,26 @@ def reload(browser: Browser, url: str) -> dict[str, Any]:
     return seen
 
 
+def chooses(browser: Browser, url: str) -> dict[str, Any]:
+    """Which model is asked where there are several: the first, the one that is chosen, and that one after a reload."""
+    walk = Walk(browser, url, (1000, 700), ("one", "two"))
+    page, seen = walk.page, {}
+    walk.say("first")
+    until(lambda: walk.notes() == 1)
+    walk.to("models", "Shift+Tab")
+    walk.press("ArrowDown")
+    walk.to("text")
+    walk.set("text", "second")
+    walk.press("Enter")
+    until(lambda: walk.notes() == 2)
+    seen["asked"] = [body["model"] for body in page.evaluate("asked")]
+    page.reload()
+    until(lambda: "tokens" in walk.text("#model"))
+    seen["kept"] = page.input_value("#models")
+    page.close()
+    return seen
+
+
 def completes(browser: Browser, url: str) -> dict[str, Any]:
     """What a page does whose model has no chat template."""
     walk = Walk(browser, url, (1000, 700))
@@ -385,6 +408,7 @@ def main() -> None:
         seen["refused"] = refused(browser, url)
         seen["reload"] = reload(browser, url)
         seen["completes"] = completes(browser, url)
+        seen["chooses"] = chooses(browser, url)
         browser.close()
     print(json.dumps(seen))
 

@@ -104,6 +104,10 @@ def test_a_model_without_a_chat_template_completes_a_text(seen: dict[str, Any]) 
     assert (found["errors"], found["chats"]) == (0, 1)  # once is enough to know it
 
 
+def test_one_of_several_models_is_chosen(seen: dict[str, Any]) -> None:
+    assert seen["chooses"] == {"asked": ["one", "two"], "kept": "two"}
+
+
 @SIZE
 def test_the_figures_are_the_engines(seen: dict[str, Any], size: str) -> None:
     page = seen[size]

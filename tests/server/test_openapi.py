@@ -30,6 +30,7 @@ from attar.server.http.limits import MAX_BODY
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
 from attar.text.grammar_proof import Prover
+from attar.text.schemas import regular
 from attar.text.tools import calling, generic, openai
 from attar.text.tools.constraints import ToolConstraint
 from tests.server.conftest import Running
@@ -68,6 +69,7 @@ def test_the_server_does_what_its_document_says(
     monkeypatch.setattr(schemas, "check_end", lambda body: body.constraint())
     monkeypatch.setattr(Grammar, "check", lambda self, params: None)
     monkeypatch.setattr(constraints, "_check_strict", lambda schema, where: None)
+    monkeypatch.setattr(regular, "expression", lambda text: ".*")
     monkeypatch.setattr(Prover, "prove", lambda self, grammar, salt=b"": None)
     monkeypatch.setattr(openai, "check", lambda tools, choice: None)
     monkeypatch.setattr(fields, "check_alone", lambda asked, ends: None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import subprocess
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +42,13 @@ def is_city(value: Any) -> None:
     """Assert that an object, or its JSON, fits `SCHEMA`."""
     found = json.loads(value) if isinstance(value, str) else value
     assert found.keys() == {"city"} and found["city"] in CITIES, found  # noqa: PT018
+
+
+def command(*words: str, seconds: float = 300.0) -> str:
+    """Run a command line to its end; return what it prints. Other statuses than 0 raise, with its last words."""
+    done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, f"exit {done.returncode}: {(done.stdout + done.stderr)[-WORDS:]}"
+    return done.stdout
 
 
 def run(package: str, *checks: Callable[[At], None]) -> None:

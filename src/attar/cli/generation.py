@@ -100,6 +100,10 @@ class GenerateConfig(ConstrainedConfig):
     ] = None
     max_tokens: options.MaxTokens = 128
     stop: Annotated[list[str] | None, option("Prompt", "TEXT", "End at this text, which is not printed.")] = None
+    trust_forced: Annotated[bool, flag(
+        "Constraint", "Take tokens that the constraint forces, whatever the model draws: fewer steps, another text.",
+        "--trust-forced",
+    )] = False  # fmt: skip
     suffix: Annotated[
         str | None, option("Prompt", "TEXT", "Text behind the answer, for models that can fill in the middle.")
     ] = None
@@ -135,7 +139,7 @@ class GenerateConfig(ConstrainedConfig):
         return _params(
             self, {}, ("top_k", "min_p", "repetition_penalty"), presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty, stop=tuple(self.stop or ()), ignore_eos=self.ignore_eos,
-            logprobs=self.logprobs, min_tokens=self.min_tokens,
+            logprobs=self.logprobs, min_tokens=self.min_tokens, trust_forced=self.trust_forced,
         )  # fmt: skip
 
 
@@ -178,7 +182,17 @@ def generate(config: GenerateConfig) -> None:
         if config.suffix is not None:
             prompt, params = _infill(llm, str(prompt), config.suffix, params)
         done = print_pieces(llm.stream(prompt, params, constraint=constraint))
-        emit(config.as_json, done.to_dict() | {"warnings": _cut_short(llm, done, config.max_tokens)})
+        warnings = _cut_short(llm, done, config.max_tokens) + (_overruled(llm) if config.trust_forced else [])
+        emit(config.as_json, done.to_dict() | {"warnings": warnings})
+
+
+def _overruled(llm: LLM) -> list[str]:
+    """Return what trusting forced tokens has changed, printed to stderr too."""
+    assert llm.running.engine is not None
+    found = llm.running.engine.stats()
+    said = f"{found.overruled_tokens} of {found.forced_tokens} forced tokens are others than the model drew"
+    tell(said)
+    return [said]
 
 
 def _infill(llm: LLM, prefix: str, suffix: str, params: SamplingParams) -> tuple[Sequence[int], SamplingParams]:

@@ -243,6 +243,7 @@ class Engine:
             generated_tokens=self.generated, preemptions=self.scheduler.preemptions,
             drafted_tokens=drafts.drafted if drafts else 0, accepted_tokens=drafts.accepted if drafts else 0,
             draft_errors=drafts.errors if drafts else 0, forced_tokens=drafts.forced if drafts else 0,
+            overruled_tokens=drafts.overruled if drafts else 0,
             **(drafts.gains.stats() if drafts else {}),
         )  # fmt: skip
 
@@ -386,7 +387,10 @@ class Engine:
             return Outcome()
         later = self.overlaps and self._inflight is None and not drafts
         tokens: list[int] = []
-        for draw in confirmed(drafts, draws, parents):
+        trusted = 0
+        if choice.sampler.params.trust_forced and self.speculation is not None and not parents:
+            trusted = self.speculation.trusted(choice.sequence, drafts, draws, choice.request)
+        for draw in confirmed(drafts, draws, parents, trusted):
             if draw is None:
                 return Outcome(failure="internal")
             try:

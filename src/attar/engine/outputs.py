@@ -122,6 +122,7 @@ class Request:
     drafted: int = 0  # drafts that were verified
     accepted: int = 0  # of these, the right ones
     forced: int = 0  # of these, the ones that the constraint forced
+    overruled: int = 0  # forced tokens that were trusted in place of another that the model drew
     gain: Gain = field(default_factory=Gain)  # by speculation
 
     def pool(self, before: Tensor | None, hidden: Tensor) -> None:
@@ -170,5 +171,6 @@ class Request:
             limited_by=dict(self.limited_by),
             roof_fraction=self.least / self.stepped if self.least and self.stepped else None,
             drafted_tokens=self.drafted, accepted_tokens=self.accepted, forced_tokens=self.forced,
+            overruled_tokens=self.overruled,
             draft_steps=self.gain.steps, draft_seconds=self.gain.drafting, saved_seconds=self.gain.saved,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from attar.checkpoints.drafts.files import kind_of
 from attar.engine.draft_head import load_head
 from attar.engine.draft_model import load_drafter
 from attar.engine.loader import LoadedModel
-from attar.engine.outputs import Choice
+from attar.engine.outputs import Choice, Request
 from attar.errors import UserError
 from attar.faults import point
 from attar.model.cache import KeptStates
@@ -111,6 +111,7 @@ class Speculation:
     drafted: int = 0  # drafts that were verified
     accepted: int = 0  # of these, the right ones
     forced: int = 0  # of these, the ones that a constraint forced
+    overruled: int = 0  # forced tokens that were trusted in place of another that the model drew
     errors: int = 0  # exceptions of the drafter, and drafts outside the vocabulary
     gains: DraftGains = field(init=False)
     _accounts: dict[Sequence, _Account] = field(default_factory=dict)
@@ -180,6 +181,16 @@ class Speculation:
                 drafter.tried(sequence, drafts, [draw.token_id for draw in sampled if isinstance(draw, SampledToken)])
             except Exception:
                 self._failed(drafter, "reading tokens of sequence %s", sequence.id)
+
+    def trusted(self, sequence: Sequence, drafts: tuple[int, ...], draws: list[Drawn], request: Request) -> int:
+        """Return how many of a step's drafts are forced by the constraint, and count those that were not drawn."""
+        count = min(self._account(sequence).draft.forced, len(drafts))
+        drawn = itertools.takewhile(lambda draw: isinstance(draw, SampledToken), draws[:count])
+        tokens = [draw.token_id for draw in drawn if isinstance(draw, SampledToken)]
+        other = sum(token != draft for token, draft in zip(tokens, drafts, strict=False))
+        self.overruled += other
+        request.overruled += other
+        return count
 
     def learn(
         self, plan: StepPlan, choices: Mapping[Sequence, Choice], outcomes: Mapping[str, Outcome], seconds: float

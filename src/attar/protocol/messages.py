@@ -86,6 +86,7 @@ class Report(msgspec.Struct, frozen=True):
     drafted_tokens: int = 0  # drafts of speculative decoding that were verified
     accepted_tokens: int = 0  # of these, the right ones, each of which saved a step
     forced_tokens: int = 0  # of these, the ones that the constraint forced
+    overruled_tokens: int = 0  # forced tokens that were trusted in place of another that the model drew
     draft_steps: int = 0  # steps behind the prompt with speculation: each made a token, and one for each right draft
     draft_seconds: float = 0.0  # making drafts, in these steps, for all of their requests
     saved_seconds: float = 0.0  # by speculation, as steps were measured to cost; negative where it did not pay
@@ -199,6 +200,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     drafted_tokens: int = 0  # counter: drafts of speculative decoding that were verified
     accepted_tokens: int = 0  # counter: of these, the right ones
     forced_tokens: int = 0  # counter: of these, the ones that a constraint forced
+    overruled_tokens: int = 0  # counter: forced tokens that were trusted in place of another that the model drew
     draft_errors: int = 0  # counter: exceptions of the drafter, and drafts that are no tokens
     drafted_by_position: tuple[int, ...] = ()  # counters: drafts that were verified, the first of a step first
     accepted_by_position: tuple[int, ...] = ()  # counters: of these, the right ones

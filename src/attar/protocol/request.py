@@ -57,6 +57,8 @@ class SamplingParams:
     logit_bias: numbers in [-100, 100] that are added to the logits of these tokens, 1024 at most.
     draft_tokens: most drafts of speculative decoding in a step, 0 to 16; None for as many as pay. On CPUs they change
         no text.
+    trust_forced: take tokens that a constraint forces, spelled as the tokenizer does, whatever the model draws in their
+        place. Steps are fewer, and texts may differ. Not with logprobs, which tell of drawn tokens.
     visible_token_ids: up to 64 special tokens that the text shows, such as markers of tool calls; it shows no others.
     """
 
@@ -78,6 +80,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     draft_tokens: int | None = None
+    trust_forced: bool = False
     visible_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
@@ -90,8 +93,11 @@ class SamplingParams:
         _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if not isinstance(self.ignore_eos, bool):
-            raise UserError("option_malformed", f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+        for name in ("ignore_eos", "trust_forced"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError("option_malformed", f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.trust_forced and (self.logprobs is not None or self.logprob_token_ids):
+            raise UserError("option_conflict", "trust_forced: not with logprobs, which tell of drawn tokens")
         if self.seed is not None:
             _integer("seed", self.seed, 0, MAX_SEED)
         if self.draft_tokens is not None:

@@ -8,6 +8,8 @@ drafts, or none, at every temperature. In a tree of drafts the walk goes to the 
 
 This is the match rule. The ratio test of Leviathan et al. (arXiv 2211.17192) accepts more drafts, but there a text
 depends on what was drafted, and with it on the load.
+
+One exception is a request's own: drafts that it trusts stay, whatever the target draws in their place.
 """
 
 from __future__ import annotations
@@ -20,17 +22,22 @@ from attar.scheduling.draft_tree import child
 Drawn = SampledToken | BadLogits | None  # outcome of a row: None where its sampling raised
 
 
-def confirmed(drafts: Sequence[int], draws: Sequence[Drawn], parents: Sequence[int] = ()) -> list[Drawn]:
+def confirmed(
+    drafts: Sequence[int], draws: Sequence[Drawn], parents: Sequence[int] = (), trusted: int = 0
+) -> list[Drawn]:
     """Return the outcomes that count, in order: up to the first token that is no draft of its place, or no token.
 
     draws: those of the row before the first draft and of each draft's own row, one more than drafts. parents: the row
-    that each draft of a tree follows (`scheduling/draft_tree.py`); none for a chain.
+    that each draft of a tree follows (`scheduling/draft_tree.py`); none for a chain. The first `trusted` drafts, of a
+    chain, are right whatever was drawn.
     """
     assert len(draws) == len(drafts) + 1
     kept: list[Drawn] = []
     row: int | None = 0
     while row is not None:
         draw = draws[row]
+        if row < trusted and isinstance(draw, SampledToken):
+            draw = SampledToken(drafts[row], None)
         kept.append(draw)
         row = child(drafts, parents, row, draw.token_id) if isinstance(draw, SampledToken) else None
     return kept

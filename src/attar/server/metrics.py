@@ -133,6 +133,7 @@ class _Engine(Collector):
             ("attar_draft_tokens", "Drafts of speculative decoding that were verified", stats.drafted_tokens),
             ("attar_draft_tokens_accepted", "Of those, the right ones", stats.accepted_tokens),
             ("attar_forced_tokens_accepted", "Of those, the ones that a constraint forced", stats.forced_tokens),
+            ("attar_forced_tokens_overruled", "Forced tokens trusted in place of drawn ones", stats.overruled_tokens),
             ("attar_draft_steps", "Steps of decoding choices with a drafter", stats.draft_steps),
             ("attar_draft_seconds", "Time making drafts", stats.draft_seconds),
             ("attar_draft_errors", "Failures of the drafter, and drafts that are no tokens", stats.draft_errors),

@@ -134,6 +134,27 @@ def test_chat(server: Running, tokenizer: Tokenizer) -> None:
     assert answer["usage"]["prompt_tokens"] == length
 
 
+def test_named_tokens_take_the_place_of_the_likely_ones(server: Running, tokenizer: Tokenizer) -> None:
+    named = tokenizer.encode("Once upon")[:2]
+    body = {"messages": USER, "seed": 1, "max_tokens": 3, "logprobs": True, "logprob_token_ids": named}
+    [choice] = server.post(CHAT, body).json["choices"]
+    names = [tokenizer.decode([token]) for token in named]
+    assert [[top["token"] for top in each["top_logprobs"]] for each in choice["logprobs"]["content"]] == [names] * 3
+    streamed = of_choice(chunks(server.post(CHAT, body | {"stream": True, "top_logprobs": 5})), 0)
+    assert [each for piece in streamed for each in (piece["logprobs"] or {"content": []})["content"]] == (
+        choice["logprobs"]["content"]
+    )
+    body = {"prompt": "Once", "seed": 1, "max_tokens": 3, "logprobs": 2, "logprob_token_ids": named}
+    [choice] = server.post(COMPLETIONS, body).json["choices"]
+    tables = zip(choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True)
+    assert all(set(top) == {*names, token} for token, top in tables)
+    for more, code in (
+        ({"logprob_token_ids": [4096]}, "out_of_range"),
+        ({"max_tokens": 0, "echo": True}, "out_of_range"),
+    ):
+        assert server.post(COMPLETIONS, body | more).code == code
+
+
 def test_parts_of_text_and_developers(server: Running) -> None:
     plain = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]

@@ -40,7 +40,7 @@ def test_more_log_probabilities_than_an_answer_may_have_are_refused_with_both_nu
     for path, body, count in (
         (COMPLETIONS, scored | {"logprobs": 2}, 900), (COMPLETIONS, scored | {"n": 2}, 1200),
         (COMPLETIONS, scored | {"best_of": 3}, 1800), (COMPLETIONS, scored | {"n": 2, "stream": True}, 800),
-        (CHAT, chat | {"n": 2}, 1200),
+        (CHAT, chat | {"n": 2}, 1200), (CHAT, chat | {"logprob_token_ids": [1] * 6}, 700),
     ):  # fmt: skip
         reply = server.post(path, body)
         assert (reply.status, reply.code, reply.json["error"]["param"]) == (400, "out_of_range", "logprobs")

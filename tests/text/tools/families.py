@@ -10,7 +10,8 @@ from tokenizers import Tokenizer as Backend
 from attar.text.template import render_chat
 from attar.text.tokenizer import Tokenizer
 
-SPECIAL = ("<|im_start|>", "<|im_end|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+DSML = "\uff5cDSML\uff5c"
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", DSML)
 ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>")
 
 _HEAD = """{%- for message in messages %}
@@ -57,6 +58,34 @@ MISTRAL_ARGS = f"""{_TOOLS}{_HEAD}
 {{%- endfor %}}{_FOOT}"""
 MISTRAL_IDS = MISTRAL_ARGS.replace("name + '[ARGS]'", "name + '[CALL_ID]' + call.id + '[ARGS]'")
 AS_TEXT = HERMES.replace("call.function.arguments | tojson", "call.function.arguments")
+_PRINTED = "(value if value is string else value | tojson if value is mapping or value is sequence else value | string)"
+QWEN3_CODER = f"""{_TOOLS}{_HEAD}{{{{- message.content }}}}
+{{%- for call in message.tool_calls %}}
+    {{{{- '\\n' if message.content or not loop.first }}}}
+    {{{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}}}
+    {{%- for name, value in call.function.arguments | items %}}
+        {{{{- '<parameter=' + name + '>\\n' + {_PRINTED} + '\\n</parameter>\\n' }}}}
+    {{%- endfor %}}
+    {{{{- '</function>\\n</tool_call>' }}}}
+{{%- endfor %}}{_FOOT}"""
+GLM = f"""{_TOOLS}{_HEAD}
+{{%- for call in message.tool_calls %}}
+    {{{{- '<tool_call>' + call.function.name + '\\n' }}}}
+    {{%- for name, value in call.function.arguments | items %}}
+        {{{{- '<arg_key>' + name + '</arg_key>\\n<arg_value>' + {_PRINTED} + '</arg_value>\\n' }}}}
+    {{%- endfor %}}
+    {{{{- '</tool_call>' }}}}
+{{%- endfor %}}{_FOOT}"""
+DEEPSEEK = f"""{_TOOLS}{_HEAD}{{{{- '<DSMLfunction_calls>\\n' }}}}
+{{%- for call in message.tool_calls %}}
+    {{{{- '<DSMLinvoke name="' + call.function.name + '">\\n' }}}}
+    {{%- for name, value in call.function.arguments | items %}}
+        {{{{- '<DSMLparameter name="' + name + '" string="' + ('true' if value is string else 'false') + '">' }}}}
+        {{{{- (value if value is string else value | tojson) + '</DSMLparameter>\\n' }}}}
+    {{%- endfor %}}
+    {{{{- '</DSMLinvoke>\\n' }}}}
+{{%- endfor %}}
+{{{{- '</DSMLfunction_calls>' }}}}{_FOOT}""".replace("DSML", DSML)
 XML = f"{_TOOLS}{_HEAD}<function={{{{ message.tool_calls[0].function.name }}}}>{_FOOT}"
 
 
@@ -76,6 +105,9 @@ FAMILIES = {
     "mistral": Family(MISTRAL, "mistral"),
     "mistral_args": Family(MISTRAL_ARGS, "mistral_args"),
     "mistral_ids": Family(MISTRAL_IDS, "mistral_args"),
+    "qwen3_coder": Family(QWEN3_CODER, "xml"),
+    "glm": Family(GLM, "xml"),
+    "deepseek": Family(DEEPSEEK, "xml"),
     "as_text": Family(AS_TEXT, "hermes"),
     "chatml": Family(CHATML, "generic"),
     "xml": Family(XML, "generic"),

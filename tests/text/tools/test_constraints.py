@@ -18,8 +18,9 @@ from attar.text.grammars import GrammarError, Vocabulary
 from attar.text.tokenizer import Tokenizer
 from attar.text.tools.constraints import constraint
 from attar.text.tools.formats import ToolFormat, detect
+from attar.text.tools.parsers import parser
 from attar.text.tools.tool import Tool, ToolChoice, ToolError
-from tests.text.tools.families import ADDED, FAMILIES, SPECIAL, answer, call, with_markers
+from tests.text.tools.families import ADDED, DSML, FAMILIES, SPECIAL, answer, call, with_markers
 from tests.text.tools.test_parsers import calls, events, joined, text
 
 WEATHER: dict[str, Any] = {
@@ -120,7 +121,7 @@ def test_what_is_allowed_is_what_the_parser_reads(
     schemas = {tool.name: tool.schema for tool in TOOLS}
     ended = 0
     for seed in range(12):
-        whole = walk(vocabulary, made.grammar, random.Random(seed))
+        whole = walk(vocabulary, made.grammar, random.Random(seed), 150 if form.tags is None else 500)
         if whole is None:
             continue
         ended += 1
@@ -180,10 +181,9 @@ def test_text_is_free_up_to_a_marker_and_no_further(
     assert made is not None
     refused = {
         "hermes": "a <tool_call>x", "llama3_json": '{"name": x', "pythonic": "[get(a, b", "mistral": "[TOOL_CALLS]x",
-        "mistral_args": "[TOOL_CALLS]x", "generic": "x",
+        "mistral_args": "[TOOL_CALLS]x", "generic": "x", "xml": "a <tool_call>x",
     }[form.name]  # fmt: skip
-    if name == "liquid":
-        refused = "<|tool_call_start|>x"
+    refused = {"liquid": "<|tool_call_start|>x", "deepseek": f"a <{DSML}function_calls>x"}.get(name, refused)
     matcher = grammars.matcher(vocabulary, made.grammar)
     assert not all(matcher.consume_token(token) for token in tokenizer.encode_chat(refused))
 
@@ -241,7 +241,7 @@ def test_as_many_tools_as_a_request_may_have(
         assert matcher.consume_token(single[byte])
 
 
-@pytest.mark.parametrize("name", ["hermes", "pythonic", "mistral_args"])
+@pytest.mark.parametrize("name", ["hermes", "pythonic", "mistral_args", "qwen3_coder", "deepseek"])
 def test_what_cannot_be_masked_is_named_or_refused(
     forms: dict[str, ToolFormat], prove: Callable[[Grammar], None], name: str
 ) -> None:
@@ -254,7 +254,7 @@ def test_what_cannot_be_masked_is_named_or_refused(
     assert "#/properties/a" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["hermes", "pythonic"])
+@pytest.mark.parametrize("name", ["hermes", "pythonic", "qwen3_coder", "glm", "deepseek"])
 def test_loosened_arguments_are_still_objects(
     forms: dict[str, ToolFormat], vocabulary: Vocabulary, prove: Callable[[Grammar], None], name: str
 ) -> None:
@@ -265,6 +265,28 @@ def test_loosened_arguments_are_still_objects(
     found = [calls(events(forms[name], [each])) for each in texts if each is not None]
     assert found
     assert all(said and isinstance(said[0][1], dict) for said in found)
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.format == "xml"])
+def test_several_texts_between_tags(
+    forms: dict[str, ToolFormat],
+    vocabulary: Vocabulary,
+    tokenizer: Tokenizer,
+    prove: Callable[[Grammar], None],
+    name: str,
+) -> None:
+    texts = {"a": {"type": "string"}, "b": {"type": "string"}, "c": {"type": "string", "pattern": "^x/[0-9]+$"}}
+    tools = [Tool("get", parameters={"properties": texts}), Tool("put", parameters={"properties": texts})]
+    made = constraint(forms[name], tools, ToolChoice("required"), prove)
+    assert made is not None
+    assert made.loosened == ()
+    for given, fits in (({"a": "1\n<b>", "b": "", "c": "x/12"}, True), ({"c": "x/"}, False), ({"b": "y"}, True)):
+        whole = answer(FAMILIES[name].template, [call("put", given)])
+        matcher = grammars.matcher(vocabulary, made.grammar)
+        tokens = tokenizer.encode_chat(whole)
+        assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == fits
+        reader = parser(forms[name], tools, ToolChoice())
+        assert calls([*reader.feed(whole), *reader.close()]) == [("put", given)]
 
 
 def test_one_proof_where_all_can_be_kept(forms: dict[str, ToolFormat]) -> None:
@@ -304,7 +326,7 @@ def test_schemas_cannot_bring_options_of_the_compiler(
     forms: dict[str, ToolFormat], prove: Callable[[Grammar], None]
 ) -> None:
     bad = {"type": "object", "properties": {"a": {"type": "string", "x-guidance": {"lenient": True}}}}
-    for name in ("hermes", "pythonic"):
+    for name in ("hermes", "pythonic", "qwen3_coder"):
         with pytest.raises(ToolError):
             constraint(forms[name], [Tool("a", parameters=bad, strict=True)], ToolChoice(), prove)
 

@@ -16,14 +16,16 @@ from attar.text.tokenizer import Tokenizer
 from attar.text.tools.formats import ToolFormat, detect
 from attar.text.tools.parsers import parser
 from attar.text.tools.tool import Tool, ToolChoice
-from tests.text.tools.families import FAMILIES, answer, call, with_markers
+from tests.text.tools.families import DSML, FAMILIES, answer, call, with_markers
 
 TOOLS = (Tool("get_weather"), Tool("get"), Tool("f-1"))
 PIECES = (
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", '{"name": "get", "arguments": {}}',
     '{"name": "get", "parameters": {"a": [1, "\\n"]}}', "[get(a=1)]", "get", "{", "}", "[", "]", "(", ")", '"', "\n",
     " ", "; ", ", ", '{"response": "', '{"tool_calls": [', "\\u00e9", "\\", "é", "x", "get(", "a=", "'", "None", "1e5",
-    "<", "```json\n", "```\n", "```",
+    "<", "```json\n", "```\n", "```", "<function=get>\n", "<parameter=a>\n", "\n</parameter>\n", "</function>",
+    "<arg_key>a</arg_key>\n<arg_value>", "</arg_value>", f"<{DSML}function_calls>",
+    f'<{DSML}invoke name="get">',
 )  # fmt: skip
 
 
@@ -83,7 +85,7 @@ CALLS = st.lists(st.tuples(st.sampled_from([tool.name for tool in TOOLS]), st.di
 PLACES = st.lists(st.integers(0, 10_000), max_size=12)
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.format != "generic"])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.format not in ("generic", "xml")])
 @settings(max_examples=40)
 @given(data=st.data())
 def test_calls_as_the_template_renders_them_are_read_back(
@@ -97,6 +99,42 @@ def test_calls_as_the_template_renders_them_are_read_back(
     assert calls(found) == said
     assert text(found) == ""
     assert [event.index for event in found if isinstance(event, CallStart)] == list(range(len(said)))
+
+
+TYPED: dict[str, Any] = {
+    "properties": {
+        "text": {"type": "string"}, "whole": {"type": "integer"}, "real": {"type": "number"},
+        "any": {"$ref": "#/$defs/any"},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "word": {"enum": ["1", "true", 2, None]},
+    },
+    "$defs": {"any": {"type": ["array", "object", "boolean"]}},
+}  # fmt: skip
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=9) | st.sampled_from(
+    ["1", "\n", " a\n", "null", "</a>"]
+)
+TYPED_ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": WORDS, "whole": st.integers(), "real": st.floats(allow_nan=False, allow_infinity=False) | st.integers(),
+        "any": st.booleans() | st.lists(VALUES, max_size=3) | st.dictionaries(KEYS, VALUES, max_size=3),
+        "maybe": WORDS.filter(lambda word: word.strip(" \t\n\r") not in ("null", "None")) | st.none(),
+        "word": st.sampled_from(["true", 2, None]),
+    },
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.format == "xml"])
+@settings(max_examples=60)
+@given(given=st.lists(TYPED_ARGUMENTS, min_size=1, max_size=3), places=PLACES)
+def test_parameters_between_tags_have_the_types_of_the_schema(
+    forms: dict[str, ToolFormat], name: str, given: list[dict[str, Any]], places: list[int]
+) -> None:
+    form, tools = forms[name], (Tool("get", parameters=TYPED),)
+    whole = answer(FAMILIES[name].template, [call("get", arguments) for arguments in given])
+    found = parser(form, tools, ToolChoice())
+    told = [event for piece in cut(whole, places) for event in found.feed(piece)] + found.close()
+    assert calls(told) == [("get", arguments) for arguments in given]
+    assert text(told) == ""
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -156,6 +194,20 @@ def test_any_cut_of_a_text_gives_the_same_events_and_loses_nothing(
         ("mistral", '[TOOL_CALLS][{"name": "get", "arguments": {}, "id": "a1b2c3d4e"}]', [("get", {})], ""),
         ("mistral_args", '[TOOL_CALLS]get[ARGS]{}[TOOL_CALLS]f-1[ARGS]{"a": 1}', [("get", {}), ("f-1", {"a": 1})], ""),
         ("mistral_ids", "[TOOL_CALLS]get[CALL_ID]a1b2c3d4e[ARGS]{}", [("get", {})], ""),
+        ("qwen3_coder", "So.\n<tool_call>\n<function=get>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+         [("get", {"a": 1})], "So."),
+        ("qwen3_coder", "<tool_call><function=get><parameter=a>\n\nx\n\n</parameter></function></tool_call> and",
+         [("get", {"a": "\nx\n"})], " and"),
+        ("qwen3_coder", "<tool_call>\n<function=get>\n</function>", [("get", {})], ""),
+        ("qwen3_coder", "<tool_call>\n<function=no>\n</function>", [], "<tool_call>\n<function=no>\n</function>"),
+        ("qwen3_coder", "<tool_call>\n<function=get>\n<parameter=a>\n1\n</parameter>\n<parameter=a>\n", [],
+         "\n<parameter=a>\n"),
+        ("glm", "<tool_call>get<arg_key>a</arg_key><arg_value>[1, {}]</arg_value></tool_call>",
+         [("get", {"a": [1, {}]})], ""),
+        ("deepseek", '<DSMLfunction_calls>\n<DSMLinvoke name="get">\n'
+         '<DSMLparameter name="a" string="true">1</DSMLparameter>\n'
+         '<DSMLparameter name="b" string="false">1</DSMLparameter>\n</DSMLinvoke>\n<DSMLinvoke name="f-1">\n'
+         '</DSMLinvoke>\n</DSMLfunction_calls>', [("get", {"a": "1", "b": 1}), ("f-1", {})], ""),
         ("chatml", '{"response": "a \\"b\\" \\ud83d\\ude00\\n"}', [], 'a "b" \U0001f600\n'),
         ("chatml", '{"tool_calls": [{"name": "get", "arguments": {}}]}', [("get", {})], ""),
         ("chatml", '{"response": "a\\ud83d\\n"} b', [], 'a\\ud83d\\n"} b'),
@@ -165,8 +217,8 @@ def test_any_cut_of_a_text_gives_the_same_events_and_loses_nothing(
 def test_what_models_write(
     forms: dict[str, ToolFormat], name: str, whole: str, expected: list[tuple[str, Any]], said: str
 ) -> None:
-    for pieces in ([whole], list(whole)):
-        found = events(forms[name], pieces)
+    for pieces in ([whole], list(whole.replace("DSML", DSML))):
+        found = events(forms[name], [piece.replace("DSML", DSML) for piece in pieces])
         assert (calls(found), text(found)) == (expected, said)
 
 

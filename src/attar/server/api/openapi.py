@@ -221,7 +221,14 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
             for each in range(2, MAX_CHOICES + 1)
         ),
     ]
+    unnamed = _may(logprob_token_ids={"anyOf": [{"type": "null"}, {"type": "array", "maxItems": 0}]})
+    untrusting = _may(
+        speculation={"anyOf": [{"type": "null"}, {"type": "object", **_may(trust_forced={"const": False})}]}
+    )
     completion |= _all(
+        {"anyOf": [untrusting, _may(logprobs={"type": "null"}, best_of={"enum": [None, 1]})]},
+        {"anyOf": [unnamed, _given("logprobs")]},
+        {"anyOf": [unnamed, _may(max_tokens=some)]},
         {"anyOf": [_may(guided_whitespace_pattern={"type": "null"}), _given("guided_json")]},
         {"anyOf": streamed},
         {"anyOf": [_has(echo={"const": True}), _may(max_tokens=some)]},
@@ -234,6 +241,8 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
         {"anyOf": [_may(guided_whitespace_pattern={"type": "null"}), _given("guided_json")]},
         {"anyOf": streamed},
         {"anyOf": [_has(logprobs={"const": True}), _may(top_logprobs={"type": "null"})]},
+        {"anyOf": [_has(logprobs={"const": True}), unnamed]},
+        {"anyOf": [untrusting, _may(logprobs={"enum": [None, False]})]},
     )
     told_once = [
         _may(prompt_logprobs={"type": "null"}),

@@ -18,6 +18,7 @@ from attar.server.api.dialects.infill import DEFAULTS, InfillBody
 from attar.server.api.schemas import ALL_THAT_FIT, ChatBody, CompletionBody, Sampling
 from attar.server.errors import APIError
 from attar.server.prompts import in_vocabulary
+from attar.strict_json import shown
 from attar.text.forms.infill import Infill
 
 DEFAULT_COMPLETION = 16  # tokens: /v1/completions, as OpenAI has it
@@ -35,7 +36,7 @@ def completion_params(
     n, room = body.n or 1, ready.context - max(map(len, prompts))
     made = body.best_of or n
     if body.logprobs is not None:
-        given["logprobs"] = body.logprobs
+        given["logprobs"] = 0 if body.logprob_token_ids else body.logprobs
         if body.echo:
             given["prompt_logprobs"] = body.logprobs
     elif made > n:
@@ -60,7 +61,7 @@ def chat_params(
     wanted = next((limit for limit in given_limits if limit not in (None, ALL_THAT_FIT)), None)
     wanted = wanted or caller.allowance(len(prompt), n) or room
     if body.logprobs:
-        given["logprobs"] = body.top_logprobs or 0
+        given["logprobs"] = 0 if body.logprob_token_ids else body.top_logprobs or 0
     params = SamplingParams(max_tokens=min(wanted, room), **given)
     _check_choices(n, most, "n")
     check_logprobs([prompt], params, n, bool(body.stream))
@@ -95,7 +96,8 @@ def anthropic_params(body: AnthropicBody, room: int, defaults: Mapping[str, Any]
 def check_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams, n: int, stream: bool) -> None:
     """Raise APIError where an answer would have too many log probabilities. A stream keeps none of its choices'."""
     read = 0 if params.prompt_logprobs is None else sum(map(len, prompts)) * (params.prompt_logprobs + 1)
-    made = 0 if params.logprobs is None or stream else len(prompts) * params.max_tokens * (params.logprobs + 1)
+    each = 0 if params.logprobs is None else params.logprobs + len(params.logprob_token_ids) + 1
+    made = 0 if stream else len(prompts) * params.max_tokens * each
     if (count := n * (read + made)) > MAX_LOGPROBS:
         message = (
             f"logprobs: up to {count} of them are more than the {MAX_LOGPROBS} that an answer may have: ask for fewer "
@@ -122,11 +124,15 @@ _PLAIN = (
 def _common(body: Sampling, vocab: int) -> dict[str, Any]:
     given: dict[str, Any] = {name: getattr(body, name) for name in _PLAIN}
     given |= _filters(body.top_k, body.top_p)
-    given["draft_tokens"] = None if body.speculation is None else body.speculation.max_tokens
+    if body.speculation is not None:
+        given |= {"draft_tokens": body.speculation.max_tokens, "trust_forced": body.speculation.trust_forced}
     given["seed"] = _seed(body.seed)
     if body.stop_token_ids:
         in_vocabulary(body.stop_token_ids, vocab, "stop_token_ids")
         given["stop_token_ids"] = tuple(body.stop_token_ids)
+    if body.logprob_token_ids:
+        in_vocabulary(body.logprob_token_ids, vocab, "logprob_token_ids")
+        given["logprob_token_ids"] = tuple(body.logprob_token_ids)
     given["logit_bias"] = _biases(body.logit_bias, vocab)
     return _present(given)
 
@@ -139,7 +145,8 @@ def _biases(biases: Mapping[str, float] | None, vocab: int) -> dict[int, float] 
     for key in biases or ():
         # Canonical numbers only: with two spellings of one token, one bias would be lost.
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key and int(key) < vocab):
-            raise APIError("invalid_value", f"logit_bias: keys are token ids, 0 to {vocab - 1}", "logit_bias")
+            message = f"logit_bias: {shown(key)} is none of its keys, which are token ids, 0 to {vocab - 1}"
+            raise APIError("invalid_value", message, "logit_bias")
     return {int(key): bias for key, bias in biases.items()} if biases else None
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from attar.protocol.grammar import DECIDE_ON_THE_END
-from attar.protocol.request import MAX_REPETITION, MIN_REPETITION
+from attar.protocol.request import MAX_NAMED_LOGPROBS, MAX_REPETITION, MIN_REPETITION
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
 from attar.server.api.body import Body, Ignored
 from attar.server.api.constraints import Constrained, MayConstrain
@@ -53,6 +53,8 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Repetition = Annotated[float, Meta(ge=MIN_REPETITION, le=MAX_REPETITION)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Logprobs = Annotated[int, Meta(ge=0, le=20)]
+_NAMED = "Tokens whose log probabilities are given in place of the most probable ones, in this order."
+NamedTokens = Annotated[list[Token], Meta(max_length=MAX_NAMED_LOGPROBS, description=_NAMED)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES, title="StopString")]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 StopTokens = Annotated[list[Token], Meta(max_length=64)]
@@ -64,12 +66,20 @@ _GOES_ON = "The answer goes on from the last message, and no turn is opened, wha
 Continue = Annotated[bool, Meta(description=_GOES_ON)]
 
 
+_TRUST = (
+    "Take the tokens that a constraint forces, whatever the model draws in their place: fewer steps, another text. Not "
+    "with logprobs or best_of. `overruled_tokens` of /v1/requests/ID/why counts the difference."
+)
+
+
 class Speculation(Struct, frozen=True, forbid_unknown_fields=True):
-    """Speculative decoding of this request, where the server has a drafter; it changes no text on CPUs."""
+    """Speculative decoding of this request, where the server has a drafter or a constraint forces tokens; it changes no
+    text on CPUs, unless forced tokens are trusted."""
 
     max_tokens: Annotated[
         int, Meta(ge=0, le=MAX_DRAFT_TOKENS, description="Most drafts in a step; 0 turns it off.")
     ] = MAX_DRAFT_TOKENS
+    trust_forced: Annotated[bool, Meta(description=_TRUST)] = False
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -122,6 +132,7 @@ class Sampling(Constrained, frozen=True, kw_only=True):
     speculation: Speculation | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: Logprobs | None = None
+    logprob_token_ids: NamedTokens | None = None  # vLLM's
     timings_per_token: bool | None = None
 
     def __post_init__(self) -> None:
@@ -132,6 +143,16 @@ class Sampling(Constrained, frozen=True, kw_only=True):
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             where = "stream_options.include_obfuscation"
             raise APIError("unsupported_field", f"{where}: not supported by this server", where)
+
+    def _check_scores(self, asked: bool, ranked: bool = False) -> None:
+        """Raise APIError for `logprob_token_ids` in a request that has not `asked` for log probabilities, and for one
+        that trusts forced tokens and has, or is `ranked` by them."""
+        if (asked or ranked) and self.speculation is not None and self.speculation.trust_forced:
+            name = "speculation.trust_forced"
+            raise APIError("invalid_value", f"{name}: not with log probabilities, which are of drawn tokens", name)
+        if self.logprob_token_ids and not asked:
+            name = "logprob_token_ids"
+            raise APIError("invalid_value", f"{name}: only with logprobs", name)
 
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # of both endpoints, or of other servers' dialects
@@ -187,6 +208,9 @@ class CompletionBody(Sampling, frozen=True, kw_only=True):
         if self.prompt_logprobs is not None and self.echo and self.logprobs is not None:
             message = "prompt_logprobs: not with echo and logprobs, which tell of the prompt too"
             raise APIError("invalid_value", message, "prompt_logprobs")
+        self._check_scores(self.logprobs is not None, (self.best_of or 1) > 1)
+        if self.max_tokens == 0 and self.logprob_token_ids:
+            raise APIError("out_of_range", "max_tokens: 0 leaves no token for logprob_token_ids", "max_tokens")
         if self.max_tokens == 0 and not self.echo:
             raise APIError("out_of_range", "max_tokens: 0 only with echo = true", "max_tokens")
         if self.suffix is not None and self.echo:
@@ -313,6 +337,7 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
                 raise APIError("out_of_range", f"{name}: at least 1, or -1 for as many as fit", name)
         if self.top_logprobs is not None and not self.logprobs:
             raise APIError("invalid_value", "top_logprobs: only with logprobs = true", "top_logprobs")
+        self._check_scores(bool(self.logprobs))
         if self.continue_final_message and self.messages[-1].tool_calls:
             name = "continue_final_message"
             raise APIError("invalid_value", f"{name}: a message with calls cannot be continued", name)

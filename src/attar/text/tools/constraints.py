@@ -19,6 +19,7 @@ from attar.text.tools.formats import ARGS, CALL_ID, PYTHON_TAG, ToolFormat
 from attar.text.tools.python_rules import python_rules
 from attar.text.tools.reading import FENCE, KEYS, LANGUAGE, MAX_SPACE
 from attar.text.tools.tool import Tool, ToolChoice, ToolError
+from attar.text.tools.xml.rules import ParameterRules
 
 ANY: dict[str, Any] = {"type": "object"}
 
@@ -124,6 +125,12 @@ class _Writer:
         elif form.opening in self._special:
             self._rule(self._bare(tools, several), f"TEXT | TEXT? {self._literal(head)} {call} {body}{self._block}")
             self._rule("TEXT", _without(f"{_ALL}{_pattern(form.opening)}{_ALL}"))
+        elif cut := next((at for token in self._special if (at := form.opening.find(token)) > 0), 0):
+            # A special token within the marker: no text goes on behind it.
+            behind = self._literal(head[cut:])
+            self._rule("start", f"TEXT | LEAD {behind} {call} {body}")
+            self._rule("LEAD", _without(f"{_ALL}{_pattern(form.opening)}{_ALL}", all=_ALL + _pattern(head[:cut])))
+            self._rule("TEXT", _without(f"{_ALL}{_pattern(form.opening)}{_ALL}"))
         else:
             # The marker is text: a lazy lexeme ends with it, and what goes on without one is the other.
             behind = self._literal(head.removeprefix(form.opening))
@@ -208,7 +215,11 @@ class _Writer:
     def _arguments(self, rule: str, tool: Tool) -> None:
         """Add the rule of a tool's arguments. Raises GrammarError where they cannot be kept."""
         schema = ANY if tool.name in self._loosened else schema_of(Grammar.json_schema(tool.schema))
-        if self._form.name != "pythonic":
+        if self._form.tags is not None:
+            tagged = ParameterRules(self._form.tags, self._literal, _pattern, self._special)
+            rules = tagged.any(rule) if schema is ANY else tagged.of(rule, schema)
+            self._rules += [each for each in dict.fromkeys(rules) if each not in self._rules]
+        elif self._form.name != "pythonic":
             self._rule(rule, json_rule(schema))
         elif schema is ANY:
             self._rule(rule, f'({rule}_one (", " {rule}_one)*)?')
@@ -219,9 +230,9 @@ class _Writer:
             self._rules += python_rules(rule, schema)
 
 
-def _without(*patterns: str) -> str:
-    """Return the terminal of texts that match none of the patterns."""
-    return f"/{_ALL}/" + "".join(f" & ~/{pattern}/" for pattern in patterns)
+def _without(*patterns: str, all: str = _ALL) -> str:
+    """Return the terminal of texts that match `all` and none of the patterns."""
+    return f"/{all}/" + "".join(f" & ~/{pattern}/" for pattern in patterns)
 
 
 def _pattern(text: str) -> str:

@@ -5,28 +5,31 @@ without a call, with one and with two, for tools with names that stand nowhere e
 syntax, down to its spaces. So no model needs an entry in a list.
 
 Known are calls as JSON behind a marker (Hermes, Qwen), as JSON alone (Llama 3), as a list of JSON behind a marker
-(Mistral), as a name and JSON behind markers (later ones of Mistral), and in Python's syntax (Llama 4, LFM2). All other
-templates get the `generic` format, which `generic.py` explains to the model in words.
+(Mistral), as a name and JSON behind markers (later ones of Mistral), in Python's syntax (Llama 4, LFM2), and with each
+parameter between tags (Qwen3-Coder, GLM, MiniMax, DeepSeek V3.2: `xml/`). All other templates get the `generic` format,
+which `generic.py` explains to the model in words.
 """
 
 from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from attar.text.template import TemplateError, render_chat
 from attar.text.tokenizer import Tokenizer
+from attar.text.tools.xml import finding
+from attar.text.tools.xml.finding import Tags
 
-FormatName = Literal["hermes", "llama3_json", "pythonic", "mistral", "mistral_args", "generic"]
+FormatName = Literal["hermes", "llama3_json", "pythonic", "mistral", "mistral_args", "xml", "generic"]
 
 PYTHON_TAG = "<|python_tag|>"  # before calls of some Llama models
 ARGS, CALL_ID = "[ARGS]", "[CALL_ID]"
 
 _FIRST, _SECOND = "probe_alpha", "probe_beta"
-_KEY, _VALUE = "probe_key", "probe_value"
+_KEY, _VALUE = finding.KEYS[0], finding.VALUES[0]
 _IDS = (("call_" + "a1b2c3d4" * 3, "call_" + "b2c3d4e5" * 3, 0), ("a1b2c3d4e", "b2c3d4e5f", 9))
 _DAY = datetime.date(2025, 1, 1)
 _MARK = r"<[^<>\s{}\"']{2,40}>|\[[A-Z_]{2,40}\]"
@@ -37,7 +40,7 @@ _MIDDLE = re.compile(r'"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 _END = re.compile(r'(?:\s*,\s*"id"\s*:\s*"[^"]*")?(?P<end>\s*\})')
 _NAMED = re.compile(rf"(?P<open>{_MARK})(?P<gap>\s*)")
 _ARGS = re.compile(r"(?:\[CALL_ID\][^\[]*)?\[ARGS\]")
-_THOUGHT = re.compile(r"\s*(<think>\s*</think>\s*)?")
+_THOUGHT = re.compile(r"\s*((<think>\s*)?</think>\s*)?")
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class ToolFormat:
     is calls, or none of it. Without `parallel` the template renders no turn of several calls. `id_length` is the number
     of characters that ids must have, 0 for any. With `arguments_as_text` a template gets arguments as JSON text, else
     as an object. `special` has the special tokens within the syntax, with their ids. Models of a `bare` format also
-    write a call as JSON alone, without the marker: at the beginning of an answer, or of a fenced block.
+    write a call as JSON alone, without the marker: at the beginning of an answer, or of a fenced block. With `tags` the
+    arguments are parameters between these.
     """
 
     name: FormatName
@@ -66,6 +70,7 @@ class ToolFormat:
     id_length: int = 0
     arguments_as_text: bool = False
     bare: bool = False
+    tags: Tags | None = None
     special: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -108,7 +113,17 @@ class _Probe:
                 two = self._render(calls)
                 between = None if two is None else _between(_turn(opened, two))
                 return _with_separator(found, between)
-        return None
+        tagged = finding.find(lambda arguments: self._answer(opened, arguments), (_FIRST, _SECOND))
+        return None if tagged is None else ToolFormat("xml", **tagged._asdict())
+
+    def _answer(self, opened: str, arguments: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the answer that calls with these arguments render as; None where the template fails."""
+        calls = [
+            {**call, "function": {**call["function"], "arguments": dict(given)}}
+            for call, given in zip((_call(_FIRST, _IDS[0][0]), _call(_SECOND, _IDS[0][1])), arguments, strict=False)
+        ]
+        text = self._render(calls)
+        return None if text is None else _turn(opened, text)
 
     def _render(self, calls: list[dict[str, Any]], opened: bool = False) -> str | None:
         """Return the conversation with these calls as the answer; None where the template fails."""
@@ -129,7 +144,7 @@ def _tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": "Probe.", "parameters": parameters}}
 
 
-def _call(name: str, id: str, as_text: bool) -> dict[str, Any]:
+def _call(name: str, id: str, as_text: bool = False) -> dict[str, Any]:
     arguments: Any = f'{{"{_KEY}": "{_VALUE}"}}' if as_text else {_KEY: _VALUE}
     return {"type": "function", "id": id, "function": {"name": name, "arguments": arguments}}
 
@@ -230,7 +245,9 @@ def _with_separator(form: ToolFormat, between: str | None) -> ToolFormat:
 
 
 def _special(tokenizer: Tokenizer, form: ToolFormat) -> Iterator[tuple[str, int]]:
-    syntax = (form.prefix, form.begin, form.middle, form.end, form.separator, form.suffix)
+    syntax = [form.prefix, form.begin, form.middle, form.end, form.separator, form.suffix]
+    if form.tags is not None:
+        syntax += [form.tags.begin, form.tags.middle, form.tags.json_middle, form.tags.end]
     for index in sorted(tokenizer.special_ids):
         token = tokenizer.id_to_token(index)
         known = any(token in text for text in syntax)

@@ -9,13 +9,14 @@ One that breaks within its arguments has no end, and what follows is text. White
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 from attar.text.answers.events import AnswerEvent, AnswerParser, CallArguments, CallEnd, CallStart, Plain, TextDelta
 from attar.text.tools.formats import PYTHON_TAG, ToolFormat
 from attar.text.tools.json_text import SPACE
 from attar.text.tools.reading import FENCE, NotACall, Output, read_bare, read_calls
 from attar.text.tools.tool import Tool, ToolChoice
+from attar.text.tools.xml.reading import read_tagged
 
 MAX_SPACE = 8  # characters of white space that are held back, as a call may follow
 
@@ -27,14 +28,15 @@ def parser(form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice) -> Answe
     called, all is text."""
     if choice.mode == "none" or not tools:
         return Plain()
-    return CallParser(form, frozenset(tool.name for tool in choice.of(tools)), form.bare and choice.mode == "auto")
+    return CallParser(form, {tool.name: tool for tool in choice.of(tools)}, form.bare and choice.mode == "auto")
 
 
 class CallParser:
-    """Splits an answer into text and calls of the tools `names`; with `bare` also calls without the format's marker."""
+    """Splits an answer into text and calls of tools, which are given by their names; with `bare` also calls without the
+    format's marker."""
 
-    def __init__(self, form: ToolFormat, names: frozenset[str], bare: bool = False) -> None:
-        self._form, self._names, self._bare = form, names, bare
+    def __init__(self, form: ToolFormat, tools: Mapping[str, Tool], bare: bool = False) -> None:
+        self._form, self._tools, self._names, self._bare = form, tools, frozenset(tools), bare
         self._markers = tuple(each for each in (form.opening, PYTHON_TAG * (form.name == "llama3_json")) if each)
         self._fences = (FENCE,) if bare else ()
         # The first character of an answer that calls.
@@ -104,6 +106,8 @@ class CallParser:
         self._space = self._held = ""
         if self._bare and not marked:
             self._reader = read_bare(self._form, self._names, self._out, first)
+        elif self._form.tags is not None:
+            self._reader = read_tagged(self._form, self._tools, self._out)
         else:
             self._reader = read_calls(self._form, self._names, self._out, "" if marked else first)
         next(self._reader)

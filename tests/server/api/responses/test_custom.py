@@ -17,6 +17,7 @@ from tests.server.api.responses.test_calls import BODY, TOOLS, ask
 from tests.server.api.responses.test_routes import PATH, events, types
 from tests.server.conftest import Running
 from tests.server.test_tools_served import USER, Saying, asked, caller, saying, server
+from tests.text.schemas.test_regular import ADDED, CHANGED, PATCH
 
 __all__ = ["caller", "saying", "server"]  # fixtures
 
@@ -109,6 +110,33 @@ def test_a_regular_expression_is_in_the_grammar(server: Running, saying: Saying)
     mine = asked(server).grammar
     ask(server, tools=[RUN])
     assert mine != asked(server).grammar
+
+
+def test_a_grammar_of_lark_is_in_the_grammar(server: Running, saying: Saying) -> None:
+    format = {"type": "grammar", "syntax": "lark", "definition": 'start: "a" | "b" LF+\n%import common.LF'}
+    saying(CALL)
+    answer = ask(server, tools=[RUN | {"format": format}])
+    assert answer["tools"][0]["format"] == format
+    mine = asked(server).grammar
+    ask(server, tools=[RUN])
+    assert mine != asked(server).grammar
+    body = BODY | {"input": USER, "tools": [RUN | {"format": format | {"definition": 'start: start "a"'}}]}
+    reply = server.post(PATH, body)
+    assert (reply.status, reply.json["error"]["param"]) == (400, "tools[0].format.definition")
+    many = [
+        RUN | {"name": f"run{at}", "format": format | {"definition": 'start: "a"' + " " * 16_000}} for at in range(3)
+    ]
+    reply = server.post(PATH, BODY | {"input": USER, "tools": many})
+    assert (reply.status, reply.code) == (400, "invalid_length")
+
+
+@pytest.mark.parametrize("text, fits", [(ADDED, True), (CHANGED, True), (ADDED[1:], False), (ADDED + "\n-", False)])
+def test_a_patch_by_the_grammar_of_codex(caller: Tokenizer, text: str, fits: bool) -> None:
+    custom = ResponseCustom(name="apply_patch", format=TextByGrammar(syntax="lark", definition=PATCH))
+    vocabulary = Vocabulary.of(caller, caller.vocab_size, [caller.eos_id or 0])
+    found = matcher(vocabulary, Grammar.json_schema(custom.parameters))
+    said = caller.encode(json.dumps({"input": text}), add_special_tokens=False)
+    assert (found.try_consume_tokens(said) == len(said) and found.is_accepting()) == fits
 
 
 @pytest.mark.parametrize("text, fits", [("a", True), ("b\n\n", True), ("ab", False), ("ca", False), ("", False)])

@@ -82,6 +82,21 @@ def test_a_conversation_that_went_on_has_all_before_it(storing: Running) -> None
     assert len(found) == 3
 
 
+@pytest.mark.parametrize("name", ["include", "include[]"])
+def test_log_probabilities_are_included_on_request(storing: Running, name: str) -> None:
+    first = made(storing, USER, include=["message.output_text.logprobs"], top_logprobs=2)
+    later = made(storing, "more", previous_response_id=first["id"])
+    [scored] = first["output"][0]["content"]
+    assert scored["logprobs"]
+    path = f"{PATH}/{later['id']}/input_items?order=asc"
+    plain, reasoned, full = (
+        storing.get(path + query, of(ONE)).json["data"][1]["content"]
+        for query in ("", f"&{name}=reasoning.encrypted_content", f"&{name}=message.output_text.logprobs")
+    )
+    assert plain == reasoned == [scored | {"logprobs": []}]
+    assert full == [scored]
+
+
 @pytest.mark.parametrize("order", ["asc", "desc"])
 @pytest.mark.parametrize("limit", [1, 2, 5, 7, 100])
 def test_pages_have_each_item_once(storing: Running, order: str, limit: int) -> None:
@@ -108,7 +123,8 @@ def test_pages_have_each_item_once(storing: Running, order: str, limit: int) -> 
         ("order=up", "invalid_value", "order"),
         *((f"limit={limit}", "out_of_range", "limit") for limit in ("0", "101", "-1", "x", "1.0", "", "9" * 500, "²")),
         ("after=msg_1", "invalid_value", "after"),
-        ("include[]=message.output_text.logprobs", "unsupported_field", "include[]"),
+        ("include[]=file_search_call.results", "unsupported_field", "include[]"),
+        ("include=message.output_text.logprobs&include=all", "unsupported_field", "include"),
     ],
 )
 def test_a_query_that_is_refused(storing: Running, query: str, code: str, param: str) -> None:

@@ -1,7 +1,7 @@
 """Custom tools of the Responses API: tools whose input is text rather than a JSON object.
 
 A model knows such a tool as a function with one argument, the text `input`. The grammar of calls keeps it to a regular
-expression where the tool has one; grammars of other syntaxes cannot be kept within a JSON string, and are refused.
+expression where the tool has one, or to a grammar in Lark's format that is one (`text/schemas/regular.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from attar.server.api.body import Ignored
+from attar.text.schemas import regular
 from attar.text.tools.tool import NAME
 
 MAX_PATTERN = 16 << 10  # characters of a regular expression
+MAX_GRAMMARS = 32 << 10  # characters of a request's grammars in Lark's format, which are read in the event loop
 
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _TEXT = re.compile(
@@ -31,10 +33,16 @@ class AnyText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type",
 
 
 class TextByGrammar(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="grammar"):
-    """Text that a regular expression, in the syntax of Rust's, matches as a whole."""
+    """Text that a regular expression in Rust's syntax matches as a whole, or by a grammar in Lark's format without
+    recursion."""
 
-    syntax: Literal["regex"]
+    syntax: Literal["regex", "lark"]
     definition: Annotated[str, Meta(min_length=1, max_length=MAX_PATTERN)]
+
+    @property
+    def expression(self) -> str:
+        """The regular expression of the text. Raises GrammarError for a grammar that is none."""
+        return regular.expression(self.definition) if self.syntax == "lark" else self.definition
 
 
 class ResponseCustom(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="custom"):
@@ -47,10 +55,10 @@ class ResponseCustom(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The schema of its arguments, as the model knows them."""
+        """The schema of its arguments, as the model knows them. Raises GrammarError as `expression` does."""
         text: dict[str, Any] = {"type": "string"}
         if isinstance(self.format, TextByGrammar):
-            text["pattern"] = f"^(?:{self.format.definition})$"
+            text["pattern"] = f"^(?:{self.format.expression})$"
         return {
             "type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False,
         }  # fmt: skip

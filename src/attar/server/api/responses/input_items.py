@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, get_args
 
 import msgspec
+from starlette.datastructures import QueryParams
 
 from attar.server.api.responses import types
 from attar.server.api.responses.items import (
@@ -14,6 +15,7 @@ from attar.server.api.responses.items import (
     CustomToolCallOutput,
     FunctionCall,
     FunctionCallOutput,
+    InputText,
     Item,
     ItemContent,
     MessageItem,
@@ -21,6 +23,7 @@ from attar.server.api.responses.items import (
     ReasoningItem,
     Refusal,
 )
+from attar.server.api.responses.schemas import SCORES, Include
 from attar.server.errors import APIError
 
 MOST, DEFAULT = 100, 20  # items of a page
@@ -30,6 +33,7 @@ PARAMETERS: list[dict[str, Any]] = [
     {"name": "order", "in": "query", "schema": {"enum": list(ORDERS), "default": "desc"}},
     {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MOST, "default": DEFAULT}},
     {"name": "after", "in": "query", "schema": {"type": "string"}},
+    {"name": "include[]", "in": "query", "schema": {"type": "array", "items": {"enum": list(get_args(Include))}}},
 ]
 """Parameters of the query, for the OpenAPI document."""
 
@@ -40,24 +44,29 @@ _PREFIXES: dict[type[Item], str] = {
 
 
 class Page(NamedTuple):
-    """A part of a list: at most `limit` items behind the id `after`, the newest first where `order` is `desc`."""
+    """A part of a list: at most `limit` items behind the id `after`, the newest first where `order` is `desc`. With
+    `scored`, texts of the model have their log probabilities."""
 
     order: str = "desc"
     limit: int = DEFAULT
     after: str | None = None
+    scored: bool = False
 
     @classmethod
-    def read(cls, query: Mapping[str, str]) -> Page:
+    def read(cls, query: QueryParams) -> Page:
         """Read a query. Raises APIError for a parameter that is refused."""
+        scored = False
         for name in ("include", "include[]"):
-            if name in query:
-                raise APIError("unsupported_field", f"{name}: not supported by this server", name)
+            for each in query.getlist(name):
+                if each not in get_args(Include):
+                    raise APIError("unsupported_field", f"{name}: one of {', '.join(get_args(Include))}", name)
+                scored |= each == SCORES
         order, limit = query.get("order", "desc"), query.get("limit", str(DEFAULT))
         if order not in ORDERS:
             raise APIError("invalid_value", "order: asc or desc", "order")
         if not (limit.isascii() and limit.isdigit()) or len(limit) > len(str(MOST)) or not 1 <= int(limit) <= MOST:
             raise APIError("out_of_range", f"limit: a whole number from 1 to {MOST}", "limit")
-        return cls(order, int(limit), query.get("after"))
+        return cls(order, int(limit), query.get("after"), scored)
 
     def of(self, items: Sequence[Item]) -> types.InputItemList:
         """Return the page of items, of which the oldest is the first. Raises APIError for an unknown `after`."""
@@ -69,7 +78,7 @@ class Page(NamedTuple):
             begin = next((at for at, (id, _) in enumerate(listed, 1) if id == self.after), 0)
             if not begin:
                 raise APIError("invalid_value", "after: no input item of this answer has that id", "after")
-        data = [_told(item, id) for id, item in listed[begin : begin + self.limit]]
+        data = [_told(item, id, self.scored) for id, item in listed[begin : begin + self.limit]]
         return types.InputItemList(
             object="list", data=data, first_id=data[0].id if data else None, last_id=data[-1].id if data else None,
             has_more=begin + self.limit < len(listed),
@@ -99,11 +108,11 @@ def _named(items: Sequence[Item]) -> list[tuple[str, Item]]:
     return found
 
 
-def _told(item: Item, id: str) -> types.ListedItem:
+def _told(item: Item, id: str, scored: bool) -> types.ListedItem:
     status = item.status or "completed"
     match item:
         case MessageItem(role=role):
-            said = _said(item.content) if role == "assistant" else _given(item.content)
+            said = _said(item.content, scored) if role == "assistant" else _given(item.content)
             return types.ListedMessage(id=id, status=status, role=role, content=said)
         case FunctionCall(call_id=call, name=name, arguments=arguments, namespace=space):
             unset = msgspec.UNSET if space is None else space
@@ -130,12 +139,18 @@ def _given(content: ItemContent) -> list[types.ListedText]:
     return [types.ListedText(text=text) for text in texts]
 
 
-def _said(content: ItemContent) -> list[types.SaidText | types.SaidRefusal]:
-    """Return what the model has said."""
+def _said(content: ItemContent, scored: bool) -> list[types.SaidText | types.SaidRefusal]:
+    """Return what the model has said, with its log probabilities where it is `scored`."""
     parts = [OutputText(text=content)] if isinstance(content, str) else content
     return [
         types.SaidRefusal(refusal=part.refusal)
         if isinstance(part, Refusal)
-        else types.SaidText(annotations=[], logprobs=[], text=part.text)
+        else types.SaidText(annotations=[], logprobs=_scores(part) if scored else [], text=part.text)
         for part in parts
     ]
+
+
+def _scores(part: OutputText | InputText) -> list[Any]:
+    """Return the log probabilities that a text came with: of one that a client has made up there may be none."""
+    found = getattr(part, "logprobs", None)
+    return found if isinstance(found, list) else []

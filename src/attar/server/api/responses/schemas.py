@@ -21,6 +21,7 @@ from attar.server.api.schemas import (
     Fraction,
     Length,
     Logprobs,
+    Repetition,
     Seed,
     StopString,
     StopStrings,
@@ -36,7 +37,8 @@ Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], _NOTE], Meta(max_
 _CHAIN = "The conversation goes on behind this answer, which the server has stored."
 ResponseId = Annotated[str, Meta(max_length=128, description=_CHAIN)]
 SCORES = "message.output_text.logprobs"
-Included = Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Meta(max_length=16)]
+Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+Included = Annotated[list[Include], Meta(max_length=16)]
 
 
 Summary = Literal["auto", "concise", "detailed"]
@@ -88,8 +90,8 @@ class ResponseStreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponsesBody(Body, frozen=True, kw_only=True):
-    """Body of /v1/responses. `top_k`, `min_p`, `seed`, `stop` and `ignore_eos` are extensions. `store` has an effect
-    where the server has a store, and is true by default there."""
+    """Body of /v1/responses. `top_k`, `min_p`, `repetition_penalty`, `seed`, `stop` and `ignore_eos` are extensions.
+    `store` has an effect where the server has a store, and is true by default there."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "background": (False,), "conversation": (), "prompt": (), "max_tool_calls": (), "truncation": ("disabled",),
@@ -107,6 +109,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     top_p: TopP | None = None
     top_k: TopK | None = None
     min_p: Fraction | None = None
+    repetition_penalty: Repetition | None = None
     seed: Seed | None = None
     stop: StopString | StopStrings | None = None
     ignore_eos: bool | None = None
@@ -170,6 +173,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
         """Return the parameters as those of a chat without messages."""
         return ChatBody(
             messages=[], max_completion_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p,
-            top_k=self.top_k, min_p=self.min_p, seed=self.seed, stop=self.stop, ignore_eos=self.ignore_eos,
+            top_k=self.top_k, min_p=self.min_p, repetition_penalty=self.repetition_penalty, seed=self.seed,
+            stop=self.stop, ignore_eos=self.ignore_eos,
             logprobs=self.scored, top_logprobs=self.top_logprobs if self.scored else None,
         )  # fmt: skip

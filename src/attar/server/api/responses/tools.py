@@ -17,9 +17,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from attar.server.api.body import Ignored
-from attar.server.api.responses.custom import ResponseCustom
+from attar.server.api.responses.custom import MAX_GRAMMARS, ResponseCustom, TextByGrammar
 from attar.server.api.tools.fields import ToolUse
 from attar.server.errors import APIError
+from attar.text.grammars import GrammarError
 from attar.text.tools.tool import MAX_TOOLS, NAME, Tool, ToolChoice
 
 _PLACE = re.compile(r"tools\[(\d+)\]\.function")
@@ -114,8 +115,14 @@ def read_tools(tools: Sequence[ResponseTool] | None, choice: Choice | None, para
     """Return the tools of a request and the choice among them. Raises APIError for tools that are refused, and for a
     choice that they do not allow."""
     found = list(_functions(tools or ()))
+    formats = [each.format for _, _, each in found if isinstance(each, ResponseCustom)]
+    size = sum(len(each.definition) for each in formats if isinstance(each, TextByGrammar) and each.syntax == "lark")
+    if size > MAX_GRAMMARS:
+        message = f"tools: grammars of {size} characters are more than {MAX_GRAMMARS}"
+        raise APIError("invalid_length", message, "tools")
     read = tuple(
-        Tool(joined(space, each.name), each.description, each.parameters, bool(each.strict)) for _, space, each in found
+        Tool(joined(space, each.name), each.description, _parameters(place, each), bool(each.strict))
+        for place, space, each in found
     )
     made = ToolChoice(parallel=parallel is not False)
     match choice:
@@ -129,6 +136,14 @@ def read_tools(tools: Sequence[ResponseTool] | None, choice: Choice | None, para
         use = ToolUse.checked(read, made)
     spaces = {joined(space, each.name): (space, each.name) for _, space, each in found if space is not None}
     return Toolset(use, spaces, frozenset(each.name for _, _, each in found if isinstance(each, ResponseCustom)))
+
+
+def _parameters(place: str, tool: _Function | ResponseCustom) -> dict[str, Any] | None:
+    try:
+        return tool.parameters
+    except GrammarError as error:
+        where = f"{place}.format.definition"
+        raise APIError("invalid_value", f"{where}: {error}", where) from error
 
 
 @contextlib.contextmanager

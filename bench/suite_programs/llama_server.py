@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""Stands where llama.cpp's tests look for `llama-server`: starts attar, and passes bytes on to it.
+
+Options of llama-server become those of `attar serve` where attar has them; others are ignored, and no request is
+changed. The model is that of `SUITE_MODEL`, the embedded one by default. Servers with equal options are one process,
+which outlives the tests: its id and port are in a file of `SUITE_POOL`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+START_SECONDS = 120.0
+MODEL = os.environ.get("SUITE_MODEL", "demo")
+MOST_CONTEXT = 512 if MODEL == "demo" else 8192
+VALUES = {"--alias": "--name", "--cors-origins": "--origin"}
+
+
+def options(words: list[str]) -> tuple[str, int, list[str]]:
+    """Return host and port to listen at, and the options of `attar serve`."""
+    given = dict(zip(words, [*words[1:], ""], strict=True))
+    context = int(given.get("--ctx-size", MOST_CONTEXT)) // int(given.get("--parallel", 1))
+    made = ["--context", str(min(context, MOST_CONTEXT)), "--alias", "*"]  # llama-server takes any name
+    for name, own in VALUES.items():
+        if name in given:
+            made += [own, given[name]]
+    if "--api-key" in given:
+        keys = Path(os.environ["SUITE_POOL"], hashlib.sha256(given["--api-key"].encode()).hexdigest()[:16] + ".keys")
+        keys.write_text(given["--api-key"] + "\n")
+        keys.chmod(0o600)
+        made += ["--api-key-file", str(keys)]
+    return given.get("--host", "127.0.0.1").split(",")[0], int(given["--port"]), made
+
+
+def backend(made: list[str]) -> int:
+    """Return the port of a server with these options, which is started where none runs."""
+    pool = Path(os.environ["SUITE_POOL"])
+    place = pool / (hashlib.sha256(json.dumps(made).encode()).hexdigest()[:16] + ".json")
+    if place.exists():
+        port = int(json.loads(place.read_text())["port"])
+        if ready(port):
+            return port
+    log = place.with_suffix(".log").open("w")
+    command = [os.environ["SUITE_PYTHON"], "-m", "attar", "serve", MODEL, "--port", "0", "--json", *made]
+    command += [] if MODEL == "demo" else ["--memory", "4GB"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+    assert server.stdout is not None
+    port = int(json.loads(server.stdout.readline())["url"].rpartition(":")[2])
+    place.write_text(json.dumps({"pid": server.pid, "port": port}))
+    end = time.monotonic() + START_SECONDS
+    while not ready(port):
+        if time.monotonic() > end or server.poll() is not None:
+            sys.exit("attar does not become ready")
+        time.sleep(0.05)
+    return port
+
+
+def ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5):
+            return True
+    except urllib.error.HTTPError as error:
+        return error.code == 401  # it wants a key: it answers
+    except OSError:
+        return False
+
+
+async def forward(host: str, port: int, to: int) -> None:
+    async def both(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", to)
+        await asyncio.gather(pipe(reader, inner_writer), pipe(inner_reader, writer))
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(both, host, port) as server:
+        await server.serve_forever()
+
+
+if __name__ == "__main__":
+    host, port, made = options(sys.argv[1:])
+    asyncio.run(forward(host, port, backend(made)))
