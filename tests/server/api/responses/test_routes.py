@@ -211,7 +211,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": "é" * 129}, "invalid_length", "stop"),
     ({"tools": [{"type": "web_search"}]}, "invalid_value", "tools[0].type"),
     ({"tools": [{"type": "mcp", "server_label": "x"}]}, "invalid_value", "tools[0].type"),
-    ({"tools": [custom({"type": "grammar", "syntax": "lark", "definition": "start: /a/"})]}, *SYNTAX),
+    ({"tools": [custom({"type": "grammar", "syntax": "ebnf", "definition": "start: /a/"})]}, *SYNTAX),
     ({"tools": [custom({"type": "grammar", "syntax": "regex"})]}, "missing_field", "tools[0].format.definition"),
     ({"tools": [custom(REGEX | {"definition": "("})]}, "invalid_value", "tools[0].format"),
     ({"tools": [TOOL, custom(None) | {"name": "look"}]}, "invalid_value", "tools[1].name"),
