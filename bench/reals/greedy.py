@@ -77,7 +77,7 @@ def compared(args: argparse.Namespace, done: int) -> Iterator[dict[str, Any]]:
                 answers = written(args.llamacpp, args.file, some, args.tokens, folder)
             else:
                 params = SamplingParams(max_tokens=args.tokens, temperature=0)
-                answers = [each.token_ids for each in llm.generate(some, params)]
+                answers = [list(each.token_ids) for each in llm.generate(some, params)]
             inputs = [[*prompt, *answer[:-1]] for prompt, answer in zip(some, answers, strict=True)]
             logits = theirs(args.llamacpp, file, inputs, folder, *options)
             for number, (prompt, ids, answer) in enumerate(zip(some, inputs, answers, strict=True), begin):
@@ -122,7 +122,7 @@ def written(python: Path, file: Path, prompts: Sequence[Sequence[int]], tokens: 
     ids, out = folder / "prompts.json", folder / "answers.json"
     ids.write_text(json.dumps([list(each) for each in prompts]))
     program = ROOT / "bench" / "peers" / "llama_greedy.py"
-    command = [python, program, file, ids, out, "--tokens", str(tokens), "--plain-kernels"]
+    command = [str(each) for each in (python, program, file, ids, out, "--tokens", tokens, "--plain-kernels")]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"llama.cpp: {done.stderr[-2000:]}")
