@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -231,3 +232,16 @@ def test_a_private_folder_is_made_once_and_is_nobody_elses(tmp_path: Path) -> No
     for other in (link, file, wide):
         with pytest.raises(PermissionError, match=f"{other.name} is not a folder of this user alone"):
             machine.private_folder(other)
+
+
+def test_no_garbage_is_collected_meanwhile_also_where_two_meet() -> None:
+    assert gc.isenabled()
+    with machine.uncollected():
+        assert not gc.isenabled()
+        with machine.uncollected():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ValueError), machine.uncollected():
+        raise ValueError
+    assert gc.isenabled()

@@ -26,10 +26,11 @@ def gguf(setting: Setting) -> Table:
         kl = _divergence(setting, path, "prose", LLAMACPP)
         f32 = ("--tokens", setting.tokens, "--llamacpp", setting.llamacpp, "--as-f32")
         read = Measurement(python("reals.divergence", path, *f32), {"as f32": partial(_figure, LLAMACPP, "kl_max")})
-        greedy = ("reals.greedy", path, "--llamacpp", setting.llamacpp)
-        text = Measurement(python(*greedy), {"equal": "equal", "near": "near"})
-        exact = Measurement(python(*greedy, "--as-f32"), {"f32 equal": "equal", "f32 near": "near"})
-        yield Row(model, "", (kl, read, text, exact))
+        greedy = ("reals.greedy", path, "--llamacpp", setting.llamacpp, "--kept", setting.out / "greedy")
+        text = Measurement(python(*greedy), {"equal": "equal", "near": "near", "to tie": "to_tie"})
+        exact = Measurement(python(*greedy, "--as-f32"), {"f32 equal": "equal", "f32 to tie": "to_tie"})
+        itself = Measurement(python(*greedy, "--itself"), {"itself": "equal", "itself to tie": "to_tie"})
+        yield Row(model, "", (kl, read, text, exact, itself))
 
     def families() -> Iterator[Row]:
         if setting.llamacpp is None:
@@ -43,9 +44,11 @@ def gguf(setting: Setting) -> Table:
         "gguf",
         f"llama.cpp beside exact rows on the same file: KL on {setting.tokens:,} tokens of prose, or random tokens of "
         "random models; the largest KL where neither rounds; and the share of 50 greedy texts of 200 tokens that are "
-        "equal to the end, or to a near tie, also where neither rounds",
+        "equal to the end, to the end or a tie at which they differ (near), and up to the first tie; also where "
+        "neither rounds, and llama.cpp's own by other kernels of its",
         (Column("mean", ".5f"), Column("largest", ".4f"), Column("top-1", ".2%"), Column("as f32", ".0e"),
-         Column("equal", ".0%"), Column("near", ".0%"), Column("f32 equal", ".0%"), Column("f32 near", ".0%")),
+         Column("equal", ".0%"), Column("near", ".0%"), Column("to tie", ".0%"), Column("f32 equal", ".0%"),
+         Column("f32 to tie", ".0%"), Column("itself", ".0%"), Column("itself to tie", ".0%")),
         (*each(setting, rows), *families()),
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ process that has only begun and one that holds a model get the same number.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import resource
@@ -125,6 +126,19 @@ def remove_folder(path: Path, seconds: float = 1.0) -> None:
         if not path.exists() or (tries >= 10 and time.monotonic() > limit):  # this process may have been suspended
             return
         time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Let no cyclic garbage be collected meanwhile. Where a process only gains objects, as in imports and loads,
+    collections walk through all of them again and again, and free nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _is_private(status: os.stat_result) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from attar import machine
 from attar.cli import options, terminal
 from attar.cli.commands import configured, flag, option
 from attar.cli.terminal import (
@@ -34,15 +36,17 @@ if TYPE_CHECKING:
 
 def _load(config: options.RunConfig, bar: terminal.Progress) -> LLM:
     """Load the model, and print on stderr what a user should know of it."""
-    from attar.engine.llm.llm import LLM
-    from attar.engine.loader import Parallel
-
     tell_shared(config.device, config.tp, config.pp)
-    llm = LLM(
-        config.model, device=config.device, dtype=config.dtype, activations=config.activations.value,
-        parallel=Parallel(config.tp, config.pp), draft=config.draft, draft_tokens=config.draft_tokens,
-        draft_tree=config.draft_tree, verify=not config.no_verify, progress=bar,
-    )  # fmt: skip
+    with machine.uncollected():
+        from attar.engine.llm.llm import LLM
+        from attar.engine.loader import Parallel
+
+        llm = LLM(
+            config.model, device=config.device, dtype=config.dtype, activations=config.activations.value,
+            parallel=Parallel(config.tp, config.pp), draft=config.draft, draft_tokens=config.draft_tokens,
+            draft_tree=config.draft_tree, verify=not config.no_verify, progress=bar,
+        )  # fmt: skip
+    gc.freeze()  # torch and the model stay: no later collection need walk through them
     if config.adapter is not None:
         llm.attach(config.adapter)
     bar.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -40,12 +41,13 @@ class Parallel:
 @dataclass
 class LoadedModel:
     """A checkpoint with loaded weights. `executor` has the processes that share it, where there are several;
-    `receipt` is the folder's, or None."""
+    `receipt` is the folder's, or None. `reading` is the tokenizer, where a thread began to read it."""
 
     path: Path
     decoder: Decoder
     executor: ParallelExecutor | None
     receipt: Receipt | None
+    reading: Future[Tokenizer] | None = None
 
     @property
     def runner(self) -> Callable[..., Runner]:
@@ -65,7 +67,7 @@ class LoadedModel:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer. Raises ValueError where there is none."""
-        return vocabulary.tokenizer(self.path)
+        return vocabulary.tokenizer(self.path) if self.reading is None else self.reading.result()
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -94,7 +96,9 @@ def load_model(
     parallel = parallel or Parallel()
     loading = None if progress is None else partial(progress, "loading")
     executor: ParallelExecutor | None = None
+    reading: Future[Tokenizer] | None = None
     if Share(0, parallel.tp, parallel.pp).count <= 1:
+        reading = _read_tokenizer(path)
         store = None if computed is None else dispatch.store(activations, device, computed)
         decoder = opening.load(path, computed, loading, store)
     else:
@@ -114,4 +118,15 @@ def load_model(
                 f"{path} does not compute what its receipt says: it diverges at {verdict.first_divergence}. "
                 "`attar verify` checks the files; --no-verify loads it all the same",
             )
-    return LoadedModel(path, decoder, executor, found)
+    return LoadedModel(path, decoder, executor, found, reading)
+
+
+def _read_tokenizer(path: Path) -> Future[Tokenizer] | None:
+    """Begin to read a GGUF file's tokenizer beside its weights: a large vocabulary takes as long as they do. Errors
+    are raised where the tokenizer is asked for."""
+    if not vocabulary.is_gguf(path):
+        return None
+    with_one = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+    reading = with_one.submit(vocabulary.tokenizer, path)
+    with_one.shutdown(wait=False)
+    return reading
