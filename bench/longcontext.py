@@ -40,6 +40,7 @@ from attar.kv.sparse import SparseAttention
 from attar.model import sparse_layers
 from attar.model.cache import ForwardBatch, KVCache
 from attar.model.decoder import Decoder
+from attar.model.sparse_layers import SparseLayers
 from tests.model.lookup_model import FILLER, VALUES, answer, haystack, lookup_model
 
 METHODS = ("one-bit", "constant means", "quest", "exact", "recent")
@@ -140,7 +141,7 @@ def lookups(settings: SparseAttention, length: int, prompts: int) -> dict[str, A
     for seed in range(prompts):
         ids, needles = haystack(length, seed)
         cache = decoder.cache(length + 4 * (VALUES + 1))
-        sparse_layers.attach(cache, decoder, means, settings)
+        sparse_layers.attach(cache.layers, decoder, SparseLayers(settings, means), cache.capacity)
         run(decoder, cache, ids)
         for method in _with_full(cache, means):
             into = found.setdefault(method, {})
@@ -176,7 +177,7 @@ def divergence(args: argparse.Namespace, settings: SparseAttention) -> dict[str,
     means = sparse_layers.calibrate(decoder, kv_cache.sample(decoder, 3, 1))
     calibrated = time.perf_counter() - begun
     cache = decoder.cache(args.context, scheme=scheme(args.kv))
-    sparse_layers.attach(cache, decoder, means, settings)
+    sparse_layers.attach(cache.layers, decoder, SparseLayers(settings, means), cache.capacity)
     first = args.context - args.rows
     begun = time.perf_counter()
     run(decoder, cache, ids[:first])

@@ -34,9 +34,10 @@ from attar.faults import InjectedFault, point
 from attar.kernels import dispatch, ops
 from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
-from attar.model import cache
+from attar.model import cache, sparse_layers
 from attar.model.cache import ForwardBatch, KeptStates, KVCache, Tails, sent
 from attar.model.decoder import Decoder
+from attar.model.sparse_layers import SparseLayers
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Copy, ScheduledTokens, StepPlan
 
@@ -179,6 +180,15 @@ class Runner:
         """Hidden states of the last step's rows, in order; None where it raised, or was replayed as a graph."""
         self.waits = waits(decoder)
         """Reason why a step is complete when it returns; None where it may still be under way."""
+        self._reads_few = False
+
+    def read_few(self, found: SparseLayers) -> None:
+        """Have rows of outputs choose which keys they read, from now on; called before the first step.
+
+        Rows of prompts read all. Raises ValueError where the cache's scheme or the device does not allow it.
+        """
+        sparse_layers.attach(self.pages, self.decoder, found, self.context)
+        self._reads_few, self._recorded = True, False
 
     @torch.inference_mode()
     def record_all(self) -> None:
@@ -294,6 +304,8 @@ class Runner:
             assert len(parts) == len(chunks), "a tree of drafts, and unfinished blocks that lie apart"
             tails = self._unfinished.tails(chunks, self.block)
         view = KVCache.over(self.pages, tables, [part.start for part in parts], tails)
+        if self._reads_few:
+            view.dense_until = [part.chunk.sequence.prompt for part in parts]
         horizons = tuple(part.chunk.sequence.horizon for part in parts) if self.horizons else self.context
         adapters = tuple(part.chunk.sequence.adapter for part in parts)
         lengths = tuple(part.rows for part in parts)

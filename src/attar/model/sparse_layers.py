@@ -6,6 +6,7 @@ has a window. Choosing keys by weight harms diffuse layers more than choosing at
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,9 +15,11 @@ from torch import Tensor
 from attar.errors import UserError
 from attar.kernels import ops
 from attar.kernels.operands import AttentionForm
+from attar.kv.pages import PagedKV
 from attar.kv.signs import Signs
 from attar.kv.sparse import SparseAttention
-from attar.model.cache import ForwardBatch, KVCache
+from attar.model.cache import ForwardBatch
+from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.rope import table
 
@@ -31,22 +34,45 @@ class KeyStatistics(NamedTuple):
     spreads: Tensor  # mean absolute deviations; those of a rotated pair are averaged
 
 
+class SparseLayers(NamedTuple):
+    """Sparse attention of one model: its settings, and the statistics of each layer's keys, None where it is dense."""
+
+    settings: SparseAttention
+    statistics: Sequence[KeyStatistics | None]
+
+    @property
+    def dense(self) -> tuple[int, ...]:
+        """Return the layers in which every row reads every key that it sees."""
+        return tuple(i for i, each in enumerate(self.statistics) if each is None)
+
+    def __str__(self) -> str:
+        dense = ", ".join(map(str, self.dense)) or "none"
+        return f"sparse attention {self.settings}: dense layers {dense}, of {len(self.statistics)}"
+
+
+def check(config: ModelConfig) -> None:
+    """Raise ValueError (`option_conflict`) where a model's angles grow with the length of a sequence."""
+    if any(rope is not None and rope.grows for rope in config.ropes):
+        message = "sparse attention needs angles that are the same at every length: this model's grow"
+        raise UserError("option_conflict", message)
+
+
 @torch.inference_mode()
-def calibrate(decoder: Decoder, ids: Tensor) -> list[KeyStatistics | None]:
+def calibrate(
+    decoder: Decoder, ids: Tensor, progress: Callable[[int, int], None] | None = None
+) -> list[KeyStatistics | None]:
     """Return the statistics of each layer's keys; None for layers that stay dense.
 
-    ids: int64 [sequences, L], texts that the model finds likely. Raises ValueError where angles grow with the length
-    of a sequence.
+    ids: int64 [sequences, L], texts that the model finds likely. `progress` is called with finished and all layers.
+    Raises ValueError as `check`.
     """
+    check(decoder.config)
     length = ids.shape[1]
     step = ForwardBatch((length,), length)
     hidden = [decoder.embedding.forward(text, step.positions) for text in ids]
     found = list[KeyStatistics | None]()
     for block in decoder.blocks:
         one = block.attention
-        if one.rope is not None and one.rope.grows:
-            message = "sparse attention needs angles that are the same at every length: this model's grow"
-            raise UserError("option_conflict", message)
         kept, shares = [], []
         for i, rows in enumerate(hidden):
             x = ops.norm(rows, None, block.attention_norm)[1]
@@ -57,6 +83,8 @@ def calibrate(decoder: Decoder, ids: Tensor) -> list[KeyStatistics | None]:
         diffuse = sum(shares) / len(shares) > DIFFUSE
         pairs = 0 if one.rope is None else one.rope.dims // 2
         found.append(None if diffuse or one.form.window is not None else _statistics(torch.cat(kept), pairs))
+        if progress is not None:
+            progress(len(found), len(decoder.blocks))
     return found
 
 
@@ -83,16 +111,14 @@ def _share(q: Tensor, k: Tensor, form: AttentionForm) -> float:
     return float((needed / (at + 1)).mean())
 
 
-def attach(cache: KVCache, decoder: Decoder, statistics: list[KeyStatistics | None], settings: SparseAttention) -> None:
-    """Give the layers of a new cache one-bit keys, except those without statistics.
+def attach(layers: Sequence[PagedKV], decoder: Decoder, found: SparseLayers, context: int) -> None:
+    """Give the layers of a new cache one-bit keys, except dense ones, for sequences of up to `context` tokens.
 
     Raises ValueError where the cache's scheme has none, or the device is no CPU.
     """
-    settings.check(cache.scheme)
-    if cache.device.type != "cpu":
-        raise UserError("option_conflict", f"sparse attention runs on CPUs, not on {cache.device.type}")
-    for pages, block, own in zip(cache.layers, decoder.blocks, statistics, strict=True):
+    found.settings.check(layers[0].scheme, layers[0].keys.device.type)
+    for pages, block, own in zip(layers, decoder.blocks, found.statistics, strict=True):
         if own is not None:
             rope = block.attention.rope
-            angles = None if rope is None else table(rope, cache.capacity)
-            pages.signs = Signs.zeros(pages.blocks, pages.block, *own, settings, angles)
+            angles = None if rope is None else table(rope, context)
+            pages.signs = Signs.zeros(pages.blocks, pages.block, *own, found.settings, angles)
