@@ -14,6 +14,7 @@ from attar.kv.sparse import SparseAttention
 from tests.errors import user_error
 
 BLOCK, BLOCKS, HEADS, SIZE = 32, 12, 2, 24
+LINES = 0.07  # relative error of lines between powers of two, which weights follow
 SCALE = 2**-8  # relative rounding of a bfloat16
 
 
@@ -114,7 +115,7 @@ def test_the_best_runs_are_chosen(seed: int, length: int, topk: int) -> None:
     inner = expected[:, 1:-1]
     for head, picked in zip(inner, chosen[:, 1:-1], strict=True):
         if picked.any() and not picked.all():
-            assert head[picked].min() >= head[~picked].max() - 1e-5
+            assert head[picked].min() >= (1 - LINES) * head[~picked].max() - 1e-5
 
 
 def test_a_broken_key_is_read() -> None:

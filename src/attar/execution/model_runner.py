@@ -188,7 +188,7 @@ class Runner:
         Rows of prompts read all. Raises ValueError where the cache's scheme or the device does not allow it.
         """
         sparse_layers.attach(self.pages, self.decoder, found, self.context)
-        self._reads_few, self._recorded = True, False
+        self._reads_few = True
 
     @torch.inference_mode()
     def record_all(self) -> None:
@@ -261,6 +261,8 @@ class Runner:
                 tables[row, : len(blocks)] = blocks
                 batch.rows[row] = blocks.copy()
             batch.cache.filled[row] = chunk.start
+            if batch.cache.dense_until is not None:
+                batch.cache.dense_until[row] = chunk.sequence.prompt
         ids = rows.ids
         if rows.late:
             known = torch.tensor(ids)
@@ -281,6 +283,8 @@ class Runner:
     def _batch(self, sequences: int, rows: int) -> _Batch:
         tables = torch.zeros((sequences, -(-self.context // self.block)), dtype=torch.int32)
         view = KVCache.over(self.pages, tables, [0] * sequences)
+        if self._reads_few:
+            view.dense_until = [0] * sequences
         batch = _Batch(Decoding(self.decoder, view, self.context, rows=rows, keep=self.keep), view, [[]] * sequences)
         while self._batches and sequences * rows + sum(n * r for n, r in self._batches) > self._kept:
             self._batches.popitem(last=False)

@@ -24,6 +24,7 @@ from attar.model.decoder import Decoder
 from attar.model.rope import table
 
 MOST_OF_WEIGHT = 0.9
+ROWS = 32  # of each text, by which layers are judged
 DIFFUSE = 0.5  # share of visible keys that this weight takes in a diffuse layer
 
 
@@ -67,22 +68,26 @@ def calibrate(
     Raises ValueError as `check`.
     """
     check(decoder.config)
-    length = ids.shape[1]
-    step = ForwardBatch((length,), length)
-    hidden = [decoder.embedding.forward(text, step.positions) for text in ids]
+    count, length = ids.shape
+    step = ForwardBatch((length,) * count, length)
+    hidden = decoder.embedding.forward(ids.flatten(), step.positions)
     found = list[KeyStatistics | None]()
     for block in decoder.blocks:
         one = block.attention
-        kept, shares = [], []
-        for i, rows in enumerate(hidden):
-            x = ops.norm(rows, None, block.attention_norm)[1]
-            kept.append(one.heads(x, None)[1][1:].float())  # a first token's keys are like no other's
-            q, k, _ = one.heads(x, None if one.rope is None else step.rotation(one.rope))
-            shares.append(_share(q, k, one.form))
-            hidden[i] = block.run(rows, step)
-        diffuse = sum(shares) / len(shares) > DIFFUSE
-        pairs = 0 if one.rope is None else one.rope.dims // 2
-        found.append(None if diffuse or one.form.window is not None else _statistics(torch.cat(kept), pairs))
+        own = None
+        if one.form.window is None:
+            x = ops.norm(hidden, None, block.attention_norm)[1]
+            q, k, _ = one.heads(x, None)
+            kept = k.unflatten(0, (count, length))[:, 1:]  # a first token's keys are like no other's
+            if one.rope is not None:
+                turn = step.rotation(one.rope)
+                q, k = (ops.rope(each, turn.cos[turn.rows], turn.sin[turn.rows]) for each in (q, k))
+            shares = [_share(*each, one.form) for each in zip(step.split(q), step.split(k), strict=True)]
+            if sum(shares) / count <= DIFFUSE:
+                own = _statistics(kept.flatten(0, 1).float(), 0 if one.rope is None else one.rope.dims // 2)
+        found.append(own)
+        if len(found) < len(decoder.blocks):
+            hidden = block.run(hidden, step)
         if progress is not None:
             progress(len(found), len(decoder.blocks))
     return found
@@ -97,14 +102,13 @@ def _statistics(keys: Tensor, pairs: int) -> KeyStatistics:
 
 
 def _share(q: Tensor, k: Tensor, form: AttentionForm) -> float:
-    """Return the share of visible keys that has `MOST_OF_WEIGHT`: the mean over heads and later rows."""
+    """Return the share of visible keys that has `MOST_OF_WEIGHT`: the mean over heads and some later rows."""
     length = len(q)
-    first = length // 2
+    at = torch.arange(length // 2, length, max(1, length // 2 // ROWS))
     keys = k.float().repeat_interleave(form.heads // form.kv_heads, 1)
-    scores = torch.einsum("thd,shd->hts", q[first:].float(), keys) * form.scale
+    scores = torch.einsum("thd,shd->hts", q[at].float(), keys) * form.scale
     if form.soft_cap is not None:
         scores = form.soft_cap * torch.tanh(scores / form.soft_cap)
-    at = torch.arange(first, length)
     hidden = torch.arange(length)[None] > at[:, None]
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).sort(-1, descending=True).values
     needed = (weights.cumsum(-1) < MOST_OF_WEIGHT).sum(-1) + 1
@@ -122,3 +126,4 @@ def attach(layers: Sequence[PagedKV], decoder: Decoder, found: SparseLayers, con
             rope = block.attention.rope
             angles = None if rope is None else table(rope, context)
             pages.signs = Signs.zeros(pages.blocks, pages.block, *own, found.settings, angles)
+            assert len(pages.signs.numbers)  # made now: while a step is recorded, nothing may be computed
