@@ -38,6 +38,7 @@ from attar.engine.bottleneck import Bottlenecks
 from attar.engine.inflight import InflightStep, Launcher, Taker
 from attar.engine.outputs import Choice, Request
 from attar.engine.requests import RequestTable
+from attar.engine.sparse_reads import SparseReads
 from attar.engine.speculation import Speculation
 from attar.execution import cuda_graphs, kv_cache
 from attar.execution.model_runner import InflightTokens, Runner
@@ -125,6 +126,7 @@ class Engine:
         self.runner = runner(
             decoder, config.blocks, config.context, scheme, limits.together, bases, record, limits.max_drafts
         )
+        self.sparse = None if config.sparse is None else SparseReads(config.sparse)
         if config.sparse is not None:
             self.runner.read_few(config.sparse)
         self.overlaps = self.runner.device.type != "cpu" if config.overlaps is None else config.overlaps
@@ -234,6 +236,8 @@ class Engine:
             if self.speculation is not None:
                 self.speculation.see(inflight.plan, outcomes, self.runner.kept)
                 self.speculation.learn(inflight.plan, inflight.choices, outcomes, now - inflight.began)
+            if self.sparse is not None:
+                self.sparse.count(inflight.plan.chunks, self.requests.choices)
             self.scheduler.commit(inflight.plan, outcomes, now)
             self._count(inflight, self.clock())
             self._settle()
@@ -252,6 +256,7 @@ class Engine:
             drafted_tokens=drafts.drafted if drafts else 0, accepted_tokens=drafts.accepted if drafts else 0,
             draft_errors=drafts.errors if drafts else 0, forced_tokens=drafts.forced if drafts else 0,
             **(drafts.gains.stats() if drafts else {}),
+            keys_seen=self.sparse.seen if self.sparse else 0, keys_read=self.sparse.read if self.sparse else 0,
         )  # fmt: skip
 
     # ---- taking requests
@@ -271,7 +276,7 @@ class Engine:
             raise Refused("too_long", words)
         named = self._specials(params)
         ending = frozenset(params.stop_token_ids) | named.keys() | (frozenset() if params.ignore_eos else self.eos_ids)
-        return Request(id, prompt, params, ending, named)
+        return Request(id, prompt, params, ending, named, sparse=None if self.sparse is None else self.sparse.layers)
 
     def _vocabulary(self) -> Vocabulary:
         assert self.tokenizer is not None
