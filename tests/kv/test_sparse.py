@@ -126,3 +126,9 @@ def test_a_broken_key_is_read() -> None:
     ranks = ref_sparse.ranks(torch.ones(2 * HEADS, SIZE), made, table, 300, form)
     assert ranks[1].isinf().all()
     assert not ranks[0].isinf().any()
+
+
+@pytest.mark.parametrize("size", [24, 64, 20])
+def test_bytes_of_a_block_are_those_of_its_arrays(size: int) -> None:
+    made = Signs.zeros(3, BLOCK, torch.zeros(HEADS, size), torch.ones(HEADS, size), SparseAttention(topk=64))
+    assert made.bits.nbytes + made.scales.nbytes == 3 * SparseAttention.bytes(HEADS, size, BLOCK)
