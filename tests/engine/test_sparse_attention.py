@@ -17,7 +17,7 @@ from attar.kv.sparse import SparseAttention
 from attar.model import sparse_layers
 from attar.model.decoder import Decoder
 from attar.model.sparse_layers import SparseLayers
-from attar.protocol.messages import Submit
+from attar.protocol.messages import Finished, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from tests.engine.conftest import CONTEXT, ROOM, TIGHT, Answers, answers, make_engine, run, run_as_they_come
@@ -120,3 +120,16 @@ def test_layers_are_found_on_a_sample(tiny_decoder: Callable[..., Decoder]) -> N
     for one, other in zip(once.statistics, again.statistics, strict=True):
         assert (one is None) == (other is None)
         assert one is None or other is None or (torch.equal(one.means, other.means))
+
+
+def test_reports_count_the_keys(decoder: Decoder, sparse: SparseLayers) -> None:
+    made = engine(decoder, sparse)
+    ask = Submit("0", tuple(range(60)), SamplingParams(max_tokens=21, temperature=0, seed=0))
+    (report,) = [event.report for event in run(made, [ask]) if isinstance(event, Finished)]
+    lengths = range(61, 81)  # the last token is never run
+    assert report is not None
+    assert (report.sparse_attention, report.dense_layers) == (str(FEW), ())
+    assert (report.keys_seen, report.keys_read) == (sum(lengths), sum(map(FEW.tokens_read, lengths)))
+    assert (made.stats().keys_seen, made.stats().keys_read) == (report.keys_seen, report.keys_read)
+    assert report.keys_read < report.keys_seen
+    assert str(sparse) == f"sparse attention topk:48: dense layers none, of {decoder.config.layers}"

@@ -105,8 +105,8 @@ def parse_sparse_attention(text: str) -> str:
 
 
 SparseAttention = Annotated[str | None, option(
-    "Cache", "topk:N", "Answers read the N tokens of a long context that matter most, or topk:1/16: a sixteenth. "
-    "Prompts read all. CPUs only.", "--sparse-attention", parser=parse_sparse_attention, default="all tokens",
+    "Cache", "BUDGET", "What answers read of a long context: topk:512, the 512 tokens that matter most, or topk:1/16, "
+    "a sixteenth. Prompts read all. CPUs only.", "--sparse-attention", parser=parse_sparse_attention, default="all",
 )]  # fmt: skip
 Memory = Annotated[int | None, option(
     "Cache", "SIZE", "Memory to use, such as 16GB.", "--memory", parser=parse_size, default="90 % of free",
