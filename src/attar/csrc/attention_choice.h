@@ -60,24 +60,25 @@ void lay(const Signs& signs, Scan& scan, unsigned char* queries, unsigned char* 
 // The runs of the greatest ranks, of equal ones the lower; the first and the last always; a rank that is no number is the
 // greatest.
 void pick(const Scan& scan, std::int32_t* list) {
-    static thread_local std::vector<std::uint64_t> keys;
-    keys.clear();
-    for (std::int64_t run = 1; run + 1 < scan.runs; ++run) {
+    static thread_local std::vector<std::uint32_t> ranks, sorted;  // bits of floats that are not negative: in their order
+    const std::int64_t count = scan.runs - 2, inner = scan.budget - 2;
+    ranks.resize(static_cast<std::size_t>(count));
+    for (std::int64_t i = 0; i < count; ++i) {
         std::uint32_t bits;
-        std::memcpy(&bits, scan.weights + run, sizeof bits);
-        if (!(scan.weights[run] <= std::numeric_limits<float>::max())) bits = 0x7f800000u;
-        keys.push_back(std::uint64_t{bits} << 32 | (0xffffffffu - static_cast<std::uint32_t>(run)));
+        std::memcpy(&bits, scan.weights + 1 + i, sizeof bits);
+        ranks[i] = (bits & 0x7fffffffu) > 0x7f800000u ? 0x7f800000u : bits;
     }
-    const std::int64_t inner = scan.budget - 2;
-    std::int32_t* to = list;
-    *to++ = 0;
+    *list++ = 0;
     if (inner > 0) {
-        std::nth_element(keys.begin(), keys.begin() + (inner - 1), keys.end(), std::greater<std::uint64_t>());
-        for (std::int64_t i = 0; i < inner; ++i)
-            *to++ = static_cast<std::int32_t>(0xffffffffu - static_cast<std::uint32_t>(keys[i]));
-        std::sort(list + 1, to);
+        sorted = ranks;
+        std::nth_element(sorted.begin(), sorted.begin() + (inner - 1), sorted.end(), std::greater<std::uint32_t>());
+        const std::uint32_t least = sorted[inner - 1];
+        std::int64_t equal = inner;
+        for (std::int64_t i = 0; i < inner; ++i) equal -= sorted[i] > least;
+        for (std::int64_t i = 0; i < count; ++i)
+            if (ranks[i] > least || (ranks[i] == least && equal-- > 0)) *list++ = static_cast<std::int32_t>(i + 1);
     }
-    *to = static_cast<std::int32_t>(scan.runs - 1);
+    *list = static_cast<std::int32_t>(scan.runs - 1);
 }
 
 Chosen choose(const Attention& a, const Pages& pages, const Sizes& sizes, Level level) {

@@ -18,13 +18,13 @@ constexpr int SCANNED = 4;
 
 // Bytes of 1 where those of `a` are not zero.
 ATTAR_INLINE Ints ones(Ints a) {
-    typedef std::uint8_t BytePiece __attribute__((vector_size(4 * WIDTH)));
     ATTAR_EACH {
 #if ATTAR_LEVEL >= ATTAR_AVX512
         a.piece[p] = (IntPiece)_mm512_min_epu8((__m512i)a.piece[p], _mm512_set1_epi32(0x01010101));
 #elif ATTAR_LEVEL >= ATTAR_AVX2
         a.piece[p] = (IntPiece)_mm256_min_epu8((__m256i)a.piece[p], _mm256_set1_epi32(0x01010101));
 #else
+        typedef std::uint8_t BytePiece __attribute__((vector_size(4 * WIDTH)));
         a.piece[p] = (IntPiece)((BytePiece)((BytePiece)a.piece[p] != 0) & 1);
 #endif
     }
@@ -36,6 +36,33 @@ ATTAR_INLINE Floats power_of_two(Floats y) {
     const Floats rounder = all(ROUNDER);
     const Ints steps = bits_of(fma(max(y, all(-100.0f)), all(FRACTION), rounder)) - bits_of(rounder);
     return from_bits(shift_left(steps + all(127 * 2048), 12));
+}
+
+// The sums of four vectors to to[0 .. 4], in one order at every level.
+ATTAR_INLINE void sum_four(const Floats* from, float* to) {
+#if ATTAR_LEVEL >= ATTAR_AVX2
+    __m256 eight[4];
+    for (int i = 0; i < 4; ++i) {
+        __m256 low, high;
+        eight_and_eight(from[i], &low, &high);
+        eight[i] = low + high;
+    }
+    const __m256d a = (__m256d)(_mm256_unpacklo_ps(eight[0], eight[1]) + _mm256_unpackhi_ps(eight[0], eight[1]));
+    const __m256d b = (__m256d)(_mm256_unpacklo_ps(eight[2], eight[3]) + _mm256_unpackhi_ps(eight[2], eight[3]));
+    const __m256 both = (__m256)_mm256_unpacklo_pd(a, b) + (__m256)_mm256_unpackhi_pd(a, b);
+    _mm_storeu_ps(to, _mm256_castps256_ps128(both) + _mm256_extractf128_ps(both, 1));
+#else
+    for (int i = 0; i < 4; ++i) {
+        float lane[16];
+        store(lane, from[i]);
+        for (int l = 0; l < 8; ++l) lane[l] += lane[l + 8];
+        to[i] = ((lane[0] + lane[2]) + (lane[1] + lane[3])) + ((lane[4] + lane[6]) + (lane[5] + lane[7]));
+    }
+#endif
+}
+
+ATTAR_INLINE float two_to(float whole) {  // of a whole number that is not positive
+    return whole < -126.0f ? 0.0f : from_bits(all((127 + static_cast<std::int32_t>(whole)) << 23)).piece[0][0];
 }
 
 ATTAR_INLINE Ints dot_codes(Ints acc, Ints bits, const std::int8_t* codes) {
@@ -215,14 +242,16 @@ static void scan_queries(const Attention& what, const Pages& pages, const Sizes&
     for (int r = 0; r < R; ++r) {
         const float broken = sum(wrong[r]), top = broken == 0.0f ? std::ceil(largest(most[r])) : broken;
         float* weights = scan.weights + (first + r) * scan.width + from;
-        float total = broken;
-        for (int run = runs; run < RUNS; ++run) weights[run] = 0.0f;
-        for (int run = 0; run < runs; ++run) {
-            weights[run] = sum(power_of_two(load(scores + r * SPLIT + 16 * run) - all(top))) + broken;
-            total += weights[run];
+        for (int run = 0; run < RUNS; run += 4) {
+            Floats four[4];
+            for (int i = 0; i < 4; ++i)
+                four[i] = run + i < runs ? power_of_two(load(scores + r * SPLIT + 16 * (run + i)) - all(top)) : all(0.0f);
+            sum_four(four, weights + run);
         }
+        if (broken != 0.0f)  // NaN
+            for (int run = 0; run < RUNS; ++run) weights[run] = broken;
         scan.tops[(first + r) * scan.splits + split] = top;
-        scan.sums[(first + r) * scan.splits + split] = total;
+        scan.sums[(first + r) * scan.splits + split] = sum(load(weights) + load(weights + 16));
     }
 }
 
@@ -256,10 +285,9 @@ static void rank_runs(const Scan& scan) {
         float top = -INFINITY, total = 0.0f;
         for (std::int64_t split = 0; split < scan.splits; ++split) top = tops[split] > top ? tops[split] : top;
         for (std::int64_t split = 0; split < scan.splits; ++split)
-            total += sums[split] * std::ldexp(1.0f, tops[split] - top > -200.0f ? static_cast<int>(tops[split] - top) : -200);
+            total += sums[split] * (tops[split] <= top ? two_to(tops[split] - top) : NAN);
         for (std::int64_t split = 0; split < scan.splits; ++split) {
-            const float below = tops[split] - top;
-            const Floats share = all((below > -200.0f ? std::ldexp(1.0f, static_cast<int>(below)) : 0.0f) / total);
+            const Floats share = all((tops[split] <= top ? two_to(tops[split] - top) : NAN) / total);
             for (int run = 0; run < RUNS; run += 16) {
                 const std::int64_t at = RUNS * split + run;
                 const Floats found = load(scan.weights + r * scan.width + at) * share;

@@ -122,7 +122,8 @@ def _made(
     if held.sparse is not None:
         logs.say(f"sparse attention {held.sparse}: finding key statistics on a sample that the model writes")
         layers = kv_cache.sparse_layers_of(model.decoder, held.sparse)
-        logs.say(str(layers))
+        cost = f"attar eval {settings.model} --sparse-attention {held.sparse} --text FILE"
+        logs.say(f"{layers}; what it costs on a text: {cost}")
     config = EngineConfig(
         found.blocks, found.context, limits, model.eos_ids, held.kv, names, drafter=drafts,
         draft_tokens=settings.draft_tokens, draft_tree=settings.draft_tree, sparse=layers,

@@ -4,7 +4,7 @@ A key k at position p becomes the signs of c = k - m(p) and one scale s: c is ab
 that of the layer's keys before rotation, one a head and column, rotated to p. Spreads are constants of head and column.
 The scale has the least squared error: sum(spread |c|) / sum(spread^2).
 
-A ranking adds the query's product with m(p), which costs no memory. There, pairs of columns that turn by at most half a
+A ranking adds the query's product with m(p), which costs no memory. There, pairs of columns that turn by at most one
 radian in 8 positions are turned to the middle of a run of 16 slots, and follow a straight line from there (`Turns`).
 Models with large biases of keys need the mean before rotation: behind a constant mean after rotation the bias, which
 turns with p, would take the signs. Heads of 64 columns take 10 bytes a token. Related work calls such reading
@@ -23,7 +23,7 @@ from torch import Tensor
 from attar.kv.schemes import RUN
 from attar.kv.sparse import SparseAttention
 
-SLOW = 1 / 16  # radians a position: pairs that turn no faster follow a straight line within a run
+SLOW = 1 / 8  # radians a position: pairs that turn no faster follow a straight line within a run
 LANES = 32  # runs that a scan takes at once: tables have a multiple of them
 WEIGHTS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
