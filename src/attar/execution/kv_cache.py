@@ -27,7 +27,7 @@ from attar.model.sparse_layers import SparseLayers
 from attar.progress import Progress
 
 SEED = 11
-FEW_WRITTEN, FEW_RANDOM, SHORT = 6, 1, 128  # texts from which sparse attention is calibrated, and their tokens
+FEW_WRITTEN, FEW_RANDOM, SHORT = 4, 1, 96  # texts from which sparse attention is calibrated, and their tokens
 
 
 def bases(decoder: Decoder, scheme: KvScheme) -> list[Bases] | None:
