@@ -11,7 +11,7 @@ of the next token from full attention, teacher-forced, over the last rows of one
 Methods read equally many keys: `one-bit` is attar's; `constant means` is the same without spreads, with means that do
 not turn with the position; `quest` ranks runs of 16 by the bounds of Quest (Tang et al. 2024); `exact` ranks them by
 the weights themselves; `recent` takes the newest and the first run. All of them keep the same layers dense. Everything
-here is the reference in plain PyTorch: it says what a method loses, and nothing of speed.
+but the first two is the reference in plain PyTorch: it says what a method loses, and nothing of speed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from attar.checkpoints import vocabulary
 from attar.checkpoints.sources import opening
 from attar.execution import kv_cache
 from attar.kernels import dispatch, ref_attention, ref_sparse
+from attar.kernels.native import attention as native_attention
 from attar.kernels.operands import AttentionForm
 from attar.kv.pages import AttentionMetadata, PagedKV
 from attar.kv.schemes import RUN, scheme
@@ -40,6 +42,7 @@ from attar.kv.sparse import SparseAttention
 from attar.model import sparse_layers
 from attar.model.cache import ForwardBatch, KVCache
 from attar.model.decoder import Decoder
+from attar.model.sparse_layers import SparseLayers
 from tests.model.lookup_model import FILLER, VALUES, answer, haystack, lookup_model
 
 METHODS = ("one-bit", "constant means", "quest", "exact", "recent")
@@ -79,25 +82,27 @@ def _ranks(method: str, keys: Tensor) -> Rank:
 
 @contextmanager
 def reading(method: str) -> Iterator[None]:
-    """Rows choose by another method for a while."""
-    chosen = ref_sparse.replace_rows
+    """Rows choose by another method for a while, in the reference."""
+    native = native_attention.paged_attention
 
-    def by_method(mixed: Tensor, q: Tensor, pages: PagedKV, place: AttentionMetadata, form: AttentionForm) -> Tensor:
+    def by_method(q: Tensor, pages: PagedKV, place: AttentionMetadata, form: AttentionForm, *more: Any) -> Any:
+        if place.dense_until is None or pages.signs is None:
+            return native(q, pages, place, form, *more)
+        dense, _ = native(q, pages, replace(place, dense_until=None), form)
         keys, _ = ref_attention.read_sequence(pages, place.block_tables[0], int(place.lengths[0]), None, torch.float32)
-        assert pages.signs is not None
-        plain, ranked = ref_sparse.ranks, _ranks(method, keys)
-        ref_sparse.ranks = ranked  # type: ignore[assignment]
+        plain = ref_sparse.ranks
+        ref_sparse.ranks = _ranks(method, keys)  # type: ignore[assignment]
         try:
-            return chosen(mixed, q, pages, place, form)
+            return ref_sparse.replace_rows(dense, q, pages, place, form), None
         finally:
             ref_sparse.ranks = plain
 
     if method not in ("one-bit", "constant means"):
-        ref_sparse.replace_rows = by_method
+        native_attention.paged_attention = by_method  # type: ignore[assignment]
     try:
         yield
     finally:
-        ref_sparse.replace_rows = chosen
+        native_attention.paged_attention = native
 
 
 def run(decoder: Decoder, cache: KVCache, ids: Tensor) -> None:
@@ -113,10 +118,10 @@ def rewrite(cache: KVCache, constant: bool, tables: list[Any], means: Statistics
     for pages, angles, own in zip(cache.layers, tables, means, strict=True):
         if pages.signs is None or own is None:
             continue
-        pages.signs.angles, pages.signs.means = angles, own.means
+        pages.signs = replace(pages.signs, means=own.means, spreads=own.spreads, angles=angles)
         if constant:
-            pages.signs.means, pages.signs.angles = pages.signs.means_at(at).mean(0), None
-            pages.signs.spreads = torch.ones_like(own.spreads)
+            mean = pages.signs.means_at(at).mean(0)
+            pages.signs = replace(pages.signs, means=mean, spreads=torch.ones_like(own.spreads), angles=None)
         keys, _ = ref_attention.read_sequence(pages, cache.block_tables[0], length, None, torch.float32)
         pages.signs.write(keys, slots, at)
 
@@ -140,7 +145,7 @@ def lookups(settings: SparseAttention, length: int, prompts: int) -> dict[str, A
     for seed in range(prompts):
         ids, needles = haystack(length, seed)
         cache = decoder.cache(length + 4 * (VALUES + 1))
-        sparse_layers.attach(cache, decoder, means, settings)
+        sparse_layers.attach(cache.layers, decoder, SparseLayers(settings, means), cache.capacity)
         run(decoder, cache, ids)
         for method in _with_full(cache, means):
             into = found.setdefault(method, {})
@@ -173,10 +178,10 @@ def divergence(args: argparse.Namespace, settings: SparseAttention) -> dict[str,
     ids = torch.tensor(vocabulary.tokenizer(path).encode(text)[: args.context])
     assert len(ids) == args.context, "the text is too short"
     begun = time.perf_counter()
-    means = sparse_layers.calibrate(decoder, kv_cache.sample(decoder, 3, 1))
+    means = list(kv_cache.sparse_layers_of(decoder, settings).statistics)
     calibrated = time.perf_counter() - begun
     cache = decoder.cache(args.context, scheme=scheme(args.kv))
-    sparse_layers.attach(cache, decoder, means, settings)
+    sparse_layers.attach(cache.layers, decoder, SparseLayers(settings, means), cache.capacity)
     first = args.context - args.rows
     begun = time.perf_counter()
     run(decoder, cache, ids[:first])

@@ -176,6 +176,7 @@ def attention(
     tail_count: int,
     byte_scales: bool,
     outliers: int,
+    signs: int,
     q: int,
     rows: int,
     heads: int,
@@ -194,6 +195,7 @@ def attention(
     out: int,
     mass: int,
     tails: int,
+    dense_until: int,
     level: str,
 ) -> None: ...
 def write_kv(
@@ -215,6 +217,7 @@ def write_kv(
     tail_count: int,
     byte_scales: bool,
     outliers: int,
+    signs: int,
     q: int,
     k: int,
     v: int,

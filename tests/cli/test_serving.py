@@ -245,6 +245,25 @@ def test_options_of_the_scheduler_reach_the_engine(monkeypatch: pytest.MonkeyPat
     assert served(monkeypatch, "--scheduler policy=dynamic").limits().max_delay == 0.1
 
 
+def test_sparse_attention_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert served(monkeypatch, "--sparse-attention topk:1/16 --kv int8").sparse_attention == "topk:1/16"
+    assert served(monkeypatch, "").sparse_attention is None
+
+
+@pytest.mark.parametrize(
+    "options, code",
+    [
+        ("--kv int4", "option_conflict"),
+        ("--tp 2", "option_conflict"),
+        ("--draft demo --draft-tree 4", "option_conflict"),
+        ("--sparse-attention quest:16", "option_malformed"),
+    ],
+)
+def test_what_sparse_attention_does_not_go_with_is_refused(options: str, code: str) -> None:
+    made = CliRunner().invoke(app, ["serve", "demo", "--sparse-attention", "topk:512", *options.split(), "--json"])
+    refused(made, BAD_INPUT, code, as_json=True)
+
+
 @pytest.mark.parametrize(
     "options, says",
     [

@@ -6,7 +6,8 @@ import pytest
 
 from attar import machine
 from attar.engine import deployment
-from attar.plan import gpus
+from attar.kv.sparse import SparseAttention
+from attar.plan import costs, gpus
 from attar.plan.comparison import Hardware, Subject
 from attar.plan.fit import Demand
 from attar.protocol.settings import Settings
@@ -61,3 +62,21 @@ def test_a_bandwidth_that_is_given_is_not_measured(monkeypatch: pytest.MonkeyPat
     gpu = Hardware.of_gpu(gpus.gpu_spec("h100"), 300 * GB).gpu
     assert gpu is not None
     assert gpu.bandwidth == 300e9
+
+
+def test_one_bit_keys_take_their_memory() -> None:
+    subject, demand, hardware = Subject.shape("llama-3.2-1b", None), Demand(16384), Hardware(80 * GB, "free", GB)
+    whole, few = (
+        deployment.plan(Settings("", "", sparse_attention=text), subject, demand, hardware)
+        for text in (None, "topk:1/16")
+    )
+    schemes = {row.kv for row in few.rows}
+    assert schemes < {row.kv for row in whole.rows}, "those that one-bit keys lie beside"
+    each = subject.config.layers * SparseAttention.bytes(subject.config.kv_heads, subject.config.head_dim, 64)
+    assert each == costs.sign_bytes(subject.config)
+    for row in few.rows:
+        (other,) = (one for one in whole.rows if (one.weights, one.kv) == (row.weights, row.kv))
+        assert row.fit.block_bytes == other.fit.block_bytes + each
+    for wrong in ({"kv": "int4"}, {"tp": 2}):
+        with user_error("option_conflict"):
+            deployment.plan(Settings("", "", sparse_attention="topk:512", **wrong), subject, demand, hardware)

@@ -12,6 +12,7 @@ from attar.kv.sparse import SparseAttention
 from attar.model import sparse_layers
 from attar.model.cache import ForwardBatch, KVCache
 from attar.model.decoder import Decoder
+from attar.model.sparse_layers import SparseLayers
 from tests.errors import user_error
 from tests.model.lookup_model import FILLER, answer, haystack, lookup_model
 
@@ -36,6 +37,10 @@ def filled(decoder: Decoder, ids: Tensor, kv: str = "float32") -> KVCache:
     return cache if not len(ids) else run(decoder, cache, ids)
 
 
+def attach(cache: KVCache, decoder: Decoder, means: Statistics, settings: SparseAttention) -> None:
+    sparse_layers.attach(cache.layers, decoder, SparseLayers(settings, means), cache.capacity)
+
+
 def run(decoder: Decoder, cache: KVCache, ids: Tensor) -> KVCache:
     for piece in ids.split(512):
         decoder.states(piece, ForwardBatch((len(piece),), cache.capacity, cache))
@@ -47,7 +52,7 @@ def test_lookups_asked_afterwards(decoder: Decoder, means: Statistics, kv: str) 
     ids, needles = haystack(LENGTH)
     assert all(each is not None for each in means)
     cache = filled(decoder, ids[:0], kv)
-    sparse_layers.attach(cache, decoder, means, SIXTEENTH)
+    attach(cache, decoder, means, SIXTEENTH)
     run(decoder, cache, ids)
     for until in (LENGTH, None):  # few keys, then all
         cache.dense_until = None if until is None else [until]
@@ -59,7 +64,7 @@ def test_lookups_asked_afterwards(decoder: Decoder, means: Statistics, kv: str) 
 def test_two_questions_one_after_another(decoder: Decoder, means: Statistics) -> None:
     ids, needles = haystack(LENGTH, 1)
     cache = filled(decoder, ids[:0])
-    sparse_layers.attach(cache, decoder, means, SIXTEENTH)
+    attach(cache, decoder, means, SIXTEENTH)
     run(decoder, cache, ids)
     cache.dense_until = [LENGTH]
     for key, *values in (needles[0], needles[-1]):
@@ -73,7 +78,7 @@ def test_rows_do_not_depend_on_their_chunks(decoder: Decoder, means: Statistics)
     outputs = []
     for pieces in (tail.split(1), tail.split(5), (torch.cat((ids[256:], tail)),)):
         cache = filled(decoder, ids[:0])
-        sparse_layers.attach(cache, decoder, means, SparseAttention(topk=64, dense_below=0))
+        attach(cache, decoder, means, SparseAttention(topk=64, dense_below=0))
         cache.dense_until = [512]
         run(decoder, cache, ids[:256] if len(pieces) == 1 else ids)
         logits = [decoder.forward(p, ForwardBatch((len(p),), cache.capacity, cache)) for p in pieces]
@@ -89,7 +94,7 @@ def test_a_budget_of_all_keys_changes_no_bit(decoder: Decoder, means: Statistics
     for settings in (None, SparseAttention(topk=1024, dense_below=0), SparseAttention(topk=32, dense_below=600)):
         cache = filled(decoder, ids[:0])
         if settings is not None:
-            sparse_layers.attach(cache, decoder, means, settings)
+            attach(cache, decoder, means, settings)
             cache.dense_until = [0]
         run(decoder, cache, ids)
         step = ForwardBatch((1,), cache.capacity, cache)
@@ -111,5 +116,5 @@ def test_diffuse_layers_stay_dense(decoder: Decoder) -> None:
 
 def test_caches_without_one_bit_keys_are_refused(decoder: Decoder, means: Statistics) -> None:
     with user_error("option_conflict"):
-        sparse_layers.attach(decoder.cache(64, scheme=scheme("int4")), decoder, means, SIXTEENTH)
+        attach(decoder.cache(64, scheme=scheme("int4")), decoder, means, SIXTEENTH)
     assert issubclass(UserError, ValueError)

@@ -60,6 +60,7 @@ from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import StepPlan
 
 END = 0  # the token that ends an answer
+FEW = -1  # no token: it marks digests of rows that read few keys
 POINTS = [name for name in faults.POINTS if name.startswith(("scheduler.", "radix.", "pool."))]
 VOCABULARY = 4  # few, so that random prompts have beginnings in common
 EVENTS = 80
@@ -87,6 +88,7 @@ class Asked:
     sequence: Sequence
     seed: int
     tokens: list[int]
+    whole: int | None = None  # the scheduler's
     digests: dict[int, list[int]] = field(default_factory=dict)  # by horizon
     passed: int = 0
     preempted: int = 0
@@ -101,7 +103,7 @@ class Asked:
 
         def follow(token: int) -> None:
             for at in states:
-                states[at] = digest(states[at], token)
+                states[at] = self.after(states[at], len(self.digests[at]), token)
                 self.digests[at].append(states[at])
 
         for token in self.tokens:
@@ -112,6 +114,11 @@ class Asked:
             follow(self.tokens[-1])
             if self.tokens[-1] == END:
                 break
+
+    def after(self, state: int, position: int, token: int) -> int:
+        """The digest at a position: of few keys, where this is a row of an output past the scheduler's `whole`."""
+        few = self.whole is not None and position >= max(self.sequence.prompt, self.whole)
+        return digest(digest(state, FEW) if few else state, token)
 
 
 @dataclass(eq=False)
@@ -153,7 +160,8 @@ class Simulation:
         )
         self.pool = block_pool.BlockPool(max(2, rng.choice([24, 48, 48, 96]) // size), size)
         self.cache = prefix_cache.PrefixCache(self.pool, rng.choice([n for n in range(1, size + 1) if size % n == 0]))
-        self.scheduler = scheduler.Scheduler(self.pool, self.cache, self.limits)
+        self.whole = random.Random(-(2**37) - seed).choice([None, None, 0, 0, 9])
+        self.scheduler = scheduler.Scheduler(self.pool, self.cache, self.limits, self.whole)
         self.cache.evict = self.evict  # type: ignore[method-assign]
         self.memory: list[list[int | None]] = [[None] * size for _ in range(self.pool.total)]
         self.asked: dict[str, Asked] = {}
@@ -202,7 +210,7 @@ class Simulation:
                 id=f"{self.requests}.{i}", prompt_ids=prompt, max_tokens=longest, priority=priority,
                 deadline=deadline, cache_salt=cache_salt, bypass=bypass and i == 0, horizons=self.horizons,
             )  # fmt: skip
-            choices.append(Asked(sequence, rng.getrandbits(32), list(prompt)))
+            choices.append(Asked(sequence, rng.getrandbits(32), list(prompt), self.whole))
         self.requests += 1
         blocks = -(-(len(prompt) + max(longest - 1, 0)) // self.pool.size)
         waiting = sum(a.sequence.status is Status.QUEUED for a in self.asked.values())
@@ -387,9 +395,9 @@ class Simulation:
                 self._write(blocks, at, None if fails else digests[at], written)
             state = digests[known - 1]
             of = [state]  # of each row from that of the last token on
-            for draft, parent in zip(drafts, chunk.parents or range(len(drafts)), strict=True):
-                of.append(digest(of[parent], draft))
             depths = draft_tree.depths(chunk.parents or range(len(drafts)))
+            for row, (draft, parent) in enumerate(zip(drafts, chunk.parents or range(len(drafts)), strict=True), 1):
+                of.append(asked.after(of[parent], known - 1 + depths[row], draft))
             for branch in range(1 + len(tree.blocks) if tree else 1):
                 last = draft_tree.branches(chunk.parents)[branch][-1] if tree else len(drafts)
                 path = [last, *draft_tree.ancestors(chunk.parents, last)] if tree else range(1, 1 + last)
@@ -406,7 +414,7 @@ class Simulation:
             if fails:
                 outcomes[sequence.id] = self.module.Outcome(failure="internal")
             elif samples:
-                outcomes[sequence.id] = self._sample(asked, state, drafts, chunk.parents)
+                outcomes[sequence.id] = self._sample(asked, known, drafts, chunk.parents, state)
         self.spoiled |= {id for id, outcome in outcomes.items() if outcome.failure is not None}
         return outcomes
 
@@ -416,15 +424,17 @@ class Simulation:
         written.add(slot)
         self.memory[slot[0]][slot[1]] = state
 
-    def _sample(self, asked: Asked, state: int, drafts: tuple[int, ...], parents: tuple[int, ...]) -> object:
-        """The next token, and those behind drafts that are right."""
+    def _sample(
+        self, asked: Asked, known: int, drafts: tuple[int, ...], parents: tuple[int, ...], state: int
+    ) -> object:
+        """The token behind the `known` ones, whose state this is, and those behind drafts that are right."""
         if not asked.sequence.max_tokens:
             return self.module.Outcome()
         tokens: list[int] = []
         row: int | None = 0
         while row is not None:
             tokens.append(choose(state, asked.seed))
-            state = digest(state, tokens[-1])
+            state = asked.after(state, known + len(tokens) - 1, tokens[-1])
             last, row = row, None if tokens[-1] == END else draft_tree.child(drafts, parents, row, tokens[-1])
         self.branched += bool(parents) and last not in draft_tree.branches(parents)[0]
         self.accepted += len(tokens) - 1

@@ -17,6 +17,7 @@ from attar.protocol.speculation import MAX_DRAFT_TOKENS
 if TYPE_CHECKING:
     from attar.checkpoints.receipts.receipt import Verdict
     from attar.evaluation.draft_quality import DraftQuality
+    from attar.evaluation.long_context import LongContextReport
     from attar.evaluation.speculation_audit import Audit
     from attar.evaluation.tasks import TaskReport
     from attar.metrics.measure import Report
@@ -50,6 +51,7 @@ class EvalConfig(options.OutputConfig):
     )] = None  # fmt: skip
     temperature: Annotated[float, option("Comparison", "T", "Temperature of --draft.", min=0)] = 1.0
     kv: options.Kv = None
+    sparse_attention: options.SparseAttention = None
     adapter: Annotated[Path | None, option("Model", "DIR", "LoRA adapter of MODEL alone (PEFT folder).")] = None
     device: options.Device = "cpu"
     dtype: options.ComputeDtype = None
@@ -66,12 +68,14 @@ def evaluate(config: EvalConfig) -> None:
     --kv measures the cost of a KV cache format, against the same model unless --against names another; windows then
     have up to 4096 tokens. A task gives perplexity of the target and accuracy, as lm-eval defines them. --draft
     continues prompts of the text: it prints distances, rejections, tokens a step and speed, predicted and measured.
+    --sparse-attention prints the KL divergence of the last rows of long windows from full attention, and their time.
 
     Examples:
       attar eval ./out --against ./model --text heldout.txt
       attar eval ./out --kv int4 --text heldout.txt
       attar eval ./out --task lambada=lambada.jsonl --limit 500
       attar eval ./large --draft ./small --text heldout.txt
+      attar eval ./out --sparse-attention topk:1/16 --text heldout.txt
     """
     with errors(config.as_json), progress(config.quiet) as bar:
         require(config.device)
@@ -79,14 +83,33 @@ def evaluate(config: EvalConfig) -> None:
             from attar.checkpoints.sources import hub
 
             tell_doubt(config.adapter, hub.resolve(config.model))
-        report: DraftQuality | Report | TaskReport
-        if config.draft is not None:
+        report: DraftQuality | LongContextReport | Report | TaskReport
+        if config.sparse_attention is not None:
+            report = _of_sparse_attention(config, config.sparse_attention, bar)
+        elif config.draft is not None:
             report = _of_draft(config, config.draft, bar)
         else:
             report = _on_text(config, bar) if config.task is None else _on_task(config, config.task, bar)
         bar.close()
         print(report.table())
         emit(config.as_json, report.to_dict())
+
+
+def _of_sparse_attention(config: EvalConfig, settings: str, bar: Progress) -> LongContextReport:
+    """Measure sparse attention. Raises ValueError without a text, and for options of other measurements."""
+    from attar.evaluation.long_context import CONTEXT, measure
+    from attar.kv.sparse import SparseAttention
+
+    others = (config.task, config.against, config.stride, config.draft, config.limit, config.adapter, config.dtype)
+    if config.greedy or config.device != "cpu" or config.tp * config.pp > 1 or any(each is not None for each in others):
+        message = "--sparse-attention takes --text, --context, --max-tokens and --kv alone, on a CPU in one process"
+        raise UserError("option_conflict", message)
+    if config.text is None:
+        raise UserError("option_missing", "give the text to measure on: --text heldout.txt")
+    return measure(
+        config.model, config.text, SparseAttention.parse(settings), context=config.context or CONTEXT,
+        max_tokens=config.max_tokens, kv=config.kv, progress=bar,
+    )  # fmt: skip
 
 
 def _of_draft(config: EvalConfig, draft: str, bar: Progress) -> DraftQuality:

@@ -44,7 +44,8 @@ def _load(config: options.RunConfig, bar: terminal.Progress) -> LLM:
         llm = LLM(
             config.model, device=config.device, dtype=config.dtype, activations=config.activations.value,
             parallel=Parallel(config.tp, config.pp), draft=config.draft, draft_tokens=config.draft_tokens,
-            draft_tree=config.draft_tree, verify=not config.no_verify, progress=bar,
+            draft_tree=config.draft_tree, sparse_attention=config.sparse_attention, verify=not config.no_verify,
+            progress=bar,
         )  # fmt: skip
     gc.freeze()  # torch and the model stay: no later collection need walk through them
     if config.adapter is not None:

@@ -95,6 +95,19 @@ Kv = Annotated[str | None, option(
     "Cache", "FORMAT", "KV cache format: float32, bfloat16, int8, fp8, klt4, int4, klt2, kivi2, nuq4 or nuq3.", "--kv",
     default="as computed",
 )]  # fmt: skip
+
+
+def parse_sparse_attention(text: str) -> str:
+    """Check the settings of sparse attention, such as topk:1/16. Raises ValueError for others."""
+    from attar.kv.sparse import SparseAttention
+
+    return str(SparseAttention.parse(text))
+
+
+SparseAttention = Annotated[str | None, option(
+    "Cache", "BUDGET", "What answers read of a long context: topk:512, the 512 tokens that matter most, or topk:1/16, "
+    "a sixteenth. Prompts read all. CPUs only.", "--sparse-attention", parser=parse_sparse_attention, default="all",
+)]  # fmt: skip
 Memory = Annotated[int | None, option(
     "Cache", "SIZE", "Memory to use, such as 16GB.", "--memory", parser=parse_size, default="90 % of free",
 )]  # fmt: skip
@@ -172,6 +185,7 @@ class RunConfig(OutputConfig):
     draft: Draft = None
     draft_tokens: DraftTokens = None
     draft_tree: DraftTree = None
+    sparse_attention: SparseAttention = None
     tp: Tp = 1
     pp: Pp = 1
     no_verify: NoVerify = False

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from attar.cli.commands import configured, option
-from attar.cli.options import Json, Memory, OptionalModel, Pp, Threads, Tp, parse_size
+from attar.cli.options import Json, Memory, OptionalModel, Pp, SparseAttention, Threads, Tp, parse_size
 from attar.cli.scheduling import SchedulerOptions
 from attar.cli.terminal import emit, errors, require, tell
 from attar.errors import Code, UserError
@@ -49,6 +49,7 @@ class PlanConfig(SchedulerOptions):
     kv: Annotated[
         str | None, option("Cache", "FORMAT", "Plan for this KV cache format only.", "--kv", default="the usual ones")
     ] = None
+    sparse_attention: SparseAttention = None
     as_json: Json = False
 
     def check(self) -> None:
@@ -96,6 +97,7 @@ class PlanConfig(SchedulerOptions):
             Settings(
                 "", "", kv=self.kv, context=self.context, memory=self.memory,
                 threads=self.threads, adapters=adapters, tp=self.tp, pp=self.pp,
+                sparse_attention=self.sparse_attention,
             ),
             **self.settings(),
         )  # fmt: skip

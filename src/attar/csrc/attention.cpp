@@ -45,6 +45,10 @@ constexpr std::int64_t MOST_COLUMNS = 512;      // of a head: integer sums stay 
 constexpr std::int64_t SERIAL_BELOW = 1 << 18;  // multiply-adds; a shared call costs about as much as this many
 constexpr std::int64_t SERIAL_WRITES = 1 << 15;  // elements
 
+constexpr int RUNS = SPLIT / 16;
+constexpr float LOG2E = 1.44269504088896341f;
+constexpr std::int64_t LEAST_RUNS = 8;          // that a share of a sequence comes to
+
 constexpr std::int64_t MOST_BITS = 6;           // of a coordinate
 constexpr int TRIED = 8;  // scales of a head: shares of its size, or what is added to it as a byte
 constexpr float STEPS[TRIED] = {0.75f, 0.825f, 0.9f, 0.975f, 1.05f, 1.125f, 1.2f, 1.3f};
@@ -97,7 +101,9 @@ struct Tile {
     std::int64_t first_row, own_rows;     // of the sequence
     std::int64_t first_pair, heads_each;  // pair = row of the sequence * heads_each + query head of the group
     int rows;
-    std::int64_t from, to;         // splits
+    std::int64_t from, to;         // splits, of `chosen` where that is given
+    const std::int32_t* chosen;    // the runs of 16 slots that its one row reads, ascending; or null: all
+    std::int64_t chosen_runs;
     std::int32_t oldest, newest;   // positions that some row sees lie between
     std::int32_t last_oldest, first_newest;  // positions that every row sees lie between
     const std::uint8_t* tree;      // of the sequence
@@ -111,6 +117,23 @@ struct Tile {
     std::int8_t* weights;
     void* expanded;          // the keys of a split, then its values: of planes as int8, else as floats
     float* expanded_scales;  // of planes: of its keys, then of its values
+};
+
+// One row's queries of one key-value head, to be compared with one-bit keys. The buffers are a thread's, or, where several
+// threads share the splits, their results are not.
+struct Scan {
+    std::int64_t sequence, head, row, length;  // slots that the row sees
+    int queries;
+    std::int64_t runs, splits, width;  // width: runs up to a multiple of RUNS
+    std::int64_t budget;               // runs that it reads
+    std::int64_t at;                   // where the list of these begins
+    std::int64_t stride;               // codes of a query
+    std::int8_t* codes;                // [queries, stride]
+    float *factor, *constant;          // [queries]
+    std::int32_t* total;
+    float* slow;                       // [queries, P - F, 4]
+    float* fast;                       // [queries, 2, fast_padded]
+    float *weights, *tops, *sums;      // [queries, width], [queries, splits] twice
 };
 
 inline std::int32_t oldest_seen(std::int32_t position, std::int64_t window) {
@@ -180,6 +203,16 @@ Sizes checked_sizes(const Pages& pages) {
                 if (units != pages.units) refuse("the bits of a head do not add up to its planes");
             }
     }
+    if (pages.signs != nullptr) {
+        if (planes || kivi || nuq) refuse("one-bit keys lie beside pages of floats, int8 and fp8");
+        const Signs& signs = *pages.signs;
+        if (signs.fast < 0 || signs.slow < 0 || 2 * (signs.fast + signs.slow) > pages.head_dim ||
+            signs.fast_padded < signs.fast || signs.fast_padded % 16 != 0 || signs.runs < 0 || signs.runs % RUNS != 0)
+            refuse("impossible tables of angles");
+        if ((signs.share == 0) == (signs.topk == 0) || signs.share < 0 || signs.share == 1 || signs.topk < 0 ||
+            (signs.share == 0 && signs.topk < 2) || signs.whole < 0)
+            refuse("rows read two runs or more, or half of all or less");
+    }
     if (nuq) {
         if (pages.units != 3 && pages.units != 4) refuse("codes of KVQuant have 3 or 4 bits");
         if (pages.head_dim % 8 != 0 || pages.head_dim > 256)
@@ -218,15 +251,27 @@ void check(const Attention& a, const Pages& pages) {
             if (block < 0 || block >= pages.blocks) refuse("a block table names a block that does not exist");
         }
     }
+    if (a.dense_until != nullptr) {
+        if (pages.signs == nullptr) refuse("rows choose by one-bit keys, and there are none");
+        if (a.mass != nullptr || a.tree != nullptr || a.key_positions != nullptr || a.window != 0)
+            refuse("rows that choose keys have no mass, tree, positions of keys or window");
+        for (std::int64_t b = 0; b < a.sequences; ++b)
+            for (std::int64_t n = a.row_starts[b]; n < a.row_starts[b + 1]; ++n)
+                if (a.positions[n] != a.lengths[b] - (a.row_starts[b + 1] - n) || a.positions[n] / 16 >= pages.signs->runs)
+                    refuse("rows that choose keys are the last slots of their sequences, within the tables of angles");
+    }
     if (a.tree != nullptr && a.tree_size != branches)
         refuse("tree masks are not [T, T] for every sequence's T rows");
     for (std::int64_t n = 0; n < a.rows; ++n)
         if (a.positions[n] < 0 || a.positions[n] == EMPTY) refuse("a position lies outside 0 .. 2^31 - 2");
 }
 
+#include "attention_choice.h"
+
 // The tiles of a call, without buffers, sequence by sequence and head by head.
-std::vector<Tile> tiles_of(const Attention& a, const Pages& pages) {
+std::vector<Tile> tiles_of(const Attention& a, const Pages& pages, const Chosen& chosen) {
     std::vector<Tile> tiles;
+    std::size_t next = 0;  // of `chosen`
     const std::uint8_t* tree = a.tree;
     for (std::int64_t b = 0; b < a.sequences; ++b) {
         Tile tile{};
@@ -237,7 +282,7 @@ std::vector<Tile> tiles_of(const Attention& a, const Pages& pages) {
         tile.tree = tree;
         tile.part_at = -1;
         if (tree != nullptr) tree += tile.own_rows * tile.own_rows;
-        const std::int64_t pairs = tile.own_rows * tile.heads_each;
+        const std::int64_t pairs = dense_rows(a, pages, b) * tile.heads_each;
         for (tile.head = 0; tile.head < pages.kv_heads; ++tile.head) {
             for (tile.first_pair = 0; tile.first_pair < pairs; tile.first_pair += TILE) {
                 tile.rows = static_cast<int>(std::min<std::int64_t>(TILE, pairs - tile.first_pair));
@@ -254,6 +299,20 @@ std::vector<Tile> tiles_of(const Attention& a, const Pages& pages) {
                 const std::int64_t end = in_line ? std::min<std::int64_t>(length, std::int64_t{*high} + 1) : length;
                 tile.to = (end + SPLIT - 1) / SPLIT;
                 tile.from = std::min<std::int64_t>(tile.to, implied ? tile.oldest / SPLIT : 0);
+                tiles.push_back(tile);
+            }
+        }
+        for (; next < chosen.scans.size() && chosen.scans[next].sequence == b; ++next) {
+            const Scan& scan = chosen.scans[next];
+            tile.head = scan.head;
+            tile.chosen = chosen.lists.data() + scan.at;
+            tile.chosen_runs = scan.budget;
+            tile.oldest = tile.last_oldest = tile.from = 0;
+            tile.newest = tile.first_newest = static_cast<std::int32_t>(scan.length - 1);
+            tile.to = (scan.budget + RUNS - 1) / RUNS;
+            for (std::int64_t at = 0; at < tile.heads_each; at += TILE) {
+                tile.first_pair = (scan.row - tile.first_row) * tile.heads_each + at;
+                tile.rows = static_cast<int>(std::min<std::int64_t>(TILE, tile.heads_each - at));
                 tiles.push_back(tile);
             }
         }
@@ -315,7 +374,8 @@ void run(const Attention& a, const Pages& pages, const Sizes& sizes, Level level
     const auto merge = ATTAR_PICK(level, merge);
     const auto finish = ATTAR_PICK(level, finish);
 
-    std::vector<Tile> tiles = tiles_of(a, pages);
+    const Chosen chosen = choose(a, pages, sizes, level);
+    std::vector<Tile> tiles = tiles_of(a, pages, chosen);
     std::int64_t splits = 0, work = 0;
     for (const Tile& tile : tiles) {
         splits += tile.to - tile.from;

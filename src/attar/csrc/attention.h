@@ -25,6 +25,11 @@
 //   scales             [blocks, G, block], bfloat16, of values alone: value = levels[code] * scale
 //   outliers, columns  [blocks, G, block, K]: coordinates in bfloat16, and where they belong
 //   firsts             [blocks, G, D], bfloat16
+//
+// One-bit keys lie beside pages of floats, int8 and fp8 (kv/signs.py). P pairs of columns turn, the first F of them fast.
+// A table has as many runs as the longest sequence, up to a multiple of 32.
+//   bits    [blocks, G, block / 16, ceil(D / 8), 16]: bit j of byte c is the sign of column 8 c + j
+//   scales  [blocks, G, block], bfloat16
 #pragma once
 
 #include <cstdint>
@@ -66,6 +71,20 @@ struct TwoChannels {
     Channels keys, values;
 };
 
+// One-bit keys, and by what rows choose the runs of slots that they read.
+struct Signs {
+    std::uint8_t* bits;
+    Bfloat16* scales;
+    const float *means, *spreads;       // [G, D]
+    const double* squares;              // [G]: sums of squared spreads
+    const float *slow_cos, *slow_sin;   // [P - F, runs], at slot 8 of each run
+    const float* speeds;                // [P - F]: angles from slot to slot
+    const float *fast_cos, *fast_sin;   // [runs, F up to a multiple of 16], at slot 0
+    const float *lane_cos, *lane_sin;   // [F, 16], from there
+    std::int64_t slow, fast, fast_padded, runs;
+    std::int64_t topk, share, whole;    // runs read, or 0 and one in how many; the length up to which all are
+};
+
 struct Pages {
     KvLayout layout;
     void* keys;
@@ -82,6 +101,7 @@ struct Pages {
     bool byte_scales;                       // of planes
     const TwoChannels* channels;            // of KVQuant, else null
     std::int64_t outliers;                  // K of KVQuant
+    const Signs* signs;                     // one-bit keys, or null
 };
 
 struct Attention {
@@ -100,6 +120,7 @@ struct Attention {
     float* out;                         // [N, H, D]
     float* mass;                        // [B, G, width * block]: what each slot received; or null
     const std::int64_t* tails;          // [B]: which recent block is whose; null where there are none
+    const std::int32_t* dense_until;    // [B]: rows that see more slots choose what they read; null: all read all
 };
 
 struct Write {

@@ -358,11 +358,15 @@ static void look(const Attention& what, const Pages& pages, const Sizes& sizes, 
     seen.runs = 0;
     seen.last = 16;
     const std::int64_t length = what.lengths[tile.sequence], own = length - tile.own_rows;
-    const std::int64_t end = length < (split + 1) * SPLIT ? length : (split + 1) * SPLIT;
+    const bool few = tile.chosen != nullptr;
+    const std::int64_t end = few || length < (split + 1) * SPLIT ? length : (split + 1) * SPLIT;
+    const std::int64_t runs = few ? tile.chosen_runs : (end + 15) / 16;
+    const std::int64_t to = runs < (split + 1) * RUNS ? runs : (split + 1) * RUNS;
     const std::int32_t* table = what.tables + tile.sequence * what.width;
     const bool implied = what.key_positions == nullptr;
     const Ints lanes = load_bytes(LANES);
-    for (std::int64_t slot = split * SPLIT; slot < end; slot += 16) {
+    for (std::int64_t number = split * RUNS; number < to; ++number) {
+        const std::int64_t slot = 16 * (few ? tile.chosen[number] : number);
         const std::int64_t block = table[slot / sizes.block], run = slot % sizes.block / 16;
         std::int32_t* positions = seen.positions + 16 * seen.runs;
         const int filled = end - slot < 16 ? static_cast<int>(end - slot) : 16;
@@ -600,6 +604,7 @@ struct TilesFor {
 };
 
 #include "attention_tiles.inl"
+#include "attention_scan.inl"
 
 // All rows' scores with the runs of a split. Few rows wait for memory, which is read line after line if one run is
 // taken at a time; many rows are to keep the multipliers busy.
@@ -819,6 +824,7 @@ static void write_row(const Write& what, const Pages& pages, const Sizes& sizes,
         const std::int64_t head = block * sizes.kv_heads + g, lane = place % 16;
         std::memcpy(x, what.k + row * what.k_stride + g * size, sizeof(float) * size);
         prepare(x, size, padded, what.k_norm, what.eps, what.offset, cos, sin, half);
+        if (pages.signs != nullptr) put_signs(*pages.signs, sizes, head, g, place, x, cos, sin, half);
         constexpr bool RAW = std::is_same_v<T, Nuq>;
         const std::int64_t run = head * (sizes.block / 16) + place / 16;
         T* key = static_cast<T*>(pages.keys) + run * (RAW ? sizes.raw_key : sizes.key_run);

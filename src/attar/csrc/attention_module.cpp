@@ -24,7 +24,8 @@ Pages pages_of(KvLayout layout, std::uintptr_t keys, std::uintptr_t values, std:
                std::uintptr_t value_scales, std::uintptr_t key_zeros, std::uintptr_t value_zeros, std::int64_t blocks,
                std::int64_t block, std::int64_t kv_heads, std::int64_t head_dim, std::uintptr_t bases,
                std::int64_t units, std::uintptr_t recent_keys, std::uintptr_t recent_values, std::int64_t tails,
-               bool byte_scales, std::int64_t outliers) {
+               bool byte_scales, std::int64_t outliers, std::uintptr_t signs) {
+    static_assert(sizeof(Signs) == 19 * sizeof(void*), "nineteen numbers side by side, as Python writes them");
     static_assert(sizeof(Bases) == 12 * sizeof(void*) && sizeof(TwoChannels) == sizeof(Bases),
                   "twelve addresses side by side, as Python writes them");
     return {layout,
@@ -45,7 +46,8 @@ Pages pages_of(KvLayout layout, std::uintptr_t keys, std::uintptr_t values, std:
             tails,
             byte_scales,
             layout == KvLayout::kvquant ? at<const TwoChannels>(bases) : nullptr,
-            outliers};
+            outliers,
+            at<const Signs>(signs)};
 }
 
 #define ATTAR_PAGES                                                                                        \
@@ -53,21 +55,21 @@ Pages pages_of(KvLayout layout, std::uintptr_t keys, std::uintptr_t values, std:
         std::uintptr_t value_scales, std::uintptr_t key_zeros, std::uintptr_t value_zeros,                 \
         std::int64_t blocks, std::int64_t block, std::int64_t kv_heads, std::int64_t head_dim,             \
         std::uintptr_t bases, std::int64_t units, std::uintptr_t recent_keys, std::uintptr_t recent_values, \
-        std::int64_t tail_count, bool byte_scales, std::int64_t outliers
+        std::int64_t tail_count, bool byte_scales, std::int64_t outliers, std::uintptr_t signs
 #define ATTAR_PAGE_ARGUMENTS                                                                                 \
     "layout"_a, "keys"_a, "values"_a, "key_scales"_a, "value_scales"_a, "key_zeros"_a, "value_zeros"_a,          \
         "blocks"_a, "block"_a, "kv_heads"_a, "head_dim"_a, "bases"_a, "units"_a, "recent_keys"_a, "recent_values"_a, \
-        "tail_count"_a, "byte_scales"_a, "outliers"_a
+        "tail_count"_a, "byte_scales"_a, "outliers"_a, "signs"_a
 #define ATTAR_GIVEN_PAGES                                                                                         \
     pages_of(layout, keys, values, key_scales, value_scales, key_zeros, value_zeros, blocks, block, kv_heads,     \
-             head_dim, bases, units, recent_keys, recent_values, tail_count, byte_scales, outliers)
+             head_dim, bases, units, recent_keys, recent_values, tail_count, byte_scales, outliers, signs)
 
 void bound_attention(ATTAR_PAGES, std::uintptr_t q, std::int64_t rows, std::int64_t heads, std::int64_t sequences,
                      std::uintptr_t row_starts, std::uintptr_t lengths, std::uintptr_t tables, std::int64_t width,
                      std::uintptr_t positions, std::uintptr_t key_positions, std::uintptr_t tree,
                      std::int64_t tree_size, std::int64_t window,
                      float scale, float soft_cap, std::uintptr_t out, std::uintptr_t mass, std::uintptr_t tails,
-                     const std::string& level) {
+                     std::uintptr_t dense_until, const std::string& level) {
     const Pages pages = ATTAR_GIVEN_PAGES;
     const Attention what{at<const float>(q),
                          rows,
@@ -86,7 +88,8 @@ void bound_attention(ATTAR_PAGES, std::uintptr_t q, std::int64_t rows, std::int6
                          soft_cap,
                          at<float>(out),
                          at<float>(mass),
-                         at<const std::int64_t>(tails)};
+                         at<const std::int64_t>(tails),
+                         at<const std::int32_t>(dense_until)};
     const Level checked = level_of(level);
     const Running kernel;
     attention(what, pages, checked);
@@ -140,7 +143,8 @@ void bind_attention(nb::module_& module) {
     module.def("attention", &bound_attention, ATTAR_PAGE_ARGUMENTS, "q"_a, "rows"_a, "heads"_a, "sequences"_a,
                "row_starts"_a, "lengths"_a, "tables"_a, "width"_a, "positions"_a, "key_positions"_a, "tree"_a,
                "tree_size"_a,
-               "window"_a, "scale"_a, "soft_cap"_a, "out"_a, "mass"_a, "tails"_a, "level"_a,
+               "window"_a, "scale"_a, "soft_cap"_a, "out"_a, "mass"_a, "tails"_a,
+               "dense_until"_a, "level"_a,
                "Attention of float32 rows over pages; addresses of what is absent are 0.");
     module.def("write_kv", &bound_write_kv, ATTAR_PAGE_ARGUMENTS, "q"_a, "k"_a, "v"_a, "q_stride"_a, "k_stride"_a,
                "v_stride"_a, "rows"_a, "heads"_a, "q_norm"_a, "k_norm"_a, "eps"_a, "offset"_a, "cos"_a, "sin"_a,

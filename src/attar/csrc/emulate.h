@@ -49,6 +49,7 @@ ATTAR_EMULATED __m512 join(__m256 a, __m256 b) { return (__m512)join((__m256i)a,
     }
 ATTAR_BOTH(add_epi32, __m512i)
 ATTAR_BOTH(mullo_epi16, __m512i)
+ATTAR_BOTH(min_epu8, __m512i)
 ATTAR_BOTH(shuffle_epi8, __m512i)
 ATTAR_BOTH(srlv_epi64, __m512i)
 ATTAR_BOTH(max_ps, __m512)

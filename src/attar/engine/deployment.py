@@ -18,6 +18,7 @@ from msgspec.structs import replace as with_fields
 from attar import machine
 from attar.errors import UserError, code_of
 from attar.kv.schemes import scheme
+from attar.kv.sparse import LAYOUTS, SparseAttention
 from attar.model.split import Share
 from attar.plan import comparison
 from attar.plan.comparison import Hardware, Plan, Precisions, Subject
@@ -98,6 +99,11 @@ def plan(settings: Settings, subject: Subject, demand: Demand, hardware: Hardwar
     precisions = Precisions.usual(subject, hardware.gpu is not None)
     if settings.kv is not None:
         precisions = replace(precisions, kv=(scheme(settings.kv),))
+    if settings.sparse_attention is not None:
+        few = SparseAttention.parse(settings.sparse_attention)
+        few.check(precisions.kv[0], "cpu" if hardware.gpu is None else "a GPU", share.count)
+        kept = tuple(each for each in precisions.kv if each.layout in LAYOUTS)
+        precisions = replace(precisions, kv=kept, sparse=few)
     adapters = 0  # bytes, with those of their products in a step
     if settings.adapters:
         from attar.checkpoints.adapters import lora

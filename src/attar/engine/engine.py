@@ -38,6 +38,7 @@ from attar.engine.bottleneck import Bottlenecks
 from attar.engine.inflight import InflightStep, Launcher, Taker
 from attar.engine.outputs import Choice, Request
 from attar.engine.requests import RequestTable
+from attar.engine.sparse_reads import SparseReads
 from attar.engine.speculation import Speculation
 from attar.execution import cuda_graphs, kv_cache
 from attar.execution.model_runner import InflightTokens, Runner
@@ -45,6 +46,7 @@ from attar.faults import point
 from attar.kernels.noise import seed_of_choice
 from attar.kv.schemes import KvScheme
 from attar.model.decoder import Decoder
+from attar.model.sparse_layers import SparseLayers
 from attar.protocol.messages import Embed, Event, Stats, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
@@ -77,7 +79,8 @@ class EngineConfig:
     decoder, in the order of their numbers. overlaps: whether steps are launched before the tokens of the one before are
     known, and tokens chosen without a look at the logits; by default on a GPU. drafter: the source of drafts of
     speculative decoding, none by default. draft_tokens: drafts of a sequence in each step; None decides by what pays.
-    draft_tree: nodes of a sequence's tree of drafts in each step; None where drafts are chains.
+    draft_tree: nodes of a sequence's tree of drafts in each step; None where drafts are chains. sparse: which layers
+    read few keys in rows of outputs, and how many; None where all read all.
     """
 
     blocks: int
@@ -90,6 +93,7 @@ class EngineConfig:
     drafter: Drafter | None = None
     draft_tokens: int | None = None
     draft_tree: int | None = None
+    sparse: SparseLayers | None = None
 
 
 class Engine:
@@ -116,10 +120,15 @@ class Engine:
         kv_cache.check(decoder, scheme)
         if config.draft_tree is not None:
             kv_cache.check_trees(decoder, scheme)
+        if config.sparse is not None:
+            config.sparse.settings.check(scheme, decoder.device.type, trees=config.draft_tree is not None)
         bases = kv_cache.bases(decoder, scheme)
         self.runner = runner(
             decoder, config.blocks, config.context, scheme, limits.together, bases, record, limits.max_drafts
         )
+        self.sparse = None if config.sparse is None else SparseReads(config.sparse)
+        if config.sparse is not None:
+            self.runner.read_few(config.sparse)
         self.overlaps = self.runner.device.type != "cpu" if config.overlaps is None else config.overlaps
         self.bounds = bounds
         self.meanwhile: Callable[[list[Event]], None] | None = None
@@ -147,7 +156,8 @@ class Engine:
         self._inflight: InflightStep | None = None  # the next step, where it is on its way
         self.pool = BlockPool(config.blocks, self.runner.block)
         self.cache = PrefixCache(self.pool, scheme.round_to(self.runner.block))
-        self.scheduler = Scheduler(self.pool, self.cache, limits)
+        whole = None if config.sparse is None else config.sparse.settings.whole
+        self.scheduler = Scheduler(self.pool, self.cache, limits, whole)
         self.context = config.context
         self.adapters = {"": 0, **{name: number for number, name in enumerate(config.adapters, 1)}}
         self.steps = self.generated = 0
@@ -226,6 +236,8 @@ class Engine:
             if self.speculation is not None:
                 self.speculation.see(inflight.plan, outcomes, self.runner.kept)
                 self.speculation.learn(inflight.plan, inflight.choices, outcomes, now - inflight.began)
+            if self.sparse is not None:
+                self.sparse.count(inflight.plan.chunks, self.requests.choices)
             self.scheduler.commit(inflight.plan, outcomes, now)
             self._count(inflight, self.clock())
             self._settle()
@@ -245,6 +257,7 @@ class Engine:
             draft_errors=drafts.errors if drafts else 0, forced_tokens=drafts.forced if drafts else 0,
             overruled_tokens=drafts.overruled if drafts else 0,
             **(drafts.gains.stats() if drafts else {}),
+            keys_seen=self.sparse.seen if self.sparse else 0, keys_read=self.sparse.read if self.sparse else 0,
         )  # fmt: skip
 
     # ---- taking requests
@@ -264,7 +277,7 @@ class Engine:
             raise Refused("too_long", words)
         named = self._specials(params)
         ending = frozenset(params.stop_token_ids) | named.keys() | (frozenset() if params.ignore_eos else self.eos_ids)
-        return Request(id, prompt, params, ending, named)
+        return Request(id, prompt, params, ending, named, sparse=None if self.sparse is None else self.sparse.layers)
 
     def _vocabulary(self) -> Vocabulary:
         assert self.tokenizer is not None

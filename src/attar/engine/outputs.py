@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from attar.faults import point
+from attar.model.sparse_layers import SparseLayers
 from attar.protocol.messages import Delta, Embedding, Finished, PromptLogprobs, Report
 from attar.protocol.request import FinishReason, SamplingParams, TokenLogprob
 from attar.sampling.draft_gains import Gain
@@ -124,6 +125,9 @@ class Request:
     forced: int = 0  # of these, the ones that the constraint forced
     overruled: int = 0  # forced tokens that were trusted in place of another that the model drew
     gain: Gain = field(default_factory=Gain)  # by speculation
+    sparse: SparseLayers | None = None  # the engine's, which the report tells
+    keys_seen: int = 0  # by rows of its outputs, with sparse attention
+    keys_read: int = 0  # of these, in each layer that is not dense
 
     def pool(self, before: Tensor | None, hidden: Tensor) -> None:
         """Take the hidden states [N, D] of the next piece of the prompt, where `pooled` was `before`. A repeated call
@@ -173,4 +177,7 @@ class Request:
             drafted_tokens=self.drafted, accepted_tokens=self.accepted, forced_tokens=self.forced,
             overruled_tokens=self.overruled,
             draft_steps=self.gain.steps, draft_seconds=self.gain.drafting, saved_seconds=self.gain.saved,
+            sparse_attention="" if self.sparse is None else str(self.sparse.settings),
+            dense_layers=() if self.sparse is None else self.sparse.dense,
+            keys_seen=self.keys_seen, keys_read=self.keys_read,
         )  # fmt: skip

@@ -38,6 +38,7 @@ from attar.kernels import dispatch
 from attar.kernels.triton.weights import knows_float8
 from attar.kv import schemes
 from attar.kv.schemes import KvScheme
+from attar.kv.sparse import SparseAttention
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.split import Share
@@ -60,6 +61,7 @@ BY_REFERENCE = "by the reference, so a text's bits may depend on what runs besid
 def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     """Load the model of `settings`. Raises ValueError where it cannot be loaded, fails its probe, or does not fit."""
     limits, threads = settings.limits(), settings.threads or machine.cores()
+    sparse(settings)  # before anything is read
     path = hub.resolve(settings.model)
     require_unchanged(settings.files, settings.folders)
     config, storage = stored(path)
@@ -116,9 +118,15 @@ def _made(
         settings.draft, model, found.context, limits.together, activations=settings.activations,
         verify=settings.verify, trees=settings.draft_tree is not None,
     )  # fmt: skip
+    layers = None
+    if held.sparse is not None:
+        logs.say(f"sparse attention {held.sparse}: finding key statistics on a sample that the model writes")
+        layers = kv_cache.sparse_layers_of(model.decoder, held.sparse)
+        cost = f"attar eval {settings.model} --sparse-attention {held.sparse} --text FILE"
+        logs.say(f"{layers}; what it costs on a text: {cost}")
     config = EngineConfig(
         found.blocks, found.context, limits, model.eos_ids, held.kv, names, drafter=drafts,
-        draft_tokens=settings.draft_tokens, draft_tree=settings.draft_tree,
+        draft_tokens=settings.draft_tokens, draft_tree=settings.draft_tree, sparse=layers,
     )  # fmt: skip
     made = Engine(model.decoder, model.tokenizer, config, bounds=judge, runner=model.runner)
     require_unchanged(settings.files, settings.folders)  # nor while it was read
@@ -278,7 +286,20 @@ def draft_bytes(settings: Settings, limits: SchedulerConfig, threads: int, conte
 
 def deployment(settings: Settings, config: ModelConfig, storage: Storage) -> Deployment:
     """Return the deployment of a model by settings. Raises ValueError for an unknown KV scheme."""
-    return Deployment(config, storage, kv_scheme(settings), Share(0, settings.tp, settings.pp))
+    share = Share(0, settings.tp, settings.pp)
+    return Deployment(config, storage, kv_scheme(settings), share, sparse=sparse(settings))
+
+
+def sparse(settings: Settings) -> SparseAttention | None:
+    """Return how many keys rows of outputs read, None where they read all.
+
+    Raises ValueError for text of another form, and for settings that sparse attention does not go with.
+    """
+    if settings.sparse_attention is None:
+        return None
+    found = SparseAttention.parse(settings.sparse_attention)
+    found.check(kv_scheme(settings), settings.device, settings.tp * settings.pp, settings.draft_tree is not None)
+    return found
 
 
 def kv_scheme(settings: Settings) -> KvScheme:

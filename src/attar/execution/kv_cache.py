@@ -8,6 +8,8 @@ same each time.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -16,12 +18,16 @@ from attar.execution.recorded_step import Decoding
 from attar.kv import schemes
 from attar.kv.pages import Bases
 from attar.kv.schemes import LENGTH, RANDOM, WRITTEN, KvScheme
-from attar.model import kv_basis
+from attar.kv.sparse import SparseAttention
+from attar.model import kv_basis, sparse_layers
 from attar.model.cache import BLOCK
 from attar.model.decoder import Decoder
 from attar.model.parallel import SplitDecoder
+from attar.model.sparse_layers import SparseLayers
+from attar.progress import Progress
 
 SEED = 11
+FEW_WRITTEN, FEW_RANDOM, SHORT = 4, 1, 96  # texts from which sparse attention is calibrated, and their tokens
 
 
 def bases(decoder: Decoder, scheme: KvScheme) -> list[Bases] | None:
@@ -58,11 +64,26 @@ def check_trees(decoder: Decoder, scheme: KvScheme) -> None:
         raise UserError("option_conflict", f"--kv {scheme.name} takes chains of drafts; trees take {names}")
 
 
+def sparse_layers_of(decoder: Decoder, settings: SparseAttention, progress: Progress | None = None) -> SparseLayers:
+    """Find which layers of a model read few keys, on a short sample: a function of the model and the seed alone.
+
+    `progress` shows the stage `key statistics`. Raises ValueError where sparse attention does not go with the model.
+    """
+    processes = decoder.split.share.count if isinstance(decoder, SplitDecoder) else 1
+    settings.check(decoder.lossless, decoder.device.type, processes)
+    sparse_layers.check(decoder.config)
+    told = None if progress is None else partial(progress, "key statistics")
+    ids = sample(decoder, FEW_WRITTEN, FEW_RANDOM, length=SHORT)
+    return SparseLayers(settings, sparse_layers.calibrate(decoder, ids, told))
+
+
 @torch.inference_mode()
-def sample(decoder: Decoder, written: int = WRITTEN, random: int = RANDOM, seed: int = SEED) -> Tensor:
-    """Return token ids [written + random, L], of `LENGTH` tokens or as many as the model's context allows. They are
+def sample(
+    decoder: Decoder, written: int = WRITTEN, random: int = RANDOM, seed: int = SEED, length: int = LENGTH
+) -> Tensor:
+    """Return token ids [written + random, L], of `length` tokens or as many as the model's context allows. They are
     written with an int8 KV cache: a quarter of the memory, and equally likely text."""
-    length, vocabulary = min(LENGTH, decoder.config.context), decoder.config.vocab_size
+    length, vocabulary = min(length, decoder.config.context), decoder.config.vocab_size
     numbers = torch.Generator().manual_seed(seed)
     noise = torch.randint(0, vocabulary, (random, length), generator=numbers)
     ids = torch.empty((written + random, length), dtype=torch.int64)

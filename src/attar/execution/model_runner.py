@@ -34,9 +34,10 @@ from attar.faults import InjectedFault, point
 from attar.kernels import dispatch, ops
 from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
-from attar.model import cache
+from attar.model import cache, sparse_layers
 from attar.model.cache import ForwardBatch, KeptStates, KVCache, Tails, sent
 from attar.model.decoder import Decoder
+from attar.model.sparse_layers import SparseLayers
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Copy, ScheduledTokens, StepPlan
 
@@ -179,6 +180,15 @@ class Runner:
         """Hidden states of the last step's rows, in order; None where it raised, or was replayed as a graph."""
         self.waits = waits(decoder)
         """Reason why a step is complete when it returns; None where it may still be under way."""
+        self._reads_few = False
+
+    def read_few(self, found: SparseLayers) -> None:
+        """Have rows of outputs choose which keys they read, from now on; called before the first step.
+
+        Rows of prompts read all. Raises ValueError where the cache's scheme or the device does not allow it.
+        """
+        sparse_layers.attach(self.pages, self.decoder, found, self.context)
+        self._reads_few = True
 
     @torch.inference_mode()
     def record_all(self) -> None:
@@ -251,6 +261,8 @@ class Runner:
                 tables[row, : len(blocks)] = blocks
                 batch.rows[row] = blocks.copy()
             batch.cache.filled[row] = chunk.start
+            if batch.cache.dense_until is not None:
+                batch.cache.dense_until[row] = chunk.sequence.prompt
         ids = rows.ids
         if rows.late:
             known = torch.tensor(ids)
@@ -271,6 +283,8 @@ class Runner:
     def _batch(self, sequences: int, rows: int) -> _Batch:
         tables = torch.zeros((sequences, -(-self.context // self.block)), dtype=torch.int32)
         view = KVCache.over(self.pages, tables, [0] * sequences)
+        if self._reads_few:
+            view.dense_until = [0] * sequences
         batch = _Batch(Decoding(self.decoder, view, self.context, rows=rows, keep=self.keep), view, [[]] * sequences)
         while self._batches and sequences * rows + sum(n * r for n, r in self._batches) > self._kept:
             self._batches.popitem(last=False)
@@ -294,6 +308,8 @@ class Runner:
             assert len(parts) == len(chunks), "a tree of drafts, and unfinished blocks that lie apart"
             tails = self._unfinished.tails(chunks, self.block)
         view = KVCache.over(self.pages, tables, [part.start for part in parts], tails)
+        if self._reads_few:
+            view.dense_until = [part.chunk.sequence.prompt for part in parts]
         horizons = tuple(part.chunk.sequence.horizon for part in parts) if self.horizons else self.context
         adapters = tuple(part.chunk.sequence.adapter for part in parts)
         lengths = tuple(part.rows for part in parts)

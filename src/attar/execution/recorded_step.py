@@ -117,3 +117,5 @@ class Decoding:
             if place.tails is not None:
                 place.tails[s] = self.cache.tails(s, (first + rows - 1) // block)
             lengths[s] = first + rows
+        if place.dense_until is not None and self.cache.dense_until is not None:
+            place.dense_until.numpy()[:] = self.cache.dense_until

@@ -236,7 +236,7 @@ def write_kv(
     them where the pages have such (`kv/signs.py`). Raises ValueError on slots or angles outside their arrays.
     """
     assert pages.keys_rotated, "keys that are rotated when they are read must be written as they are"
-    if pages.signs is not None:
+    if pages.signs is not None and not dispatch.is_native("write_kv", q):
         turned_k = k if k_norm is None else norm(k, None, k_norm)[1]
         if rotation is not None:
             at = rotation.rows.long()
@@ -271,12 +271,14 @@ def paged_attention(
 
     Where the pages have one-bit keys, rows at positions from `AttentionMetadata.dense_until` on read the runs that
     `ref_sparse.choose` names, each key-value head its own. What a row reads depends on its own query and on the keys
-    that it sees, and not on other rows. Only the reference has this, so it cannot be recorded.
+    that it sees, and not on other rows.
     """
     assert pages.keys_rotated, "no kernel rotates keys as it reads them"
     if pages.signs is not None and place.dense_until is not None:
         if want_mass or place.tree is not None or place.key_positions is not None or form.window is not None:
             raise ValueError("rows that choose keys have no mass, tree, positions of keys or window")
+        if dispatch.is_native("paged_attention", q):
+            return native_attention.paged_attention(q, pages, place, form)
         dense, _ = paged_attention(q, pages, replace(place, dense_until=None), form)
         return ref_sparse.replace_rows(dense, q, pages, place, form), None
     if isinstance(pages, PlainPages):

@@ -57,11 +57,27 @@ class SparseAttention:
         runs = self.runs(length)  # the newest run is always read, and ends with the row's own token
         return length if runs is None else RUN * (runs - 1) + (length - 1) % RUN + 1
 
-    def check(self, scheme: KvScheme) -> None:
-        """Raise ValueError where no one-bit keys can be kept beside a cache of this scheme."""
-        if scheme.layout not in LAYOUTS:
-            kept = ", ".join(LAYOUTS)
-            raise UserError("option_conflict", f"sparse attention reads caches of {kept}, not {scheme.name}")
+    @property
+    def whole(self) -> int:
+        """Return the greatest length at which a row reads every token."""
+        return max(self.dense_below, LEAST if self.share else RUN * -(-self.topk // RUN))
+
+    def check(self, scheme: KvScheme, device: str = "cpu", processes: int = 1, trees: bool = False) -> None:
+        """Raise ValueError (`option_conflict`) for what sparse attention does not go with.
+
+        That is a cache of another scheme, another device than a CPU, several processes, and trees of drafts, whose
+        slots are not their positions.
+        """
+        kept = ", ".join(LAYOUTS)
+        against = (
+            (scheme.layout not in LAYOUTS, f"reads caches of {kept} (--kv), not {scheme.name}"),
+            (device != "cpu", f"runs on CPUs (--device cpu), not on {device}"),
+            (processes > 1, f"runs in one process (--tp 1 --pp 1), not in {processes}"),
+            (trees, "takes chains of drafts (--draft), not trees (--draft-tree)"),
+        )
+        for refused, why in against:
+            if refused:
+                raise UserError("option_conflict", f"sparse attention {why}")
 
     @staticmethod
     def bytes(kv_heads: int, head_dim: int, block: int) -> int:

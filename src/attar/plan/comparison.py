@@ -21,6 +21,7 @@ from typing import Any
 from attar.errors import UserError
 from attar.formats.scheme import Scheme
 from attar.kv.schemes import KvScheme
+from attar.kv.sparse import SparseAttention
 from attar.model import shapes
 from attar.model.config import ModelConfig
 from attar.model.split import Share
@@ -72,10 +73,14 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Precisions:
-    """Precisions that a plan compares: storages of the weights, the stored one first, and KV schemes."""
+    """Precisions that a plan compares: storages of the weights, the stored one first, and KV schemes.
+
+    sparse: how many keys rows of outputs read, None for all; its one-bit keys lie beside each cache.
+    """
 
     storages: Sequence[Storage]
     kv: Sequence[KvScheme]
+    sparse: SparseAttention | None = None
 
     @classmethod
     def usual(cls, subject: Subject, gpu: bool = False) -> Precisions:
@@ -200,7 +205,7 @@ def plan(
         if gpu is not None and storage is not first and gpus.without_kernel(config, storage, gpu.float8):
             continue  # at least as large there as dense
         for kv in precisions.kv:
-            deployment = Deployment(config, storage, kv, share, gpu)
+            deployment = Deployment(config, storage, kv, share, gpu, precisions.sparse)
             try:
                 stages(deployment)
             except ValueError:

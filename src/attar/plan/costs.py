@@ -27,6 +27,7 @@ from attar.formats.scheme import ITEM_BITS, Scheme
 from attar.formats.weight_formats import Lookup, Progressive
 from attar.kernels.native.layouts import layout_of, weight_against
 from attar.kv.schemes import LENGTH, RANDOM, SCHEMES, WRITTEN, KvScheme
+from attar.kv.sparse import SparseAttention
 from attar.model.config import ModelConfig
 
 Part = Literal["linears", "head"]
@@ -247,6 +248,13 @@ def usual_kv(config: ModelConfig) -> tuple[KvScheme, ...]:
 def block_bytes(config: ModelConfig, kv: KvScheme, block: int = BLOCK) -> int:
     """Return the bytes of one block in all layers."""
     return config.layers * page_bytes(config, kv, block)
+
+
+def sign_bytes(config: ModelConfig, block: int = BLOCK) -> int:
+    """Return the bytes of one block's one-bit keys, in all layers that have no window: which of those stay dense is
+    known once the model is loaded."""
+    layers = sum(window is None for window in config.windows)
+    return layers * SparseAttention.bytes(config.kv_heads, config.head_dim, block)
 
 
 def kv_bytes(config: ModelConfig, kv: KvScheme) -> int:

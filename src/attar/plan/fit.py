@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from attar.errors import UserError
 from attar.kv.schemes import KvScheme
+from attar.kv.sparse import SparseAttention
 from attar.model.config import ModelConfig
 from attar.model.split import Share, split
 from attar.plan import costs, gpus, steps
@@ -40,7 +41,8 @@ WHOLE = Share()  # of a model in one process
 class Deployment:
     """A model as it is stored, and what holds it.
 
-    share: of several processes, how they divide the model. gpu: where it lies, None for CPUs.
+    share: of several processes, how they divide the model. gpu: where it lies, None for CPUs. sparse: how many keys
+    rows of outputs read, None for all.
     """
 
     config: ModelConfig
@@ -48,6 +50,7 @@ class Deployment:
     kv: KvScheme
     share: Share = WHOLE
     gpu: GpuSpec | None = None
+    sparse: SparseAttention | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +191,7 @@ def fit(
         step, processes = gpus.step_bytes(own, storage, limits, context), 0
     else:
         weights, each = costs.weight_bytes(held, storage).total, costs.block_bytes(own, kv)
+        each += 0 if deployment.sparse is None else costs.sign_bytes(own)
         step = steps.largest_step(own, storage, limits, context).total
         step += costs.beside_bytes(own, kv, limits.sequences)
         processes = ENGINE + SERVER + 2 * TOKENIZER * config.vocab_size

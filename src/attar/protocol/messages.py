@@ -90,6 +90,10 @@ class Report(msgspec.Struct, frozen=True):
     draft_steps: int = 0  # steps behind the prompt with speculation: each made a token, and one for each right draft
     draft_seconds: float = 0.0  # making drafts, in these steps, for all of their requests
     saved_seconds: float = 0.0  # by speculation, as steps were measured to cost; negative where it did not pay
+    sparse_attention: str = ""  # how many keys rows of outputs read, such as topk:1/16; "": all
+    dense_layers: tuple[int, ...] = ()  # layers that read all keys in spite of it
+    keys_seen: int = 0  # by rows of outputs, with sparse attention: the sum of their lengths
+    keys_read: int = 0  # of these, in each layer that is not dense
 
 
 REUSE_ENDS = ("complete", "differs", "evicted", "rounded", "no_room", "bypassed")
@@ -206,6 +210,8 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     accepted_by_position: tuple[int, ...] = ()  # counters: of these, the right ones
     draft_steps: int = 0  # counter: steps of decoding choices, where there is a drafter
     draft_seconds: float = 0.0  # counter: making drafts
+    keys_seen: int = 0  # counter: by rows of outputs, with sparse attention
+    keys_read: int = 0  # counter: of these, in each layer that is not dense
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

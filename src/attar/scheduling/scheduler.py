@@ -32,6 +32,9 @@ from then on. It does so a few times at most.
 *Faults.* An exception in the work for one sequence ends that sequence alone, as `internal`: its blocks are dropped and
 the tree learns nothing from it. To that end every change is made in one go, after all code that may raise.
 
+*Sparse attention.* Rows of outputs may read few keys, and rows of prompts read all. So the tree has tokens of outputs
+only up to the length at which every row reads all (`whole`), and a sequence that starts over takes no more from it.
+
 *Sharing.* The computed part of a prompt is in the tree after every chunk. A sequence that would find more there after a
 prompt now being computed waits for it, and no other overtakes it. So several choices of one prompt, or a burst of
 requests with one long prefix, compute it once, and if the first is cancelled the next takes over by itself.
@@ -84,8 +87,9 @@ class Refused(ValueError):
 class Scheduler:
     """Sequences waiting and running over one pool of blocks. Times are seconds on any clock that does not go back."""
 
-    def __init__(self, pool: BlockPool, cache: PrefixCache, limits: SchedulerConfig) -> None:
-        self.pool, self.cache, self.limits = pool, cache, limits
+    def __init__(self, pool: BlockPool, cache: PrefixCache, limits: SchedulerConfig, whole: int | None = None) -> None:
+        """`whole` is the greatest length at which rows of outputs read every key; None where they always do."""
+        self.pool, self.cache, self.limits, self.whole = pool, cache, limits, whole
         self.waiting: list[Sequence] = []  # in order of admission
         self.running: list[Sequence] = []  # in order of rank: the last is preempted first
         self.sequences: dict[str, Sequence] = {}  # all that have not ended, by id
@@ -383,7 +387,8 @@ class Scheduler:
         match = NOTHING
         sequence.settle()
         if not sequence.bypass:
-            prompt = sequence.tokens[:-1]  # the last has to be run, for its logits
+            alike = self._alike(sequence, len(sequence.tokens) - 1)  # the last has to be run, for its logits
+            prompt = sequence.tokens[:alike]
             match = self.cache.match(sequence.salt, prompt)
             if self._soon_more(sequence.salt, prompt, match):
                 return False
@@ -417,7 +422,7 @@ class Scheduler:
             return False
         for other in self.running:
             if other.status is Status.PREFILL and other.salt == salt:
-                length = common(prompt, other.tokens)
+                length = self._alike(other, common(prompt, other.tokens))
                 whole = length == len(prompt)
                 length -= length % self.cache.round_to
                 if length - match.length >= (1 if whole else self.pool.size):
@@ -453,9 +458,16 @@ class Scheduler:
         sequence.overdue = sequence.passed >= self.limits.max_passed
         insort(self.waiting, sequence, key=_rank)
 
+    def _alike(self, sequence: Sequence, length: int) -> int:
+        """Return how many of its first `length` tokens have the keys and values of any sequence that begins alike.
+
+        Those of an output do not where its rows read few keys: computed as another's prompt, they read all.
+        """
+        return length if self.whole is None else min(length, max(sequence.prompt, self.whole))
+
     def _keep(self, sequence: Sequence) -> None:
-        """Put the sequence's computed tokens into the tree."""
-        tokens = sequence.tokens[: sequence.computed]
+        """Put the sequence's computed tokens into the tree, as far as others can use them."""
+        tokens = sequence.tokens[: self._alike(sequence, sequence.computed)]
         self.cache.insert(sequence.salt, tokens, sequence.blocks, self._let_go(sequence))
 
     def _let_go(self, sequence: Sequence) -> Callable[[list[int]], None]:

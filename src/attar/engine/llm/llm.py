@@ -24,7 +24,10 @@ from attar.engine.llm.running import TOGETHER, Running
 from attar.engine.loader import Parallel, load_model
 from attar.engine.speculation import drafter
 from attar.errors import UserError
+from attar.execution import kv_cache
 from attar.kernels import dispatch
+from attar.kv.schemes import scheme
+from attar.kv.sparse import SparseAttention
 from attar.model.cache import ForwardBatch
 from attar.progress import Progress
 from attar.protocol.grammar import Constraint, Grammar
@@ -66,6 +69,9 @@ class LLM:
     `draft_tokens` is the number of drafts in each step, up to 16; None decides by what pays. `draft_tree` is the number
     of nodes of a tree of drafts, 2 to 16, which heads of Medusa and EAGLE make; None makes chains.
 
+    `sparse_attention` lets tokens of answers read few keys of a long context: `topk:512` the most important 512, and
+    `topk:1/16` a sixteenth. None reads all. Prompts always do. It is for CPUs, and finds key statistics on loading.
+
     `parallel` says how many processes share the model (`loader.py`). No probe is replayed then: it would report
     rounding that one process does not have. `close` ends the processes, as does this one's end.
 
@@ -89,12 +95,17 @@ class LLM:
         draft: str | None = None,
         draft_tokens: int | None = None,
         draft_tree: int | None = None,
+        sparse_attention: str | None = None,
         verify: bool = True,
         generation_config: Literal["attar", "model"] = "attar",
         progress: Progress | None = None,
     ) -> None:
         dispatch.require(device)  # before anything is downloaded
         check_draft(draft, draft_tokens, draft_tree)
+        few = None if sparse_attention is None else SparseAttention.parse(sparse_attention)
+        if few is not None:
+            shared = parallel or Parallel()
+            few.check(scheme("float32"), device, shared.tp * shared.pp, draft_tree is not None)
         draft = hub.resolve_draft(draft)
         path = hub.resolve(model)
         self.sampling = recommended(path) if generation_config == "model" else {}
@@ -107,7 +118,8 @@ class LLM:
             draft, self.model, self.context, TOGETHER, activations=activations, verify=verify,
             trees=draft_tree is not None,
         )  # fmt: skip
-        self.running = Running(self.model, self.context, drafts, draft_tokens, draft_tree)
+        sparse = None if few is None else kv_cache.sparse_layers_of(self.decoder, few, progress)
+        self.running = Running(self.model, self.context, drafts, draft_tokens, draft_tree, sparse)
         self._known_chats: Chats | None = None
         self._prover: Prover | None = None
 

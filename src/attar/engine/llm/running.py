@@ -19,6 +19,7 @@ from attar.engine.llm.answer import Answer, Said
 from attar.engine.loader import LoadedModel
 from attar.execution.parallel.executor import WorkerLost
 from attar.model.cache import BLOCK
+from attar.model.sparse_layers import SparseLayers
 from attar.protocol.messages import Delta, Failed, Finished, Submit
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.speculation import FORCED_STEP_DRAFTS, MAX_STEP_DRAFTS
@@ -48,8 +49,9 @@ class Running:
         drafter: Drafter | None,
         draft_tokens: int | None,
         draft_tree: int | None = None,
+        sparse: SparseLayers | None = None,
     ) -> None:
-        self._model, self._context = model, context
+        self._model, self._context, self._sparse = model, context, sparse
         self._drafter, self._draft_tokens, self._draft_tree = drafter, draft_tokens, draft_tree
         self.engine: Engine | None = None
         self.calls: dict[str, Call] = {}  # calls of open requests, by request id
@@ -155,7 +157,7 @@ class Running:
             tokenizer = self._model.tokenizer if self._model.has_tokenizer else None
             config = EngineConfig(
                 blocks + spare, context, limits, self._model.eos_ids, drafter=self._drafter,
-                draft_tokens=self._draft_tokens, draft_tree=self._draft_tree,
+                draft_tokens=self._draft_tokens, draft_tree=self._draft_tree, sparse=self._sparse,
             )  # fmt: skip
             self.engine = Engine(self._model.decoder, tokenizer, config, runner=self._model.runner)
         assert self.engine is not None

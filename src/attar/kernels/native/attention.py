@@ -16,7 +16,8 @@ from attar.kernels.operands import AttentionForm, Norm
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
 from attar.kv.pages import PARTS, AttentionMetadata, PagedKV, Rotation
-from attar.kv.schemes import BUCKET, Layout
+from attar.kv.schemes import BUCKET, RUN, Layout
+from attar.kv.signs import Signs
 
 
 def write_kv(
@@ -103,6 +104,10 @@ def paged_attention(
     if place.tree is not None:
         tree, tree_size = place.tree.data_ptr(), place.tree.numel()
         _check("tree", place.tree, torch.bool, (tree_size,))
+    dense_until = 0
+    if place.dense_until is not None and pages.signs is not None:
+        _check("dense_until", place.dense_until, torch.int32, (sequences,))
+        dense_until = place.dense_until.data_ptr()
     if (form.window is not None and form.window < 1) or (form.soft_cap is not None and not form.soft_cap > 0):
         raise ValueError("a window and a soft cap are greater than zero")
     out = extension.empty((rows, form.heads * form.head_dim)) if out is None else out
@@ -112,7 +117,8 @@ def paged_attention(
         extension.library.attention, *_pages(pages), q.data_ptr(), rows, form.heads, sequences,
         place.row_starts.data_ptr(), place.lengths.data_ptr(), place.block_tables.data_ptr(), width,
         place.positions.data_ptr(), key_positions, tree, tree_size, form.window or 0, form.scale, form.soft_cap or 0.0,
-        out.data_ptr(), 0 if mass is None else mass.data_ptr(), _tails(pages, place)[1], level or extension.cpu_level(),
+        out.data_ptr(), 0 if mass is None else mass.data_ptr(), _tails(pages, place)[1], dense_until,
+        level or extension.cpu_level(),
     )  # fmt: skip
     return out, mass
 
@@ -145,7 +151,18 @@ def _pages(pages: PagedKV) -> tuple[Any, ...]:
     if scheme.layout == Layout.KVQUANT:
         units, outliers = round(scheme.bits), scheme.outliers(pages.head_dim)
     layout = extension.library.KvLayout[scheme.layout.value]
-    return layout, *addresses.values(), *sizes, bases, units, *recent, scheme.byte_scales, outliers
+    signs = 0 if pages.signs is None else _signs(pages, pages.signs)
+    return layout, *addresses.values(), *sizes, bases, units, *recent, scheme.byte_scales, outliers, signs
+
+
+def _signs(pages: PagedKV, signs: Signs) -> int:
+    """Return the address of the one-bit keys' arrays and sizes."""
+    heads, size, blocks, block = pages.kv_heads, pages.head_dim, pages.blocks, pages.block
+    _check("bits of one-bit keys", signs.bits, torch.uint8, (blocks, heads, block // RUN, -(-size // 8), RUN))
+    _check("scales of one-bit keys", signs.scales, torch.bfloat16, (blocks, heads, block))
+    _check("means of keys", signs.means, torch.float32, (heads, size))
+    _check("spreads of keys", signs.spreads, torch.float32, (heads, size))
+    return signs.numbers.data_ptr()
 
 
 def _tails(pages: PagedKV, place: AttentionMetadata) -> tuple[int, int]:
