@@ -8,7 +8,7 @@ same each time.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -72,17 +72,28 @@ def sparse_layers_of(decoder: Decoder, settings: SparseAttention, progress: Prog
     processes = decoder.split.share.count if isinstance(decoder, SplitDecoder) else 1
     settings.check(decoder.lossless, decoder.device.type, processes)
     sparse_layers.check(decoder.config)
-    told = None if progress is None else partial(progress, "key statistics")
-    ids = sample(decoder, FEW_WRITTEN, FEW_RANDOM, length=SHORT)
-    return SparseLayers(settings, sparse_layers.calibrate(decoder, ids, told))
+    parts = SHORT + decoder.config.layers  # tokens that the model writes, then layers
+
+    def told(done: int) -> None:
+        if progress is not None:
+            progress("key statistics", done, parts)
+
+    ids = sample(decoder, FEW_WRITTEN, FEW_RANDOM, length=SHORT, told=told)
+    return SparseLayers(settings, sparse_layers.calibrate(decoder, ids, lambda done, _: told(SHORT + done)))
 
 
 @torch.inference_mode()
 def sample(
-    decoder: Decoder, written: int = WRITTEN, random: int = RANDOM, seed: int = SEED, length: int = LENGTH
+    decoder: Decoder,
+    written: int = WRITTEN,
+    random: int = RANDOM,
+    seed: int = SEED,
+    length: int = LENGTH,
+    told: Callable[[int], None] | None = None,
 ) -> Tensor:
     """Return token ids [written + random, L], of `length` tokens or as many as the model's context allows. They are
-    written with an int8 KV cache: a quarter of the memory, and equally likely text."""
+    written with an int8 KV cache: a quarter of the memory, and equally likely text. `told` is called with the number of
+    tokens that each has."""
     length, vocabulary = min(length, decoder.config.context), decoder.config.vocab_size
     numbers = torch.Generator().manual_seed(seed)
     noise = torch.randint(0, vocabulary, (random, length), generator=numbers)
@@ -94,4 +105,6 @@ def sample(
     for at in range(1, length):
         chances = decoding.step(ids[:written, at - 1].tolist()).float().softmax(-1)
         ids[:written, at] = torch.multinomial(chances, 1, generator=numbers)[:, 0]
+        if told is not None:
+            told(at + 1)
     return ids
