@@ -29,7 +29,7 @@ class Made:
         self.sliding = SlidingBlocks(BlockPool(sliding, SIZE), window, STEP)
         self.cache = PrefixCache(self.pool, beside=self.sliding)
         limits = SchedulerConfig(max_running=2, max_step_tokens=STEP)
-        self.scheduler = Scheduler(self.pool, self.cache, limits, self.sliding)
+        self.scheduler = Scheduler(self.pool, self.cache, limits, sliding=self.sliding)
         self.most = 0
 
     def run(self, prompt: list[int], id: str = "a") -> Sequence:
