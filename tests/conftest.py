@@ -140,10 +140,12 @@ def tiny_decoder() -> Callable[..., Decoder]:
         tensors: dict[str, torch.Tensor] | None = None,
         store: BackendWeights | None = None,
         rope: Rope | None = None,
+        window: int | None = None,
     ) -> Decoder:
         config = ModelConfig(
             "LlamaForCausalLM", vocab_size=vocab, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128,
-            context=64, windows=(None,) * layers, ropes=(rope or Rope(10000.0, 16),) * layers, tied=True,
+            context=64, windows=(*(window,) * (layers - 1), None), ropes=(rope or Rope(10000.0, 16),) * layers,
+            tied=True,
         )  # fmt: skip
         return build(config, Random(config, seed, scheme, tensors or {}), store=store)
 

@@ -41,6 +41,7 @@ PAGES = {
         "docs/reasoning.md",
         "docs/tools.md",
         "docs/speculative_decoding.md",
+        "docs/long_context.md",
         "docs/adapters.md",
         "docs/numerics.md",
         "docs/architecture.md",

@@ -34,7 +34,16 @@ def make_engine(decoder: Decoder, blocks: int = ROOM, limits: SchedulerConfig | 
     """An engine of small steps; `how` is `EngineConfig`'s, where `kv` is a name, and `Engine`'s."""
     fields = {
         name: how.pop(name)
-        for name in ("eos_ids", "adapters", "overlaps", "drafter", "draft_tokens", "draft_tree", "sparse")
+        for name in (
+            "eos_ids",
+            "adapters",
+            "overlaps",
+            "drafter",
+            "draft_tokens",
+            "draft_tree",
+            "sparse",
+            "sliding_blocks",
+        )
         if name in how
     }
     kv, context, tokenizer = how.pop("kv", None), how.pop("context", CONTEXT), how.pop("tokenizer", None)

@@ -64,7 +64,7 @@ def test_sizes(most: int, found: tuple[int, ...]) -> None:
 
 
 def test_inputs_arrive_as_they_were_put() -> None:
-    inputs = Inputs(rows=3, width=4, block=16, spare=9, device=torch.device("cpu"))
+    inputs = Inputs(rows=3, width=4, block=16, spare=(9,), device=torch.device("cpu"))
     inputs.put(0, token=7, at=18, blocks=[5, 2])
     inputs.put(1, token=8, at=0, blocks=[1])
     assert not inputs.ids.any(), "not sent yet"

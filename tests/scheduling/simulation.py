@@ -3,10 +3,11 @@
 A seed makes everything: sizes and limits, the requests (with prefixes in common, salts, priorities, deadlines, several
 choices, bypass, some that can never fit), when they come and are cancelled, steps that fail for some, what happens
 while a step is under way, in half of all lives steps that are planned ahead of one under way, on a device that may be
-late with both, and in a third of all lives faults at the named points (`attar/faults.py`). Only the model
-is fake: its next token is a function of the sequence's seed and of all tokens before it, by way of a cache of fake keys
-and values. Each slot holds a digest of salt and tokens up to its own, slots of free blocks are wiped, and what a step
-reads must be what the sequence alone would have written.
+late with both, in half of all lives a group of layers with a sliding window, whose blocks are their own, and in a
+third of all lives faults at the named points (`attar/faults.py`). Only the model is fake: its next token is a function
+of the sequence's seed and of all tokens before it, by way of a cache of fake keys and values. Each slot holds a digest
+of salt and tokens up to its own, slots of free blocks are wiped, and what a step reads must be what the sequence alone
+would have written.
 
 After every event these hold:
 
@@ -26,12 +27,13 @@ After every event these hold:
 14. no block is evicted while a sequence uses it (`advance`)
 15. a plan is empty only where nothing may run yet, and nobody gives way to one ahead (`planned`)
 16. whoever fails was made to: by a step, or by a fault, one sequence or one request's arrival a fault (`check`)
+17. 2, 5, 11 and 20 hold of sliding blocks too, of which a row reads its window alone (`SlidingBlocks.check`, `run`)
 
 and in the end:
 
-17. every request has ended exactly once, finished ones with their whole answer (`drain`)
-18. within a bounded number of steps (`drain`)
-19. no block is active, and after a flush all are free (`drain`)
+18. every request has ended exactly once, finished ones with their whole answer (`drain`)
+19. within a bounded number of steps (`drain`)
+20. no block is active, and after a flush all are free (`drain`)
 
 `python -m tests.scheduling.simulation --seeds 20000` runs many; `--first 4711 --seeds 1` replays one.
 """
@@ -48,16 +50,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import NamedTuple
 
 import attar.scheduling.block_pool
 import attar.scheduling.prefix_cache
 import attar.scheduling.scheduler
+import attar.scheduling.sliding
 from attar import faults
+from attar.plan.sliding import SlidingLimits
 from attar.protocol.messages import REUSE_ENDS
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.scheduling import draft_tree
 from attar.scheduling.sequence import Sequence, Status
-from attar.scheduling.step_plan import StepPlan
+from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
 END = 0  # the token that ends an answer
 FEW = -1  # no token: it marks digests of rows that read few keys
@@ -121,12 +126,24 @@ class Asked:
         return digest(digest(state, FEW) if few else state, token)
 
 
+class Group(NamedTuple):
+    """A group of layers in a step: its memory, the first token that a chunk reads, the slots written so far, the
+    sequence's table, and the blocks of branches."""
+
+    memory: list[list[int | None]]
+    oldest: int
+    written: set[tuple[int, int]]
+    blocks: list[int]
+    others: tuple[tuple[int, ...], ...] | None
+
+
 @dataclass(eq=False)
 class Launched:
     """A step on the device, which knows the blocks of its rows as they were when it was told."""
 
     plan: StepPlan
     tables: list[list[int]]
+    sliding: list[list[int]]
     outcomes: dict[str, object] | None = None
     """None until it has been run."""
 
@@ -141,6 +158,7 @@ class Simulation:
         block_pool: ModuleType = attar.scheduling.block_pool,
         prefix_cache: ModuleType = attar.scheduling.prefix_cache,
         scheduler: ModuleType = attar.scheduling.scheduler,
+        sliding: ModuleType = attar.scheduling.sliding,
     ) -> None:
         self.rng = rng = random.Random(seed)
         self.events = events
@@ -161,15 +179,26 @@ class Simulation:
         self.pool = block_pool.BlockPool(max(2, rng.choice([24, 48, 48, 96]) // size), size)
         self.cache = prefix_cache.PrefixCache(self.pool, rng.choice([n for n in range(1, size + 1) if size % n == 0]))
         self.whole = random.Random(-(2**37) - seed).choice([None, None, 0, 0, 9])
-        self.scheduler = scheduler.Scheduler(self.pool, self.cache, self.limits, self.whole)
+        self.lag = random.Random(-(2**32) - seed)
+        self.overlaps = self.lag.random() < 1 / 2
+        self.groups = random.Random(-(2**38) - seed)
+        self.window = self.groups.choice([None, None, None, None, None, 1, 2, 3, 5, 9])
+        self.sliding = None
+        if self.window is not None:
+            rows = (1 + self.overlaps) * self.limits.max_step_tokens
+            least = SlidingLimits(self.window, size, rows)
+            spare = self.groups.choice([0, 0, 1, 5, 30])
+            pool = block_pool.BlockPool(least.held + least.of_steps + spare, size)
+            self.sliding = sliding.SlidingBlocks(pool, self.window, rows)
+            self.cache.beside = self.sliding
+            self.slides: list[list[int | None]] = [[None] * size for _ in range(pool.total)]
+        self.scheduler = scheduler.Scheduler(self.pool, self.cache, self.limits, self.whole, self.sliding)
         self.cache.evict = self.evict  # type: ignore[method-assign]
         self.memory: list[list[int | None]] = [[None] * size for _ in range(self.pool.total)]
         self.asked: dict[str, Asked] = {}
         self.requests = 0
         self.steps: list[Launched] = []
         self.now = 0.0
-        self.lag = random.Random(-(2**32) - seed)
-        self.overlaps = self.lag.random() < 1 / 2
         self.drafts = random.Random(-(2**34) - seed)
         self.trees = random.Random(-(2**36) - seed)
         self.accepted = 0  # drafts that were right
@@ -313,7 +342,10 @@ class Simulation:
         assert all(each in rows for each in decoding if each.status is Status.DECODE), "a decoder has to wait"
         self.planned(step, ahead)
         if step.chunks or not ahead:
-            self.steps.append(Launched(step, [list(chunk.sequence.blocks) for chunk in step.chunks]))
+            tables, sliding = (
+                [list(getattr(chunk.sequence, name)) for chunk in step.chunks] for name in ("blocks", "sliding")
+            )
+            self.steps.append(Launched(step, tables, sliding))
         if self.overlaps and self.lag.random() < 0.5:  # a device that is quick: what comes between finds all of it done
             self.catch_up(len(self.steps))
 
@@ -372,45 +404,38 @@ class Simulation:
         """The fake model: copies, then chunks, each of which reads all before it."""
         rng, size, memory = self.rng, self.pool.size, self.memory
         outcomes: dict[str, object] = {}
-        written = set()
+        written: set[tuple[int, int]] = set()
+        slid: set[tuple[int, int]] = set()
+        for source, target, slots, _ in step.plan.sliding_copies:
+            self.slides[target][:slots] = self.slides[source][:slots]
         for source, target, slots, sequence in step.plan.copies:
             memory[target][:slots] = memory[source][:slots]
             if self.faulty and self.dice.random() < 0.1:
                 memory[target] = [None] * size
                 outcomes[sequence.id] = self.module.Outcome(failure="internal")
         everything_fails = rng.random() < 0.01
-        for chunk, blocks in zip(step.plan.chunks, step.tables, strict=True):
+        for chunk, blocks, sliding in zip(step.plan.chunks, step.tables, step.sliding, strict=True):
             sequence, start, rows, samples, drafts, tree = chunk
             asked = self.asked[sequence.id]
             if sequence.id in outcomes or sequence.id in self.spoiled:
                 continue
             fails = everything_fails or rng.random() < 0.005
-            found = [memory[block][slot] for block in blocks for slot in range(size)][:start]
             digests = asked.digests[sequence.horizon]
-            assert found == digests[:start], f"{sequence.id} reads what is not its own"
             if drafts:
                 assert start + rows - len(drafts) == len(sequence.tokens), "drafts in the middle of a sequence"
             known = len(sequence.tokens) if drafts else start + rows
-            for at in range(start, known):
-                self._write(blocks, at, None if fails else digests[at], written)
             state = digests[known - 1]
             of = [state]  # of each row from that of the last token on
             depths = draft_tree.depths(chunk.parents or range(len(drafts)))
             for row, (draft, parent) in enumerate(zip(drafts, chunk.parents or range(len(drafts)), strict=True), 1):
                 of.append(asked.after(of[parent], known - 1 + depths[row], draft))
-            for branch in range(1 + len(tree.blocks) if tree else 1):
-                last = draft_tree.branches(chunk.parents)[branch][-1] if tree else len(drafts)
-                path = [last, *draft_tree.ancestors(chunk.parents, last)] if tree else range(1, 1 + last)
-                table = blocks
-                if tree and branch:
-                    table = [*blocks[: tree.first], *tree.blocks[branch - 1]]
-                    assert known + depths[last] <= len(table) * size, "a branch without blocks"
-                    for at in range(tree.first * size, known):  # the rows before the drafts
-                        slot = at % size
-                        self._write(table, at, memory[blocks[tree.first]][slot], written)
-                for row in path:
-                    if row:
-                        self._write(table, known - 1 + depths[row], None if fails else of[row], written)
+            rows_of = [*digests[start:known], *of[1:]]
+            if fails:
+                rows_of = [None] * len(rows_of)
+            self._fill(Group(memory, 0, written, blocks, tree and tree.blocks), chunk, digests, rows_of)
+            if self.sliding is not None:
+                oldest = max(0, start - self.window + 1)
+                self._fill(Group(self.slides, oldest, slid, sliding, tree and tree.sliding), chunk, digests, rows_of)
             if fails:
                 outcomes[sequence.id] = self.module.Outcome(failure="internal")
             elif samples:
@@ -418,11 +443,35 @@ class Simulation:
         self.spoiled |= {id for id, outcome in outcomes.items() if outcome.failure is not None}
         return outcomes
 
-    def _write(self, table: list[int], at: int, state: int | None, written: set[tuple[int, int]]) -> None:
+    def _fill(self, group: Group, chunk: ScheduledTokens, digests: list[int], states: list[int | None]) -> None:
+        """What one group of layers does for a chunk: read all that it sees, then write every row."""
+        size, (sequence, start, rows, _, drafts, tree) = self.pool.size, chunk
+        memory, oldest, _, blocks, others = group
+        found = [memory[blocks[at // size]][at % size] for at in range(oldest, start)]
+        assert found == digests[oldest:start], f"{sequence.id} reads what is not its own"
+        before = rows - len(drafts)
+        known = start + before
+        for row in range(before):
+            self._write(group, blocks, start + row, states[row])
+        depths = draft_tree.depths(chunk.parents or range(len(drafts)))
+        for branch in range(1 + len(others) if tree else 1):
+            last = draft_tree.branches(chunk.parents)[branch][-1] if tree else len(drafts)
+            path = [last, *draft_tree.ancestors(chunk.parents, last)] if tree else range(1, 1 + last)
+            table = blocks
+            if tree and branch:
+                table = [*blocks[: tree.first], *others[branch - 1]]
+                assert known + depths[last] <= len(table) * size, "a branch without blocks"
+                for at in range(tree.first * size, known):  # the rows before the drafts
+                    self._write(group, table, at, memory[blocks[tree.first]][at % size])
+            for row in path:
+                if row:
+                    self._write(group, table, known - 1 + depths[row], states[before - 1 + row])
+
+    def _write(self, group: Group, table: list[int], at: int, state: int | None) -> None:
         slot = table[at // self.pool.size], at % self.pool.size
-        assert slot not in written, "a slot is written twice in a step"
-        written.add(slot)
-        self.memory[slot[0]][slot[1]] = state
+        assert slot not in group.written, "a slot is written twice in a step"
+        group.written.add(slot)
+        group.memory[slot[0]][slot[1]] = state
 
     def _sample(
         self, asked: Asked, known: int, drafts: tuple[int, ...], parents: tuple[int, ...], state: int
@@ -456,9 +505,11 @@ class Simulation:
             self.suffered += sequence.ending == "internal" and sequence.id not in self.failing
         assert self.scheduler.sequences or self.scheduler.wake() is None, "somebody is to be woken, and nobody is there"
         assert self.suffered == self.fired, "something failed of itself, or a fault had no victim, or several"
-        for block, state in enumerate(self.pool.states()):
-            if state == attar.scheduling.block_pool.FREE:
-                self.memory[block] = [None] * self.pool.size
+        pools = [(self.pool, self.memory)] + ([] if self.sliding is None else [(self.sliding.pool, self.slides)])
+        for pool, memory in pools:
+            for block, state in enumerate(pool.states()):
+                if state == attar.scheduling.block_pool.FREE:
+                    memory[block] = [None] * pool.size
         self.pool.check()
         self.cache.check()
         self.scheduler.check()
@@ -480,6 +531,13 @@ class Simulation:
             owned = attar.scheduling.block_pool.CACHED if keepers[block] else attar.scheduling.block_pool.FREE
             assert state == (attar.scheduling.block_pool.ACTIVE if holders[block] else owned), f"block {block} leaked"
         assert pool.free + pool.active + pool.cached == pool.total
+        if self.sliding is None:
+            return
+        tables = [asked.sequence.sliding[asked.sequence.slid :] for asked in self.asked.values()]
+        tables += [step.plan.sliding_held for step in self.steps]
+        held = Counter(block for table in tables for block in table)
+        for block in range(self.sliding.pool.total):
+            assert self.sliding.pool.holders(block) == held[block], f"sliding block {block} has other holders"
 
     def tags(self) -> None:
         for cache_salt, before, node in self.cache.nodes():
@@ -490,6 +548,8 @@ class Simulation:
                 state = digest(state, token)
                 block = node.blocks[at // self.pool.size]
                 assert self.memory[block][at % self.pool.size] == state, f"block {block} is not what the tree says"
+                if self.sliding is not None and (own := self.sliding.beside(block)) is not None:
+                    assert self.slides[own][at % self.pool.size] == state, f"sliding block {own} is not the tree's"
 
     def deadlines(self) -> None:
         assert not any(map(self.late, self.scheduler.sequences.values())), "a deadline passed unnoticed"
@@ -518,6 +578,9 @@ class Simulation:
         self.cache.flush()
         self.check()
         assert self.pool.free == self.pool.total, "blocks that a flush does not free"
+        if self.sliding is not None:
+            assert self.sliding.pool.free == self.sliding.pool.total, "sliding blocks that a flush does not free"
+            assert self.sliding.lent == 0, "blocks lent to no step"
 
 
 def failing(

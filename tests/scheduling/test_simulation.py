@@ -15,7 +15,7 @@ from tests.scheduling.simulation import failing
 SOURCE = Path(attar.scheduling.__path__[0])
 SEEDS = 500
 PARTS = 10  # so that workers share them
-ENOUGH = 300  # seeds, which must find any of the bugs below
+ENOUGH = 500  # seeds, which must find any of the bugs below
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -132,7 +132,23 @@ BUGS = [
     Bug("matches end inside a group", "prefix_cache", "length = found - found % self.round_to", "length = found"),
     Bug("a node is used without its parents", "prefix_cache",
         "node = node.parent\n\n    def _rem", "break\n\n    def _rem"),
-    Bug("an evicted block is not forgotten", "prefix_cache", "pool.forget([leaf.blocks[left]])", "pass"),
+    Bug("an evicted block is not forgotten", "prefix_cache", "self._forget([leaf.blocks[left]])", "pass"),
+    Bug("nothing is released behind a window", "sliding", "if first > sequence.slid:", "if False:"),
+    Bug("a block is released that a window reads", "sliding", "self.limits.first(sequence.computed), self.pool",
+        "self.limits.first(sequence.computed + 1), self.pool"),
+    Bug("sliding blocks of wrong drafts stay", "sliding", "if len(sequence.sliding) > end:", "if False:"),
+    Bug("a match ends behind a hole", "sliding", "            if hole is None:", "            if True:"),
+    Bug("a match's window is not held", "sliding", "self._hold(held)", "self._hold(held[len(window) :])"),
+    Bug("what was lent is not dropped", "sliding", "self.drop(step.sliding_held)", "pass"),
+    Bug("what was lent counts for ever", "sliding", "self.lent -= len(step.sliding_held)", "pass"),
+    Bug("a promise outlives its sequence", "sliding", "self._promised.pop(sequence, None)", "pass"),
+    Bug("more is promised than there is", "sliding", "+ copies <= self.unpromised", "+ copies <= self.pool.total"),
+    Bug("what lies beside an evicted block stays", "sliding", "self.pool.forget([own])", "pass"),
+    Bug("a sequence that ends within a step frees its window", "sliding", "        if step is None:",
+        "        if True:"),
+    Bug("a branch has the window of another", "scheduler", "sequence.sliding[place : place + 1] = [block]", "pass"),
+    Bug("sliding blocks of branches are never let go", "scheduler",
+        "self.sliding.lend(step, list(itertools.chain.from_iterable(tree.sliding)))", "pass"),
     Bug("a freed block is not put back", "block_pool", "self._free.append(block)", "pass"),
     Bug("a cached block counts as free", "block_pool", "CACHED if self._kept[block] else FREE\n        before",
         "FREE\n        before"),

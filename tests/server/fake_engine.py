@@ -46,6 +46,7 @@ from attar.text.tokenizer import Detokenizer, Tokenizer
 
 CONTEXT = 512
 BLOCKS, CACHED = 100, 12  # of the cache, and those of them that nobody uses
+SLIDING = (3, 1, 2)  # free, active and cached blocks of layers with a sliding window
 
 
 def embedding(prompt: Sequence[int]) -> list[float]:
@@ -269,7 +270,9 @@ class FakeEngine:
         free = BLOCKS - CACHED - running
         states = b"\1" * running + b"\2" * CACHED + b"\0" * free
         waiting = len(self.choices) - running
-        stats = Stats(running, waiting, free, running, CACHED, 1, 8, 2, self.generated, 3, 0.5, states)
+        stats = Stats(
+            running, waiting, free, running, CACHED, 1, 8, 2, self.generated, 3, 0.5, states, sliding_blocks=SLIDING
+        )
         if stats != self._stats:
             self._out.append(stats)
             self._stats = stats

@@ -18,7 +18,7 @@ from attar.server.engine_client.response_stream import ResponseStream
 from attar.server.request_handler import RequestHandler
 from tests.server.api.test_routes import COMPLETIONS, SEEDED
 from tests.server.conftest import Running
-from tests.server.fake_engine import BLOCKS, CACHED
+from tests.server.fake_engine import BLOCKS, CACHED, SLIDING
 from tests.server.http.test_limits import connect, post
 
 
@@ -35,6 +35,8 @@ def test_metrics_are_there_before_anything_ran_and_when_the_engine_is_gone(start
     made.call(made.engine._server.close)
     made.post(COMPLETIONS, SEEDED)
     assert metric(made, 'attar_kv_blocks{state="cached"}') == CACHED
+    for state, count in zip(("free", "active", "cached"), SLIDING, strict=True):
+        assert metric(made, f'attar_kv_sliding_blocks{{state="{state}"}}') == count
     assert metric(made, "attar_steps_total") > 0
     made.call(made.engine.die)
     made.wait(lambda: made.server.engine.ready is None)

@@ -41,12 +41,13 @@ from attar.engine.requests import RequestTable
 from attar.engine.sparse_reads import SparseReads
 from attar.engine.speculation import Speculation
 from attar.execution import cuda_graphs, kv_cache
-from attar.execution.model_runner import InflightTokens, Runner
+from attar.execution.model_runner import BlockCounts, InflightTokens, Runner
 from attar.faults import point
 from attar.kernels.noise import seed_of_choice
 from attar.kv.schemes import KvScheme
 from attar.model.decoder import Decoder
 from attar.model.sparse_layers import SparseLayers
+from attar.plan.sliding import window_of
 from attar.protocol.messages import Embed, Event, Stats, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
@@ -64,6 +65,7 @@ from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.prefix_cache import PrefixCache
 from attar.scheduling.scheduler import Refused, Scheduler
 from attar.scheduling.sequence import Sequence as Tokens
+from attar.scheduling.sliding import SlidingBlocks
 from attar.scheduling.step_plan import Outcome, StepPlan
 from attar.text.grammars import Vocabulary
 from attar.text.tokenizer import Detokenizer, Tokenizer
@@ -80,7 +82,8 @@ class EngineConfig:
     known, and tokens chosen without a look at the logits; by default on a GPU. drafter: the source of drafts of
     speculative decoding, none by default. draft_tokens: drafts of a sequence in each step; None decides by what pays.
     draft_tree: nodes of a sequence's tree of drafts in each step; None where drafts are chains. sparse: which layers
-    read few keys in rows of outputs, and how many; None where all read all.
+    read few keys in rows of outputs, and how many; None where all read all. sliding_blocks: blocks of layers with a
+    sliding window, which are released behind it; by default those have `blocks` too.
     """
 
     blocks: int
@@ -94,6 +97,7 @@ class EngineConfig:
     draft_tokens: int | None = None
     draft_tree: int | None = None
     sparse: SparseLayers | None = None
+    sliding_blocks: int = 0
 
 
 class Engine:
@@ -123,9 +127,8 @@ class Engine:
         if config.sparse is not None:
             config.sparse.settings.check(scheme, decoder.device.type, trees=config.draft_tree is not None)
         bases = kv_cache.bases(decoder, scheme)
-        self.runner = runner(
-            decoder, config.blocks, config.context, scheme, limits.together, bases, record, limits.max_drafts
-        )
+        counts = BlockCounts(config.blocks, config.sliding_blocks)
+        self.runner = runner(decoder, counts, config.context, scheme, limits.together, bases, record, limits.max_drafts)
         self.sparse = None if config.sparse is None else SparseReads(config.sparse)
         if config.sparse is not None:
             self.runner.read_few(config.sparse)
@@ -155,9 +158,13 @@ class Engine:
             logger.warning("no step is launched before the tokens of the last are known: %s", self.runner.waits)
         self._inflight: InflightStep | None = None  # the next step, where it is on its way
         self.pool = BlockPool(config.blocks, self.runner.block)
-        self.cache = PrefixCache(self.pool, scheme.round_to(self.runner.block))
+        self.sliding: SlidingBlocks | None = None
+        if (window := window_of(decoder.config)) is not None and self.runner.slides:
+            rows = limits.max_step_tokens * (2 if self.overlaps else 1)
+            self.sliding = SlidingBlocks(BlockPool(config.sliding_blocks, self.runner.block), window, rows)
+        self.cache = PrefixCache(self.pool, scheme.round_to(self.runner.block), self.sliding)
         whole = None if config.sparse is None else config.sparse.settings.whole
-        self.scheduler = Scheduler(self.pool, self.cache, limits, whole)
+        self.scheduler = Scheduler(self.pool, self.cache, limits, whole, self.sliding)
         self.context = config.context
         self.adapters = {"": 0, **{name: number for number, name in enumerate(config.adapters, 1)}}
         self.steps = self.generated = 0
@@ -246,7 +253,7 @@ class Engine:
     def stats(self, blocks: bool = False) -> Stats:
         """Return the present state; with `blocks` also each block's."""
         running, pool, cache = len(self.scheduler.running), self.pool, self.cache
-        drafts = self.speculation
+        drafts, slides = self.speculation, None if self.sliding is None else self.sliding.pool
         return Stats(
             running=running, waiting=len(self.scheduler.sequences) - running,
             blocks_free=pool.free, blocks_active=pool.active, blocks_cached=pool.cached,
@@ -256,6 +263,7 @@ class Engine:
             drafted_tokens=drafts.drafted if drafts else 0, accepted_tokens=drafts.accepted if drafts else 0,
             draft_errors=drafts.errors if drafts else 0, forced_tokens=drafts.forced if drafts else 0,
             overruled_tokens=drafts.overruled if drafts else 0,
+            sliding_blocks=None if slides is None else (slides.free, slides.active, slides.cached),
             **(drafts.gains.stats() if drafts else {}),
             keys_seen=self.sparse.seen if self.sparse else 0, keys_read=self.sparse.read if self.sparse else 0,
         )  # fmt: skip

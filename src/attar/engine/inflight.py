@@ -185,8 +185,10 @@ class Launcher:
         for sequence in plan.sequences:
             chunks = [chunk for chunk in plan.chunks if chunk.sequence is sequence]
             copies = [copy for copy in plan.copies if copy.sequence is sequence]
+            sliding = [copy for copy in plan.sliding_copies if copy.sequence is sequence]
             try:
-                logits.append(self._whole(StepPlan(chunks, copies), choices, inflight_tokens).clone())
+                own = StepPlan(chunks, copies, sliding_copies=sliding)
+                logits.append(self._whole(own, choices, inflight_tokens).clone())
             except torch.AcceleratorError:
                 raise
             except Exception:

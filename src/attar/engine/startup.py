@@ -127,6 +127,7 @@ def _made(
     config = EngineConfig(
         found.blocks, found.context, limits, model.eos_ids, held.kv, names, drafter=drafts,
         draft_tokens=settings.draft_tokens, draft_tree=settings.draft_tree, sparse=layers,
+        sliding_blocks=found.sliding_blocks,
     )  # fmt: skip
     made = Engine(model.decoder, model.tokenizer, config, bounds=judge, runner=model.runner)
     require_unchanged(settings.files, settings.folders)  # nor while it was read
@@ -182,7 +183,7 @@ def _on_gpu(
         if model.executor is not None and model.executor.workers.free is not None:
             measured = replace(measured, available=min(available, model.executor.workers.free))
         memory.settle()
-        found = on_gpu(settings, measured, each, most, limits)
+        found = on_gpu(settings, measured, each, most, limits, held.config if settings.pp == 1 else None)
         _tell(settings, limits, found, held.kv)
         roof = _roof(held, rates)
         judge = None if roof is None else Bottlenecks(roof, StreamMeter(memory.device))
@@ -223,16 +224,27 @@ def _measured(device: torch.device) -> Rates | None:
         return None
 
 
-def on_gpu(settings: Settings, measured: MemoryProfile, block_bytes: int, most: int, limits: SchedulerConfig) -> Fit:
-    """Where a card's memory will go, after what was measured, for requests of up to `most` tokens. Raises ValueError,
-    saying by how much, where it is too little."""
+def on_gpu(
+    settings: Settings,
+    measured: MemoryProfile,
+    block_bytes: int,
+    most: int,
+    limits: SchedulerConfig,
+    windowed: ModelConfig | None = None,
+) -> Fit:
+    """Where a card's memory will go, after what was measured, for requests of up to `most` tokens. Layers of the model
+    `windowed` with a sliding window have blocks of their own. Raises ValueError, saying by how much, where it is too
+    little."""
     cache = CacheLimits(settings.max_cached_tokens, settings.kv_fraction)
     memory, source = settings.memory, "--memory"
     if memory is None:
         memory = int(measured.available * (machine.SHARE if cache.fraction is None else 1.0))
         source = f"free on {settings.device}"
     taken = measured.weights + measured.step + measured.graphs + measured.driver + block_bytes  # and nobody's block
-    blocks = cache.blocks(memory - taken, block_bytes, BLOCK)
+    shape = None
+    if windowed is not None:
+        shape = planning.cache_shape(windowed, block_bytes, most, limits.together, 2 * limits.max_step_tokens)
+    blocks = cache.blocks(memory - taken, shape or block_bytes, BLOCK)
     if cache.max_tokens is None:
         blocks = min(blocks, planning.useful(limits.together, -(-most // BLOCK), limits.headroom))
     context = most
@@ -242,7 +254,7 @@ def on_gpu(settings: Settings, measured: MemoryProfile, block_bytes: int, most: 
     found = Fit(
         memory, measured.weights, measured.step, measured.driver, BLOCK, block_bytes, blocks, context,
         graphs=measured.graphs + block_bytes,
-        kept_by=cache.option(blocks * BLOCK), headroom=limits.headroom,
+        kept_by=cache.option(blocks * BLOCK), headroom=limits.headroom, windows=shape,
     )  # fmt: skip
     planning.require(found, source)
     return found

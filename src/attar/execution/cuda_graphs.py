@@ -134,14 +134,15 @@ class Inputs:
     """Inputs of a decode step of `rows` rows, with block tables `width` wide: on the host, and at fixed addresses on
     `device`.
 
-    Blocks hold `block` tokens; no sequence owns the block `spare`. A GPU copies sent inputs when its turn comes, so
-    `put` and `rest` wait for that before they write.
+    Blocks hold `block` tokens; no sequence owns the block `spare`. There are two where layers with a sliding window
+    have blocks of their own. A GPU copies sent inputs when its turn comes, so `put` and `rest` wait for that before
+    they write.
     """
 
-    def __init__(self, rows: int, width: int, block: int, spare: int, device: torch.device) -> None:
+    def __init__(self, rows: int, width: int, block: int, spare: tuple[int, ...], device: torch.device) -> None:
         self.block, self.spare = block, spare
-        narrow, wide = (torch.int32, (rows,)), (torch.int64, (rows,))
-        shapes: list[tuple[torch.dtype, tuple[int, ...]]] = [wide, wide, narrow, narrow, (torch.int32, (rows, width))]
+        narrow, wide, table = (torch.int32, (rows,)), (torch.int64, (rows,)), (torch.int32, (rows, width))
+        shapes: list[tuple[torch.dtype, tuple[int, ...]]] = [wide, narrow, narrow, *[wide, table] * len(spare)]
         lengths = [-(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED for dtype, shape in shapes]
         self._host = torch.zeros(sum(lengths), dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._there = torch.zeros(sum(lengths), dtype=torch.uint8, device=device)
@@ -154,33 +155,40 @@ class Inputs:
                 piece[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape) for piece, (dtype, shape) in pieces
             ]
 
-        host = [part.numpy() for part in parts(self._host)]
-        self._ids, self._slots, self._positions, self._lengths, self._tables = host
-        self.ids, slots, positions, filled, tables = parts(self._there)
+        self._ids, self._positions, self._lengths, *host = (part.numpy() for part in parts(self._host))
+        self._slots, self._tables = host[::2], host[1::2]  # of each group of layers
+        self.ids, positions, filled, *there = parts(self._there)
         starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self.place = AttentionMetadata(starts, filled, tables, positions, slots)
-        self._held: list[list[int]] = [[]] * rows  # the blocks that each row of the table lists
+        self.place, *others = (
+            AttentionMetadata(starts, filled, tables, positions, slots)
+            for slots, tables in zip(there[::2], there[1::2], strict=True)
+        )
+        self.sliding = others[0] if others else None  # the placement in layers with a sliding window
+        self._held: list[list[list[int]]] = [[[]] * rows for _ in spare]  # blocks that each row of the tables lists
         self.rest(0)
 
-    def put(self, row: int, token: int, at: int, blocks: Sequence[int]) -> None:
-        """Make the row the token at position `at` of a sequence in `blocks`."""
+    def put(self, row: int, token: int, at: int, blocks: Sequence[int], sliding: Sequence[int] = ()) -> None:
+        """Make the row the token at position `at` of a sequence in `blocks`, and in `sliding` where layers with a
+        sliding window have blocks of their own."""
         self._wait()
-        if self._held[row] != blocks:  # few steps bring a block, and fewer swap one for the prefix tree's
-            self._tables[row, : len(blocks)] = blocks
-            self._held[row] = list(blocks)
         self._ids[row] = token
         self._positions[row] = at
         self._lengths[row] = at + 1
-        self._slots[row] = blocks[at // self.block] * self.block + at % self.block
+        for of, slots, tables, held in zip((blocks, sliding), self._slots, self._tables, self._held, strict=False):
+            if held[row] != of:  # few steps bring a block, and fewer swap one for the prefix tree's
+                tables[row, : len(of)] = of
+                held[row] = list(of)
+            slots[row] = of[at // self.block] * self.block + at % self.block
 
     def rest(self, first: int) -> None:
         """Clear the rows from `first` on, whatever was put there, even by a step that raised before it ran."""
         self._wait()
         self._ids[first:] = self._positions[first:] = 0
         self._lengths[first:] = 1
-        self._slots[first:] = self.spare * self.block
-        self._tables[first:, 0] = self.spare
-        self._held[first:] = [[self.spare]] * len(self._held[first:])
+        for spare, slots, tables, held in zip(self.spare, self._slots, self._tables, self._held, strict=True):
+            slots[first:] = spare * self.block
+            tables[first:, 0] = spare
+            held[first:] = [[spare]] * len(held[first:])
 
     def send(self) -> None:
         """Send the inputs to the device."""
@@ -198,9 +206,13 @@ class _Told(KVCache):
     """A cache whose next rows are placed by the inputs of a graph."""
 
     told: AttentionMetadata
+    told_sliding: AttentionMetadata | None
 
     def place(self, lengths: tuple[int, ...]) -> AttentionMetadata:
         return self.told
+
+    def place_sliding(self, place: AttentionMetadata, lengths: tuple[int, ...]) -> AttentionMetadata | None:
+        return self.told_sliding
 
 
 class Graph:
@@ -215,7 +227,7 @@ class Graph:
         pages: list[PagedKV],
         rows: int,
         context: int,
-        spare: int,
+        spare: tuple[int, ...],
         record: Record,
         first: Callable[[Inputs], None] | None = None,
     ) -> None:
@@ -226,7 +238,7 @@ class Graph:
         self.inputs.send()
         view = _Told.over(pages, torch.zeros((rows, width), dtype=torch.int32), [0] * rows)
         assert isinstance(view, _Told)
-        view.told = self.inputs.place
+        view.told, view.told_sliding = self.inputs.place, self.inputs.sliding
 
         def call() -> Tensor:
             view.filled = [0] * rows
@@ -250,12 +262,22 @@ class Graph:
 class Graphs:
     """The graphs of steps of up to `most` rows, of sequences of up to `context` tokens, over `pages`.
 
-    The last block of the pages belongs to no sequence. Each graph is recorded on first use, or all at once by
-    `record_all`.
+    The last block of the pages belongs to no sequence. With `sliding`, layers with a sliding window have blocks of
+    their own, and a last one. Each graph is recorded on first use, or all at once by `record_all`.
     """
 
-    def __init__(self, decoder: Decoder, pages: list[PagedKV], context: int, most: int, record: Record) -> None:
-        self.sizes, self.most, self.spare = sizes(most), most, pages[0].blocks - 1
+    def __init__(
+        self,
+        decoder: Decoder,
+        pages: list[PagedKV],
+        context: int,
+        most: int,
+        record: Record,
+        sliding: bool = False,
+    ) -> None:
+        last = {w is not None: each.blocks - 1 for each, w in zip(pages, decoder.config.windows, strict=True)}
+        self.sizes, self.most = sizes(most), most
+        self.spare = (last.get(False, 0), last[True]) if sliding else (pages[0].blocks - 1,)
         self._decoder, self._pages, self._context, self._record = decoder, pages, context, record
         self._made: dict[int, Graph] = {}
 

@@ -99,12 +99,23 @@ class _Rows(NamedTuple):
             ids[late] = self.inflight_tokens.tokens[places]
 
 
+class BlockCounts(NamedTuple):
+    """Numbers of blocks of a KV cache.
+
+    With `sliding`, layers with a sliding window have so many blocks, of their own; the others have `blocks`.
+    """
+
+    blocks: int
+    sliding: int = 0
+
+
 class _Batch(NamedTuple):
-    """A recorded decode step, and the blocks listed by each row of its block table."""
+    """A recorded decode step, and the blocks listed by each row of its block tables."""
 
     decoding: Decoding
     cache: KVCache
     rows: list[list[int]]
+    sliding: list[list[int]]
 
 
 class Unfinished:
@@ -138,6 +149,8 @@ class Unfinished:
 class Runner:
     """The model and its KV cache of `blocks` blocks in `scheme`, for sequences of up to `context` tokens.
 
+    A number of blocks is that of every layer; `BlockCounts` may give layers with a sliding window blocks of their own.
+
     At most `sequences` run at a time, with at most `drafts` drafts together; their unfinished blocks have memory, where
     the scheme stores those apart. `bases`
     are for calibrated schemes. `record` records decode steps as graphs: by default, on a GPU, as CUDA graphs; there is
@@ -147,7 +160,7 @@ class Runner:
     def __init__(
         self,
         decoder: Decoder,
-        blocks: int,
+        blocks: int | BlockCounts,
         context: int,
         scheme: KvScheme | None = None,
         sequences: int = 1,
@@ -163,8 +176,15 @@ class Runner:
                 logger.warning("every decode step is run in full: %s", reason)
             else:
                 record = cuda_graphs.CudaRecorder(self.device)
-        tails, blocks = self._unfinished.count, blocks + (record is not None)
-        self.pages = cache.pool(decoder.config, blocks, self.scheme, str(self.device), tails=tails, bases=bases)
+        tails, spare = self._unfinished.count, int(record is not None)
+        counts = blocks if isinstance(blocks, BlockCounts) else BlockCounts(blocks)
+        self.slides = counts.sliding > 0 and any(window is not None for window in decoder.config.windows)
+        """Whether layers with a sliding window have blocks of their own."""
+        sliding = counts.sliding + spare if self.slides else 0
+        self.pages = cache.pool(
+            decoder.config, counts.blocks + spare, self.scheme, str(self.device), tails=tails, bases=bases,
+            sliding=sliding,
+        )  # fmt: skip
         self.block = self.pages[0].block
         ropes = {rope for rope in decoder.config.ropes if rope is not None}
         self.horizons = tuple(sorted({at for rope in ropes for at in rope.horizons(context)}))
@@ -172,8 +192,10 @@ class Runner:
         self._recorded = decoder.against_recording() is None and not self.horizons
         self._batches: OrderedDict[tuple[int, int], _Batch] = OrderedDict()  # by sequences and rows of each
         self._kept = RECORDINGS * (sequences + drafts)  # rows of all recordings together
-        most = sequences + drafts
-        self.graphs = None if record is None else cuda_graphs.Graphs(decoder, self.pages, context, most, record)
+        self.graphs = None
+        if record is not None:
+            most = sequences + drafts
+            self.graphs = cuda_graphs.Graphs(decoder, self.pages, context, most, record, self.slides)
         self.keep: tuple[int, ...] = ()
         """Layers whose inputs each step keeps, on a CPU; set before the first step."""
         self.kept: KeptStates | None = None
@@ -213,6 +235,9 @@ class Runner:
         chunks = plan.chunks
         for copy in (*plan.copies, *copies_of(chunks, self.block)):
             self._copy(copy)
+        if self.slides:
+            for copy in (*plan.sliding_copies, *copies_of(chunks, self.block, sliding=True)):
+                self._copy(copy, sliding=True)
         if not chunks:
             return self._no_logits()
         for chunk in chunks:
@@ -230,12 +255,14 @@ class Runner:
             return self._replay(chunks, told) if self.graphs is None else self._replay_graph(self.graphs, chunks, told)
         return self._run(chunks, wanted or {}, inflight_tokens)
 
-    def _copy(self, copy: Copy) -> None:
-        """Copy whole blocks: the rest behind the slots is overwritten before it is read."""
+    def _copy(self, copy: Copy, sliding: bool = False) -> None:
+        """Copy whole blocks: the rest behind the slots is overwritten before it is read. Of two groups of layers, copy
+        the blocks of one."""
         point("runner.copy", copy.sequence.id)
-        for pages in self.pages:
-            for part in pages.parts():
-                part[copy.target] = part[copy.source]
+        for pages, window in zip(self.pages, self.decoder.config.windows, strict=True):
+            if not self.slides or sliding == (window is not None):
+                for part in pages.parts():
+                    part[copy.target] = part[copy.source]
 
     def _replayable(self, chunks: List[ScheduledTokens]) -> bool:
         """Return whether a step whose rows are all sampled can be replayed. Without graphs sequences have as many rows
@@ -260,6 +287,9 @@ class Runner:
             if batch.rows[row] != blocks:  # few steps bring a block, and fewer swap one for the prefix tree's
                 tables[row, : len(blocks)] = blocks
                 batch.rows[row] = blocks.copy()
+            if batch.cache.sliding_tables is not None and batch.sliding[row] != chunk.sequence.sliding:
+                batch.sliding[row] = own = chunk.sequence.sliding.copy()
+                batch.cache.sliding_tables.numpy()[row, : len(own)] = own
             batch.cache.filled[row] = chunk.start
             if batch.cache.dense_until is not None:
                 batch.cache.dense_until[row] = chunk.sequence.prompt
@@ -276,16 +306,18 @@ class Runner:
         graph, row = graphs.of(len(rows.ids)), 0
         for chunk in chunks:
             for at in range(chunk.start, chunk.start + chunk.rows):
-                graph.inputs.put(row, rows.ids[row], at, chunk.sequence.blocks)
+                graph.inputs.put(row, rows.ids[row], at, chunk.sequence.blocks, chunk.sequence.sliding)
                 row += 1
         return graph.run(row, rows.complete)
 
     def _batch(self, sequences: int, rows: int) -> _Batch:
         tables = torch.zeros((sequences, -(-self.context // self.block)), dtype=torch.int32)
-        view = KVCache.over(self.pages, tables, [0] * sequences)
+        sliding = torch.zeros_like(tables) if self.slides else None
+        view = KVCache.over(self.pages, tables, [0] * sequences, sliding=sliding)
         if self._reads_few:
             view.dense_until = [0] * sequences
-        batch = _Batch(Decoding(self.decoder, view, self.context, rows=rows, keep=self.keep), view, [[]] * sequences)
+        decoding = Decoding(self.decoder, view, self.context, rows=rows, keep=self.keep)
+        batch = _Batch(decoding, view, [[]] * sequences, [[]] * sequences)
         while self._batches and sequences * rows + sum(n * r for n, r in self._batches) > self._kept:
             self._batches.popitem(last=False)
         self._batches[sequences, rows] = batch
@@ -297,9 +329,12 @@ class Runner:
         parts, repeated = rows_of(chunks, self.block)
         width = max(len(part.blocks) for part in parts)
         tables = torch.zeros((len(parts), width), dtype=torch.int32)
+        sliding = torch.zeros_like(tables) if self.slides else None
         for row, part in enumerate(parts):
             point("runner.table", part.chunk.sequence.id)
             tables[row, : len(part.blocks)] = torch.tensor(part.blocks, dtype=torch.int32)
+            if sliding is not None:
+                sliding[row, : len(part.sliding)] = torch.tensor(part.sliding, dtype=torch.int32)
         told = _Rows.of(chunks, inflight_tokens)
         (ids,) = sent(self.device, torch.tensor(told.ids))
         told.complete(ids)
@@ -307,7 +342,7 @@ class Runner:
         if self.scheme.recent:
             assert len(parts) == len(chunks), "a tree of drafts, and unfinished blocks that lie apart"
             tails = self._unfinished.tails(chunks, self.block)
-        view = KVCache.over(self.pages, tables, [part.start for part in parts], tails)
+        view = KVCache.over(self.pages, tables, [part.start for part in parts], tails, sliding)
         if self._reads_few:
             view.dense_until = [part.chunk.sequence.prompt for part in parts]
         horizons = tuple(part.chunk.sequence.horizon for part in parts) if self.horizons else self.context

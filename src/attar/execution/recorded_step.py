@@ -80,9 +80,12 @@ class Decoding:
             for row, (token, at, table) in enumerate(zip(tokens, self.cache.filled, tables, strict=True)):
                 inputs.put(row, token, at, table)
 
+        assert self.cache.sliding_tables is None, "a graph of an engine has its own inputs"
         tables = self.cache.block_tables[:, : -(-self.horizon // self.cache.block)].tolist()
         if self._graph is None:
-            self._graph = cuda_graphs.Graph(self.decoder, self.cache.layers, len(tokens), self.horizon, 0, record, put)
+            self._graph = cuda_graphs.Graph(
+                self.decoder, self.cache.layers, len(tokens), self.horizon, (0,), record, put
+            )
         put(self._graph.inputs)
         logits = self._graph.run(len(tokens))
         self.cache.advance(self.lengths)
@@ -106,6 +109,8 @@ class Decoding:
         place, block = self._step.place, self.cache.block
         assert place is not None
         self._require_room()
+        if self._step.sliding is not None and self.cache.sliding_tables is not None:
+            self._write_slots(self.cache.sliding_tables, self._step.sliding.slot_mapping)
         tables, slots = self.cache.block_tables.numpy(), place.slot_mapping.numpy()
         positions, own, lengths = place.positions.numpy(), self._step.positions.numpy(), place.lengths.numpy()
         row = 0
@@ -119,3 +124,11 @@ class Decoding:
             lengths[s] = first + rows
         if place.dense_until is not None and self.cache.dense_until is not None:
             place.dense_until.numpy()[:] = self.cache.dense_until
+
+    def _write_slots(self, tables: Tensor, slots: Tensor) -> None:
+        """Write the slots of the next rows, by the block tables of layers with a sliding window."""
+        named, written, block, row = tables.numpy(), slots.numpy(), self.cache.block, 0
+        for s, (first, rows) in enumerate(zip(self.cache.filled, self.lengths, strict=True)):
+            for at in range(first, first + rows):
+                written[row] = int(named[s, at // block]) * block + at % block
+                row += 1

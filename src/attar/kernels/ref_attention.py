@@ -319,6 +319,9 @@ def _paged_attention(
         at = place.positions[first : first + count]
         if place.key_positions is None:
             key_at = torch.arange(length, device=q.device, dtype=at.dtype)
+            if form.window is not None and count:
+                behind = max(0, int(at.min()) - form.window + 1)  # blocks there may be released, and another's NaN
+                k[:behind] = v[:behind] = 0
         else:
             key_at = place.key_positions[table.long()].flatten()[:length]
         branches = None

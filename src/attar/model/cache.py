@@ -11,7 +11,7 @@ one block; `KVCache.pieces` cuts longer ones, and `Decoder.states` runs the piec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -56,18 +56,29 @@ class KVCache:
         self.capacity = capacity
         self.filled = [0] * batch
         self.tails: Tails = _own
+        self.sliding_tables: Tensor | None = None
+        """Block tables of the layers with a sliding window, where those have blocks of their own."""
         self.dense_until: list[int] | None = None
         """Position of each sequence's first row that chooses what it reads, where layers have one-bit keys."""
 
     @classmethod
-    def over(cls, layers: list[PagedKV], tables: Tensor, filled: list[int], tails: Tails | None = None) -> KVCache:
+    def over(
+        cls,
+        layers: list[PagedKV],
+        tables: Tensor,
+        filled: list[int],
+        tails: Tails | None = None,
+        sliding: Tensor | None = None,
+    ) -> KVCache:
         """Return a cache of sequences on blocks that the caller allocates.
 
         Their rows of `tables` [B, width] int32, on the host, name these blocks; `tails` names unfinished blocks, where
-        the scheme keeps those apart.
+        the scheme keeps those apart. With `sliding`, of the same shape, layers with a sliding window have the blocks
+        that those tables name; what they name behind a window is not read.
         """
         made = cls.__new__(cls)
         made.layers, made.block_tables, made.filled, made.tails = layers, tables, filled, tails or _own
+        made.sliding_tables = sliding
         made.dense_until = None
         made.capacity = tables.shape[1] * layers[0].block
         return made
@@ -87,10 +98,7 @@ class KVCache:
         """
         ends = [first + n for first, n in zip(self.filled, lengths, strict=True)]
         pieces = [torch.arange(first, end) for first, end in zip(self.filled, ends, strict=True)]
-        slots = [
-            t[at // self.block] * self.block + at % self.block
-            for t, at in zip(self.block_tables.long(), pieces, strict=True)
-        ]
+        slots = self._slots(self.block_tables, pieces)
         starts = torch.tensor([0, *lengths]).cumsum(0)
         tails = None
         if self.recent:
@@ -101,10 +109,24 @@ class KVCache:
             tails = torch.tensor([tail or 0 for tail in own])
         filled = torch.tensor(ends, dtype=torch.int32)
         row_starts, seen, tables, positions, where = sent(
-            self.device, starts.int(), filled, self.block_tables, torch.cat(pieces).int(), torch.cat(slots)
+            self.device, starts.int(), filled, self.block_tables, torch.cat(pieces).int(), slots
         )
         until = None if self.dense_until is None else torch.tensor(self.dense_until, dtype=torch.int32)
         return AttentionMetadata(row_starts, seen, tables, positions, where, tails=tails, dense_until=until)
+
+    def place_sliding(self, place: AttentionMetadata, lengths: tuple[int, ...]) -> AttentionMetadata | None:
+        """Return the placement of the same rows in layers with a sliding window; None where all layers have the same
+        blocks."""
+        if self.sliding_tables is None:
+            return None
+        pieces = [torch.arange(first, first + n) for first, n in zip(self.filled, lengths, strict=True)]
+        tables, slots = sent(self.device, self.sliding_tables, self._slots(self.sliding_tables, pieces))
+        return replace(place, block_tables=tables, slot_mapping=slots)
+
+    def _slots(self, tables: Tensor, pieces: list[Tensor]) -> Tensor:
+        """Return the slots of positions `pieces[s]` of each sequence s, int64 [N]."""
+        size = self.block
+        return torch.cat([t[at // size] * size + at % size for t, at in zip(tables.long(), pieces, strict=True)])
 
     @property
     def scheme(self) -> KvScheme:
@@ -162,11 +184,19 @@ def pool(
     block: int = BLOCK,
     tails: int = 0,
     bases: Sequence[Bases] | None = None,
+    sliding: int = 0,
 ) -> list[PagedKV]:
-    """Return `blocks` blocks of `block` slots in every layer, and `tails` unfinished ones where the scheme has such."""
-    sizes = (blocks, block, config.kv_heads, config.head_dim)
+    """Return `blocks` blocks of `block` slots in every layer, and `tails` unfinished ones where the scheme has such.
+
+    With `sliding`, layers with a sliding window have so many blocks instead.
+    """
+    counts = [blocks if window is None or not sliding else sliding for window in config.windows]
     each = [None] * config.layers if bases is None else bases
-    return [dispatch.pages(*sizes, scheme, device, tails, of_layer) for of_layer in each]
+    heads = config.kv_heads, config.head_dim
+    return [
+        dispatch.pages(count, block, *heads, scheme, device, tails, of_layer)
+        for count, of_layer in zip(counts, each, strict=True)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +227,7 @@ class Repeated(NamedTuple):
 
     rows: Tensor
     slots: Tensor
+    sliding: Tensor | None = None  # the slots in layers with a sliding window, where those have blocks of their own
 
 
 @dataclass(frozen=True)
@@ -222,6 +253,7 @@ class ForwardBatch:
     kept: KeptStates = field(init=False, repr=False, compare=False)
     positions: Tensor = field(init=False)  # [N] int64
     place: AttentionMetadata | None = field(init=False)  # with a cache
+    sliding: AttentionMetadata | None = field(init=False)  # of layers with a window that have blocks of their own
     routes: Routes | None = field(init=False)  # of the rows, where any takes an adapter
     _rotations: dict[Rope, Rotation] = field(init=False, default_factory=dict, repr=False, compare=False)
 
@@ -234,6 +266,7 @@ class ForwardBatch:
         past = (end > horizon for end, horizon in zip(ends, self.horizons, strict=True))
         assert not any(past), "a sequence runs past the horizon that fixed its rotary angles"
         place = None if self.cache is None else self.cache.place(self.lengths)
+        sliding = None if self.cache is None or place is None else self.cache.place_sliding(place, self.lengths)
         routes = None
         if any(number for number, n in zip(self.adapters, self.lengths, strict=bool(self.adapters)) if n):
             device = torch.device(self.device) if self.cache is None else self.cache.device
@@ -241,12 +274,16 @@ class ForwardBatch:
             routes = Routes(numbers, partial(sent, device))
         if self.repeated is not None:
             assert place is not None, "rows are repeated in a cache"
-            again, slots = sent(place.slot_mapping.device, *self.repeated)
+            again, slots = sent(place.slot_mapping.device, self.repeated.rows, self.repeated.slots)
             place.slot_mapping = torch.cat((place.slot_mapping, slots))
+            if sliding is not None:
+                assert self.repeated.sliding is not None, "rows are repeated in both groups of layers"
+                sliding.slot_mapping = torch.cat((sliding.slot_mapping, self.repeated.sliding))
             object.__setattr__(self, "again", again)
         object.__setattr__(self, "kept", KeptStates({}))
         object.__setattr__(self, "routes", routes)
         object.__setattr__(self, "place", place)
+        object.__setattr__(self, "sliding", sliding)
         if place is None:
             (positions,) = sent(torch.device(self.device), torch.cat([torch.arange(n) for n in self.lengths]))
         else:
@@ -256,6 +293,10 @@ class ForwardBatch:
     @property
     def horizons(self) -> tuple[int, ...]:
         return self.horizon if isinstance(self.horizon, tuple) else (self.horizon,) * len(self.lengths)
+
+    def place_of(self, window: int | None) -> AttentionMetadata | None:
+        """Return the placement of the rows in a layer with this sliding window."""
+        return self.place if window is None or self.sliding is None else self.sliding
 
     def enter(self, layer: int, stream: Tensor, delta: Tensor | None) -> None:
         """Take note of the hidden states [N, I] that enter a layer; the number of layers is the final norm's."""

@@ -37,11 +37,12 @@ class Attention:
             heads = torch.cat((heads, heads[step.again]))
         q, k, v = heads.split((form.heads, form.kv_heads, form.kv_heads), 1)
         rotation = None if self.rope is None else step.rotation(self.rope)
-        if step.cache is not None and step.place is not None:
+        place = step.place_of(form.window)
+        if step.cache is not None and place is not None:
             pages = step.cache.layers[self.layer]
-            q = ops.write_kv(q, k, v, pages, step.place, rotation, self.q_norm, self.k_norm)
+            q = ops.write_kv(q, k, v, pages, place, rotation, self.q_norm, self.k_norm)
             q = q if step.again is None else q[: x.shape[0]]
-            mixed, _ = ops.paged_attention(q, pages, step.place, form)
+            mixed, _ = ops.paged_attention(q, pages, place, form)
         else:
             q, k = self._placed(q, k, rotation)
             keys, values = step.whole(k, v)

@@ -9,8 +9,8 @@ Three habits of published figures are not followed, each wrong by a factor in so
 heads of a grouped model, not its query heads. A block's bytes cover all layers, unless one layer is named. The scales
 of an int8 KV cache count.
 
-A layer with a sliding window reads only its window, but stores every position: blocks that have left the window are not
-freed.
+A block's bytes are those of a layer that stores every position. Layers with a sliding window may have fewer blocks
+(`sliding.py`).
 
 Not counted are the embedding rows that a step looks up, and the column orders and divisors of some GPTQ and AWQ
 checkpoints. The latter take at most 12 bytes an input column, 0.1 % of a linear's weight. Torch-free.

@@ -27,6 +27,7 @@ from attar.model.split import Share, split
 from attar.plan import costs, gpus, steps
 from attar.plan.costs import BLOCK, Storage
 from attar.plan.gpus import GpuSpec
+from attar.plan.sliding import CacheShape, SlidingLimits, window_of
 from attar.plan.steps import StepLimits
 
 ENGINE = 300 << 20  # bytes of the engine's process with torch and no model: 255 MB measured
@@ -64,15 +65,16 @@ class CacheLimits:
     max_tokens: int | None = None
     fraction: float | None = None
 
-    def blocks(self, left: int, block_bytes: int, block: int) -> int:
+    def blocks(self, left: int, of: int | CacheShape, block: int) -> int:
         """Return the blocks of `block` positions for the `left` bytes of memory: all that fit, or enough for
-        `max_tokens`, whether they fit or not.
+        `max_tokens`, whether they fit or not. `of` is the bytes of a block, or the shape of the cache.
 
         With a `fraction` of `left`, the smaller of what fits in that and of those for `max_tokens`. Raises ValueError
         for a fraction outside (0, 1].
         """
         check_fraction(self.fraction)
-        room = int(max(0, left) * (1.0 if self.fraction is None else self.fraction)) // block_bytes
+        shape = of if isinstance(of, CacheShape) else CacheShape(of)
+        room = shape.most(int(max(0, left) * (1.0 if self.fraction is None else self.fraction)))
         if self.max_tokens is None:
             return room
         asked = -(-self.max_tokens // block)
@@ -114,17 +116,28 @@ class Fit:
     step: int
     processes: int
     block: int  # slots
-    block_bytes: int
+    block_bytes: int  # in all layers
     blocks: int
     context: int  # of a full request
     adapters: int = 0  # including the step memory of their products
     graphs: int = 0  # on a GPU: memory of recorded steps
     kept_by: str = "--max-tokens-in-cache"  # the option that limits the cache in this memory
     headroom: float = 0.0  # fraction of all blocks that an admission leaves to the running sequences
+    windows: CacheShape | None = None  # the shape of a cache of a model with sliding windows
+
+    @property
+    def shape(self) -> CacheShape:
+        """Return the shape of the cache."""
+        return CacheShape(self.block_bytes) if self.windows is None else self.windows
 
     @property
     def cache(self) -> int:
-        return self.blocks * self.block_bytes
+        return self.shape.bytes(self.blocks)
+
+    @property
+    def sliding_blocks(self) -> int:
+        """Return the blocks of layers with a sliding window; 0 where all layers have `blocks`."""
+        return self.shape.sliding_blocks(self.blocks)
 
     @property
     def tokens(self) -> int:
@@ -152,7 +165,7 @@ class Fit:
     def short(self, users: int = 1) -> int:
         """Return the bytes that are missing for `users` full requests at once; 0 where they fit."""
         lacking = max(0, blocks_for(users, self.blocks_each, self.headroom) - self.blocks)
-        return max(0, lacking * self.block_bytes - self.unused)
+        return max(0, self.shape.bytes(self.blocks + lacking) - self.cache - self.unused)
 
     def table(self) -> tuple[tuple[str, int], ...]:
         """Return (use, bytes) of everything that takes memory, and of the unused rest."""
@@ -187,19 +200,33 @@ def fit(
     limits = limits or StepLimits()
     if gpu is not None:
         weights = gpus.weight_bytes(held, storage, gpu.float8).total
-        each = gpus.block_bytes(own, kv, gpu.float8)
+        each = keys = gpus.block_bytes(own, kv, gpu.float8)
         step, processes = gpus.step_bytes(own, storage, limits, context), 0
     else:
-        weights, each = costs.weight_bytes(held, storage).total, costs.block_bytes(own, kv)
-        each += 0 if deployment.sparse is None else costs.sign_bytes(own)
+        weights, keys = costs.weight_bytes(held, storage).total, costs.block_bytes(own, kv)
+        each = keys + (0 if deployment.sparse is None else costs.sign_bytes(own))
         step = steps.largest_step(own, storage, limits, context).total
         step += costs.beside_bytes(own, kv, limits.sequences)
         processes = ENGINE + SERVER + 2 * TOKENIZER * config.vocab_size
-    blocks = cache.blocks(memory - weights - adapters - step - processes, each, BLOCK)
+    rows = limits.rows * (1 if gpu is None else 2)  # a GPU's next step is planned while one is under way
+    shape = cache_shape(own, keys, context, limits.sequences, rows) if deployment.share.pp == 1 else None
+    shape = None if shape is None else replace(shape, block_bytes=each)
+    blocks = cache.blocks(memory - weights - adapters - step - processes, shape or each, BLOCK)
     return Fit(
         memory, weights, step, processes, BLOCK, each, blocks, context, adapters,
-        kept_by=cache.option(blocks * BLOCK), headroom=limits.headroom,
+        kept_by=cache.option(blocks * BLOCK), headroom=limits.headroom, windows=shape,
     )  # fmt: skip
+
+
+def cache_shape(config: ModelConfig, block_bytes: int, context: int, sequences: int, rows: int) -> CacheShape | None:
+    """Return the shape of a cache of a model with sliding windows; None where no layer has one.
+
+    A block has `block_bytes` in all layers. `rows` are those of all steps under way together.
+    """
+    if (window := window_of(config)) is None:
+        return None
+    part = block_bytes // config.layers * sum(each is not None for each in config.windows)
+    return CacheShape(block_bytes, -(-context // BLOCK), sequences, part, SlidingLimits(window, BLOCK, rows))
 
 
 def kept_free(blocks: int, headroom: float) -> int:

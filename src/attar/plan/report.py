@@ -24,6 +24,9 @@ def startup(found: Fit, kv: KvScheme) -> str:
     )
     if found.requests > 1 and (kept := kept_free(found.blocks, found.headroom)):
         lines[-1] += f", with {kept:,} {'block' if kept == 1 else 'blocks'} kept free for those that run"
+    if found.sliding_blocks and found.windows is not None and found.windows.limits is not None:
+        window = found.windows.limits.window
+        lines.append(f"layers with a window of {window:,} tokens have {found.sliding_blocks:,} blocks of their own")
     return "\n".join(lines)
 
 
@@ -118,7 +121,7 @@ def fit_to_dict(found: Fit) -> dict[str, Any]:
     """Return the fields as JSON-compatible values; sizes in bytes."""
     names = (
         "memory", "weights", "adapters", "step", "processes", "cache", "unused", "block", "block_bytes", "blocks",
-        "tokens", "context", "requests",
+        "tokens", "context", "requests", "sliding_blocks",
     )  # fmt: skip
     return {name: getattr(found, name) for name in names}
 

@@ -59,7 +59,7 @@ def share(
         own = SERVER + tokenizers[name]  # what `fit` counts of the server's process
         found = _alone(name, held, memory - server + own, (limits, context, cache))
         taken = found.memory - found.unused - own
-        one = taken - found.cache + found.blocks_each * found.block_bytes
+        one = taken - found.cache + found.shape.bytes(found.blocks_each)
         least[name], most[name] = (taken if cache.max_tokens is not None else one), taken
         contexts[name] = found.context
     spare, growth = memory - server - sum(least.values()), sum(most.values()) - sum(least.values())

@@ -212,6 +212,8 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     draft_seconds: float = 0.0  # counter: making drafts
     keys_seen: int = 0  # counter: by rows of outputs, with sparse attention
     keys_read: int = 0  # counter: of these, in each layer that is not dense
+    sliding_blocks: tuple[int, int, int] | None = None
+    """Free, active and cached blocks of layers with a sliding window, where those have blocks of their own."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

@@ -1,6 +1,6 @@
 """The pool of cache blocks, as integers: each block is free, active or cached.
 
-A block is memory for the keys and values of `size` tokens in every layer. Two kinds of owners are counted:
+A block is memory for the keys and values of `size` tokens in every layer of a group. Two kinds of owners are counted:
 
 * *holders*: running sequences that read or write the block, one count each;
 * the *keeper*: the node of the prefix tree that knows the block's tokens. A block has at most one.
@@ -13,8 +13,8 @@ for.
 A block is free within the call that removes its last owner; no sweep comes later. The last one freed is the first one
 taken, because it may still be in the processor's caches; it also makes every run repeatable.
 
-One pool is one group of layers whose blocks come and go together. Layers of other windows or types would be a second
-pool and a second table per sequence. A block received from another process would be allocated here, filled, and kept.
+One pool is one group of layers whose blocks come and go together. Layers with a sliding window may be a second pool
+(`sliding.py`). A block received from another process would be allocated here, filled, and kept.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ class DraftTree(NamedTuple):
     parents: tuple[int, ...]
     first: int  # place in the sequence's table of the block that holds the first draft's slot
     blocks: tuple[tuple[int, ...], ...]  # of each branch but the first, from that place on
+    sliding: tuple[tuple[int, ...], ...] = ()  # the same of the layers with a sliding window (`sliding.py`)
 
 
 def depths(parents: Sequence[int]) -> list[int]:

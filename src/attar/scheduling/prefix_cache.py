@@ -29,7 +29,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from attar.faults import point
 from attar.scheduling.block_pool import BlockPool
@@ -51,6 +51,16 @@ class Match(NamedTuple):
 NOTHING = Match(0, [], None, "bypassed", None)  # the match of requests that must not reuse anything
 
 
+class OtherBlocks(Protocol):
+    """Blocks of another group of layers, beside those of the tree (`sliding.py`)."""
+
+    def reach(self, blocks: list[int], length: int) -> int:
+        """Return how many of the first `length` tokens in the tree's blocks can be matched."""
+
+    def forget(self, blocks: list[int]) -> None:
+        """Forget what lies beside blocks that the tree forgets."""
+
+
 class Node:
     """A segment of tokens and their blocks. A root has neither, and no parent."""
 
@@ -66,13 +76,14 @@ class PrefixCache:
     """The tree over the blocks of `pool`.
 
     With `round_to`, matches end at multiples of so many tokens: caches that quantize tokens in groups cannot share part
-    of one. Raises ValueError where blocks do not consist of such groups.
+    of one. With `beside`, matches end where those blocks' do. Raises ValueError where blocks do not consist of such
+    groups.
     """
 
-    def __init__(self, pool: BlockPool, round_to: int = 1) -> None:
+    def __init__(self, pool: BlockPool, round_to: int = 1, beside: OtherBlocks | None = None) -> None:
         if round_to < 1 or pool.size % round_to:
             raise ValueError(f"blocks of {pool.size} tokens do not consist of groups of {round_to}")
-        self.pool, self.round_to = pool, round_to
+        self.pool, self.round_to, self.beside = pool, round_to, beside
         self.asked = 0
         """Prompt tokens looked up by requests that went on to run, once a request, whatever its number of choices."""
         self.reused = 0  # tokens of `asked` that did not have to be computed
@@ -98,6 +109,10 @@ class PrefixCache:
         elif found < len(tokens):
             ended = self._why(node.name, tokens[at : at + size], shared)
         source = part.blocks[0] if length > at else None
+        if self.beside is not None and length:
+            reached = self.beside.reach(blocks if source is None else [*blocks, source], length)
+            if reached < length:  # it ends with a block
+                length, blocks, source, ended = reached, blocks[: reached // size], None, "evicted"
         return Match(length, blocks, source, ended, found if found < len(tokens) else None)
 
     def insert(
@@ -144,7 +159,7 @@ class PrefixCache:
             left = len(leaf.blocks)
             while left and pool.free < goal and not pool.holders(leaf.blocks[left - 1]):
                 left -= 1
-                pool.forget([leaf.blocks[left]])
+                self._forget([leaf.blocks[left]])
             if left == len(leaf.blocks):
                 in_use += 1
                 assert in_use <= len(self._order), "cached blocks that no leaf leads to"
@@ -231,10 +246,15 @@ class PrefixCache:
     def _remove(self, leaf: Node) -> None:
         assert leaf.parent is not None
         assert not leaf.children
-        self.pool.forget(leaf.blocks)
+        self._forget(leaf.blocks)
         siblings = leaf.parent.children
         del siblings[bisect_left(siblings, leaf.tokens, key=_tokens)]
         del self._order[leaf]
+
+    def _forget(self, blocks: list[int]) -> None:
+        self.pool.forget(blocks)
+        if self.beside is not None:
+            self.beside.forget(blocks)
 
     def _use(self, node: Node, branch: Node | None) -> Node:
         """Note the use of the path to `node` and of the first block of the branch behind it; return the last node."""

@@ -45,9 +45,11 @@ tokens confirmed. The prefix tree sees computed tokens only, so never an unverif
 ahead. Drafts may be a tree (`draft_tree.py`), whose branches take blocks of their own for the step. If the tokens
 follow such a branch, the commit gives the sequence that branch's blocks for its own: no key is moved.
 
-The design allows for these. Groups of layers with caches of their own: a pool and a table each, all asked before one is
-taken from. Prefill elsewhere: `commit` at the end of a prompt is where its blocks could be sent away, `_room` where
-they would be received.
+*Groups.* Layers with a sliding window may have a pool and a table of their own (`sliding.py`). A sequence is admitted
+only where both pools have room.
+
+The design allows for prefill elsewhere: `commit` at the end of a prompt is where its blocks could be sent away, `_room`
+where they would be received.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.draft_tree import DraftTree, branches, cut, depth_of, depths
 from attar.scheduling.prefix_cache import NOTHING, Match, PrefixCache, common
 from attar.scheduling.sequence import Sequence, SequenceGroup, Status
+from attar.scheduling.sliding import Beside, SlidingBlocks
 from attar.scheduling.step_plan import Copy, Outcome, ScheduledTokens, StepPlan
 
 MANY_ENDED = 256  # deadlines of ended sequences that may be kept
@@ -85,11 +88,22 @@ class Refused(ValueError):
 
 
 class Scheduler:
-    """Sequences waiting and running over one pool of blocks. Times are seconds on any clock that does not go back."""
+    """Sequences waiting and running over one pool of blocks. Times are seconds on any clock that does not go back.
 
-    def __init__(self, pool: BlockPool, cache: PrefixCache, limits: SchedulerConfig, whole: int | None = None) -> None:
-        """`whole` is the greatest length at which rows of outputs read every key; None where they always do."""
-        self.pool, self.cache, self.limits, self.whole = pool, cache, limits, whole
+    `whole` is the greatest length at which rows of outputs read every key; None where they always do. With `sliding`,
+    which is `cache.beside`, layers with a sliding window have blocks of their own.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        cache: PrefixCache,
+        limits: SchedulerConfig,
+        whole: int | None = None,
+        sliding: SlidingBlocks | None = None,
+    ) -> None:
+        assert cache.beside is sliding
+        self.pool, self.cache, self.limits, self.whole, self.sliding = pool, cache, limits, whole, sliding
         self.waiting: list[Sequence] = []  # in order of admission
         self.running: list[Sequence] = []  # in order of rank: the last is preempted first
         self.sequences: dict[str, Sequence] = {}  # all that have not ended, by id
@@ -198,21 +212,28 @@ class Scheduler:
         spare = min(budget, self.limits.max_drafts)
         for sequence in decoding:
             try:
+                self._cover(sequence, sequence.expected)
                 drafts, tree = self._drafts(sequence, spare)
             except Exception as error:
                 self._give_up(sequence, now, error)
+                budget += 1  # its row's
                 continue
             self._chunk(step, sequence, 1, drafts, tree)
             spare -= len(drafts)
         budget -= step.drafts
         for sequence in prefills:
+            try:
+                self._cover(sequence, sequence.planned + min(sequence.pending, budget))
+            except Exception as error:
+                self._give_up(sequence, now, error)
+                continue
             budget -= self._chunk(step, sequence, budget)
         whole_batch = self.limits.policy != "continuous"  # admitted at once, whatever the budget
         if self._open(now):
             while self.waiting and len(self.running) < self.limits.together and (budget or whole_batch):
                 sequence = self.waiting[0]
                 try:
-                    if not self._admit(step, sequence, now):
+                    if not self._admit(step, sequence, now, budget):
                         break
                 except Exception as error:
                     self._give_up(sequence, now, error)
@@ -256,6 +277,8 @@ class Scheduler:
                     continue
                 if samples:
                     sequence.enter(Status.DECODE, now)
+            if self.sliding is not None:
+                self.sliding.slide(sequence)
             if samples:
                 sequence.inflight_tokens -= sequence.max_tokens > 0
                 sequence.tokens.extend(outcome.tokens)
@@ -269,6 +292,13 @@ class Scheduler:
             if failure is not None and sequence.status is not Status.ENDED:  # the budget left it no chunk
                 self._end(sequence, failure, now, keep=False)
         self.pool.drop(step.held)
+        if self.sliding is not None:
+            self.sliding.settle(step)
+
+    def _cover(self, sequence: Sequence, tokens: int) -> None:
+        """Give the sequence blocks of layers with a sliding window for its first `tokens` tokens."""
+        if self.sliding is not None:
+            self.sliding.cover(sequence, tokens)
 
     def _chunk(
         self,
@@ -286,6 +316,8 @@ class Scheduler:
             samples = 1 + len(drafts) if rows == pending else 0
             step.chunks.append(ScheduledTokens(sequence, sequence.planned, rows + len(drafts), samples, drafts, tree))
             step.held += itertools.chain.from_iterable(tree.blocks if tree is not None else ())
+            if self.sliding is not None and tree is not None:
+                self.sliding.lend(step, list(itertools.chain.from_iterable(tree.sliding)))
             sequence.planned += rows
             sequence.inflight_tokens += rows == pending and sequence.max_tokens > 0
         return rows
@@ -310,6 +342,7 @@ class Scheduler:
             else:
                 room = len(sequence.blocks) * self.pool.size - sequence.expected
                 drafts, parents = cut(drafts, parents, budget, room)
+        self._cover(sequence, sequence.expected + depth_of(drafts, parents))
         return (drafts, None) if not parents else self._branches(sequence, drafts, parents)
 
     def _branches(
@@ -319,10 +352,17 @@ class Scheduler:
         own, *others = branches(parents)
         first, of = sequence.expected // self.pool.size, depths(parents)
         needed = [self.pool.needed(sequence.expected + of[rows[-1]]) - first for rows in others]
-        if not self._affordable(sum(needed)):
+        count = sum(needed)
+        if not self._affordable(count) or (self.sliding is not None and count > self.sliding.unpromised):
             return drafts[: len(own) - 1], None
-        blocks = iter(self._allocate(sum(needed)))
-        return drafts, DraftTree(parents, first, tuple(tuple(itertools.islice(blocks, n)) for n in needed))
+        allocated, beside = self._allocate(count), list[int]()
+        if self.sliding is not None:
+            try:
+                beside = self.sliding.allocate(count)
+            except BaseException:
+                self.pool.drop(allocated)
+                raise
+        return drafts, DraftTree(parents, first, _divided(allocated, needed), _divided(beside, needed))
 
     def _affordable(self, blocks: int) -> bool:
         """Return whether drafts may have so many blocks: those kept free are for what is certain."""
@@ -381,8 +421,9 @@ class Scheduler:
         alone = self.limits.policy == "dynamic" and len(self.waiting) < self.limits.together
         return oldest + self.limits.max_delay if alone else oldest
 
-    def _admit(self, step: StepPlan, sequence: Sequence, now: float) -> bool:
-        """Start the first sequence of the queue; return whether there was room for it."""
+    def _admit(self, step: StepPlan, sequence: Sequence, now: float, budget: int) -> bool:
+        """Start the first sequence of the queue, of which this step runs `budget` tokens at most; return whether there
+        was room for it."""
         point("scheduler.admit", sequence.id)
         match = NOTHING
         sequence.settle()
@@ -392,16 +433,23 @@ class Scheduler:
             match = self.cache.match(sequence.salt, prompt)
             if self._soon_more(sequence.salt, prompt, match):
                 return False
-        room = self._room(sequence, match)
+        room = self._room(sequence, match, budget)
         if room is None and match.source is not None:  # the block to copy from may be the one that is missing
-            match = match._replace(length=len(match.blocks) * self.pool.size, source=None, ended="no_room")
-            room = self._room(sequence, match)
+            length = len(match.blocks) * self.pool.size
+            if self.sliding is not None:
+                length = self.sliding.reach(match.blocks, length)
+            whole = match.blocks[: length // self.pool.size]
+            match = match._replace(length=length, blocks=whole, source=None, ended="no_room")
+            room = self._room(sequence, match, budget)
         if room is None:
             return False
-        sequence.blocks = match.blocks + room
+        blocks, beside = room
+        sequence.blocks = match.blocks + blocks
         sequence.computed = sequence.planned = match.length
         if match.source is not None:
-            step.copies.append(Copy(match.source, room[0], match.length % self.pool.size, sequence))
+            step.copies.append(Copy(match.source, blocks[0], match.length % self.pool.size, sequence))
+        if self.sliding is not None and beside is not None:
+            self.sliding.begin(step, sequence, match, beside)
         del self.waiting[0]
         for other in [other for other in self.waiting if other.order < sequence.order]:
             self._pass(other)
@@ -423,28 +471,36 @@ class Scheduler:
         for other in self.running:
             if other.status is Status.PREFILL and other.salt == salt:
                 length = self._alike(other, common(prompt, other.tokens))
+                if self.sliding is not None and other.computed >= length:
+                    continue  # what it brings is there, less what was released behind its window
                 whole = length == len(prompt)
                 length -= length % self.cache.round_to
                 if length - match.length >= (1 if whole else self.pool.size):
                     return True
         return False
 
-    def _room(self, sequence: Sequence, match: Match) -> list[int] | None:
-        """Hold the matched blocks and allocate the others that the sequence needs. Returns the allocated ones; None,
-        and nothing held, if there are too few."""
+    def _room(self, sequence: Sequence, match: Match, budget: int) -> tuple[list[int], Beside | None] | None:
+        """Hold the matched blocks and allocate the others that the sequence needs. Returns the allocated ones, and what
+        layers with a sliding window have beside the match; None, and nothing held, if there are too few."""
+        if self.sliding is not None and not self.sliding.admits(sequence, match.source is not None):
+            return None
         shared = match.blocks if match.source is None else [*match.blocks, match.source]
         to_the_end = sequence.preemptions >= self.limits.max_preemptions
         needed = self.pool.needed(sequence.longest if to_the_end else len(sequence.tokens)) - len(match.blocks)
         spare = kept_free(self.pool.total, self.limits.headroom) if self.running else 0
         self.pool.hold(shared)
-        room = None
+        room, beside = None, None
         try:
             if needed + spare <= self.pool.available:
+                if self.sliding is not None:
+                    beside = self.sliding.take(match, min(sequence.expected, match.length + budget))
                 room = self._allocate(needed)
         finally:
             if room is None:
                 self.pool.drop(shared)
-        return room
+                if self.sliding is not None and beside is not None:
+                    self.sliding.give_back(beside)
+        return None if room is None else (room, beside)
 
     def _allocate(self, n: int) -> list[int]:
         if n > self.pool.free:
@@ -469,6 +525,8 @@ class Scheduler:
         """Put the sequence's computed tokens into the tree, as far as others can use them."""
         tokens = sequence.tokens[: self._alike(sequence, sequence.computed)]
         self.cache.insert(sequence.salt, tokens, sequence.blocks, self._let_go(sequence))
+        if self.sliding is not None:
+            self.sliding.remember(sequence, self.pool)
 
     def _let_go(self, sequence: Sequence) -> Callable[[list[int]], None]:
         """Return the function that takes blocks given up: a step that may still use them releases them at its
@@ -484,6 +542,8 @@ class Scheduler:
                 self._keep(sequence)
         finally:
             self._let_go(sequence)(sequence.blocks)
+            if self.sliding is not None:
+                self.sliding.release(sequence, self._steps[-1] if sequence.under_way else None)
             sequence.drafts, sequence.parents = (), ()
             sequence.blocks, sequence.computed, sequence.planned, sequence.inflight_tokens = [], 0, 0, 0
 
@@ -534,6 +594,14 @@ class Scheduler:
             within = sum(sequence in step.sequences for step in self._steps)
             assert sequence.under_way == within, "in a step that is over, or not in one that is under way"
             assert sequence.ending is None, "ended and still here"
+        if self.sliding is not None:
+            self.sliding.check(self.running, self.pool)
+
+
+def _divided(blocks: list[int], counts: list[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the blocks as tuples of these lengths; nothing where there are no blocks."""
+    each = iter(blocks)
+    return tuple(tuple(itertools.islice(each, n)) for n in counts) if blocks else ()
 
 
 def _take_branch(step: StepPlan, sequence: Sequence, tree: DraftTree, row: int) -> None:
@@ -543,3 +611,7 @@ def _take_branch(step: StepPlan, sequence: Sequence, tree: DraftTree, row: int) 
         step.held.remove(block)
         step.held += sequence.blocks[place : place + 1]
         sequence.blocks[place : place + 1] = [block]
+    for place, block in enumerate(tree.sliding[branch - 1] if branch and tree.sliding else (), tree.first):
+        step.sliding_held.remove(block)
+        step.sliding_held += sequence.sliding[place : place + 1]
+        sequence.sliding[place : place + 1] = [block]

@@ -67,6 +67,9 @@ class Sequence:
     planned: int = 0  # value of `computed` once the steps under way are over
     inflight_tokens: int = 0  # tokens that the steps under way will sample
     blocks: list[int] = field(default_factory=list)
+    sliding: list[int] = field(default_factory=list)
+    """Blocks of the layers with a sliding window, where those are a group of their own (`sliding.py`)."""
+    slid: int = 0  # of these, the first ones, which were released: no row reads their tokens any more
     drafts: tuple[int, ...] = ()
     """Guesses of its next tokens, which the engine sets before a plan and the plan uses up."""
     parents: tuple[int, ...] = ()
@@ -150,6 +153,6 @@ class Sequence:
         assert self.under_way or (self.planned, self.inflight_tokens) == (self.computed, 0), "more to come, of no step"
         assert self.planned <= len(self.blocks) * size, "tokens without a block"
         assert len(self.blocks) <= -(-self.longest // size), "more blocks than it can ever need"
-        assert running or not self.blocks, "blocks held by a sequence that does not run"
+        assert running or not (self.blocks or self.sliding), "blocks held by a sequence that does not run"
         assert not running or self.pending > 0 or self.under_way, "running, with nothing to run"
         assert running or not self.under_way, "in a step without running"

@@ -68,6 +68,8 @@ class StepPlan:
     held: list[int] = field(default_factory=list)
     """Blocks to release with the commit: their sequences gave them up while the step was under way, or branches of
     drafts have them."""
+    sliding_copies: list[Copy] = field(default_factory=list)  # of blocks of layers with a sliding window
+    sliding_held: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -84,7 +86,7 @@ class StepPlan:
 
     def pieces(self, rows: int) -> list[StepPlan]:
         """Cut the step into steps of at most `rows` tokens, which compute the same when they are run in their order."""
-        made, room = [StepPlan(copies=self.copies)], rows
+        made, room = [StepPlan(copies=self.copies, sliding_copies=self.sliding_copies)], rows
         for chunk in self.chunks:
             start, end = chunk.start, chunk.start + chunk.rows
             while start < end:

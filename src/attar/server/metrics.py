@@ -123,6 +123,12 @@ class _Engine(Collector):
         blocks.add_metric(["active"], stats.blocks_active)
         blocks.add_metric(["cached"], stats.blocks_cached)
         yield blocks
+        if stats.sliding_blocks is not None:
+            help_ = "Blocks of layers with a sliding window by state, where those have blocks of their own"
+            sliding = GaugeMetricFamily("attar_kv_sliding_blocks", help_, labels=["state"])
+            for state, count in zip(("free", "active", "cached"), stats.sliding_blocks, strict=True):
+                sliding.add_metric([state], count)
+            yield sliding
         for name, help_, value in (
             ("attar_prefix_tokens_asked", "Prompt tokens that the prefix cache was asked for", stats.prompt_tokens),
             ("attar_prefix_tokens_hit", "Of those, reused", stats.reused_tokens),

@@ -20,6 +20,7 @@ from attar.engine.loader import LoadedModel
 from attar.execution.parallel.executor import WorkerLost
 from attar.model.cache import BLOCK
 from attar.model.sparse_layers import SparseLayers
+from attar.plan.fit import cache_shape
 from attar.protocol.messages import Delta, Failed, Finished, Submit
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.speculation import FORCED_STEP_DRAFTS, MAX_STEP_DRAFTS
@@ -140,8 +141,9 @@ class Running:
         lengths = [min(len(answer.prompt) + answer.params.max_tokens, self._context) for answer in answers]
         longest = max(lengths)
         blocks = max(min(len(lengths), TOGETHER) * -(-longest // BLOCK), ROOM // BLOCK)
-        old = self.engine
-        if old is None or old.context < longest or old.pool.total < blocks:
+        old, together = self.engine, min(len(lengths), TOGETHER)
+        few = old is not None and old.sliding is not None and old.sliding.sequences < together
+        if old is None or old.context < longest or old.pool.total < blocks or few:
             while self.calls:
                 self._step()
             self.engine = None  # free the old one's memory first
@@ -149,6 +151,7 @@ class Running:
             context = min(self._context, max(ROOM, 1 << (longest - 1).bit_length()))
             if old is not None:
                 context, blocks = max(context, old.context), max(blocks, old.pool.total - spare)
+                together = TOGETHER if few else together
                 del old
             limits = SchedulerConfig(
                 max_running=TOGETHER, max_step_tokens=PREFILL_ROWS, max_waiting=sys.maxsize, headroom=0.0,
@@ -158,7 +161,19 @@ class Running:
             config = EngineConfig(
                 blocks + spare, context, limits, self._model.eos_ids, drafter=self._drafter,
                 draft_tokens=self._draft_tokens, draft_tree=self._draft_tree, sparse=self._sparse,
+                sliding_blocks=self._sliding_blocks(blocks, context, together, spare),
             )  # fmt: skip
             self.engine = Engine(self._model.decoder, tokenizer, config, runner=self._model.runner)
         assert self.engine is not None
         return self.engine
+
+    def _sliding_blocks(self, blocks: int, context: int, together: int, spare: int) -> int:
+        """Return the blocks of layers with a sliding window for so many sequences together, and `spare` more; 0 where
+        all layers have `blocks`. Several processes keep every token."""
+        config, rows = self._model.decoder.config, PREFILL_ROWS
+        if self._model.executor is not None:
+            return 0
+        rows *= 1 if self._model.decoder.device.type == "cpu" else 2  # steps that are under way together
+        shape = cache_shape(config, config.layers, context, together, rows)
+        found = 0 if shape is None else shape.sliding_blocks(blocks)
+        return found + spare if found else 0

@@ -41,6 +41,7 @@ class Pool(msgspec.Struct, frozen=True, tag="pool"):
     context: int
     kv: str
     sequences: int
+    sliding: int = 0  # blocks of layers with a sliding window
 
 
 class Adapt(msgspec.Struct, frozen=True, tag="adapt"):
@@ -64,6 +65,8 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     adapter: int
     wants_logits: bool
     wants_hidden: bool
+    slid: int = 0
+    sliding: list[int] = []  # blocks of layers with a sliding window, from the `slid`-th on
 
 
 class Run(msgspec.Struct, frozen=True, tag="run"):
@@ -72,6 +75,7 @@ class Run(msgspec.Struct, frozen=True, tag="run"):
     pieces: list[Piece]
     copies: list[tuple[int, int, int]]  # source, target, slots
     gone: list[int]  # sequences that hold nothing any more
+    sliding_copies: list[tuple[int, int, int]] = []
 
 
 class Rendezvous(msgspec.Struct, frozen=True, tag="meet"):

@@ -59,7 +59,7 @@ from torch import Tensor
 from attar import machine
 from attar.checkpoints.sources import shards
 from attar.errors import UserError
-from attar.execution.model_runner import InflightTokens, Runner, Wanted, waits
+from attar.execution.model_runner import BlockCounts, InflightTokens, Runner, Wanted, waits
 from attar.execution.parallel import commands
 from attar.execution.parallel.commands import Command, Job, Pool, Reply, Run, encode
 from attar.kernels import dispatch
@@ -327,15 +327,17 @@ class ParallelExecutor:
         self.decoder.lead = Caller(workers)
 
     def runner(
-        self, decoder: Decoder, blocks: int, context: int, scheme: KvScheme, sequences: int, bases: None, record: None,
-        drafts: int = 0,
+        self, decoder: Decoder, blocks: int | BlockCounts, context: int, scheme: KvScheme, sequences: int, bases: None,
+        record: None, drafts: int = 0,
     ) -> ParallelRunner:  # fmt: skip
         """Return a `Runner` of all processes, for an engine. It replaces the one before."""
         assert decoder is self.decoder
         assert bases is None, "calibrated schemes are refused"
         assert record is None, "steps of several processes are not recorded"
         del drafts  # of which a recording would need to know
-        return ParallelRunner(self.workers, self._job, self.decoder, Pool(blocks, context, scheme.name, sequences))
+        counts = blocks if isinstance(blocks, BlockCounts) else BlockCounts(blocks)
+        pool = Pool(counts.blocks, context, scheme.name, sequences, counts.sliding)
+        return ParallelRunner(self.workers, self._job, self.decoder, pool)
 
 
 def check(path: Path, first: Share, device: str, native: bool) -> None:
@@ -408,7 +410,8 @@ class ParallelRunner(Runner):
         self._known: dict[Tokens, tuple[int, list[int]]] = {}  # a sequence's number, and the blocks sent so far
         self._numbers = itertools.count()
         tell(workers, pool)
-        super().__init__(decoder, pool.blocks, pool.context, schemes.scheme(pool.kv), pool.sequences)
+        counts = BlockCounts(pool.blocks, pool.sliding)
+        super().__init__(decoder, counts, pool.context, schemes.scheme(pool.kv), pool.sequences)
         self.waits = "several processes compute a step together"
 
     def run(
@@ -495,6 +498,10 @@ class ParallelRunner(Runner):
                     number, chunk.start, chunk.samples, chunk.ids, kept, new,
                     sequence.prompt, sequence.horizon, sequence.adapter,
                     want.logits is not None, want.hidden is not None,
+                    sequence.slid, sequence.sliding[sequence.slid :],
                 )
             )  # fmt: skip
-        return Run(pieces, [(copy.source, copy.target, copy.slots) for copy in plan.copies], gone)
+        copies, sliding = (
+            [(copy.source, copy.target, copy.slots) for copy in told] for told in (plan.copies, plan.sliding_copies)
+        )
+        return Run(pieces, copies, gone, sliding)

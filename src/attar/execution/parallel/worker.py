@@ -24,7 +24,7 @@ import torch
 from attar import machine
 from attar.checkpoints.adapters import lora
 from attar.errors import Code, UserError, code_of
-from attar.execution.model_runner import Runner, Wanted
+from attar.execution.model_runner import BlockCounts, Runner, Wanted
 from attar.execution.parallel import commands, executor
 from attar.execution.parallel.commands import MAX_FRAME, Call, Command, Job, Logits, Rendezvous, Reply, Run, encode
 from attar.kernels.operands import Routes
@@ -65,7 +65,8 @@ class Worker:
                 self.runner = None  # the old one's memory goes first
                 self.sequences.clear()
                 scheme = schemes.scheme(command.kv)
-                self.runner = Runner(self.decoder, command.blocks, command.context, scheme, command.sequences)
+                counts = BlockCounts(command.blocks, command.sliding)
+                self.runner = Runner(self.decoder, counts, command.context, scheme, command.sequences)
             case Rendezvous():
                 assert self.runner is not None
                 self.decoder.groups.leave()  # first: an exchange that no process ends would be waited for below
@@ -94,12 +95,14 @@ class Worker:
             sequence.tokens.extend([0] * (piece.start - len(sequence.tokens)))
             sequence.tokens.extend(piece.tokens)
             sequence.blocks[piece.kept :] = piece.blocks
+            sequence.slid, sequence.sliding = piece.slid, [0] * piece.slid + piece.sliding
             chunks.append(ScheduledTokens(sequence, piece.start, len(piece.tokens), piece.samples))
             if piece.wants_logits or piece.wants_hidden:
                 logits, hidden = (_unread if wants else None for wants in (piece.wants_logits, piece.wants_hidden))
                 wanted[sequence.id] = Wanted(logits, hidden)
         nobody = Sequence(id="copy", prompt_ids=[0], max_tokens=0)
-        self.runner.run(StepPlan(chunks, [Copy(*copy, nobody) for copy in command.copies]), wanted)
+        copies, sliding = ([Copy(*copy, nobody) for copy in told] for told in (command.copies, command.sliding_copies))
+        self.runner.run(StepPlan(chunks, copies, sliding_copies=sliding), wanted)
 
     def _call(self, command: Call) -> None:
         cache = None if command.room is None else self.rooms[command.room]
