@@ -87,7 +87,8 @@ def test_trusted_tokens_stay_and_the_difference_is_counted(make: Callable[..., E
         made, plain = make(limits=FORCING), make(limits=FORCING)
         events = run(made, [ask("a", KEYS, seed, trust_forced=True)])
         found, before = made.stats(), texts_of(run(plain, [ask("a", KEYS, seed)]))
-        assert found.accepted_tokens == found.drafted_tokens == found.forced_tokens > 0
+        assert found.accepted_tokens == found.forced_tokens > 0
+        assert found.drafted_tokens - found.accepted_tokens <= 1  # where a text ends with its draft, that saved no step
         (end,) = [event for event in events if isinstance(event, Finished)]
         assert end.report is not None
         assert end.report.overruled_tokens == found.overruled_tokens <= found.forced_tokens

@@ -108,6 +108,7 @@ FAMILIES = {
     "qwen3_coder": Family(QWEN3_CODER, "xml"),
     "glm": Family(GLM, "xml"),
     "deepseek": Family(DEEPSEEK, "xml"),
+    "repr": Family(QWEN3_CODER.replace("value | tojson if", "value | string if"), "generic"),
     "as_text": Family(AS_TEXT, "hermes"),
     "chatml": Family(CHATML, "generic"),
     "xml": Family(XML, "generic"),

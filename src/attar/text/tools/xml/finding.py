@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,9 +47,9 @@ def find(render: Render, names: tuple[str, str]) -> Found | None:
     """Return the syntax of calls of tools with these names; None where it is another."""
     key, value = KEYS[0], VALUES[0]
     one, two = render([{key: value}]), render([dict(zip(KEYS, VALUES, strict=True))])
-    number = render([{key: NUMBER}])
-    if one is None or two is None or number is None:
-        return None
+    number, several = render([{key: NUMBER}]), render([{key: [value]}])
+    if one is None or two is None or number is None or several is None or json.dumps([value]) not in several:
+        return None  # or its lists are no JSON
     before, _, rest = one.partition(names[0])
     between, _, rest = rest.partition(key)
     middle, _, behind = rest.partition(value)
