@@ -53,7 +53,8 @@ def main() -> None:
     rows = args.activations + ("-f32" if args.as_f32 else "-itself" if args.itself else "")
     kept = args.kept / f"{args.file.stem}-{rows}-{args.tokens}.jsonl"
     kept.parent.mkdir(parents=True, exist_ok=True)
-    found = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    lines = kept.read_text().splitlines() if kept.exists() else []
+    found = list({each["prompt"]: each for each in map(json.loads, lines)}.values())  # two runs may have kept one twice
     if len(found) < args.prompts:
         with kept.open("a") as out:
             for each in compared(args, len(found)):

@@ -47,7 +47,8 @@ def _load(config: options.RunConfig, bar: terminal.Progress) -> LLM:
             draft_tree=config.draft_tree, sparse_attention=config.sparse_attention, verify=not config.no_verify,
             progress=bar,
         )  # fmt: skip
-    gc.freeze()  # torch and the model stay: no later collection need walk through them
+        gc.freeze()  # all of it is old now, so that the next collection, of young objects, need not walk through it
+        gc.unfreeze()
     if config.adapter is not None:
         llm.attach(config.adapter)
     bar.close()
