@@ -2,7 +2,7 @@
 
     PYTHONPATH=bench python -m reals.compression FILE.gguf --place FOLDER (--recipe NAME [--bits B] | --kv NAME |
         --peer PROGRAM --job NAME --lane LANE --python PYTHON | --llama-quantize MIX --python PYTHON)
-        [--calib prose|code|chat|mixed] [--samples N] [--seed N] [--tokens N]
+        [--group N] [--calib prose|code|chat|mixed] [--samples N] [--seed N] [--tokens N]
 
 The original is the file's values in bfloat16 (`dense.py`), kept in FOLDER; what comes out is deleted. It is scored in
 float32 on held-out text of the kind that it was calibrated on, in windows of 512 tokens. `peak_mb` is what this process
@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--peer", help="a program of bench/peers")
     parser.add_argument("--job", help="of the peer's, as bench/lanes.py calls it")
     parser.add_argument("--lane", help="of bench/lanes.py, which has the job")
+    parser.add_argument("--group", type=int, default=64, help="columns of a group in the peer's job")
     parser.add_argument("--llama-quantize", metavar="MIX", help="llama.cpp's own, with an importance matrix")
     parser.add_argument("--python", type=Path, help="of the peer's environment")
     parser.add_argument("--calib", choices=(*KINDS, MIXED), default="prose")
@@ -108,8 +109,8 @@ def ours(original: Path, out: Path, sequences: list[list[int]], args: argparse.N
 
 
 def peer(original: Path, out: Path, sequences: list[list[int]], args: argparse.Namespace) -> Made:
-    """Have a peer compress, by a job of `bench/lanes.py` in groups of 64."""
-    jobs = lanes.lanes(64, 200)[args.lane].peers[args.peer]
+    """Have a peer compress, by a job of `bench/lanes.py`."""
+    jobs = lanes.lanes(args.group, 200)[args.lane].peers[args.peer]
     job = next(each for each in jobs if each["name"] == args.job)
     said = lanes.peer(args.python, args.peer, job, original, sequences, out)
     return {

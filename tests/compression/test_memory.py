@@ -14,6 +14,7 @@ import torch
 
 from attar.checkpoints.receipts.verify import verify
 from attar.checkpoints.sources import hf
+from attar.compression import memory
 from attar.compression.block import hessians
 from attar.compression.calibration import hidden_states
 from attar.compression.calibration.hidden_states import Rows
@@ -125,3 +126,30 @@ def test_large_models_run_fewer_rows_at_once(tiny: Path) -> None:
     config = hf.Checkpoint.open(tiny).config
     assert hidden_states.rows_at_once(config) == hidden_states.ROWS_AT_ONCE
     assert hidden_states.rows_at_once(replace(config, intermediate=8192)) == 512  # Llama-3.2-1B's
+
+
+@pytest.mark.parametrize("most", [memory.WIDEST, memory.USUAL])
+def test_limits_of_the_heap_nest(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some releases of glibc refuse a threshold beyond `most`."""
+    limits: dict[int, int] = {}
+
+    def mallopt(which: int, value: int) -> bool:
+        if which == memory._MMAP_THRESHOLD and value > most:
+            return False
+        limits[which] = value
+        return True
+
+    def found() -> tuple[int, int]:
+        return limits[memory._MMAP_THRESHOLD], limits[memory._TRIM_THRESHOLD]
+
+    monkeypatch.setattr(memory, "_mallopt", mallopt)
+    usual = (memory.USUAL, 2 * memory.USUAL)
+    with memory.large_blocks_kept():  # a pass outside a run
+        assert found() == (most, memory.KEPT)
+    assert found() == usual
+    with memory.large_blocks_apart():
+        assert found() == (memory.LARGE, 2 * memory.LARGE)
+        with memory.large_blocks_kept():
+            assert found() == (most, memory.KEPT)
+        assert found() == (memory.LARGE, 2 * memory.LARGE)
+    assert found() == usual

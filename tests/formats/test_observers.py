@@ -234,6 +234,14 @@ def test_mse_range_never_loses_to_minmax(bits: int, symmetric: bool, granularity
         assert float(error(found).sum()) < 0.95 * float(error(plain).sum())
 
 
+@pytest.mark.parametrize("norm", [2.0, observers.NORM])
+def test_powers_of_errors(norm: float) -> None:
+    x = heavy_tailed(10_000)
+    x[:3] = torch.tensor([0.0, -1.0, 1e-30])
+    wanted = x.double().abs() ** norm
+    torch.testing.assert_close(observers._power(x.clone(), norm).double(), wanted, rtol=2.0**-17, atol=1e-37)
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -249,7 +257,7 @@ def test_mse_range_tries_every_factor(bits: int, symmetric: bool, dtype: torch.d
         factor = 1 - (1 - observers.LOWEST) * step / observers.STEPS
         scale, zero = affine.qparams(low * factor, high * factor, grid, dtype)
         values = affine.to_values(affine.round_to_grid(weight, scale, zero, grid), scale, zero)
-        error = affine.by_scale((values.float() - weight).abs() ** observers.NORM, low.shape[1]).sum(-1)
+        error = affine.by_scale(observers._power(values.float() - weight, observers.NORM), low.shape[1]).sum(-1)
         better, least = error < least, torch.minimum(error, least)
         best = best[0].where(~better, low * factor), best[1].where(~better, high * factor)
     assert all(torch.equal(a, b) for a, b in zip(mse_range(weight, grid, dtype), best, strict=True))

@@ -265,7 +265,7 @@ def _shrink_groups(
         values = codes.clamp_(grid.qmin, grid.qmax).round_().to(scale.dtype)
         if zero is not None:
             values -= zero[:, None].to(scale.dtype)
-        error = (values.mul_(scale[:, None]).float() - x).abs_().pow_(norm).sum(-1)
+        error = _power(values.mul_(scale[:, None]).float() - x, norm).sum(-1)
         better = error < least
         least = torch.where(better, error, least)
         low[places], high[places] = (
@@ -276,6 +276,12 @@ def _shrink_groups(
         if int(going.sum()) <= SPARSE * len(x):
             places, lows, highs, peak, least = (each[going] for each in (places, lows, highs, peak, least))
             x = x[going]
+
+
+def _power(x: Tensor, norm: float) -> Tensor:
+    """Return |x|^norm in place. For other powers than squares a logarithm takes a quarter of the time of torch's power,
+    which is three quarters of a search; it is exact to 2^-18."""
+    return x.square_() if norm == 2 else x.abs_().log2_().mul_(norm).exp2_()
 
 
 def _reach(scale: Tensor, zero: Tensor | None, grid: Grid) -> Tensor:

@@ -103,6 +103,8 @@ class Linear:
     dense: Tensor | None = field(default=None, repr=False)
     """The dequantized weight in the compute dtype, filled by the reference backend on first use."""
     keep_dense: bool = True  # may be filled: no where memory is short and calls are few and large
+    product_dtype: torch.dtype | None = None
+    """The dtype in which the reference multiplies by W, without gradients; None: that of the rows."""
     on_gradient: Callable[[Tensor, Tensor], None] | None = field(default=None, repr=False)
     """Called in a backward pass with the rows x' [N, I] that W multiplied and the loss's gradient at their products [N,
     O]."""

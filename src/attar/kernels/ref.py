@@ -103,7 +103,10 @@ def linear(x: Tensor, linears: Sequence[Linear]) -> Tensor:
         return torch.cat([_differentiable(rows_for(each), each) for each in linears], 1)
     out, at = x.new_empty((len(x), sum(each.shape[0] for each in linears))), 0
     for each in linears:
-        _multiply(rows_for(each), each, out[:, at : at + each.shape[0]])
+        if each.product_dtype is None:
+            _multiply(rows_for(each), each, out[:, at : at + each.shape[0]])
+        else:
+            _multiply_in(each.product_dtype, rows_for(each), each, out[:, at : at + each.shape[0]])
         at += each.shape[0]
     return out
 
@@ -115,6 +118,15 @@ def _multiply(x: Tensor, each: Linear, out: Tensor) -> None:
             torch.mm(x, weight.T, out=out[:, rows])
         else:
             torch.addmm(each.bias[rows].to(x.dtype), x, weight.T, out=out[:, rows])
+
+
+def _multiply_in(dtype: torch.dtype, x: Tensor, each: Linear, out: Tensor) -> None:
+    """Write products like `_multiply`, with factors and sums rounded to `dtype`; the bias is added in the rows'."""
+    x = x.to(dtype)
+    for rows, weight in dense(each, x):
+        part = out[:, rows].copy_(x @ weight.T)
+        if each.bias is not None:
+            part += each.bias[rows].to(out.dtype)
 
 
 def _learns(each: Linear) -> bool:

@@ -54,7 +54,7 @@ _MACHINE = ("attar", "torch", "python", "instruction_set", "threads", "kernels")
 _REQUIRED = ("source", "recipe", "calibration", "seed", "versions", "layers", "bits_per_weight", "evaluation", "files")
 _OURS = (
     "format", *_REQUIRED, "probes", "shard", "drawn", "device", "imatrix", "allocation", "rotation", "tune",
-    "selection", "texts", "gain", "warnings", "original", "drafts_for",
+    "selection", "texts", "gain", "warnings", "original", "drafts_for", "products",
 )  # fmt: skip
 """Keys that `write` may give a receipt."""
 

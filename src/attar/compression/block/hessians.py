@@ -26,7 +26,7 @@ from torch import Tensor
 
 from attar.compression.block.work import BlockWork, observe
 from attar.compression.calibration.loss_weights import Hints, row_groups
-from attar.compression.memory import give_back
+from attar.compression.memory import give_back, large_blocks_kept
 from attar.compression.recipe.methods import Gptq, Prune, SparseGpt
 from attar.compression.recipe.recipe import naming
 from attar.compression.solvers.pruning import prune, sparsegpt, zeros
@@ -141,7 +141,7 @@ def solve(work: BlockWork, groups: Sequence[Group], options: Options) -> Iterato
         for share in wave:
             drift = qronos.Drift(share.columns, adding.get(share.name, 0)) if correct else None
             statistics.append(_Statistics(share, Hessian(share.columns), drift))
-        with work.stages.timed("inputs"), work.unpacked():
+        with work.stages.timed("inputs"), work.unpacked(), large_blocks_kept():
             _gather(work, twin, statistics)
         while statistics:
             found = statistics.pop(0)

@@ -21,7 +21,9 @@ from attar.compression.recipe.recipe import Recipe, naming
 from attar.compression.stages import Stages
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
+from attar.kernels import tiles
 from attar.kernels.operands import ActivationHook, Linear
+from attar.kernels.ref import activation_grid
 from attar.model.cache import ForwardBatch
 from attar.model.layers import Block
 
@@ -43,6 +45,20 @@ def observe(block: Block, rows: Tensor, step: ForwardBatch, hook: ActivationHook
 
     with suppress(_Observed):
         block.run(rows, step, until_last)
+
+
+def on_tiles(recipe: Recipe, device: torch.device | str) -> bool:
+    """Return whether a recipe's passes over the calibration text may multiply in bfloat16, as models in it are run:
+    where that is much faster, and only Hessians and the next block's inputs come of them. What corrects for earlier
+    rounding compares two passes, and keeps float32."""
+    hessians = isinstance(recipe.rounding, Gptq | SparseGpt | Prune) and not recipe.corrects
+    return hessians and tiles.faster(device)
+
+
+def _suits_tiles(linear: Linear) -> bool:
+    weight = linear.weight
+    exact = weight.dtype == torch.bfloat16 if isinstance(weight, Tensor) else isinstance(weight, PackedTensor)
+    return exact and activation_grid(linear) is None and math.prod(linear.shape) >= tiles.LEAST
 
 
 class BlockWork:
@@ -94,26 +110,32 @@ class BlockWork:
             if members:
                 yield group[0].name, members
 
+    @property
+    def on_tiles(self) -> bool:
+        """Return whether passes over the calibration text multiply by large matrices in bfloat16."""
+        return self._hidden is not None and on_tiles(self.recipe, self._hidden.device)
+
     @contextmanager
     def unpacked(self) -> Iterator[None]:
-        """Hold the block's weights in float32 within the context, where memory allows. A pass of many calls would
-        decode them in each. `FEW` are always allowed; a recipe with Hessians needs a factor of the widest later."""
+        """Hold the block's weights in the dtype of their products within the context, where memory allows. A pass of
+        many calls would decode them in each. `FEW` are always allowed; a recipe with Hessians needs a factor of the
+        widest later. Large matrices are multiplied in bfloat16, `on_tiles`, unless they were stored in more digits."""
         linears, hessians = list(self.block.linears()), isinstance(self.recipe.rounding, Gptq | SparseGpt | Prune)
         room = max(FEW, max(each.shape[1] for each in linears) ** 2 if hessians else 0)
-        if sum(math.prod(each.shape) for each in linears) > room:
-            yield
-            return
+        fits, on_tiles = sum(math.prod(each.shape) for each in linears) <= room, self.on_tiles
         stored = [each.weight for each in linears]
-        for each in linears:
-            if isinstance(each.weight, PackedTensor):
-                each.dense = each.weight.dequantize(torch.float32)
-            elif isinstance(each.weight, Tensor):
-                each.weight = each.weight.float()
         try:
+            for each in linears:
+                if on_tiles and _suits_tiles(each):
+                    each.product_dtype = torch.bfloat16
+                if fits and isinstance(each.weight, PackedTensor):
+                    each.dense = each.weight.dequantize(each.product_dtype or torch.float32)
+                elif fits and isinstance(each.weight, Tensor) and each.product_dtype is None:
+                    each.weight = each.weight.float()
             yield
         finally:
             for each, weight in zip(linears, stored, strict=True):
-                each.weight, each.dense = weight, None
+                each.weight, each.dense, each.product_dtype = weight, None, None
 
     def watch(self, watchers: Mapping[str, Callable[[Tensor], None]], rows: int | None = None) -> None:
         """Run the block over the calibration states, or their first `rows`; each watcher receives its linear's

@@ -6,8 +6,8 @@ matter. Text of another kind may use it (ReLU models and mixtures have many such
 token is rounded by its weights alone (`hessians`), and searches on its inputs leave it unchanged (`transforms`).
 
 Inputs of a block's linears are observed where the block runs compressed, to calibrate the next one: that costs a
-comparison a number. The last block, behind which nothing is calibrated, is run for this alone. Where the block pass
-reads no inputs, they are observed where importances are gathered, from the original.
+comparison a number, until every channel was seen. The last block, behind which nothing is calibrated, is run for this
+alone. Where the block pass reads no inputs, they are observed where importances are gathered, from the original.
 """
 
 from __future__ import annotations
@@ -35,13 +35,17 @@ class Coverage:
         readers += [linear for each in block.feed_forwards() for linear in (each.up[0], each.down)]
         self._tokens = dict.fromkeys((linear.name for linear in readers), 0)
         self._seen: dict[str, Tensor] = {}  # linears that tokens reached: bool [I], nonzero channels
+        self._whole: set[str] = set()  # those of whose channels none is left to see
 
     def hook(self, linear: Linear, x: Tensor) -> None:
         """Update the coverage from rows x [N, I]."""
         if linear.name in self._tokens and len(x):
-            found = (x != 0).any(0)
-            self._seen[linear.name] = found | self._seen.get(linear.name, found)
             self._tokens[linear.name] += len(x)
+            if linear.name not in self._whole:
+                found = (x != 0).any(0)
+                self._seen[linear.name] = found | self._seen.get(linear.name, found)
+                if self._seen[linear.name].all():
+                    self._whole.add(linear.name)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready counts: for each linear that tokens reached, its unused channels and all of them; for the

@@ -29,7 +29,7 @@ from attar.compression.block.work import BlockWork
 from attar.compression.calibration import coverage, gradients, hidden_states
 from attar.compression.calibration.hidden_states import HiddenStates
 from attar.compression.calibration.loss_weights import Guide
-from attar.compression.memory import give_back
+from attar.compression.memory import give_back, large_blocks_kept
 from attar.compression.recipe.recipe import HEAD
 from attar.compression.request.resolve import ResolvedCompression
 from attar.compression.resume import differences, write_note
@@ -173,7 +173,7 @@ class Walk:
             self.output.write_block(self.writer, block, layer)
         if inputs is not None:
             device_placement.move(block, self.device)
-            with timed("outputs"), work.unpacked():
+            with timed("outputs"), work.unpacked(), large_blocks_kept():
                 self._outputs(layer, block, inputs, original)
         with timed("probes"):
             device_placement.move(block, device_placement.CPU)

@@ -23,6 +23,7 @@ from attar.checkpoints.receipts.probes import ProbeRun
 from attar.checkpoints.sources import hf, opening
 from attar.checkpoints.writer import MAX_SHARD, ShardWriter, Workspace, allocated, require_free
 from attar.compression.block.record import Record
+from attar.compression.block.work import on_tiles
 from attar.compression.calibration import coverage, domain, importance, texts
 from attar.compression.calibration.domain import DomainCheck
 from attar.compression.calibration.loss_weights import Guide, key
@@ -39,9 +40,11 @@ from attar.compression.search.allocate import Allocation
 from attar.compression.training import tune
 from attar.errors import UserError
 from attar.formats.scheme import Scheme
+from attar.kernels import tiles
 from attar.metrics.measure import measure
 from attar.model.assembly import compressible
 from attar.model.decoder import Decoder
+from attar.plan.costs import matrices
 from attar.progress import Progress
 
 OF_THE_ORIGINAL = ("self-*.i32", "rotations-*", "importances-*", "guide-*", "coverage-*", "surprise-*")
@@ -133,9 +136,16 @@ class Run:
         }
         about |= {"drawn": request.drawn} if request.drawn else {}
         about |= {} if request.device == "cpu" else {"device": request.device}
+        about |= {"products": "bfloat16"} if self._on_tiles(recipe) else {}
         original = compressed_original(self.source)
         about |= {} if original is None else {"original": original.to_dict()}
         return about | ({} if request.imatrix is None else {"imatrix": receipt.sha256(Path(request.imatrix))})
+
+    def _on_tiles(self, recipe: Recipe) -> bool:
+        """Return whether bfloat16 products on tiles decide last bits, and so must not change where a run resumes."""
+        linears = (each for each in matrices(self.checkpoint.config) if each.compressible)
+        large = any(each.rows * each.columns >= tiles.LEAST for each in linears)
+        return large and on_tiles(recipe, self.request.device)
 
     def _with_drawn(self, ids: Tensor) -> Tensor:
         return ids if self._drawn is None else torch.cat([ids, self._drawn])
