@@ -1,6 +1,7 @@
 """Products with 4-bit and 8-bit weights, interpreted, against the reference in float64.
 
-The card counts as one of four multiprocessors there, so that small shapes are split too.
+The card counts as one of four multiprocessors there, and four steps are worth a program, so that small shapes are split
+too.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ LOOKED_UP = 1e-6  # of an embedding's numbers: a few roundings of float32
 NEIGHBOURS = 0.01  # of outputs, relative to the largest, where rows round to int8: codes may fall to the neighbour
 BFLOAT16 = 2.0**-7  # of outputs, relative to the largest: a product and a sum are rounded
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def short_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "LEAST", 4)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
