@@ -81,6 +81,14 @@ def test_the_trial_is_the_largest_step(decoder: Decoder, context: int, tokens: i
     assert made.pages == 2 * sum(pages.nbytes for pages in decoder.cache(64).layers)
 
 
+def test_the_largest_graph_has_rows_for_drafts(decoder: Decoder) -> None:
+    record, limits = Again(), SchedulerConfig(max_running=6, max_step_tokens=96, max_drafts=5)
+    made = ProfileRun(decoder, decoder.lossless, limits, 1024, record)
+    made.record()
+    assert record.recorded == [11]
+    assert made.others == (1 + 2 + 4 + 8) * 4 * (97 + 2 * 16)
+
+
 @dataclass(frozen=True, eq=False)
 class Noting(Adapter):
     """It notes how many rows it is asked for."""

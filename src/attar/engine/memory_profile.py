@@ -82,10 +82,10 @@ class ProfileRun:
         runner: Callable[..., Runner] = Runner,
         adapters: int = 0,
     ) -> None:
-        self.most, vocab = limits.together, decoder.config.vocab_size
-        self.runner = runner(decoder, 1, context, scheme, self.most, None, record, limits.max_drafts)
+        most, vocab = limits.together, decoder.config.vocab_size
+        self.runner = runner(decoder, 1, context, scheme, most, None, record, limits.max_drafts)
         self.pages = sum(pages.nbytes for pages in self.runner.pages)  # bytes of the KV cache
-        rows = [max(1, min(context, limits.max_step_tokens - self.most + 1)), *[1] * (self.most - 1)]
+        rows = [max(1, min(context, limits.max_step_tokens - most + 1)), *[1] * (most - 1)]
         logits = min(rows[0], 1 + limits.max_drafts)  # drafts of one sequence have as many as those of several
         self._plans = [_plan(rows, self.runner.block, adapter, logits) for adapter in range(adapters + 1)]
         params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, seed=0)
@@ -103,7 +103,7 @@ class ProfileRun:
     def record(self) -> None:
         """Record the largest graph, where graphs are used."""
         if self.runner.graphs is not None:
-            self.runner.graphs.of(self.most)
+            self.runner.graphs.of(self.runner.graphs.most)
 
 
 def _plan(rows: Sequence[int], block: int, adapter: int, logits: int) -> StepPlan:
