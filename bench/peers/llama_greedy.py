@@ -10,14 +10,13 @@ best instructions.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 from pathlib import Path
 from typing import Any
 
 import llama_cpp as lib
 import numpy as np
-from llama_logits import quiet
+from llama_logits import load
 
 
 def step(context: Any, batch: Any, ids: list[int], first: int, vocab: int) -> int:
@@ -42,13 +41,7 @@ def main() -> None:
     args = parser.parse_args()
     prompts: list[list[int]] = json.loads(args.prompts.read_text())
     longest = max(map(len, prompts))
-    lib.llama_log_set(quiet, ctypes.c_void_p(0))
-    lib.llama_backend_init()
-    how = lib.llama_model_default_params()
-    how.use_extra_bufts = not args.plain_kernels
-    model = lib.llama_model_load_from_file(args.model.encode(), how)
-    if not model:
-        raise SystemExit(f"llama.cpp could not load {args.model}")
+    model = load(args.model, args.plain_kernels)
     params = lib.llama_context_default_params()
     params.n_ctx = -(-(longest + args.tokens) // 256) * 256
     params.n_batch = params.n_ubatch = longest

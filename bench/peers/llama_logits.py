@@ -82,6 +82,18 @@ def quiet(level: int, text: bytes, _: ctypes.c_void_p) -> None:
     pass
 
 
+def load(file: str, plain_kernels: bool) -> Any:
+    """Load a model, its weights as they are stored where `plain_kernels` says so."""
+    lib.llama_log_set(quiet, ctypes.c_void_p(0))
+    lib.llama_backend_init()
+    how = lib.llama_model_default_params()
+    how.use_extra_bufts = not plain_kernels
+    model = lib.llama_model_load_from_file(file.encode(), how)
+    if not model:
+        raise SystemExit(f"llama.cpp could not load {file}")
+    return model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -93,13 +105,7 @@ def main() -> None:
     args = parser.parse_args()
     windows: list[list[int]] = json.loads(args.windows.read_text())
     longest = max(map(len, windows))
-    lib.llama_log_set(quiet, ctypes.c_void_p(0))
-    lib.llama_backend_init()
-    how = lib.llama_model_default_params()
-    how.use_extra_bufts = not args.plain_kernels
-    model = lib.llama_model_load_from_file(args.model.encode(), how)
-    if not model:
-        raise SystemExit(f"llama.cpp could not load {args.model}")
+    model = load(args.model, args.plain_kernels)
     params = lib.llama_context_default_params()
     params.n_ctx = -(-longest // 256) * 256
     params.n_batch = params.n_ubatch = longest

@@ -36,7 +36,7 @@ FROM: Mapping[Way, int] = {"widened": 1024, "scaled_mm": 64, "scaled_mm_blocks":
 STEP = 128  # columns that a step of a program multiplies
 FEW = 16  # rows: one tile of the smallest size
 WAVES = 7  # programs for each multiprocessor, so that some load while others wait for their sums
-LEAST = 8  # steps of a program that are worth another one's part of the sum
+LEAST = 8  # fewest steps of `STEP` columns that each split of a product gets
 
 
 @dataclass(frozen=True, slots=True)
