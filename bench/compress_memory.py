@@ -39,7 +39,8 @@ import sys, torch, attar
 model, out, recipe, samples, length, memory = sys.argv[1:]
 g = torch.Generator().manual_seed(0)
 ids = torch.randint(0, {VOCAB}, (int(samples), int(length)), generator=g).tolist()
-print(attar.compress(model, out, recipe=recipe, calibration=ids, calib_memory=int(memory)).seconds)
+asked = attar.CompressionRequest(model, out, recipe=recipe, calibration=ids, calib_memory=int(memory))
+print(attar.compress_request(asked).seconds)
 """
 
 

@@ -35,9 +35,10 @@ settings = json.loads(sys.argv[1])
 g = torch.Generator().manual_seed(settings["seed"])
 ids = torch.randint(0, 4096, (settings["samples"], settings["length"]), generator=g).tolist()
 from attar.compression.runs import pipeline
+asked = attar.CompressionRequest("demo", settings["out"], recipe=settings["recipe"], calibration=ids,
+                                 max_shard_bytes=1_000_000)
 print("ready", flush=True)
-attar.compress("demo", settings["out"], recipe=settings["recipe"], calibration=ids, max_shard_bytes=1_000_000,
-               progress=lambda stage, done, total: stage == "blocks" and print(done, flush=True))
+attar.compress_request(asked, lambda stage, done, total: stage == "blocks" and print(done, flush=True))
 """
 
 
