@@ -10,15 +10,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from attar.checkpoints.sources import opening
+from attar.checkpoints.sources import hf, opening
 from attar.compression.calibration import texts
 from attar.compression.recipe.recipe_file import load_recipe, recipe_from_dict
 from attar.compression.request.request import CompressionRequest
 from attar.compression.runs import pipeline
 from attar.compression.search import compare_rtn
 from attar.compression.search.compare_rtn import Gain
-from attar.metrics.measure import measure
+from attar.formats.packed import PackedTensor
+from attar.metrics.measure import Report, measure
+from attar.model.decoder import Decoder
 
 
 @given(st.integers(2, 400), st.integers(1, 12), st.integers(2, 40), st.sampled_from([None, 7]), st.integers(1, 9))
@@ -98,6 +101,30 @@ def test_both_are_measured_on_what_neither_read(tiny: Path, tmp_path: Path, monk
     assert done.gain["tokens"] == ids.numel() == compare_rtn.SEQUENCES * 32
     assert json.loads((tmp_path / "out" / "receipt.json").read_text())["gain"]["kl"] == done.gain["kl"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rounded"]
+
+
+def test_weights_stay_as_they_are_stored(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 copies of two models took most of the memory of a whole compression."""
+    pipeline.compress(tiny, tmp_path / "out", recipe="rtn-w3g32")
+    compared: list[Decoder] = []
+
+    def measured(model: Decoder, windows: list[list[int]], *, base: Decoder, context: int) -> Report:
+        found = measure(model, windows, base=base, context=context)
+        compared.extend((model, base))
+        return found
+
+    monkeypatch.setattr(compare_rtn, "measure", measured)
+    ids, original = torch.arange(64).reshape(2, 32), hf.Checkpoint.open(tiny)
+    found = compare_rtn.compare(original, tmp_path / "out", tmp_path / "out", ids, lambda *said: None)
+    assert found.kl == found.plain > 0
+    out, base = compared[:2]
+    linears = [linear for block in out.blocks for linear in block.linears()]
+    assert any(isinstance(linear.weight, PackedTensor) for linear in linears)
+    assert all(linear.dense is None for linear in linears)
+    stored = hf.Checkpoint.open(tiny, as_stored=True)
+    weight = base.blocks[0].attention.output.weight
+    assert isinstance(weight, Tensor)
+    assert weight.dtype == stored.matrix(f"{base.blocks[0].attention.output.name}.weight").dtype
 
 
 def test_where_memory_is_short_nothing_is_compared(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

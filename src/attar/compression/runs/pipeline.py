@@ -213,7 +213,12 @@ def _gain(asked: ResolvedCompression, run: Run, hashes: Mapping[str, str]) -> Ga
         calibration=run.given.tolist(), evaluation=None, overwrite=True,
     )  # fmt: skip
     trial = resolve(plain, asked.source, rounded, plain.sequences, importances=importances)
-    made = _carry_out(trial, lambda stage, done, total: None, trial=True)
+
+    def told(stage: str, done: int, total: int) -> None:
+        if stage == "blocks":
+            run.report("rounding plainly, to compare", done, total)
+
+    made = _carry_out(trial, told, trial=True)
     found = compare_rtn.compare(asked.source, run.made, made.path, ids, run.report)
     write_note(kept, asdict(found))
     return found

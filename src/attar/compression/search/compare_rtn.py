@@ -10,7 +10,7 @@ to (`candidates`); a target is compared with what it asked for.
 
 from __future__ import annotations
 
-import math
+import copy
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,13 +21,16 @@ import torch
 from torch import Tensor
 
 from attar import machine
-from attar.checkpoints.sources import hf, opening
+from attar.checkpoints.sources import hf
+from attar.checkpoints.sources.shards import Checkpoint, open_checkpoint
 from attar.compression.calibration import texts
 from attar.compression.calibration.texts import Amount, Calibration
 from attar.compression.recipe.methods import Rtn
 from attar.compression.recipe.recipe import Recipe
 from attar.compression.search.candidates import ABLATION, candidates
 from attar.metrics.measure import measure
+from attar.model import assembly
+from attar.model.decoder import Decoder
 from attar.progress import Progress
 from attar.text.tokenizer import Tokenizer
 
@@ -94,21 +97,32 @@ def sequences(
 
 
 def fits(checkpoint: hf.Checkpoint) -> bool:
-    """Return whether this machine has the memory to compare: for two models in float32."""
+    """Return whether this machine has the memory to compare: for two models as the original is stored."""
     folder = checkpoint.folder
-    return 2 * 4 * sum(math.prod(folder.info(name).shape) for name in folder.names()) <= machine.examine().budget
+    return 2 * sum(folder.info(name).bytes for name in folder.names()) <= machine.examine().budget
 
 
 def compare(original: hf.Checkpoint, made: Path, rounded: Path, ids: Tensor, report: Progress) -> Gain:
     """Measure the outputs of a recipe, `made`, and of plain rounding against the original, by the reference in
-    float32."""
+    float32. Weights stay as they are stored, and are decoded in each product: copies in float32 would take several
+    times the memory of all else that compression does."""
     windows = [[*row, 0] for row in ids.tolist()]  # no divergence depends on the last token
-    base, found = hf.load_again(original, torch.float32), []
+    again = copy.copy(original)
+    again.dtype, again.as_stored = torch.float32, True
+    base, found = _as_stored(again), []
     for done, path in enumerate((made, rounded)):
         report("comparing", done, 2)
-        model = opening.load(path, torch.float32)
+        model = _as_stored(open_checkpoint(path, torch.float32, as_stored=True, blocks=True))
         found.append(measure(model, windows, base=base, context=ids.shape[1]).figures["kl_mean"])
     report("comparing", 2, 2)
     ours, theirs = found
     ends = [None if each.low is None or each.high is None else (each.low, each.high) for each in found]
     return Gain(ids.numel(), ours.value, ends[0], theirs.value, ends[1])
+
+
+def _as_stored(checkpoint: Checkpoint) -> Decoder:
+    """Return the whole model of a checkpoint whose weights the reference decodes some rows at a time."""
+    model = assembly.build(checkpoint.config, checkpoint)
+    for linear in (model.head, *(linear for block in model.blocks for linear in block.linears())):
+        linear.keep_dense = False
+    return model
