@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import os
 import shlex
 import shutil
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
+from attar import machine
 from attar.checkpoints.fingerprints import require_unchanged
 from attar.cli import options as options_of
 from attar.cli.generation import ChatConfig, GenerateConfig, _params
@@ -28,6 +31,7 @@ from attar.server.http.sockets import listen
 from attar.server.models import server as models_server
 from attar.server.models.served import ModelSpec
 from attar.server.options import ServerOptions
+from attar.server.replicas import processes
 from tests.cli.test_commands import last_json, refused
 from tests.errors import user_error
 
@@ -343,9 +347,49 @@ def test_several_models_have_parts_of_the_memory(monkeypatch: pytest.MonkeyPatch
         ("./out --model a=demo", "option_conflict", "MODEL"),
         ("--model a=demo --alias b", "option_unused", "--alias"),
         ("--model a=demo --kv-fraction 0.5", "option_unused", "--kv-fraction"),
+        ("--model a=demo --replicas 2", "option_unused", "--replicas"),
         ("--model a=demo --tp 2", "option_conflict", "CPU"),
         ("--model a=demo --draft demo", "option_unused", "--draft"),
     ],
 )
 def test_what_several_models_cannot_have_is_refused(options: str, code: str, word: str) -> None:
     refused(CliRunner().invoke(app, ["serve", *shlex.split(options), "--json"]), BAD_INPUT, code, word, as_json=True)
+
+
+@pytest.mark.parametrize(
+    "options, code, word",
+    [
+        ("--replicas 1", "option_out_of_range", "replicas"),
+        ("--replicas 64", "option_out_of_range", "cores"),
+        ("--replicas 2 --tp 2", "option_conflict", "--tp"),
+        ("--replicas 2 --pp 2", "option_conflict", "--pp"),
+        ("--replicas 2 --device cuda", "feature_unsupported", "--device"),
+        ("--replica-cores 0", "option_missing", "--replicas"),
+        ("--replicas 2 --replica-cores 0", "option_conflict", "lists"),
+        ("--replicas 2 --replica-cores 0 --replica-cores x", "option_malformed", "x"),
+        ("--replicas 2 --replica-cores 0 --replica-cores 0", "option_conflict", "two replicas"),
+        ("--replicas 2 --replica-cores 0 --replica-cores 9999", "option_out_of_range", "9999"),
+        ("--replicas 2 --replica-cores 0 --replica-cores 3-1", "option_out_of_range", "3-1"),
+    ],
+)
+def test_what_replicas_cannot_have_is_refused(
+    options: str, code: str, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "cores", lambda root=None: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    refused(CliRunner().invoke(app, ["serve", *shlex.split(options), "--json"]), BAD_INPUT, code, word, as_json=True)
+
+
+def test_replicas_divide_memory_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(processes, "run", lambda parts, *rest: found.append((parts, rest)) or 0)
+    monkeypatch.setattr(machine, "cores", lambda root=None: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    done = CliRunner().invoke(app, ["serve", "--replicas", "2", "--memory", "4GB", "--port", "0"])
+    assert done.exit_code == 0, done.output
+    [(parts, (_, options, _, _))] = found
+    assert [(settings.memory, settings.threads, cores) for settings, cores in parts] == [
+        (2 * 10**9, 1, (0,)),
+        (2 * 10**9, 1, (1,)),
+    ]
+    assert options.max_requests == 2 * (32 + 256) + BESIDES

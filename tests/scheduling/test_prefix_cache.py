@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import attar.scheduling.prefix_cache
+from attar.protocol import block_digests
+from attar.scheduling.block_journal import BlockJournal
 from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.prefix_cache import Match, PrefixCache
 
@@ -46,7 +48,9 @@ class Tree(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(12, 3)
-        self.cache = PrefixCache(self.pool)
+        self.journal = BlockJournal()
+        self.cache = PrefixCache(self.pool, journal=self.journal)
+        self.told: set[int] = set()
         self.known: list[tuple[bytes, list[int]]] = []
         self.ever: list[tuple[bytes, list[int]]] = []
         self.written: dict[int, tuple[bytes, list[int]]] = {}
@@ -125,6 +129,21 @@ class Tree(RuleBasedStateMachine):
     def flush(self) -> None:
         self.make_room(self.pool.free + self.pool.cached)
         assert self.pool.cached == 0
+
+    @rule()
+    def tell(self) -> None:
+        """What was told adds up to the whole blocks that there are."""
+        stored, evicted = self.journal.take()
+        assert self.told.isdisjoint(stored)
+        assert self.told.issuperset(evicted)
+        self.told = self.told.union(stored).difference(evicted)
+        size = self.pool.size
+        whole = {
+            digest
+            for salt, path, node in self.cache.nodes()
+            for digest in block_digests.chain(block_digests.key_of(salt), path + node.tokens, size)
+        }
+        assert self.told == whole == set(self.cache.digests())
 
     @invariant()
     def is_sound(self) -> None:

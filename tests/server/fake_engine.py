@@ -79,10 +79,11 @@ class FakeEngine:
         longest: int = 2**31,
         adapters: tuple[str, ...] = (),
         name: str = "fake",
+        bits: str = "fake",
     ) -> None:
         self.path, self.tokenizer, self.batch, self.queue, self.step = path, tokenizer, batch, queue, step
         self.context, self.longest = context, longest  # tokens: of a request, and of an answer
-        self.adapters, self.name = adapters, name
+        self.adapters, self.name, self.bits = adapters, name, bits
         self.commands: deque[Submit | Embed] = deque(maxlen=4096)  # that came
         self.held = False
         self.beats, self.busy = True, 0.0
@@ -128,7 +129,9 @@ class FakeEngine:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer, self._drained = writer, False
         blocks, vocab = (("weights", 10), ("cache", 20)), self.tokenizer.vocab_size
-        ready = Ready(self.name, self.context, vocab, BLOCKS, 16, self.queue, blocks, self.adapters, self.batch, 8)
+        ready = Ready(
+            self.name, self.context, vocab, BLOCKS, 16, self.queue, blocks, self.adapters, self.batch, 8, self.bits
+        )  # fmt: skip
         writer.write(encode([ready]))
         steps = asyncio.get_running_loop().create_task(self._steps(writer))
         heart = asyncio.get_running_loop().create_task(self._beat(writer))
@@ -162,15 +165,20 @@ class FakeEngine:
                 return
         if isinstance(command, Submit):
             params = command.params
-            if params.prompt_logprobs is not None:
+            if params.prompt_logprobs is not None and not command.generated:
                 self._out.append(PromptLogprobs(command.id, self._of_prompt(command.prompt, params.prompt_logprobs)))
             if params.max_tokens == 0:
                 self._out += [Finished(command.id, number, "length", 0) for number in range(command.n - 1)]
                 self._out.append(Finished(command.id, command.n - 1, "length", 0, None, self._report(command)))
                 return
-            for number in range(command.n):
+            for number, known in enumerate(command.generated or ((),) * command.n):
+                if known is None:
+                    continue
                 detokenizer = Detokenizer(self.tokenizer, visible=params.visible_token_ids)
-                self.choices.append(Choice(command, number, detokenizer, StopChecker(params.stop)))
+                choice = Choice(command, number, detokenizer, StopChecker(params.stop), list(known))
+                for token in known:
+                    choice.stops.push(detokenizer.push(token))
+                self.choices.append(choice)
         elif isinstance(command, Embed):
             numbers = embedding(command.prompt)
             self._embeds += 1

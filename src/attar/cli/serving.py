@@ -27,7 +27,15 @@ if TYPE_CHECKING:
     from attar.server.options import ServerOptions
 
 BESIDES = 64  # HTTP requests open besides those that run or wait: being read or refused, or other routes
-SINGLE = ("name", "alias", "adapter", "triton_config", "kv_fraction")  # options of a server with one model
+SINGLE = (
+    "name",
+    "alias",
+    "adapter",
+    "triton_config",
+    "kv_fraction",
+    "replicas",
+    "replica_cores",
+)  # options of a server with one model
 ENGINE = (sys.executable, "-m", "attar.engine.main")  # the command line of its process
 
 
@@ -64,6 +72,13 @@ class ServeConfig(SchedulerOptions):
     activations: options.Activations = options.Precision.int8g128
     tp: options.Tp = 1
     pp: options.Pp = 1
+    replicas: Annotated[int | None, option(
+        "Device", "N", "Engines of the model, each a process on cores of its own. Requests go where they cost the "
+        "least, and go on at another engine where theirs dies. --memory is the total.", min=2, max=64, default="one",
+    )] = None  # fmt: skip
+    replica_cores: Annotated[list[str] | None, option(
+        "Device", "LIST", "Processors of one replica, such as 0-3,8; once for each.", default="equal shares",
+    )] = None  # fmt: skip
     memory: options.Memory = None
     kv: options.Kv = None
     draft: options.Draft = None
@@ -123,6 +138,19 @@ class ServeConfig(SchedulerOptions):
         if self.draft not in (None, "suffix"):
             raise UserError("option_unused", f"--draft {self.draft} is of one MODEL; with several, --draft suffix is")
 
+    def check_replicas(self, device: str) -> None:
+        """Raise ValueError for options that do not go with --replicas, and for --replica-cores without it."""
+        if self.replicas is None:
+            if self.replica_cores:
+                raise UserError("option_missing", "--replica-cores needs --replicas N")
+            return
+        if device != "cpu":
+            raise UserError("feature_unsupported", f"--replicas is for CPUs; --device {device} has one engine")
+        for name, size in (("tp", self.tp), ("pp", self.pp)):
+            if size > 1:
+                message = f"--replicas with --{name} {size}: each replica is one process; choose one of the two"
+                raise UserError("option_conflict", message)
+
     def engine(self, path: Path, name: str, theirs: dict[str, Any]) -> Settings:
         """Make the engine's settings; `theirs`, from a Triton configuration, replace what is not given.
 
@@ -163,10 +191,10 @@ class ServeConfig(SchedulerOptions):
         return settings
 
     def http(
-        self, keys: Keys, origins: frozenset[str], limits: SchedulerConfig, path: Path, name: str
+        self, keys: Keys, origins: frozenset[str], limits: SchedulerConfig, path: Path, name: str, engines: int = 1
     ) -> ServerOptions:
-        """Make the settings of HTTP for the model at `path`, called `name`. Raises ValueError for a public address
-        without a key, and for wrong names and paths."""
+        """Make the settings of HTTP for the model at `path`, called `name`, which `engines` engines serve. Raises
+        ValueError for a public address without a key, and for wrong names and paths."""
         from attar.checkpoints import generation_config
         from attar.server.admission.rate_limits import KeyLimits
         from attar.server.options import ServerOptions, check_aliases
@@ -174,7 +202,7 @@ class ServeConfig(SchedulerOptions):
         adapters = [adapter.partition("=")[0] for adapter in self.adapter or ()]
         model_defaults = self.generation_config is options.Defaults.model
         sampling = generation_config.sampling(path) if model_defaults else {}
-        most = limits.together + limits.max_waiting + BESIDES
+        most = engines * (limits.together + limits.max_waiting) + BESIDES
         return ServerOptions(
             self.host, self.port, keys, frozenset(self.allowed_host or ()), origins,
             most if self.max_requests is None else self.max_requests,
@@ -197,6 +225,7 @@ def serve(config: ServeConfig) -> None:
       attar serve ./out --draft suffix
       attar serve ./large --draft ./small
       attar serve --model chat=./out --model code=./coder.gguf --memory 12GB
+      attar serve ./out --replicas 4
       attar serve ./out --host 0.0.0.0 --api-key-file keys.txt
     """
     with errors(config.as_json):
@@ -205,6 +234,7 @@ def serve(config: ServeConfig) -> None:
         from attar.checkpoints import vocabulary
         from attar.checkpoints.fingerprints import fingerprints
         from attar.checkpoints.sources import hub
+        from attar.cli import several
         from attar.server import supervisor
         from attar.server.http.sockets import explained
         from attar.server.options import check_name, name_of
@@ -215,16 +245,23 @@ def serve(config: ServeConfig) -> None:
         if config.models:
             return _serve_several(config, keys, origins)
         theirs = _of_triton(config.triton_config) | ({} if config.device is None else {"device": config.device})
+        config.check_replicas(theirs["device"])
         require_apart(theirs["device"])
         path = hub.resolve(config.model)
         settings = config.engine(path, name, theirs)
         tell_shared(settings.device, config.tp, config.pp)
-        server_options = config.http(keys, origins, settings.limits(), path, name)
+        server_options = config.http(keys, origins, settings.limits(), path, name, config.replicas or 1)
         settings = replace(settings, files=fingerprints(settings.folders))  # first: later changes are noticed
         tokenizer = vocabulary.tokenizer(path)
+        started = _started(bool(tokenizer.chat_templates), config.as_json)
         try:
-            started = _started(bool(tokenizer.chat_templates), config.as_json)
-            status = supervisor.run(settings, tokenizer, server_options, ENGINE, started)
+            if config.replicas is None:
+                status = supervisor.run(settings, tokenizer, server_options, ENGINE, started)
+            else:
+                from attar.server.replicas import processes
+
+                parts = several.divide_cores(settings, config.replicas, config.replica_cores or ())
+                status = processes.run(parts, tokenizer, server_options, ENGINE, started)
         except OSError as error:
             raise explained(error, config.host, config.port) from None
         if status:

@@ -1,4 +1,5 @@
-"""What `attar serve` does with several models before it listens: names and paths, and each one's part of the memory."""
+"""What `attar serve` does with several models, or several engines of one, before it listens: names and paths, and each
+one's part of the memory and of the cores."""
 
 from __future__ import annotations
 
@@ -85,3 +86,36 @@ def spec(settings: Settings, sharing: Sharing, defaults: Defaults) -> ModelSpec:
     settings = msgspec.structs.replace(settings, memory=part.memory, context=part.context, files=files)
     sampling = generation_config.sampling(path) if defaults is Defaults.model else {}
     return ModelSpec(settings, part.size, vocabulary.tokenizer(path), sampling)
+
+
+def divide_cores(settings: Settings, count: int, listed: Sequence[str]) -> list[tuple[Settings, tuple[int, ...]]]:
+    """Return settings and cores of each of `count` engines, on cores that are `listed` or in equal shares, and print
+    them. Raises UserError for more engines than cores, and for wrong lists."""
+    from attar import machine
+    from attar.plan.fit import size
+    from attar.server.replicas import cores
+
+    shares = cores.shares(count, listed)
+    total = settings.memory
+    if total is None:
+        here = machine.examine()
+        total = here.budget if settings.kv_fraction is None else here.memory
+    found = []
+    for number, share in enumerate(shares):
+        threads = settings.threads or cores.threads(share, count)
+        found.append((msgspec.structs.replace(settings, memory=total // count, threads=threads), share))
+        tell(f"replica {number:<6}{size(total // count):>10}  processors {_ranges(share)}, threads: {threads}")
+    if len({cores.node(cpu) for share in shares for cpu in share}) == 1:
+        tell("the replicas share one memory node and its bandwidth: one engine on all cores often makes more tokens")
+    return found
+
+
+def _ranges(cpus: Sequence[int]) -> str:
+    """Return ascending numbers as ranges, such as 0-3,8."""
+    parts: list[list[int]] = []
+    for cpu in cpus:
+        if parts and cpu == parts[-1][-1] + 1:
+            parts[-1].append(cpu)
+        else:
+            parts.append([cpu])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field, replace
 
 from attar.engine.bottleneck import Bottlenecks
 from attar.engine.inflight import InflightStep, Launcher, Taker
-from attar.engine.outputs import Choice, Request
+from attar.engine.outputs import Choice, Request, resumed
 from attar.engine.requests import RequestTable
 from attar.engine.sparse_reads import SparseReads
 from attar.engine.speculation import Speculation
@@ -48,7 +48,8 @@ from attar.kv.schemes import KvScheme
 from attar.model.decoder import Decoder
 from attar.model.sparse_layers import SparseLayers
 from attar.plan.sliding import window_of
-from attar.protocol.messages import Embed, Event, Stats, Submit
+from attar.protocol.block_digests import packed, salt_of
+from attar.protocol.messages import CachedBlocks, Embed, Event, Stats, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
@@ -61,6 +62,7 @@ from attar.sampling.reasoning import ReasoningMask
 from attar.sampling.sampler import BadLogits, Mask, Sampler, distinct
 from attar.sampling.stop_strings import StopChecker
 from attar.sampling.verify import Drawn, confirmed
+from attar.scheduling.block_journal import BlockJournal
 from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.prefix_cache import PrefixCache
 from attar.scheduling.scheduler import Refused, Scheduler
@@ -98,6 +100,7 @@ class EngineConfig:
     draft_tree: int | None = None
     sparse: SparseLayers | None = None
     sliding_blocks: int = 0
+    tells_cache: bool = False
 
 
 class Engine:
@@ -162,7 +165,8 @@ class Engine:
         if (window := window_of(decoder.config)) is not None and self.runner.slides:
             rows = limits.max_step_tokens * (2 if self.overlaps else 1)
             self.sliding = SlidingBlocks(BlockPool(config.sliding_blocks, self.runner.block), window, rows)
-        self.cache = PrefixCache(self.pool, scheme.round_to(self.runner.block), self.sliding)
+        self.journal = BlockJournal() if config.tells_cache else None
+        self.cache = PrefixCache(self.pool, scheme.round_to(self.runner.block), self.sliding, self.journal)
         whole = None if config.sparse is None else config.sparse.settings.whole
         self.scheduler = Scheduler(self.pool, self.cache, limits, whole, self.sliding)
         self.context = config.context
@@ -198,12 +202,16 @@ class Engine:
                 raise Refused("invalid", "the model has no tokenizer: stop strings need one, stop_token_ids do not")
             longest = min(ask.params.max_tokens, self.context - len(ask.prompt))
             self.scheduler.require_room(ask.n)  # before what a long prompt makes costly
-            request.of_prompt = None if ask.params.prompt_logprobs is None else {}
+            request.of_prompt = None if ask.params.prompt_logprobs is None or ask.generated else {}
             if ask.params.repetition_penalty != 1.0:
                 request.seen = distinct(ask.prompt, self.decoder.config.vocab_size)
-            for number in range(ask.n):
+            for number, known in enumerate(resumed(ask, self.decoder.config.vocab_size)):
+                if known is None:
+                    continue
                 bypass = request.of_prompt is not None and number == 0
-                request.choices.append(self._choice(request, number, longest, ask, bypass))
+                choice = self._choice(request, number, longest, ask, bypass)
+                choice.resume(known)
+                request.choices.append(choice)
             self.requests.add(request)
         except Exception as error:
             self.requests.refuse(ask.id, error)
@@ -268,6 +276,16 @@ class Engine:
             keys_seen=self.sparse.seen if self.sparse else 0, keys_read=self.sparse.read if self.sparse else 0,
         )  # fmt: skip
 
+    def cached(self, whole: bool = False) -> list[Event]:
+        """Return the change of the prefix cache's blocks since the last call, where there is one and it is to be told;
+        all of its blocks with `whole`."""
+        if self.journal is None or not (whole or self.journal):
+            return []
+        stored, evicted = self.journal.take()
+        if whole:
+            return [CachedBlocks(packed(self.cache.digests()), whole=True)]
+        return [CachedBlocks(packed(stored), packed(evicted))]
+
     # ---- taking requests
 
     def _new(self, id: str, prompt: tuple[int, ...], params: SamplingParams) -> Request:
@@ -306,7 +324,7 @@ class Engine:
             id=f"{request.id}#{number}", prompt_ids=request.prompt, max_tokens=longest, bypass=bypass, adapter=adapter,
             priority=ask.priority if isinstance(ask, Submit) else 0,
             deadline=None if ask.deadline is None else self.clock() + ask.deadline,
-            cache_salt=adapter.to_bytes(4, "little") + ask.cache_salt,  # fixed length: no salt reads as another's
+            cache_salt=salt_of(adapter, ask.cache_salt),
             horizons=self.runner.horizons,
         )  # fmt: skip
         point("engine.choice", sequence.id)

@@ -136,7 +136,7 @@ class Loop:
             self._hang_up("another server came")
         self._server, _ = self.listener.accept()
         self._selector.register(self._server, selectors.EVENT_READ)
-        self._outbox = Outbox(self._server, messages.encode([self.ready]))
+        self._outbox = Outbox(self._server, messages.encode([self.ready, *self.engine.cached(whole=True)]))
         self._write()
 
     def _read(self, seconds: float) -> None:
@@ -194,6 +194,7 @@ class Loop:
         now, idle = time.monotonic(), self.engine.idle
         if self._outbox is None:
             return
+        events = [*self.engine.cached(), *events]  # before the events of the step that changed it
         if idle or now >= self._told + STATS_SECONDS or idle != self._said_idle:  # always before a pause
             self._told, self._said_idle = now, idle
             events = [*events, self.engine.stats(blocks=True)]

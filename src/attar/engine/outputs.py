@@ -6,18 +6,21 @@ Nothing here knows of other requests. An exception here concerns one request, an
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from attar.faults import point
 from attar.model.sparse_layers import SparseLayers
-from attar.protocol.messages import Delta, Embedding, Finished, PromptLogprobs, Report
+from attar.protocol.messages import Delta, Embedding, Finished, PromptLogprobs, Report, Submit
 from attar.protocol.request import FinishReason, SamplingParams, TokenLogprob
 from attar.sampling.draft_gains import Gain
 from attar.sampling.sampler import BAD, BadLogits, SampledToken, Sampler, logprobs_of
 from attar.sampling.stop_strings import StopChecker
-from attar.scheduling.sequence import Sequence, Status
+from attar.scheduling.scheduler import Refused
+from attar.scheduling.sequence import Sequence as Tokens
+from attar.scheduling.sequence import Status
 from attar.text.tokenizer import Detokenizer
 
 
@@ -27,7 +30,7 @@ class Choice:
 
     request: Request
     number: int
-    sequence: Sequence
+    sequence: Tokens
     sampler: Sampler
     detokenizer: Detokenizer | None
     stops: StopChecker
@@ -75,6 +78,17 @@ class Choice:
         logprobs = None if draw.logprobs is None else (draw.logprobs,)
         point("engine.delta", self.sequence.id)
         return Delta(self.request.id, self.number, (token,), text, logprobs)
+
+    def resume(self, tokens: Sequence[int]) -> None:
+        """Take tokens that another engine has generated for this choice, before it is queued. Like after a preemption,
+        they are computed again, and the next draw is the one behind them. Raises Refused where they would have ended
+        it, or its constraint does not allow them."""
+        for token in tokens:
+            self.take(SampledToken(token, None))
+            self.tell(SampledToken(token, None))
+            if self.reason is not None:
+                raise Refused("invalid", "the generated tokens end the answer: nothing is to be continued")
+        self.sequence.tokens.extend(tokens)
 
     def end(self, now: float) -> Finished | Embedding:
         """Return the event of the end, with a report if the request's other choices have ended. Raises BadLogits where
@@ -171,8 +185,8 @@ class Request:
             queued=leader.spent(Status.QUEUED, now), prefill=leader.spent(Status.PREFILL, now),
             decode=longest(Status.DECODE), preempted=longest(Status.PREEMPTED),
             preemptions=sum(choice.sequence.preemptions for choice in self.choices), prompt_tokens=len(self.prompt),
-            reused_tokens=leader.reused, reuse_ended=leader.reuse_ended, differs_at=leader.differs_at,
-            limited_by=dict(self.limited_by),
+            reused_tokens=min(leader.reused, len(self.prompt)), reuse_ended=leader.reuse_ended,
+            differs_at=leader.differs_at, limited_by=dict(self.limited_by),
             roof_fraction=self.least / self.stepped if self.least and self.stepped else None,
             drafted_tokens=self.drafted, accepted_tokens=self.accepted, forced_tokens=self.forced,
             overruled_tokens=self.overruled,
@@ -181,3 +195,15 @@ class Request:
             dense_layers=() if self.sparse is None else self.sparse.dense,
             keys_seen=self.keys_seen, keys_read=self.keys_read,
         )  # fmt: skip
+
+
+def resumed(ask: Submit, vocab_size: int) -> tuple[tuple[int, ...] | None, ...]:
+    """Return the tokens that each choice of a request begins with, () for none; None for a choice that has ended.
+    Raises Refused where they are not those of `n` choices, none is left, or a token lies outside the vocabulary."""
+    if not ask.generated:
+        return ((),) * ask.n
+    if len(ask.generated) != ask.n or all(known is None for known in ask.generated):
+        raise Refused("invalid", f"generated tokens of {len(ask.generated)} choices, of which {ask.n} are asked for")
+    if any(not 0 <= token < vocab_size for known in ask.generated for token in known or ()):
+        raise Refused("invalid", f"a generated token lies outside the model's vocabulary 0..{vocab_size - 1}")
+    return ask.generated

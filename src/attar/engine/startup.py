@@ -12,11 +12,14 @@ most, and the least free memory of any counts.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import torch
+from msgspec.structs import replace as replace_settings
 
 from attar import logs, machine
 from attar.checkpoints.adapters import lora
@@ -35,6 +38,7 @@ from attar.engine.speculation import drafter
 from attar.errors import UserError
 from attar.execution import kv_cache
 from attar.kernels import dispatch
+from attar.kernels.native import extension
 from attar.kernels.triton.weights import knows_float8
 from attar.kv import schemes
 from attar.kv.schemes import KvScheme
@@ -52,6 +56,7 @@ from attar.plan.steps import StepLimits
 from attar.protocol.messages import Ready
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
+from attar.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -127,15 +132,25 @@ def _made(
     config = EngineConfig(
         found.blocks, found.context, limits, model.eos_ids, held.kv, names, drafter=drafts,
         draft_tokens=settings.draft_tokens, draft_tree=settings.draft_tree, sparse=layers,
-        sliding_blocks=found.sliding_blocks,
+        sliding_blocks=found.sliding_blocks, tells_cache=settings.tells_cache,
     )  # fmt: skip
     made = Engine(model.decoder, model.tokenizer, config, bounds=judge, runner=model.runner)
     require_unchanged(settings.files, settings.folders)  # nor while it was read
     ready = Ready(
         settings.served_as, found.context, held.config.vocab_size, found.blocks, found.block, limits.max_waiting,
-        found.table(), names, limits.together, held.config.hidden,
+        found.table(), names, limits.together, held.config.hidden, bits_of(settings, model),
     )  # fmt: skip
     return made, ready
+
+
+def bits_of(settings: Settings, model: LoadedModel) -> str:
+    """Return a digest of all that the bits of an answer depend on, but the request: versions, instruction set, model
+    and settings. Empty where they depend on what else runs: on GPUs, in several processes, and by the reference."""
+    if settings.device != "cpu" or model.executor is not None or without_kernels(model.decoder):
+        return ""
+    same = replace_settings(settings, socket="", memory=None, threads=None, preset=None, policy=None, name="")
+    told = (__version__, str(torch.__version__), extension.cpu_level(), msgspec.to_builtins(same))
+    return hashlib.blake2b(msgspec.json.encode(told, order="sorted"), digest_size=16).hexdigest()
 
 
 def _tell(settings: Settings, limits: SchedulerConfig, found: Fit, kv: KvScheme) -> None:

@@ -37,6 +37,9 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     adapter: str = ""  # one of `Ready.adapters`; empty: the base model
     grammar: Grammar | None = None  # proven (`text/grammar_proof.py`); every choice satisfies it
     reasoning: ReasoningSection | None = None  # before which the grammar does not hold; None where there is none
+    generated: tuple[tuple[int, ...] | None, ...] = ()
+    """Tokens that another engine has generated for each choice, to be continued; None for a choice that has ended. They
+    are not sent again, nor are the prompt's log probabilities where there are any. (): nothing was generated."""
 
 
 class Embed(msgspec.Struct, frozen=True, tag="embed"):
@@ -180,6 +183,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     adapters: tuple[str, ...] = ()  # names that a request may ask for
     max_running: int = 1  # most choices that may run at a time
     dimensions: int = 0  # numbers of an embedding
+    bits: str = ""
+    """Everything that the bits of an answer depend on, but the request: engines of one value continue each other's
+    answers. Empty where the bits depend on what else runs."""
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
@@ -216,6 +222,15 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     """Free, active and cached blocks of layers with a sliding window, where those have blocks of their own."""
 
 
+class CachedBlocks(msgspec.Struct, frozen=True, tag="cached"):
+    """Change of the whole blocks in the prefix cache, by their digests (`block_digests.py`); told before the events of
+    the same step. With `whole`, `stored` are all there are."""
+
+    stored: bytes
+    evicted: bytes = b""
+    whole: bool = False
+
+
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """Heartbeat of the engine's process, sent twice a second by a thread that no step blocks.
 
@@ -233,7 +248,9 @@ class RequestStatus(msgspec.Struct, frozen=True, tag="told"):
     report: Report
 
 
-Event = Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats | Beat | RequestStatus
+Event = (
+    Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats | CachedBlocks | Beat | RequestStatus
+)  # fmt: skip
 
 
 def encode(messages: Sequence[Command] | Sequence[Event]) -> bytes:

@@ -32,6 +32,8 @@ from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from attar.faults import point
+from attar.protocol import block_digests
+from attar.scheduling.block_journal import BlockJournal
 from attar.scheduling.block_pool import BlockPool
 
 REMEMBERED = 4096
@@ -64,26 +66,31 @@ class OtherBlocks(Protocol):
 class Node:
     """A segment of tokens and their blocks. A root has neither, and no parent."""
 
-    __slots__ = ("blocks", "children", "name", "parent", "tokens")
+    __slots__ = ("blocks", "children", "digests", "key", "name", "parent", "tokens")
 
     def __init__(self, name: bytes | int, parent: Node | None, tokens: array[int], blocks: list[int]) -> None:
         self.name = name  # the salt of a root; a number that no other node ever has
         self.parent, self.tokens, self.blocks = parent, tokens, blocks
         self.children: list[Node] = []  # sorted by tokens
+        self.digests = array("Q")  # of its whole blocks, where there is a journal
+        self.key: bytes = b"" if parent is None else parent.key  # of the digests
 
 
 class PrefixCache:
     """The tree over the blocks of `pool`.
 
     With `round_to`, matches end at multiples of so many tokens: caches that quantize tokens in groups cannot share part
-    of one. With `beside`, matches end where those blocks' do. Raises ValueError where blocks do not consist of such
-    groups.
+    of one. With `beside`, matches end where those blocks' do. A `journal` is told of the whole blocks that the tree
+    gains and loses. Raises ValueError where blocks do not consist of such groups.
     """
 
-    def __init__(self, pool: BlockPool, round_to: int = 1, beside: OtherBlocks | None = None) -> None:
+    def __init__(
+        self, pool: BlockPool, round_to: int = 1, beside: OtherBlocks | None = None,
+        journal: BlockJournal | None = None,
+    ) -> None:  # fmt: skip
         if round_to < 1 or pool.size % round_to:
             raise ValueError(f"blocks of {pool.size} tokens do not consist of groups of {round_to}")
-        self.pool, self.round_to, self.beside = pool, round_to, beside
+        self.pool, self.round_to, self.beside, self.journal = pool, round_to, beside, journal
         self.asked = 0
         """Prompt tokens looked up by requests that went on to run, once a request, whatever its number of choices."""
         self.reused = 0  # tokens of `asked` that did not have to be computed
@@ -139,6 +146,8 @@ class PrefixCache:
             self._use(node, branch)
             return
         leaf = Node(next(self._names), node, rest, blocks[len(known) : self.pool.needed(len(tokens))])
+        if self.journal is not None:
+            leaf.digests = block_digests.chain(leaf.key, rest, size, node.digests[-1] if node.digests else 0)
         point("radix.insert")  # nothing after this raises: the tree gains all of the leaf, or nothing
         if branch is not None and shared == len(branch.tokens):
             self._remove(branch)  # it ended inside this block; the new one continues it
@@ -147,6 +156,8 @@ class PrefixCache:
         insort(node.children, leaf, key=_tokens)
         self._order[leaf] = None
         self._touch(leaf)
+        if self.journal is not None:
+            self.journal.store(leaf.digests)
 
     def evict(self, n: int) -> None:
         """Free n blocks. At least n must be cached."""
@@ -165,6 +176,9 @@ class PrefixCache:
                 assert in_use <= len(self._order), "cached blocks that no leaf leads to"
                 self._touch(leaf)
                 continue
+            if self.journal is not None:
+                self.journal.evict(leaf.digests[left:])
+                del leaf.digests[left:]
             lost = leaf.tokens[left * size : (left + 1) * size]
             if left:
                 leaf.name = next(self._names)  # nothing follows its old end now
@@ -189,6 +203,12 @@ class PrefixCache:
             self.asked += tokens
             self.reused += match.length
 
+    def digests(self) -> Iterator[int]:
+        """Yield the digest of every whole block in the tree, those of a prompt's beginning first; nothing without a
+        journal."""
+        for _, _, node in self.nodes():
+            yield from node.digests
+
     def nodes(self) -> Iterator[tuple[bytes, array[int], Node]]:
         """Yield every node, parents first, with its salt and the tokens from the root to its own first."""
         stack = [(cache_salt, array("i"), child) for cache_salt, root in self._roots.items() for child in root.children]
@@ -199,7 +219,11 @@ class PrefixCache:
 
     def _root(self, cache_salt: bytes) -> Node:
         """Return the root of a salt; it is in the tree only once it has tokens."""
-        return self._roots.get(cache_salt) or Node(cache_salt, None, array("i"), [])
+        if (root := self._roots.get(cache_salt)) is None:
+            root = Node(cache_salt, None, array("i"), [])
+            if self.journal is not None:
+                root.key = block_digests.key_of(cache_salt)
+        return root
 
     def _descend(self, node: Node, tokens: array[int]) -> tuple[Node, list[int], Node | None, int]:
         """Follow the tokens from the root, and split the edge on which the path ends.
@@ -235,6 +259,7 @@ class PrefixCache:
         cut = blocks * self.pool.size
         upper = Node(next(self._names), node.parent, node.tokens[:cut], node.blocks[:blocks])
         lower = node.tokens[cut:], node.blocks[blocks:]
+        upper.digests, node.digests = node.digests[:blocks], node.digests[blocks:]
         upper.children.append(node)
         siblings = node.parent.children
         siblings[bisect_left(siblings, node.tokens, key=_tokens)] = upper
@@ -304,6 +329,9 @@ class PrefixCache:
             assert len(before) % size == 0, "an edge begins inside a block"
             assert len(node.blocks) == pool.needed(len(node.tokens)), "blocks and tokens of a node do not fit"
             assert not node.children or len(node.tokens) % size == 0, "an edge goes on behind part of a block"
+            if self.journal is not None:
+                last = parent.digests[-1] if parent.digests else 0
+                assert node.digests == block_digests.chain(node.key, node.tokens, size, last), "other digests"
             holders = [pool.holders(block) for block in [*parent.blocks[-1:], *node.blocks]]
             assert holders == sorted(holders, reverse=True), "a block has holders that do not hold the one before"
             assert not parent.blocks or seen[node] < seen[parent], "a node was used after its parent"

@@ -57,15 +57,15 @@ class HttpMetrics:
 
 
 class Metrics(HttpMetrics):
-    """Metrics of a server with one `engine`; with `http`, of one engine of a server that has several, whose metrics of
-    HTTP those are."""
+    """Metrics of a server, and those that `engine` collects; with `http`, of one model of a server that has several,
+    whose metrics of HTTP those are."""
 
-    def __init__(self, engine: EngineClient, http: HttpMetrics | None = None) -> None:
+    def __init__(self, engine: Collector, http: HttpMetrics | None = None) -> None:
         super().__init__()
         if http is not None:
             self.registry, self.limited = CollectorRegistry(), http.limited
         registry = self.registry
-        registry.register(_Engine(engine))
+        registry.register(engine)
         counter = partial(Counter, registry=registry)
         histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
         self.ended = counter(
@@ -89,23 +89,32 @@ class Metrics(HttpMetrics):
 
 
 class Labelled(Collector):
-    """The metrics of several engines, each with a label of its model's name."""
+    """The metrics of several engines, each with its name as a label."""
 
-    def __init__(self, registries: Mapping[str, CollectorRegistry]) -> None:
-        self._registries = registries
+    def __init__(self, sources: Mapping[str, CollectorRegistry | Collector], label: str = "model") -> None:
+        self._sources, self._label = sources, label
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
-        for name, registry in self._registries.items():
-            for found in registry.collect():
+        for name, source in self._sources.items():
+            for found in source.collect():
                 family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
-                family.samples += [each._replace(labels={"model": name, **each.labels}) for each in found.samples]
+                family.samples += [each._replace(labels={self._label: name, **each.labels}) for each in found.samples]
         yield from families.values()
 
 
-class _Engine(Collector):
-    def __init__(self, engine: EngineClient) -> None:
-        self._engine = engine
+def held_choices(count: int) -> Metric:
+    """Return the metric of choices that wait in this process."""
+    return GaugeMetricFamily(
+        "attar_requests_held", "Choices of open requests that wait for room in the queue", value=count
+    )
+
+
+class EngineMetrics(Collector):
+    """The metrics that one engine reports; `held` are choices that wait in this process, by default its client's."""
+
+    def __init__(self, engine: EngineClient, held: bool = True) -> None:
+        self._engine, self._held = engine, held
 
     def collect(self) -> Iterator[Metric]:
         ready = self._engine.ready
@@ -115,9 +124,10 @@ class _Engine(Collector):
         for name, help_, count in (
             ("attar_requests_running", "Choices in the running batch: a request has n for each prompt", stats.running),
             ("attar_requests_waiting", "Choices in the engine's queue", stats.waiting),
-            ("attar_requests_held", "Choices of open requests that wait for room in the queue", self._engine.held),
         ):
             yield GaugeMetricFamily(name, help_, value=count)
+        if self._held:
+            yield held_choices(self._engine.held)
         blocks = GaugeMetricFamily("attar_kv_blocks", "Blocks of the KV cache by state", labels=["state"])
         blocks.add_metric(["free"], stats.blocks_free)
         blocks.add_metric(["active"], stats.blocks_active)

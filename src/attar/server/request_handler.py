@@ -25,7 +25,9 @@ from attar.server.engine_client.client import EngineClient
 from attar.server.engine_client.connection import AnswerEvent
 from attar.server.engine_client.response_stream import ResponseStream
 from attar.server.errors import FULL, APIError
-from attar.server.metrics import HttpMetrics, Metrics
+from attar.server.metrics import EngineMetrics, HttpMetrics, Metrics
+from attar.server.replicas.group import ReplicaGroup
+from attar.server.replicas.metrics import ReplicaMetrics
 
 PROMPT_ANSWER = 1.0  # seconds that a stream's status waits for the engine's first event
 LATE_ANSWER = 10.0  # at most, where the engine may refuse the request: clients wait for a status too
@@ -106,12 +108,13 @@ class RequestTraces:
 
 
 class RequestContext:
-    """State that all requests to one `engine` share: metrics, traces for /why, Retry-After, and whether the server
-    accepts no more. `http`: metrics of HTTP, of a server that has several engines."""
+    """State that all requests to one `engine`, or a group of them, share: metrics, traces for /why, Retry-After, and
+    whether the server accepts no more. `http`: metrics of HTTP, of a server that has several engines."""
 
-    def __init__(self, engine: EngineClient, http: HttpMetrics | None = None) -> None:
+    def __init__(self, engine: EngineClient | ReplicaGroup, http: HttpMetrics | None = None) -> None:
         self.engine = engine
-        self.metrics, self.backoff, self.traces = Metrics(engine, http), RetryAfter(), RequestTraces()
+        reported = EngineMetrics(engine) if isinstance(engine, EngineClient) else ReplicaMetrics(engine)
+        self.metrics, self.backoff, self.traces = Metrics(reported, http), RetryAfter(), RequestTraces()
         self.draining = False
 
     def patience(self) -> float:

@@ -29,6 +29,7 @@ from attar.server.http.middleware import Context, Middleware
 from attar.server.http.sockets import BACKLOG, Waiting, allowed, listen
 from attar.server.options import ServerOptions
 from attar.server.prompts import Prompts
+from attar.server.replicas.group import ReplicaGroup
 from attar.server.request_handler import RequestContext
 from attar.text.tokenizer import Tokenizer
 
@@ -113,15 +114,21 @@ class HttpServer(ABC):
 
 
 class Server(HttpServer):
-    """A server of one model. `engine` is the engine's Unix socket, to which it connects whenever the engine listens."""
+    """A server of one model. `engine` is the engine's Unix socket, to which it connects whenever the engine listens, or
+    a group of engines."""
 
     context: RequestContext
 
     def __init__(
-        self, engine: Path, tokenizer: Tokenizer, options: ServerOptions, listener: socket.socket | None = None
-    ) -> None:
+        self, engine: Path | ReplicaGroup, tokenizer: Tokenizer, options: ServerOptions,
+        listener: socket.socket | None = None,
+    ) -> None:  # fmt: skip
         keys = len(set(options.keys.hashes))
-        self.engine = EngineClient(engine, max(STUCK, options.deadline), keys)
+        self.engine: EngineClient | ReplicaGroup
+        if isinstance(engine, Path):
+            self.engine = EngineClient(engine, max(STUCK, options.deadline), keys)
+        else:
+            self.engine = engine
         self.context = RequestContext(self.engine)
         self.dispatcher = Dispatcher(self.context, options.deadline, options.aliases)
         self.threads = TextThreads(keys)

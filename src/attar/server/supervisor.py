@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import subprocess
 import tempfile
 import threading
@@ -47,19 +48,21 @@ class EngineProcess:
     """The engine as a child process, started by `command`, which reads `settings` from its standard input.
 
     `gave_up(status)` is called, from another thread, when no further engine will start; `served()` tells whether one
-    was ever ready. Without `retries` one that dies before that is given up at once.
+    was ever ready. Without `retries` one that dies before that is given up at once. It runs on `cores`, by default on
+    those of this process. Logs call it `name`.
     """
 
     def __init__(
         self, command: Sequence[str], settings: Settings, served: Callable[[], bool], gave_up: Callable[[int], None],
-        retries: bool = True,
+        retries: bool = True, cores: Sequence[int] = (), name: str = "the engine",
     ) -> None:  # fmt: skip
         self.command, self.settings, self.served, self.gave_up = command, settings, served, gave_up
-        self.retries = retries
+        self.retries, self.cores, self.name = retries, cores, name
         self.child: subprocess.Popen[bytes] | None = None
         self._ending = threading.Event()
         self._starting = threading.Lock()  # a child that is started while this ends would be orphaned
         self._deaths: deque[float] = deque()
+        self._restarting = False
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
 
     def start(self) -> None:
@@ -71,6 +74,19 @@ class EngineProcess:
         """Kill an engine that makes no progress: a new one follows."""
         if self.child is not None:
             self.child.kill()
+
+    def restart(self) -> None:
+        """End an engine that has nothing to do, which is no death: a new one follows."""
+        if (child := self.child) is None:
+            return
+        self._restarting = True
+        if child.stdin is not None:
+            with contextlib.suppress(OSError):
+                child.stdin.close()
+        try:
+            child.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
 
     def end(self) -> None:
         """Make sure that the engine, which was asked to, has ended: kill it if need be. One that still loads its model
@@ -94,7 +110,8 @@ class EngineProcess:
         path = Path(self.settings.socket)
         machine.private_folder(path.parent)  # temporary folders are cleaned, also of needed files
         path.unlink(missing_ok=True)
-        self.child = subprocess.Popen(self.command, stdin=subprocess.PIPE)
+        with _on(self.cores):
+            self.child = subprocess.Popen(self.command, stdin=subprocess.PIPE)
         assert self.child.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once: the watcher sees that
             self.child.stdin.write(self.settings.line())
@@ -117,6 +134,9 @@ class EngineProcess:
 
     def _goes_on(self, status: int) -> bool:
         """Return whether a new engine is to start after one that ended with `status`; waits until it is time."""
+        if self._restarting and not self._ending.is_set():
+            self._restarting = False
+            return True
         if self._ending.is_set() or status == 0:  # it was told to end, and may be quicker than `end`
             return False
         now = time.monotonic()
@@ -129,8 +149,23 @@ class EngineProcess:
             self.gave_up(HOPELESS if hopeless else CHANGED if status == CHANGED and not self.retries else 1)
             return False
         delay = waits(deaths)
-        logger.error("the engine ended with status %d; a new one is started in %g s", status, delay)
+        logger.error("%s ended with status %d; a new one is started in %g s", self.name, status, delay)
         return not self._ending.wait(delay)
+
+
+@contextlib.contextmanager
+def _on(cores: Sequence[int]) -> Iterator[None]:
+    """Let this thread run on `cores` meanwhile, where there are any: a child inherits them from the thread that starts
+    it, before it has threads of its own."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def waits(deaths: int) -> float:
@@ -184,10 +219,13 @@ def run(
             child = EngineProcess(engine, msgspec.structs.replace(settings, socket=str(path)), served, give_up)
             child.start()
             try:
-                from attar.server.serve import Server  # a fifth of a second, in which the engine's process starts
+                # A fifth of a second, in which the engine's process starts.
+                from attar.server.engine_client.client import EngineClient
+                from attar.server.serve import Server
 
                 server = Server(path, tokenizer, options, listener)
-                server.engine.hung = child.kill
+                if isinstance(server.engine, EngineClient):
+                    server.engine.hung = child.kill
                 await server.run(started)
             finally:
                 await loop.run_in_executor(None, child.end)

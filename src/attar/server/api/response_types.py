@@ -26,9 +26,23 @@ class Version(Answer, frozen=True):
     version: str
 
 
+class Replica(Answer, frozen=True):
+    replica: int
+    state: Literal["loading", "ready", "draining", "down", "stuck", "strange", "failed"]
+    processors: list[int]
+    open: int  # requests that it has
+    deaths: int
+    restarts: int
+    requests: int  # that were sent to it, and the tokens of their prompts
+    prompt_tokens: int
+    cached_prompt_tokens: int  # of these, those that the router expected to be cached there
+    stats: Stats | None
+
+
 class Engine(Answer, frozen=True):
     ready: Ready
     stats: Stats | None
+    replicas: list[Replica] | UnsetType = UNSET  # of a server with several engines
 
 
 class Model(Answer, frozen=True):

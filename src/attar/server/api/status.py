@@ -16,6 +16,7 @@ from attar.protocol.messages import Ready
 from attar.server.api import response_types as types
 from attar.server.api.openapi import giving
 from attar.server.dispatcher import Dispatcher
+from attar.server.replicas.group import ReplicaGroup
 from attar.version import __version__
 
 PAGE = importlib.resources.files("attar.server.pages").joinpath("chat.html").read_bytes()
@@ -79,8 +80,13 @@ class StatusRoutes:
         return Response(self._dispatcher.context.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def engine(self) -> Response:
-        """The engine's message when it became ready, and its state since; `blocks` is base64, a byte each."""
-        return respond({"ready": self._dispatcher.ready(), "stats": self._dispatcher.engine.stats})
+        """The engine's message when it became ready, and its state since; `blocks` is base64, a byte each. With several
+        replicas it is the first one's message, and the sum of the states."""
+        ready, engine = self._dispatcher.ready(), self._dispatcher.engine
+        told: dict[str, Any] = {"ready": ready, "stats": engine.stats}
+        if isinstance(engine, ReplicaGroup):
+            told["replicas"] = [each.told() for each in engine.replicas]
+        return respond(told)
 
     async def models(self) -> Response:
         """The served model, its aliases that are whole names, and its adapters, in a list."""

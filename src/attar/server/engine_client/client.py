@@ -15,13 +15,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 from weakref import WeakSet
 
 from attar.faults import point
 from attar.protocol import messages
-from attar.protocol.messages import Command, Embed, Embedding, Failed, Finished, Ready, RequestStatus, Stats, Submit
+from attar.protocol.messages import (
+    CachedBlocks,
+    Command,
+    Embed,
+    Embedding,
+    Failed,
+    Finished,
+    Ready,
+    RequestStatus,
+    Stats,
+    Submit,
+)
 from attar.server.admission.fair_queue import FairQueue
 from attar.server.engine_client.connection import AnswerEvent, Connection, Event
 from attar.server.engine_client.heartbeat import STUCK, Heartbeat
@@ -35,26 +47,45 @@ TOLD_SECONDS = 1.0  # for the engine to report a request's progress, which it do
 logger = logging.getLogger(__name__)
 
 
+class Answer(Protocol):
+    """What takes the events of a request: a `ResponseStream`, or what stands before one."""
+
+    def put(self, event: AnswerEvent) -> None:
+        """Take an event."""
+
+    def cancel(self, code: str = "cancelled") -> None:
+        """End with a `Failed`, unless it has ended."""
+
+    @property
+    def late(self) -> Callable[[AnswerEvent], None]:
+        """What takes events that come after the end."""
+
+
 class EngineClient:
     """The connection to the engine at a Unix socket, made anew when it is lost."""
 
-    def __init__(self, path: Path, stuck: float = STUCK, keys: int = 0) -> None:
-        """A step that exceeds `stuck` seconds is taken for stuck (`heartbeat.py`). `keys` API keys share the queue."""
-        self.path = path
+    def __init__(self, path: Path, stuck: float = STUCK, keys: int = 0, name: str = "the engine") -> None:
+        """A step that exceeds `stuck` seconds is taken for stuck (`heartbeat.py`). `keys` API keys share the queue.
+        Logs call the engine `name`."""
+        self.path, self.name = path, name
         self.places, self.heartbeat, self.backlog = FairQueue(keys), Heartbeat(stuck), Backlog()
         self.ready: Ready | None = None
         """The engine's message when it became ready; None while there is none."""
         self.stats: Stats | None = None
         self.was_ready = False
-        self.open: dict[str, ResponseStream] = {}
+        self.open: dict[str, Answer] = {}
         """The engine's requests that have not ended, by id."""
         self._streams: WeakSet[ResponseStream] = WeakSet()
-        self._left: dict[str, ResponseStream] = {}  # ended here, and not yet by the engine
+        self._left: dict[str, Answer] = {}  # ended here, and not yet by the engine
         self._asked: dict[str, asyncio.Future[messages.Report]] = {}  # reports awaited, by request
         self.hung: Callable[[], None] | None = None
         """Called repeatedly while the engine runs without progress."""
         self.begun: Callable[[], None] | None = None
         """Called each time that an engine has become ready."""
+        self.cached: Callable[[CachedBlocks], None] | None = None
+        """Called with changes of the engine's prefix cache, where it tells of them."""
+        self.lost: Callable[[Mapping[str, Answer]], None] | None = None
+        """Called with the open requests when the connection has ended; else these end."""
         self._given_up = ""  # why the last connection was given up, if no engine has been ready since
         self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
@@ -82,7 +113,7 @@ class EngineClient:
 
     def ask(self, commands: Sequence[Submit | Embed], window: int) -> ResponseStream:
         """Send requests whose answers belong together, up to `window` choices at a time; their ids must be new."""
-        stream = ResponseStream(commands, window, self._forward, self._drop, self.places, self.backlog)
+        stream = ResponseStream(commands, window, self.send, self.drop, self.places, self.backlog)
         self._streams.add(stream)
         if self.ready is None:
             stream.cancel("shutdown")
@@ -109,8 +140,9 @@ class EngineClient:
                     del self._asked[each]
         return {each: future.result() for each, future in asked.items() if future.done() and not future.cancelled()}
 
-    def _forward(self, stream: ResponseStream, commands: Sequence[Submit | Embed]) -> None:
-        self.open.update((command.id, stream) for command in commands)
+    def send(self, answer: Answer, commands: Sequence[Submit | Embed]) -> None:
+        """Send requests, whose events go to `answer`."""
+        self.open.update((command.id, answer) for command in commands)
         code = ""
         try:
             point("client.send", commands[0].id)
@@ -121,20 +153,28 @@ class EngineClient:
             logger.error("%s could not be sent: %s", commands[0].id, type(error).__name__)
             code = "internal"
         if code:
-            stream.cancel(code)
+            answer.cancel(code)
             for command in commands:  # unknown to the engine
                 self._left.pop(command.id, None)
 
-    def _drop(self, requests: Iterable[str], tell: bool) -> None:
+    def drop(self, requests: Iterable[str], tell: bool) -> None:
+        """Forget requests that have ended here, and `tell` the engine to cancel them."""
         tell = tell and self.ready is not None
         for request in requests:
-            stream = self.open.pop(request, None)
+            answer = self.open.pop(request, None)
             if (asked := self._asked.pop(request, None)) is not None:
                 asked.cancel()
-            if tell and stream is not None:
-                self._left[request] = stream
+            if tell and answer is not None:
+                self._left[request] = answer
         if tell:
             self._send([messages.Cancel(request) for request in requests])
+
+    def abandon(self, requests: Iterable[str]) -> None:
+        """Tell the engine to cancel requests that go on elsewhere; what it still says of them is nobody's."""
+        requests = list(requests)
+        self.drop(requests, True)
+        for request in requests:
+            self._left.pop(request, None)
 
     def _send(self, commands: Sequence[Command]) -> None:
         if self._connection is not None and commands:
@@ -157,7 +197,7 @@ class EngineClient:
     def _give_up(self, why: str) -> None:
         """Log it once: an unsuitable listener is met anew every `RETRY_SECONDS`."""
         if why != self._given_up:
-            logger.error("the engine is given up: %s", why)
+            logger.error("%s is given up: %s", self.name, why)
         self._given_up = why
 
     async def _watch(self, ended: asyncio.Event) -> None:
@@ -191,31 +231,37 @@ class EngineClient:
             elif isinstance(event, Ready):
                 self.ready, self.was_ready, self._given_up = event, True, ""
                 self.places.size, self.places.slots = event.max_waiting, event.max_running
-                logger.info("the engine is ready: %d blocks of %d tokens", event.blocks, event.block_size)
+                logger.info("%s is ready: %d blocks of %d tokens", self.name, event.blocks, event.block_size)
                 if self.begun is not None:
                     self.begun()
+            elif isinstance(event, CachedBlocks):
+                if self.cached is not None:
+                    self.cached(event)
             else:
                 self._hand_on(event)
 
     def _hand_on(self, event: AnswerEvent) -> None:
-        if (stream := self.open.get(event.id)) is not None:
+        if (answer := self.open.get(event.id)) is not None:
             try:
                 point("client.receive", event.id)
-                stream.put(event)
+                answer.put(event)
             except Exception as error:
                 logger.error("what was said of %s could not be taken: %s", event.id, type(error).__name__)
-                stream.cancel("internal")
+                answer.cancel("internal")
         # This was on its way when its answer was ended, or is what ended it, and it may be the engine's last word.
-        if (stream := self._left.get(event.id)) is not None:
-            stream.late(event)
+        if (left := self._left.get(event.id)) is not None:
+            left.late(event)
             if isinstance(event, Failed | Embedding) or (isinstance(event, Finished) and event.report is not None):
                 del self._left[event.id]
 
     def _lost(self) -> None:
         if self.ready is not None:
-            logger.error("the engine is gone; open requests: %d", len(self.open))
+            logger.error("%s is gone; open requests: %d", self.name, len(self.open))
         self.ready = self.stats = self._connection = None
         self._left.clear()
+        if self.lost is not None:
+            gone, self.open = self.open, {}
+            self.lost(gone)
         self._end_all()
 
     def _end_all(self) -> None:

@@ -11,7 +11,18 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from attar.protocol import framing
-from attar.protocol.messages import MAX_FRAME, Beat, Delta, Embedding, Failed, Finished, Ready, RequestStatus, Stats
+from attar.protocol.messages import (
+    MAX_FRAME,
+    Beat,
+    CachedBlocks,
+    Delta,
+    Embedding,
+    Failed,
+    Finished,
+    Ready,
+    RequestStatus,
+    Stats,
+)
 
 
 class PromptScores(msgspec.Struct, frozen=True, tag="prompt_logprobs"):
@@ -25,7 +36,7 @@ class PromptScores(msgspec.Struct, frozen=True, tag="prompt_logprobs"):
 
 
 AnswerEvent = Delta | PromptScores | Finished | Embedding | Failed
-Event = AnswerEvent | Ready | Stats | Beat | RequestStatus
+Event = AnswerEvent | Ready | Stats | CachedBlocks | Beat | RequestStatus
 
 
 class Connection(asyncio.Protocol):

@@ -1,0 +1,60 @@
+"""One engine of a group: its connection, its cores, its state and what was counted of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from attar.server.engine_client.client import EngineClient
+
+
+class Replica:
+    """One engine of the group, at a Unix socket."""
+
+    def __init__(self, number: int, path: Path, stuck: float, cores: tuple[int, ...] = ()) -> None:
+        self.number, self.cores = number, cores
+        self.client = EngineClient(path, stuck, name=f"replica {number}")
+        self.draining = False
+        """Whether it takes no new requests, because it is to be restarted."""
+        self.given_up = False
+        """Whether no process will be started for it any more."""
+        self.strange = False
+        """Whether its last engine serves something else than the others."""
+        self.deaths = self.restarts = self.routed = 0
+        self.cached = self.asked = 0  # prompt tokens of routed requests that were cached there, and all of them
+
+    @property
+    def usable(self) -> bool:
+        """Whether it takes requests."""
+        heart = self.client.heartbeat
+        return self.client.ready is not None and not (self.draining or self.strange) and heart.trouble is None
+
+    @property
+    def state(self) -> str:
+        """One of STATES."""
+        if self.given_up:
+            return "failed"
+        if self.draining:
+            return "draining"
+        if self.client.ready is None:
+            return "down" if self.client.was_ready else "loading"
+        if self.strange:
+            return "strange"
+        return "ready" if self.client.heartbeat.trouble is None else "stuck"
+
+    def told(self) -> dict[str, Any]:
+        """Return its state for JSON."""
+        return {
+            "replica": self.number, "state": self.state, "processors": self.cores, "open": len(self.client.open),
+            "deaths": self.deaths, "restarts": self.restarts, "requests": self.routed, "prompt_tokens": self.asked,
+            "cached_prompt_tokens": self.cached, "stats": self.client.stats,
+        }  # fmt: skip
+
+
+STATES = ("loading", "ready", "draining", "down", "stuck", "strange", "failed")
+"""States of a replica.
+
+loading: its first engine has not been ready. draining: it is being restarted. down: its engine died, and another
+starts. stuck: its process is stopped, or in a step without end. strange: it serves something else than the others.
+failed: it is given up.
+"""

@@ -1,0 +1,193 @@
+"""`attar serve --replicas` with the embedded model: the table of docs/replicas.md, and engines killed in mid-stream.
+
+Every feature is asked for alone, and again while its engine is killed by SIGKILL: the answers are the same.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from soaks.served import Served, children
+
+from tests.engine.test_adapters import save
+from tests.text.tools.families import HERMES
+
+SECONDS = 60.0
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "names": {"type": "array", "items": {"type": "string", "maxLength": 30}, "minItems": 12, "maxItems": 12},
+    },
+    "required": ["names"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
+PROMPT = 3 * "Once upon a time there was a little fox. " + "Once upon a time"
+TEXT: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "seed": 5, "temperature": 0.9}
+JSON: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 300, "seed": 5, "temperature": 0.9}
+FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": (COMPLETIONS, TEXT | {"temperature": 0}),
+    "sampled, with log-probabilities": (COMPLETIONS, TEXT | {"logprobs": 1, "top_p": 0.9, "presence_penalty": 0.5}),
+    "n": (COMPLETIONS, TEXT | {"n": 2}),
+    "grammar": (COMPLETIONS, JSON | {"structured_outputs": {"json": SCHEMA}}),
+    "tools": (
+        CHAT,
+        {
+            "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 300, "seed": 5, "temperature": 0.9,
+            "tools": [TOOL], "tool_choice": "required",
+        },
+    ),
+    "LoRA": (COMPLETIONS, TEXT | {"model": "tone"}),
+    "speculation off": (COMPLETIONS, TEXT | {"speculation": {"max_tokens": 0}}),
+}  # fmt: skip
+SERVERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "speculation": (("--draft", "suffix"), tuple(FEATURES)),
+    "klt": (("--kv", "klt2"), ("greedy", "n", "grammar")),
+    "sparse attention": (("--sparse-attention", "topk:32"), ("greedy", "n", "grammar")),
+}
+
+
+@pytest.fixture(scope="module")
+def model(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model with a chat template that renders tools, and an adapter beside it."""
+    folder = tmp_path_factory.mktemp("replicas")
+    shutil.copytree(demo, folder / "model")
+    told = folder / "model" / "tokenizer_config.json"
+    told.write_text(json.dumps(json.loads(told.read_text()) | {"chat_template": HERMES}))
+    config = json.loads((demo / "config.json").read_text())
+    shape = config["hidden_size"], config["intermediate_size"]
+    save(folder / "tone", {f"model.layers.{at}.mlp.down_proj": shape for at in range(2)}, 1)
+    return folder
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def served(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[Served, tuple[str, ...]]]:
+    if sys.platform != "linux":
+        pytest.skip("looks at processes by /proc")
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("two replicas need two cores")
+    options, features = SERVERS[request.param]
+    made = Served(
+        str(model / "model"), "--no-verify", "--replicas", "2", "--memory", "4GB", "--name", "demo",
+        "--adapter", f"tone={model / 'tone'}", *options,
+    )  # fmt: skip
+    try:
+        wait(made, lambda told: all(each["state"] == "ready" for each in told["replicas"]))
+        yield made, features
+    finally:
+        made.process.terminate()
+        try:
+            made.process.wait(SECONDS)
+        finally:
+            made.end()
+
+
+def ask(served: Served, path: str, body: dict[str, Any], begun: Callable[[], Any] = lambda: None) -> Any:
+    """The choices of a streamed answer: texts, log-probabilities, calls and reasons by choice. `begun` is called once
+    a tenth of the answer has come."""
+    connection = http.client.HTTPConnection(served.address.host, served.address.port, timeout=SECONDS)
+    connection.request("POST", path, json.dumps(body | {"stream": True}), {"Content-Type": "application/json"})
+    reply = connection.getresponse()
+    assert reply.status == 200, reply.read()
+    found: dict[int, list[Any]] = {}
+    for count, line in enumerate(line for line in reply if line.startswith(b"data: {")):
+        event = json.loads(line[6:])
+        assert "error" not in event, event
+        for choice in event["choices"]:
+            part = choice.get("delta") or {"content": choice.get("text")}
+            told = found.setdefault(choice["index"], ["", "", [], None])
+            told[0] += part.get("content") or ""
+            told[1] += "".join(call["function"].get("arguments", "") for call in part.get("tool_calls", ()))
+            told[2] += (choice.get("logprobs") or {}).get("token_logprobs", [])
+            told[3] = choice["finish_reason"] or told[3]
+        if count == 20:
+            begun()
+    connection.close()
+    return found
+
+
+def told(served: Served) -> Any:
+    connection = http.client.HTTPConnection(served.address.host, served.address.port, timeout=SECONDS)
+    connection.request("GET", "/v1/engine")
+    reply = connection.getresponse()
+    found = json.loads(reply.read())
+    connection.close()
+    return found if reply.status == 200 else None
+
+
+def wait(served: Served, true: Callable[[Any], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not ((found := told(served)) and true(found)):
+        assert time.monotonic() < end, found
+        time.sleep(0.02)
+
+
+def engines(served: Served) -> list[int]:
+    """Process ids of the engines."""
+    return [pid for pid in children(served.process.pid) if b"engine.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_answers_go_on_when_an_engine_is_killed(served: tuple[Served, tuple[str, ...]]) -> None:
+    """All features at once, on both engines; one of them is killed once every answer has begun."""
+    made, features = served
+    alone = {name: ask(made, *FEATURES[name]) for name in features}
+    assert all(each[0] or each[1] for told in alone.values() for each in told.values())
+    before = told(made)
+    begun, found = threading.Barrier(len(features) + 1, timeout=SECONDS), dict[str, Any]()
+
+    def again(name: str) -> None:
+        found[name] = ask(made, *FEATURES[name], begun.wait)
+
+    threads = [threading.Thread(target=again, args=(name,)) for name in features]
+    for each in threads:
+        each.start()
+    begun.wait()
+    os.kill(engines(made)[0], signal.SIGKILL)
+    for each in threads:
+        each.join(SECONDS)
+    assert found == alone
+    after = told(made)
+    assert sum(each["deaths"] for each in after["replicas"]) == sum(each["deaths"] for each in before["replicas"]) + 1
+    sent = sum(each["requests"] for each in after["replicas"]) - sum(each["requests"] for each in before["replicas"])
+    assert sent > len(features), "none was continued"
+    wait(made, lambda told: all(each["state"] == "ready" for each in told["replicas"]))
+
+
+@pytest.mark.parametrize("served", ["klt"], indirect=True)
+def test_engines_are_restarted_one_after_another_and_no_answer_ends(served: tuple[Served, tuple[str, ...]]) -> None:
+    made, features = served
+    alone = {name: ask(made, *FEATURES[name]) for name in features}
+    before = engines(made)
+    deaths = [each["deaths"] for each in told(made)["replicas"]]
+    found, over = list[tuple[str, Any]](), threading.Event()
+
+    def again(name: str) -> None:
+        while not over.is_set():
+            found.append((name, ask(made, *FEATURES[name])))
+
+    threads = [threading.Thread(target=again, args=(name,)) for name in features]
+    for each in threads:
+        each.start()
+    try:
+        made.process.send_signal(signal.SIGUSR1)
+        wait(made, lambda told: [each["restarts"] for each in told["replicas"]] == [1, 1])
+    finally:
+        over.set()
+        for each in threads:
+            each.join(SECONDS)
+    assert len(found) > len(features)
+    assert all(answer == alone[name] for name, answer in found)
+    assert not set(engines(made)) & set(before)
+    assert [each["deaths"] for each in told(made)["replicas"]] == deaths
