@@ -263,6 +263,25 @@ def test_mse_range_tries_every_factor(bits: int, symmetric: bool, dtype: torch.d
     assert all(torch.equal(a, b) for a, b in zip(mse_range(weight, grid, dtype), best, strict=True))
 
 
+def test_a_search_on_threads_has_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And torch keeps its number of threads, where a part of the search fails too."""
+    monkeypatch.setattr(observers, "AT_ONCE", 256)
+    weight, grid = torch.randn(64, 128, generator=torch.Generator().manual_seed(3)), Grid("int", 4, True, "group", 32)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = mse_range(weight, grid, torch.bfloat16)
+        torch.set_num_threads(3)
+        several = mse_range(weight, grid, torch.bfloat16)
+        assert torch.get_num_threads() == 3
+        with user_error("not_finite"):
+            mse_range(weight * 1e6, grid, torch.float16)  # a scale overflows
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(one, several, strict=True))
+
+
 def test_mse_range_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, grid = heavy_tailed(12 * 32).view(12, 32), Grid("int", 4, True, "group", 16)
     whole = mse_range(weight, grid)
