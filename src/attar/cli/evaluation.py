@@ -17,7 +17,7 @@ from attar.protocol.speculation import MAX_DRAFT_TOKENS
 if TYPE_CHECKING:
     from attar.checkpoints.receipts.receipt import Verdict
     from attar.evaluation.draft_quality import DraftQuality
-    from attar.evaluation.long_context import LongContextReport
+    from attar.evaluation.long_context.report import LongContextReport
     from attar.evaluation.speculation_audit import Audit
     from attar.evaluation.tasks import TaskReport
     from attar.metrics.measure import Report
@@ -52,6 +52,11 @@ class EvalConfig(options.OutputConfig):
     temperature: Annotated[float, option("Comparison", "T", "Temperature of --draft.", min=0)] = 1.0
     kv: options.Kv = None
     sparse_attention: options.SparseAttention = None
+    sparse_prefill: options.SparsePrefill = None
+    passkeys: Annotated[int | None, option(
+        "Data", "N", "With --sparse-attention or --sparse-prefill: texts that are asked for a passkey at each of five "
+        "depths; 0: none.", min=0, default="1",
+    )] = None  # fmt: skip
     adapter: Annotated[Path | None, option("Model", "DIR", "LoRA adapter of MODEL alone (PEFT folder).")] = None
     device: options.Device = "cpu"
     dtype: options.ComputeDtype = None
@@ -69,6 +74,8 @@ def evaluate(config: EvalConfig) -> None:
     have up to 4096 tokens. A task gives perplexity of the target and accuracy, as lm-eval defines them. --draft
     continues prompts of the text: it prints distances, rejections, tokens a step and speed, predicted and measured.
     --sparse-attention prints the KL divergence of the last rows of long windows from full attention, and their time.
+    --sparse-prefill prints the KL divergence of the tokens behind a prompt from full prefill, and its time. Both ask
+    for a passkey at five depths of the text, with the question known to the prompt and not known.
 
     Examples:
       attar eval ./out --against ./model --text heldout.txt
@@ -76,6 +83,7 @@ def evaluate(config: EvalConfig) -> None:
       attar eval ./out --task lambada=lambada.jsonl --limit 500
       attar eval ./large --draft ./small --text heldout.txt
       attar eval ./out --sparse-attention topk:1/16 --text heldout.txt
+      attar eval ./out --sparse-prefill tri-shape --text heldout.txt
     """
     with errors(config.as_json), progress(config.quiet) as bar:
         require(config.device)
@@ -84,8 +92,10 @@ def evaluate(config: EvalConfig) -> None:
 
             tell_doubt(config.adapter, hub.resolve(config.model))
         report: DraftQuality | LongContextReport | Report | TaskReport
-        if config.sparse_attention is not None:
-            report = _of_sparse_attention(config, config.sparse_attention, bar)
+        if config.sparse_attention is not None or config.sparse_prefill is not None:
+            report = _of_long_context(config, bar)
+        elif config.passkeys is not None:
+            raise UserError("option_unused", "--passkeys is of --sparse-attention and --sparse-prefill")
         elif config.draft is not None:
             report = _of_draft(config, config.draft, bar)
         else:
@@ -95,20 +105,25 @@ def evaluate(config: EvalConfig) -> None:
         emit(config.as_json, report.to_dict())
 
 
-def _of_sparse_attention(config: EvalConfig, settings: str, bar: Progress) -> LongContextReport:
-    """Measure sparse attention. Raises ValueError without a text, and for options of other measurements."""
-    from attar.evaluation.long_context import CONTEXT, measure
+def _of_long_context(config: EvalConfig, bar: Progress) -> LongContextReport:
+    """Measure sparse attention and sparse prefill. Raises ValueError without a text, and for other options."""
+    from attar.evaluation.long_context.report import PASSKEYS, measure
     from attar.kv.sparse import SparseAttention
+    from attar.kv.sparse_prefill import SparsePrefill
 
     others = (config.task, config.against, config.stride, config.draft, config.limit, config.adapter, config.dtype)
     if config.greedy or config.device != "cpu" or config.tp * config.pp > 1 or any(each is not None for each in others):
-        message = "--sparse-attention takes --text, --context, --max-tokens and --kv alone, on a CPU in one process"
+        names = "--text, --context, --max-tokens, --passkeys and --kv"
+        message = f"--sparse-attention and --sparse-prefill take {names} alone, on a CPU in one process"
         raise UserError("option_conflict", message)
     if config.text is None:
         raise UserError("option_missing", "give the text to measure on: --text heldout.txt")
+    few, of_prompts = config.sparse_attention, config.sparse_prefill
     return measure(
-        config.model, config.text, SparseAttention.parse(settings), context=config.context or CONTEXT,
+        config.model, config.text, None if few is None else SparseAttention.parse(few),
+        None if of_prompts is None else SparsePrefill.parse(of_prompts), context=config.context,
         max_tokens=config.max_tokens, kv=config.kv, progress=bar,
+        prompts=PASSKEYS if config.passkeys is None else config.passkeys,
     )  # fmt: skip
 
 

@@ -108,6 +108,20 @@ SparseAttention = Annotated[str | None, option(
     "Cache", "BUDGET", "What answers read of a long context: topk:512, the 512 tokens that matter most, or topk:1/16, "
     "a sixteenth. Prompts read all. CPUs only.", "--sparse-attention", parser=parse_sparse_attention, default="all",
 )]  # fmt: skip
+
+
+def parse_sparse_prefill(text: str) -> str:
+    """Check the settings of sparse prefill, such as tri-shape. Raises ValueError for others."""
+    from attar.kv.sparse_prefill import SparsePrefill
+
+    return str(SparsePrefill.parse(text))
+
+
+SparsePrefill = Annotated[str | None, option(
+    "Cache", "METHOD", "What prompts read of a long context, but for their last tokens: tri-shape, the first and the "
+    "newest tokens, or skip, all but values of small weight. CPUs only.", "--sparse-prefill",
+    parser=parse_sparse_prefill, default="all",
+)]  # fmt: skip
 Memory = Annotated[int | None, option(
     "Cache", "SIZE", "Memory to use, such as 16GB.", "--memory", parser=parse_size, default="90 % of free",
 )]  # fmt: skip
@@ -186,6 +200,7 @@ class RunConfig(OutputConfig):
     draft_tokens: DraftTokens = None
     draft_tree: DraftTree = None
     sparse_attention: SparseAttention = None
+    sparse_prefill: SparsePrefill = None
     tp: Tp = 1
     pp: Pp = 1
     no_verify: NoVerify = False

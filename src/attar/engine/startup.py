@@ -43,6 +43,7 @@ from attar.kernels.triton.weights import knows_float8
 from attar.kv import schemes
 from attar.kv.schemes import KvScheme
 from attar.kv.sparse import SparseAttention
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.split import Share
@@ -127,11 +128,13 @@ def _made(
     if held.sparse is not None:
         logs.say(f"sparse attention {held.sparse}: finding key statistics on a sample that the model writes")
         layers = kv_cache.sparse_layers_of(model.decoder, held.sparse)
-        cost = f"attar eval {settings.model} --sparse-attention {held.sparse} --text FILE"
-        logs.say(f"{layers}; what it costs on a text: {cost}")
+        logs.say(f"{layers}; what it costs on a text: {cost_of(settings)}")
+    few = prefill(settings)
+    if few is not None:
+        logs.say(f"sparse prefill {few}: {few.bound()}; what it costs on a text: {cost_of(settings)}")
     config = EngineConfig(
         found.blocks, found.context, limits, model.eos_ids, held.kv, names, drafter=drafts,
-        draft_tokens=settings.draft_tokens, draft_tree=settings.draft_tree, sparse=layers,
+        draft_tokens=settings.draft_tokens, draft_tree=settings.draft_tree, sparse=layers, prefill=few,
         sliding_blocks=found.sliding_blocks, tells_cache=settings.tells_cache,
     )  # fmt: skip
     made = Engine(model.decoder, model.tokenizer, config, bounds=judge, runner=model.runner)
@@ -327,6 +330,29 @@ def sparse(settings: Settings) -> SparseAttention | None:
     found = SparseAttention.parse(settings.sparse_attention)
     found.check(kv_scheme(settings), settings.device, settings.tp * settings.pp, settings.draft_tree is not None)
     return found
+
+
+def prefill(settings: Settings) -> SparsePrefill | None:
+    """Return how rows of prompts read few keys, None where they read all.
+
+    Raises ValueError for text of another form, and for settings that sparse prefill does not go with.
+    """
+    if settings.sparse_prefill is None:
+        return None
+    found = SparsePrefill.parse(settings.sparse_prefill)
+    found.check(settings.device, settings.tp * settings.pp, settings.draft_tree is not None)
+    return found
+
+
+def cost_of(settings: Settings) -> str:
+    """Return the command that measures what reading few keys costs on a text."""
+    given = (
+        ("sparse-attention", settings.sparse_attention),
+        ("sparse-prefill", settings.sparse_prefill),
+        ("kv", settings.kv),
+    )
+    options = "".join(f" --{name} {value}" for name, value in given if value is not None)
+    return f"attar eval {settings.model}{options} --text FILE"
 
 
 def kv_scheme(settings: Settings) -> KvScheme:

@@ -97,6 +97,9 @@ class Report(msgspec.Struct, frozen=True):
     dense_layers: tuple[int, ...] = ()  # layers that read all keys in spite of it
     keys_seen: int = 0  # by rows of outputs, with sparse attention: the sum of their lengths
     keys_read: int = 0  # of these, in each layer that is not dense
+    sparse_prefill: str = ""  # how rows of prompts read few keys, such as skip:0.01; "": they read all
+    prompt_keys_seen: int = 0  # by rows of the prompt, with sparse prefill: the sum of their lengths
+    prompt_keys_read: int = 0  # of these, in each layer without a sliding window
 
 
 REUSE_ENDS = ("complete", "differs", "evicted", "rounded", "no_room", "bypassed")
@@ -218,6 +221,8 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     draft_seconds: float = 0.0  # counter: making drafts
     keys_seen: int = 0  # counter: by rows of outputs, with sparse attention
     keys_read: int = 0  # counter: of these, in each layer that is not dense
+    prompt_keys_seen: int = 0  # counter: by rows of prompts, with sparse prefill
+    prompt_keys_read: int = 0  # counter: of these, in each layer without a sliding window
     sliding_blocks: tuple[int, int, int] | None = None
     """Free, active and cached blocks of layers with a sliding window, where those have blocks of their own."""
 
