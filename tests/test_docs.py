@@ -42,6 +42,7 @@ PAGES = {
         "docs/tools.md",
         "docs/speculative_decoding.md",
         "docs/long_context.md",
+        "docs/lab.md",
         "docs/adapters.md",
         "docs/numerics.md",
         "docs/architecture.md",

@@ -1,4 +1,4 @@
-"""Commands that measure a compressed model: `eval`, `verify`, `report`."""
+"""Commands that measure a compressed model or show what was measured: `eval`, `verify`, `report`, `lab`."""
 
 from __future__ import annotations
 
@@ -289,4 +289,45 @@ def report(config: ReportConfig) -> None:
         bar.close()
         count = len(config.outputs)
         print(f"{config.page}: {count} output{'s' * (count != 1)}, {config.page.stat().st_size:,} bytes")
+        emit(config.as_json, written)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabConfig(options.OutputConfig):
+    """Options of `lab`."""
+
+    model: options.Model
+    outputs: Annotated[
+        list[str] | None, typer.Argument(metavar="OUT", help="Compressed folders or GGUF files, with their receipts.")
+    ] = None
+    kv: options.Kv = None
+    text: Annotated[Path | None, option(
+        "Data", "FILE", "Run MODEL over this text and sample its channels for SmoothQuant (.txt, .jsonl).",
+    )] = None  # fmt: skip
+    max_tokens: Annotated[int, option("Data", "N", "Tokens of --text to use at most.", min=2)] = 512
+    no_measure: Annotated[bool, flag("Device", "Leave this machine's rates out.", "--no-measure")] = False
+    page: Annotated[Path, option("Output", "FILE", "The HTML file to write.", "--page", "-o")] = Path("lab.html")
+
+
+@configured(LabConfig)
+def lab(config: LabConfig) -> None:
+    """Write an HTML page of simulators, driven by a model and this machine.
+
+    It shows size, speed, paging, speculation and batching, with sliders, and what was measured on every curve. MODEL
+    gives tensors and formats; each OUT adds its receipt. The page is one file, and loads nothing else. A server shows
+    the same page at /lab, with its own state.
+
+    Examples:
+      attar lab ./model
+      attar lab ./model ./out out.gguf -o lab.html
+    """
+    with errors(config.as_json), progress(config.quiet) as bar:
+        from attar.kv.schemes import check_name
+        from attar.lab.gather import Options, write
+
+        check_name(config.kv)
+        options = Options(config.page, config.kv or "bfloat16", not config.no_measure, config.text, config.max_tokens)
+        written = write(config.model, config.outputs or (), options, bar)
+        bar.close()
+        print(f"{written['page']}: {written['bytes']:,} bytes; open it in a browser")
         emit(config.as_json, written)

@@ -91,7 +91,7 @@ def demo(
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
-    "compress": compression.compress, "eval": evaluation.evaluate, "report": evaluation.report,
+    "compress": compression.compress, "eval": evaluation.evaluate, "report": evaluation.report, "lab": evaluation.lab,
     "generate": generation.generate, "chat": generation.chat, "serve": serving.serve,
     "bench-serve": load_testing.bench_serve, "bench": generation.bench, "plan": planning.plan,
     "inspect": files.inspect, "verify": evaluation.verify, "convert": files.convert, "imatrix": files.imatrix,

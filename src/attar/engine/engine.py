@@ -30,7 +30,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -50,7 +50,7 @@ from attar.model.decoder import Decoder
 from attar.model.sparse_layers import SparseLayers
 from attar.plan.sliding import window_of
 from attar.protocol.block_digests import packed, salt_of
-from attar.protocol.messages import CachedBlocks, Embed, Event, Stats, Submit
+from attar.protocol.messages import CachedBlocks, Embed, Event, Stats, StepTimes, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
@@ -72,6 +72,8 @@ from attar.scheduling.sliding import SlidingBlocks
 from attar.scheduling.step_plan import Outcome, StepPlan
 from attar.text.grammars import Vocabulary
 from attar.text.tokenizer import Detokenizer, Tokenizer
+
+RECENT = 256  # steps whose times are kept until they are told
 
 logger = logging.getLogger(__name__)
 
@@ -181,6 +183,7 @@ class Engine:
         self.adapters = {"": 0, **{name: number for number, name in enumerate(config.adapters, 1)}}
         self.steps = self.generated = 0
         self.step_seconds = 0.0
+        self._recent: deque[tuple[int, int, int, float]] = deque(maxlen=RECENT)
         self.requests = RequestTable(self.scheduler, clock)
         self.masks = GrammarMasks(self._vocabulary, decoder.config.vocab_size)
 
@@ -298,6 +301,12 @@ class Engine:
             return [CachedBlocks(packed(self.cache.digests()), whole=True)]
         return [CachedBlocks(packed(stored), packed(evicted))]
 
+    def take_steps(self) -> StepTimes:
+        """Return the last steps, at most `RECENT`, each once."""
+        taken = StepTimes(tuple(self._recent))
+        self._recent.clear()
+        return taken
+
     # ---- taking requests
 
     def _new(self, id: str, prompt: tuple[int, ...], params: SamplingParams) -> Request:
@@ -406,6 +415,9 @@ class Engine:
         """Count a step before the requests that end with it are settled: their reports include their last step."""
         self.steps += 1
         self.step_seconds += now - inflight.began
+        chunks = inflight.plan.chunks
+        held = sum(chunk.start + chunk.rows for chunk in chunks)
+        self._recent.append((inflight.plan.tokens, len(chunks), held, now - inflight.began))
         if self.bounds is not None:
             requests = {choice.request for choice in inflight.choices.values()}
             self.bounds.count(inflight.plan, now - inflight.began, inflight.busy, requests)

@@ -37,6 +37,7 @@ from attar.engine.memory_profile import GpuMemory, MemoryProfile, ProfileRun, me
 from attar.engine.speculation import drafter
 from attar.errors import UserError
 from attar.execution import kv_cache
+from attar.formats.scheme import Scheme
 from attar.kernels import dispatch
 from attar.kernels.native import extension
 from attar.kernels.triton.weights import knows_float8
@@ -51,10 +52,12 @@ from attar.plan import fit as planning
 from attar.plan import gpus, report
 from attar.plan.comparison import stages
 from attar.plan.costs import BLOCK, Storage
+from attar.plan.described import described
 from attar.plan.fit import CacheLimits, Deployment, Fit
 from attar.plan.roofline import Rates, Roofline
 from attar.plan.steps import StepLimits
 from attar.protocol.messages import Ready
+from attar.protocol.model_shape import MachineRates
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 from attar.version import __version__
@@ -92,7 +95,21 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     torch.set_num_threads(each)  # which loading may have changed
     # The time of one stage of several says nothing of the step (`bottleneck.py`).
     judge = Bottlenecks(_roof(held, rates), KernelMeter()) if settings.pp == 1 else None
-    return _made(settings, held, limits, model, found, judge)
+    made, ready = _made(settings, held, limits, model, found, judge)
+    if held.share.count > 1:
+        return made, ready  # sizes and rates of one process say nothing of the step
+    shape = described(settings.served_as, config, storage, held.kv.name, StepLimits.of(limits, threads))
+    return made, replace_settings(ready, shape=shape, machine=_machine(rates, found, threads))
+
+
+def _machine(rates: Rates | None, found: Fit, threads: int) -> MachineRates | None:
+    """Return the measured rates as messages have them; None where none were measured."""
+    if rates is None:
+        return None
+    read, int8, other = rates.bandwidth, rates.operations(Scheme.parse("w8a8")), rates.operations(None)
+    source = f"This machine, {threads} threads: reads {read / 1e9:.1f} GB/s, int8 {int8 / 1e9:,.0f} GOP/s"
+    source += "; the best of some runs before the model was loaded"
+    return MachineRates(read, int8, other, found.memory, "the memory that this server planned with", source)
 
 
 def without_kernels(decoder: Decoder) -> list[str]:

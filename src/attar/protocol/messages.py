@@ -16,6 +16,7 @@ import msgspec
 
 from attar.protocol.framing import frame
 from attar.protocol.grammar import Grammar
+from attar.protocol.model_shape import MachineRates, ModelShape
 from attar.protocol.reasoning import ReasoningSection
 from attar.protocol.request import FinishReason, SamplingParams, TokenLogprob
 
@@ -189,6 +190,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     bits: str = ""
     """Everything that the bits of an answer depend on, but the request: engines of one value continue each other's
     answers. Empty where the bits depend on what else runs."""
+    shape: ModelShape | None = None  # of a model in one process on CPUs
+    machine: MachineRates | None = None  # as measured before the model was loaded, where there are kernels
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
@@ -227,6 +230,13 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     """Free, active and cached blocks of layers with a sliding window, where those have blocks of their own."""
 
 
+class StepTimes(msgspec.Struct, frozen=True, tag="steps"):
+    """Steps since the last such message, sent with `Stats`: for each its rows, its sequences, the cached tokens that
+    these had, and its seconds."""
+
+    steps: tuple[tuple[int, int, int, float], ...]
+
+
 class CachedBlocks(msgspec.Struct, frozen=True, tag="cached"):
     """Change of the whole blocks in the prefix cache, by their digests (`block_digests.py`); told before the events of
     the same step. With `whole`, `stored` are all there are."""
@@ -254,7 +264,8 @@ class RequestStatus(msgspec.Struct, frozen=True, tag="told"):
 
 
 Event = (
-    Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats | CachedBlocks | Beat | RequestStatus
+    Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats | CachedBlocks | StepTimes | Beat
+    | RequestStatus
 )  # fmt: skip
 
 
