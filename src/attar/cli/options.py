@@ -79,8 +79,8 @@ Threads = Annotated[int | None, option("Device", "N", "CPU threads.", "--threads
 
 Draft = Annotated[str | None, option(
     "Speculation", "DRAFT", "Source of drafts for speculative decoding: suffix copies from prompt and text, lookahead "
-    "guesses by the model's own n-grams; else the path of a draft head or of a smaller model with the same tokenizer, "
-    "or suffix,PATH for both. On a CPU no text changes.", "--draft", default="none",
+    "guesses by the model's own n-grams. Others are the path of a draft head or of a smaller model with the same "
+    "tokenizer, or suffix,PATH for both. On a CPU no text changes.", "--draft", default="none",
 )]  # fmt: skip
 DraftTokens = Annotated[int | None, option(
     "Speculation", "N", "Drafts of a sequence in each step: auto, or 0 to 16.", "--draft-tokens",

@@ -133,7 +133,9 @@ class LLM:
 
     def attach(self, adapter: str | Path) -> None:
         """Attach a low-rank adapter, a folder in PEFT's format, beside the weights, unmerged. Raises ValueError where
-        it does not fit, and ends the processes that share the model then."""
+        it does not fit, and ends the processes that share the model then; RuntimeError while an answer is under way.
+        """
+        self.running.renew()
         try:
             lora.attach(self.decoder, Path(adapter), self.model.path)
         except BaseException:

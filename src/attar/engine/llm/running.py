@@ -92,6 +92,14 @@ class Running:
         finally:  # the reader may stop early
             self._let_go(left)
 
+    def renew(self) -> None:
+        """Forget the engine, since the weights change: recorded steps and cached prefixes are those of the old ones.
+        Raises RuntimeError while an answer is under way."""
+        with self._alone():
+            if self.calls:
+                raise RuntimeError("the weights cannot change while an answer is under way")
+            self.engine = None
+
     def _step(self) -> None:
         """Run a step of all open requests, and queue its events for their calls."""
         with self._alone():
