@@ -5,13 +5,17 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attar.engine.engine import Engine
 from attar.kv import sparse_prefill
+from attar.kv.sparse import SparseAttention
 from attar.kv.sparse_prefill import SparsePrefill
+from attar.model import sparse_layers
 from attar.model.decoder import Decoder
+from attar.model.sparse_layers import SparseLayers
 from attar.protocol.messages import Finished, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
@@ -79,12 +83,26 @@ def test_short_prompts_change_no_bit(decoder: Decoder) -> None:
     assert alone(decoder, SparsePrefill(sinks=4, window=200), asks) == alone(decoder, None, asks)
 
 
-@pytest.mark.parametrize("kv", ["bfloat16", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("kv", ["bfloat16", "int8", "fp8", "int4", "nuq4", "klt2"])
 @pytest.mark.parametrize("few", [SHAPE, SKIP])
 def test_every_cache(decoder: Decoder, kv: str, few: SparsePrefill) -> None:
     asks = submits(random.Random(4), 3)
     made = engine(decoder, few, TIGHT, kv=kv)
     assert answers(run_as_they_come(made, asks, random.Random(4))) == alone(decoder, few, asks, kv=kv)
+
+
+@pytest.mark.parametrize("few", [SHAPE, SKIP])
+def test_outputs_may_read_few_keys_too(decoder: Decoder, few: SparsePrefill, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_layers, "DIFFUSE", 2.0)  # no layer stays dense
+    ids = torch.randint(0, decoder.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(3))
+    settings = SparseAttention(topk=48, dense_below=40)
+    sparse = SparseLayers(settings, sparse_layers.calibrate(decoder, ids))
+    asks = submits(random.Random(7), 5)
+    expected = alone(decoder, few, asks, sparse=sparse)
+    assert expected != alone(decoder, few, asks)
+    for blocks, rows in ((ROOM, 17), (TIGHT, 48)):
+        made = engine(decoder, few, blocks, rows, sparse=sparse)
+        assert answers(run_as_they_come(made, asks, random.Random(7))) == expected
 
 
 def test_trees_of_drafts_are_refused(decoder: Decoder) -> None:
