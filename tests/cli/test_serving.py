@@ -287,6 +287,31 @@ def test_what_sparse_attention_does_not_go_with_is_refused(options: str, code: s
     refused(made, BAD_INPUT, code, as_json=True)
 
 
+def test_kv_eviction_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = served(monkeypatch, "--kv-eviction sink:4+2044 --kv-eviction sink:0+1024 --kv bfloat16")
+    assert made.kv_eviction == ("sink:4+2044", "sink:0+1024")
+    assert served(monkeypatch, "").kv_eviction == ()
+
+
+@pytest.mark.parametrize(
+    "options, code",
+    [
+        ("--kv int8", "option_conflict"),
+        ("--tp 2", "option_conflict"),
+        ("--draft demo --draft-tree 4", "option_conflict"),
+        ("--sparse-attention topk:512", "option_conflict"),
+        ("--kv-eviction sink:4+2044", "option_conflict"),
+        ("--kv-eviction sink:4", "option_malformed"),
+        ("--kv-eviction lru:512", "option_malformed"),
+        ("--kv-eviction sink:60+2044", "option_out_of_range"),
+        ("--kv-eviction sink:4+20", "option_out_of_range"),
+    ],
+)
+def test_what_kv_eviction_does_not_go_with_is_refused(options: str, code: str) -> None:
+    made = CliRunner().invoke(app, ["serve", "demo", "--kv-eviction", "sink:4+2044", *options.split(), "--json"])
+    refused(made, BAD_INPUT, code, as_json=True)
+
+
 @pytest.mark.parametrize(
     "options, says",
     [

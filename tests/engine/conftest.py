@@ -44,6 +44,7 @@ def make_engine(decoder: Decoder, blocks: int = ROOM, limits: SchedulerConfig | 
             "sparse",
             "prefill",
             "sliding_blocks",
+            "evictions",
         )
         if name in how
     }

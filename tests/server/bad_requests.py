@@ -114,6 +114,9 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
             (path, "stop_token_ids", [True], "invalid_type"),
             (path, "stop_token_ids", [1] * 65, "invalid_length"),
             (path, "speculation", {"trust_forced": 1}, "invalid_type"),
+            (path, "kv_eviction", "sink:4+124", "invalid_value"),  # which this server does not offer
+            (path, "kv_eviction", "x" * 65, "invalid_length"),
+            (path, "kv_eviction", 4, "invalid_type"),
             (path, "logprob_token_ids", [1], "invalid_value"),  # without logprobs
             (path, "logprob_token_ids", [-1], "out_of_range"),
             (path, "logprob_token_ids", [1] * 129, "invalid_length"),

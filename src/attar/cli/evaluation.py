@@ -17,6 +17,7 @@ from attar.protocol.speculation import MAX_DRAFT_TOKENS
 if TYPE_CHECKING:
     from attar.checkpoints.receipts.receipt import Verdict
     from attar.evaluation.draft_quality import DraftQuality
+    from attar.evaluation.eviction_cost import EvictionReport
     from attar.evaluation.long_context.report import LongContextReport
     from attar.evaluation.speculation_audit import Audit
     from attar.evaluation.tasks import TaskReport
@@ -57,6 +58,7 @@ class EvalConfig(options.OutputConfig):
         "Data", "N", "With --sparse-attention or --sparse-prefill: texts that are asked for a passkey at each of five "
         "depths; 0: none.", min=0, default="1",
     )] = None  # fmt: skip
+    kv_eviction: options.KvEviction = None
     adapter: Annotated[Path | None, option("Model", "DIR", "LoRA adapter of MODEL alone (PEFT folder).")] = None
     device: options.Device = "cpu"
     dtype: options.ComputeDtype = None
@@ -76,6 +78,7 @@ def evaluate(config: EvalConfig) -> None:
     --sparse-attention prints the KL divergence of the last rows of long windows from full attention, and their time.
     --sparse-prefill prints the KL divergence of the tokens behind a prompt from full prefill, and its time. Both ask
     for a passkey at five depths of the text, with the question known to the prompt and not known.
+    --kv-eviction prints the KL divergence of the rows behind prompts from the full cache.
 
     Examples:
       attar eval ./out --against ./model --text heldout.txt
@@ -84,6 +87,7 @@ def evaluate(config: EvalConfig) -> None:
       attar eval ./large --draft ./small --text heldout.txt
       attar eval ./out --sparse-attention topk:1/16 --text heldout.txt
       attar eval ./out --sparse-prefill tri-shape --text heldout.txt
+      attar eval ./out --kv-eviction sink:4+1020 --text heldout.txt
     """
     with errors(config.as_json), progress(config.quiet) as bar:
         require(config.device)
@@ -91,9 +95,14 @@ def evaluate(config: EvalConfig) -> None:
             from attar.checkpoints.sources import hub
 
             tell_doubt(config.adapter, hub.resolve(config.model))
-        report: DraftQuality | LongContextReport | Report | TaskReport
-        if config.sparse_attention is not None or config.sparse_prefill is not None:
+        report: DraftQuality | LongContextReport | EvictionReport | Report | TaskReport
+        few = config.sparse_attention is not None or config.sparse_prefill is not None
+        if few and config.kv_eviction is not None:
+            raise UserError("option_conflict", "--kv-eviction is measured alone, without reading few keys")
+        if few:
             report = _of_long_context(config, bar)
+        elif config.kv_eviction is not None:
+            report = _of_kv_eviction(config, config.kv_eviction, bar)
         elif config.passkeys is not None:
             raise UserError("option_unused", "--passkeys is of --sparse-attention and --sparse-prefill")
         elif config.draft is not None:
@@ -124,6 +133,24 @@ def _of_long_context(config: EvalConfig, bar: Progress) -> LongContextReport:
         None if of_prompts is None else SparsePrefill.parse(of_prompts), context=config.context,
         max_tokens=config.max_tokens, kv=config.kv, progress=bar,
         prompts=PASSKEYS if config.passkeys is None else config.passkeys,
+    )  # fmt: skip
+
+
+def _of_kv_eviction(config: EvalConfig, policy: str, bar: Progress) -> EvictionReport:
+    """Measure KV eviction. Raises ValueError without a text, and for options of other measurements."""
+    from attar.evaluation.eviction_cost import CONTEXT, measure
+    from attar.kv.eviction import Eviction
+
+    others: tuple[object, ...] = (config.task, config.against, config.stride, config.draft, config.limit)
+    others += (config.adapter, config.dtype, config.passkeys)
+    if config.greedy or config.device != "cpu" or config.tp * config.pp > 1 or any(each is not None for each in others):
+        message = "--kv-eviction takes --text, --context, --max-tokens and --kv alone, on a CPU in one process"
+        raise UserError("option_conflict", message)
+    if config.text is None:
+        raise UserError("option_missing", "give the text to measure on: --text heldout.txt")
+    return measure(
+        config.model, config.text, Eviction.parse(policy), context=config.context or CONTEXT,
+        max_tokens=config.max_tokens, kv=config.kv, progress=bar,
     )  # fmt: skip
 
 

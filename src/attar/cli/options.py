@@ -122,6 +122,20 @@ SparsePrefill = Annotated[str | None, option(
     "newest tokens, or skip, all but values of small weight. CPUs only.", "--sparse-prefill",
     parser=parse_sparse_prefill, default="all",
 )]  # fmt: skip
+
+
+def parse_kv_eviction(text: str) -> str:
+    """Check a policy of KV eviction, such as sink:4+2044. Raises ValueError for others."""
+    from attar.kv.eviction import Eviction
+
+    return str(Eviction.parse(text))
+
+
+KvEviction = Annotated[str | None, option(
+    "Cache", "POLICY", "Drop keys of long texts: sink:4+2044 keeps the first 4 tokens and the newest 2,044, and texts "
+    "run past the context; snapkv:2048, h2o:2048 and expected:2048 keep so many of a prompt. CPUs only.",
+    "--kv-eviction", parser=parse_kv_eviction, default="none are dropped",
+)]  # fmt: skip
 Memory = Annotated[int | None, option(
     "Cache", "SIZE", "Memory to use, such as 16GB.", "--memory", parser=parse_size, default="90 % of free",
 )]  # fmt: skip
@@ -201,6 +215,7 @@ class RunConfig(OutputConfig):
     draft_tree: DraftTree = None
     sparse_attention: SparseAttention = None
     sparse_prefill: SparsePrefill = None
+    kv_eviction: KvEviction = None
     tp: Tp = 1
     pp: Pp = 1
     no_verify: NoVerify = False

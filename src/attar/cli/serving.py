@@ -86,6 +86,12 @@ class ServeConfig(SchedulerOptions):
     draft_tree: options.DraftTree = None
     sparse_attention: options.SparseAttention = None
     sparse_prefill: options.SparsePrefill = None
+    kv_eviction: Annotated[list[str] | None, option(
+        "Cache", "POLICY", "Policy of KV eviction that requests may name in `kv_eviction`, such as sink:4+2044, the "
+        "first 4 tokens and the newest 2,044, or snapkv:2048, h2o:2048 or expected:2048, so many of a prompt. The "
+        "first is that of requests which name none. CPUs only.",
+        parser=options.parse_kv_eviction, default="none are dropped",
+    )] = None  # fmt: skip
     host: Annotated[str, option("HTTP", "HOST", "Address; others than loopback need an API key.")] = "127.0.0.1"
     port: Annotated[int, option("HTTP", "N", "Port; 0 takes a free one.", min=0, max=65535)] = 8000
     root_path: Annotated[str, option(
@@ -160,6 +166,7 @@ class ServeConfig(SchedulerOptions):
         from msgspec.structs import replace
 
         from attar.checkpoints.sources import hub
+        from attar.kv.eviction import parse_all
         from attar.kv.schemes import check_name, scheme
         from attar.kv.sparse import SparseAttention
         from attar.kv.sparse_prefill import SparsePrefill
@@ -180,6 +187,7 @@ class ServeConfig(SchedulerOptions):
                 draft_tokens=self.draft_tokens,
                 draft_tree=self.draft_tree, sparse_attention=self.sparse_attention,
                 sparse_prefill=self.sparse_prefill,
+                kv_eviction=tuple(self.kv_eviction or ()),
             ),
             **theirs | given,
         )  # fmt: skip
@@ -190,6 +198,11 @@ class ServeConfig(SchedulerOptions):
         if settings.sparse_prefill is not None:
             few_of_prompts = SparsePrefill.parse(settings.sparse_prefill)
             few_of_prompts.check(settings.device, settings.tp * settings.pp, bool(self.draft_tree))
+        for policy in parse_all(settings.kv_eviction):
+            trees, sparse = self.draft_tree is not None, bool(self.sparse_attention or self.sparse_prefill)
+            policy.check(
+                scheme(self.kv or "float32"), settings.device, settings.tp * settings.pp, trees=trees, sparse=sparse
+            )
         check_fraction(settings.kv_fraction)
         if settings.max_delay is not None and limits.policy != "dynamic":
             message = f"max-delay is of the policy dynamic; with {limits.policy} nothing waits for a batch"

@@ -44,6 +44,7 @@ from attar.execution import cuda_graphs, kv_cache
 from attar.execution.model_runner import BlockCounts, InflightTokens, Runner
 from attar.faults import point
 from attar.kernels.noise import seed_of_choice
+from attar.kv.eviction import NONE, Eviction
 from attar.kv.schemes import KvScheme
 from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.decoder import Decoder
@@ -89,7 +90,8 @@ class EngineConfig:
     draft_tree: nodes of a sequence's tree of drafts in each step; None where drafts are chains. sparse: which layers
     read few keys in rows of outputs, and how many; None where all read all. prefill: how rows of prompts read few
     keys; None where they read all. sliding_blocks: blocks of layers with a sliding window, which are released behind
-    it; by default those have `blocks` too.
+    it; by default those have `blocks` too. evictions: policies of KV eviction that requests may name; the first is
+    that of requests which name none.
     """
 
     blocks: int
@@ -106,6 +108,7 @@ class EngineConfig:
     prefill: SparsePrefill | None = None
     sliding_blocks: int = 0
     tells_cache: bool = False
+    evictions: tuple[Eviction, ...] = ()
 
 
 class Engine:
@@ -136,6 +139,11 @@ class Engine:
             config.sparse.settings.check(scheme, decoder.device.type, trees=config.draft_tree is not None)
         if config.prefill is not None:
             config.prefill.check(decoder.device.type, trees=config.draft_tree is not None)
+        for eviction in config.evictions:
+            kv_cache.check_eviction(decoder, scheme, eviction, config.context)
+            few = config.sparse is not None or config.prefill is not None
+            eviction.check(scheme, trees=config.draft_tree is not None, sparse=few)
+            eviction.check_room(config.blocks)
         bases = kv_cache.bases(decoder, scheme)
         counts = BlockCounts(config.blocks, config.sliding_blocks)
         self.runner = runner(decoder, counts, config.context, scheme, limits.together, bases, record, limits.max_drafts)
@@ -145,6 +153,9 @@ class Engine:
         self.prefill = None if config.prefill is None else PrefillReads(config.prefill, decoder.config)
         if config.prefill is not None:
             self.runner.prefill_few(config.prefill)
+        self.evictions = {str(eviction): eviction for eviction in config.evictions}
+        if self.evictions:
+            self.runner.evict_keys()
         self.overlaps = self.runner.device.type != "cpu" if config.overlaps is None else config.overlaps
         self.bounds = bounds
         self.meanwhile: Callable[[list[Event]], None] | None = None
@@ -204,14 +215,15 @@ class Engine:
     def submit(self, ask: Submit) -> None:
         """Take a request. It ends with events, also where it is refused at once."""
         try:
-            request = self._new(ask.id, ask.prompt, ask.params.seeded())
+            eviction = self._eviction(ask.params.kv_eviction)
+            request = self._new(ask.id, ask.prompt, ask.params.seeded(), eviction)
             if ask.grammar is not None:
                 ask.grammar.check(ask.params)
                 if self.tokenizer is None:
                     raise Refused("invalid", "the model has no tokenizer: a constraint needs one")
             if ask.params.stop and self.tokenizer is None:
                 raise Refused("invalid", "the model has no tokenizer: stop strings need one, stop_token_ids do not")
-            longest = min(ask.params.max_tokens, self.context - len(ask.prompt))
+            longest = min(ask.params.max_tokens, self._context(eviction) - len(ask.prompt))
             self.scheduler.require_room(ask.n)  # before what a long prompt makes costly
             request.of_prompt = None if ask.params.prompt_logprobs is None or ask.generated else {}
             if ask.params.repetition_penalty != 1.0:
@@ -286,6 +298,7 @@ class Engine:
             overruled_tokens=drafts.overruled if drafts else 0,
             sliding_blocks=None if slides is None else (slides.free, slides.active, slides.cached),
             **(drafts.gains.stats() if drafts else {}),
+            evicted_tokens=self.scheduler.evicted,
             keys_seen=self.sparse.seen if self.sparse else 0, keys_read=self.sparse.read if self.sparse else 0,
             prompt_keys_seen=self.prefill.seen if self.prefill else 0,
             prompt_keys_read=self.prefill.read if self.prefill else 0,
@@ -309,7 +322,21 @@ class Engine:
 
     # ---- taking requests
 
-    def _new(self, id: str, prompt: tuple[int, ...], params: SamplingParams) -> Request:
+    def _eviction(self, name: str | None) -> Eviction | None:
+        """Return the policy of a request that names one, or none. Raises Refused for one that is not offered."""
+        if name is None:
+            return next(iter(self.evictions.values()), None)
+        if name != NONE and name not in self.evictions:
+            raise Refused("invalid", f"KV eviction {name[:80]!r}: offered are {', '.join((NONE, *self.evictions))}")
+        return self.evictions.get(name)
+
+    def _context(self, eviction: Eviction | None) -> int:
+        """Return the tokens that prompt and output may have together."""
+        return self.context if eviction is None else eviction.longest(self.context)
+
+    def _new(
+        self, id: str, prompt: tuple[int, ...], params: SamplingParams, eviction: Eviction | None = None
+    ) -> Request:
         point("engine.submit", id)
         vocab = self.decoder.config.vocab_size
         running = {choice.request.id for choice in self.requests.choices.values()}  # also one that ends with this step
@@ -319,14 +346,14 @@ class Engine:
             raise Refused("invalid", "the prompt is empty")
         if not all(0 <= token < vocab for token in prompt):
             raise Refused("invalid", f"a token id lies outside the model's vocabulary 0..{vocab - 1}")
-        if len(prompt) + (params.max_tokens > 0) > self.context:
-            words = f"this model's maximum context length is {self.context} tokens; the prompt has {len(prompt)}"
+        if len(prompt) + (params.max_tokens > 0) > (most := self._context(eviction)):
+            words = f"this model's maximum context length is {most} tokens; the prompt has {len(prompt)}"
             raise Refused("too_long", words)
         named = self._specials(params)
         ending = frozenset(params.stop_token_ids) | named.keys() | (frozenset() if params.ignore_eos else self.eos_ids)
         return Request(
             id, prompt, params, ending, named, sparse=None if self.sparse is None else self.sparse.layers,
-            prefill=None if self.prefill is None else self.prefill.settings,
+            eviction=eviction, prefill=None if self.prefill is None else self.prefill.settings,
         )  # fmt: skip
 
     def _vocabulary(self) -> Vocabulary:
@@ -349,7 +376,7 @@ class Engine:
             priority=ask.priority if isinstance(ask, Submit) else 0,
             deadline=None if ask.deadline is None else self.clock() + ask.deadline,
             cache_salt=salt_of(adapter, ask.cache_salt),
-            horizons=self.runner.horizons,
+            horizons=self.runner.horizons, eviction=request.eviction,
         )  # fmt: skip
         point("engine.choice", sequence.id)
         params = request.params

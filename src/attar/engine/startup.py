@@ -42,6 +42,7 @@ from attar.kernels import dispatch
 from attar.kernels.native import extension
 from attar.kernels.triton.weights import knows_float8
 from attar.kv import schemes
+from attar.kv.eviction import Eviction, parse_all
 from attar.kv.schemes import KvScheme
 from attar.kv.sparse import SparseAttention
 from attar.kv.sparse_prefill import SparsePrefill
@@ -71,10 +72,13 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     """Load the model of `settings`. Raises ValueError where it cannot be loaded, fails its probe, or does not fit."""
     limits, threads = settings.limits(), settings.threads or machine.cores()
     sparse(settings)  # before anything is read
+    evictions(settings)
     path = hub.resolve(settings.model)
     require_unchanged(settings.files, settings.folders)
     config, storage = stored(path)
     held = deployment(settings, config, storage)
+    for policy in evictions(settings):
+        policy.check_model(*kv_cache.against_eviction(config), settings.context or config.context)
     if settings.device != "cpu":
         return _on_gpu(settings, path, held, limits, threads)
     folders = [Path(folder) for _, folder in settings.adapters]
@@ -149,16 +153,20 @@ def _made(
     few = prefill(settings)
     if few is not None:
         logs.say(f"sparse prefill {few}: {few.bound()}; what it costs on a text: {cost_of(settings)}")
+    dropping = evictions(settings)
+    for each in dropping:
+        logs.say(f"KV eviction {each}; what it costs on a text: attar eval {settings.model} --kv-eviction {each}")
     config = EngineConfig(
         found.blocks, found.context, limits, model.eos_ids, held.kv, names, drafter=drafts,
         draft_tokens=settings.draft_tokens, draft_tree=settings.draft_tree, sparse=layers, prefill=few,
-        sliding_blocks=found.sliding_blocks, tells_cache=settings.tells_cache,
+        sliding_blocks=found.sliding_blocks, tells_cache=settings.tells_cache, evictions=dropping,
     )  # fmt: skip
     made = Engine(model.decoder, model.tokenizer, config, bounds=judge, runner=model.runner)
     require_unchanged(settings.files, settings.folders)  # nor while it was read
     ready = Ready(
         settings.served_as, found.context, held.config.vocab_size, found.blocks, found.block, limits.max_waiting,
         found.table(), names, limits.together, held.config.hidden, bits_of(settings, model),
+        kv_evictions=tuple((str(each), each.longest(found.context)) for each in dropping),
     )  # fmt: skip
     return made, ready
 
@@ -370,6 +378,18 @@ def cost_of(settings: Settings) -> str:
     )
     options = "".join(f" --{name} {value}" for name, value in given if value is not None)
     return f"attar eval {settings.model}{options} --text FILE"
+
+
+def evictions(settings: Settings) -> tuple[Eviction, ...]:
+    """Return the policies of KV eviction that requests may name.
+
+    Raises ValueError for text of another form, and for settings that eviction does not go with.
+    """
+    found, scheme, count = parse_all(settings.kv_eviction), kv_scheme(settings), settings.tp * settings.pp
+    trees, few = settings.draft_tree is not None, bool(settings.sparse_attention or settings.sparse_prefill)
+    for each in found:
+        each.check(scheme, settings.device, count, trees=trees, sparse=few)
+    return found
 
 
 def kv_scheme(settings: Settings) -> KvScheme:

@@ -24,7 +24,7 @@ from attar.kv.pages import AttentionMetadata, Bases, PagedKV, PromptRows, Rotati
 from attar.kv.schemes import SCHEMES, KvScheme
 from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.config import ModelConfig, Rope
-from attar.model.rope import rotation, table
+from attar.model.rope import far_rotation, rotation, table
 
 BLOCK = 64  # slots: a head's keys of a block are then 4 KiB or more, which memory delivers at full speed
 ALIGNED = 16  # bytes: alignment of tensors that are copied together
@@ -64,6 +64,8 @@ class KVCache:
         self.prefill: SparsePrefill | None = None
         self.prompts: list[int] = []
         self.skipped: Tensor | None = None
+        self.offsets: list[int] | None = None
+        """How much more each sequence's rotary angles are than its slots, where keys were evicted; None: nothing."""
 
     @classmethod
     def over(
@@ -83,7 +85,7 @@ class KVCache:
         made = cls.__new__(cls)
         made.layers, made.block_tables, made.filled, made.tails = layers, tables, filled, tails or _own
         made.sliding_tables = sliding
-        made.dense_until = None
+        made.dense_until = made.offsets = None
         made.prefill, made.prompts, made.skipped = None, [], None
         made.capacity = tables.shape[1] * layers[0].block
         return made
@@ -272,6 +274,9 @@ class ForwardBatch:
     device: torch.device | str = "cpu"
     keep: tuple[int, ...] = ()
     repeated: Repeated | None = None
+    watched: Tensor | None = None  # rows [M] whose queries are kept
+    queries: dict[int, Tensor] = field(init=False, default_factory=dict, repr=False, compare=False)
+    """Queries of the watched rows, as they read keys, by layer: [M, H, D], once the call is made."""
     again: Tensor | None = field(init=False, default=None, repr=False)  # rows of `repeated`, on the device
     kept: KeptStates = field(init=False, repr=False, compare=False)
     positions: Tensor = field(init=False)  # [N] int64
@@ -332,7 +337,25 @@ class ForwardBatch:
             self._rotations[rope] = self._rotation(rope)
         return self._rotations[rope]
 
+    def turn_again(self) -> None:
+        """Write the angles of the cache's next rows, by its offsets, where those of this step's rows are."""
+        assert self.cache is not None
+        assert self.place is not None
+        for rope, turned in self._rotations.items():
+            for own, other in zip((turned.cos, turned.sin), self._moved(rope), strict=True):
+                own.copy_(other)
+
+    def _moved(self, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of rows whose angles are other than their slots, float32 [N, R / 2] each."""
+        assert self.cache is not None
+        assert self.cache.offsets is not None
+        offsets = torch.tensor(self.cache.offsets).repeat_interleave(torch.tensor(self.lengths))
+        return far_rotation(rope, self.positions + offsets, max(self.horizons))
+
     def _rotation(self, rope: Rope) -> Rotation:
+        if self.cache is not None and self.cache.offsets is not None:
+            rows = torch.arange(len(self.positions), dtype=torch.int32, device=self.positions.device)
+            return Rotation(*self._moved(rope), self._with_repeated(rows))
         if rope.grows and len(set(self.horizons)) > 1:  # sequences turn by angles of their own
             pieces = zip(self.split(self.positions), self.horizons, strict=True)
             cos, sin = zip(*(rotation(rope, at, horizon) for at, horizon in pieces), strict=True)

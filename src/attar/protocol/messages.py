@@ -94,6 +94,8 @@ class Report(msgspec.Struct, frozen=True):
     draft_steps: int = 0  # steps behind the prompt with speculation: each made a token, and one for each right draft
     draft_seconds: float = 0.0  # making drafts, in these steps, for all of their requests
     saved_seconds: float = 0.0  # by speculation, as steps were measured to cost; negative where it did not pay
+    kv_eviction: str = ""  # which keys are dropped, such as sink:4+2044; "": none
+    evicted_tokens: int = 0  # whose keys were dropped, of all choices
     sparse_attention: str = ""  # how many keys rows of outputs read, such as topk:1/16; "": all
     dense_layers: tuple[int, ...] = ()  # layers that read all keys in spite of it
     keys_seen: int = 0  # by rows of outputs, with sparse attention: the sum of their lengths
@@ -192,6 +194,16 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     answers. Empty where the bits depend on what else runs."""
     shape: ModelShape | None = None  # of a model in one process on CPUs
     machine: MachineRates | None = None  # as measured before the model was loaded, where there are kernels
+    kv_evictions: tuple[tuple[str, int], ...] = ()
+    """Policies of KV eviction that a request may name, the default first, and the most tokens of a request with each.
+    """
+
+    def room(self, kv_eviction: str | None) -> int | None:
+        """Return the tokens that prompt and output of a request may have together; None for a policy that is not
+        offered. A request that names none has the first."""
+        if kv_eviction is None:
+            return self.kv_evictions[0][1] if self.kv_evictions else self.context
+        return self.context if kv_eviction == "none" else dict(self.kv_evictions).get(kv_eviction)
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
@@ -212,6 +224,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     preemptions: int  # counter
     step_seconds: float  # counter
     blocks: bytes = b""  # one byte a block: 0 free, 1 active, 2 cached
+    evicted_tokens: int = 0  # counter: tokens whose keys running sequences dropped
     steps_ahead: int = 0  # counter: steps launched before the previous step's tokens were known
     drafted_tokens: int = 0  # counter: drafts of speculative decoding that were verified
     accepted_tokens: int = 0  # counter: of these, the right ones

@@ -59,6 +59,8 @@ class SamplingParams:
         no text.
     trust_forced: take tokens that a constraint forces, spelled as the tokenizer does, whatever the model draws in their
         place. Steps are fewer, and texts may differ. Not with logprobs, which tell of drawn tokens.
+    kv_eviction: the policy of KV eviction, one that the server or LLM offers; `none` keeps every key, and None takes
+        the first that is offered.
     visible_token_ids: up to 64 special tokens that the text shows, such as markers of tool calls; it shows no others.
     """
 
@@ -81,6 +83,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     draft_tokens: int | None = None
     trust_forced: bool = False
+    kv_eviction: str | None = None
     visible_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
@@ -96,6 +99,8 @@ class SamplingParams:
         for name in ("ignore_eos", "trust_forced"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError("option_malformed", f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.kv_eviction is not None and not isinstance(self.kv_eviction, str):
+            raise UserError("option_malformed", f"kv_eviction must be a string, not {self.kv_eviction!r}")
         if self.trust_forced and (self.logprobs is not None or self.logprob_token_ids):
             raise UserError("option_conflict", "trust_forced: not with logprobs, which tell of drawn tokens")
         if self.seed is not None:

@@ -385,3 +385,22 @@ def test_the_document_names_what_is_served_and_asks_for_keys_where_they_are_need
     heads, gets = ({path for path, kinds in after["paths"].items() if kind in kinds} for kind in ("head", "get"))
     assert heads == gets
     assert after["components"]["schemas"]["EmbeddingBody"]["properties"]["dimensions"]["anyOf"][0]["maximum"] == 64
+
+
+def test_a_stream_has_room_past_the_context() -> None:
+    """Only where the request asks for it: a chat without a limit ends with the context's number of tokens."""
+    offered = Ready("fake", 101, 10, 10, 16, 8, (), kv_evictions=(("sink:4+124", 5000), ("snapkv:128", 101)))
+
+    def limit(prompt: int = 1, **fields: Any) -> int:
+        body = take(CompletionBody, **{"max_tokens": 9999} | fields)
+        caller = Caller("a", 0.0, b"")
+        return sampling_params.completion_params(body, [(1,) * prompt], offered, 16, caller, NO_DEFAULTS).max_tokens
+
+    assert limit() == limit(kv_eviction="sink:4+124") == 4999
+    assert limit(kv_eviction="none") == limit(kv_eviction="snapkv:128") == 100
+    assert limit(max_tokens=-1) == 101
+    assert limit(prompt=4990, max_tokens=-1) == 10
+    for wrong in ("snapkv:256", "sink", ""):
+        with pytest.raises(APIError) as error:
+            limit(kv_eviction=wrong)
+        assert (error.value.code, error.value.param) == ("invalid_value", "kv_eviction")

@@ -143,6 +143,8 @@ def document(app: FastAPI, served: Served) -> Schema:
             fields[field] = {"anyOf": [fields[field], _neutral(values)]} if field in fields else _neutral(values)
         if served.ready is not None:
             fields["model"] = _names(served.ready, served.aliases)
+            if "kv_eviction" in fields:
+                fields["kv_eviction"] = {"enum": [None, "none", *(policy for policy, _ in served.ready.kv_evictions)]}
     _add_rules(schemas, served.shortest)
     if not served.infill:
         for name in ("CompletionBody", "OllamaGenerateBody"):

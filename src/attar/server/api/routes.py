@@ -28,7 +28,7 @@ from attar.server.api.constraints import Asked, refused
 from attar.server.api.dialects.extras import Extras
 from attar.server.api.openapi import giving, taking
 from attar.server.api.reasoning import ReasoningRequest
-from attar.server.api.sampling_params import anthropic_params, chat_params, completion_params, ended
+from attar.server.api.sampling_params import anthropic_params, chat_params, completion_params, context, ended
 from attar.server.api.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from attar.server.api.status import respond
 from attar.server.api.tools.answers import headers
@@ -109,7 +109,8 @@ class Routes:
         caller, body, model, ready = await self._read(request, ChatBody)
         turn = Turn.of(body.add_generation_prompt, body.continue_final_message)
         chat = Chat(body.conversation(), body.reasoning_request(), body.tool_use(), body.constraint(), turn)
-        ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat)
+        room = context(body, ready)
+        ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat, room)
         params = chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
         params, tokenizer = self._showing(params, calling), self._prompts.tokenizer
         form = openai.ChatFormat(tokenizer, bool(body.logprobs), Extras(body, tokenizer, [ids]), reader)
@@ -130,11 +131,11 @@ class Routes:
         asked = body.prompts()
         if body.suffix is None:
             making = self._prompts.ids(
-                caller.cache_salt, asked, ready.vocab_size, "prompt", ready.context,
+                caller.cache_salt, asked, ready.vocab_size, "prompt", context(body, ready),
                 new=0 if body.max_tokens == 0 else 1,
             )  # fmt: skip
         else:
-            room = Room("suffix", ready.vocab_size, ready.context)
+            room = Room("suffix", ready.vocab_size, context(body, ready))
             making = self._prompts.infill_ids(caller.cache_salt, asked, body.suffix, room)
         ids = await sse.while_wanted(request.receive, making)
         grammar = await self._proven(request, caller, ready, body.constraint())
@@ -230,14 +231,18 @@ class Routes:
             "model_max_length": ready.context,
         })  # fmt: skip
 
-    async def _prepared(self, request: Request, caller: Caller, ready: Ready, chat: Chat) -> PreparedChat:
-        """Render a conversation, and prove the grammar of its answer. Raises APIError for what is refused, with the
-        fields of OpenAI's chats: other APIs name their own."""
+    async def _prepared(
+        self, request: Request, caller: Caller, ready: Ready, chat: Chat, room: int | None = None
+    ) -> PreparedChat:
+        """Render a conversation of at most `room` tokens, by default the context, and prove the grammar of its answer.
+
+        Raises APIError for what is refused, with the fields of OpenAI's chats: other APIs name their own.
+        """
         template, asked = self._prompts.template, chat.asked
         making = self._prompts.chat(
             caller.cache_salt,
             chat.messages,
-            ready.context,
+            room or ready.context,
             chat.turn,
             chat.reasoning.for_template(template),
             chat.use.tools,

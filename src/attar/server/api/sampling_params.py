@@ -25,6 +25,16 @@ DEFAULT_COMPLETION = 16  # tokens: /v1/completions, as OpenAI has it
 MAX_LOGPROBS = 3_000_000  # per answer, alternatives included: 20 for each token of a context of 128K, and more
 
 
+def context(body: Sampling, ready: Ready) -> int:
+    """Return the tokens that prompt and output may have together. Raises APIError for a policy of KV eviction that the
+    server does not offer."""
+    if (found := ready.room(body.kv_eviction)) is None:
+        offered = ", ".join(("none", *(name for name, _ in ready.kv_evictions)))
+        message = f"kv_eviction: {shown(body.kv_eviction or '')} is not offered here, but {offered}"
+        raise APIError("invalid_value", message, "kv_eviction")
+    return found
+
+
 def completion_params(
     body: CompletionBody, prompts: Sequence[Sequence[int]], ready: Ready, most: int, caller: Caller,
     defaults: Mapping[str, Any],
@@ -33,7 +43,7 @@ def completion_params(
     limit, -1, they may fill the context, within the key's allowance. `defaults` are parameters that bodies need not
     name. Raises APIError."""
     given = {**defaults, **_common(body, ready.vocab_size)}
-    n, room = body.n or 1, ready.context - max(map(len, prompts))
+    n, room = body.n or 1, context(body, ready) - max(map(len, prompts))
     made = body.best_of or n
     if body.logprobs is not None:
         given["logprobs"] = 0 if body.logprob_token_ids else body.logprobs
@@ -43,7 +53,7 @@ def completion_params(
         given["logprobs"] = 0  # needed to rank the choices
     wanted = DEFAULT_COMPLETION if body.max_tokens is None else body.max_tokens
     if wanted == ALL_THAT_FIT:
-        wanted = caller.allowance(sum(map(len, prompts)), made * len(prompts)) or room
+        wanted = caller.allowance(sum(map(len, prompts)), made * len(prompts)) or min(room, ready.context)
     params = SamplingParams(max_tokens=min(wanted, room), **given)
     _check_choices(made, most, "best_of" if made > n else "n")
     check_logprobs(prompts, params, made, bool(body.stream) or body.logprobs is None)
@@ -56,10 +66,10 @@ def chat_params(
     """Make the parameters of a chat; without a limit it may fill the context, within the key's allowance. `most` and
     `defaults` are as in `completion_params`. Raises APIError."""
     given = {**defaults, **_common(body, ready.vocab_size)}
-    n, room = body.n or 1, ready.context - len(prompt)
+    n, room = body.n or 1, context(body, ready) - len(prompt)
     given_limits = (body.max_completion_tokens, body.max_tokens)
     wanted = next((limit for limit in given_limits if limit not in (None, ALL_THAT_FIT)), None)
-    wanted = wanted or caller.allowance(len(prompt), n) or room
+    wanted = wanted or caller.allowance(len(prompt), n) or min(room, ready.context)
     if body.logprobs:
         given["logprobs"] = 0 if body.logprob_token_ids else body.top_logprobs or 0
     params = SamplingParams(max_tokens=min(wanted, room), **given)
@@ -117,7 +127,7 @@ def _check_choices(n: int, most: int, name: str) -> None:
 
 _PLAIN = (
     "min_tokens", "temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos",
-    "stop", "prompt_logprobs",
+    "stop", "prompt_logprobs", "kv_eviction",
 )  # fmt: skip
 
 

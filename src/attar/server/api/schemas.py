@@ -60,6 +60,8 @@ StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 StopTokens = Annotated[list[Token], Meta(max_length=64)]
 Biases = Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES, title="Biases")]
 Nothing = Annotated[list[Any], Meta(max_length=0)]
+_POLICY = "Which keys of a long text are dropped: a policy that this server offers, or `none`."
+Policy = Annotated[str, Meta(max_length=64, description=_POLICY)]
 Suffix = Annotated[str, Meta(description="Text behind the answer, for models that can fill in the middle.")]
 Pooling = Literal["mean", "last"]
 _GOES_ON = "The answer goes on from the last message, and no turn is opened, whatever add_generation_prompt says."
@@ -130,6 +132,7 @@ class Sampling(Constrained, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: Speculation | None = None
+    kv_eviction: Policy | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: Logprobs | None = None
     logprob_token_ids: NamedTokens | None = None  # vLLM's
