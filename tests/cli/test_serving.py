@@ -255,6 +255,25 @@ def test_sparse_attention_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) ->
     assert served(monkeypatch, "").sparse_attention is None
 
 
+def test_sparse_prefill_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert served(monkeypatch, "--sparse-prefill skip:0.01 --kv int4").sparse_prefill == "skip:0.01"
+    assert served(monkeypatch, "").sparse_prefill is None
+
+
+@pytest.mark.parametrize(
+    "options, code",
+    [
+        ("--tp 2", "option_conflict"),
+        ("--draft demo --draft-tree 4", "option_conflict"),
+        ("--sparse-prefill minference", "option_malformed"),
+        ("--sparse-prefill skip:0.7", "option_out_of_range"),
+    ],
+)
+def test_what_sparse_prefill_does_not_go_with_is_refused(options: str, code: str) -> None:
+    made = CliRunner().invoke(app, ["serve", "demo", "--sparse-prefill", "tri-shape", *options.split(), "--json"])
+    refused(made, BAD_INPUT, code, as_json=True)
+
+
 @pytest.mark.parametrize(
     "options, code",
     [

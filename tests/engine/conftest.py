@@ -42,6 +42,7 @@ def make_engine(decoder: Decoder, blocks: int = ROOM, limits: SchedulerConfig | 
             "draft_tokens",
             "draft_tree",
             "sparse",
+            "prefill",
             "sliding_blocks",
         )
         if name in how

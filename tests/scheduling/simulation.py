@@ -57,6 +57,7 @@ import attar.scheduling.prefix_cache
 import attar.scheduling.scheduler
 import attar.scheduling.sliding
 from attar import faults
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.plan.sliding import SlidingLimits
 from attar.protocol.messages import REUSE_ENDS
 from attar.protocol.scheduler_config import SchedulerConfig
@@ -65,7 +66,7 @@ from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
 END = 0  # the token that ends an answer
-FEW = -1  # no token: it marks digests of rows that read few keys
+FEW, FEW_OF_PROMPT = -1, -2  # no tokens: they mark digests of rows that read few keys
 POINTS = [name for name in faults.POINTS if name.startswith(("scheduler.", "radix.", "pool."))]
 VOCABULARY = 4  # few, so that random prompts have beginnings in common
 EVENTS = 80
@@ -94,6 +95,7 @@ class Asked:
     seed: int
     tokens: list[int]
     whole: int | None = None  # the scheduler's
+    prefill: SparsePrefill | None = None  # likewise
     digests: dict[int, list[int]] = field(default_factory=dict)  # by horizon
     passed: int = 0
     preempted: int = 0
@@ -121,9 +123,14 @@ class Asked:
                 break
 
     def after(self, state: int, position: int, token: int) -> int:
-        """The digest at a position: of few keys, where this is a row of an output past the scheduler's `whole`."""
-        few = self.whole is not None and position >= max(self.sequence.prompt, self.whole)
-        return digest(digest(state, FEW) if few else state, token)
+        """The digest at a position: of few keys, where this is a row of an output past the scheduler's `whole`, or one
+        in the middle of a prompt."""
+        prompt = self.sequence.prompt
+        if self.whole is not None and position >= max(prompt, self.whole):
+            state = digest(state, FEW)
+        if self.prefill is not None and self.prefill.whole <= position < self.prefill.until(prompt):
+            state = digest(state, FEW_OF_PROMPT)
+        return digest(state, token)
 
 
 class Group(NamedTuple):
@@ -179,6 +186,8 @@ class Simulation:
         self.pool = block_pool.BlockPool(max(2, rng.choice([24, 48, 48, 96]) // size), size)
         self.cache = prefix_cache.PrefixCache(self.pool, rng.choice([n for n in range(1, size + 1) if size % n == 0]))
         self.whole = random.Random(-(2**37) - seed).choice([None, None, 0, 0, 9])
+        last = random.Random(-(2**39) - seed).choice([None, None, 1, 4, 9])
+        self.prefill = None if last is None else SparsePrefill(window=16, last=last)
         self.lag = random.Random(-(2**32) - seed)
         self.overlaps = self.lag.random() < 1 / 2
         self.groups = random.Random(-(2**38) - seed)
@@ -192,7 +201,7 @@ class Simulation:
             self.sliding = sliding.SlidingBlocks(pool, self.window, rows)
             self.cache.beside = self.sliding
             self.slides: list[list[int | None]] = [[None] * size for _ in range(pool.total)]
-        self.scheduler = scheduler.Scheduler(self.pool, self.cache, self.limits, self.whole, self.sliding)
+        self.scheduler = scheduler.Scheduler(self.pool, self.cache, self.limits, self.whole, self.sliding, self.prefill)
         self.cache.evict = self.evict  # type: ignore[method-assign]
         self.memory: list[list[int | None]] = [[None] * size for _ in range(self.pool.total)]
         self.asked: dict[str, Asked] = {}
@@ -239,7 +248,7 @@ class Simulation:
                 id=f"{self.requests}.{i}", prompt_ids=prompt, max_tokens=longest, priority=priority,
                 deadline=deadline, cache_salt=cache_salt, bypass=bypass and i == 0, horizons=self.horizons,
             )  # fmt: skip
-            choices.append(Asked(sequence, rng.getrandbits(32), list(prompt), self.whole))
+            choices.append(Asked(sequence, rng.getrandbits(32), list(prompt), self.whole, self.prefill))
         self.requests += 1
         blocks = -(-(len(prompt) + max(longest - 1, 0)) // self.pool.size)
         waiting = sum(a.sequence.status is Status.QUEUED for a in self.asked.values())
@@ -542,10 +551,17 @@ class Simulation:
     def tags(self) -> None:
         for cache_salt, before, node in self.cache.nodes():
             state = begin(cache_salt)
-            for token in before:
-                state = digest(state, token)
+
+            def after(state: int, position: int, token: int) -> int:
+                """The digest of a row in the middle of a prompt: the tree has no others where these differ."""
+                if self.prefill is not None and position >= self.prefill.whole:
+                    state = digest(state, FEW_OF_PROMPT)
+                return digest(state, token)
+
+            for at, token in enumerate(before):
+                state = after(state, at, token)
             for at, token in enumerate(node.tokens):
-                state = digest(state, token)
+                state = after(state, len(before) + at, token)
                 block = node.blocks[at // self.pool.size]
                 assert self.memory[block][at % self.pool.size] == state, f"block {block} is not what the tree says"
                 if self.sliding is not None and (own := self.sliding.beside(block)) is not None:

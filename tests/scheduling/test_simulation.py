@@ -52,6 +52,8 @@ BUGS = [
         "sequence.computed"),
     Bug("an output takes keys of another's prompt", "scheduler", "prompt = sequence.tokens[:alike]",
         "prompt = sequence.tokens[:-1]"),
+    Bug("the last rows of a prompt, which read all, enter the tree", "scheduler",
+        "min(length, self.prefill.alike(sequence.prompt))", "length"),
     Bug("what failed enters the tree", "scheduler",
         "self._end(sequence, outcome.failure, now, keep=False)",
         "sequence.computed = start + rows; self._end(sequence, outcome.failure, now)"),

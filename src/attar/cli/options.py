@@ -80,8 +80,8 @@ Threads = Annotated[int | None, option("Device", "N", "CPU threads.", "--threads
 
 Draft = Annotated[str | None, option(
     "Speculation", "DRAFT", "Source of drafts for speculative decoding: suffix copies from prompt and text, lookahead "
-    "guesses by the model's own n-grams; else the path of a draft head or of a smaller model with the same tokenizer, "
-    "or suffix,PATH for both. On a CPU no text changes.", "--draft", default="none",
+    "guesses by the model's own n-grams. Others are the path of a draft head or of a smaller model with the same "
+    "tokenizer, or suffix,PATH for both. On a CPU no text changes.", "--draft", default="none",
 )]  # fmt: skip
 DraftTokens = Annotated[int | None, option(
     "Speculation", "N", "Drafts of a sequence in each step: auto, or 0 to 16.", "--draft-tokens",
@@ -108,6 +108,20 @@ def parse_sparse_attention(text: str) -> str:
 SparseAttention = Annotated[str | None, option(
     "Cache", "BUDGET", "What answers read of a long context: topk:512, the 512 tokens that matter most, or topk:1/16, "
     "a sixteenth. Prompts read all. CPUs only.", "--sparse-attention", parser=parse_sparse_attention, default="all",
+)]  # fmt: skip
+
+
+def parse_sparse_prefill(text: str) -> str:
+    """Check the settings of sparse prefill, such as tri-shape. Raises ValueError for others."""
+    from attar.kv.sparse_prefill import SparsePrefill
+
+    return str(SparsePrefill.parse(text))
+
+
+SparsePrefill = Annotated[str | None, option(
+    "Cache", "METHOD", "What prompts read of a long context, but for their last tokens: tri-shape, the first and the "
+    "newest tokens, or skip, all but values of small weight. CPUs only.", "--sparse-prefill",
+    parser=parse_sparse_prefill, default="all",
 )]  # fmt: skip
 Memory = Annotated[int | None, option(
     "Cache", "SIZE", "Memory to use, such as 16GB.", "--memory", parser=parse_size, default="90 % of free",
@@ -225,6 +239,7 @@ class RunConfig(OutputConfig):
     draft_tokens: DraftTokens = None
     draft_tree: DraftTree = None
     sparse_attention: SparseAttention = None
+    sparse_prefill: SparsePrefill = None
     tp: Tp = 1
     pp: Pp = 1
     no_verify: NoVerify = False

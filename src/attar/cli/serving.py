@@ -94,6 +94,7 @@ class ServeConfig(SchedulerOptions):
     draft_tokens: options.DraftTokens = None
     draft_tree: options.DraftTree = None
     sparse_attention: options.SparseAttention = None
+    sparse_prefill: options.SparsePrefill = None
     host: Annotated[str, option("HTTP", "HOST", "Address; others than loopback need an API key.")] = "127.0.0.1"
     port: Annotated[int, option("HTTP", "N", "Port; 0 takes a free one.", min=0, max=65535)] = 8000
     root_path: Annotated[str, option(
@@ -170,6 +171,7 @@ class ServeConfig(SchedulerOptions):
         from attar.checkpoints.sources import hub
         from attar.kv.schemes import check_name, scheme
         from attar.kv.sparse import SparseAttention
+        from attar.kv.sparse_prefill import SparsePrefill
         from attar.plan.fit import check_fraction
         from attar.protocol.settings import Settings
         from attar.server.options import parse_adapters
@@ -186,6 +188,7 @@ class ServeConfig(SchedulerOptions):
                 draft=hub.resolve_draft(self.draft),
                 draft_tokens=self.draft_tokens,
                 draft_tree=self.draft_tree, sparse_attention=self.sparse_attention,
+                sparse_prefill=self.sparse_prefill,
             ),
             **theirs | given,
         )  # fmt: skip
@@ -193,6 +196,9 @@ class ServeConfig(SchedulerOptions):
         if settings.sparse_attention is not None:
             few = SparseAttention.parse(settings.sparse_attention)
             few.check(scheme(self.kv or "float32"), settings.device, settings.tp * settings.pp, bool(self.draft_tree))
+        if settings.sparse_prefill is not None:
+            few_of_prompts = SparsePrefill.parse(settings.sparse_prefill)
+            few_of_prompts.check(settings.device, settings.tp * settings.pp, bool(self.draft_tree))
         check_fraction(settings.kv_fraction)
         if settings.max_delay is not None and limits.policy != "dynamic":
             message = f"max-delay is of the policy dynamic; with {limits.policy} nothing waits for a batch"

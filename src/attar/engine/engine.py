@@ -30,7 +30,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -38,18 +38,19 @@ from attar.engine.bottleneck import Bottlenecks
 from attar.engine.inflight import InflightStep, Launcher, Taker
 from attar.engine.outputs import Choice, Request, resumed
 from attar.engine.requests import RequestTable
-from attar.engine.sparse_reads import SparseReads
+from attar.engine.sparse_reads import PrefillReads, SparseReads
 from attar.engine.speculation import Speculation
 from attar.execution import cuda_graphs, kv_cache
 from attar.execution.model_runner import BlockCounts, InflightTokens, Runner
 from attar.faults import point
 from attar.kernels.noise import seed_of_choice
 from attar.kv.schemes import KvScheme
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.decoder import Decoder
 from attar.model.sparse_layers import SparseLayers
 from attar.plan.sliding import window_of
 from attar.protocol.block_digests import packed, salt_of
-from attar.protocol.messages import CachedBlocks, Embed, Event, Stats, Submit
+from attar.protocol.messages import CachedBlocks, Embed, Event, Stats, StepTimes, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
@@ -72,6 +73,8 @@ from attar.scheduling.step_plan import Outcome, StepPlan
 from attar.text.grammars import Vocabulary
 from attar.text.tokenizer import Detokenizer, Tokenizer
 
+RECENT = 256  # steps whose times are kept until they are told
+
 logger = logging.getLogger(__name__)
 
 
@@ -84,8 +87,9 @@ class EngineConfig:
     known, and tokens chosen without a look at the logits; by default on a GPU. drafter: the source of drafts of
     speculative decoding, none by default. draft_tokens: drafts of a sequence in each step; None decides by what pays.
     draft_tree: nodes of a sequence's tree of drafts in each step; None where drafts are chains. sparse: which layers
-    read few keys in rows of outputs, and how many; None where all read all. sliding_blocks: blocks of layers with a
-    sliding window, which are released behind it; by default those have `blocks` too.
+    read few keys in rows of outputs, and how many; None where all read all. prefill: how rows of prompts read few
+    keys; None where they read all. sliding_blocks: blocks of layers with a sliding window, which are released behind
+    it; by default those have `blocks` too.
     """
 
     blocks: int
@@ -99,6 +103,7 @@ class EngineConfig:
     draft_tokens: int | None = None
     draft_tree: int | None = None
     sparse: SparseLayers | None = None
+    prefill: SparsePrefill | None = None
     sliding_blocks: int = 0
     tells_cache: bool = False
 
@@ -129,12 +134,17 @@ class Engine:
             kv_cache.check_trees(decoder, scheme)
         if config.sparse is not None:
             config.sparse.settings.check(scheme, decoder.device.type, trees=config.draft_tree is not None)
+        if config.prefill is not None:
+            config.prefill.check(decoder.device.type, trees=config.draft_tree is not None)
         bases = kv_cache.bases(decoder, scheme)
         counts = BlockCounts(config.blocks, config.sliding_blocks)
         self.runner = runner(decoder, counts, config.context, scheme, limits.together, bases, record, limits.max_drafts)
         self.sparse = None if config.sparse is None else SparseReads(config.sparse)
         if config.sparse is not None:
             self.runner.read_few(config.sparse)
+        self.prefill = None if config.prefill is None else PrefillReads(config.prefill, decoder.config)
+        if config.prefill is not None:
+            self.runner.prefill_few(config.prefill)
         self.overlaps = self.runner.device.type != "cpu" if config.overlaps is None else config.overlaps
         self.bounds = bounds
         self.meanwhile: Callable[[list[Event]], None] | None = None
@@ -168,11 +178,12 @@ class Engine:
         self.journal = BlockJournal() if config.tells_cache else None
         self.cache = PrefixCache(self.pool, scheme.round_to(self.runner.block), self.sliding, self.journal)
         whole = None if config.sparse is None else config.sparse.settings.whole
-        self.scheduler = Scheduler(self.pool, self.cache, limits, whole, self.sliding)
+        self.scheduler = Scheduler(self.pool, self.cache, limits, whole, self.sliding, config.prefill)
         self.context = config.context
         self.adapters = {"": 0, **{name: number for number, name in enumerate(config.adapters, 1)}}
         self.steps = self.generated = 0
         self.step_seconds = 0.0
+        self._recent: deque[tuple[int, int, int, float]] = deque(maxlen=RECENT)
         self.requests = RequestTable(self.scheduler, clock)
         self.masks = GrammarMasks(self._vocabulary, decoder.config.vocab_size)
 
@@ -253,6 +264,8 @@ class Engine:
                 self.speculation.learn(inflight.plan, inflight.choices, outcomes, now - inflight.began)
             if self.sparse is not None:
                 self.sparse.count(inflight.plan.chunks, self.requests.choices)
+            if self.prefill is not None:
+                self.prefill.count(inflight.plan.chunks, self.requests.choices, self.runner.skipped)
             self.scheduler.commit(inflight.plan, outcomes, now)
             self._count(inflight, self.clock())
             self._settle()
@@ -274,6 +287,8 @@ class Engine:
             sliding_blocks=None if slides is None else (slides.free, slides.active, slides.cached),
             **(drafts.gains.stats() if drafts else {}),
             keys_seen=self.sparse.seen if self.sparse else 0, keys_read=self.sparse.read if self.sparse else 0,
+            prompt_keys_seen=self.prefill.seen if self.prefill else 0,
+            prompt_keys_read=self.prefill.read if self.prefill else 0,
         )  # fmt: skip
 
     def cached(self, whole: bool = False) -> list[Event]:
@@ -285,6 +300,12 @@ class Engine:
         if whole:
             return [CachedBlocks(packed(self.cache.digests()), whole=True)]
         return [CachedBlocks(packed(stored), packed(evicted))]
+
+    def take_steps(self) -> StepTimes:
+        """Return the last steps, at most `RECENT`, each once."""
+        taken = StepTimes(tuple(self._recent))
+        self._recent.clear()
+        return taken
 
     # ---- taking requests
 
@@ -303,7 +324,10 @@ class Engine:
             raise Refused("too_long", words)
         named = self._specials(params)
         ending = frozenset(params.stop_token_ids) | named.keys() | (frozenset() if params.ignore_eos else self.eos_ids)
-        return Request(id, prompt, params, ending, named, sparse=None if self.sparse is None else self.sparse.layers)
+        return Request(
+            id, prompt, params, ending, named, sparse=None if self.sparse is None else self.sparse.layers,
+            prefill=None if self.prefill is None else self.prefill.settings,
+        )  # fmt: skip
 
     def _vocabulary(self) -> Vocabulary:
         assert self.tokenizer is not None
@@ -395,6 +419,9 @@ class Engine:
         """Count a step before the requests that end with it are settled: their reports include their last step."""
         self.steps += 1
         self.step_seconds += now - inflight.began
+        chunks = inflight.plan.chunks
+        held = sum(chunk.start + chunk.rows for chunk in chunks)
+        self._recent.append((inflight.plan.tokens, len(chunks), held, now - inflight.began))
         if self.bounds is not None:
             requests = {choice.request for choice in inflight.choices.values()}
             self.bounds.count(inflight.plan, now - inflight.began, inflight.busy, requests)

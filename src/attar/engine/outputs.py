@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from attar.faults import point
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.sparse_layers import SparseLayers
 from attar.protocol.messages import Delta, Embedding, Finished, PromptLogprobs, Report, Submit
 from attar.protocol.request import FinishReason, SamplingParams, TokenLogprob
@@ -142,6 +143,9 @@ class Request:
     sparse: SparseLayers | None = None  # the engine's, which the report tells
     keys_seen: int = 0  # by rows of its outputs, with sparse attention
     keys_read: int = 0  # of these, in each layer that is not dense
+    prefill: SparsePrefill | None = None  # how rows of its prompt read few keys
+    prompt_keys_seen: int = 0  # by rows of its prompt, with sparse prefill
+    prompt_keys_read: int = 0  # of these, in each layer without a sliding window
 
     def pool(self, before: Tensor | None, hidden: Tensor) -> None:
         """Take the hidden states [N, D] of the next piece of the prompt, where `pooled` was `before`. A repeated call
@@ -194,6 +198,8 @@ class Request:
             sparse_attention="" if self.sparse is None else str(self.sparse.settings),
             dense_layers=() if self.sparse is None else self.sparse.dense,
             keys_seen=self.keys_seen, keys_read=self.keys_read,
+            sparse_prefill="" if self.prefill is None else str(self.prefill),
+            prompt_keys_seen=self.prompt_keys_seen, prompt_keys_read=self.prompt_keys_read,
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ sequence's tokens.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from typing import NamedTuple
@@ -34,6 +34,7 @@ from attar.faults import InjectedFault, point
 from attar.kernels import dispatch, ops
 from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.model import cache, sparse_layers
 from attar.model.cache import ForwardBatch, KeptStates, KVCache, Tails, sent
 from attar.model.decoder import Decoder
@@ -203,6 +204,10 @@ class Runner:
         self.waits = waits(decoder)
         """Reason why a step is complete when it returns; None where it may still be under way."""
         self._reads_few = False
+        self._prefill: SparsePrefill | None = None
+        self.skipped = Counter[str]()
+        """Keys whose values rows of prompts skipped, those of each head and layer, by sequences; the engine takes
+        them."""
 
     def read_few(self, found: SparseLayers) -> None:
         """Have rows of outputs choose which keys they read, from now on; called before the first step.
@@ -211,6 +216,14 @@ class Runner:
         """
         sparse_layers.attach(self.pages, self.decoder, found, self.context)
         self._reads_few = True
+
+    def prefill_few(self, settings: SparsePrefill) -> None:
+        """Have rows of prompts read few keys, but for the last of each prompt, from now on.
+
+        Raises ValueError where the device does not allow it.
+        """
+        settings.check(self.device.type)
+        self._prefill = settings
 
     @torch.inference_mode()
     def record_all(self) -> None:
@@ -345,12 +358,17 @@ class Runner:
         view = KVCache.over(self.pages, tables, [part.start for part in parts], tails, sliding)
         if self._reads_few:
             view.dense_until = [part.chunk.sequence.prompt for part in parts]
+        if self._prefill is not None:
+            view.read_few(self._prefill, [part.chunk.sequence.prompt for part in parts])
         horizons = tuple(part.chunk.sequence.horizon for part in parts) if self.horizons else self.context
         adapters = tuple(part.chunk.sequence.adapter for part in parts)
         lengths = tuple(part.rows for part in parts)
         step = ForwardBatch(lengths, horizons, view, adapters, keep=self.keep, repeated=repeated)
         stream, delta = self.decoder.states(ids, step)
         self.kept = step.kept
+        if view.skipped is not None:
+            for part, count in zip(parts, view.skipped.tolist(), strict=True):
+                self.skipped[part.chunk.sequence.id] += count
         ends = torch.tensor([chunk.rows for chunk in chunks]).cumsum(0)
         for chunk, end in zip(chunks, ends.tolist(), strict=True):
             point("runner.rows", chunk.sequence.id)

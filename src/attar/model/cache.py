@@ -20,8 +20,9 @@ from torch import Tensor
 
 from attar.kernels import dispatch
 from attar.kernels.operands import Routes
-from attar.kv.pages import AttentionMetadata, Bases, PagedKV, Rotation
+from attar.kv.pages import AttentionMetadata, Bases, PagedKV, PromptRows, Rotation
 from attar.kv.schemes import SCHEMES, KvScheme
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.config import ModelConfig, Rope
 from attar.model.rope import rotation, table
 
@@ -60,6 +61,9 @@ class KVCache:
         """Block tables of the layers with a sliding window, where those have blocks of their own."""
         self.dense_until: list[int] | None = None
         """Position of each sequence's first row that chooses what it reads, where layers have one-bit keys."""
+        self.prefill: SparsePrefill | None = None
+        self.prompts: list[int] = []
+        self.skipped: Tensor | None = None
 
     @classmethod
     def over(
@@ -80,8 +84,25 @@ class KVCache:
         made.layers, made.block_tables, made.filled, made.tails = layers, tables, filled, tails or _own
         made.sliding_tables = sliding
         made.dense_until = None
+        made.prefill, made.prompts, made.skipped = None, [], None
         made.capacity = tables.shape[1] * layers[0].block
         return made
+
+    def read_few(self, settings: SparsePrefill, prompts: list[int]) -> None:
+        """Have rows of prompts of these lengths read few keys, but for the last of each prompt.
+
+        `skipped`, int64 [sequences], counts the keys whose values they skip.
+        """
+        self.prefill, self.prompts, self.skipped = settings, prompts, torch.zeros(len(prompts), dtype=torch.int64)
+
+    def _few(self, ends: list[int]) -> PromptRows | None:
+        """Return which rows of a call read few keys; None where none does."""
+        if self.prefill is None or self.skipped is None:
+            return None
+        until, whole = [self.prefill.until(prompt) for prompt in self.prompts], self.prefill.whole
+        if not any(max(first, whole) < min(end, own) for first, end, own in zip(self.filled, ends, until, strict=True)):
+            return None
+        return PromptRows(self.prefill, torch.tensor(until, dtype=torch.int32), self.skipped)
 
     @property
     def block(self) -> int:
@@ -112,7 +133,9 @@ class KVCache:
             self.device, starts.int(), filled, self.block_tables, torch.cat(pieces).int(), slots
         )
         until = None if self.dense_until is None else torch.tensor(self.dense_until, dtype=torch.int32)
-        return AttentionMetadata(row_starts, seen, tables, positions, where, tails=tails, dense_until=until)
+        return AttentionMetadata(
+            row_starts, seen, tables, positions, where, tails=tails, dense_until=until, prompts=self._few(ends)
+        )
 
     def place_sliding(self, place: AttentionMetadata, lengths: tuple[int, ...]) -> AttentionMetadata | None:
         """Return the placement of the same rows in layers with a sliding window; None where all layers have the same

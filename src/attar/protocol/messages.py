@@ -16,6 +16,7 @@ import msgspec
 
 from attar.protocol.framing import frame
 from attar.protocol.grammar import Grammar
+from attar.protocol.model_shape import MachineRates, ModelShape
 from attar.protocol.reasoning import ReasoningSection
 from attar.protocol.request import FinishReason, SamplingParams, TokenLogprob
 
@@ -97,6 +98,9 @@ class Report(msgspec.Struct, frozen=True):
     dense_layers: tuple[int, ...] = ()  # layers that read all keys in spite of it
     keys_seen: int = 0  # by rows of outputs, with sparse attention: the sum of their lengths
     keys_read: int = 0  # of these, in each layer that is not dense
+    sparse_prefill: str = ""  # how rows of prompts read few keys, such as skip:0.01; "": they read all
+    prompt_keys_seen: int = 0  # by rows of the prompt, with sparse prefill: the sum of their lengths
+    prompt_keys_read: int = 0  # of these, in each layer without a sliding window
 
 
 REUSE_ENDS = ("complete", "differs", "evicted", "rounded", "no_room", "bypassed")
@@ -186,6 +190,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     bits: str = ""
     """Everything that the bits of an answer depend on, but the request: engines of one value continue each other's
     answers. Empty where the bits depend on what else runs."""
+    shape: ModelShape | None = None  # of a model in one process on CPUs
+    machine: MachineRates | None = None  # as measured before the model was loaded, where there are kernels
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
@@ -218,8 +224,17 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     draft_seconds: float = 0.0  # counter: making drafts
     keys_seen: int = 0  # counter: by rows of outputs, with sparse attention
     keys_read: int = 0  # counter: of these, in each layer that is not dense
+    prompt_keys_seen: int = 0  # counter: by rows of prompts, with sparse prefill
+    prompt_keys_read: int = 0  # counter: of these, in each layer without a sliding window
     sliding_blocks: tuple[int, int, int] | None = None
     """Free, active and cached blocks of layers with a sliding window, where those have blocks of their own."""
+
+
+class StepTimes(msgspec.Struct, frozen=True, tag="steps"):
+    """Steps since the last such message, sent with `Stats`: for each its rows, its sequences, the cached tokens that
+    these had, and its seconds."""
+
+    steps: tuple[tuple[int, int, int, float], ...]
 
 
 class CachedBlocks(msgspec.Struct, frozen=True, tag="cached"):
@@ -249,7 +264,8 @@ class RequestStatus(msgspec.Struct, frozen=True, tag="told"):
 
 
 Event = (
-    Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats | CachedBlocks | Beat | RequestStatus
+    Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats | CachedBlocks | StepTimes | Beat
+    | RequestStatus
 )  # fmt: skip
 
 

@@ -34,6 +34,8 @@ the tree learns nothing from it. To that end every change is made in one go, aft
 
 *Sparse attention.* Rows of outputs may read few keys, and rows of prompts read all. So the tree has tokens of outputs
 only up to the length at which every row reads all (`whole`), and a sequence that starts over takes no more from it.
+With sparse prefill (`prefill`), the last rows of a prompt read all, and would not in the middle of a longer one. So the
+tree has no tokens from there on, and a prompt takes no others for its last.
 
 *Sharing.* The computed part of a prompt is in the tree after every chunk. A sequence that would find more there after a
 prompt now being computed waits for it, and no other overtakes it. So several choices of one prompt, or a burst of
@@ -63,6 +65,7 @@ from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter
 
 from attar.faults import point
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.plan.fit import kept_free
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.scheduling.block_pool import BlockPool
@@ -90,7 +93,8 @@ class Refused(ValueError):
 class Scheduler:
     """Sequences waiting and running over one pool of blocks. Times are seconds on any clock that does not go back.
 
-    `whole` is the greatest length at which rows of outputs read every key; None where they always do. With `sliding`,
+    `whole` is the greatest length at which rows of outputs read every key; None where they always do. `prefill` says
+    which rows of prompts read few keys; None where none does. With `sliding`,
     which is `cache.beside`, layers with a sliding window have blocks of their own.
     """
 
@@ -101,8 +105,10 @@ class Scheduler:
         limits: SchedulerConfig,
         whole: int | None = None,
         sliding: SlidingBlocks | None = None,
+        prefill: SparsePrefill | None = None,
     ) -> None:
         assert cache.beside is sliding
+        self.prefill = prefill
         self.pool, self.cache, self.limits, self.whole, self.sliding = pool, cache, limits, whole, sliding
         self.waiting: list[Sequence] = []  # in order of admission
         self.running: list[Sequence] = []  # in order of rank: the last is preempted first
@@ -517,9 +523,12 @@ class Scheduler:
     def _alike(self, sequence: Sequence, length: int) -> int:
         """Return how many of its first `length` tokens have the keys and values of any sequence that begins alike.
 
-        Those of an output do not where its rows read few keys: computed as another's prompt, they read all.
+        Those of an output do not where its rows read few keys: computed as another's prompt, they read all. Those of
+        the end of a prompt do not where they would read few in the middle of another.
         """
-        return length if self.whole is None else min(length, max(sequence.prompt, self.whole))
+        if self.whole is not None:
+            length = min(length, max(sequence.prompt, self.whole))
+        return length if self.prefill is None else min(length, self.prefill.alike(sequence.prompt))
 
     def _keep(self, sequence: Sequence) -> None:
         """Put the sequence's computed tokens into the tree, as far as others can use them."""

@@ -28,6 +28,7 @@ from attar.execution import kv_cache
 from attar.kernels import dispatch
 from attar.kv.schemes import scheme
 from attar.kv.sparse import SparseAttention
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.cache import ForwardBatch
 from attar.progress import Progress
 from attar.protocol.grammar import Constraint, Grammar
@@ -71,6 +72,8 @@ class LLM:
 
     `sparse_attention` lets tokens of answers read few keys of a long context: `topk:512` the most important 512, and
     `topk:1/16` a sixteenth. None reads all. Prompts always do. It is for CPUs, and finds key statistics on loading.
+    `sparse_prefill` lets tokens of prompts read few keys, but for the last of each: `tri-shape` the first and the
+    newest, and `skip` what matters. None reads all. It is for CPUs.
 
     `parallel` says how many processes share the model (`loader.py`). No probe is replayed then: it would report
     rounding that one process does not have. `close` ends the processes, as does this one's end.
@@ -96,6 +99,7 @@ class LLM:
         draft_tokens: int | None = None,
         draft_tree: int | None = None,
         sparse_attention: str | None = None,
+        sparse_prefill: str | None = None,
         verify: bool = True,
         generation_config: Literal["attar", "model"] = "attar",
         progress: Progress | None = None,
@@ -106,6 +110,10 @@ class LLM:
         if few is not None:
             shared = parallel or Parallel()
             few.check(scheme("float32"), device, shared.tp * shared.pp, draft_tree is not None)
+        of_prompts = None if sparse_prefill is None else SparsePrefill.parse(sparse_prefill)
+        if of_prompts is not None:
+            shared = parallel or Parallel()
+            of_prompts.check(device, shared.tp * shared.pp, draft_tree is not None)
         draft = hub.resolve_draft(draft)
         path = hub.resolve(model)
         self.sampling = recommended(path) if generation_config == "model" else {}
@@ -119,13 +127,15 @@ class LLM:
             trees=draft_tree is not None,
         )  # fmt: skip
         sparse = None if few is None else kv_cache.sparse_layers_of(self.decoder, few, progress)
-        self.running = Running(self.model, self.context, drafts, draft_tokens, draft_tree, sparse)
+        self.running = Running(self.model, self.context, drafts, draft_tokens, draft_tree, sparse, of_prompts)
         self._known_chats: Chats | None = None
         self._prover: Prover | None = None
 
     def attach(self, adapter: str | Path) -> None:
         """Attach a low-rank adapter, a folder in PEFT's format, beside the weights, unmerged. Raises ValueError where
-        it does not fit, and ends the processes that share the model then."""
+        it does not fit, and ends the processes that share the model then; RuntimeError while an answer is under way.
+        """
+        self.running.renew()
         try:
             lora.attach(self.decoder, Path(adapter), self.model.path)
         except BaseException:

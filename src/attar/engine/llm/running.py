@@ -18,6 +18,7 @@ from attar.engine.engine import Engine, EngineConfig
 from attar.engine.llm.answer import Answer, Said
 from attar.engine.loader import LoadedModel
 from attar.execution.parallel.executor import WorkerLost
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.cache import BLOCK
 from attar.model.sparse_layers import SparseLayers
 from attar.plan.fit import cache_shape
@@ -51,8 +52,9 @@ class Running:
         draft_tokens: int | None,
         draft_tree: int | None = None,
         sparse: SparseLayers | None = None,
+        prefill: SparsePrefill | None = None,
     ) -> None:
-        self._model, self._context, self._sparse = model, context, sparse
+        self._model, self._context, self._sparse, self._prefill = model, context, sparse, prefill
         self._drafter, self._draft_tokens, self._draft_tree = drafter, draft_tokens, draft_tree
         self.engine: Engine | None = None
         self.calls: dict[str, Call] = {}  # calls of open requests, by request id
@@ -89,6 +91,14 @@ class Running:
                     yield event
         finally:  # the reader may stop early
             self._let_go(left)
+
+    def renew(self) -> None:
+        """Forget the engine, since the weights change: recorded steps and cached prefixes are those of the old ones.
+        Raises RuntimeError while an answer is under way."""
+        with self._alone():
+            if self.calls:
+                raise RuntimeError("the weights cannot change while an answer is under way")
+            self.engine = None
 
     def _step(self) -> None:
         """Run a step of all open requests, and queue its events for their calls."""
@@ -161,6 +171,7 @@ class Running:
             config = EngineConfig(
                 blocks + spare, context, limits, self._model.eos_ids, drafter=self._drafter,
                 draft_tokens=self._draft_tokens, draft_tree=self._draft_tree, sparse=self._sparse,
+                prefill=self._prefill,
                 sliding_blocks=self._sliding_blocks(blocks, context, together, spare),
             )  # fmt: skip
             self.engine = Engine(self._model.decoder, tokenizer, config, runner=self._model.runner)

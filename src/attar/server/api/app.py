@@ -24,6 +24,7 @@ from attar.server.dispatcher import Dispatcher
 from attar.server.errors import INTERNAL, APIError
 from attar.server.fair_thread_pool import TextThreads
 from attar.server.grammars import Grammars
+from attar.server.pages.lab import LabRoutes
 from attar.server.prompts import Prompts
 from attar.strict_json import shown
 from attar.version import __version__
@@ -42,6 +43,7 @@ def make_app(
     app = FastAPI(title="attar", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     add_errors(app)
     StatusRoutes(dispatcher).add_to(app)
+    LabRoutes(dispatcher).add_to(app)
     Routes(dispatcher, prompts, grammars, threads, sampling).add_to(app)
     ResponsesRoutes(dispatcher, prompts, grammars, threads, sampling, store).add_to(app)
     for routes in (DialectRoutes, LlamaCppRoutes, OllamaRoutes):

@@ -33,7 +33,7 @@ from attar.server.models.served import ServedModel
 from attar.strict_json import shown
 from attar.version import __version__
 
-BY_NAME = frozenset({"/v1/engine", "/tokenizer_info", "/props", "/slots"})  # GET routes of one model
+BY_NAME = frozenset({"/v1/engine", "/v1/lab", "/tokenizer_info", "/props", "/slots"})  # GET routes of one model
 
 
 class Front:
