@@ -32,6 +32,7 @@ from attar.server.models import server as models_server
 from attar.server.models.served import ModelSpec
 from attar.server.options import ServerOptions
 from attar.server.replicas import processes
+from attar.text.template import MAX_TEMPLATE, read_template
 from tests.cli.test_commands import last_json, refused
 from tests.errors import user_error
 
@@ -398,6 +399,25 @@ def test_several_models_have_parts_of_the_memory(monkeypatch: pytest.MonkeyPatch
 )
 def test_what_several_models_cannot_have_is_refused(options: str, code: str, word: str) -> None:
     refused(CliRunner().invoke(app, ["serve", *shlex.split(options), "--json"]), BAD_INPUT, code, word, as_json=True)
+
+
+def test_defaults_of_sampling_and_a_template_of_ones_own(tmp_path: Path) -> None:
+    assert options_of.parse_sampling(["temperature=0.5", "top_k=3"]) == {"temperature": 0.5, "top_k": 3}
+    for wrong, code in (("heat=1", "option_malformed"), ("top_k", "option_malformed"), ("top_k=a", "option_malformed"),
+                        ("top_p=2", "option_out_of_range")):  # fmt: skip
+        with user_error(code):
+            options_of.parse_sampling([wrong])
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages[0].content }}", encoding="utf-8")
+    assert read_template(file) == "{{ messages[0].content }}"
+    file.write_bytes(b"\xff")
+    for path in (file, tmp_path / "none"):
+        with user_error("template_failed", path.name):
+            read_template(path)
+    with file.open("wb") as large:
+        large.truncate(MAX_TEMPLATE + 1)
+    with user_error("template_failed", "MiB"):
+        read_template(file)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -162,6 +163,32 @@ def parse_date(text: str) -> datetime.date:
         raise UserError("option_malformed", f"{text!r} is no date: write it as 2026-01-31") from None
 
 
+SAMPLED: dict[str, Callable[[str], float]] = {
+    "temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float,
+    "presence_penalty": float, "frequency_penalty": float, "seed": int,
+}  # fmt: skip
+"""Sampling parameters that a server may have defaults of."""
+
+
+def parse_sampling(given: Sequence[str]) -> dict[str, Any]:
+    """Parse NAME=VALUE pairs into sampling parameters. Raises UserError for an unknown name, and for a value that is
+    no number or out of range."""
+    from attar.protocol.request import SamplingParams
+
+    found: dict[str, Any] = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals or name not in SAMPLED:
+            known = ", ".join(SAMPLED)
+            raise UserError("option_malformed", f"--sampling {pair!r} is not NAME=VALUE with one of {known}")
+        try:
+            found[name] = SAMPLED[name](value)
+        except ValueError:
+            raise UserError("option_malformed", f"--sampling {name}: {value!r} is no number") from None
+    SamplingParams(**found)
+    return found
+
+
 class Defaults(StrEnum):
     """Where sampling parameters come from that are not given."""
 
@@ -169,9 +196,21 @@ class Defaults(StrEnum):
     model = "model"
 
 
+class Switch(StrEnum):
+    """Whether a model reasons: `auto` leaves it to the model and to requests."""
+
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+
 TemplateDate = Annotated[datetime.date | None, option(
     "Model", "DATE", "Date that the chat template prints, such as 2026-01-31.", "--template-date", parser=parse_date,
     default="today",
+)]  # fmt: skip
+Reasoning = Annotated[Switch, option(
+    "Model", "SWITCH", "Let the model reason where a request does not say: auto (its own way), on or off.",
+    "--reasoning",
 )]  # fmt: skip
 GenerationConfig = Annotated[Defaults, option(
     "Model", "SOURCE", "Take sampling parameters that are not given from `attar`, or from `model`: its "

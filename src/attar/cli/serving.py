@@ -33,6 +33,7 @@ SINGLE = (
     "adapter",
     "triton_config",
     "kv_fraction",
+    "chat_template",
     "replicas",
     "replica_cores",
 )  # options of a server with one model
@@ -65,7 +66,15 @@ class ServeConfig(SchedulerOptions):
         "tritonserver import` shows what that is.",
     )] = None  # fmt: skip
     generation_config: options.GenerationConfig = options.Defaults.attar
+    sampling: Annotated[list[str] | None, option(
+        "Model", "NAME=VALUE", "Sampling parameter of requests that do not name it, such as temperature=0.7, before "
+        "that of --generation-config: temperature, top_k, top_p, min_p, seed, or a penalty.",
+    )] = None  # fmt: skip
     template_date: options.TemplateDate = None
+    chat_template: Annotated[Path | None, option(
+        "Model", "FILE", "Jinja file of a chat template to use in place of the model's own.",
+    )] = None  # fmt: skip
+    reasoning: options.Reasoning = options.Switch.auto
     no_verify: options.NoVerify = False
     device: Annotated[str | None, option("Device", "DEVICE", options.DEVICE, "--device", default="cpu")] = None
     threads: options.Threads = None
@@ -221,13 +230,14 @@ class ServeConfig(SchedulerOptions):
         adapters = [adapter.partition("=")[0] for adapter in self.adapter or ()]
         model_defaults = self.generation_config is options.Defaults.model
         sampling = generation_config.sampling(path) if model_defaults else {}
+        sampling |= options.parse_sampling(self.sampling or ())
         most = engines * (limits.together + limits.max_waiting) + BESIDES
         return ServerOptions(
             self.host, self.port, keys, frozenset(self.allowed_host or ()), origins,
             most if self.max_requests is None else self.max_requests,
             KeyLimits(self.max_requests_per_key, self.tokens_per_minute), self.deadline, self.drain_seconds,
             self.template_date, sampling, check_aliases(self.alias or (), (name, *adapters)), self.root_path,
-            self.response_store or 0,
+            self.response_store or 0, {"on": True, "off": False}.get(self.reasoning),
         )  # fmt: skip
 
 
@@ -257,6 +267,7 @@ def serve(config: ServeConfig) -> None:
         from attar.server import supervisor
         from attar.server.http.sockets import explained
         from attar.server.options import check_name, name_of
+        from attar.text.template import read_template
 
         name = name_of(config.model) if config.name is None else check_name(config.name)
         logs.begin()
@@ -272,6 +283,8 @@ def serve(config: ServeConfig) -> None:
         server_options = config.http(keys, origins, settings.limits(), path, name, config.replicas or 1)
         settings = replace(settings, files=fingerprints(settings.folders))  # first: later changes are noticed
         tokenizer = vocabulary.tokenizer(path)
+        if config.chat_template is not None:
+            tokenizer.chat_templates = {"default": read_template(config.chat_template)}
         started = _started(bool(tokenizer.chat_templates), config.as_json)
         try:
             if config.replicas is None:

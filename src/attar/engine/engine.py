@@ -58,7 +58,7 @@ from attar.protocol.speculation import MAX_DRAFT_TOKENS
 from attar.sampling.drafters.drafter import Drafter
 from attar.sampling.drafters.first_of import reader_of
 from attar.sampling.drafters.forced import ForcedDrafter
-from attar.sampling.masks import GrammarMasks
+from attar.sampling.masks import AllowedMask, GrammarMasks
 from attar.sampling.pace import Pace
 from attar.sampling.reasoning import ReasoningMask
 from attar.sampling.sampler import BadLogits, Mask, Sampler, distinct
@@ -385,6 +385,10 @@ class Engine:
         vocab = self.decoder.config.vocab_size
         seen = request.prompt if request.seen is None else request.seen
         mask = self._mask(ask, sequence.id, request.ending) if isinstance(ask, Submit) else None
+        if params.allowed_token_ids:
+            if params.min_tokens and request.ending.issuperset(params.allowed_token_ids):
+                raise Refused("invalid", "min_tokens: every one of allowed_token_ids ends the output")
+            mask = AllowedMask(params.allowed_token_ids, vocab, mask)
         sampler = Sampler(own, seen, vocab, name=sequence.id, mask=mask, ending=request.ending)
         visible = params.visible_token_ids
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.prompt, visible=visible)

@@ -105,15 +105,25 @@ class Why(Answer, frozen=True):
     prompts: list[Report | None]
 
 
+class TokenPiece(Answer, frozen=True):
+    """A token with its text, or with its bytes where those are no text."""
+
+    id: int
+    piece: str | list[int]
+
+
 class Tokenized(Answer, frozen=True):
-    tokens: list[int]
+    tokens: list[int | TokenPiece]
     count: int
     max_model_len: int
     token_strs: list[str] | UnsetType = UNSET  # where they were asked for
 
 
 class Detokenized(Answer, frozen=True):
+    """The text, by vLLM's and by llama.cpp's name."""
+
     prompt: str
+    content: str
 
 
 class TokenizerInfo(Answer, frozen=True):
