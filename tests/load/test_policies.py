@@ -8,8 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from attar.cli.main import app
+from attar.cli.terminal import BAD_INPUT
 from attar.load import policies
-from tests.cli.test_commands import last_json
+from tests.cli.test_commands import last_json, refused
 from tests.errors import user_error
 
 SMALL = "--prompt 12 --gen 6 --spread 0.5 --requests 6 --clients 3"
@@ -37,7 +38,7 @@ def test_wrong_lists(text: str, code: str) -> None:
 )
 def test_options_that_do_not_go_together(options: str, code: str) -> None:
     done = CliRunner().invoke(app, ["bench-serve", *shlex.split(options), "--json"])
-    assert last_json(done)["code"] == code
+    refused(done, BAD_INPUT, code, as_json=True)
 
 
 def test_a_server_that_does_not_start_says_why() -> None:
