@@ -390,46 +390,42 @@ const scrolled = (title, table) =>
   h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, tableOf(table));
 const listing = (title, head, rows) => figure(title, scrolled(title, { head, rows }));
 
-// Steps shown one at a time: it starts paused, and Play is a button.
-function stepper(title, steps, from = 0) {
-  let at = Math.min(from, steps.length - 1),
-    playing = 0;
+// Steps shown one at a time: it starts paused, and Play is a button. A figure that is drawn again goes on where it was.
+const steppers = new Map();
+function stepper(title, steps) {
+  const state = steppers.get(title) || { at: 0, playing: false };
+  steppers.set(title, state);
   const shown = h("div", { "aria-live": "polite" }),
     number = h("span", { class: "unit" });
+  let timer = 0;
   const show = to => {
-    at = (to + steps.length) % steps.length;
-    shown.replaceChildren(...[steps[at]()].flat());
-    number.textContent = ` step ${at + 1} of ${steps.length}`;
+    state.at = (to + steps.length) % steps.length;
+    shown.replaceChildren(...[steps[state.at]()].flat());
+    number.textContent = ` step ${state.at + 1} of ${steps.length}`;
   };
-  const stop = () => {
-    clearInterval(playing);
-    playing = 0;
-    play.textContent = "Play";
+  const run = playing => {
+    state.playing = playing;
+    clearInterval(timer);
+    play.textContent = playing ? "Pause" : "Play";
+    if (playing) timer = setInterval(() => (play.isConnected ? show(state.at + 1) : clearInterval(timer)), 1200);
   };
   const button = (text, act) => {
     const made = h("button", { type: "button" }, text);
     made.addEventListener("click", act);
     return made;
   };
-  const back = button("Back", () => {
-      stop();
-      show(at - 1);
-    }),
-    next = button("Step", () => {
-      stop();
-      show(at + 1);
-    });
-  const play = button("Play", () => {
-    if (playing) return stop();
-    play.textContent = "Pause";
-    playing = setInterval(() => (play.isConnected ? show(at + 1) : stop()), 1200);
-  });
-  show(at);
+  const move = by => () => {
+    run(false);
+    show(state.at + by);
+  };
+  const play = button("Play", () => run(!state.playing));
+  show(Math.min(state.at, steps.length - 1));
+  run(state.playing);
   return h(
     "figure",
     {},
     h("figcaption", {}, h("b", {}, title)),
-    h("p", { class: "row" }, back, next, play, number),
+    h("p", { class: "row" }, button("Back", move(-1)), button("Step", move(1)), play, number),
     shown
   );
 }

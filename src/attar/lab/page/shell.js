@@ -7,7 +7,8 @@ let current = labs[0],
   controls = [],
   told = 0,
   later = 0,
-  written = null;
+  written = null,
+  heard = ""; // the server's last answer
 
 const clean = (control, value) => {
   if (control.options) return control.options.some(each => each[0] === value) ? value : control.start;
@@ -88,6 +89,7 @@ function made(control) {
 }
 
 function open(lab, given = {}) {
+  if (lab !== current) steppers.clear();
   current = lab;
   controls = lab.controls(data);
   values = Object.fromEntries(controls.map(each => [each.id, clean(each, given[each.id] ?? each.start)]));
@@ -206,15 +208,17 @@ async function look() {
     }
     const answer = await response.json();
     if (!response.ok) throw new Error(answer.error.message);
-    const first = !data.model;
-    Object.assign(data, answer);
+    const news = JSON.stringify(answer),
+      first = !heard;
+    if (news !== heard) Object.assign(data, answer);
     $("login").hidden = true;
     $("state").textContent = "";
     about();
     if (first) {
       written = null;
       visit();
-    } else paint();
+    } else if (news !== heard) paint();
+    heard = news;
   } catch (error) {
     $("state").textContent = plain(error.message);
     wait = 5000;
