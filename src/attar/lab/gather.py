@@ -55,9 +55,8 @@ def write(model: str, outputs: Sequence[str], options: Options, progress: Progre
     subject = deployment.checkpoint(model)
     found = tell_apart([read(each) for each in outputs])
     threads = machine.cores()
-    shape = described(
-        subject.name, subject.config, subject.storage, options.kv, StepLimits.of(SchedulerConfig(), threads)
-    )
+    name = Path(model).name if Path(model).exists() else subject.name  # a page that is shared tells of no folders
+    shape = described(name, subject.config, subject.storage, options.kv, StepLimits.of(SchedulerConfig(), threads))
     channels = [] if options.text is None else _channels(model, options.text, options.tokens, progress)
     rates = measured(threads) if options.measure else None
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -304,7 +304,7 @@ labs.push({
         [
           replay.length ? "exact" : "not measured",
           replay.length
-            ? "attar's scheduler, driven in integers by one trace; the crosses and the table are its own steps"
+            ? "attar's scheduler, driven in integers by one trace; the points and the table are its own steps"
             : "A run of attar's scheduler: `attar lab` adds one"
         ],
         ["source", "Little 1961"]
