@@ -35,6 +35,7 @@ PAGES = {
         "docs/formats.md",
         "docs/quality.md",
         "docs/performance.md",
+        "docs/planning.md",
         "docs/serving.md",
         "docs/clients.md",
         "docs/structured_output.md",
