@@ -36,17 +36,17 @@ def sentence(answer: Answer) -> str:
 
 def _value(of: Configuration, goal: Goal) -> str:
     cell = of.cell(goal)
-    return f"{shown(goal.name, cell.value)} ({_label(cell)})"
+    return f"{shown(goal.name, cell.value)} ({_label(cell, goal.name)})"
 
 
-def _label(cell: Cell) -> str:
-    name = "kl" if cell.high < 1e3 else "memory"
-    if cell.evidence == "fitted" and cell.low != cell.high and name == "kl" and cell.value < 1e3:
-        return f"fitted, {cell.low:.2g} to {cell.high:.2g}"
+def _label(cell: Cell, name: str) -> str:
+    """Return a label, with the range of what was fitted."""
+    if cell.evidence == "fitted" and math.isfinite(cell.high):
+        return f"fitted, {shown(name, cell.low)} to {shown(name, cell.high)}"
     return cell.evidence
 
 
-def commands(answer: Answer, model: str, memory: int | None = None) -> list[str]:
+def commands(answer: Answer, model: str) -> list[str]:
     """Return the commands that realise a configuration: compression, where it needs one, and the server."""
     of, work = answer.nearest, answer.question.workload
     served, made = model, []
@@ -59,8 +59,8 @@ def commands(answer: Answer, model: str, memory: int | None = None) -> list[str]
     limits = f"--context {work.context} --max-running {min(work.users, answer.question.limits.sequences)}"
     said = f"attar serve {shlex.quote(served)} --kv {of.kv.name} {limits}"
     said += "" if of.rows == 512 else f" --scheduler max-step-tokens={of.rows}"
-    if memory is not None:
-        said += f" --memory {memory / 1e6:.0f}MB"
+    if any(goal.name == "memory" for goal in answer.question.goals):
+        said += f" --memory {math.ceil(of.cells['memory'].value / 1e6)}MB"
     said += "" if answer.question.gpu is None else " --device cuda"
     return [*made, said]
 
@@ -84,7 +84,7 @@ def to_text(answer: Answer, model: str, advice: Sequence[Advice], notes: Sequenc
     lines += [_binding(answer)]
     for goal, wider in answer.relaxed.items():
         if wider is not None and (answer.best is None or wider.name != answer.best.name):
-            lines.append(f"10 % more {goal.label}: {wider.name}, {_gain(wider, answer.best)}")
+            lines.append(f"10 % more {goal.label}: {wider.name}, {_gain(wider)}")
     lines += ["", "to realise it:" if answer.met else "to realise the nearest:", *_indented(commands(answer, model))]
     lines += ["", "rejected:", *_indented(f"{each.technique}: {each.reason}" for each in answer.rejected)]
     lines += ["", "what each technique would bring:"]
@@ -101,7 +101,7 @@ def _span(cell: Cell, goal: Goal) -> str:
     return f"{shown(goal.name, cell.low)} to {shown(goal.name, cell.high)}"
 
 
-def _gain(wider: Configuration, best: Configuration | None) -> str:
+def _gain(wider: Configuration) -> str:
     names = ("tokens_per_second", "kl", "memory")
     return ", ".join(f"{name} {shown(name, wider.cells[name].value)}" for name in names)
 

@@ -163,7 +163,7 @@ def _configurations(question: Question, weights: Weights, kv: KvScheme) -> list[
             each = q.limits.sequences
         limits = replace(q.limits, rows=each)
         taken, fits = _divided(q, Deployment(q.config, weights.storage, kv, gpu=q.gpu), limits)
-        cells = _cells(cost, _needed(taken, work.users), size, model, _latencies(model, work, limits, taken))
+        cells = _cells(cost, _needed(taken), size, model, _latencies(model, work, limits, taken))
         found.append(Configuration(weights, kv, each, taken, fits, cells, model.fitted))
     return found
 
@@ -175,11 +175,11 @@ def _divided(q: Question, deployment: Deployment, limits: StepLimits) -> tuple[F
     memory = q.memory if q.memory is not None else 1 << 62
     limited = [int(goal.limit) for goal in q.goals if goal.name == "memory"]
     found = planning.fit(deployment, min([memory, *limited]), context, CacheLimits(blocks * BLOCK), limits)
-    return found, q.memory is None or _needed(found, users) <= q.memory
+    return found, q.memory is None or _needed(found) <= q.memory
 
 
-def _needed(found: Fit, users: int) -> int:
-    """Return the bytes of a server whose cache holds all users at their whole context."""
+def _needed(found: Fit) -> int:
+    """Return the bytes that a server takes, with the cache that was asked for."""
     return found.memory - found.unused
 
 
