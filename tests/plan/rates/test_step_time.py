@@ -14,7 +14,7 @@ from attar.plan import comparison, costs
 from attar.plan.costs import Storage
 from attar.plan.fit import Demand, Deployment
 from attar.plan.gpus import GPUS, gpu_spec
-from attar.plan.rates.profile import Overheads, ProductCurve
+from attar.plan.rates.profile import NO_OVERHEADS, ProductCurve
 from attar.plan.rates.step_time import Efficiency, StepModel, fitted, of_gpu, weakest
 from tests.pretend_rates import BANDWIDTH, INT8, PROFILE, ROWS, profile
 
@@ -98,7 +98,7 @@ def test_windows_bound_what_attention_reads() -> None:
 
 
 def test_rows_cost_what_the_curve_says() -> None:
-    model = StepModel(CONFIG, W4, BF16, profile(overheads=Overheads()))
+    model = StepModel(CONFIG, W4, BF16, profile(overheads=NO_OVERHEADS))
     found = model.relative((1, 2, 4, 8), 1, 16)
     assert found[1] == 1
     assert all(a < b for a, b in pairwise(found.values()))
@@ -118,3 +118,10 @@ def test_a_data_sheet_gives_limits(name: str) -> None:
 def test_the_weakest_label_counts() -> None:
     assert weakest(["exact", "measured"]) == "measured"
     assert weakest(["fitted", "data sheet", "exact"]) == "data sheet"
+
+
+@pytest.mark.parametrize("kv", ["float32", "int8", "int4"])
+def test_another_cache_format_is_a_model_of_its_own(kv: str) -> None:
+    found, own = StepModel(CONFIG, W4, BF16, PROFILE).with_kv(SCHEMES[kv]), StepModel(CONFIG, W4, SCHEMES[kv], PROFILE)
+    assert found.decode(3, 700) == own.decode(3, 700)
+    assert (found.evidence, found.fitted, found.spread) == (own.evidence, own.fitted, own.spread)

@@ -37,6 +37,7 @@ from attar.plan.rates.profile import (
     DENSE,
     MEASURED_KV,
     MEASURED_SCHEMES,
+    NO_OVERHEADS,
     AttentionCost,
     MachineProfile,
     Overheads,
@@ -100,7 +101,7 @@ def measure(schemes: Iterable[str] = (), tell: Told = lambda _: None, usual: boo
         rate([each.read_gb_s * 1e9 for each in found]), rate([each.int8_gops * 1e9 for each in found]),
         None if found[0].tile_gops is None else rate([1e9 * (each.tile_gops or 0.0) for each in found]),
         Rate(max(2.0 * n / s for n, s in zip(dense.rows, dense.seconds, strict=True)), dense.spread),
-        products, attention,
+        products, attention, NO_OVERHEADS,
     )  # fmt: skip
     tell("what a step takes beside products and attention")
     made = replace(made, overheads=overheads())

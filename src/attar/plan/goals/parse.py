@@ -60,7 +60,10 @@ SCENARIOS: Mapping[str, str] = {
 }
 """Each scenario is printed as the goals that it stands for."""
 
-_GOAL = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_-]*)\s*(<=|>=|=<|=>|<|>|==|=|≤|≥)\s*(\S+?)\s*([A-Za-z%]*)\s*")
+_GOAL = re.compile(
+    r"\s*([A-Za-z_][A-Za-z0-9_-]*)\s*(<=|>=|=<|=>|<|>|==|=|≤|≥)\s*"
+    r"([-+]?(?:nan|inf|[0-9.]+(?:e[-+]?[0-9]+)?))\s*([a-z%]*)\s*", re.IGNORECASE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ def shown(name: str, value: float) -> str:
                 return f"{value / size:.3g} {suffix}" if value < 1000 * size else f"{value / size:,.0f} {suffix}"
         return f"{value:.0f} B"
     if name == "top1":
-        return f"{value:.1%}".replace("%", " %")
+        return f"{100 * value:.3g} %"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 

@@ -129,7 +129,7 @@ def search(question: Question) -> Answer:
     planning.longest(question.config, question.workload.context)
     chosen, rejected = candidates.weights(question.config, question.storage, question.gpu, question.outputs)
     formats, refused = candidates.kv(question.config, question.gpu, question.kv)
-    found = [each for of in chosen for kv in formats for each in _configurations(question, of, kv)]
+    found = [each for of in chosen for each in _configurations(question, of, formats)]
     goals = question.goals
     possible = [each for each in found if each.fits]
     meeting = [each for each in possible if all(x <= 1 for x in each.excess(goals).values())]
@@ -149,33 +149,37 @@ def search(question: Question) -> Answer:
     )
 
 
-def _configurations(question: Question, weights: Weights, kv: KvScheme) -> list[Configuration]:
-    """Return the configurations of one choice of weights and KV format: one for each number of rows of a step."""
+def _configurations(question: Question, weights: Weights, formats: Sequence[KvScheme]) -> list[Configuration]:
+    """Return the configurations of one choice of weights: each KV format with each number of rows of a step.
+
+    All sums over weights are made once.
+    """
     q, work = question, question.workload
-    model = StepModel(q.config, weights.storage, kv, q.profile)
-    of_kv = quality.KV.get(kv.name)
-    cost = weights.quality + of_kv if of_kv is not None else None
-    rows = (q.rows,) if q.rows is not None else ROWS if work.loaded else ROWS[:1]
+    first = StepModel(q.config, weights.storage, formats[0], q.profile)
+    models = [first, *(first.with_kv(kv) for kv in formats[1:])]
     size = candidates.disk_bytes(q.config, weights.storage)
+    least = min(work.users, q.limits.sequences)
     found = []
-    for each in rows:
-        if each < min(work.users, q.limits.sequences):
-            each = q.limits.sequences
-        limits = replace(q.limits, rows=each)
-        taken, fits = _divided(q, Deployment(q.config, weights.storage, kv, gpu=q.gpu), limits)
-        cells = _cells(cost, _needed(taken), size, model, _latencies(model, work, limits, taken))
-        found.append(Configuration(weights, kv, each, taken, fits, cells, model.fitted))
+    for each in (q.rows,) if q.rows is not None else ROWS if work.loaded else ROWS[:1]:
+        limits = replace(q.limits, rows=max(each, q.limits.sequences) if each < least else each)
+        deployment = Deployment(q.config, weights.storage, formats[0], gpu=q.gpu)
+        divided = _divided(q, deployment, limits)
+        for kv, model in zip(formats, models, strict=True):
+            taken = planning.with_kv(divided, deployment, kv, limits)
+            of_kv = quality.KV.get(kv.name)
+            cost = weights.quality + of_kv if of_kv is not None else None
+            cells = _cells(cost, _needed(taken), size, model, _latencies(model, work, limits, taken))
+            fits = q.memory is None or _needed(taken) <= q.memory
+            found.append(Configuration(weights, kv, limits.rows, taken, fits, cells, model.fitted))
     return found
 
 
-def _divided(q: Question, deployment: Deployment, limits: StepLimits) -> tuple[Fit, bool]:
-    """Return the memory of a server with a cache for all users, and whether that fits."""
+def _divided(q: Question, deployment: Deployment, limits: StepLimits) -> Fit:
+    """Return the memory of a server with a cache for all users, whether that fits or not."""
     users, context = q.workload.users, q.workload.context
     blocks = planning.blocks_for(users, -(-context // BLOCK), limits.headroom)
     memory = q.memory if q.memory is not None else 1 << 62
-    limited = [int(goal.limit) for goal in q.goals if goal.name == "memory"]
-    found = planning.fit(deployment, min([memory, *limited]), context, CacheLimits(blocks * BLOCK), limits)
-    return found, q.memory is None or _needed(found) <= q.memory
+    return planning.fit(deployment, memory, context, CacheLimits(blocks * BLOCK), limits)
 
 
 def _needed(found: Fit) -> int:

@@ -141,14 +141,17 @@ class Overheads:
     and entry of the vocabulary.
     """
 
-    step: float = 0.0
-    layer: float = 0.0
-    element: float = 0.0
-    logit: float = 0.0
+    step: float
+    layer: float
+    element: float
+    logit: float
 
     def __post_init__(self) -> None:
         for name in ("step", "layer", "element", "logit"):
             _check(name, getattr(self, name), zero=True)
+
+
+NO_OVERHEADS = Overheads(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,7 @@ class MachineProfile:
     bf16: Rate
     products: Mapping[str, ProductCurve]
     attention: Mapping[str, AttentionCost]
-    overheads: Overheads = Overheads()
+    overheads: Overheads
     seconds: float = 0.0
     format: Literal[1] = FORMAT
 

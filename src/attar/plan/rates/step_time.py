@@ -15,6 +15,7 @@ takes beside both: norms, roundings, activations, and the choice of tokens. Torc
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from attar.model.config import ModelConfig
 from attar.plan import costs, gpus
 from attar.plan.costs import Storage
 from attar.plan.gpus import GpuSpec
-from attar.plan.rates.profile import DENSE, AttentionCost, MachineKey, MachineProfile, ProductCurve, Rate
+from attar.plan.rates.profile import DENSE, NO_OVERHEADS, AttentionCost, MachineKey, MachineProfile, ProductCurve, Rate
 from attar.plan.roofline import Chunk, seen
 
 Evidence = Literal["exact", "measured", "fitted", "data sheet", "unverified"]
@@ -127,16 +128,29 @@ class StepModel:
         }
         self._kv, near = self._attention(kv)
         self.fitted: tuple[str, ...] = tuple(self._efficiencies) + ((kv.name,) if near else ())
+        self._windows = Counter(config.windows)
+        self._known: dict[tuple[int, int], float] = {}
+        self._judge()
+
+    def _judge(self) -> None:
+        """Set the evidence and the spread of what the model predicts."""
         self.evidence: Evidence = "fitted" if self.fitted else "measured"
-        if profile.isa == SHEET:
+        if self.profile.isa == SHEET:
             self.evidence = "data sheet"
-        elif profile.isa == UNREAD:
+        elif self.profile.isa == UNREAD:
             self.evidence = "unverified"
         curves = [curve.spread for curve in self._curves.values() if curve is not None]
         errors = [efficiency.error for efficiency, _ in self._efficiencies.values()]
-        self.spread = max([profile.bandwidth.spread, self._kv.spread, *curves, *errors])
-        self._windows = Counter(config.windows)
-        self._known: dict[tuple[int, int], float] = {}
+        self.spread = max([self.profile.bandwidth.spread, self._kv.spread, *curves, *errors])
+
+    def with_kv(self, kv: KvScheme) -> StepModel:
+        """Return the model of the same weights with another KV format. Both share what they know of products."""
+        made = copy.copy(self)
+        made._kv, near = self._attention(kv)
+        schemes = tuple(self._efficiencies)
+        made.fitted = (*schemes, kv.name) if near else schemes
+        made._judge()
+        return made
 
     def _efficiency(self, scheme: Scheme | None) -> tuple[Efficiency, float]:
         """Return the efficiencies of a scheme without a curve, and the rate that they are fractions of."""
@@ -242,5 +256,14 @@ def of_gpu(gpu: GpuSpec) -> MachineProfile:
     bandwidth, integer = Rate(gpu.bandwidth), Rate(gpu.operations["int8"])
     source = SHEET if gpu.verified else UNREAD
     return MachineProfile(
-        key, source, "2026-01-01T00:00:00Z", bandwidth, integer, None, Rate(rate), {DENSE: dense}, attention
+        key,
+        source,
+        "2026-01-01T00:00:00Z",
+        bandwidth,
+        integer,
+        None,
+        Rate(rate),
+        {DENSE: dense},
+        attention,
+        NO_OVERHEADS,
     )
