@@ -83,7 +83,7 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
     if gpu is not None:
         profile = of_gpu(gpu)
         memory = memory or int(gpu.memory * machine.SHARE)
-        said = "data sheet" if gpu.verified else "unverified data sheet, which nobody here has read"
+        said = "data sheet" if gpu.verified else "figures, which are unverified"
         notes.append(f"{gpu.name}: times are limits of its {said}; memory {memory / 1e9:.3g} GB")
     else:
         storages = _storages(subject, [each.storage for each in outputs])

@@ -221,7 +221,7 @@ def _attention(scheme: KvScheme, heads: int, rows: int, before: int) -> Rate:
 
 
 def _touch(cache: KVCache) -> None:
-    """Write a cache's memory: what nobody wrote is one page of zeros, and read from a core's own cache."""
+    """Write a cache's memory: unwritten memory is one page of zeros, read from a core's own cache."""
     for pages in cache.layers:
         for part in pages.parts():
             part.zero_()

@@ -82,7 +82,7 @@ def unloaded(model: StepModel, prompt: int, answer: int, rows: int) -> Latencies
 
 
 def closed(model: StepModel, users: int, prompt: int, answer: int, capacity: Capacity) -> Latencies:
-    """Return the latencies of `users` users who each send the next request when the last is answered.
+    """Return the latencies of `users` users. Each sends the next request when the last is answered.
 
     More than `MOST_USERS` are not simulated: each then waits for its prompt and one step, and prompts of all others
     come between its tokens evenly.

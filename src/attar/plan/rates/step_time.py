@@ -31,7 +31,7 @@ from attar.plan.rates.profile import DENSE, NO_OVERHEADS, AttentionCost, Machine
 from attar.plan.roofline import Chunk, seen
 
 Evidence = Literal["exact", "measured", "fitted", "data sheet", "unverified"]
-"""Where a number comes from: byte counts, this machine or a receipt, a fit, a data sheet, a sheet that nobody read."""
+"""Where a number comes from: byte counts, this machine or a receipt, a fit, a data sheet, or figures without one."""
 
 WORST: tuple[Evidence, ...] = ("exact", "measured", "fitted", "data sheet", "unverified")
 
