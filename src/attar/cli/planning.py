@@ -47,7 +47,7 @@ class PlanConfig(SchedulerOptions):
         "Goal", "N", "Tokens of --context that are prompt.", min=1, default="three quarters",
     )] = None  # fmt: skip
     trace: Annotated[Path | None, option(
-        "Goal", "FILE", "Requests of this trace, as `attar bench-serve` reads, in place of --users.",
+        "Goal", "FILE", "Requests of this trace, as `attar bench-serve` reads them.",
     )] = None  # fmt: skip
     outputs: Annotated[list[str] | None, option(
         "Goal", "OUT", "Existing output of this model, whose receipt states its KL.", "--output",

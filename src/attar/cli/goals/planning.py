@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from attar.protocol.settings import Settings
 
 DEFAULT_CONTEXT = 2048
+TOGETHER = 8  # requests of a trace that the cache holds, without --users
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +121,9 @@ def workload(config: GoalOptions, subject: Subject) -> tuple[Workload, list[str]
     if config.trace is not None:
         arrivals = _trace(config.trace)
         longest = max(each.length for each in arrivals)
-        said = f"the first {len(arrivals)} requests of {config.trace}, of up to {longest:,} tokens, at their own times"
-        return Workload(max(1, config.users), 1, 1, arrivals), [said]
+        users = config.users if config.users > 1 else min(TOGETHER, len(arrivals))
+        said = f"the first {len(arrivals)} requests of {config.trace} at their own times, of up to {longest:,} tokens"
+        return Workload(users, 1, 1, arrivals), [f"{said}; the cache holds {users} of the longest"]
     context = config.context or min(DEFAULT_CONTEXT, subject.config.context)
     if context < 2:
         raise UserError("option_out_of_range", "a plan by goals needs a --context of 2 tokens: a prompt and an answer")
