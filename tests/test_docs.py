@@ -36,6 +36,7 @@ PAGES = {
         "docs/formats.md",
         "docs/quality.md",
         "docs/performance.md",
+        "docs/planning.md",
         "docs/serving.md",
         "docs/replicas.md",
         "docs/clients.md",

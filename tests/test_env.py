@@ -35,7 +35,7 @@ def test_an_unknown_flag_names_the_nearest() -> None:
 
 
 def test_an_unknown_flag_near_nothing_names_all() -> None:
-    known = r"ATTAR_CPU or ATTAR_KERNELS or .* or ATTAR_FAULTS or ATTAR_TEST_DATA or ATTAR_REAL_MODELS"
+    known = r"ATTAR_CPU or ATTAR_KERNELS or .* or ATTAR_FAULTS or ATTAR_CACHE or ATTAR_TEST_DATA or ATTAR_REAL_MODELS"
     with pytest.raises(ValueError, match=known):
         env.read({"ATTAR_XYZZY": "1"})
 
@@ -58,6 +58,7 @@ def test_the_table_lists_every_flag_with_type_value_and_doc() -> None:
         ("ATTAR_KERNELS", "ref", None),
         ("ATTAR_API_KEY", "str", None),
         ("ATTAR_FAULTS", "str", None),
+        ("ATTAR_CACHE", "path", None),
         ("ATTAR_TEST_DATA", "path", None),
         ("ATTAR_REAL_MODELS", "path", None),
     ]

@@ -47,6 +47,9 @@ class Env:
         "doc": "Makes requests fail on purpose, at the named points of `attar/faults.py`: "
         "NAME[:after=N][:times=N][:every=N][:key=PREFIX],...",
     })  # fmt: skip
+    cache: Path | None = field(default=None, metadata={
+        "doc": "Folder where measured rates of this machine are kept. Default: `attar` in XDG_CACHE_HOME or ~/.cache.",
+    })  # fmt: skip
     test_data: Path | None = field(default=None, metadata={
         "doc": "Folder of the models and texts that tests use. Default: `shared` beside the repository.",
     })  # fmt: skip

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attar.kv.schemes import SCHEMES, KvScheme
+from attar.model.config import ModelConfig
 from attar.model.shapes import shape
 from attar.plan import costs, fit
 from attar.plan.costs import BLOCK, USUAL_KV, Storage
@@ -232,3 +233,13 @@ def test_a_server_takes_no_more_of_a_fraction_than_it_can_use() -> None:
     assert 0 < short.context == short.tokens < CONFIG.context
     assert short.cache <= 0.05 * (short.unused + short.cache)
     assert fit.start(INT8, 4 * GB, limits, cache=CacheLimits(640, 0.05)).tokens == 640
+
+
+@pytest.mark.parametrize("config", [CONFIG, shape("qwen2.5-0.5b")])
+@pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8", "int4", "klt4", "klt2", "kivi2"])
+def test_another_cache_format_is_a_division_of_its_own(config: ModelConfig, kv: str) -> None:
+    limits, cache = StepLimits(rows=128), CacheLimits(64 * BLOCK)
+    first = Deployment(config, W4, SCHEMES["bfloat16"])
+    found = fit.with_kv(fit.fit(first, 4 * GB, 1000, cache, limits), first, SCHEMES[kv], limits)
+    own = fit.fit(replace(first, kv=SCHEMES[kv]), 4 * GB, 1000, cache, limits)
+    assert replace(found, kept_by="") == replace(own, kept_by="")

@@ -314,11 +314,17 @@ class BenchConfig:
     rows: Annotated[str | None, option(
         "Workload", "LIST", "Measure steps of so many rows of a sequence too, as 1,2,4,8 over the first's cost.",
     )] = None  # fmt: skip
+    rates: Annotated[bool, flag(
+        "Workload", "Instead of a model, measure this machine's rates, and keep them for plans by goals.", "--rates",
+    )] = False  # fmt: skip
     device: options.Device = "cpu"
     activations: options.Activations = options.Precision.int8g128
     kv: options.Kv = None
     tp: options.Tp = 1
     pp: options.Pp = 1
+    output: Annotated[
+        Path | None, option("Output", "FILE", "Write the --rates to this file too.", "--output", "-o")
+    ] = None
     as_json: options.Json = False
 
 
@@ -326,14 +332,25 @@ class BenchConfig:
 def bench(config: BenchConfig) -> None:
     """Measure decode and prefill speed on this machine.
 
-    The report compares them with the memory bandwidth and the arithmetic peak, measured in the same run.
+    The report compares them with the memory bandwidth and the arithmetic peak, measured in the same run. With --rates,
+    the machine is measured in a minute: bandwidth, operations, products by rows, and attention.
 
     Examples:
       attar bench ./out --batch 16
       attar bench ./out --rows 1,2,3,4,6,8,16
       attar bench --shape llama-3.2-1b --scheme w4g128 --head int8
+      attar bench --rates -o rates.json
     """
     with errors(config.as_json):
+        if config.rates:
+            from attar.cli.goals.rates import measure_rates
+
+            if config.model is not None or config.shape is not None or config.device != "cpu":
+                raise UserError("option_conflict", "--rates are of this CPU: leave out the model, --shape and --device")
+            measure_rates(config.output, config.as_json)
+            return
+        if config.output is not None:
+            raise UserError("option_unused", "--output is for the rates of --rates: a bench prints its figures")
         from attar.checkpoints.sources import hub
         from attar.evaluation import decode_speed, row_costs
 

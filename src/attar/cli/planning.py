@@ -33,6 +33,25 @@ class PlanConfig(SchedulerOptions):
     context: Annotated[int | None, option(
         "Workload", "N", "Tokens of prompt and output.", min=1, default="the model's, or what fits",
     )] = None  # fmt: skip
+    goal: Annotated[str | None, option(
+        "Goal", "GOALS", "Find what meets these limits: kl, top1, ttft, tpot, tokens_per_second, memory, size, such as "
+        "kl<=0.02, tpot<=60ms, memory<=4GB.",
+    )] = None  # fmt: skip
+    scenario: Annotated[str | None, option(
+        "Goal", "NAME", "Usual limits: latency, throughput, long-context, general, quality, edge or extreme.",
+    )] = None  # fmt: skip
+    rates: Annotated[Path | None, option(
+        "Goal", "FILE", "Rates of `attar bench --rates -o FILE`.", default="kept, or measured once",
+    )] = None  # fmt: skip
+    prompt: Annotated[int | None, option(
+        "Goal", "N", "Tokens of --context that are prompt.", min=1, default="three quarters",
+    )] = None  # fmt: skip
+    trace: Annotated[Path | None, option(
+        "Goal", "FILE", "Requests of this trace, as `attar bench-serve` reads them.",
+    )] = None  # fmt: skip
+    outputs: Annotated[list[str] | None, option(
+        "Goal", "OUT", "Existing output of this model, whose receipt states its KL.", "--output",
+    )] = None  # fmt: skip
     device: Annotated[
         str, option("Device", "DEVICE", "Plan for this machine's cpu or its GPU, cuda; cuda:1 is the second one.")
     ] = "cpu"
@@ -61,7 +80,46 @@ class PlanConfig(SchedulerOptions):
             raise UserError("option_unused", "--head is of a shape: a model's LM head is as it is stored")
         if self.gpu is not None and self.device != "cpu":
             raise UserError("option_conflict", "name a --device or a --gpu, one of the two")
+        if self.goal is not None and self.scenario is not None:
+            raise UserError("option_conflict", "a --scenario stands for a --goal: name one of the two")
+        self.check_goal()
         require(self.device)
+
+    @property
+    def by_goal(self) -> bool:
+        return self.goal is not None or self.scenario is not None
+
+    def check_goal(self) -> None:
+        """Raise UserError for options of a plan by goals without goals, and for those that such a plan does not take
+        yet."""
+        own = {"--rates": self.rates, "--prompt": self.prompt, "--trace": self.trace, "--output": self.outputs}
+        if not self.by_goal:
+            if given := [name for name, value in own.items() if value]:
+                raise UserError("option_unused", f"{', '.join(given)}: is of a plan by --goal or --scenario")
+            return
+        if self.rates is not None and (self.gpu is not None or self.device != "cpu"):
+            raise UserError("option_conflict", "--rates are of a CPU: leave out --gpu and --device")
+        others = {
+            "--adapter": self.adapter, "--bandwidth": self.bandwidth, "--sparse-attention": self.sparse_attention,
+            "--tp": self.tp > 1, "--pp": self.pp > 1, "--kv-fraction": self.kv_fraction,
+            "--max-tokens-in-cache": self.max_tokens_in_cache,
+        }  # fmt: skip
+        if given := [name for name, value in others.items() if value]:
+            raise UserError("option_conflict", f"{', '.join(given)}: a plan by goals does not take this yet")
+        if self.trace is not None and self.prompt is not None:
+            raise UserError("option_conflict", "a --trace has prompts of its own: leave out --prompt")
+
+    def plan_by_goal(self) -> None:
+        """Plan by the goals, print the plan, and exit with status 1 where nothing meets them."""
+        from attar.cli.goals.planning import GoalOptions, plan_by_goal
+
+        by_gpu = self.gpu is not None or self.device != "cpu"
+        plan_by_goal(GoalOptions(
+            goal=self.goal, scenario=self.scenario, name=self.model or str(self.shape),
+            shape=self.subject() if self.model is None else None, users=self.users, context=self.context,
+            prompt=self.prompt, trace=self.trace, rates=self.rates, outputs=self.outputs or (),
+            gpu=self.hardware().gpu if by_gpu else None, settings=self.engine(), as_json=self.as_json,
+        ))  # fmt: skip
 
     def subject(self) -> Subject:
         """Find the model, by name or shape. Raises ValueError where there is none."""
@@ -112,16 +170,23 @@ def plan(config: PlanConfig) -> None:
     `serve` measures it. With --tp or --pp, --memory and --bandwidth are each GPU's. --memory is each CPU process's,
     where `serve` divides it.
 
+    With --goal, the plan names the configuration that meets the limits, and ends with status 1 where none does. Each
+    number has a mark: exact, measured, fitted or of a data sheet. MODEL may then be a bare config.json.
+
     Examples:
       attar plan ./out --memory 4GB --context 512 --users 8
       attar plan --shape llama-3.1-8b --gpu h100 --context 8192 --users 32
+      attar plan ./model --goal "kl<=0.05,tpot<=60ms" --users 8 --context 4096
     """
     with errors(config.as_json):
+        config.check()
+        if config.by_goal:
+            config.plan_by_goal()
+            return
         from attar.engine import deployment
         from attar.plan import report
         from attar.plan.fit import Demand
 
-        config.check()
         asked, subject = config.engine(), config.subject()
         settings = deployment.for_users(asked, config.users)
         if settings != asked:

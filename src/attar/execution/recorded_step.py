@@ -9,7 +9,8 @@ the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,11 @@ class Decoding:
             self._recording.replay()
             self.cache.advance(self.lengths)
         return soft_capped(self.decoder.config, self._out)
+
+    @property
+    def calls(self) -> Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]:
+        """Native calls of the recorded step, in order; none where steps are not recorded."""
+        return () if self._recording is None else self._recording.calls
 
     @property
     def kept(self) -> KeptStates:

@@ -218,6 +218,23 @@ def fit(
     )  # fmt: skip
 
 
+def with_kv(found: Fit, deployment: Deployment, kv: KvScheme, limits: StepLimits) -> Fit:
+    """Return the division `found` of a deployment in one process with another KV format, and as many cache blocks.
+
+    It equals `fit` for that format, without another sum over the weights.
+    """
+    config, gpu = deployment.config, deployment.gpu
+    if gpu is not None:
+        each, beside = gpus.block_bytes(config, kv, gpu.float8), 0
+    else:
+        each = costs.block_bytes(config, kv)
+        beside = costs.beside_bytes(config, kv, limits.sequences)
+        beside -= costs.beside_bytes(config, deployment.kv, limits.sequences)
+    rows = limits.rows * (1 if gpu is None else 2)
+    shape = cache_shape(config, each, found.context, limits.sequences, rows)
+    return replace(found, step=found.step + beside, block_bytes=each, windows=shape)
+
+
 def cache_shape(config: ModelConfig, block_bytes: int, context: int, sequences: int, rows: int) -> CacheShape | None:
     """Return the shape of a cache of a model with sliding windows; None where no layer has one.
 

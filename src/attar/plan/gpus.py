@@ -42,6 +42,7 @@ class GpuSpec:
 
     memory: bytes. bandwidth: bytes a second. operations: multiplications and additions a second by operand type (bf16,
     int8, fp8), of dense matrices. float8: whether its tensor cores support it (compute capability 8.9 and later).
+    verified: whether the document was read that the numbers are from; plans print `unverified` otherwise.
     """
 
     name: str
@@ -49,6 +50,7 @@ class GpuSpec:
     bandwidth: float
     operations: Mapping[str, float]
     float8: bool
+    verified: bool = True
 
     @property
     def rates(self) -> Rates:
@@ -60,12 +62,14 @@ class GpuSpec:
         )
 
 
-def _sheet(name: str, gigabytes: int, gb_s: float, bf16: float, int8: float, fp8: float | None = None) -> GpuSpec:
+def _sheet(
+    name: str, gigabytes: int, gb_s: float, bf16: float, int8: float, fp8: float | None = None, verified: bool = True
+) -> GpuSpec:
     """Make a `GpuSpec` from data-sheet figures: `bf16`, `int8`, `fp8` in 10^12 operations a second without sparsity.
     Without `fp8`, such codes are multiplied as bf16."""
     operations = {"bf16": bf16, "int8": int8, "fp8": bf16 if fp8 is None else fp8}
     rates = {kind: rate * 1e12 for kind, rate in operations.items()}
-    return GpuSpec(name, gigabytes * 10**9, gb_s * 1e9, rates, fp8 is not None)
+    return GpuSpec(name, gigabytes * 10**9, gb_s * 1e9, rates, fp8 is not None, verified)
 
 
 GPUS: Mapping[str, GpuSpec] = {
@@ -82,6 +86,15 @@ GPUS: Mapping[str, GpuSpec] = {
         # L40S data sheet, and the whitepaper of the Ada architecture, for accumulation in float32.
         _sheet("l40s", 48, 864, 362.05, 733, 733),
         _sheet("rtx-4090", 24, 1008, 165.2, 660.6, 330.3),
+        # Figures without a document that was read: plans print `unverified` beside them.
+        _sheet("h100-pcie", 80, 2000, 756, 1513, 1513, verified=False),
+        _sheet("h100-nvl", 94, 3900, 835, 1670, 1670, verified=False),
+        _sheet("b200", 180, 8000, 2250, 4500, 4500, verified=False),
+        _sheet("l4", 24, 300, 121, 242, 242, verified=False),
+        _sheet("a10g", 24, 600, 70, 140, verified=False),
+        _sheet("rtx-5090", 32, 1792, 209.5, 838, 419, verified=False),
+        _sheet("m2-ultra", 192, 800, 54, 54, verified=False),
+        _sheet("jetson-orin-64gb", 64, 204.8, 42.5, 85, verified=False),
     )
 }
 

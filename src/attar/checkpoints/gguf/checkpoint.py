@@ -94,16 +94,18 @@ class GgufCheckpoint:
 
     @classmethod
     def open(
-        cls, path: Path, dtype: torch.dtype | None = None, *, as_stored: bool = False, blocks: bool = False
-    ) -> Self:
+        cls, path: Path, dtype: torch.dtype | None = None, *, as_stored: bool = False, blocks: bool = False,
+        whole: bool = True,
+    ) -> Self:  # fmt: skip
         """Open a GGUF file to compute in `dtype`; None: the dtype of its stored embedding, float32 where that is
         quantized.
 
-        `as_stored` leaves 16-bit matrices as they are, and `blocks` quantized ones, for kernels that read them. Raises
-        CheckpointError where the file is malformed, of an unsupported architecture or type, lacks a tensor, or holds
-        one of another shape than its metadata say. No weight is read.
+        `as_stored` leaves 16-bit matrices as they are, and `blocks` quantized ones, for kernels that read them. Without
+        `whole`, a file's header is enough, for plans. Raises CheckpointError where the file is malformed, of an
+        unsupported architecture or type, lacks a tensor, or holds one of another shape than its metadata say. No weight
+        is read.
         """
-        checkpoint = cls(GgufFile(path), dtype, as_stored, blocks)
+        checkpoint = cls(GgufFile(path, whole), dtype, as_stored, blocks)
         checkpoint._check()
         return checkpoint
 

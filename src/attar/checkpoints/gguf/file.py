@@ -23,13 +23,13 @@ class GgufPart(OpenFile):
     """One open file with a checked header.
 
     Raises CheckpointError as `OpenFile` does, and where the file is truncated, of another format, malformed, or of a
-    kind that `header.py` refuses.
+    kind that `header.py` refuses. Without `whole`, the header alone is enough.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], whole: bool = True) -> None:
         super().__init__(path)
         try:
-            self.header = read_header(self)
+            self.header = read_header(self, whole)
         except CheckpointError:
             self.close()
             raise
@@ -40,11 +40,12 @@ class GgufFile(OnDisk):
     thread-safe.
 
     Raises CheckpointError as `GgufPart` does for each of them, where a part is missing, doubled, of another model or
-    out of order, and where `path` is another part than the first.
+    out of order, and where `path` is another part than the first. Without `whole`, the header of a model of one file
+    is enough, and no tensor can be read that is not there.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        first = GgufPart(path)
+    def __init__(self, path: str | os.PathLike[str], whole: bool = True) -> None:
+        first = GgufPart(path, whole)
         self.path, self.header, self.metadata = first.path, first.header, first.header.metadata
         self.parts = [first] if first.header.part is None else _parts(first, first.header.part)
         self.size = sum(part.size for part in self.parts)

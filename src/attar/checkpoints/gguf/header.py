@@ -169,8 +169,8 @@ class Header:
     part: Part | None
 
 
-def read_header(file: OpenFile) -> Header:
-    """Read and check the header of a file. Raises CheckpointError."""
+def read_header(file: OpenFile, whole: bool = True) -> Header:
+    """Read and check the header of a file. Without `whole`, data behind it may be missing. Raises CheckpointError."""
     walk = _Walk(file)
     version, tensor_count, key_count = _counts(walk)
     metadata = _metadata(walk, key_count)
@@ -178,7 +178,7 @@ def read_header(file: OpenFile) -> Header:
     part = _part(walk, metadata)
     tensors = _tensors(walk, tensor_count, alignment)
     data = padded(walk.at, alignment)
-    _check_data(walk, tensors, data, alignment)
+    _check_data(walk, tensors, data, alignment, whole)
     return Header(version, metadata, alignment, tensors, walk.at, data, part)
 
 
@@ -346,14 +346,14 @@ def _tensor(walk: _Walk, name: str, alignment: int) -> GgufTensor:
     return GgufTensor(kind, shape, begin, begin + size)
 
 
-def _check_data(walk: _Walk, tensors: Mapping[str, GgufTensor], data: int, alignment: int) -> None:
+def _check_data(walk: _Walk, tensors: Mapping[str, GgufTensor], data: int, alignment: int, whole: bool) -> None:
     """Raise CheckpointError where the tensors do not tile the data."""
     at = 0
     for name, tensor in tensors.items():
         if tensor.begin != at:
             what = "overlaps the one before it" if tensor.begin < at else f"leaves a hole of {tensor.begin - at} bytes"
             raise walk.error("gguf_malformed", f"tensor {name!r} {what} (begins at {tensor.begin}, not {at})")
-        if data + tensor.end > walk.size:
+        if whole and data + tensor.end > walk.size:
             raise walk.error(
                 "checkpoint_incomplete",
                 f"truncated: tensor {name!r} ends at byte {data + tensor.end}, the file has {walk.size}; download "

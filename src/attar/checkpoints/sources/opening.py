@@ -47,15 +47,15 @@ def load_on(
     return load(model, dtype, progress, store)
 
 
-def stored(path: Path) -> tuple[ModelConfig, Storage]:
-    """Return the configuration of a folder or GGUF file, and the scheme of each of its linears. Raises CheckpointError
-    as loading does.
+def stored(path: Path, whole: bool = True) -> tuple[ModelConfig, Storage]:
+    """Return the configuration of a folder or GGUF file, and the scheme of each of its linears. Without `whole`, the
+    header of a GGUF file is enough. Raises CheckpointError as loading does.
 
     A quantized embedding has the scheme of the LM head that it is tied to. Dense tensors count in the dtype of the
     embedding, because files keep one dtype; the few that some store wider are a rounding error of the sum.
     """
     if is_gguf(path):
-        return _stored_gguf(path)
+        return _stored_gguf(path, whole)
     checkpoint = hf.Checkpoint.open(path)
     config = checkpoint.config
     schemes: dict[str, Scheme | None] = {each.name: checkpoint.scheme_of(each.name) for each in matrices(config)}
@@ -65,9 +65,9 @@ def stored(path: Path) -> tuple[ModelConfig, Storage]:
     return config, Storage(None, schemes[config.names.head], dtype, schemes, _label(counts))
 
 
-def _stored_gguf(path: Path) -> tuple[ModelConfig, Storage]:
+def _stored_gguf(path: Path, whole: bool) -> tuple[ModelConfig, Storage]:
     """Return the configuration and storage of a GGUF file as the CPU kernels run it."""
-    checkpoint = GgufCheckpoint.open(path, torch.float32, as_stored=True, blocks=True)
+    checkpoint = GgufCheckpoint.open(path, torch.float32, as_stored=True, blocks=True, whole=whole)
     config = checkpoint.config
     all_of = list(matrices(config))
     schemes = {each.name: checkpoint.scheme_of(each.name) for each in all_of}

@@ -1,0 +1,1 @@
+"""Plans by goals on the command line."""

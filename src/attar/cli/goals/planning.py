@@ -1,0 +1,146 @@
+"""`attar plan --goal`: from options to a question, and from its answer to text, JSON and an exit status."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attar.cli.terminal import CHECK_FAILED, emit, tell
+from attar.errors import UserError
+
+if TYPE_CHECKING:
+    from attar.plan.comparison import Subject
+    from attar.plan.costs import Storage
+    from attar.plan.goals.parse import Goal
+    from attar.plan.goals.search import Question, Workload
+    from attar.plan.goals.simulate import Arrival
+    from attar.plan.gpus import GpuSpec
+    from attar.protocol.settings import Settings
+
+DEFAULT_CONTEXT = 2048
+TOGETHER = 8  # requests of a trace that the cache holds, without --users
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoalOptions:
+    """The options of `plan` that a plan by goals takes. name: a model's path or id, or a shape's name."""
+
+    goal: str | None
+    scenario: str | None
+    name: str
+    shape: Subject | None
+    users: int
+    context: int | None
+    prompt: int | None
+    trace: Path | None
+    rates: Path | None
+    outputs: Sequence[str]
+    gpu: GpuSpec | None
+    settings: Settings
+    as_json: bool
+
+
+def plan_by_goal(config: GoalOptions) -> None:
+    """Plan by the goals of the options, print the plan, and end with status 1 where nothing meets them."""
+    import typer
+
+    from attar.plan.goals import parse, report
+    from attar.plan.goals.advice import advise
+    from attar.plan.goals.search import search
+
+    text = config.goal if config.goal is not None else parse.scenario(str(config.scenario))
+    goals = parse.parse(text)
+    if config.scenario is not None:
+        tell(f'--scenario {config.scenario} is --goal "{text}"')
+    question, notes = ask(config, goals)
+    answer = search(question)
+    advice = advise(question, answer.nearest.kv)
+    print(report.to_text(answer, config.name, advice, notes))
+    emit(config.as_json, report.to_dict(answer, config.name, advice, notes))
+    if not answer.met:
+        raise typer.Exit(CHECK_FAILED)
+
+
+def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]]:
+    """Return the question of the options, and notes on what it rests on. Raises UserError for invalid options."""
+    from attar import machine
+    from attar.engine import deployment
+    from attar.evaluation.planning import questions
+    from attar.plan.goals import candidates
+    from attar.plan.goals.search import Question, require_users
+    from attar.plan.rates.step_time import of_gpu
+    from attar.plan.steps import StepLimits
+
+    require_users(config.users)
+    subject = config.shape or questions.subject(config.name)
+    candidates.check_size(subject.config)
+    work, notes = workload(config, subject)
+    settings = deployment.for_users(config.settings, work.users)
+    limits = StepLimits.of(settings.limits(), settings.threads or machine.cores())
+    gpu, memory = config.gpu, settings.memory
+    outputs = questions.outputs(config.outputs, subject.config)
+    if gpu is not None:
+        profile = of_gpu(gpu)
+        memory = memory or int(gpu.memory * machine.SHARE)
+        said = "data sheet" if gpu.verified else "figures, which are unverified"
+        notes.append(f"{gpu.name}: times are limits of its {said}; memory {memory / 1e9:.3g} GB")
+    else:
+        storages = _storages(subject, [each.storage for each in outputs])
+        known = questions.rates(config.rates, questions.curve_names(subject.config, storages), tell)
+        profile = known.profile
+        memory, source = questions.memory(memory, known.here)
+        notes += known.notes
+        notes.append(
+            f"rates of {profile.measured}: {profile.bandwidth.value / 1e9:.1f} GB/s ± {profile.bandwidth.spread:.0%}, "
+            f"{profile.isa}, {profile.key.threads} threads"
+        )
+        notes.append(f"memory {source if memory is None else f'{memory / 1e9:.3g} GB, {source}'}")
+        if limits.threads > profile.key.threads:
+            notes.append(f"rates are of {profile.key.threads} threads, memory is planned for {limits.threads}")
+    notes.append("KL ranges that are fitted come from two models (docs/planning.md): measure yours with attar eval")
+    rows = settings.max_step_tokens
+    made = Question(
+        subject.config, subject.storage, tuple(goals), work, profile, memory, limits, gpu, settings.kv, rows, outputs
+    )
+    return made, notes
+
+
+def _storages(subject: Subject, more: Sequence[Storage]) -> list[Storage]:
+    from attar.plan.goals import candidates
+
+    found, _ = candidates.weights(subject.config, subject.storage, None)
+    return [*(each.storage for each in found), *more]
+
+
+def workload(config: GoalOptions, subject: Subject) -> tuple[Workload, list[str]]:
+    """Return the workload of the options, and what it means. Raises UserError for a prompt that leaves no answer."""
+    from attar.plan.goals.search import Workload
+
+    if config.trace is not None:
+        arrivals = _trace(config.trace)
+        longest = max(each.length for each in arrivals)
+        users = config.users if config.users > 1 else min(TOGETHER, len(arrivals))
+        said = f"the first {len(arrivals)} requests of {config.trace} at their own times, of up to {longest:,} tokens"
+        return Workload(users, 1, 1, arrivals), [f"{said}; the cache holds {users} of the longest"]
+    context = config.context or min(DEFAULT_CONTEXT, subject.config.context)
+    if context < 2:
+        raise UserError("option_out_of_range", "a plan by goals needs a --context of 2 tokens: a prompt and an answer")
+    prompt = config.prompt if config.prompt is not None else max(1, context * 3 // 4)
+    if prompt >= context:
+        raise UserError(
+            "option_conflict", f"a prompt of {prompt:,} tokens leaves no answer in a context of {context:,}"
+        )
+    users = f"{config.users} users, all at the full context" if config.users > 1 else "one user"
+    said = f"{users}: prompts of {prompt:,} tokens and answers of {context - prompt:,}"
+    return Workload(config.users, prompt, context - prompt), [said]
+
+
+def _trace(path: Path) -> tuple[Arrival, ...]:
+    from attar.load import traces
+    from attar.plan.goals.simulate import MOST_REQUESTS, Arrival
+
+    return tuple(
+        Arrival(each.at, max(1, len(each.prompt)), max(1, each.output)) for each in traces.read(path, MOST_REQUESTS)
+    )

@@ -1,0 +1,182 @@
+"""Advice: what each technique brings on this machine, for this model, number of users and context, as computed rows.
+
+No rule of thumb is written here. A row compares the time of a decode step with and without the technique, by the
+step-time model, and names the number that decides. Usual rules (4 bits for small devices, W8A8 for throughput, KV
+quantization for long contexts) follow where the numbers say so. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from attar.formats.scheme import Scheme
+from attar.kv.schemes import SCHEMES, KvScheme
+from attar.plan import costs
+from attar.plan.costs import Storage
+from attar.plan.goals import quality
+from attar.plan.goals.candidates import GROUPS, compressed
+from attar.plan.goals.parse import shown
+from attar.plan.goals.quality import Quality
+from attar.plan.goals.search import Question
+from attar.plan.rates.step_time import SHEET, UNREAD, StepModel, fitted, kind
+
+WORTH = 1.05  # a technique pays where a step is so many times as fast
+SHARE = 0.5  # of a step: what takes more binds it
+MOST_DRAFTS = 8
+GUESSED = 0.6  # acceptance that copies of the prompt often reach; a draft that needs more seldom pays
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One technique: whether it pays here, and the sentence with the number that decides."""
+
+    technique: str
+    pays: bool
+    reason: str
+
+
+def expected_tokens(acceptance: float, drafts: int) -> float:
+    """Return the tokens of one target pass with `drafts` drafts, each right with probability `acceptance`:
+    (1 - p^(K+1)) / (1 - p), K + 1 at p = 1."""
+    if acceptance >= 1.0:
+        return drafts + 1.0
+    return float((1.0 - acceptance ** (drafts + 1)) / (1.0 - acceptance))
+
+
+def break_even(relative: dict[int, float]) -> tuple[float, int] | None:
+    """Return the least acceptance at which drafts pay, and the number of drafts that does best there; None where none
+    pay at 0.99. `relative` is c(r), the time of a step of r rows over that of one."""
+    for step in range(1, 100):
+        acceptance = step / 100
+        gain, drafts = max((expected_tokens(acceptance, r - 1) / c, r - 1) for r, c in relative.items())
+        if gain >= WORTH:
+            return acceptance, drafts
+    return None
+
+
+def crossover(question: Question, scheme: Scheme) -> float:
+    """Return the number of rows from which products with a scheme take more time to compute than to read."""
+    profile = question.profile
+    rate = (profile.tile or profile.int8).value
+    if profile.isa in (SHEET, UNREAD):
+        rate = profile.bf16.value if scheme.activation is None else profile.int8.value
+        return rate * scheme.bits_per_weight((4096, 4096)) / 8 / (2 * profile.bandwidth.value)
+    curve = profile.products.get(scheme.name) or profile.products.get(kind(scheme))
+    if curve is None:
+        return math.inf
+    found = fitted(curve, profile.bandwidth.value, rate)
+    return rate * found.compute * curve.bytes / (2 * profile.bandwidth.value * found.read)
+
+
+def advise(question: Question, kv: KvScheme) -> list[Advice]:
+    """Return a row for each technique, for decode steps of all users at their context with caches in `kv`."""
+    return [each for rows in (_weights, _cache, _drafts, _sparsity) for each in rows(question, kv)]
+
+
+def _step(q: Question, storage: Storage, kv: KvScheme) -> tuple[float, float]:
+    """Return the seconds of a decode step of all users, and the share of attention."""
+    found = StepModel(q.config, storage, kv, q.profile).decode(_together(q), q.workload.context)
+    return found.total, found.attention / found.total
+
+
+def _together(q: Question) -> int:
+    return min(q.workload.users, q.limits.sequences)
+
+
+def _range(cost: Quality) -> str:
+    return f"KL {cost.kl:.2g} ({cost.evidence}, {cost.low:.2g} to {cost.high:.2g})"
+
+
+def _named(q: Question, name: str) -> Storage | None:
+    """Return a storage of the first group that divides all columns."""
+    for group in GROUPS:
+        found = Storage.named(name.format(g=group), q.storage.head, q.storage.dtype)
+        try:
+            costs.weight_bytes(q.config, found)
+        except ValueError:
+            continue
+        return found
+    return None
+
+
+def _weights(q: Question, kv: KvScheme) -> Iterator[Advice]:
+    if compressed(q.config, q.storage):
+        yield Advice("weights", False, f"{q.storage.label} weights are compressed already")
+        return
+    rows, (now, share) = _together(q), _step(q, q.storage, kv)
+    four, eight = _named(q, "w4g{g}"), _named(q, "w8a8")
+    times = {}
+    for name, storage, key in (("W4A16", four, "gptq-w4"), ("W8A8", eight, "smoothquant+gptq-w8a8")):
+        if storage is None or storage.linears is None:
+            yield Advice(name, False, "its groups do not divide the model's columns")
+            continue
+        times[name], _ = _step(q, storage, kv)
+        least = min(now, *times.values())
+        star = crossover(q, storage.linears)
+        bytes_of = costs.step_bytes(q.config, storage) / costs.step_bytes(q.config, q.storage) - 1
+        where = f"{rows} row{'s' * (rows > 1)} {'<' if rows < star else '>='} B* = {star:.0f}"
+        said = f"step {shown('ttft', now)} -> {shown('ttft', times[name])}"
+        if now / times[name] >= WORTH and times[name] <= least * WORTH:
+            cost = _range(quality.WEIGHTS[key])
+            yield Advice(name, True, f"{where}; {said}; {bytes_of:+.0%} bytes of weights; {cost}")
+        elif share > SHARE:
+            yield Advice(name, False, f"attention takes {share:.0%} of a step at {q.workload.context:,} tokens; {said}")
+        elif now / times[name] >= WORTH:
+            yield Advice(name, False, f"W4A16 takes {shown('ttft', times['W4A16'])} a step, and this {said}; {where}")
+        else:
+            yield Advice(name, False, f"{where}; {said}")
+
+
+def _cache(q: Question, kv: KvScheme) -> Iterator[Advice]:
+    wide = SCHEMES["bfloat16"]
+    (now, share), held = _step(q, q.storage, wide), _cache_bytes(q, wide)
+    for name in ("int8", "int4"):
+        try:
+            bytes_of = _cache_bytes(q, SCHEMES[name])
+        except ValueError as error:
+            yield Advice(f"KV {name}", False, str(error))
+            continue
+        then, _ = _step(q, q.storage, SCHEMES[name])
+        total = held + costs.weight_bytes(q.config, q.storage).total
+        saved = (held - bytes_of) / total
+        said = (
+            f"cache {shown('memory', held)} -> {shown('memory', bytes_of)}, {saved:.0%} of weights and cache; step "
+            f"{shown('ttft', now)} -> {shown('ttft', then)}"
+        )
+        if saved >= WORTH - 1 or now / then >= WORTH:
+            yield Advice(f"KV {name}", True, f"{said}; {_range(quality.KV[name])}")
+        else:
+            yield Advice(f"KV {name}", False, f"attention is {share:.0%} of a step; {said}")
+
+
+def _cache_bytes(q: Question, kv: KvScheme) -> int:
+    return q.workload.users * -(-q.workload.context // costs.BLOCK) * costs.block_bytes(q.config, kv)
+
+
+def _drafts(q: Question, kv: KvScheme) -> Iterator[Advice]:
+    model = StepModel(q.config, q.storage, kv, q.profile)
+    users, context = _together(q), q.workload.context
+    relative = dict(model.relative(range(2, MOST_DRAFTS + 2), users, context))
+    found = break_even(relative)
+    where = f"at {users} sequence{'s' * (users > 1)}"
+    if found is None:
+        yield Advice("speculation", False, f"no number of drafts pays {where}: c(2) = {relative[2]:.2f}")
+        return
+    acceptance, drafts = found
+    cost = f"c({drafts + 1}) = {relative[drafts + 1]:.2f}"
+    said = f"pays {where} from an acceptance of {acceptance:.2f} on (K = {drafts}, {cost})"
+    yield Advice("speculation", acceptance <= GUESSED, f"{said}; what a draft reaches: attar eval --draft")
+
+
+def _sparsity(q: Question, kv: KvScheme) -> Iterator[Advice]:
+    cost = quality.WEIGHTS["prune-2:4"]
+    yield Advice("2:4 sparsity", False, f"{_range(cost)}: more than 4-bit weights, whose bytes are about the same")
+    _, share = _step(q, q.storage, kv)
+    said = f"attention takes {share:.0%} of a step at {q.workload.context:,} tokens"
+    pays = q.gpu is None and share >= 0.25
+    what = (
+        "; --sparse-attention topk:1/16 reads a sixteenth of the cache: measure its KL with attar eval" if pays else ""
+    )
+    yield Advice("sparse attention", pays, said + what)

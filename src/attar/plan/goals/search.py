@@ -1,0 +1,291 @@
+"""Search: every configuration judged by the goals, those that meet them, the best, and the nearest miss.
+
+Weights, KV formats and rows of a step are combined in full, a few hundred at most. Memory is counted to the byte, times
+come from the step-time model and, for several users or a trace, from a simulation. Of the configurations that meet all
+goals the best has the most tokens a second, where the goals limit quality, and the least divergence where they do not.
+A difference within both spreads counts as none: the smaller one then wins. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from attar.errors import UserError
+from attar.kv.schemes import KvScheme
+from attar.model.config import ModelConfig
+from attar.plan import fit as planning
+from attar.plan.costs import BLOCK, Storage
+from attar.plan.fit import CacheLimits, Deployment, Fit
+from attar.plan.goals import candidates, quality, simulate
+from attar.plan.goals.candidates import Rejected, Weights
+from attar.plan.goals.parse import Goal, shown
+from attar.plan.goals.quality import Quality
+from attar.plan.goals.simulate import Arrival, Capacity, Latencies
+from attar.plan.gpus import GpuSpec
+from attar.plan.rates.profile import MachineProfile
+from attar.plan.rates.step_time import Evidence, StepModel, weakest
+from attar.plan.steps import StepLimits
+
+SEPARATE = 0.02  # relative difference of two times that counts, at least
+ROWS = (512, 128)  # of a step: large steps make prompts cheap, small ones keep gaps between tokens even
+FRONT = 8  # rows of the Pareto set that are shown
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests: users at once, tokens of each prompt and answer, and a trace's arrivals in place of users."""
+
+    users: int
+    prompt: int
+    answer: int
+    trace: tuple[Arrival, ...] = ()
+    given: bool = True  # whether a number of users was given
+
+    @property
+    def context(self) -> int:
+        """Return the positions of the longest request."""
+        return max((each.length for each in self.trace), default=self.prompt + self.answer)
+
+    @property
+    def loaded(self) -> bool:
+        """Return whether requests compete."""
+        return bool(self.trace) or self.users > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked: a model, goals, a workload, and the machine. memory: bytes, None where only goals limit it."""
+
+    config: ModelConfig
+    storage: Storage
+    goals: tuple[Goal, ...]
+    workload: Workload
+    profile: MachineProfile
+    memory: int | None
+    limits: StepLimits
+    gpu: GpuSpec | None = None
+    kv: str | None = None
+    rows: int | None = None  # of a step, where they are set
+    outputs: tuple[Weights, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One predicted quantity: its value, its range, and where it comes from."""
+
+    value: float
+    low: float
+    high: float
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One configuration with its predicted quantities, by the labels of goals (ttft_p95 and the like)."""
+
+    weights: Weights
+    kv: KvScheme
+    rows: int
+    fit: Fit
+    fits: bool
+    cells: Mapping[str, Cell]
+    fitted: tuple[str, ...] = ()  # curves that the step-time model had to fit
+
+    @property
+    def name(self) -> str:
+        return f"{self.weights.label} + {self.kv.name} KV"
+
+    def cell(self, goal: Goal) -> Cell:
+        """Return the quantity that a goal limits."""
+        return self.cells[goal.label if goal.label in self.cells else f"{goal.name}_p95"]
+
+    def excess(self, goals: Sequence[Goal]) -> dict[Goal, float]:
+        """Return how many times over its limit each goal is."""
+        return {goal: goal.excess(self.cell(goal).value) for goal in goals}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The outcome: the best configuration, None where none meets the goals, all judged ones, and why others fell."""
+
+    question: Question
+    best: Configuration | None
+    nearest: Configuration
+    front: tuple[Configuration, ...]
+    all: tuple[Configuration, ...]
+    rejected: tuple[Rejected, ...]
+    relaxed: Mapping[Goal, Configuration | None] = field(default_factory=dict)
+
+    @property
+    def met(self) -> bool:
+        return self.best is not None
+
+
+def search(question: Question) -> Answer:
+    """Judge every configuration. Raises UserError for a model or a workload that no plan can be made for."""
+    candidates.check_size(question.config)
+    planning.longest(question.config, question.workload.context)
+    chosen, rejected = candidates.weights(question.config, question.storage, question.gpu, question.outputs)
+    formats, refused = candidates.kv(question.config, question.gpu, question.kv)
+    found = [each for of in chosen for each in _configurations(question, of, formats)]
+    goals = question.goals
+    possible = [each for each in found if each.fits]
+    meeting = [each for each in possible if all(x <= 1 for x in each.excess(goals).values())]
+    best = _best(meeting, goals)
+    nearest = best or min(
+        possible or found, key=lambda each: (max(each.excess(goals).values()), sum(each.excess(goals).values()))
+    )
+    why = [*rejected, *refused, *_rejections(chosen, formats, found, meeting, goals)]
+    relaxed = {}
+    for goal in goals:
+        wider = tuple(
+            replace(g, limit=g.limit * (1.1 if g.bound == "<=" else 1 / 1.1)) if g is goal else g for g in goals
+        )
+        relaxed[goal] = _best([e for e in possible if all(x <= 1 for x in e.excess(wider).values())], goals)
+    return Answer(
+        question, best, nearest, _front(meeting or possible or found, goals), tuple(found), tuple(why), relaxed
+    )
+
+
+def _configurations(question: Question, weights: Weights, formats: Sequence[KvScheme]) -> list[Configuration]:
+    """Return the configurations of one choice of weights: each KV format with each number of rows of a step.
+
+    All sums over weights are made once.
+    """
+    q, work = question, question.workload
+    first = StepModel(q.config, weights.storage, formats[0], q.profile)
+    models = [first, *(first.with_kv(kv) for kv in formats[1:])]
+    size = candidates.disk_bytes(q.config, weights.storage)
+    least = min(work.users, q.limits.sequences)
+    found = []
+    for each in (q.rows,) if q.rows is not None else ROWS if work.loaded else ROWS[:1]:
+        limits = replace(q.limits, rows=max(each, q.limits.sequences) if each < least else each)
+        deployment = Deployment(q.config, weights.storage, formats[0], gpu=q.gpu)
+        divided = _divided(q, deployment, limits)
+        for kv, model in zip(formats, models, strict=True):
+            taken = planning.with_kv(divided, deployment, kv, limits)
+            of_kv = quality.KV.get(kv.name)
+            cost = weights.quality + of_kv if of_kv is not None else None
+            cells = _cells(cost, _needed(taken), size, model, _latencies(model, work, limits, taken))
+            fits = q.memory is None or _needed(taken) <= q.memory
+            found.append(Configuration(weights, kv, limits.rows, taken, fits, cells, model.fitted))
+    return found
+
+
+def _divided(q: Question, deployment: Deployment, limits: StepLimits) -> Fit:
+    """Return the memory of a server with a cache for all users, whether that fits or not."""
+    users, context = q.workload.users, q.workload.context
+    blocks = planning.blocks_for(users, -(-context // BLOCK), limits.headroom)
+    memory = q.memory if q.memory is not None else 1 << 62
+    return planning.fit(deployment, memory, context, CacheLimits(blocks * BLOCK), limits)
+
+
+def _needed(found: Fit) -> int:
+    """Return the bytes that a server takes, with the cache that was asked for."""
+    return found.memory - found.unused
+
+
+def _latencies(model: StepModel, work: Workload, limits: StepLimits, taken: Fit) -> Latencies:
+    capacity = Capacity(limits.rows, limits.sequences, taken.tokens)
+    if work.trace:
+        return simulate.traced(model, work.trace, capacity)
+    if work.users > 1:
+        return simulate.closed(model, work.users, work.prompt, work.answer, capacity)
+    return simulate.unloaded(model, work.prompt, work.answer, limits.rows)
+
+
+def _cells(cost: Quality | None, memory: int, size: int, model: StepModel, found: Latencies) -> dict[str, Cell]:
+    """Return every quantity of a configuration with its range and label."""
+    times: Evidence = model.evidence
+    near = model.spread
+
+    def timed(value: float) -> Cell:
+        return Cell(value, value / (1 + near), value * (1 + near), times)
+
+    cells = {
+        "memory": Cell(memory, memory, memory, "exact"),
+        "size": Cell(size, size, size, "exact"),
+        "tokens_per_second": timed(found.tokens_per_second),
+        **{f"ttft_{name}": timed(value) for name, value in found.ttft.items()},
+        **{f"tpot_{name}": timed(value) for name, value in found.tpot.items()},
+    }
+    if cost is not None:
+        cells["kl"] = Cell(cost.kl, cost.low, cost.high, cost.evidence)
+        agrees: Evidence = cost.evidence if cost.top1 is not None else weakest((cost.evidence, "fitted"))
+        cells["top1"] = Cell(cost.agreement, cost.agreement, cost.agreement, agrees)
+    else:
+        cells["kl"] = Cell(math.inf, 0.0, math.inf, "unverified")
+        cells["top1"] = Cell(0.0, 0.0, 1.0, "unverified")
+    return cells
+
+
+def _best(meeting: Sequence[Configuration], goals: Sequence[Goal]) -> Configuration | None:
+    """Return the best of the configurations that meet all goals."""
+    if not meeting:
+        return None
+    if any(goal.name in ("kl", "top1") for goal in goals):
+        fastest = max(each.cells["tokens_per_second"].value for each in meeting)
+        near = [each for each in meeting if each.cells["tokens_per_second"].value * (1 + SEPARATE) >= fastest]
+        return min(near, key=lambda each: (each.cells["kl"].value, each.cells["memory"].value, -each.rows))
+    least = min(each.cells["kl"].value for each in meeting)
+    near = [each for each in meeting if each.cells["kl"].value <= least * (1 + SEPARATE)]
+    return max(near, key=lambda each: (each.cells["tokens_per_second"].value, each.rows))
+
+
+def _front(found: Sequence[Configuration], goals: Sequence[Goal]) -> tuple[Configuration, ...]:
+    """Return the configurations that no other beats in divergence, memory, latency and throughput at once, fastest
+    first."""
+    names = (("kl", 1), ("memory", 1), ("ttft_p95", 1), ("tpot_p95", 1), ("tokens_per_second", -1))
+    points = [tuple(sign * each.cells[name].value for name, sign in names) for each in found]
+
+    def beaten(at: int) -> bool:
+        own = points[at]
+        for other, point in enumerate(points):
+            if other == at:
+                continue
+            within = all(b <= a + SEPARATE * abs(a) for a, b in zip(own, point, strict=True))
+            better = any(b < a - SEPARATE * abs(a) for a, b in zip(own, point, strict=True))
+            if within and (better or other < at):
+                return True
+        return False
+
+    kept = [each for at, each in enumerate(found) if not beaten(at)]
+    return tuple(sorted(kept, key=lambda each: each.cells["tpot_p95"].value)[:FRONT])
+
+
+def _rejections(
+    weights: Sequence[Weights], formats: Sequence[KvScheme], found: Sequence[Configuration],
+    meeting: Sequence[Configuration], goals: Sequence[Goal],
+) -> list[Rejected]:  # fmt: skip
+    """Return the weights and KV formats that no configuration meets the goals with, each with the number that
+    decides."""
+    out = []
+    for of in weights:
+        if not any(each.weights is of for each in meeting):
+            out.append(Rejected(of.label, _why([each for each in found if each.weights is of], goals)))
+    for kv in formats:
+        if not any(each.kv is kv for each in meeting):
+            out.append(Rejected(f"KV cache in {kv.name}", _why([each for each in found if each.kv is kv], goals)))
+    return out
+
+
+def _why(found: Sequence[Configuration], goals: Sequence[Goal]) -> str:
+    """Return the goal that the nearest of some configurations misses most, with its value and label."""
+    near = min(found, key=lambda each: (not each.fits, max(each.excess(goals).values())))
+    if not near.fits:
+        return f"memory {shown('memory', near.cells['memory'].value)} is more than there is"
+    goal, excess = max(near.excess(goals).items(), key=lambda item: item[1])
+    if excess <= 1:
+        return "beaten in every quantity by another"
+    cell = near.cell(goal)
+    return (
+        f"{goal.label} {shown(goal.name, cell.value)} ({cell.evidence}) is past {shown(goal.name, goal.limit)}, at best"
+    )
+
+
+def require_users(users: int) -> None:
+    """Raise UserError for more users than a plan is made for."""
+    if users > 1_000_000:
+        raise UserError("option_out_of_range", f"a plan is for at most 1,000,000 users, not {users:,}")

@@ -1,0 +1,184 @@
+"""`attar plan --goal` and `attar bench --rates` on the command line: answers, statuses, and bad input within limits."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from attar.cli.main import app
+from attar.plan.rates import profile as profiles
+from tests.pretend_rates import PROFILE
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632,
+    "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+SECONDS, MEMORY = 5.0, 10**9
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.fixture
+def rates(tmp_path: Path) -> Path:
+    path = tmp_path / "rates.json"
+    path.write_bytes(profiles.encode(PROFILE))
+    return path
+
+
+def run(command: str, *more: str) -> tuple[int, dict[str, Any]]:
+    """Run a command with --json; returns its status and object."""
+    done = CliRunner().invoke(app, [*shlex.split(command), *more, "--json"])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_bare_config_has_a_plan(model: Path, rates: Path) -> None:
+    goal = "kl<=0.2, tpot<=150ms, memory<=3GB"
+    status, said = run(f"plan {model} --users 4 --context 2048 --rates {rates}", "--goal", goal)
+    assert status == 0
+    assert said["met"]
+    assert said["commands"][-1].startswith("attar serve ")
+    assert {each["evidence"] for each in said["chosen"].values() if isinstance(each, dict)} <= {
+        "exact", "measured", "fitted",
+    }  # fmt: skip
+    folder_status, folder = run(f"plan {model.parent} --users 4 --context 2048 --rates {rates}", "--goal", goal)
+    assert (folder_status, folder["chosen"]) == (0, said["chosen"])
+
+
+def test_a_missed_goal_ends_with_one(model: Path, rates: Path) -> None:
+    status, said = run(f"plan {model} --rates {rates} --memory 8GB --goal tpot<=1us")
+    assert status == 1
+    assert not said["met"]
+    assert said["nearest"]["weights"]
+
+
+def test_a_scenario_is_its_goal(model: Path, rates: Path) -> None:
+    _, said = run(f"plan {model} --rates {rates} --scenario edge --context 512")
+    _, same = run(f"plan {model} --rates {rates} --context 512", "--goal", "memory<=2GB, kl<=0.2, tpot<=200ms")
+    assert said == same
+
+
+def test_a_published_shape_on_a_card(model: Path) -> None:
+    status, said = run("plan --shape llama-3.1-8b --gpu h100 --users 8 --context 4096 --goal kl<=0.1")
+    assert status == 0
+    assert said["chosen"]["tpot_p95"]["evidence"] == "data sheet"
+
+
+def test_a_trace_is_its_requests(model: Path, rates: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    lines = [f"2024-05-10 00:00:{n % 60:02d}.000000,{100 + n % 50},{20 + n % 7}" for n in range(300)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
+    status, said = run(f"plan {model} --rates {rates} --trace {trace} --goal kl<=1,ttft_p99<=1000s")
+    assert status == 0
+    assert said["traced"] == 256
+
+
+def test_the_same_question_has_the_same_answer(model: Path, rates: Path) -> None:
+    command = f"plan {model} --rates {rates} --users 3 --goal kl<=0.1"
+    assert run(command) == run(command)
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ("--goal kl<=0", "option_out_of_range"), ("--goal ttft<=1s,ttft<=2s", "option_conflict"),
+        ("--goal tpto<=1s", "name_unknown"), ("--goal kl<=nan", "option_out_of_range"),
+        ("--goal kl<=1 --scenario edge", "option_conflict"), ("--scenario egde", "name_unknown"),
+        ("--goal kl<=1 --tp 2", "option_conflict"), ("--goal kl<=1 --context 1", "option_out_of_range"),
+        ("--goal kl<=1 --context 512 --prompt 512", "option_conflict"),
+        ("--goal kl<=1 --context 99999999", "context_exceeded"),
+        ("--goal kl<=1 --users 1000000000", "option_out_of_range"), ("--goal kl<=1 --kv int7", "kv_unknown"),
+        ("--goal kl<=1 --gpu h1000", "option_conflict"), ("--prompt 5", "option_unused"),
+        ("--goal kl<=1 --trace /nowhere/at/all", "file_not_found"),
+    ],
+)  # fmt: skip
+def test_bad_options_have_codes(model: Path, rates: Path, options: str, code: str) -> None:
+    given = f"plan {model} {options}" + ("" if options.startswith("--prompt") else f" --rates {rates}")
+    status, said = run(given)
+    assert (status, said["code"]) == (2, code)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"format": 9}', b"\x00" * 100])
+def test_a_bad_file_of_rates_is_named(model: Path, tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "bad.json"
+    path.write_bytes(text)
+    assert run(f"plan {model} --goal kl<=1 --rates {path}")[1]["code"] == "file_malformed"
+
+
+HOSTILE = {
+    "layers": ({"num_hidden_layers": 10**9}, "config_invalid"),
+    "negative": ({"hidden_size": -5}, "config_invalid"),
+    "huge number": ({"vocab_size": 10**400}, "config_invalid"),
+    "words": ({"hidden_size": "many"}, "config_invalid"),
+    "experts": (
+        {"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 16000, "num_local_experts": 16000,
+         "num_experts_per_tok": 2}, "config_invalid"),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "feature_unsupported"),
+    "unknown": ({"architectures": ["NoSuchModel"]}, "architecture_unsupported"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_config_is_a_named_error(tmp_path: Path, rates: Path, name: str) -> None:
+    changes, code = HOSTILE[name]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, **changes}))
+    since = time.perf_counter()
+    status, said = run(f"plan {path} --goal kl<=1 --rates {rates}")
+    assert (status, said["code"]) == (2, code)
+    assert time.perf_counter() - since < SECONDS
+
+
+@pytest.mark.parametrize("text", ['{"hidden_size": NaN}', '{"hidden_size": 1e400}', "[" * 100_000, '"config"', "\x00"])
+def test_text_that_is_no_config_is_a_named_error(tmp_path: Path, rates: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert run(f"plan {path} --goal kl<=1 --rates {rates}")[1]["code"] == "config_invalid"
+
+
+def test_the_largest_model_that_is_accepted_takes_little(tmp_path: Path, rates: Path) -> None:
+    """It runs in a process of its own, without torch, within 5 s of processor time and 1 GB."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, "num_hidden_layers": 2000}))
+    command = ["plan", str(path), "--goal", "kl<=0.3", "--rates", str(rates), "--users", "4"]
+    program = (
+        "import sys, resource; from attar.cli.main import app\n"
+        f"try: app({command!r})\nexcept SystemExit: pass\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert after.ru_utime - before.ru_utime < SECONDS
+    assert after.ru_maxrss * 1024 < MEMORY
+
+
+def test_a_million_requests_are_cut(model: Path, rates: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    line = "2024-05-10 00:00:01.000000,100,20\n"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + line * 1_000_000)
+    since = time.perf_counter()
+    status, said = run(f"plan {model} --rates {rates} --trace {trace} --goal kl<=0.5")
+    assert (status, said["traced"]) == (0, 256)
+    assert time.perf_counter() - since < 2 * SECONDS
+
+
+def test_rates_are_of_the_machine_alone(tmp_path: Path) -> None:
+    assert run("bench demo --rates")[1]["code"] == "option_conflict"
+    assert run(f"bench demo -o {tmp_path / 'x'}")[1]["code"] == "option_unused"

@@ -1,0 +1,193 @@
+"""The search: it agrees with an exhaustive look, names what rejects, and its answer follows from the budgets."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attar.model.shapes import shape
+from attar.plan import costs
+from attar.plan.costs import Storage
+from attar.plan.goals import advice, candidates, quality, report, search
+from attar.plan.goals.candidates import Weights
+from attar.plan.goals.parse import parse
+from attar.plan.goals.search import Question, Workload
+from attar.plan.gpus import gpu_spec
+from attar.plan.rates.step_time import of_gpu
+from attar.plan.steps import StepLimits
+from tests.errors import user_error
+from tests.pretend_rates import PROFILE
+
+CONFIG = shape("llama-3.2-1b")
+
+
+def question(goals: str, users: int = 1, context: int = 2048, **changes: Any) -> Question:
+    work = Workload(users, context * 3 // 4, context - context * 3 // 4)
+    made = Question(CONFIG, Storage(), parse(goals), work, PROFILE, 64 * 10**9, StepLimits(sequences=max(32, users)))
+    return replace(made, **changes)
+
+
+@given(
+    st.floats(1e-4, 1.0), st.floats(0.01, 0.3), st.integers(500, 6000), st.sampled_from([1, 4]),
+)  # fmt: skip
+def test_the_answer_is_that_of_an_exhaustive_look(kl: float, tpot: float, megabytes: int, users: int) -> None:
+    asked = question(f"kl<={kl}, tpot<={tpot}s, memory<={megabytes}MB", users, 512)
+    answer = search.search(asked)
+    meeting = [each for each in answer.all if each.fits and max(each.excess(asked.goals).values()) <= 1]
+    assert answer.met == bool(meeting)
+    if answer.best is not None:
+        assert answer.best in meeting
+        fastest = max(each.cells["tokens_per_second"].value for each in meeting)
+        assert answer.best.cells["tokens_per_second"].value >= fastest / (1 + search.SEPARATE)
+    else:
+        least = min(max(each.excess(asked.goals).values()) for each in answer.all if each.fits)
+        assert max(answer.nearest.excess(asked.goals).values()) == least
+
+
+def test_budgets_decide_and_not_rules() -> None:
+    """Quality leaves the weights alone, a tight memory quantizes them, and a long context quantizes the cache first."""
+    best = search.search(question("kl<=0.0001")).best
+    assert best is not None
+    assert best.weights.recipe is None
+    small = search.search(question("memory<=2GB, kl<=0.2")).best
+    assert small is not None
+    assert small.weights.recipe is not None
+    long = search.search(question("memory<=7GB, kl<=0.001", users=8, context=16384)).best
+    assert long is not None
+    assert (long.weights.recipe, long.kv.name) == (None, "int8")
+
+
+def test_without_a_goal_on_quality_the_best_is_kept() -> None:
+    best = search.search(question("memory<=60GB")).best
+    assert best is not None
+    assert best.cells["kl"].value == 0
+
+
+def test_an_impossible_goal_names_the_nearest_miss() -> None:
+    answer = search.search(question("tpot<=1us"))
+    assert not answer.met
+    said = report.to_dict(answer, "m", [], [])
+    assert said["met"] is False
+    assert said["binding"] == "tpot"
+    assert answer.nearest.weights.label in report.sentence(answer)
+    fastest = min(each.cells["tpot_p95"].value for each in answer.all)
+    assert answer.nearest.cells["tpot_p95"].value == fastest
+
+
+def test_memory_that_nothing_fits_is_said() -> None:
+    answer = search.search(question("kl<=1", memory=10**6))
+    assert not answer.met
+    assert not answer.nearest.fits
+
+
+def test_each_cell_has_a_label_and_lies_in_its_range() -> None:
+    for each in search.search(question("kl<=1")).all:
+        for name, cell in each.cells.items():
+            assert cell.evidence in ("exact", "measured", "fitted", "unverified"), name
+            assert cell.low <= cell.value <= cell.high
+        assert each.cells["memory"].evidence == "exact"
+        assert each.cells["kl"].evidence != "measured"
+
+
+def test_the_pareto_set_has_no_beaten_row() -> None:
+    front = search.search(question("kl<=1", users=4)).front
+    names = ("kl", "memory", "ttft_p95", "tpot_p95")
+    for a in front:
+        for b in front:
+            assert a is b or not all(b.cells[n].value < 0.97 * a.cells[n].value for n in names)
+
+
+def test_what_is_rejected_has_a_number() -> None:
+    answer = search.search(question("kl<=0.05, tpot<=90ms, memory<=3GB"))
+    reasons = {each.technique: each.reason for each in answer.rejected}
+    assert any(char.isdigit() for char in reasons["bf16"])
+    assert all(reasons.values())
+
+
+def test_a_receipt_is_used_as_it_is() -> None:
+    own = Weights("./out", Storage.named("w4g128"), quality.receipt(0.011, 0.010, 0.012, 0.92, "r"), path="./out")
+    answer = search.search(question("kl<=0.012, memory<=3GB", outputs=(own,)))
+    assert answer.best is not None
+    assert answer.best.weights.path == "./out"
+    assert answer.best.kv.name in ("float32", "bfloat16", "int8")
+    (command,) = report.commands(answer, "m")
+    assert command.startswith(f"attar serve ./out --kv {answer.best.kv.name} --context 2048 --max-running 1 --memory ")
+
+
+def test_compressed_weights_stay() -> None:
+    answer = search.search(question("kl<=1", storage=Storage.named("w4g128")))
+    assert {each.weights.recipe for each in answer.all} == {None}
+
+
+def test_a_data_sheet_is_named_as_one() -> None:
+    for name, label in (("h100", "data sheet"), ("b200", "unverified")):
+        gpu = gpu_spec(name)
+        answer = search.search(question("kl<=0.1", 8, gpu=gpu, profile=of_gpu(gpu), memory=gpu.memory))
+        assert answer.nearest.cells["tpot_p95"].evidence == label
+
+
+def test_ten_percent_more_buys_something_or_nothing() -> None:
+    answer = search.search(question("memory<=2.5GB, kl<=0.2"))
+    assert set(answer.relaxed) == set(answer.question.goals)
+
+
+def test_json_has_no_infinity() -> None:
+    for goals, kv in (("kl<=1", None), ("kl<=1", "nuq4")):
+        asked = question(goals, kv=kv)
+        answer = search.search(asked)
+        said = report.to_dict(answer, "m", advice.advise(asked, answer.nearest.kv), ["note"])
+        json.dumps(said, allow_nan=False)
+        assert report.to_text(answer, "m", advice.advise(asked, answer.nearest.kv), []).startswith(said["answer"])
+
+
+def test_a_model_of_too_many_layers_is_refused() -> None:
+    wide = replace(CONFIG, windows=(None,) * 60000, ropes=(CONFIG.ropes[0],) * 60000)
+    with user_error("config_invalid"):
+        search.search(question("kl<=1", config=wide))
+    with user_error("option_out_of_range"):
+        search.require_users(10**9)
+    with user_error("context_exceeded"):
+        search.search(question("kl<=1", context=10**6))
+
+
+def test_size_on_disk_is_a_sum_of_tensors() -> None:
+    dense = candidates.disk_bytes(CONFIG, Storage())
+    weights = sum(each.rows * each.columns for each in costs.matrices(CONFIG))
+    assert dense == 2 * (weights + costs.norm_weights(CONFIG)), "the embedding is tied"
+    assert candidates.disk_bytes(CONFIG, Storage.named("w4g128")) < 0.5 * dense
+
+
+@given(st.floats(0.0, 0.999), st.integers(0, 16))
+def test_expected_tokens_are_a_sum_of_survivals(acceptance: float, drafts: int) -> None:
+    expected = sum(acceptance**depth for depth in range(drafts + 1))
+    assert advice.expected_tokens(acceptance, drafts) == pytest.approx(expected, rel=1e-9)
+    assert advice.expected_tokens(1.0, drafts) == drafts + 1
+
+
+def test_drafts_pay_where_rows_are_cheap() -> None:
+    assert advice.break_even({2: 1.0, 3: 1.0}) is not None
+    assert advice.break_even({2: 2.0, 3: 3.0}) is None
+    cheap, costly = advice.break_even({2: 1.02, 5: 1.1}), advice.break_even({2: 1.4, 5: 2.0})
+    assert cheap is not None
+    assert costly is not None
+    assert cheap[0] < costly[0]
+
+
+def test_advice_follows_from_the_numbers() -> None:
+    def rows(users: int, context: int) -> dict[str, bool]:
+        asked = question("kl<=1", users, context)
+        answer = search.search(asked)
+        return {each.technique: each.pays for each in advice.advise(asked, answer.nearest.kv)}
+
+    short, long = rows(1, 256), rows(16, 8192)
+    assert short["W4A16"]
+    assert not short["KV int8"], "a short context has no cache to speak of"
+    assert not short["sparse attention"]
+    assert long["KV int8"]
+    assert long["sparse attention"]
+    assert not long["2:4 sparsity"]
