@@ -10,7 +10,7 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/vers
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint soak soak-load soak-api soak-faults soak-invariance soak-schemas soak-speculation sanitize neon test-emulated test-triton gpu-check bench-compressors bench-quality \
-  bench-hostile bench-peers bench-serving bench-lm-eval bench-real real-models test-clients test-suites clean
+  bench-hostile bench-peers bench-serving bench-lm-eval bench-real real-models test-clients test-suites docs wheel clean
 
 help:
 	@echo "make demo              compress the embedded model, print the cost table, generate text before and after"
@@ -40,6 +40,8 @@ help:
 	@echo "make bench-lm-eval     TASK=FILE: compare LAMBADA perplexity with lm-eval over HTTP (LMEVAL=ENVIRONMENT)"
 	@echo "make real-models       SCRIPT=FILE: fetch the real models that tests and benches read; without SCRIPT, list them"
 	@echo "make bench-real        TABLE=NAME: print a table of figures on the real models; without TABLE, list them"
+	@echo "make docs              build the documentation site into build/manual/site, and check it (.venv-docs)"
+	@echo "make wheel             build an sdist, a wheel and an abi3 wheel into dist/, and try them (STABLE=PYTHON; .venv-wheel)"
 	@echo "make clean             remove all .venv folders, built peers, build folders and caches"
 
 demo: $(VENV)/.installed
@@ -61,6 +63,27 @@ test-clients: $(VENV)/.installed
 # llama.cpp's tests of its server, or vLLM's of its entrypoints, from their source packages: SUITE=llama.cpp or vllm.
 test-suites: $(VENV)/.installed
 	@$(BIN)/python bench/suites.py $(or $(SUITE),llama.cpp)
+
+# References are generated, so they need attar; the builder has an environment of its own.
+docs: $(VENV)/.installed .venv-docs/.installed
+	@$(BIN)/python tools/manual/assemble.py build/manual/pages
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict --clean
+	@$(BIN)/python tools/manual/check.py build/manual/site
+
+.venv-docs/.installed: tools/manual/requirements.txt | $(BIN)/python
+	@echo "setting up .venv-docs"
+	@$(BIN)/python -m venv --clear .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+# Each wheel compiles the kernels from the source archive, and torch is installed anew to try it: some ten minutes.
+wheel: .venv-wheel/.installed
+	@.venv-wheel/bin/python tools/wheel.py --python $(PYTHON) $(if $(STABLE),--stable $(STABLE))
+
+.venv-wheel/.installed: tools/wheel.txt
+	@$(PYTHON) -m venv --clear .venv-wheel
+	@.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check .
@@ -243,5 +266,5 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-clients .venv-peers .venv-gptqmodel .venv-hqq .venv-torchao .venv-llamacpp .venv-openvino .venv-lmeval .venv-triton build/engines build/clients build/suites build/outliers \
-  build/sanitize build/neon build/emulated build/triton build/gpu-check build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-clients .venv-docs .venv-wheel .venv-peers .venv-gptqmodel .venv-hqq .venv-torchao .venv-llamacpp .venv-openvino .venv-lmeval .venv-triton build/engines build/clients build/suites build/outliers \
+  build/sanitize build/neon build/emulated build/triton build/gpu-check build/manual build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

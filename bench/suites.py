@@ -30,7 +30,14 @@ HERE = Path(__file__).parent / "suite_programs"
 BUILD = Path(__file__).parents[1] / "build" / "suites"
 KEY = "sk-this-is-the-secret-key-of-32-characters"  # attar takes no shorter one
 
-FOLDERS = {"llama.cpp": "vendor/llama.cpp/tools/server/tests", "vllm": "tests"}
+FOLDERS = {
+    "llama.cpp": {
+        "vendor/llama.cpp/tools/server/tests": "tools/server/tests",
+        "vendor/llama.cpp/models/templates": "models/templates",
+    },
+    "vllm": {"tests": "tests"},
+}
+"""Folders of the source package, and where tests and their data are copied to."""
 PACKAGES = {"llama.cpp": "llama_cpp_python", "vllm": "vllm"}
 PATCHES = {
     "llama.cpp": {
@@ -95,9 +102,11 @@ def unpacked(suite: str) -> Path:
 
 def prepared(suite: str, source: Path) -> Path:
     """Return a copy of the tests with the patches in."""
-    tests = BUILD / suite
-    shutil.rmtree(tests, ignore_errors=True)
-    shutil.copytree(source / FOLDERS[suite], tests / "tests" if suite == "vllm" else tests)
+    root = BUILD / suite
+    shutil.rmtree(root, ignore_errors=True)
+    for folder, place in FOLDERS[suite].items():
+        shutil.copytree(source / folder, root / place)
+    tests = root if suite == "vllm" else root / "tools" / "server" / "tests"
     if suite == "vllm":
         for name in ("utils", "conftest"):
             shutil.copy(HERE / f"vllm_{name}.py", tests / "tests" / f"{name}.py")

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 from gpu import tune
@@ -217,14 +218,10 @@ def _attended(q: Tensor, ours: PlainPages, theirs: PagedKV, place: AttentionMeta
 
 
 def on_cpu(place: AttentionMetadata) -> AttentionMetadata:
-    return replace(
-        place,
-        **{
-            field.name: value.cpu()
-            for field in fields(place)
-            if isinstance(value := getattr(place, field.name), Tensor)
-        },
-    )
+    moved: dict[str, Any] = {
+        field.name: value.cpu() for field in fields(place) if isinstance(value := getattr(place, field.name), Tensor)
+    }
+    return replace(place, **moved)
 
 
 def _four_bits(window: int | None, cap: float | None) -> tuple[float, float]:

@@ -22,17 +22,27 @@ from pathlib import Path
 START_SECONDS = 120.0
 MODEL = os.environ.get("SUITE_MODEL", "demo")
 MOST_CONTEXT = 512 if MODEL == "demo" else 8192
-VALUES = {"--alias": "--name", "--cors-origins": "--origin"}
+VALUES = {
+    "--alias": "--name", "--cors-origins": "--origin", "--chat-template-file": "--chat-template",
+    "--reasoning": "--reasoning", "--parallel": "--max-running",
+}  # fmt: skip
+SAMPLED = {"--temp": "temperature", "--seed": "seed"}
 
 
 def options(words: list[str]) -> tuple[str, int, list[str]]:
     """Return host and port to listen at, and the options of `attar serve`."""
     given = dict(zip(words, [*words[1:], ""], strict=True))
-    context = int(given.get("--ctx-size", MOST_CONTEXT)) // int(given.get("--parallel", 1))
+    shares = 1 if "--kv-unified" in words else int(given.get("--parallel", 1))
+    context = int(given.get("--ctx-size", MOST_CONTEXT)) // shares
     made = ["--context", str(min(context, MOST_CONTEXT)), "--alias", "*"]  # llama-server takes any name
+    if given.get("--reasoning") == "auto":
+        given["--reasoning"] = "on"  # which is what it means there, for templates that reason
     for name, own in VALUES.items():
         if name in given:
             made += [own, given[name]]
+    for name, own in SAMPLED.items():
+        if name in given:
+            made += ["--sampling", f"{own}={given[name]}"]
     if "--api-key" in given:
         keys = Path(os.environ["SUITE_POOL"], hashlib.sha256(given["--api-key"].encode()).hexdigest()[:16] + ".keys")
         keys.write_text(given["--api-key"] + "\n")

@@ -196,6 +196,12 @@ def attention(
     mass: int,
     tails: int,
     dense_until: int,
+    few_until: int,
+    sinks: int,
+    band: int,
+    lost: float,
+    whole: int,
+    skipped: int,
     level: str,
 ) -> None: ...
 def write_kv(

@@ -28,6 +28,7 @@ COMMANDS = (
     "compress",
     "eval",
     "report",
+    "lab",
     "generate",
     "chat",
     "serve",

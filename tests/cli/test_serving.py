@@ -32,6 +32,7 @@ from attar.server.models import server as models_server
 from attar.server.models.served import ModelSpec
 from attar.server.options import ServerOptions
 from attar.server.replicas import processes
+from attar.text.template import MAX_TEMPLATE, read_template
 from tests.cli.test_commands import last_json, refused
 from tests.errors import user_error
 
@@ -254,6 +255,25 @@ def test_sparse_attention_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) ->
     assert served(monkeypatch, "").sparse_attention is None
 
 
+def test_sparse_prefill_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert served(monkeypatch, "--sparse-prefill skip:0.01 --kv int4").sparse_prefill == "skip:0.01"
+    assert served(monkeypatch, "").sparse_prefill is None
+
+
+@pytest.mark.parametrize(
+    "options, code",
+    [
+        ("--tp 2", "option_conflict"),
+        ("--draft demo --draft-tree 4", "option_conflict"),
+        ("--sparse-prefill minference", "option_malformed"),
+        ("--sparse-prefill skip:0.7", "option_out_of_range"),
+    ],
+)
+def test_what_sparse_prefill_does_not_go_with_is_refused(options: str, code: str) -> None:
+    made = CliRunner().invoke(app, ["serve", "demo", "--sparse-prefill", "tri-shape", *options.split(), "--json"])
+    refused(made, BAD_INPUT, code, as_json=True)
+
+
 @pytest.mark.parametrize(
     "options, code",
     [
@@ -265,6 +285,31 @@ def test_sparse_attention_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_what_sparse_attention_does_not_go_with_is_refused(options: str, code: str) -> None:
     made = CliRunner().invoke(app, ["serve", "demo", "--sparse-attention", "topk:512", *options.split(), "--json"])
+    refused(made, BAD_INPUT, code, as_json=True)
+
+
+def test_kv_eviction_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = served(monkeypatch, "--kv-eviction sink:4+2044 --kv-eviction sink:0+1024 --kv bfloat16")
+    assert made.kv_eviction == ("sink:4+2044", "sink:0+1024")
+    assert served(monkeypatch, "").kv_eviction == ()
+
+
+@pytest.mark.parametrize(
+    "options, code",
+    [
+        ("--kv int8", "option_conflict"),
+        ("--tp 2", "option_conflict"),
+        ("--draft demo --draft-tree 4", "option_conflict"),
+        ("--sparse-attention topk:512", "option_conflict"),
+        ("--kv-eviction sink:4+2044", "option_conflict"),
+        ("--kv-eviction sink:4", "option_malformed"),
+        ("--kv-eviction lru:512", "option_malformed"),
+        ("--kv-eviction sink:60+2044", "option_out_of_range"),
+        ("--kv-eviction sink:4+20", "option_out_of_range"),
+    ],
+)
+def test_what_kv_eviction_does_not_go_with_is_refused(options: str, code: str) -> None:
+    made = CliRunner().invoke(app, ["serve", "demo", "--kv-eviction", "sink:4+2044", *options.split(), "--json"])
     refused(made, BAD_INPUT, code, as_json=True)
 
 
@@ -354,6 +399,25 @@ def test_several_models_have_parts_of_the_memory(monkeypatch: pytest.MonkeyPatch
 )
 def test_what_several_models_cannot_have_is_refused(options: str, code: str, word: str) -> None:
     refused(CliRunner().invoke(app, ["serve", *shlex.split(options), "--json"]), BAD_INPUT, code, word, as_json=True)
+
+
+def test_defaults_of_sampling_and_a_template_of_ones_own(tmp_path: Path) -> None:
+    assert options_of.parse_sampling(["temperature=0.5", "top_k=3"]) == {"temperature": 0.5, "top_k": 3}
+    for wrong, code in (("heat=1", "option_malformed"), ("top_k", "option_malformed"), ("top_k=a", "option_malformed"),
+                        ("top_p=2", "option_out_of_range")):  # fmt: skip
+        with user_error(code):
+            options_of.parse_sampling([wrong])
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages[0].content }}", encoding="utf-8")
+    assert read_template(file) == "{{ messages[0].content }}"
+    file.write_bytes(b"\xff")
+    for path in (file, tmp_path / "none"):
+        with user_error("template_failed", path.name):
+            read_template(path)
+    with file.open("wb") as large:
+        large.truncate(MAX_TEMPLATE + 1)
+    with user_error("template_failed", "MiB"):
+        read_template(file)
 
 
 @pytest.mark.parametrize(

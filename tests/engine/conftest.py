@@ -42,7 +42,9 @@ def make_engine(decoder: Decoder, blocks: int = ROOM, limits: SchedulerConfig | 
             "draft_tokens",
             "draft_tree",
             "sparse",
+            "prefill",
             "sliding_blocks",
+            "evictions",
         )
         if name in how
     }

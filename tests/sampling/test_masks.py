@@ -13,10 +13,11 @@ import torch
 
 from attar.protocol.grammar import Grammar
 from attar.protocol.request import SamplingParams
-from attar.sampling.masks import GrammarMasks
+from attar.sampling.masks import AllowedMask, GrammarMasks
 from attar.sampling.sampler import SampledToken, Sampler, sample
 from attar.text import _proof_child
 from attar.text.grammars import GrammarError, Vocabulary
+from tests.errors import user_error
 from tests.text.random_schemas import schema
 
 SCHEMAS = int(os.environ.get("TEST_RANDOM_SCHEMAS", "64"))
@@ -86,3 +87,36 @@ def test_every_answer_that_ends_is_valid(first: int) -> None:
 
 def check(text: bytes, made: Any) -> None:
     jsonschema.validate(json.loads(text), made, jsonschema.Draft202012Validator)
+
+
+@pytest.mark.parametrize("drafts", [(), (40, 41)])
+def test_allowed_tokens_are_the_only_ones(drafts: tuple[int, ...]) -> None:
+    size = 100
+    grammar = GrammarMasks(lambda: VOCABULARY, size).mask(Grammar.choice(["ab", "ac"]))
+    plain, inner = AllowedMask([3, 31, 32, 99], size), AllowedMask([2 + ord("a"), 5], size, grammar)
+    assert set_bits(plain.allowed(drafts)) == [3, 31, 32, 99]
+    assert set_bits(inner.allowed()) == [2 + ord("a")]
+    assert (plain.forced(), plain.finished, plain.failed) == (b"", False, False)
+    assert inner.forced() == b"a"
+    for mask in (plain, inner):
+        mask.consume(2 + ord("a"))
+    assert set_bits(plain.allowed()) == [3, 31, 32, 99]
+    assert set_bits(inner.allowed()) == []  # neither b nor c is allowed
+    with user_error("token_out_of_vocabulary", "allowed_token_ids"):
+        AllowedMask([size], size)
+
+
+def set_bits(words: torch.Tensor) -> list[int]:
+    return [32 * at + bit for at, word in enumerate(words.tolist()) for bit in range(32) if word >> bit & 1]
+
+
+def test_a_sampler_draws_allowed_tokens_alone() -> None:
+    allowed = [7, 64, 65]
+    sampler = Sampler(SamplingParams(seed=1), [1], 96, mask=AllowedMask(allowed, 96))
+    drawn = set()
+    for _ in range(64):
+        [token] = sample(torch.randn(1, 96, generator=torch.Generator().manual_seed(3)), [sampler])
+        assert isinstance(token, SampledToken)
+        sampler.commit(token.token_id)
+        drawn.add(token.token_id)
+    assert drawn == set(allowed)

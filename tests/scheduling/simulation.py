@@ -3,8 +3,9 @@
 A seed makes everything: sizes and limits, the requests (with prefixes in common, salts, priorities, deadlines, several
 choices, bypass, some that can never fit), when they come and are cancelled, steps that fail for some, what happens
 while a step is under way, in half of all lives steps that are planned ahead of one under way, on a device that may be
-late with both, in half of all lives a group of layers with a sliding window, whose blocks are their own, and in a
-third of all lives faults at the named points (`attar/faults.py`). Only the model is fake: its next token is a function
+late with both, in half of all lives a group of layers with a sliding window, whose blocks are their own, in many
+others requests that drop keys, and in a third of all lives faults at the named points (`attar/faults.py`). Only the
+model is fake: its next token is a function
 of the sequence's seed and of all tokens before it, by way of a cache of fake keys and values. Each slot holds a digest
 of salt and tokens up to its own, slots of free blocks are wiped, and what a step reads must be what the sequence alone
 would have written.
@@ -57,15 +58,18 @@ import attar.scheduling.prefix_cache
 import attar.scheduling.scheduler
 import attar.scheduling.sliding
 from attar import faults
+from attar.kv.eviction import Eviction
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.plan.sliding import SlidingLimits
 from attar.protocol.messages import REUSE_ENDS
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.scheduling import draft_tree
 from attar.scheduling.sequence import Sequence, Status
-from attar.scheduling.step_plan import ScheduledTokens, StepPlan
+from attar.scheduling.step_plan import Evicted, ScheduledTokens, StepPlan
 
 END = 0  # the token that ends an answer
-FEW = -1  # no token: it marks digests of rows that read few keys
+FEW, FEW_OF_PROMPT = -1, -2  # no tokens: they mark digests of rows that read few keys
+SINK = -3  # it marks sinks, by how far they were turned
 POINTS = [name for name in faults.POINTS if name.startswith(("scheduler.", "radix.", "pool."))]
 VOCABULARY = 4  # few, so that random prompts have beginnings in common
 EVENTS = 80
@@ -78,6 +82,11 @@ def digest(before: int, token: int) -> int:
 
 def begin(cache_salt: bytes) -> int:
     return hash(tuple(cache_salt))
+
+
+def turned(state: int | None, dropped: int) -> int:
+    """A sink that stands behind so many dropped tokens."""
+    return hash((state, SINK, dropped))
 
 
 def choose(state: int, seed: int) -> int:
@@ -94,6 +103,7 @@ class Asked:
     seed: int
     tokens: list[int]
     whole: int | None = None  # the scheduler's
+    prefill: SparsePrefill | None = None  # likewise
     digests: dict[int, list[int]] = field(default_factory=dict)  # by horizon
     passed: int = 0
     preempted: int = 0
@@ -121,9 +131,17 @@ class Asked:
                 break
 
     def after(self, state: int, position: int, token: int) -> int:
-        """The digest at a position: of few keys, where this is a row of an output past the scheduler's `whole`."""
-        few = self.whole is not None and position >= max(self.sequence.prompt, self.whole)
-        return digest(digest(state, FEW) if few else state, token)
+        """The digest at a position: of few keys, where this is a row of an output past the scheduler's `whole`, or one
+        in the middle of a prompt."""
+        prompt = self.sequence.prompt
+        if self.whole is not None and position >= max(prompt, self.whole):
+            state = digest(state, FEW)
+        if self.prefill is not None and self.prefill.whole <= position < self.prefill.until(prompt):
+            state = digest(state, FEW_OF_PROMPT)
+        eviction = self.sequence.eviction
+        if eviction is not None and position >= eviction.plain(prompt):
+            state = digest(state, FEW)
+        return digest(state, token)
 
 
 class Group(NamedTuple):
@@ -135,6 +153,7 @@ class Group(NamedTuple):
     written: set[tuple[int, int]]
     blocks: list[int]
     others: tuple[tuple[int, ...], ...] | None
+    dropped: int = 0  # tokens of the sequence that have no slot
 
 
 @dataclass(eq=False)
@@ -144,6 +163,7 @@ class Launched:
     plan: StepPlan
     tables: list[list[int]]
     sliding: list[list[int]]
+    dropped: list[int]
     outcomes: dict[str, object] | None = None
     """None until it has been run."""
 
@@ -179,6 +199,8 @@ class Simulation:
         self.pool = block_pool.BlockPool(max(2, rng.choice([24, 48, 48, 96]) // size), size)
         self.cache = prefix_cache.PrefixCache(self.pool, rng.choice([n for n in range(1, size + 1) if size % n == 0]))
         self.whole = random.Random(-(2**37) - seed).choice([None, None, 0, 0, 9])
+        last = random.Random(-(2**39) - seed).choice([None, None, 1, 4, 9])
+        self.prefill = None if last is None else SparsePrefill(window=16, last=last)
         self.lag = random.Random(-(2**32) - seed)
         self.overlaps = self.lag.random() < 1 / 2
         self.groups = random.Random(-(2**38) - seed)
@@ -192,7 +214,7 @@ class Simulation:
             self.sliding = sliding.SlidingBlocks(pool, self.window, rows)
             self.cache.beside = self.sliding
             self.slides: list[list[int | None]] = [[None] * size for _ in range(pool.total)]
-        self.scheduler = scheduler.Scheduler(self.pool, self.cache, self.limits, self.whole, self.sliding)
+        self.scheduler = scheduler.Scheduler(self.pool, self.cache, self.limits, self.whole, self.sliding, self.prefill)
         self.cache.evict = self.evict  # type: ignore[method-assign]
         self.memory: list[list[int | None]] = [[None] * size for _ in range(self.pool.total)]
         self.asked: dict[str, Asked] = {}
@@ -207,6 +229,9 @@ class Simulation:
         self.faulty = self.dice.random() < 1 / 3
         ends: tuple[tuple[int, ...], ...] = ((), (), (), (7, 1 << 20), (4, 8, 16, 32, 1 << 20))
         self.horizons = random.Random(-(2**33) - seed).choice(ends)
+        self.droppers = random.Random(-(2**39) - seed)
+        plain = self.window is None and self.whole is None and self.prefill is None and not self.horizons
+        self.evicts = plain and self.droppers.random() < 0.8
         self.fired = self.suffered = 0  # faults, and what failed for no other reason
         self.spoiled: set[str] = set()
         """Sequences for which a step failed: the device has nothing more of theirs."""
@@ -233,15 +258,23 @@ class Simulation:
         deadline = self.now + rng.uniform(0, 8) if rng.random() < 0.15 else None
         cache_salt, priority = rng.choice([b"", b"", b"", b"a", b"b"]), rng.choice([0, 0, 0, 1, -1])
         bypass, longest = rng.random() < 0.1, rng.choice([0, 1, 6, 15, 25, 40])
+        eviction = self.eviction()
         choices = []
         for i in range(rng.choice([1, 1, 1, 2, 3])):
             sequence = Sequence(
                 id=f"{self.requests}.{i}", prompt_ids=prompt, max_tokens=longest, priority=priority,
                 deadline=deadline, cache_salt=cache_salt, bypass=bypass and i == 0, horizons=self.horizons,
+                eviction=eviction,
             )  # fmt: skip
-            choices.append(Asked(sequence, rng.getrandbits(32), list(prompt), self.whole))
+            choices.append(Asked(sequence, rng.getrandbits(32), list(prompt), self.whole, self.prefill))
         self.requests += 1
-        blocks = -(-(len(prompt) + max(longest - 1, 0)) // self.pool.size)
+        tokens = len(prompt) + max(longest - 1, 0)
+        blocks = -(-tokens // self.pool.size)
+        if eviction is not None and eviction.once and len(prompt) > eviction.budget and longest > 1:
+            kept = eviction.budget + tokens - len(prompt)
+            blocks = -(-len(prompt) // self.pool.size) + -(-kept // self.pool.size)
+        elif eviction is not None and not eviction.once and tokens > eviction.budget:
+            blocks = 2 * -(-eviction.budget // self.pool.size)
         waiting = sum(a.sequence.status is Status.QUEUED for a in self.asked.values())
         fired = self.fired
         taken = self._add(choices)
@@ -256,6 +289,16 @@ class Simulation:
         assert taken == verdict, "refused or taken wrongly"
         if verdict is None:
             self.asked.update((choice.sequence.id, choice) for choice in choices)
+
+    def eviction(self) -> Eviction | None:
+        """The policy of a request, if it has one."""
+        if not self.evicts or self.droppers.random() < 0.3:
+            return None
+        size = self.pool.size
+        if self.droppers.random() < 0.5:
+            return Eviction("snapkv", self.droppers.choice([1, 2, 5, 9]))
+        budget = 2 * size + self.droppers.choice([0, 1, size, 3 * size, 20])
+        return Eviction("sink", budget, self.droppers.randrange(min(size, 3)))
 
     def _add(self, choices: list[Asked]) -> str | None:
         try:
@@ -345,7 +388,8 @@ class Simulation:
             tables, sliding = (
                 [list(getattr(chunk.sequence, name)) for chunk in step.chunks] for name in ("blocks", "sliding")
             )
-            self.steps.append(Launched(step, tables, sliding))
+            dropped = [chunk.sequence.dropped for chunk in step.chunks]
+            self.steps.append(Launched(step, tables, sliding, dropped))
         if self.overlaps and self.lag.random() < 0.5:  # a device that is quick: what comes between finds all of it done
             self.catch_up(len(self.steps))
 
@@ -357,7 +401,7 @@ class Simulation:
                 right = self.asked[sequence.id].tokens[known : known + self.drafts.choice([0, 1, 2, 4, 9])]
                 wrong = [self.drafts.randrange(VOCABULARY) for _ in range(self.drafts.choice([0, 0, 1, 3]))]
                 sequence.drafts = (*right, *wrong)
-                if self.trees.random() < 0.5:
+                if self.trees.random() < 0.5 and sequence.eviction is None:
                     self.branch(sequence)
 
     def branch(self, sequence: Sequence) -> None:
@@ -413,8 +457,11 @@ class Simulation:
             if self.faulty and self.dice.random() < 0.1:
                 memory[target] = [None] * size
                 outcomes[sequence.id] = self.module.Outcome(failure="internal")
+        for evicted in step.plan.evictions:
+            self._evict(evicted)
         everything_fails = rng.random() < 0.01
-        for chunk, blocks, sliding in zip(step.plan.chunks, step.tables, step.sliding, strict=True):
+        parts = zip(step.plan.chunks, step.tables, step.sliding, step.dropped, strict=True)
+        for chunk, blocks, sliding, dropped in parts:
             sequence, start, rows, samples, drafts, tree = chunk
             asked = self.asked[sequence.id]
             if sequence.id in outcomes or sequence.id in self.spoiled:
@@ -432,7 +479,8 @@ class Simulation:
             rows_of = [*digests[start:known], *of[1:]]
             if fails:
                 rows_of = [None] * len(rows_of)
-            self._fill(Group(memory, 0, written, blocks, tree and tree.blocks), chunk, digests, rows_of)
+            own = Group(memory, 0, written, blocks, tree and tree.blocks, dropped)
+            self._fill(own, chunk, digests, rows_of)
             if self.sliding is not None:
                 oldest = max(0, start - self.window + 1)
                 self._fill(Group(self.slides, oldest, slid, sliding, tree and tree.sliding), chunk, digests, rows_of)
@@ -443,12 +491,27 @@ class Simulation:
         self.spoiled |= {id for id, outcome in outcomes.items() if outcome.failure is not None}
         return outcomes
 
+    def _evict(self, evicted: Evicted) -> None:
+        """What an eviction does: sinks are turned, or a prompt's last tokens gathered."""
+        memory, size, eviction = self.memory, self.pool.size, evicted.sequence.eviction
+        if eviction.once:
+            for slot in range(eviction.budget):
+                at = slot + evicted.dropped
+                kept = memory[evicted.sources[at // size]][at % size]
+                memory[evicted.targets[slot // size]][slot % size] = kept
+            return
+        (source,), (target,) = evicted.sources, evicted.targets
+        for slot in range(eviction.sinks):
+            memory[target][slot] = turned(memory[source][slot], evicted.dropped)
+
     def _fill(self, group: Group, chunk: ScheduledTokens, digests: list[int], states: list[int | None]) -> None:
         """What one group of layers does for a chunk: read all that it sees, then write every row."""
         size, (sequence, start, rows, _, drafts, tree) = self.pool.size, chunk
-        memory, oldest, _, blocks, others = group
-        found = [memory[blocks[at // size]][at % size] for at in range(oldest, start)]
-        assert found == digests[oldest:start], f"{sequence.id} reads what is not its own"
+        memory, oldest, _, blocks, others, dropped = group
+        found = [memory[blocks[at // size]][at % size] for at in range(oldest, start - dropped)]
+        sinks = sequence.eviction.sinks if dropped else 0
+        expected = [turned(state, dropped) for state in digests[:sinks]] + digests[oldest + sinks + dropped : start]
+        assert found == expected, f"{sequence.id} reads what is not its own"
         before = rows - len(drafts)
         known = start + before
         for row in range(before):
@@ -468,6 +531,7 @@ class Simulation:
                     self._write(group, table, known - 1 + depths[row], states[before - 1 + row])
 
     def _write(self, group: Group, table: list[int], at: int, state: int | None) -> None:
+        at -= group.dropped
         slot = table[at // self.pool.size], at % self.pool.size
         assert slot not in group.written, "a slot is written twice in a step"
         group.written.add(slot)
@@ -521,6 +585,8 @@ class Simulation:
         tables = [asked.sequence.blocks for asked in self.asked.values()]
         assert all(len(table) == len(set(table)) for table in tables), "a block stands twice in a table"
         holders = Counter(block for table in tables for block in table)
+        for asked in self.asked.values():
+            holders.update([*asked.sequence.pristine, *asked.sequence.spare])
         for step in self.steps:
             holders.update(copy.source for copy in step.plan.copies)
             holders.update(step.plan.held)
@@ -542,10 +608,17 @@ class Simulation:
     def tags(self) -> None:
         for cache_salt, before, node in self.cache.nodes():
             state = begin(cache_salt)
-            for token in before:
-                state = digest(state, token)
+
+            def after(state: int, position: int, token: int) -> int:
+                """The digest of a row in the middle of a prompt: the tree has no others where these differ."""
+                if self.prefill is not None and position >= self.prefill.whole:
+                    state = digest(state, FEW_OF_PROMPT)
+                return digest(state, token)
+
+            for at, token in enumerate(before):
+                state = after(state, at, token)
             for at, token in enumerate(node.tokens):
-                state = digest(state, token)
+                state = after(state, len(before) + at, token)
                 block = node.blocks[at // self.pool.size]
                 assert self.memory[block][at % self.pool.size] == state, f"block {block} is not what the tree says"
                 if self.sliding is not None and (own := self.sliding.beside(block)) is not None:

@@ -114,6 +114,9 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
             (path, "stop_token_ids", [True], "invalid_type"),
             (path, "stop_token_ids", [1] * 65, "invalid_length"),
             (path, "speculation", {"trust_forced": 1}, "invalid_type"),
+            (path, "kv_eviction", "sink:4+124", "invalid_value"),  # which this server does not offer
+            (path, "kv_eviction", "x" * 65, "invalid_length"),
+            (path, "kv_eviction", 4, "invalid_type"),
             (path, "logprob_token_ids", [1], "invalid_value"),  # without logprobs
             (path, "logprob_token_ids", [-1], "out_of_range"),
             (path, "logprob_token_ids", [1] * 129, "invalid_length"),
@@ -128,6 +131,9 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
             (path, "logit_bias", {str(VOCAB): 1}, "invalid_value"),
             (path, "logit_bias", {"1": 1, "01": 2}, "invalid_value"),  # one token twice
             (path, "logit_bias", [[1, 2]], "invalid_type"),
+            (path, "allowed_token_ids", [VOCAB], "out_of_range"),
+            (path, "allowed_token_ids", [], "invalid_length"),
+            (path, "allowed_token_ids", [1] * 1025, "invalid_length"),
             (path, "ignore_eos", 1, "invalid_type"),
             (path, "speculation", {"max_tokens": 17}, "out_of_range"),
             (path, "speculation", {"max_tokens": -1}, "out_of_range"),
@@ -242,7 +248,10 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
         ("/v1/embeddings", "input", [], "invalid_length"),
         ("/v1/embeddings", "input", [[]], "empty_prompt"),
         ("/v1/embeddings", "input", [VOCAB], "out_of_range"),
-        ("/v1/embeddings", "input", ["a", 1], "invalid_type"),
+        ("/v1/embeddings", "input", [[1], 1], "invalid_type"),
+        ("/v1/embeddings", "input", ["a", VOCAB], "out_of_range"),
+        ("/v1/embeddings", "input", {}, "missing_field"),
+        ("/v1/embeddings", "input", {"prompt_string": "a", "multimodal_data": ["b"]}, "unsupported_field"),
         ("/v1/embeddings", "input", ["a"] * 2049, "invalid_length"),
         ("/v1/embeddings", "input", None, "invalid_type"),
         ("/v1/embeddings", "input", [1] * (CONTEXT + 1), "context_length_exceeded"),

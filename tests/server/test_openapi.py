@@ -24,6 +24,7 @@ import pytest
 from attar import strict_json
 from attar.protocol.grammar import Grammar
 from attar.server.api import constraints, sampling_params, schemas
+from attar.server.api.dialects.llamacpp import completion, params
 from attar.server.api.tools import fields
 from attar.server.api.tools.ollama import OpenCalls
 from attar.server.http.limits import MAX_BODY
@@ -49,6 +50,9 @@ GOOD_BODIES = {
     "/v1/embeddings": 25,
     "/tokenize": 60,
     "/detokenize": 5,  # it has one field
+    "/completion": 60,
+    "/apply-template": 150,
+    "/embedding": 10,
     "/api/show": 5,
     "/api/chat": 60,
     "/api/generate": 60,
@@ -65,8 +69,10 @@ def test_the_server_does_what_its_document_says(
     if not SCHEMATHESIS.exists():
         pytest.skip(f"no schemathesis in {SCHEMATHESIS.parents[1].name}")
     monkeypatch.setattr(sampling_params, "MAX_LOGPROBS", 2**60)
+    monkeypatch.setattr(params, "MAX_BIASES", 2**60)  # of the tokens of texts
     monkeypatch.setattr(constraints, "_check_one", lambda found: None)
-    monkeypatch.setattr(schemas, "check_end", lambda body: body.constraint())
+    for module in (schemas, completion):
+        monkeypatch.setattr(module, "check_end", lambda body: body.constraint())
     monkeypatch.setattr(Grammar, "check", lambda self, params: None)
     monkeypatch.setattr(constraints, "_check_strict", lambda schema, where: None)
     monkeypatch.setattr(regular, "expression", lambda text: ".*")
@@ -96,7 +102,7 @@ def test_the_server_does_what_its_document_says(
     ]  # fmt: skip
     done = subprocess.run(program, capture_output=True, text=True, timeout=SECONDS, cwd=tmp_path)
     assert not done.returncode, done.stdout[-20_000:] + done.stderr[-2000:]
-    assert "44 selected / 44 total" in done.stdout
+    assert "51 selected / 51 total" in done.stdout
     rates = json.loads((tmp_path / "report.json").read_text())["valid_rates"]
     posts = {name.removeprefix("POST "): rate for name, rate in rates.items() if name.startswith("POST ")}
     taken = {path: rate["coverage"]["accepted"] for path, rate in posts.items()}

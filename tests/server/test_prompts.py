@@ -11,6 +11,8 @@ import pytest
 
 from attar.server import prompts
 from attar.server.api import schemas
+from attar.server.api.dialects.llamacpp import inputs
+from attar.server.api.dialects.llamacpp.inputs import Inputs
 from attar.text.token_bounds import TokenBounds
 from attar.text.tokenizer import Tokenizer
 from tests.server.conftest import Running
@@ -37,7 +39,12 @@ def test_many_token_ids_are_looked_at_beside_the_loop(
         looked.append(threading.current_thread())
         known(tokens, vocab, name)
 
+    def check_inputs(given: Inputs, name: str, most: int) -> None:
+        looked.append(threading.current_thread())
+        inputs.check_inputs(given, name, most)
+
     monkeypatch.setattr(schemas, "_check_prompts", check)
+    monkeypatch.setattr(schemas, "check_inputs", check_inputs)
     monkeypatch.setattr(prompts, "in_vocabulary", in_vocabulary)
     reply = server.post(path, {field: [1] * MANY})
     assert reply.status == status

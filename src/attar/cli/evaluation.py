@@ -1,4 +1,4 @@
-"""Commands that measure a compressed model: `eval`, `verify`, `report`."""
+"""Commands that measure a compressed model or show what was measured: `eval`, `verify`, `report`, `lab`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from attar.protocol.speculation import MAX_DRAFT_TOKENS
 if TYPE_CHECKING:
     from attar.checkpoints.receipts.receipt import Verdict
     from attar.evaluation.draft_quality import DraftQuality
-    from attar.evaluation.long_context import LongContextReport
+    from attar.evaluation.eviction_cost import EvictionReport
+    from attar.evaluation.long_context.report import LongContextReport
     from attar.evaluation.speculation_audit import Audit
     from attar.evaluation.tasks import TaskReport
     from attar.metrics.measure import Report
@@ -52,6 +53,12 @@ class EvalConfig(options.OutputConfig):
     temperature: Annotated[float, option("Comparison", "T", "Temperature of --draft.", min=0)] = 1.0
     kv: options.Kv = None
     sparse_attention: options.SparseAttention = None
+    sparse_prefill: options.SparsePrefill = None
+    passkeys: Annotated[int | None, option(
+        "Data", "N", "With --sparse-attention or --sparse-prefill: texts that are asked for a passkey at each of five "
+        "depths; 0: none.", min=0, default="1",
+    )] = None  # fmt: skip
+    kv_eviction: options.KvEviction = None
     adapter: Annotated[Path | None, option("Model", "DIR", "LoRA adapter of MODEL alone (PEFT folder).")] = None
     device: options.Device = "cpu"
     dtype: options.ComputeDtype = None
@@ -69,6 +76,9 @@ def evaluate(config: EvalConfig) -> None:
     have up to 4096 tokens. A task gives perplexity of the target and accuracy, as lm-eval defines them. --draft
     continues prompts of the text: it prints distances, rejections, tokens a step and speed, predicted and measured.
     --sparse-attention prints the KL divergence of the last rows of long windows from full attention, and their time.
+    --sparse-prefill prints the KL divergence of the tokens behind a prompt from full prefill, and its time. Both ask
+    for a passkey at five depths of the text, with the question known to the prompt and not known.
+    --kv-eviction prints the KL divergence of the rows behind prompts from the full cache.
 
     Examples:
       attar eval ./out --against ./model --text heldout.txt
@@ -76,6 +86,8 @@ def evaluate(config: EvalConfig) -> None:
       attar eval ./out --task lambada=lambada.jsonl --limit 500
       attar eval ./large --draft ./small --text heldout.txt
       attar eval ./out --sparse-attention topk:1/16 --text heldout.txt
+      attar eval ./out --sparse-prefill tri-shape --text heldout.txt
+      attar eval ./out --kv-eviction sink:4+1020 --text heldout.txt
     """
     with errors(config.as_json), progress(config.quiet) as bar:
         require(config.device)
@@ -83,9 +95,16 @@ def evaluate(config: EvalConfig) -> None:
             from attar.checkpoints.sources import hub
 
             tell_doubt(config.adapter, hub.resolve(config.model))
-        report: DraftQuality | LongContextReport | Report | TaskReport
-        if config.sparse_attention is not None:
-            report = _of_sparse_attention(config, config.sparse_attention, bar)
+        report: DraftQuality | LongContextReport | EvictionReport | Report | TaskReport
+        few = config.sparse_attention is not None or config.sparse_prefill is not None
+        if few and config.kv_eviction is not None:
+            raise UserError("option_conflict", "--kv-eviction is measured alone, without reading few keys")
+        if few:
+            report = _of_long_context(config, bar)
+        elif config.kv_eviction is not None:
+            report = _of_kv_eviction(config, config.kv_eviction, bar)
+        elif config.passkeys is not None:
+            raise UserError("option_unused", "--passkeys is of --sparse-attention and --sparse-prefill")
         elif config.draft is not None:
             report = _of_draft(config, config.draft, bar)
         else:
@@ -95,19 +114,42 @@ def evaluate(config: EvalConfig) -> None:
         emit(config.as_json, report.to_dict())
 
 
-def _of_sparse_attention(config: EvalConfig, settings: str, bar: Progress) -> LongContextReport:
-    """Measure sparse attention. Raises ValueError without a text, and for options of other measurements."""
-    from attar.evaluation.long_context import CONTEXT, measure
+def _of_long_context(config: EvalConfig, bar: Progress) -> LongContextReport:
+    """Measure sparse attention and sparse prefill. Raises ValueError without a text, and for other options."""
+    from attar.evaluation.long_context.report import PASSKEYS, measure
     from attar.kv.sparse import SparseAttention
+    from attar.kv.sparse_prefill import SparsePrefill
 
     others = (config.task, config.against, config.stride, config.draft, config.limit, config.adapter, config.dtype)
     if config.greedy or config.device != "cpu" or config.tp * config.pp > 1 or any(each is not None for each in others):
-        message = "--sparse-attention takes --text, --context, --max-tokens and --kv alone, on a CPU in one process"
+        names = "--text, --context, --max-tokens, --passkeys and --kv"
+        message = f"--sparse-attention and --sparse-prefill take {names} alone, on a CPU in one process"
+        raise UserError("option_conflict", message)
+    if config.text is None:
+        raise UserError("option_missing", "give the text to measure on: --text heldout.txt")
+    few, of_prompts = config.sparse_attention, config.sparse_prefill
+    return measure(
+        config.model, config.text, None if few is None else SparseAttention.parse(few),
+        None if of_prompts is None else SparsePrefill.parse(of_prompts), context=config.context,
+        max_tokens=config.max_tokens, kv=config.kv, progress=bar,
+        prompts=PASSKEYS if config.passkeys is None else config.passkeys,
+    )  # fmt: skip
+
+
+def _of_kv_eviction(config: EvalConfig, policy: str, bar: Progress) -> EvictionReport:
+    """Measure KV eviction. Raises ValueError without a text, and for options of other measurements."""
+    from attar.evaluation.eviction_cost import CONTEXT, measure
+    from attar.kv.eviction import Eviction
+
+    others: tuple[object, ...] = (config.task, config.against, config.stride, config.draft, config.limit)
+    others += (config.adapter, config.dtype, config.passkeys)
+    if config.greedy or config.device != "cpu" or config.tp * config.pp > 1 or any(each is not None for each in others):
+        message = "--kv-eviction takes --text, --context, --max-tokens and --kv alone, on a CPU in one process"
         raise UserError("option_conflict", message)
     if config.text is None:
         raise UserError("option_missing", "give the text to measure on: --text heldout.txt")
     return measure(
-        config.model, config.text, SparseAttention.parse(settings), context=config.context or CONTEXT,
+        config.model, config.text, Eviction.parse(policy), context=config.context or CONTEXT,
         max_tokens=config.max_tokens, kv=config.kv, progress=bar,
     )  # fmt: skip
 
@@ -274,4 +316,45 @@ def report(config: ReportConfig) -> None:
         bar.close()
         count = len(config.outputs)
         print(f"{config.page}: {count} output{'s' * (count != 1)}, {config.page.stat().st_size:,} bytes")
+        emit(config.as_json, written)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabConfig(options.OutputConfig):
+    """Options of `lab`."""
+
+    model: options.Model
+    outputs: Annotated[
+        list[str] | None, typer.Argument(metavar="OUT", help="Compressed folders or GGUF files, with their receipts.")
+    ] = None
+    kv: options.Kv = None
+    text: Annotated[Path | None, option(
+        "Data", "FILE", "Run MODEL over this text and sample its channels for SmoothQuant (.txt, .jsonl).",
+    )] = None  # fmt: skip
+    max_tokens: Annotated[int, option("Data", "N", "Tokens of --text to use at most.", min=2)] = 512
+    no_measure: Annotated[bool, flag("Device", "Leave this machine's rates out.", "--no-measure")] = False
+    page: Annotated[Path, option("Output", "FILE", "The HTML file to write.", "--page", "-o")] = Path("lab.html")
+
+
+@configured(LabConfig)
+def lab(config: LabConfig) -> None:
+    """Write an HTML page of simulators, driven by a model and this machine.
+
+    It shows size, speed, paging, speculation and batching, with sliders, and what was measured on every curve. MODEL
+    gives tensors and formats; each OUT adds its receipt. The page is one file, and loads nothing else. A server shows
+    the same page at /lab, with its own state.
+
+    Examples:
+      attar lab ./model
+      attar lab ./model ./out out.gguf -o lab.html
+    """
+    with errors(config.as_json), progress(config.quiet) as bar:
+        from attar.kv.schemes import check_name
+        from attar.lab.gather import Options, write
+
+        check_name(config.kv)
+        options = Options(config.page, config.kv or "bfloat16", not config.no_measure, config.text, config.max_tokens)
+        written = write(config.model, config.outputs or (), options, bar)
+        bar.close()
+        print(f"{written['page']}: {written['bytes']:,} bytes; open it in a browser")
         emit(config.as_json, written)

@@ -44,7 +44,8 @@ def _load(config: options.RunConfig, bar: terminal.Progress) -> LLM:
         llm = LLM(
             config.model, device=config.device, dtype=config.dtype, activations=config.activations.value,
             parallel=Parallel(config.tp, config.pp), draft=config.draft, draft_tokens=config.draft_tokens,
-            draft_tree=config.draft_tree, sparse_attention=config.sparse_attention, verify=not config.no_verify,
+            draft_tree=config.draft_tree, sparse_attention=config.sparse_attention,
+            sparse_prefill=config.sparse_prefill, kv_eviction=config.kv_eviction or (), verify=not config.no_verify,
             progress=bar,
         )  # fmt: skip
         gc.freeze()  # all of it is old now, so that the next collection, of young objects, need not walk through it

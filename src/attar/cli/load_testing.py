@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +17,10 @@ from attar.errors import UserError
 
 if TYPE_CHECKING:
     from attar.load.sweep import Options
+    from attar.progress import Progress
+
+
+URL = "http://127.0.0.1:8000"
 
 
 class Arrivals(StrEnum):
@@ -29,13 +34,22 @@ class Arrivals(StrEnum):
 class BenchServeConfig(OutputConfig):
     """Options of `bench-serve`."""
 
-    url: Annotated[str, option("Server", "URL", "A server of OpenAI's API.")] = "http://127.0.0.1:8000"
+    url: Annotated[str | None, option(
+        "Server", "URL", "A server of OpenAI's API.", default=URL,
+    )] = None  # fmt: skip
     model: Annotated[
         str | None, option("Server", "NAME", "The model's name there.", default="the first that the server lists")
     ] = None
     api_key_file: Annotated[
         Path | None, option("Server", "FILE", "File with the key to send as bearer token; or set ATTAR_API_KEY.")
     ] = None
+    batching: Annotated[str | None, option(
+        "Server", "LIST", "Start a server of --model, a model on disk, a Hub id or demo, for each of these policies: "
+        "none, static, dynamic, continuous. The same requests are driven through each.",
+    )] = None  # fmt: skip
+    serve: Annotated[str | None, option(
+        "Server", "OPTIONS", "Options of attar serve for these servers, such as '--max-running 16 --kv int8'.",
+    )] = None  # fmt: skip
     timeout: Annotated[float, option("Server", "SECONDS", "Time limit of one response.", min=0.1)] = 600.0
     trace: Annotated[
         Path | None, option("Trace", "FILE", "Requests of a trace: ShareGPT ids, Mooncake blocks or Azure lengths.")
@@ -88,7 +102,7 @@ class BenchServeConfig(OutputConfig):
         unsaid = self.rates is None and self.clients is None and self.trace is None
         clients = "1,4,16" if unsaid else self.clients
         return sweep.Options(
-            self.url, _key(self.api_key_file), self.model, self.chat, self.text,
+            self.url or URL, _key(self.api_key_file), None if self.batching else self.model, self.chat, self.text,
             decode=None if self.tokenizer is None else Tokenizer.load(self.tokenizer).decode, trace=self.trace,
             synthetic=Synthetic(self.prompt, self.gen, self.spread, self.prefixes, self.prefix_tokens),
             requests=self.requests, divisor=self.divisor, longest=self.longest, vocabulary=self.vocabulary,
@@ -98,6 +112,23 @@ class BenchServeConfig(OutputConfig):
             temperature=self.temperature, ignore_eos=not self.no_ignore_eos, timeout=self.timeout, seconds=self.seconds,
             extra={} if self.extra is None else _object(self.extra),
         )  # fmt: skip
+
+    def run(self, bar: Progress) -> dict[str, Any]:
+        """Drive the loads through a server, or through one of each policy. Raises ValueError where options conflict."""
+        from attar.load import policies, sweep
+
+        if self.batching is None:
+            if self.serve is not None:
+                raise UserError("option_unused", "--serve is for the servers that --batching starts")
+            return sweep.bench_serve(self.options(), bar)
+        if self.url is not None or self.api_key_file is not None:
+            raise UserError(
+                "option_conflict", "--batching starts servers of its own: leave --url and --api-key-file out"
+            )
+        if self.model is None:
+            raise UserError("option_missing", "--batching needs --model: the model to serve, such as demo")
+        chosen = policies.parse(self.batching)
+        return policies.compare(chosen, self.model, shlex.split(self.serve or ""), self.options(), bar)
 
 
 @configured(BenchServeConfig)
@@ -110,13 +141,14 @@ def bench_serve(config: BenchServeConfig) -> None:
     Examples:
       attar bench-serve --clients 1,8,32 --slo ttft=1.0,tpot=0.05 --plot load.html
       attar bench-serve --trace mooncake.jsonl --rates 0.5,1,2
+      attar bench-serve --batching static,continuous --model demo --clients 8
     """
     with errors(config.as_json), progress(config.quiet) as bar:
         from attar.load import plot, sweep
 
         if config.plot is not None:
             plot.check(config.plot)
-        report = sweep.bench_serve(config.options(), bar)
+        report = config.run(bar)
         bar.close()
         table = sweep.to_text(report)
         print(table)

@@ -28,7 +28,7 @@ from attar.cli import (
 from attar.cli.commands import Command, Commands, option
 from attar.cli.options import Json, Overwrite, Quiet
 from attar.cli.terminal import emit, errors, progress
-from attar.version import __version__
+from attar.version import described
 
 app = typer.Typer(
     name="attar",
@@ -41,7 +41,6 @@ app = typer.Typer(
       attar serve ./small
     """,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -91,7 +90,7 @@ def demo(
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
-    "compress": compression.compress, "eval": evaluation.evaluate, "report": evaluation.report,
+    "compress": compression.compress, "eval": evaluation.evaluate, "report": evaluation.report, "lab": evaluation.lab,
     "generate": generation.generate, "chat": generation.chat, "serve": serving.serve,
     "bench-serve": load_testing.bench_serve, "bench": generation.bench, "plan": planning.plan,
     "inspect": files.inspect, "verify": evaluation.verify, "convert": files.convert, "imatrix": files.imatrix,
@@ -105,13 +104,15 @@ app.add_typer(tritonserver.app, name="tritonserver")
 
 def version(show: bool) -> None:
     if show:
-        print(__version__)
+        print(described())
         raise typer.Exit
 
 
 @app.callback()
 def main(
-    _: Annotated[bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")] = False,
+    _: Annotated[
+        bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version and the commit.")
+    ] = False,
 ) -> None:
     # Models write any character, and some terminals cannot show it: a `?` is better than no text.
     if isinstance(sys.stdout, io.TextIOWrapper):

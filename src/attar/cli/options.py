@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -79,8 +80,8 @@ Threads = Annotated[int | None, option("Device", "N", "CPU threads.", "--threads
 
 Draft = Annotated[str | None, option(
     "Speculation", "DRAFT", "Source of drafts for speculative decoding: suffix copies from prompt and text, lookahead "
-    "guesses by the model's own n-grams; else the path of a draft head or of a smaller model with the same tokenizer, "
-    "or suffix,PATH for both. On a CPU no text changes.", "--draft", default="none",
+    "guesses by the model's own n-grams. Others are the path of a draft head or of a smaller model with the same "
+    "tokenizer, or suffix,PATH for both. On a CPU no text changes.", "--draft", default="none",
 )]  # fmt: skip
 DraftTokens = Annotated[int | None, option(
     "Speculation", "N", "Drafts of a sequence in each step: auto, or 0 to 16.", "--draft-tokens",
@@ -108,6 +109,34 @@ SparseAttention = Annotated[str | None, option(
     "Cache", "BUDGET", "What answers read of a long context: topk:512, the 512 tokens that matter most, or topk:1/16, "
     "a sixteenth. Prompts read all. CPUs only.", "--sparse-attention", parser=parse_sparse_attention, default="all",
 )]  # fmt: skip
+
+
+def parse_sparse_prefill(text: str) -> str:
+    """Check the settings of sparse prefill, such as tri-shape. Raises ValueError for others."""
+    from attar.kv.sparse_prefill import SparsePrefill
+
+    return str(SparsePrefill.parse(text))
+
+
+SparsePrefill = Annotated[str | None, option(
+    "Cache", "METHOD", "What prompts read of a long context, but for their last tokens: tri-shape, the first and the "
+    "newest tokens, or skip, all but values of small weight. CPUs only.", "--sparse-prefill",
+    parser=parse_sparse_prefill, default="all",
+)]  # fmt: skip
+
+
+def parse_kv_eviction(text: str) -> str:
+    """Check a policy of KV eviction, such as sink:4+2044. Raises ValueError for others."""
+    from attar.kv.eviction import Eviction
+
+    return str(Eviction.parse(text))
+
+
+KvEviction = Annotated[str | None, option(
+    "Cache", "POLICY", "Drop keys of long texts: sink:4+2044 keeps the first 4 tokens and the newest 2,044, and texts "
+    "run past the context; snapkv:2048, h2o:2048 and expected:2048 keep so many of a prompt. CPUs only.",
+    "--kv-eviction", parser=parse_kv_eviction, default="none are dropped",
+)]  # fmt: skip
 Memory = Annotated[int | None, option(
     "Cache", "SIZE", "Memory to use, such as 16GB.", "--memory", parser=parse_size, default="90 % of free",
 )]  # fmt: skip
@@ -134,6 +163,32 @@ def parse_date(text: str) -> datetime.date:
         raise UserError("option_malformed", f"{text!r} is no date: write it as 2026-01-31") from None
 
 
+SAMPLED: dict[str, Callable[[str], float]] = {
+    "temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float,
+    "presence_penalty": float, "frequency_penalty": float, "seed": int,
+}  # fmt: skip
+"""Sampling parameters that a server may have defaults of."""
+
+
+def parse_sampling(given: Sequence[str]) -> dict[str, Any]:
+    """Parse NAME=VALUE pairs into sampling parameters. Raises UserError for an unknown name, and for a value that is
+    no number or out of range."""
+    from attar.protocol.request import SamplingParams
+
+    found: dict[str, Any] = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals or name not in SAMPLED:
+            known = ", ".join(SAMPLED)
+            raise UserError("option_malformed", f"--sampling {pair!r} is not NAME=VALUE with one of {known}")
+        try:
+            found[name] = SAMPLED[name](value)
+        except ValueError:
+            raise UserError("option_malformed", f"--sampling {name}: {value!r} is no number") from None
+    SamplingParams(**found)
+    return found
+
+
 class Defaults(StrEnum):
     """Where sampling parameters come from that are not given."""
 
@@ -141,9 +196,21 @@ class Defaults(StrEnum):
     model = "model"
 
 
+class Switch(StrEnum):
+    """Whether a model reasons: `auto` leaves it to the model and to requests."""
+
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+
 TemplateDate = Annotated[datetime.date | None, option(
     "Model", "DATE", "Date that the chat template prints, such as 2026-01-31.", "--template-date", parser=parse_date,
     default="today",
+)]  # fmt: skip
+Reasoning = Annotated[Switch, option(
+    "Model", "SWITCH", "Let the model reason where a request does not say: auto (its own way), on or off.",
+    "--reasoning",
 )]  # fmt: skip
 GenerationConfig = Annotated[Defaults, option(
     "Model", "SOURCE", "Take sampling parameters that are not given from `attar`, or from `model`: its "
@@ -186,6 +253,8 @@ class RunConfig(OutputConfig):
     draft_tokens: DraftTokens = None
     draft_tree: DraftTree = None
     sparse_attention: SparseAttention = None
+    sparse_prefill: SparsePrefill = None
+    kv_eviction: KvEviction = None
     tp: Tp = 1
     pp: Pp = 1
     no_verify: NoVerify = False

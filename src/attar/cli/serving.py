@@ -33,6 +33,7 @@ SINGLE = (
     "adapter",
     "triton_config",
     "kv_fraction",
+    "chat_template",
     "replicas",
     "replica_cores",
 )  # options of a server with one model
@@ -65,7 +66,15 @@ class ServeConfig(SchedulerOptions):
         "tritonserver import` shows what that is.",
     )] = None  # fmt: skip
     generation_config: options.GenerationConfig = options.Defaults.attar
+    sampling: Annotated[list[str] | None, option(
+        "Model", "NAME=VALUE", "Sampling parameter of requests that do not name it, such as temperature=0.7, before "
+        "that of --generation-config: temperature, top_k, top_p, min_p, seed, or a penalty.",
+    )] = None  # fmt: skip
     template_date: options.TemplateDate = None
+    chat_template: Annotated[Path | None, option(
+        "Model", "FILE", "Jinja file of a chat template to use in place of the model's own.",
+    )] = None  # fmt: skip
+    reasoning: options.Reasoning = options.Switch.auto
     no_verify: options.NoVerify = False
     device: Annotated[str | None, option("Device", "DEVICE", options.DEVICE, "--device", default="cpu")] = None
     threads: options.Threads = None
@@ -85,6 +94,13 @@ class ServeConfig(SchedulerOptions):
     draft_tokens: options.DraftTokens = None
     draft_tree: options.DraftTree = None
     sparse_attention: options.SparseAttention = None
+    sparse_prefill: options.SparsePrefill = None
+    kv_eviction: Annotated[list[str] | None, option(
+        "Cache", "POLICY", "Policy of KV eviction that requests may name in `kv_eviction`, such as sink:4+2044, the "
+        "first 4 tokens and the newest 2,044, or snapkv:2048, h2o:2048 or expected:2048, so many of a prompt. The "
+        "first is that of requests which name none. CPUs only.",
+        parser=options.parse_kv_eviction, default="none are dropped",
+    )] = None  # fmt: skip
     host: Annotated[str, option("HTTP", "HOST", "Address; others than loopback need an API key.")] = "127.0.0.1"
     port: Annotated[int, option("HTTP", "N", "Port; 0 takes a free one.", min=0, max=65535)] = 8000
     root_path: Annotated[str, option(
@@ -159,8 +175,10 @@ class ServeConfig(SchedulerOptions):
         from msgspec.structs import replace
 
         from attar.checkpoints.sources import hub
+        from attar.kv.eviction import parse_all
         from attar.kv.schemes import check_name, scheme
         from attar.kv.sparse import SparseAttention
+        from attar.kv.sparse_prefill import SparsePrefill
         from attar.plan.fit import check_fraction
         from attar.protocol.settings import Settings
         from attar.server.options import parse_adapters
@@ -177,6 +195,8 @@ class ServeConfig(SchedulerOptions):
                 draft=hub.resolve_draft(self.draft),
                 draft_tokens=self.draft_tokens,
                 draft_tree=self.draft_tree, sparse_attention=self.sparse_attention,
+                sparse_prefill=self.sparse_prefill,
+                kv_eviction=tuple(self.kv_eviction or ()),
             ),
             **theirs | given,
         )  # fmt: skip
@@ -184,6 +204,14 @@ class ServeConfig(SchedulerOptions):
         if settings.sparse_attention is not None:
             few = SparseAttention.parse(settings.sparse_attention)
             few.check(scheme(self.kv or "float32"), settings.device, settings.tp * settings.pp, bool(self.draft_tree))
+        if settings.sparse_prefill is not None:
+            few_of_prompts = SparsePrefill.parse(settings.sparse_prefill)
+            few_of_prompts.check(settings.device, settings.tp * settings.pp, bool(self.draft_tree))
+        for policy in parse_all(settings.kv_eviction):
+            trees, sparse = self.draft_tree is not None, bool(self.sparse_attention or self.sparse_prefill)
+            policy.check(
+                scheme(self.kv or "float32"), settings.device, settings.tp * settings.pp, trees=trees, sparse=sparse
+            )
         check_fraction(settings.kv_fraction)
         if settings.max_delay is not None and limits.policy != "dynamic":
             message = f"max-delay is of the policy dynamic; with {limits.policy} nothing waits for a batch"
@@ -202,13 +230,14 @@ class ServeConfig(SchedulerOptions):
         adapters = [adapter.partition("=")[0] for adapter in self.adapter or ()]
         model_defaults = self.generation_config is options.Defaults.model
         sampling = generation_config.sampling(path) if model_defaults else {}
+        sampling |= options.parse_sampling(self.sampling or ())
         most = engines * (limits.together + limits.max_waiting) + BESIDES
         return ServerOptions(
             self.host, self.port, keys, frozenset(self.allowed_host or ()), origins,
             most if self.max_requests is None else self.max_requests,
             KeyLimits(self.max_requests_per_key, self.tokens_per_minute), self.deadline, self.drain_seconds,
             self.template_date, sampling, check_aliases(self.alias or (), (name, *adapters)), self.root_path,
-            self.response_store or 0,
+            self.response_store or 0, {"on": True, "off": False}.get(self.reasoning),
         )  # fmt: skip
 
 
@@ -238,6 +267,7 @@ def serve(config: ServeConfig) -> None:
         from attar.server import supervisor
         from attar.server.http.sockets import explained
         from attar.server.options import check_name, name_of
+        from attar.text.template import read_template
 
         name = name_of(config.model) if config.name is None else check_name(config.name)
         logs.begin()
@@ -253,6 +283,8 @@ def serve(config: ServeConfig) -> None:
         server_options = config.http(keys, origins, settings.limits(), path, name, config.replicas or 1)
         settings = replace(settings, files=fingerprints(settings.folders))  # first: later changes are noticed
         tokenizer = vocabulary.tokenizer(path)
+        if config.chat_template is not None:
+            tokenizer.chat_templates = {"default": read_template(config.chat_template)}
         started = _started(bool(tokenizer.chat_templates), config.as_json)
         try:
             if config.replicas is None:

@@ -104,6 +104,17 @@ struct Pages {
     const Signs* signs;                     // one-bit keys, or null
 };
 
+// How rows of prompts read little, except a prompt's last ones (kv/sparse_prefill.py). Either they see the first `sinks`
+// slots and the newest `band`; or, where `band` is 0, stretches of 64 slots are skipped whose weights are small for sure:
+// `lost` of a row's weights at most, of rows that see more than `whole` slots.
+struct Prompts {
+    const std::int32_t* until;  // [B]: rows at earlier positions do; null: none
+    std::int64_t sinks, band;
+    float lost;
+    std::int64_t whole;
+    std::int64_t* skipped;      // [B]: slots that were skipped are added, each row's and head's; or null
+};
+
 struct Attention {
     const float* q;  // [N, H, D]
     std::int64_t rows, heads, sequences;
@@ -121,6 +132,7 @@ struct Attention {
     float* mass;                        // [B, G, width * block]: what each slot received; or null
     const std::int64_t* tails;          // [B]: which recent block is whose; null where there are none
     const std::int32_t* dense_until;    // [B]: rows that see more slots choose what they read; null: all read all
+    Prompts prompts;
 };
 
 struct Write {

@@ -372,8 +372,9 @@ static void look(const Attention& what, const Pages& pages, const Sizes& sizes, 
         const int filled = end - slot < 16 ? static_cast<int>(end - slot) : 16;
         bool whole = false;
         if (implied && (what.tree == nullptr || slot + 16 <= own)) {
-            if (slot > tile.newest || slot + 15 < tile.oldest) continue;
-            whole = filled == 16 && slot + 15 <= tile.first_newest && slot >= tile.last_oldest;
+            if (slot > tile.newest || (slot + 15 < tile.oldest && slot >= tile.sinks)) continue;
+            whole = filled == 16 && slot + 15 <= tile.first_newest &&
+                    (slot >= tile.last_oldest || slot + 16 <= tile.sinks);
             if (!whole) {
                 store_bytes(positions, lanes + all(static_cast<std::int32_t>(slot)));
                 for (int i = filled; i < 16; ++i) positions[i] = EMPTY;
@@ -447,7 +448,8 @@ static bool hide(const Attention& what, const Tile& tile, const Seen<T>& seen, S
                  float* top, float* broken) {
     const std::int64_t query = tile.first_pair + row, t = query / tile.heads_each;
     const std::int32_t at = what.positions[tile.first_row + t];
-    const Ints newest = all(at), oldest = all(oldest_seen(at, what.window));
+    const Ints newest = all(at), oldest = all(oldest_seen(at, tile.window));
+    const Ints sinks = all(static_cast<std::int32_t>(tile.sinks) - 1);
     const std::int64_t own = what.lengths[tile.sequence] - tile.own_rows;
     const std::uint8_t* branch = what.tree == nullptr ? nullptr : tile.tree + t * tile.own_rows;
     Floats most = all(HIDDEN), wrong = all(0.0f);
@@ -461,7 +463,7 @@ static bool hide(const Attention& what, const Tile& tile, const Seen<T>& seen, S
             sees = true;
         } else {
             const Ints positions = load_bytes(seen.positions + 16 * i);
-            Ints visible = at_most(positions, newest) & at_most(oldest, positions);
+            Ints visible = at_most(positions, newest) & (at_most(oldest, positions) | at_most(positions, sinks));
             if (branch != nullptr && seen.index[i] + 16 > own) {
                 std::int32_t allowed[16];
                 for (int lane = 0; lane < 16; ++lane) {
@@ -605,6 +607,7 @@ struct TilesFor {
 
 #include "attention_tiles.inl"
 #include "attention_scan.inl"
+#include "attention_skip.inl"
 
 // All rows' scores with the runs of a split. Few rows wait for memory, which is read line after line if one run is
 // taken at a time; many rows are to keep the multipliers busy.
@@ -695,6 +698,7 @@ static void attend(const Attention& what, const Pages& pages, const Sizes& sizes
                    std::int64_t to, float* parts) {
     take_queries<T>(what, sizes, tile);
     const TilesFor<T> tiles(sizes, tile);
+    Lost lost;
     Seen<T> two[2];
     look(what, pages, sizes, tile, from, two[from % 2]);
     for (std::int64_t split = from; split < to; ++split) {
@@ -702,11 +706,13 @@ static void attend(const Attention& what, const Pages& pages, const Sizes& sizes
         Seen<T>& next = two[1 - split % 2];
         next.runs = 0;
         if (split + 1 < to) look(what, pages, sizes, tile, split + 1, next);
+        if (seen.runs == 0 && parts == nullptr) continue;  // between the first slots and the newest
         if (sizes.raw_key != 0) expand(pages, sizes, tile, false, seen, next);
         score_split(sizes, tile, seen);
         if (sizes.raw_key != 0) expand(pages, sizes, tile, true, seen, next);
         float m[TILE], l[TILE];
-        for (int row = 0; row < tile.rows; ++row) {
+        if (tile.skips) skip(what, tile, seen, lost, m, l);
+        for (int row = 0; row < tile.rows && !tile.skips; ++row) {
             float* scores = tile.scores + row * STRIDE;
             float broken;
             const bool sees = hide(what, tile, seen, share(tile, sizes, seen, next, row, 0), row, scores, m + row, &broken);

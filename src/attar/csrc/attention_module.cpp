@@ -69,7 +69,8 @@ void bound_attention(ATTAR_PAGES, std::uintptr_t q, std::int64_t rows, std::int6
                      std::uintptr_t positions, std::uintptr_t key_positions, std::uintptr_t tree,
                      std::int64_t tree_size, std::int64_t window,
                      float scale, float soft_cap, std::uintptr_t out, std::uintptr_t mass, std::uintptr_t tails,
-                     std::uintptr_t dense_until, const std::string& level) {
+                     std::uintptr_t dense_until, std::uintptr_t few_until, std::int64_t sinks, std::int64_t band,
+                     float lost, std::int64_t whole, std::uintptr_t skipped, const std::string& level) {
     const Pages pages = ATTAR_GIVEN_PAGES;
     const Attention what{at<const float>(q),
                          rows,
@@ -89,7 +90,8 @@ void bound_attention(ATTAR_PAGES, std::uintptr_t q, std::int64_t rows, std::int6
                          at<float>(out),
                          at<float>(mass),
                          at<const std::int64_t>(tails),
-                         at<const std::int32_t>(dense_until)};
+                         at<const std::int32_t>(dense_until),
+                         {at<const std::int32_t>(few_until), sinks, band, lost, whole, at<std::int64_t>(skipped)}};
     const Level checked = level_of(level);
     const Running kernel;
     attention(what, pages, checked);
@@ -144,7 +146,7 @@ void bind_attention(nb::module_& module) {
                "row_starts"_a, "lengths"_a, "tables"_a, "width"_a, "positions"_a, "key_positions"_a, "tree"_a,
                "tree_size"_a,
                "window"_a, "scale"_a, "soft_cap"_a, "out"_a, "mass"_a, "tails"_a,
-               "dense_until"_a, "level"_a,
+               "dense_until"_a, "few_until"_a, "sinks"_a, "band"_a, "lost"_a, "whole"_a, "skipped"_a, "level"_a,
                "Attention of float32 rows over pages; addresses of what is absent are 0.");
     module.def("write_kv", &bound_write_kv, ATTAR_PAGE_ARGUMENTS, "q"_a, "k"_a, "v"_a, "q_stride"_a, "k_stride"_a,
                "v_stride"_a, "rows"_a, "heads"_a, "q_norm"_a, "k_norm"_a, "eps"_a, "offset"_a, "cos"_a, "sin"_a,

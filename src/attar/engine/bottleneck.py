@@ -111,7 +111,7 @@ class Bottlenecks:
         """Judge a step that took `seconds`, of which the meter gave `busy`, and add the verdict to its `requests`."""
         otherwise, least = "overhead", 0.0
         if self.roof is not None:
-            reading, computing = self.roof.least(chunk[1:4] for chunk in plan.chunks)
+            reading, computing = self.roof.least((chunk.slot, chunk.rows, chunk.samples) for chunk in plan.chunks)
             otherwise, least = "compute" if computing > reading else "bandwidth", max(reading, computing)
         self._open.append(_Step(requests, otherwise, least, seconds, busy))
         if self.meter.late and not any(chunk.samples for chunk in plan.chunks) and len(self._open) < OPEN:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -38,25 +38,27 @@ from attar.engine.bottleneck import Bottlenecks
 from attar.engine.inflight import InflightStep, Launcher, Taker
 from attar.engine.outputs import Choice, Request, resumed
 from attar.engine.requests import RequestTable
-from attar.engine.sparse_reads import SparseReads
+from attar.engine.sparse_reads import PrefillReads, SparseReads
 from attar.engine.speculation import Speculation
 from attar.execution import cuda_graphs, kv_cache
 from attar.execution.model_runner import BlockCounts, InflightTokens, Runner
 from attar.faults import point
 from attar.kernels.noise import seed_of_choice
+from attar.kv.eviction import NONE, Eviction
 from attar.kv.schemes import KvScheme
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.decoder import Decoder
 from attar.model.sparse_layers import SparseLayers
 from attar.plan.sliding import window_of
 from attar.protocol.block_digests import packed, salt_of
-from attar.protocol.messages import CachedBlocks, Embed, Event, Stats, Submit
+from attar.protocol.messages import CachedBlocks, Embed, Event, Stats, StepTimes, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
 from attar.sampling.drafters.drafter import Drafter
 from attar.sampling.drafters.first_of import reader_of
 from attar.sampling.drafters.forced import ForcedDrafter
-from attar.sampling.masks import GrammarMasks
+from attar.sampling.masks import AllowedMask, GrammarMasks
 from attar.sampling.pace import Pace
 from attar.sampling.reasoning import ReasoningMask
 from attar.sampling.sampler import BadLogits, Mask, Sampler, distinct
@@ -72,6 +74,8 @@ from attar.scheduling.step_plan import Outcome, StepPlan
 from attar.text.grammars import Vocabulary
 from attar.text.tokenizer import Detokenizer, Tokenizer
 
+RECENT = 256  # steps whose times are kept until they are told
+
 logger = logging.getLogger(__name__)
 
 
@@ -84,8 +88,10 @@ class EngineConfig:
     known, and tokens chosen without a look at the logits; by default on a GPU. drafter: the source of drafts of
     speculative decoding, none by default. draft_tokens: drafts of a sequence in each step; None decides by what pays.
     draft_tree: nodes of a sequence's tree of drafts in each step; None where drafts are chains. sparse: which layers
-    read few keys in rows of outputs, and how many; None where all read all. sliding_blocks: blocks of layers with a
-    sliding window, which are released behind it; by default those have `blocks` too.
+    read few keys in rows of outputs, and how many; None where all read all. prefill: how rows of prompts read few
+    keys; None where they read all. sliding_blocks: blocks of layers with a sliding window, which are released behind
+    it; by default those have `blocks` too. evictions: policies of KV eviction that requests may name; the first is
+    that of requests which name none.
     """
 
     blocks: int
@@ -99,8 +105,10 @@ class EngineConfig:
     draft_tokens: int | None = None
     draft_tree: int | None = None
     sparse: SparseLayers | None = None
+    prefill: SparsePrefill | None = None
     sliding_blocks: int = 0
     tells_cache: bool = False
+    evictions: tuple[Eviction, ...] = ()
 
 
 class Engine:
@@ -129,12 +137,25 @@ class Engine:
             kv_cache.check_trees(decoder, scheme)
         if config.sparse is not None:
             config.sparse.settings.check(scheme, decoder.device.type, trees=config.draft_tree is not None)
+        if config.prefill is not None:
+            config.prefill.check(decoder.device.type, trees=config.draft_tree is not None)
+        for eviction in config.evictions:
+            kv_cache.check_eviction(decoder, scheme, eviction, config.context)
+            few = config.sparse is not None or config.prefill is not None
+            eviction.check(scheme, trees=config.draft_tree is not None, sparse=few)
+            eviction.check_room(config.blocks)
         bases = kv_cache.bases(decoder, scheme)
         counts = BlockCounts(config.blocks, config.sliding_blocks)
         self.runner = runner(decoder, counts, config.context, scheme, limits.together, bases, record, limits.max_drafts)
         self.sparse = None if config.sparse is None else SparseReads(config.sparse)
         if config.sparse is not None:
             self.runner.read_few(config.sparse)
+        self.prefill = None if config.prefill is None else PrefillReads(config.prefill, decoder.config)
+        if config.prefill is not None:
+            self.runner.prefill_few(config.prefill)
+        self.evictions = {str(eviction): eviction for eviction in config.evictions}
+        if self.evictions:
+            self.runner.evict_keys()
         self.overlaps = self.runner.device.type != "cpu" if config.overlaps is None else config.overlaps
         self.bounds = bounds
         self.meanwhile: Callable[[list[Event]], None] | None = None
@@ -168,11 +189,12 @@ class Engine:
         self.journal = BlockJournal() if config.tells_cache else None
         self.cache = PrefixCache(self.pool, scheme.round_to(self.runner.block), self.sliding, self.journal)
         whole = None if config.sparse is None else config.sparse.settings.whole
-        self.scheduler = Scheduler(self.pool, self.cache, limits, whole, self.sliding)
+        self.scheduler = Scheduler(self.pool, self.cache, limits, whole, self.sliding, config.prefill)
         self.context = config.context
         self.adapters = {"": 0, **{name: number for number, name in enumerate(config.adapters, 1)}}
         self.steps = self.generated = 0
         self.step_seconds = 0.0
+        self._recent: deque[tuple[int, int, int, float]] = deque(maxlen=RECENT)
         self.requests = RequestTable(self.scheduler, clock)
         self.masks = GrammarMasks(self._vocabulary, decoder.config.vocab_size)
 
@@ -193,14 +215,15 @@ class Engine:
     def submit(self, ask: Submit) -> None:
         """Take a request. It ends with events, also where it is refused at once."""
         try:
-            request = self._new(ask.id, ask.prompt, ask.params.seeded())
+            eviction = self._eviction(ask.params.kv_eviction)
+            request = self._new(ask.id, ask.prompt, ask.params.seeded(), eviction)
             if ask.grammar is not None:
                 ask.grammar.check(ask.params)
                 if self.tokenizer is None:
                     raise Refused("invalid", "the model has no tokenizer: a constraint needs one")
             if ask.params.stop and self.tokenizer is None:
                 raise Refused("invalid", "the model has no tokenizer: stop strings need one, stop_token_ids do not")
-            longest = min(ask.params.max_tokens, self.context - len(ask.prompt))
+            longest = min(ask.params.max_tokens, self._context(eviction) - len(ask.prompt))
             self.scheduler.require_room(ask.n)  # before what a long prompt makes costly
             request.of_prompt = None if ask.params.prompt_logprobs is None or ask.generated else {}
             if ask.params.repetition_penalty != 1.0:
@@ -253,6 +276,8 @@ class Engine:
                 self.speculation.learn(inflight.plan, inflight.choices, outcomes, now - inflight.began)
             if self.sparse is not None:
                 self.sparse.count(inflight.plan.chunks, self.requests.choices)
+            if self.prefill is not None:
+                self.prefill.count(inflight.plan.chunks, self.requests.choices, self.runner.skipped)
             self.scheduler.commit(inflight.plan, outcomes, now)
             self._count(inflight, self.clock())
             self._settle()
@@ -273,7 +298,10 @@ class Engine:
             overruled_tokens=drafts.overruled if drafts else 0,
             sliding_blocks=None if slides is None else (slides.free, slides.active, slides.cached),
             **(drafts.gains.stats() if drafts else {}),
+            evicted_tokens=self.scheduler.evicted,
             keys_seen=self.sparse.seen if self.sparse else 0, keys_read=self.sparse.read if self.sparse else 0,
+            prompt_keys_seen=self.prefill.seen if self.prefill else 0,
+            prompt_keys_read=self.prefill.read if self.prefill else 0,
         )  # fmt: skip
 
     def cached(self, whole: bool = False) -> list[Event]:
@@ -286,9 +314,29 @@ class Engine:
             return [CachedBlocks(packed(self.cache.digests()), whole=True)]
         return [CachedBlocks(packed(stored), packed(evicted))]
 
+    def take_steps(self) -> StepTimes:
+        """Return the last steps, at most `RECENT`, each once."""
+        taken = StepTimes(tuple(self._recent))
+        self._recent.clear()
+        return taken
+
     # ---- taking requests
 
-    def _new(self, id: str, prompt: tuple[int, ...], params: SamplingParams) -> Request:
+    def _eviction(self, name: str | None) -> Eviction | None:
+        """Return the policy of a request that names one, or none. Raises Refused for one that is not offered."""
+        if name is None:
+            return next(iter(self.evictions.values()), None)
+        if name != NONE and name not in self.evictions:
+            raise Refused("invalid", f"KV eviction {name[:80]!r}: offered are {', '.join((NONE, *self.evictions))}")
+        return self.evictions.get(name)
+
+    def _context(self, eviction: Eviction | None) -> int:
+        """Return the tokens that prompt and output may have together."""
+        return self.context if eviction is None else eviction.longest(self.context)
+
+    def _new(
+        self, id: str, prompt: tuple[int, ...], params: SamplingParams, eviction: Eviction | None = None
+    ) -> Request:
         point("engine.submit", id)
         vocab = self.decoder.config.vocab_size
         running = {choice.request.id for choice in self.requests.choices.values()}  # also one that ends with this step
@@ -298,12 +346,15 @@ class Engine:
             raise Refused("invalid", "the prompt is empty")
         if not all(0 <= token < vocab for token in prompt):
             raise Refused("invalid", f"a token id lies outside the model's vocabulary 0..{vocab - 1}")
-        if len(prompt) + (params.max_tokens > 0) > self.context:
-            words = f"this model's maximum context length is {self.context} tokens; the prompt has {len(prompt)}"
+        if len(prompt) + (params.max_tokens > 0) > (most := self._context(eviction)):
+            words = f"this model's maximum context length is {most} tokens; the prompt has {len(prompt)}"
             raise Refused("too_long", words)
         named = self._specials(params)
         ending = frozenset(params.stop_token_ids) | named.keys() | (frozenset() if params.ignore_eos else self.eos_ids)
-        return Request(id, prompt, params, ending, named, sparse=None if self.sparse is None else self.sparse.layers)
+        return Request(
+            id, prompt, params, ending, named, sparse=None if self.sparse is None else self.sparse.layers,
+            eviction=eviction, prefill=None if self.prefill is None else self.prefill.settings,
+        )  # fmt: skip
 
     def _vocabulary(self) -> Vocabulary:
         assert self.tokenizer is not None
@@ -325,7 +376,7 @@ class Engine:
             priority=ask.priority if isinstance(ask, Submit) else 0,
             deadline=None if ask.deadline is None else self.clock() + ask.deadline,
             cache_salt=salt_of(adapter, ask.cache_salt),
-            horizons=self.runner.horizons,
+            horizons=self.runner.horizons, eviction=request.eviction,
         )  # fmt: skip
         point("engine.choice", sequence.id)
         params = request.params
@@ -334,6 +385,10 @@ class Engine:
         vocab = self.decoder.config.vocab_size
         seen = request.prompt if request.seen is None else request.seen
         mask = self._mask(ask, sequence.id, request.ending) if isinstance(ask, Submit) else None
+        if params.allowed_token_ids:
+            if params.min_tokens and request.ending.issuperset(params.allowed_token_ids):
+                raise Refused("invalid", "min_tokens: every one of allowed_token_ids ends the output")
+            mask = AllowedMask(params.allowed_token_ids, vocab, mask)
         sampler = Sampler(own, seen, vocab, name=sequence.id, mask=mask, ending=request.ending)
         visible = params.visible_token_ids
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.prompt, visible=visible)
@@ -391,6 +446,9 @@ class Engine:
         """Count a step before the requests that end with it are settled: their reports include their last step."""
         self.steps += 1
         self.step_seconds += now - inflight.began
+        chunks = inflight.plan.chunks
+        held = sum(chunk.start + chunk.rows for chunk in chunks)
+        self._recent.append((inflight.plan.tokens, len(chunks), held, now - inflight.began))
         if self.bounds is not None:
             requests = {choice.request for choice in inflight.choices.values()}
             self.bounds.count(inflight.plan, now - inflight.began, inflight.busy, requests)

@@ -186,8 +186,9 @@ class Launcher:
             chunks = [chunk for chunk in plan.chunks if chunk.sequence is sequence]
             copies = [copy for copy in plan.copies if copy.sequence is sequence]
             sliding = [copy for copy in plan.sliding_copies if copy.sequence is sequence]
+            evictions = [each for each in plan.evictions if each.sequence is sequence]
             try:
-                own = StepPlan(chunks, copies, sliding_copies=sliding)
+                own = StepPlan(chunks, copies, evictions, sliding_copies=sliding)
                 logits.append(self._whole(own, choices, inflight_tokens).clone())
             except torch.AcceleratorError:
                 raise

@@ -197,7 +197,7 @@ class Loop:
         events = [*self.engine.cached(), *events]  # before the events of the step that changed it
         if idle or now >= self._told + STATS_SECONDS or idle != self._said_idle:  # always before a pause
             self._told, self._said_idle = now, idle
-            events = [*events, self.engine.stats(blocks=True)]
+            events = [*events, self.engine.take_steps(), self.engine.stats(blocks=True)]
         if events:
             lost: set[str] = set()
             self._write(framed(events, lost))

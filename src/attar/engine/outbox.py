@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from attar.engine.requests import SENTENCES
 from attar.faults import point
-from attar.protocol.messages import Beat, CachedBlocks, Event, Failed, Ready, RequestStatus, Stats, encode
+from attar.protocol.messages import Beat, CachedBlocks, Event, Failed, Ready, RequestStatus, Stats, StepTimes, encode
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +61,14 @@ def framed(events: Sequence[Event], lost: set[str]) -> bytes:
     request's failure: the id joins `lost`, and nothing more is sent about it."""
     try:
         for event in events:
-            if not isinstance(event, Ready | Stats | CachedBlocks | Beat | RequestStatus):
+            if not isinstance(event, Ready | Stats | CachedBlocks | StepTimes | Beat | RequestStatus):
                 point("events.encode", event.id)
         return encode(events)
     except Exception as error:
         if len(events) > 1:
             return b"".join(framed([event], lost) for event in events if getattr(event, "id", "") not in lost)
         (event,) = events
-        assert not isinstance(event, Ready | Stats | CachedBlocks | Beat | RequestStatus), "these are short"
+        assert not isinstance(event, Ready | Stats | CachedBlocks | StepTimes | Beat | RequestStatus), "these are short"
         lost.add(event.id)
         if isinstance(error, ValueError):
             return encode([Failed(event.id, "too_long", "the answer is too long to be sent")])

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from attar.faults import point
+from attar.kv.eviction import Eviction
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.sparse_layers import SparseLayers
 from attar.protocol.messages import Delta, Embedding, Finished, PromptLogprobs, Report, Submit
 from attar.protocol.request import FinishReason, SamplingParams, TokenLogprob
@@ -139,9 +141,13 @@ class Request:
     forced: int = 0  # of these, the ones that the constraint forced
     overruled: int = 0  # forced tokens that were trusted in place of another that the model drew
     gain: Gain = field(default_factory=Gain)  # by speculation
+    eviction: Eviction | None = None
     sparse: SparseLayers | None = None  # the engine's, which the report tells
     keys_seen: int = 0  # by rows of its outputs, with sparse attention
     keys_read: int = 0  # of these, in each layer that is not dense
+    prefill: SparsePrefill | None = None  # how rows of its prompt read few keys
+    prompt_keys_seen: int = 0  # by rows of its prompt, with sparse prefill
+    prompt_keys_read: int = 0  # of these, in each layer without a sliding window
 
     def pool(self, before: Tensor | None, hidden: Tensor) -> None:
         """Take the hidden states [N, D] of the next piece of the prompt, where `pooled` was `before`. A repeated call
@@ -191,9 +197,13 @@ class Request:
             drafted_tokens=self.drafted, accepted_tokens=self.accepted, forced_tokens=self.forced,
             overruled_tokens=self.overruled,
             draft_steps=self.gain.steps, draft_seconds=self.gain.drafting, saved_seconds=self.gain.saved,
+            kv_eviction="" if self.eviction is None else str(self.eviction),
+            evicted_tokens=sum(choice.sequence.evicted for choice in self.choices),
             sparse_attention="" if self.sparse is None else str(self.sparse.settings),
             dense_layers=() if self.sparse is None else self.sparse.dense,
             keys_seen=self.keys_seen, keys_read=self.keys_read,
+            sparse_prefill="" if self.prefill is None else str(self.prefill),
+            prompt_keys_seen=self.prompt_keys_seen, prompt_keys_read=self.prompt_keys_read,
         )  # fmt: skip
 
 

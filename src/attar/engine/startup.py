@@ -37,12 +37,15 @@ from attar.engine.memory_profile import GpuMemory, MemoryProfile, ProfileRun, me
 from attar.engine.speculation import drafter
 from attar.errors import UserError
 from attar.execution import kv_cache
+from attar.formats.scheme import Scheme
 from attar.kernels import dispatch
 from attar.kernels.native import extension
 from attar.kernels.triton.weights import knows_float8
 from attar.kv import schemes
+from attar.kv.eviction import Eviction, parse_all
 from attar.kv.schemes import KvScheme
 from attar.kv.sparse import SparseAttention
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.split import Share
@@ -50,10 +53,12 @@ from attar.plan import fit as planning
 from attar.plan import gpus, report
 from attar.plan.comparison import stages
 from attar.plan.costs import BLOCK, Storage
+from attar.plan.described import described
 from attar.plan.fit import CacheLimits, Deployment, Fit
 from attar.plan.roofline import Rates, Roofline
 from attar.plan.steps import StepLimits
 from attar.protocol.messages import Ready
+from attar.protocol.model_shape import MachineRates
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 from attar.version import __version__
@@ -67,10 +72,13 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     """Load the model of `settings`. Raises ValueError where it cannot be loaded, fails its probe, or does not fit."""
     limits, threads = settings.limits(), settings.threads or machine.cores()
     sparse(settings)  # before anything is read
+    evictions(settings)
     path = hub.resolve(settings.model)
     require_unchanged(settings.files, settings.folders)
     config, storage = stored(path)
     held = deployment(settings, config, storage)
+    for policy in evictions(settings):
+        policy.check_model(*kv_cache.against_eviction(config), settings.context or config.context)
     if settings.device != "cpu":
         return _on_gpu(settings, path, held, limits, threads)
     folders = [Path(folder) for _, folder in settings.adapters]
@@ -91,7 +99,21 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     torch.set_num_threads(each)  # which loading may have changed
     # The time of one stage of several says nothing of the step (`bottleneck.py`).
     judge = Bottlenecks(_roof(held, rates), KernelMeter()) if settings.pp == 1 else None
-    return _made(settings, held, limits, model, found, judge)
+    made, ready = _made(settings, held, limits, model, found, judge)
+    if held.share.count > 1:
+        return made, ready  # sizes and rates of one process say nothing of the step
+    shape = described(settings.served_as, config, storage, held.kv.name, StepLimits.of(limits, threads))
+    return made, replace_settings(ready, shape=shape, machine=_machine(rates, found, threads))
+
+
+def _machine(rates: Rates | None, found: Fit, threads: int) -> MachineRates | None:
+    """Return the measured rates as messages have them; None where none were measured."""
+    if rates is None:
+        return None
+    read, int8, other = rates.bandwidth, rates.operations(Scheme.parse("w8a8")), rates.operations(None)
+    source = f"This machine, {threads} threads: reads {read / 1e9:.1f} GB/s, int8 {int8 / 1e9:,.0f} GOP/s"
+    source += "; the best of some runs before the model was loaded"
+    return MachineRates(read, int8, other, found.memory, "the memory that this server planned with", source)
 
 
 def without_kernels(decoder: Decoder) -> list[str]:
@@ -127,18 +149,24 @@ def _made(
     if held.sparse is not None:
         logs.say(f"sparse attention {held.sparse}: finding key statistics on a sample that the model writes")
         layers = kv_cache.sparse_layers_of(model.decoder, held.sparse)
-        cost = f"attar eval {settings.model} --sparse-attention {held.sparse} --text FILE"
-        logs.say(f"{layers}; what it costs on a text: {cost}")
+        logs.say(f"{layers}; what it costs on a text: {cost_of(settings)}")
+    few = prefill(settings)
+    if few is not None:
+        logs.say(f"sparse prefill {few}: {few.bound()}; what it costs on a text: {cost_of(settings)}")
+    dropping = evictions(settings)
+    for each in dropping:
+        logs.say(f"KV eviction {each}; what it costs on a text: attar eval {settings.model} --kv-eviction {each}")
     config = EngineConfig(
         found.blocks, found.context, limits, model.eos_ids, held.kv, names, drafter=drafts,
-        draft_tokens=settings.draft_tokens, draft_tree=settings.draft_tree, sparse=layers,
-        sliding_blocks=found.sliding_blocks, tells_cache=settings.tells_cache,
+        draft_tokens=settings.draft_tokens, draft_tree=settings.draft_tree, sparse=layers, prefill=few,
+        sliding_blocks=found.sliding_blocks, tells_cache=settings.tells_cache, evictions=dropping,
     )  # fmt: skip
     made = Engine(model.decoder, model.tokenizer, config, bounds=judge, runner=model.runner)
     require_unchanged(settings.files, settings.folders)  # nor while it was read
     ready = Ready(
         settings.served_as, found.context, held.config.vocab_size, found.blocks, found.block, limits.max_waiting,
         found.table(), names, limits.together, held.config.hidden, bits_of(settings, model),
+        kv_evictions=tuple((str(each), each.longest(found.context)) for each in dropping),
     )  # fmt: skip
     return made, ready
 
@@ -326,6 +354,41 @@ def sparse(settings: Settings) -> SparseAttention | None:
         return None
     found = SparseAttention.parse(settings.sparse_attention)
     found.check(kv_scheme(settings), settings.device, settings.tp * settings.pp, settings.draft_tree is not None)
+    return found
+
+
+def prefill(settings: Settings) -> SparsePrefill | None:
+    """Return how rows of prompts read few keys, None where they read all.
+
+    Raises ValueError for text of another form, and for settings that sparse prefill does not go with.
+    """
+    if settings.sparse_prefill is None:
+        return None
+    found = SparsePrefill.parse(settings.sparse_prefill)
+    found.check(settings.device, settings.tp * settings.pp, settings.draft_tree is not None)
+    return found
+
+
+def cost_of(settings: Settings) -> str:
+    """Return the command that measures what reading few keys costs on a text."""
+    given = (
+        ("sparse-attention", settings.sparse_attention),
+        ("sparse-prefill", settings.sparse_prefill),
+        ("kv", settings.kv),
+    )
+    options = "".join(f" --{name} {value}" for name, value in given if value is not None)
+    return f"attar eval {settings.model}{options} --text FILE"
+
+
+def evictions(settings: Settings) -> tuple[Eviction, ...]:
+    """Return the policies of KV eviction that requests may name.
+
+    Raises ValueError for text of another form, and for settings that eviction does not go with.
+    """
+    found, scheme, count = parse_all(settings.kv_eviction), kv_scheme(settings), settings.tp * settings.pp
+    trees, few = settings.draft_tree is not None, bool(settings.sparse_attention or settings.sparse_prefill)
+    for each in found:
+        each.check(scheme, settings.device, count, trees=trees, sparse=few)
     return found
 
 

@@ -18,7 +18,7 @@ from attar.scheduling.step_plan import Copy, ScheduledTokens
 
 
 class Rows(NamedTuple):
-    """Rows of a call in one table: `rows` of them from position `start` on."""
+    """Rows of a call in one table: `rows` of them from slot `start` on, a position where nothing was evicted."""
 
     chunk: ScheduledTokens
     blocks: list[int]
@@ -36,7 +36,7 @@ def rows_of(chunks: List[ScheduledTokens], size: int) -> tuple[list[Rows], Repea
     at = 0
     for chunk in chunks:
         if chunk.tree is None:
-            found.append(Rows(chunk, chunk.sequence.blocks, chunk.sequence.sliding, chunk.start, chunk.rows))
+            found.append(Rows(chunk, chunk.sequence.blocks, chunk.sequence.sliding, chunk.slot, chunk.rows))
         else:
             own = _of_tree(chunk, chunk.tree, size)
             found += own.parts

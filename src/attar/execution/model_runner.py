@@ -19,7 +19,7 @@ sequence's tokens.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from typing import NamedTuple
@@ -30,16 +30,20 @@ from torch import Tensor
 from attar.execution import cuda_graphs
 from attar.execution.branches import copies_of, rows_of
 from attar.execution.recorded_step import Decoding
+from attar.execution.watched import Watched, watched
 from attar.faults import InjectedFault, point
 from attar.kernels import dispatch, ops
+from attar.kv.moving import move_sinks
 from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.model import cache, sparse_layers
 from attar.model.cache import ForwardBatch, KeptStates, KVCache, Tails, sent
 from attar.model.decoder import Decoder
+from attar.model.rope import turned_by
 from attar.model.sparse_layers import SparseLayers
 from attar.scheduling.sequence import Sequence, Status
-from attar.scheduling.step_plan import Copy, ScheduledTokens, StepPlan
+from attar.scheduling.step_plan import Copy, Evicted, ScheduledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +206,12 @@ class Runner:
         """Hidden states of the last step's rows, in order; None where it raised, or was replayed as a graph."""
         self.waits = waits(decoder)
         """Reason why a step is complete when it returns; None where it may still be under way."""
-        self._reads_few = False
+        self._reads_few = self._evicts = False
+        self._prefill: SparsePrefill | None = None
+        self.skipped = Counter[str]()
+        """Keys whose values rows of prompts skipped, those of each head and layer, by sequences; the engine takes
+        them."""
+        self._watch = Watched(decoder, self.pages)
 
     def read_few(self, found: SparseLayers) -> None:
         """Have rows of outputs choose which keys they read, from now on; called before the first step.
@@ -211,6 +220,21 @@ class Runner:
         """
         sparse_layers.attach(self.pages, self.decoder, found, self.context)
         self._reads_few = True
+
+    def prefill_few(self, settings: SparsePrefill) -> None:
+        """Have rows of prompts read few keys, but for the last of each prompt, from now on.
+
+        Raises ValueError where the device does not allow it.
+        """
+        settings.check(self.device.type)
+        self._prefill = settings
+
+    def evict_keys(self) -> None:
+        """Let sequences drop keys (`scheduling/evicting.py`), from now on; called before the first step.
+
+        Rows of the others have the same bits as before.
+        """
+        self._evicts = True
 
     @torch.inference_mode()
     def record_all(self) -> None:
@@ -238,6 +262,8 @@ class Runner:
         if self.slides:
             for copy in (*plan.sliding_copies, *copies_of(chunks, self.block, sliding=True)):
                 self._copy(copy, sliding=True)
+        for evicted in plan.evictions:
+            self._evict(evicted)
         if not chunks:
             return self._no_logits()
         for chunk in chunks:
@@ -245,7 +271,7 @@ class Runner:
                 point("runner.memory", chunk.sequence.id)
             except InjectedFault as fault:
                 raise torch.OutOfMemoryError(str(fault)) from fault
-        plain = all(
+        plain = not any(map(watched, chunks)) and all(
             chunk.rows == chunk.samples and not chunk.sequence.adapter and chunk.tree is None for chunk in chunks
         )
         if not wanted and plain and self._replayable(chunks):
@@ -263,6 +289,18 @@ class Runner:
             if not self.slides or sliding == (window is not None):
                 for part in pages.parts():
                     part[copy.target] = part[copy.source]
+
+    def _evict(self, evicted: Evicted) -> None:
+        """Fill blocks with the keys that a sequence keeps. It can be done again: no block is both read and written."""
+        eviction = evicted.sequence.eviction
+        assert eviction is not None
+        if eviction.once:
+            self._watch.evict(evicted, self.context)
+            return
+        (source,), (target,) = evicted.sources, evicted.targets
+        for pages, rope in zip(self.pages, self.decoder.config.ropes, strict=True):
+            turn = None if rope is None else turned_by(rope, evicted.dropped, self.context)
+            move_sinks(pages, source, target, eviction.sinks, turn)
 
     def _replayable(self, chunks: List[ScheduledTokens]) -> bool:
         """Return whether a step whose rows are all sampled can be replayed. Without graphs sequences have as many rows
@@ -290,7 +328,9 @@ class Runner:
             if batch.cache.sliding_tables is not None and batch.sliding[row] != chunk.sequence.sliding:
                 batch.sliding[row] = own = chunk.sequence.sliding.copy()
                 batch.cache.sliding_tables.numpy()[row, : len(own)] = own
-            batch.cache.filled[row] = chunk.start
+            batch.cache.filled[row] = chunk.slot
+            if batch.cache.offsets is not None:
+                batch.cache.offsets[row] = chunk.sequence.dropped
             if batch.cache.dense_until is not None:
                 batch.cache.dense_until[row] = chunk.sequence.prompt
         ids = rows.ids
@@ -316,6 +356,8 @@ class Runner:
         view = KVCache.over(self.pages, tables, [0] * sequences, sliding=sliding)
         if self._reads_few:
             view.dense_until = [0] * sequences
+        if self._evicts:
+            view.offsets = [0] * sequences
         decoding = Decoding(self.decoder, view, self.context, rows=rows, keep=self.keep)
         batch = _Batch(decoding, view, [[]] * sequences, [[]] * sequences)
         while self._batches and sequences * rows + sum(n * r for n, r in self._batches) > self._kept:
@@ -345,12 +387,22 @@ class Runner:
         view = KVCache.over(self.pages, tables, [part.start for part in parts], tails, sliding)
         if self._reads_few:
             view.dense_until = [part.chunk.sequence.prompt for part in parts]
+        if self._prefill is not None:
+            view.read_few(self._prefill, [part.chunk.sequence.prompt for part in parts])
+        if self._evicts:
+            view.offsets = [part.chunk.sequence.dropped for part in parts]
         horizons = tuple(part.chunk.sequence.horizon for part in parts) if self.horizons else self.context
         adapters = tuple(part.chunk.sequence.adapter for part in parts)
         lengths = tuple(part.rows for part in parts)
-        step = ForwardBatch(lengths, horizons, view, adapters, keep=self.keep, repeated=repeated)
+        ranking = self._watch.rows(chunks) if self._evicts else None
+        step = ForwardBatch(lengths, horizons, view, adapters, keep=self.keep, repeated=repeated, watched=ranking)
         stream, delta = self.decoder.states(ids, step)
+        if ranking is not None:
+            self._watch.take(chunks, step.queries)
         self.kept = step.kept
+        if view.skipped is not None:
+            for part, count in zip(parts, view.skipped.tolist(), strict=True):
+                self.skipped[part.chunk.sequence.id] += count
         ends = torch.tensor([chunk.rows for chunk in chunks]).cumsum(0)
         for chunk, end in zip(chunks, ends.tolist(), strict=True):
             point("runner.rows", chunk.sequence.id)

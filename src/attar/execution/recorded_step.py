@@ -128,6 +128,8 @@ class Decoding:
             if place.tails is not None:
                 place.tails[s] = self.cache.tails(s, (first + rows - 1) // block)
             lengths[s] = first + rows
+        if self.cache.offsets is not None:
+            self._step.turn_again()
         if place.dense_until is not None and self.cache.dense_until is not None:
             place.dense_until.numpy()[:] = self.cache.dense_until
 

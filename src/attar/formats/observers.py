@@ -37,7 +37,7 @@ AVERAGE = 0.1
 SAME_DIVERGENCE = 1e-10
 """Divergences in nats closer than this differ by the rounding of float64 sums."""
 
-AT_ONCE = 1 << 17
+AT_ONCE = 1 << 18
 """Weights that the MSE search works on together: they stay in the cache for all steps."""
 SURE = 1.0001
 """Factor by which an error must be exceeded for certain, whatever the rounding of its sum."""
@@ -247,22 +247,16 @@ def mse_range(
 
 def _on_threads(work: Callable[[slice], None], parts: Sequence[slice], device: torch.device) -> None:
     """Do independent parts of work on as many threads as torch has, each on one. Operations on a part are too short to
-    be shared: with two threads to each of them, a search took twice the processor's time on an idle machine, and seven
-    times the time of one thread on a busy one."""
+    be shared: a search whose operations were shared by two threads, beside other programs, took twice to four times as
+    long as on one thread."""
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     if threads == 1 or len(parts) == 1:
         for part in parts:
             work(part)
         return
-    inference = torch.is_inference_mode_enabled()  # which holds for one thread
-
-    def do(part: slice) -> None:
-        with torch.inference_mode(inference):
-            work(part)
-
     try:
         with ThreadPoolExecutor(min(threads, len(parts)), "search", torch.set_num_threads, (1,)) as pool:
-            for _ in pool.map(do, parts):
+            for _ in pool.map(work, parts):
                 pass
     finally:
         torch.set_num_threads(threads)  # which holds for all threads in part

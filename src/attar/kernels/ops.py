@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from attar.formats.packed import PackedTensor
-from attar.kernels import dispatch, hadamard, operands, ref, ref_attention, ref_sparse
+from attar.kernels import dispatch, hadamard, operands, ref, ref_attention, ref_prefill, ref_sparse
 from attar.kernels.dispatch import BackendWeights, Table
 from attar.kernels.native import attention as native_attention
 from attar.kernels.native import linear as products
@@ -272,8 +272,19 @@ def paged_attention(
     Where the pages have one-bit keys, rows at positions from `AttentionMetadata.dense_until` on read the runs that
     `ref_sparse.choose` names, each key-value head its own. What a row reads depends on its own query and on the keys
     that it sees, and not on other rows.
+
+    With `AttentionMetadata.prompts`, rows of prompts before their last read what `ref_prefill.attend` names. Layers
+    with a window read as ever.
     """
     assert pages.keys_rotated, "no kernel rotates keys as it reads them"
+    if place.prompts is not None and form.window is not None:
+        place = replace(place, prompts=None)
+    if place.prompts is not None:
+        if want_mass or place.tree is not None or place.key_positions is not None:
+            raise ValueError("rows of prompts that read few keys have no mass, tree or positions of keys")
+        if not dispatch.is_native("paged_attention", q):
+            dense, _ = paged_attention(q, pages, replace(place, prompts=None), form)
+            return ref_prefill.replace_rows(dense, q, pages, place, form), None
     if pages.signs is not None and place.dense_until is not None:
         if want_mass or place.tree is not None or place.key_positions is not None or form.window is not None:
             raise ValueError("rows that choose keys have no mass, tree, positions of keys or window")

@@ -30,6 +30,7 @@ from attar.kv.bit_planes import Basis, rotation
 from attar.kv.kvquant import Channels
 from attar.kv.schemes import KvScheme, Layout
 from attar.kv.signs import Signs
+from attar.kv.sparse_prefill import SparsePrefill
 
 RUN = schemes.RUN  # slots that stand side by side in the keys, and columns in the values
 PARTS = ("keys", "values", "key_scales", "value_scales", "key_zeros", "value_zeros")  # of most schemes
@@ -167,6 +168,15 @@ class PagedKV:
 
 
 @dataclass(eq=False)
+class PromptRows:
+    """Rows of prompts that read few keys: those of each sequence at positions before `until`."""
+
+    settings: SparsePrefill
+    until: Tensor  # [B] int32
+    skipped: Tensor  # [B] int64: keys whose values were skipped are added, those of each row, head and layer
+
+
+@dataclass(eq=False)
 class AttentionMetadata:
     """The rows of each sequence in a call, the slots of their keys and values, and the slots filled already.
 
@@ -176,6 +186,7 @@ class AttentionMetadata:
     one another only what the mask allows, and their keys are at the rows' positions, which may branch. Where the pages
     keep unfinished blocks apart, a call's rows of a sequence are of one block, and `tails` names the unfinished block
     that is theirs. Where the pages have one-bit keys, rows at positions from `dense_until` on choose what they read.
+    With `prompts`, rows in the middle of prompts read few keys in layers without a sliding window.
     """
 
     row_starts: Tensor  # [B + 1] int32: the rows of sequence b are row_starts[b] .. row_starts[b + 1]
@@ -187,6 +198,7 @@ class AttentionMetadata:
     tree: Tensor | None = None  # bool [sum of T * T]: each sequence's mask [queries, keys] of its T rows, one by one
     tails: Tensor | None = None  # [B] int64
     dense_until: Tensor | None = None  # [B] int32; None: every row reads every key
+    prompts: PromptRows | None = None
 
 
 @dataclass(eq=False)

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from attar.kernels import dispatch
 from attar.kernels.operands import Routes
-from attar.kv.pages import AttentionMetadata, Bases, PagedKV, Rotation
+from attar.kv.pages import AttentionMetadata, Bases, PagedKV, PromptRows, Rotation
 from attar.kv.schemes import SCHEMES, KvScheme
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.config import ModelConfig, Rope
-from attar.model.rope import rotation, table
+from attar.model.rope import far_rotation, rotation, table
 
 BLOCK = 64  # slots: a head's keys of a block are then 4 KiB or more, which memory delivers at full speed
 ALIGNED = 16  # bytes: alignment of tensors that are copied together
@@ -60,6 +61,11 @@ class KVCache:
         """Block tables of the layers with a sliding window, where those have blocks of their own."""
         self.dense_until: list[int] | None = None
         """Position of each sequence's first row that chooses what it reads, where layers have one-bit keys."""
+        self.prefill: SparsePrefill | None = None
+        self.prompts: list[int] = []
+        self.skipped: Tensor | None = None
+        self.offsets: list[int] | None = None
+        """How much more each sequence's rotary angles are than its slots, where keys were evicted; None: nothing."""
 
     @classmethod
     def over(
@@ -79,9 +85,26 @@ class KVCache:
         made = cls.__new__(cls)
         made.layers, made.block_tables, made.filled, made.tails = layers, tables, filled, tails or _own
         made.sliding_tables = sliding
-        made.dense_until = None
+        made.dense_until = made.offsets = None
+        made.prefill, made.prompts, made.skipped = None, [], None
         made.capacity = tables.shape[1] * layers[0].block
         return made
+
+    def read_few(self, settings: SparsePrefill, prompts: list[int]) -> None:
+        """Have rows of prompts of these lengths read few keys, but for the last of each prompt.
+
+        `skipped`, int64 [sequences], counts the keys whose values they skip.
+        """
+        self.prefill, self.prompts, self.skipped = settings, prompts, torch.zeros(len(prompts), dtype=torch.int64)
+
+    def _few(self, ends: list[int]) -> PromptRows | None:
+        """Return which rows of a call read few keys; None where none does."""
+        if self.prefill is None or self.skipped is None:
+            return None
+        until, whole = [self.prefill.until(prompt) for prompt in self.prompts], self.prefill.whole
+        if not any(max(first, whole) < min(end, own) for first, end, own in zip(self.filled, ends, until, strict=True)):
+            return None
+        return PromptRows(self.prefill, torch.tensor(until, dtype=torch.int32), self.skipped)
 
     @property
     def block(self) -> int:
@@ -112,7 +135,9 @@ class KVCache:
             self.device, starts.int(), filled, self.block_tables, torch.cat(pieces).int(), slots
         )
         until = None if self.dense_until is None else torch.tensor(self.dense_until, dtype=torch.int32)
-        return AttentionMetadata(row_starts, seen, tables, positions, where, tails=tails, dense_until=until)
+        return AttentionMetadata(
+            row_starts, seen, tables, positions, where, tails=tails, dense_until=until, prompts=self._few(ends)
+        )
 
     def place_sliding(self, place: AttentionMetadata, lengths: tuple[int, ...]) -> AttentionMetadata | None:
         """Return the placement of the same rows in layers with a sliding window; None where all layers have the same
@@ -249,6 +274,9 @@ class ForwardBatch:
     device: torch.device | str = "cpu"
     keep: tuple[int, ...] = ()
     repeated: Repeated | None = None
+    watched: Tensor | None = None  # rows [M] whose queries are kept
+    queries: dict[int, Tensor] = field(init=False, default_factory=dict, repr=False, compare=False)
+    """Queries of the watched rows, as they read keys, by layer: [M, H, D], once the call is made."""
     again: Tensor | None = field(init=False, default=None, repr=False)  # rows of `repeated`, on the device
     kept: KeptStates = field(init=False, repr=False, compare=False)
     positions: Tensor = field(init=False)  # [N] int64
@@ -309,7 +337,25 @@ class ForwardBatch:
             self._rotations[rope] = self._rotation(rope)
         return self._rotations[rope]
 
+    def turn_again(self) -> None:
+        """Write the angles of the cache's next rows, by its offsets, where those of this step's rows are."""
+        assert self.cache is not None
+        assert self.place is not None
+        for rope, turned in self._rotations.items():
+            for own, other in zip((turned.cos, turned.sin), self._moved(rope), strict=True):
+                own.copy_(other)
+
+    def _moved(self, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of rows whose angles are other than their slots, float32 [N, R / 2] each."""
+        assert self.cache is not None
+        assert self.cache.offsets is not None
+        offsets = torch.tensor(self.cache.offsets).repeat_interleave(torch.tensor(self.lengths))
+        return far_rotation(rope, self.positions + offsets, max(self.horizons))
+
     def _rotation(self, rope: Rope) -> Rotation:
+        if self.cache is not None and self.cache.offsets is not None:
+            rows = torch.arange(len(self.positions), dtype=torch.int32, device=self.positions.device)
+            return Rotation(*self._moved(rope), self._with_repeated(rows))
         if rope.grows and len(set(self.horizons)) > 1:  # sequences turn by angles of their own
             pieces = zip(self.split(self.positions), self.horizons, strict=True)
             cos, sin = zip(*(rotation(rope, at, horizon) for at, horizon in pieces), strict=True)

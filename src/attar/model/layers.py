@@ -42,6 +42,8 @@ class Attention:
             pages = step.cache.layers[self.layer]
             q = ops.write_kv(q, k, v, pages, place, rotation, self.q_norm, self.k_norm)
             q = q if step.again is None else q[: x.shape[0]]
+            if step.watched is not None:
+                step.queries[self.layer] = q[step.watched]
             mixed, _ = ops.paged_attention(q, pages, place, form)
         else:
             q, k = self._placed(q, k, rotation)

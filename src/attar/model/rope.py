@@ -71,6 +71,27 @@ def rotation(rope: Rope, positions: Tensor, horizon: int) -> tuple[Tensor, Tenso
     return angle.cos() * rope.attention_factor, angle.sin() * rope.attention_factor
 
 
+def far_rotation(rope: Rope, positions: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, float32 [N, dims / 2], of positions [N], which may lie past `horizon`.
+
+    Before it they are those of `table`, to the bit. Past it they are computed in float64: a product in float32 would be
+    off by more, the larger a position is.
+    """
+    cos, sin = (each[positions.clamp(max=horizon - 1)] for each in table(rope, horizon, positions.device))
+    far = positions >= horizon
+    if far.any():
+        angle = positions[far, None].double() * frequencies(rope, horizon).to(positions.device).double()
+        cos[far] = (angle.cos() * rope.attention_factor).float()
+        sin[far] = (angle.sin() * rope.attention_factor).float()
+    return cos, sin
+
+
+def turned_by(rope: Rope, positions: int, horizon: int) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, float32 [dims / 2], that turn a key `positions` further; its length stays."""
+    angle = positions * frequencies(rope, horizon).double()
+    return angle.cos().float(), angle.sin().float()
+
+
 def table(rope: Rope, horizon: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """Return cos and sin, float32 [positions, dims / 2], of every position below `horizon`, and of some beyond.
 

@@ -16,6 +16,7 @@ import msgspec
 
 from attar.protocol.framing import frame
 from attar.protocol.grammar import Grammar
+from attar.protocol.model_shape import MachineRates, ModelShape
 from attar.protocol.reasoning import ReasoningSection
 from attar.protocol.request import FinishReason, SamplingParams, TokenLogprob
 
@@ -93,10 +94,15 @@ class Report(msgspec.Struct, frozen=True):
     draft_steps: int = 0  # steps behind the prompt with speculation: each made a token, and one for each right draft
     draft_seconds: float = 0.0  # making drafts, in these steps, for all of their requests
     saved_seconds: float = 0.0  # by speculation, as steps were measured to cost; negative where it did not pay
+    kv_eviction: str = ""  # which keys are dropped, such as sink:4+2044; "": none
+    evicted_tokens: int = 0  # whose keys were dropped, of all choices
     sparse_attention: str = ""  # how many keys rows of outputs read, such as topk:1/16; "": all
     dense_layers: tuple[int, ...] = ()  # layers that read all keys in spite of it
     keys_seen: int = 0  # by rows of outputs, with sparse attention: the sum of their lengths
     keys_read: int = 0  # of these, in each layer that is not dense
+    sparse_prefill: str = ""  # how rows of prompts read few keys, such as skip:0.01; "": they read all
+    prompt_keys_seen: int = 0  # by rows of the prompt, with sparse prefill: the sum of their lengths
+    prompt_keys_read: int = 0  # of these, in each layer without a sliding window
 
 
 REUSE_ENDS = ("complete", "differs", "evicted", "rounded", "no_room", "bypassed")
@@ -186,6 +192,18 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     bits: str = ""
     """Everything that the bits of an answer depend on, but the request: engines of one value continue each other's
     answers. Empty where the bits depend on what else runs."""
+    shape: ModelShape | None = None  # of a model in one process on CPUs
+    machine: MachineRates | None = None  # as measured before the model was loaded, where there are kernels
+    kv_evictions: tuple[tuple[str, int], ...] = ()
+    """Policies of KV eviction that a request may name, the default first, and the most tokens of a request with each.
+    """
+
+    def room(self, kv_eviction: str | None) -> int | None:
+        """Return the tokens that prompt and output of a request may have together; None for a policy that is not
+        offered. A request that names none has the first."""
+        if kv_eviction is None:
+            return self.kv_evictions[0][1] if self.kv_evictions else self.context
+        return self.context if kv_eviction == "none" else dict(self.kv_evictions).get(kv_eviction)
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
@@ -206,6 +224,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     preemptions: int  # counter
     step_seconds: float  # counter
     blocks: bytes = b""  # one byte a block: 0 free, 1 active, 2 cached
+    evicted_tokens: int = 0  # counter: tokens whose keys running sequences dropped
     steps_ahead: int = 0  # counter: steps launched before the previous step's tokens were known
     drafted_tokens: int = 0  # counter: drafts of speculative decoding that were verified
     accepted_tokens: int = 0  # counter: of these, the right ones
@@ -218,8 +237,17 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     draft_seconds: float = 0.0  # counter: making drafts
     keys_seen: int = 0  # counter: by rows of outputs, with sparse attention
     keys_read: int = 0  # counter: of these, in each layer that is not dense
+    prompt_keys_seen: int = 0  # counter: by rows of prompts, with sparse prefill
+    prompt_keys_read: int = 0  # counter: of these, in each layer without a sliding window
     sliding_blocks: tuple[int, int, int] | None = None
     """Free, active and cached blocks of layers with a sliding window, where those have blocks of their own."""
+
+
+class StepTimes(msgspec.Struct, frozen=True, tag="steps"):
+    """Steps since the last such message, sent with `Stats`: for each its rows, its sequences, the cached tokens that
+    these had, and its seconds."""
+
+    steps: tuple[tuple[int, int, int, float], ...]
 
 
 class CachedBlocks(msgspec.Struct, frozen=True, tag="cached"):
@@ -249,7 +277,8 @@ class RequestStatus(msgspec.Struct, frozen=True, tag="told"):
 
 
 Event = (
-    Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats | CachedBlocks | Beat | RequestStatus
+    Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats | CachedBlocks | StepTimes | Beat
+    | RequestStatus
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ MAX_STOPS = 16
 MAX_STOP_BYTES = 1024  # 256 characters of any kind
 MAX_LOGPROBS = 20
 MAX_NAMED_LOGPROBS = 128
+MAX_ALLOWED = 1024
 MAX_VISIBLE = 64
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
@@ -55,10 +56,14 @@ class SamplingParams:
     logprob_token_ids: up to 128 tokens whose log probabilities are given in place of the most probable ones.
     prompt_logprobs: None or k, for the tokens of the prompt after its first.
     logit_bias: numbers in [-100, 100] that are added to the logits of these tokens, 1024 at most.
+    allowed_token_ids: up to 1024 tokens, of which alone the output consists; none allow all. An EOS token is one of
+        them only where it is given.
     draft_tokens: most drafts of speculative decoding in a step, 0 to 16; None for as many as pay. On CPUs they change
         no text.
     trust_forced: take tokens that a constraint forces, spelled as the tokenizer does, whatever the model draws in their
         place. Steps are fewer, and texts may differ. Not with logprobs, which tell of drawn tokens.
+    kv_eviction: the policy of KV eviction, one that the server or LLM offers; `none` keeps every key, and None takes
+        the first that is offered.
     visible_token_ids: up to 64 special tokens that the text shows, such as markers of tool calls; it shows no others.
     """
 
@@ -79,8 +84,10 @@ class SamplingParams:
     logprob_token_ids: Sequence[int] = ()
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    allowed_token_ids: Sequence[int] = ()
     draft_tokens: int | None = None
     trust_forced: bool = False
+    kv_eviction: str | None = None
     visible_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
@@ -96,6 +103,8 @@ class SamplingParams:
         for name in ("ignore_eos", "trust_forced"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError("option_malformed", f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.kv_eviction is not None and not isinstance(self.kv_eviction, str):
+            raise UserError("option_malformed", f"kv_eviction must be a string, not {self.kv_eviction!r}")
         if self.trust_forced and (self.logprobs is not None or self.logprob_token_ids):
             raise UserError("option_conflict", "trust_forced: not with logprobs, which tell of drawn tokens")
         if self.seed is not None:
@@ -111,6 +120,10 @@ class SamplingParams:
         object.__setattr__(self, "logprob_token_ids", _tokens("logprob_token_ids", self.logprob_token_ids))
         if len(self.logprob_token_ids) > MAX_NAMED_LOGPROBS:
             message = f"logprob_token_ids: at most {MAX_NAMED_LOGPROBS}, not {len(self.logprob_token_ids)}"
+            raise UserError("option_out_of_range", message)
+        object.__setattr__(self, "allowed_token_ids", _tokens("allowed_token_ids", self.allowed_token_ids))
+        if len(self.allowed_token_ids) > MAX_ALLOWED:
+            message = f"allowed_token_ids: at most {MAX_ALLOWED}, not {len(self.allowed_token_ids)}"
             raise UserError("option_out_of_range", message)
         object.__setattr__(self, "visible_token_ids", _tokens("visible_token_ids", self.visible_token_ids))
         if len(self.visible_token_ids) > MAX_VISIBLE:

@@ -50,6 +50,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draft_tokens: int | None = None  # drafts of a sequence in each step; None: what pays
     draft_tree: int | None = None  # nodes of a tree of drafts in each step; None: drafts are chains
     sparse_attention: str | None = None  # how many keys rows of outputs read (kv/sparse.py); None: all
+    sparse_prefill: str | None = None  # what rows of prompts read (kv/sparse_prefill.py); None: all
+    kv_eviction: tuple[str, ...] = ()  # policies that requests may name (kv/eviction.py), the default first
     name: str = ""  # what requests call the model; empty: its folder's name
     tells_cache: bool = False  # whether changes of the prefix cache are told (`messages.CachedBlocks`)
     files: dict[str, str] = {}  # `fingerprints` of the files to serve; empty: any files

@@ -7,19 +7,22 @@ the beginning, which takes microseconds. Copies share what their grammar's lexer
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from attar.errors import UserError
 from attar.faults import point
 from attar.protocol.grammar import Grammar
+from attar.sampling.sampler import Mask
 from attar.text.grammars import Vocabulary, mask, matcher
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+_BITS = torch.tensor([1 << bit for bit in range(31)] + [-(1 << 31)], dtype=torch.int32)
 KEPT = 16  # grammars
 KEPT_BYTES = 128 << 20  # of compiled grammars, by `compiled_bytes`: room for one of the largest text
 
@@ -81,6 +84,43 @@ class GrammarMask:
     def failed(self) -> bool:
         """True where the matcher has passed one of its limits: it allows nothing any more."""
         return self._matcher.is_error()
+
+
+class AllowedMask:
+    """A mask that allows the same `tokens` at every place of an output, for logits of `size` columns; with `inner`,
+    those of them that this mask allows. Raises ValueError for a token beyond the logits."""
+
+    def __init__(self, tokens: Iterable[int], size: int, inner: Mask | None = None) -> None:
+        self._inner = inner
+        self._bits = torch.zeros(-(-size // 32), dtype=torch.int32)
+        for token in tokens:
+            if token >= size:
+                message = f"token {token} of allowed_token_ids is not in the vocabulary of {size}"
+                raise UserError("token_out_of_vocabulary", message)
+            self._bits[token // 32] |= _BITS[token % 32]
+
+    def allowed(self, drafts: Sequence[int] = ()) -> Tensor:
+        """Return the tokens that may come next: bits as `GrammarMask.allowed`."""
+        return self._bits if self._inner is None else self._bits & self._inner.allowed(drafts)
+
+    def forced(self) -> bytes:
+        """Return the bytes that begin every text that may follow, as the mask inside tells."""
+        return b"" if self._inner is None else self._inner.forced()
+
+    def consume(self, token_id: int) -> None:
+        """Take the next token."""
+        if self._inner is not None:
+            self._inner.consume(token_id)
+
+    @property
+    def finished(self) -> bool:
+        """True where nothing can follow."""
+        return self._inner is not None and self._inner.finished
+
+    @property
+    def failed(self) -> bool:
+        """True where the mask inside has passed one of its limits."""
+        return self._inner is not None and self._inner.failed
 
 
 class GrammarMasks:

@@ -34,6 +34,8 @@ the tree learns nothing from it. To that end every change is made in one go, aft
 
 *Sparse attention.* Rows of outputs may read few keys, and rows of prompts read all. So the tree has tokens of outputs
 only up to the length at which every row reads all (`whole`), and a sequence that starts over takes no more from it.
+With sparse prefill (`prefill`), the last rows of a prompt read all, and would not in the middle of a longer one. So the
+tree has no tokens from there on, and a prompt takes no others for its last.
 
 *Sharing.* The computed part of a prompt is in the tree after every chunk. A sequence that would find more there after a
 prompt now being computed waits for it, and no other overtakes it. So several choices of one prompt, or a burst of
@@ -47,6 +49,9 @@ follow such a branch, the commit gives the sequence that branch's blocks for its
 
 *Groups.* Layers with a sliding window may have a pool and a table of their own (`sliding.py`). A sequence is admitted
 only where both pools have room.
+
+*Eviction.* A sequence may drop keys before tokens of fixed index (`evicting.py`). A chunk ends before such a token, and
+the plan that runs it evicts first.
 
 The design allows for prefill elsewhere: `commit` at the end of a prompt is where its blocks could be sent away, `_room`
 where they would be received.
@@ -63,8 +68,10 @@ from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter
 
 from attar.faults import point
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.plan.fit import kept_free
 from attar.protocol.scheduler_config import SchedulerConfig
+from attar.scheduling import evicting
 from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.draft_tree import DraftTree, branches, cut, depth_of, depths
 from attar.scheduling.prefix_cache import NOTHING, Match, PrefixCache, common
@@ -90,7 +97,8 @@ class Refused(ValueError):
 class Scheduler:
     """Sequences waiting and running over one pool of blocks. Times are seconds on any clock that does not go back.
 
-    `whole` is the greatest length at which rows of outputs read every key; None where they always do. With `sliding`,
+    `whole` is the greatest length at which rows of outputs read every key; None where they always do. `prefill` says
+    which rows of prompts read few keys; None where none does. With `sliding`,
     which is `cache.beside`, layers with a sliding window have blocks of their own.
     """
 
@@ -101,13 +109,16 @@ class Scheduler:
         limits: SchedulerConfig,
         whole: int | None = None,
         sliding: SlidingBlocks | None = None,
+        prefill: SparsePrefill | None = None,
     ) -> None:
         assert cache.beside is sliding
+        self.prefill = prefill
         self.pool, self.cache, self.limits, self.whole, self.sliding = pool, cache, limits, whole, sliding
         self.waiting: list[Sequence] = []  # in order of admission
         self.running: list[Sequence] = []  # in order of rank: the last is preempted first
         self.sequences: dict[str, Sequence] = {}  # all that have not ended, by id
         self.preemptions = 0
+        self.evicted = 0  # tokens whose keys were dropped within running sequences
         self._ended: list[Sequence] = []
         self._deadlines: list[tuple[float, str]] = []  # a heap; sequences in it may have ended
         self._orders = itertools.count()
@@ -119,7 +130,8 @@ class Scheduler:
         for choice in choices:
             point("scheduler.add", choice.id)
             assert choice.id not in self.sequences
-            if (needed := self.pool.needed(choice.longest)) > self.pool.total:
+            needed = self.pool.needed(choice.slots(choice.longest)) + evicting.reserve(choice, self.pool)
+            if needed > self.pool.total:
                 raise Refused(
                     "too_long",
                     f"{choice.prompt} tokens and up to {choice.max_tokens} more need {needed} cache blocks of "
@@ -187,7 +199,7 @@ class Scheduler:
         assert not self._steps[0].drafts, "nobody knows how many tokens it brings"
         self.expire(now)
         missing = sum(max(0, self._missing(sequence)) for sequence in self.running)
-        if missing > self.pool.available or any(sequence.outgrown for sequence in self.running):
+        if missing > self.pool.available or any(sequence.outgrown or sequence.due for sequence in self.running):
             return None
         step = self._decide(now)
         if not step.chunks:
@@ -239,6 +251,8 @@ class Scheduler:
                     self._give_up(sequence, now, error)
                     continue
                 budget -= self._chunk(step, sequence, budget)
+        # One that failed since has no blocks.
+        step.evictions = [each for each in step.evictions if each.sequence.status is not Status.ENDED]
         for sequence in step.sequences:
             sequence.under_way += 1
         self._steps.append(step)
@@ -287,7 +301,7 @@ class Scheduler:
                     self._end(sequence, "finished", now)
                 else:
                     assert not sequence.under_way or len(outcome.tokens) == 1, "a step ahead has the row of one token"
-        for sequence in step.admitted:
+        for sequence in (*step.admitted, *(each.sequence for each in step.evictions)):
             failure = outcomes.get(sequence.id, _NOTHING_NEW).failure
             if failure is not None and sequence.status is not Status.ENDED:  # the budget left it no chunk
                 self._end(sequence, failure, now, keep=False)
@@ -311,7 +325,7 @@ class Scheduler:
         """Plan up to `budget` of the sequence's pending tokens, and drafts behind the last of them; return the number
         of pending ones."""
         pending = sequence.pending
-        rows = min(pending, budget)
+        rows = min(pending, budget, sequence.cut - sequence.planned)
         if rows:
             samples = 1 + len(drafts) if rows == pending else 0
             step.chunks.append(ScheduledTokens(sequence, sequence.planned, rows + len(drafts), samples, drafts, tree))
@@ -331,16 +345,16 @@ class Scheduler:
         drafts, parents = sequence.drafts, sequence.parents
         sequence.drafts, sequence.parents = (), ()
         longest = sequence.longest if not sequence.horizon else min(sequence.longest, sequence.horizon)
-        drafts, parents = cut(drafts, parents, budget, longest - sequence.expected)
+        drafts, parents = cut(drafts, parents, budget, min(longest, sequence.cut) - sequence.expected)
         if not drafts or sequence.status is not Status.DECODE:
             return (), None
         assert len(sequence.tokens) == sequence.expected, "drafts behind a token that is not known"
-        missing = self.pool.needed(sequence.expected + depth_of(drafts, parents)) - len(sequence.blocks)
+        missing = self.pool.needed(sequence.slots(sequence.expected + depth_of(drafts, parents))) - len(sequence.blocks)
         if missing > 0:
             if self._affordable(missing):
                 sequence.blocks += self._allocate(missing)
             else:
-                room = len(sequence.blocks) * self.pool.size - sequence.expected
+                room = len(sequence.blocks) * self.pool.size - sequence.slots(sequence.expected)
                 drafts, parents = cut(drafts, parents, budget, room)
         self._cover(sequence, sequence.expected + depth_of(drafts, parents))
         return (drafts, None) if not parents else self._branches(sequence, drafts, parents)
@@ -370,13 +384,14 @@ class Scheduler:
 
     def _missing(self, sequence: Sequence) -> int:
         """Return how many blocks the sequence lacks for all its expected tokens."""
-        return self.pool.needed(sequence.expected) - len(sequence.blocks)
+        return self.pool.needed(sequence.slots(sequence.expected)) - len(sequence.blocks)
 
     def _grow(self, step: StepPlan, now: float) -> None:
-        """Give every running sequence blocks for all its tokens, best rank first."""
+        """Give every running sequence blocks for all its tokens, best rank first, after the evictions that are due."""
         for sequence in tuple(self.running):
-            needed = self._missing(sequence)
-            if needed <= 0 or sequence.status in (Status.PREEMPTED, Status.ENDED):
+            due = sequence.due
+            needed = evicting.needed(sequence, self.pool) - len(sequence.spare) if due else self._missing(sequence)
+            if (needed <= 0 and not due) or sequence.status in (Status.PREEMPTED, Status.ENDED):
                 continue
             victim = None
             while needed > self.pool.available and victim is not sequence:
@@ -390,9 +405,26 @@ class Scheduler:
             if victim is not sequence:
                 try:
                     point("scheduler.grow", sequence.id)
-                    sequence.blocks += self._allocate(needed)
+                    if due:
+                        self._evict(step, sequence)
+                    else:
+                        sequence.blocks += self._allocate(needed)
                 except Exception as error:
                     self._give_up(sequence, now, error)
+
+    def _evict(self, step: StepPlan, sequence: Sequence) -> None:
+        """Evict before the next row of a sequence; there are blocks for it."""
+        before = sequence.dropped
+        evicting.evict(step, sequence, self.pool, lambda n: self._taken(sequence, n))
+        self.evicted += sequence.dropped - before
+        sequence.evicted += sequence.dropped - before
+
+    def _taken(self, sequence: Sequence, n: int) -> list[int]:
+        """Take n blocks, first those that the sequence has in reserve."""
+        own = sequence.spare[:n]
+        found = own + self._allocate(n - len(own))
+        del sequence.spare[:n]
+        return found
 
     def _preempt(self, step: StepPlan, sequence: Sequence, now: float) -> None:
         self._start_over(sequence, now)
@@ -429,6 +461,8 @@ class Scheduler:
         sequence.settle()
         if not sequence.bypass:
             alike = self._alike(sequence, len(sequence.tokens) - 1)  # the last has to be run, for its logits
+            if sequence.eviction is not None:
+                alike = min(alike, sequence.eviction.reusable(sequence.prompt))
             prompt = sequence.tokens[:alike]
             match = self.cache.match(sequence.salt, prompt)
             if self._soon_more(sequence.salt, prompt, match):
@@ -444,7 +478,8 @@ class Scheduler:
         if room is None:
             return False
         blocks, beside = room
-        sequence.blocks = match.blocks + blocks
+        own = len(blocks) - self._reserved(sequence)
+        sequence.blocks, sequence.spare = match.blocks + blocks[:own], blocks[own:]
         sequence.computed = sequence.planned = match.length
         if match.source is not None:
             step.copies.append(Copy(match.source, blocks[0], match.length % self.pool.size, sequence))
@@ -469,7 +504,7 @@ class Scheduler:
         if self.limits.policy != "continuous":
             return False
         for other in self.running:
-            if other.status is Status.PREFILL and other.salt == salt:
+            if other.status is Status.PREFILL and other.salt == salt and not other.dropped:
                 length = self._alike(other, common(prompt, other.tokens))
                 if self.sliding is not None and other.computed >= length:
                     continue  # what it brings is there, less what was released behind its window
@@ -485,8 +520,8 @@ class Scheduler:
         if self.sliding is not None and not self.sliding.admits(sequence, match.source is not None):
             return None
         shared = match.blocks if match.source is None else [*match.blocks, match.source]
-        to_the_end = sequence.preemptions >= self.limits.max_preemptions
-        needed = self.pool.needed(sequence.longest if to_the_end else len(sequence.tokens)) - len(match.blocks)
+        tokens = sequence.longest if self._lasts(sequence) else len(sequence.tokens)
+        needed = self.pool.needed(sequence.slots(tokens)) + self._reserved(sequence) - len(match.blocks)
         spare = kept_free(self.pool.total, self.limits.headroom) if self.running else 0
         self.pool.hold(shared)
         room, beside = None, None
@@ -501,6 +536,14 @@ class Scheduler:
                 if self.sliding is not None and beside is not None:
                     self.sliding.give_back(beside)
         return None if room is None else (room, beside)
+
+    def _lasts(self, sequence: Sequence) -> bool:
+        """Return whether a sequence, once admitted, is not preempted any more, and so has all blocks that it needs."""
+        return sequence.preemptions >= self.limits.max_preemptions
+
+    def _reserved(self, sequence: Sequence) -> int:
+        """Return the blocks that a sequence to be admitted is given for its evictions."""
+        return evicting.reserve(sequence, self.pool) if self._lasts(sequence) else 0
 
     def _allocate(self, n: int) -> list[int]:
         if n > self.pool.free:
@@ -517,12 +560,20 @@ class Scheduler:
     def _alike(self, sequence: Sequence, length: int) -> int:
         """Return how many of its first `length` tokens have the keys and values of any sequence that begins alike.
 
-        Those of an output do not where its rows read few keys: computed as another's prompt, they read all.
+        Those of an output do not where its rows read few keys: computed as another's prompt, they read all. Those of
+        the end of a prompt do not where they would read few in the middle of another, nor
+        those behind an eviction.
         """
-        return length if self.whole is None else min(length, max(sequence.prompt, self.whole))
+        if sequence.eviction is not None:
+            length = min(length, sequence.eviction.plain(sequence.prompt))
+        if self.whole is not None:
+            length = min(length, max(sequence.prompt, self.whole))
+        return length if self.prefill is None else min(length, self.prefill.alike(sequence.prompt))
 
     def _keep(self, sequence: Sequence) -> None:
-        """Put the sequence's computed tokens into the tree, as far as others can use them."""
+        """Put the sequence's computed tokens into the tree, as far as others can use them: before it drops any."""
+        if sequence.dropped:
+            return
         tokens = sequence.tokens[: self._alike(sequence, sequence.computed)]
         self.cache.insert(sequence.salt, tokens, sequence.blocks, self._let_go(sequence))
         if self.sliding is not None:
@@ -541,11 +592,12 @@ class Scheduler:
                 point("scheduler.release", sequence.id)
                 self._keep(sequence)
         finally:
-            self._let_go(sequence)(sequence.blocks)
+            self._let_go(sequence)([*sequence.blocks, *sequence.pristine, *sequence.spare])
             if self.sliding is not None:
                 self.sliding.release(sequence, self._steps[-1] if sequence.under_way else None)
             sequence.drafts, sequence.parents = (), ()
             sequence.blocks, sequence.computed, sequence.planned, sequence.inflight_tokens = [], 0, 0, 0
+            sequence.pristine, sequence.spare, sequence.dropped = [], [], 0
 
     def _give_up(self, sequence: Sequence, now: float, error: Exception) -> None:
         """End the sequence after its own work raised an exception, which changed nothing or was undone.

@@ -19,6 +19,8 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
 
+from attar.kv.eviction import NEVER, Eviction
+
 
 class Status(enum.Enum):
     """The status of a sequence. Its time is counted under the first four."""
@@ -45,7 +47,7 @@ class Sequence:
     block. With `bypass` nothing of the prompt is taken from the cache, because the request needs every position
     computed. `adapter` is the number of its adapter, 0 for none; the caller makes the salt differ by adapter.
     `horizons` are the lengths, ascending, past each of which all of its keys are others, and last one that it never
-    exceeds; () where its keys never change.
+    exceeds; () where its keys never change. `eviction` says which of its keys are dropped (`evicting.py`).
     """
 
     id: str
@@ -57,6 +59,7 @@ class Sequence:
     bypass: bool = False
     adapter: int = 0
     horizons: tuple[int, ...] = ()
+    eviction: Eviction | None = None
 
     horizon: int = field(init=False, default=0)  # that of the keys in the blocks; 0: they never change
     tokens: array[int] = field(init=False)
@@ -70,6 +73,10 @@ class Sequence:
     sliding: list[int] = field(default_factory=list)
     """Blocks of the layers with a sliding window, where those are a group of their own (`sliding.py`)."""
     slid: int = 0  # of these, the first ones, which were released: no row reads their tokens any more
+    dropped: int = 0  # tokens among those planned that have no slot any more: slots are that much less than positions
+    evicted: int = 0  # tokens that have ever been dropped, those of repeated runs among them
+    pristine: list[int] = field(default_factory=list)  # the block of its first tokens as it was computed, once evicted
+    spare: list[int] = field(default_factory=list)  # blocks for evictions, of a sequence that is not preempted any more
     drafts: tuple[int, ...] = ()
     """Guesses of its next tokens, which the engine sets before a plan and the plan uses up."""
     parents: tuple[int, ...] = ()
@@ -132,6 +139,20 @@ class Sequence:
         return self.expected - self.planned
 
     @property
+    def cut(self) -> int:
+        """Index of the token before which its keys are evicted next; no chunk crosses it."""
+        return NEVER if self.eviction is None else self.eviction.cut(self.prompt, self.dropped)
+
+    @property
+    def due(self) -> bool:
+        """Return whether keys are evicted before its next row."""
+        return self.eviction is not None and self.planned == self.cut and self.pending > 0
+
+    def slots(self, tokens: int) -> int:
+        """Return the slots that its first `tokens` tokens take, as far as the next eviction."""
+        return tokens if self.eviction is None else min(tokens, self.cut) - self.dropped
+
+    @property
     def rank(self) -> tuple[bool, int, int]:
         """Sort key of sequences: the smallest goes first."""
         return not self.overdue, 0 if self.overdue else self.priority, self.order
@@ -151,8 +172,11 @@ class Sequence:
         assert 0 <= self.computed <= len(self.tokens) <= self.prompt + self.max_tokens
         assert self.computed <= self.planned <= self.expected
         assert self.under_way or (self.planned, self.inflight_tokens) == (self.computed, 0), "more to come, of no step"
-        assert self.planned <= len(self.blocks) * size, "tokens without a block"
-        assert len(self.blocks) <= -(-self.longest // size), "more blocks than it can ever need"
-        assert running or not (self.blocks or self.sliding), "blocks held by a sequence that does not run"
+        assert self.planned <= self.cut, "an eviction was missed"
+        assert self.planned - self.dropped <= len(self.blocks) * size, "tokens without a block"
+        kept = self.eviction.budget if self.eviction is not None and self.dropped else 0
+        assert len(self.blocks) <= -(-max(self.slots(self.longest), kept) // size), "more blocks than it can ever need"
+        blocks = self.blocks or self.sliding or self.pristine or self.spare
+        assert running or not (blocks or self.dropped), "blocks held by a sequence that does not run"
         assert not running or self.pending > 0 or self.under_way, "running, with nothing to run"
         assert running or not self.under_way, "in a step without running"

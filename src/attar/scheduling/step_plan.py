@@ -26,6 +26,11 @@ class ScheduledTokens(NamedTuple):
     tree: DraftTree | None = None
 
     @property
+    def slot(self) -> int:
+        """Return the slot of its first row, counted from the sequence's first."""
+        return self.start - self.sequence.dropped
+
+    @property
     def parents(self) -> tuple[int, ...]:
         """Return the row that each draft follows; nothing for a chain."""
         return () if self.tree is None else self.tree.parents
@@ -52,6 +57,18 @@ class Copy(NamedTuple):
     sequence: Sequence
 
 
+class Evicted(NamedTuple):
+    """An instruction to fill `targets` with the kept keys of `sources`, in every layer, behind all copies.
+
+    `dropped` tokens of the sequence have no slot afterwards.
+    """
+
+    sequence: Sequence
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    dropped: int
+
+
 @dataclass(slots=True)
 class StepPlan:
     """The work of a step. Blocks are those of each sequence at this moment; they stay until the commit.
@@ -62,6 +79,7 @@ class StepPlan:
 
     chunks: list[ScheduledTokens] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
+    evictions: list[Evicted] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     started_over: list[Sequence] = field(default_factory=list)  # they outgrew their horizon
@@ -82,11 +100,13 @@ class StepPlan:
     @property
     def sequences(self) -> list[Sequence]:
         """All sequences of the step, including those that the budget left no chunk."""
-        return list(dict.fromkeys([*(chunk.sequence for chunk in self.chunks), *self.admitted]))
+        evicted = (each.sequence for each in self.evictions)
+        return list(dict.fromkeys([*(chunk.sequence for chunk in self.chunks), *self.admitted, *evicted]))
 
     def pieces(self, rows: int) -> list[StepPlan]:
         """Cut the step into steps of at most `rows` tokens, which compute the same when they are run in their order."""
-        made, room = [StepPlan(copies=self.copies, sliding_copies=self.sliding_copies)], rows
+        first = StepPlan(copies=self.copies, evictions=self.evictions, sliding_copies=self.sliding_copies)
+        made, room = [first], rows
         for chunk in self.chunks:
             start, end = chunk.start, chunk.start + chunk.rows
             while start < end:

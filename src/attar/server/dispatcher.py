@@ -80,7 +80,9 @@ class Dispatcher:
             Submit(name, prompt, params.seeded(), n, caller.cache_salt, priority, left, adapter, grammar, reasoning)
             for name, prompt in _named(caller, prompts)
         ]
-        return self._ask(caller, prompts, n, commands, self._share())
+        made = self._ask(caller, prompts, n, commands, self._share())
+        made.expect(len(prompts) * n * params.max_tokens)
+        return made
 
     def embed(self, caller: Caller, prompts: Sequence[tuple[int, ...]], pooling: str, model: str) -> RequestHandler:
         """Submit prompts to be embedded by `model`. Raises APIError."""

@@ -1,4 +1,5 @@
-"""All errors that a request can get: a closed catalogue, in the shapes of OpenAI's, Anthropic's and Ollama's APIs.
+"""All errors that a request can get: a closed catalogue, in the shapes of the APIs of OpenAI, Anthropic, Ollama and
+llama.cpp.
 
 A `APIError` names an entry of the catalogue and has a sentence, written for this purpose, about what was wrong. The
 text of exceptions never gets into an answer: it reveals paths, addresses and versions, and has been the first half of
@@ -67,6 +68,16 @@ CATALOGUE: dict[str, Kind] = {
 
 ANTHROPIC = "/v1/messages"  # prefix of Anthropic's API
 OLLAMA = "/api/"  # and of Ollama's
+LLAMACPP = frozenset((
+    "/completion", "/completions", "/chat/completions", "/chat/completions/input_tokens", "/apply-template",
+    "/embedding", "/embeddings", "/props", "/slots",
+))  # fmt: skip
+"""Paths of llama.cpp's own routes."""
+_LLAMACPP_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 500: "server_error",
+    501: "not_supported_error", 503: "unavailable_error",
+}  # fmt: skip
+"""Types of errors there, by status; others are invalid_request_error."""
 
 INTERNAL = "the request failed inside the server; the log has its id"
 CANCELLED = "the request was cancelled"
@@ -89,13 +100,17 @@ _FAILURES = {  # the engine's code: entry, and our words, or None to show the en
 class APIError(Exception):
     """An error that answers a request: a `code` of CATALOGUE, a sentence, and the field concerned.
 
-    retry_after: seconds, where they are known better than in the catalogue.
+    retry_after: seconds, where they are known better than in the catalogue. beyond: tokens of a prompt that is too
+    long, and of the context.
     """
 
-    def __init__(self, code: str, message: str, param: str | None = None, *, retry_after: int | None = None) -> None:
+    def __init__(
+        self, code: str, message: str, param: str | None = None, *, retry_after: int | None = None,
+        beyond: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(code)  # logs get the code: the message may name what the user sent
         self.code, self.message, self.param = code, message, param
-        self.kind = CATALOGUE[code]
+        self.kind, self.beyond = CATALOGUE[code], beyond
         self.retry_after = self.kind.retry_after if retry_after is None else retry_after
 
     @classmethod
@@ -112,6 +127,18 @@ class APIError(Exception):
         error_ = {"message": self.message, "type": self.kind.openai, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error_})
 
+    def llamacpp(self) -> bytes:
+        """Return llama.cpp's error object, as JSON."""
+        status = self.kind.status
+        told: dict[str, Any] = {"code": status, "message": self.message, "param": self.param}
+        told["type"] = _LLAMACPP_TYPES.get(status, "invalid_request_error")
+        if self.beyond is not None:
+            tokens, context = self.beyond
+            words = f"the request ({tokens} tokens) exceeds the available context size ({context} tokens)"
+            told |= {"type": "exceed_context_size_error", "n_prompt_tokens": tokens, "n_ctx": context}
+            told["message"] = f"{words}: {self.message}"
+        return msgspec.json.encode({"error": told})
+
     def headers(self) -> dict[str, str]:
         """Return the headers that belong to this status."""
         if self.retry_after is not None:
@@ -126,6 +153,8 @@ class APIError(Exception):
         body = self.body(anthropic=path.startswith(ANTHROPIC))
         if path.startswith(OLLAMA):
             body = msgspec.json.encode({"error": self.message})
+        elif path in LLAMACPP:
+            body = self.llamacpp()
         headers: list[Any] = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         headers += [(name.encode(), value.encode()) for name, value in self.headers().items()]
         headers += [] if allowed is None else [(b"allow", allowed.encode())]

@@ -153,8 +153,11 @@ class EngineMetrics(Collector):
             ("attar_draft_steps", "Steps of decoding choices with a drafter", stats.draft_steps),
             ("attar_draft_seconds", "Time making drafts", stats.draft_seconds),
             ("attar_draft_errors", "Failures of the drafter, and drafts that are no tokens", stats.draft_errors),
+            ("attar_evicted_tokens", "Tokens whose keys were dropped by KV eviction", stats.evicted_tokens),
             ("attar_sparse_keys_seen", "Keys that rows of outputs saw, with sparse attention", stats.keys_seen),
             ("attar_sparse_keys_read", "Of those, read in each layer that is not dense", stats.keys_read),
+            ("attar_prefill_keys_seen", "Keys that rows of prompts saw, with sparse prefill", stats.prompt_keys_seen),
+            ("attar_prefill_keys_read", "Of those, read in each layer without a window", stats.prompt_keys_read),
             ("attar_steps_ahead", "Steps launched before the last one's tokens were known", stats.steps_ahead),
         ):
             yield CounterMetricFamily(name, help_, value=value)

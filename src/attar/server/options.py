@@ -39,7 +39,8 @@ class ServerOptions:
     server ends. template_date: what chat templates print, by default today. sampling: parameters of `SamplingParams`
     for requests that do not name them. aliases: further names of the served model, as `pattern`
     reads them. root_path: the prefix of every path, behind a proxy that passes it on; paths without it are served too.
-    response_store: bytes of answers that are kept for `previous_response_id`; 0: none are.
+    response_store: bytes of answers that are kept for `previous_response_id`; 0: none are. reasoning: whether models
+    reason where a request does not say; None leaves it to them.
     """
 
     host: str = "127.0.0.1"
@@ -56,6 +57,7 @@ class ServerOptions:
     aliases: tuple[str, ...] = ()
     root_path: str = ""
     response_store: int = 0
+    reasoning: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.keys.hashes and not is_loopback(self.host):

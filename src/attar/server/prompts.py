@@ -13,17 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from attar import strict_json
 from attar.faults import point
 from attar.server.errors import APIError
 from attar.server.fair_thread_pool import TextThreads
-from attar.text.answers.reasoning import Place, ReasoningMarkers
+from attar.text.answers.reasoning import SWITCHES, Place, ReasoningMarkers, switched
 from attar.text.forms.infill import File, Infill
 from attar.text.forms.rerank import Reranker
 from attar.text.literal import LiteralChat, Messages
-from attar.text.template import TemplateError, render_chat
+from attar.text.template import TemplateError, reads, render_chat
 from attar.text.token_bounds import TokenBounds
 from attar.text.tokenizer import Detokenizer, Tokenizer
 from attar.text.tools.formats import ToolFormat, detect
@@ -35,6 +35,10 @@ T = TypeVar("T")
 
 _PRIVATE = re.compile(r"0x[0-9a-fA-F]|(?<![\w/.<:])~?/[\w.-]+/|\b[A-Za-z]:\\")
 """What looks like an address in memory, or an absolute path."""
+Prompt = str | Sequence[int | str]
+"""A prompt: a text, or token ids and texts, one behind the other."""
+DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}
+"""Variables by which templates that cannot ask for the day are told, as llama.cpp does: Llama 3's, firefunction's."""
 NO_VARIABLES: Mapping[str, Any] = {}
 FEW_IDS = 4096  # checked on the spot, in less time than a thread takes to start
 
@@ -80,10 +84,14 @@ class ChatPrompt(NamedTuple):
 
 class Prompts:
     """The tokenizer and chat template of the served model, for requests of a `key`, or its salt. `date` is what chat
-    templates print, by default today. Raises APIError for what cannot be a prompt."""
+    templates print, by default today. `reasons`: whether models reason where a request does not say; None leaves it to
+    them. Raises APIError for what cannot be a prompt."""
 
-    def __init__(self, tokenizer: Tokenizer, threads: TextThreads, date: datetime.date | None = None) -> None:
-        self.tokenizer, self._date = tokenizer, date
+    def __init__(
+        self, tokenizer: Tokenizer, threads: TextThreads, date: datetime.date | None = None,
+        reasons: bool | None = None,
+    ) -> None:  # fmt: skip
+        self.tokenizer, self._date, self._reasons = tokenizer, date, reasons
         self.shortest = 0 if tokenizer.encode("") else 1  # characters of a text that has tokens
         self._threads = threads
         self._bounds = TokenBounds(tokenizer)
@@ -112,12 +120,12 @@ class Prompts:
         return known[1]
 
     async def ids(
-        self, key: bytes, prompts: Sequence[str | Sequence[int]], vocab: int, name: str, context: int, new: int = 0
+        self, key: bytes, prompts: Sequence[Prompt], vocab: int, name: str, context: int, new: int = 0
     ) -> list[tuple[int, ...]]:
-        """Return the token ids of prompts, each a text or token ids; `name` is their field. Refused are those that have
-        no room in the `context` with `new` more, the longest texts by their bytes alone."""
+        """Return the token ids of prompts, each a text, token ids, or pieces of both kinds; `name` is their field.
+        Refused are those that have no room in the `context` with `new` more, the longest texts by their bytes alone."""
         size = sum(map(len, prompts))
-        if size <= FEW_IDS and not any(isinstance(prompt, str) for prompt in prompts):
+        if size <= FEW_IDS and all(not isinstance(prompt, str) and _is_ids(prompt) for prompt in prompts):
             found = self._encoded(prompts, vocab, name, context)
         else:
             found = await self._threads.run(key, size, lambda: self._encoded(prompts, vocab, name, context))
@@ -190,7 +198,7 @@ class Prompts:
         if not made.ids:
             raise APIError("empty_prompt", "messages: no tokens", "messages")
         if context is not None and len(made.ids) >= context:
-            raise _beyond(str(len(made.ids)), context, "messages", full=len(made.ids) == context)
+            raise _beyond(len(made.ids), context, "messages")
         return made
 
     async def chat_ids(
@@ -199,6 +207,21 @@ class Prompts:
     ) -> tuple[int, ...]:  # fmt: skip
         """Return the token ids of `chat`."""
         return (await self.chat(key, messages, context, turn, variables, tools)).ids
+
+    async def chat_text(
+        self, key: bytes, messages: Sequence[dict[str, Any]], turn: Turn = Turn.OPENED,
+        variables: Mapping[str, Any] = NO_VARIABLES, tools: Sequence[Tool] = (),
+    ) -> str:  # fmt: skip
+        """Return a conversation as the chat template renders it. The arguments are those of `chat`."""
+        size = sum(len(message["content"]) + _called(message) for message in messages)
+
+        def render() -> str:
+            said, more = self._as_said(messages, tools)
+            given = {**variables, **more}
+            template = self._template(tools=bool(given.get("tools")))
+            return _rendered(lambda: self._text(template, said, turn, given))
+
+        return await self._threads.run(key, size, render, chat=True)
 
     async def text(self, key: bytes, ids: Sequence[int], vocab: int | None = None) -> str:
         """Return the text of token ids, special tokens included. Raises APIError for ids beyond `vocab`."""
@@ -223,19 +246,44 @@ class Prompts:
 
         return [await self._threads.run(key, len(prompt), partial(echo, prompt)) for prompt in prompts]
 
-    def _encoded(
-        self, prompts: Sequence[str | Sequence[int]], vocab: int, name: str, context: int
-    ) -> list[tuple[int, ...]]:
+    def _encoded(self, prompts: Sequence[Prompt], vocab: int, name: str, context: int) -> list[tuple[int, ...]]:
         for prompt in prompts:
             if isinstance(prompt, str):
                 self._check_length(prompt, name, context)
+            elif not _is_ids(prompt):
+                self._check_pieces(prompt, vocab, name, context)
             elif len(prompt) <= context:
-                in_vocabulary(prompt, vocab, name)
-        return [self._encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
+                in_vocabulary(cast(Sequence[int], prompt), vocab, name)
+        return [self._encode(prompt) if isinstance(prompt, str) else self._joined(prompt) for prompt in prompts]
+
+    def _check_pieces(self, pieces: Sequence[int | str], vocab: int, name: str, context: int) -> None:
+        """Raise APIError for pieces with a text that is far too long, more of them than the context has tokens, or
+        tokens beyond `vocab`. An empty text has no tokens, but so many pieces are refused too."""
+        if len(pieces) > context:
+            raise _beyond(len(pieces), context, name, least=True)
+        for piece in pieces:
+            if isinstance(piece, str):
+                self._check_length(piece, name, context)
+        in_vocabulary([piece for piece in pieces if isinstance(piece, int)], vocab, name)
+
+    def _joined(self, pieces: Sequence[int | str]) -> tuple[int, ...]:
+        """Return the tokens of pieces. Special tokens that a prompt begins with come before a text that is first."""
+        if _is_ids(pieces):
+            return tuple(cast(Sequence[int], pieces))
+        found: list[int] = []
+        for at, piece in enumerate(pieces):
+            if isinstance(piece, int):
+                found.append(piece)
+            else:
+                found += _tokenized(partial(self._encode_piece, piece, at == 0))
+        return tuple(found)
+
+    def _encode_piece(self, text: str, first: bool) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=first)
 
     def _check_length(self, text: str, name: str, context: int | None) -> None:
         if context is not None and (least := self._bounds.at_least(text)) > context:
-            raise _beyond(f"at least {least}", context, name)
+            raise _beyond(least, context, name, least=True)
 
     def _decode(self, ids: Sequence[int]) -> str:
         point("prompt.decode")
@@ -267,29 +315,46 @@ class Prompts:
         self, messages: Sequence[dict[str, Any]], context: int | None, turn: Turn, variables: Mapping[str, Any]
     ) -> ChatPrompt:
         point("prompt.render")
-        tokenizer = self.tokenizer
         template = self._template(tools=bool(variables.get("tools")))
         place, markers = Place.BEFORE, self.reasoning
 
         def render(said: Messages, more: Mapping[str, Any] = NO_VARIABLES) -> str:
             nonlocal place
-            text = render_chat(
-                template, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token,
-                add_generation_prompt=turn is Turn.OPENED, continue_final_message=turn is Turn.CONTINUED,
-                date=self._date, **more,
-            )  # fmt: skip
+            text = self._text(template, said, turn, more)
             if said is messages:  # else it has placeholders, longer than the text they stand for
                 self._check_length(text, "messages", context)
             if markers is not None:
                 place = markers.place(text, said[-1]["content"] if turn is Turn.CONTINUED else None)
             return text
 
-        try:
-            return ChatPrompt(tuple(self._literal.encode(messages, render, variables or None)), place)
-        except TemplateError as error:
-            raise APIError("template_error", f"the chat template: {_fit(str(error))}", "messages") from error
-        except ValueError as error:
-            raise APIError("invalid_value", "messages: not text that this model can read", "messages") from error
+        ids = _rendered(lambda: tuple(self._literal.encode(messages, render, variables or None)))
+        return ChatPrompt(ids, place)
+
+    def _text(self, template: str, said: Messages, turn: Turn, more: Mapping[str, Any]) -> str:
+        tokenizer = self.tokenizer
+        day = self._date or datetime.date.today()
+        dates = {name: day.strftime(form) for name, form in DATES.items() if reads(template, name)}
+        reasons = {} if self._reasons is None else switched(template, self._reasons)
+        more = {**dates, **reasons, **more}
+        text = render_chat(
+            template, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token,
+            add_generation_prompt=turn is Turn.OPENED, continue_final_message=turn is Turn.CONTINUED,
+            date=self._date, **more,
+        )  # fmt: skip
+        markers = self.reasoning
+        if markers is None or turn is not Turn.OPENED or all(more.get(name) is not False for name in SWITCHES):
+            return text
+        return text + markers.end if markers.place(text) is Place.INSIDE else text
+
+
+def _rendered(make: Callable[[], T]) -> T:
+    """Return what `make` makes of a conversation. Raises APIError where its template cannot render it."""
+    try:
+        return make()
+    except TemplateError as error:
+        raise APIError("template_error", f"the chat template: {_fit(str(error))}", "messages") from error
+    except ValueError as error:
+        raise APIError("invalid_value", "messages: not text that this model can read", "messages") from error
 
 
 def _called(message: Mapping[str, Any]) -> int:
@@ -308,17 +373,24 @@ def _check_room(found: Sequence[Sequence[int]], name: str, context: int, new: in
     if not all(found):
         raise APIError("empty_prompt", f"{name}: no tokens", name)
     if (longest := max(map(len, found))) + new > context:
-        raise _beyond(str(longest), context, name, full=longest == context)
+        raise _beyond(longest, context, name)
 
 
-def _beyond(tokens: str, context: int, name: str, full: bool = False) -> APIError:
-    """Make the refusal of a prompt of `tokens`, a phrase, that is beyond the context, or `full`: just fills it. Clients
-    know OpenAI's first words, or Anthropic's `prompt is too long`; then they shorten it or take another model."""
+def _beyond(tokens: int, context: int, name: str, least: bool = False) -> APIError:
+    """Make the refusal of a prompt of `tokens`, or at `least` so many, that is beyond the context or just fills it.
+    Clients know OpenAI's first words, or Anthropic's `prompt is too long`; then they shorten it or take another
+    model."""
     message = (
-        f"This model's maximum context length is {context} tokens, and the prompt is too long: {tokens} tokens in "
-        f"{name}{' leave no room for an answer' if full else ''}"
+        f"This model's maximum context length is {context} tokens, and the prompt is too long: "
+        f"{'at least ' if least else ''}{tokens} tokens in {name}"
+        f"{' leave no room for an answer' if tokens == context and not least else ''}"
     )
-    return APIError("context_length_exceeded", message, name)
+    return APIError("context_length_exceeded", message, name, beyond=(tokens, context))
+
+
+def _is_ids(prompt: Sequence[int | str]) -> bool:
+    """Return whether a prompt that is no text is of token ids alone."""
+    return str not in set(map(type, prompt))
 
 
 def in_vocabulary(tokens: Sequence[int], vocab: int, name: str) -> None:

@@ -52,6 +52,8 @@ class RequestTrace:
     ended: float | None = None
     generated: int = 0
     given: str = ""  # the client's own id of the request
+    prompt_tokens: int = 0
+    max_tokens: int = 0  # of the prompts and all choices together, at most
 
     def told(self, now: float, running: Mapping[str, Report] | None = None) -> dict[str, Any]:
         """Return the trace for JSON. `running` are reports of the prompts that have not ended, by the engine's ids."""
@@ -84,6 +86,11 @@ class RequestTraces:
         trace = RequestTrace(caller.id, caller.cache_salt, caller.arrived, reports, given=caller.given)
         self._running[caller.id] = trace
         return trace
+
+    def running(self, cache_salt: bytes) -> list[RequestTrace]:
+        """Return the traces of a key's running requests, in the order in which they came."""
+        found = [each for each in self._running.values() if each.cache_salt == cache_salt]
+        return sorted((each for each in found if each.outcome == "running"), key=lambda each: each.arrived)
 
     def remember(self, trace: RequestTrace) -> None:
         """Keep the trace of a request that has ended; the oldest is forgotten."""
@@ -151,6 +158,7 @@ class RequestHandler:
         self.prompt_tokens = sum(map(len, prompts))
         self.reused = 0
         self.context, self._trace = context, context.traces.begin(caller, stream.prompts)
+        self._trace.prompt_tokens = self._trace.max_tokens = self.prompt_tokens
         self._last: dict[tuple[str, int], float] = {}
         self._unheard = set(stream.prompts)
         self._peeked: list[AnswerEvent] = []
@@ -159,6 +167,10 @@ class RequestHandler:
         self._served = True
         self._finished = False
         stream.late = self._late
+
+    def expect(self, tokens: int) -> None:
+        """Note how many tokens all choices may generate together."""
+        self._trace.max_tokens = self.prompt_tokens + tokens
 
     @property
     def reports(self) -> list[Report | None]:

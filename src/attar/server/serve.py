@@ -132,7 +132,7 @@ class Server(HttpServer):
         self.context = RequestContext(self.engine)
         self.dispatcher = Dispatcher(self.context, options.deadline, options.aliases)
         self.threads = TextThreads(keys)
-        self.prompts = Prompts(tokenizer, self.threads, options.template_date)
+        self.prompts = Prompts(tokenizer, self.threads, options.template_date, options.reasoning)
         self.grammars = Grammars(tokenizer)
         self.app = make_app(
             self.dispatcher, self.prompts, self.grammars, self.threads, options.sampling, bool(options.keys.hashes),

@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from attar.errors import Code, UserError
@@ -83,6 +84,21 @@ def render_chat(
         raise TemplateError(f"the conversation is larger than {MAX_REQUEST >> 20} MiB")
     text = _renderer.ask(request, RENDER_SECONDS)
     return _until(text, mark) if mark else text
+
+
+def read_template(path: Path) -> str:
+    """Return the chat template in a file. Raises TemplateError for a file that cannot be read, is too large, or is no
+    text in UTF-8."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_TEMPLATE + 1)
+        if len(data) > MAX_TEMPLATE:
+            raise TemplateError(f"{path}: a chat template of more than {MAX_TEMPLATE >> 20} MiB")
+        return data.decode()
+    except OSError as error:
+        raise TemplateError(f"{path}: {error.strerror}: it cannot be read as a chat template") from error
+    except UnicodeDecodeError as error:
+        raise TemplateError(f"{path}: a chat template is text in UTF-8") from error
 
 
 def reads(template: str, variable: str) -> bool:

@@ -124,11 +124,18 @@ def test_an_llm_takes_one(demo: Path, tmp_path: Path) -> None:
     adapter, greedy = save(tmp_path / "adapter"), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     llm = LLM(demo)
     (plain,) = llm.generate("It was", greedy)
-    llm = LLM(demo)
-    llm.attach(adapter)
+    stream = llm.stream("It was", greedy)
+    next(stream)
+    with pytest.raises(RuntimeError):
+        llm.attach(adapter)  # an answer is under way
+    stream.close()
+    llm.attach(adapter)  # steps were recorded and a prefix is cached, both of the weights before
     (changed,) = llm.generate("It was", greedy)
     assert len(changed.token_ids) == 8
     assert changed.token_ids != plain.token_ids
+    llm = LLM(demo)
+    llm.attach(adapter)
+    assert llm.generate("It was", greedy)[0].token_ids == changed.token_ids
 
 
 def test_a_compressed_base_keeps_its_weights_and_gains_the_product(base: Path, tmp_path: Path) -> None:

@@ -293,3 +293,17 @@ def test_a_chat_has_its_reasoning_apart_and_its_constraint_behind(demo: Path, mo
     monkeypatch.setattr(chats.ReasoningMarkers, "of", lambda *_: ReasoningMarkers("!", "</end>"))
     with user_error("option_conflict"):
         llm.chat(said, params, constraint=Grammar("regex", "yes|no"), opened=True)
+
+
+@pytest.mark.usefixtures("llm")
+def test_a_stream_with_sinks_runs_past_the_context(demo: Path, alone: list[Completion]) -> None:
+    dropping = LLM(demo, kv_eviction=("sink:4+124", "snapkv:128"))
+    length = dropping.context + 300
+    params = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True)
+    (answer,) = dropping.generate("Once upon a time", params)
+    assert (len(answer.token_ids), answer.finish_reason) == (length, "length")
+    assert dropping.generate(PROMPTS, replace(GREEDY, kv_eviction="none")) == alone
+    with user_error("context_exceeded"):
+        dropping.generate([[1] * length], replace(params, kv_eviction="snapkv:128"))
+    with user_error("option_conflict"):
+        LLM(demo, kv_eviction="sink:4+124", sparse_attention="topk:512")

@@ -14,7 +14,7 @@ def test_what_is_not_there_is_told_with_what_is(start: Callable[..., Running]) -
     def says(method: str, path: str, body: Any = None, **headers: str) -> str:
         return str(server.request(method, path, body, headers).json["error"]["message"])
 
-    assert "did you mean /v1/chat/completions?" in says("POST", "/chat/completions", {})
+    assert "did you mean /chat/completions?" in says("POST", "/chat/completion", {})
     assert "did you mean /v1/chat/completions?" in says("POST", "/v1/v1/chat/completions", {})
     assert "did you mean /v1/completions?" in says("POST", "/v1/completion", {})
     assert "/openapi.json" in says("GET", "/admin")

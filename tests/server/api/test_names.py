@@ -49,7 +49,7 @@ def test_paths_may_have_the_prefix_of_a_proxy(start: Callable[..., Running]) -> 
         assert server.get(prefix + "/health").status == 200
         assert server.get(prefix + "/").status == 200
         assert server.post(prefix + "/v1/completions", SAID).status == 200
-    for path in ("/models/chatv1/models", "/models/chat/models/chat/health", "/models"):
+    for path in ("/models/chatv1/models", "/models/chat/models/chat/health", "/models/"):
         assert server.get(path).status == 404
     assert server.post("/models/chat/v1/messages", {}).json["type"] == "error"  # in the shape of that API
     assert server.get("/openapi.json").json["servers"] == [{"url": "/models/chat"}]

@@ -21,7 +21,9 @@ from attar.server.api import openapi, sampling_params, validation
 from attar.server.api.anthropic import AnthropicBody, AnthropicPrompt
 from attar.server.api.app import NO_DEFAULTS, make_app
 from attar.server.api.body import Body
-from attar.server.api.dialects.infill import InfillBody
+from attar.server.api.dialects.llamacpp.completion import NativeCompletionBody
+from attar.server.api.dialects.llamacpp.embedding import NativeEmbeddingBody
+from attar.server.api.dialects.llamacpp.infill import InfillBody
 from attar.server.api.dialects.ollama import (
     OllamaChatBody,
     OllamaEmbedBody,
@@ -30,13 +32,12 @@ from attar.server.api.dialects.ollama import (
     OllamaShowBody,
 )
 from attar.server.api.dialects.rerank import RerankBody
+from attar.server.api.dialects.tokenizing import DetokenizeBody, TokenizeBody
 from attar.server.api.responses.schemas import ResponsesBody
 from attar.server.api.schemas import (
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
     EmbeddingBody,
-    TokenizeBody,
 )
 from attar.server.api.validation import read
 from attar.server.errors import APIError
@@ -45,6 +46,7 @@ from attar.server.prompts import Turn
 if TYPE_CHECKING:
     pass
 
+LLAMACPP = (InfillBody, NativeCompletionBody, NativeEmbeddingBody)
 OLLAMA = (OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaShowBody)
 MESSAGES = [{"role": "user", "content": "hello"}]
 LEAST: dict[type[Body], dict[str, Any]] = {
@@ -109,8 +111,10 @@ def test_what_a_conversation_ends_with() -> None:
     assert Turn.of(None, None) is Turn.of(True, False) is Turn.OPENED
     assert Turn.of(False, None) is Turn.ENDED
     assert Turn.of(False, True) is Turn.of(None, True) is Turn.CONTINUED
-    both = take(ChatBody, messages=said, add_generation_prompt=True, continue_final_message=True)
-    assert Turn.of(both.add_generation_prompt, both.continue_final_message) is Turn.CONTINUED
+    both = {"messages": said, "add_generation_prompt": True, "continue_final_message": True}
+    for body in (ChatBody, TokenizeBody):
+        with pytest.raises(APIError, match="invalid_value"):
+            read(body, json.dumps(both).encode())
 
 
 def test_prompts_are_texts_or_tokens() -> None:
@@ -346,7 +350,7 @@ def test_whole_floats_are_integers_as_in_json_schema() -> None:
 
 
 def test_the_documents_examples_are_taken() -> None:
-    kinds = {kind.__name__: kind for kind in (*LEAST, DetokenizeBody, InfillBody, RerankBody, *OLLAMA)}
+    kinds = {kind.__name__: kind for kind in (*LEAST, DetokenizeBody, RerankBody, *LLAMACPP, *OLLAMA)}
     assert openapi._EXAMPLES.keys() == kinds.keys()
     for name, examples in openapi._EXAMPLES.items():
         for example in examples:
@@ -385,3 +389,22 @@ def test_the_document_names_what_is_served_and_asks_for_keys_where_they_are_need
     heads, gets = ({path for path, kinds in after["paths"].items() if kind in kinds} for kind in ("head", "get"))
     assert heads == gets
     assert after["components"]["schemas"]["EmbeddingBody"]["properties"]["dimensions"]["anyOf"][0]["maximum"] == 64
+
+
+def test_a_stream_has_room_past_the_context() -> None:
+    """Only where the request asks for it: a chat without a limit ends with the context's number of tokens."""
+    offered = Ready("fake", 101, 10, 10, 16, 8, (), kv_evictions=(("sink:4+124", 5000), ("snapkv:128", 101)))
+
+    def limit(prompt: int = 1, **fields: Any) -> int:
+        body = take(CompletionBody, **{"max_tokens": 9999} | fields)
+        caller = Caller("a", 0.0, b"")
+        return sampling_params.completion_params(body, [(1,) * prompt], offered, 16, caller, NO_DEFAULTS).max_tokens
+
+    assert limit() == limit(kv_eviction="sink:4+124") == 4999
+    assert limit(kv_eviction="none") == limit(kv_eviction="snapkv:128") == 100
+    assert limit(max_tokens=-1) == 101
+    assert limit(prompt=4990, max_tokens=-1) == 10
+    for wrong in ("snapkv:256", "sink", ""):
+        with pytest.raises(APIError) as error:
+            limit(kv_eviction=wrong)
+        assert (error.value.code, error.value.param) == ("invalid_value", "kv_eviction")

@@ -51,12 +51,35 @@ READ = (".safetensors", ".json", ".jinja", ".model", ".tiktoken")
 """Endings of files that a loader may read: a new one beside those of the receipt is a difference."""
 
 _MACHINE = ("attar", "torch", "python", "instruction_set", "threads", "kernels")
-_REQUIRED = ("source", "recipe", "calibration", "seed", "versions", "layers", "bits_per_weight", "evaluation", "files")
-_OURS = (
-    "format", *_REQUIRED, "probes", "shard", "drawn", "device", "imatrix", "allocation", "rotation", "tune",
-    "selection", "texts", "gain", "warnings", "original", "drafts_for", "products",
-)  # fmt: skip
-"""Keys that `write` may give a receipt."""
+REQUIRED = ("source", "recipe", "calibration", "seed", "versions", "layers", "bits_per_weight", "evaluation", "files")
+KEYS: Mapping[str, str] = {
+    "format": "Version of this layout.",
+    "source": "SHA-256 of each file of the original, and one over all.",
+    "recipe": "The recipe in full, with every option.",
+    "calibration": "Hash of the calibration tokens; null without calibration.",
+    "seed": "Seed of every random choice.",
+    "versions": "attar, torch, Python, instruction set, threads and kernels of the run.",
+    "layers": "Each linear layer: scheme, bits, error as stored, error if only rounded.",
+    "bits_per_weight": "Bits per weight of the compressed linear layers.",
+    "evaluation": "Figures of `--eval`.",
+    "files": "SHA-256 of each file beside the receipt.",
+    "probes": "Inputs and outputs that `attar verify` replays.",
+    "shard": "Largest size of a file, in bytes.",
+    "drawn": "Number of calibration sequences that the model wrote itself.",
+    "device": "Device of the run, if not the CPU.",
+    "imatrix": "SHA-256 of the importance matrix.",
+    "allocation": "Bits by layer: the target, what was reached, and what was tried.",
+    "rotation": "Loss of learned rotations before and after training.",
+    "tune": "Losses of `tune` or `distill`.",
+    "selection": "Candidates of `best-` and `--target-kl`, and the chosen one.",
+    "texts": "Kind of the calibration text: the loss on it beside the entropy of the model.",
+    "gain": "Comparison with plain rounding on held-out text.",
+    "warnings": "Sentences that the run printed as warnings.",
+    "original": "Format and schemes of a source that was compressed itself.",
+    "drafts_for": "Hash of the model that this one makes drafts for.",
+    "products": "`bfloat16` where products ran on tiles.",
+}
+"""Keys that `write` may give a receipt, with their meanings. REQUIRED: those that every receipt has."""
 
 Advance = Callable[[int], None]
 """Callback advance(bytes hashed since the last call)."""
@@ -103,7 +126,7 @@ def write(
     """Write the receipt of `output`, whose other files must all be in place, and return its path.
 
     `about` is `environment()` together with `recipe` (a dict), `calibration` (the token hash or None) and `seed`, and
-    may have others of `_OURS`. `source_files` maps the source's files to their SHA-256. Raises ValueError where a
+    may have others of `KEYS`. `source_files` maps the source's files to their SHA-256. Raises ValueError where a
     figure is not finite, or the receipt exceeds `MAX_BYTES`.
     """
     path = receipt_path(output)
@@ -117,7 +140,7 @@ def write(
         "files": {name: sha256(output_file(output, name)) for name in _files(output)},
         "probes": probes,
     }
-    assert set(value) <= set(_OURS), f"a conversion would leave out {sorted(set(value) - set(_OURS))}"
+    assert set(value) <= set(KEYS), f"a conversion would leave out {sorted(set(value) - set(KEYS))}"
     _put(path, _text(value))
     return path
 
@@ -152,7 +175,7 @@ def carry(
     if (wrong := _verify_files(source, found, advance)) is not None:
         return f"the output gets no receipt, because the source's does not hold: {wrong.detail}"
     # The source's receipt is untrusted: unknown keys are left out, and so is nesting that indentation would make large.
-    value = {key: found.value[key] for key in _OURS if key in found.value}
+    value = {key: found.value[key] for key in KEYS if key in found.value}
     if _deeper(value, DEEPEST):
         raise UserError("receipt_invalid", f"that of the source is nested more than {DEEPEST} deep")
     value |= {
@@ -241,7 +264,7 @@ def read_receipt(output: Path) -> Receipt | None:
             "receipt_invalid",
             f"{path}: its format is {value.get('format')!r}, not {FORMAT}: use another version of attar",
         )
-    missing = [key for key in _REQUIRED if key not in value]
+    missing = [key for key in REQUIRED if key not in value]
     if missing:
         raise CheckpointError("receipt_invalid", f"{path}: the receipt is damaged: it lacks {', '.join(missing)}")
     files = value["files"]

@@ -132,8 +132,8 @@ def workload(config: GoalOptions, subject: Subject) -> tuple[Workload, list[str]
         raise UserError(
             "option_conflict", f"a prompt of {prompt:,} tokens leaves no answer in a context of {context:,}"
         )
-    users = f"{config.users} users, all at the full context" if config.users > 1 else "one user"
-    said = f"{users}: prompts of {prompt:,} tokens and answers of {context - prompt:,}"
+    each = f"{config.users} users, all at the full context" if config.users > 1 else "one user"
+    said = f"{each}: prompts of {prompt:,} tokens and answers of {context - prompt:,}"
     return Workload(config.users, prompt, context - prompt), [said]
 
 

@@ -26,8 +26,10 @@ from attar.engine.speculation import drafter
 from attar.errors import UserError
 from attar.execution import kv_cache
 from attar.kernels import dispatch
+from attar.kv.eviction import parse_all
 from attar.kv.schemes import scheme
 from attar.kv.sparse import SparseAttention
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.cache import ForwardBatch
 from attar.progress import Progress
 from attar.protocol.grammar import Constraint, Grammar
@@ -71,6 +73,12 @@ class LLM:
 
     `sparse_attention` lets tokens of answers read few keys of a long context: `topk:512` the most important 512, and
     `topk:1/16` a sixteenth. None reads all. Prompts always do. It is for CPUs, and finds key statistics on loading.
+    `sparse_prefill` lets tokens of prompts read few keys, but for the last of each: `tri-shape` the first and the
+    newest, and `skip` what matters. None reads all. It is for CPUs.
+
+    `kv_eviction` drops keys of long texts: `sink:4+2044` keeps the first 4 tokens and the newest 2,044, and texts run
+    past the model's context; `snapkv:2048`, `h2o:2048` and `expected:2048` keep so many of a prompt. A list are
+    policies that `SamplingParams.kv_eviction` may name, the default first.
 
     `parallel` says how many processes share the model (`loader.py`). No probe is replayed then: it would report
     rounding that one process does not have. `close` ends the processes, as does this one's end.
@@ -96,6 +104,8 @@ class LLM:
         draft_tokens: int | None = None,
         draft_tree: int | None = None,
         sparse_attention: str | None = None,
+        sparse_prefill: str | None = None,
+        kv_eviction: str | Sequence[str] = (),
         verify: bool = True,
         generation_config: Literal["attar", "model"] = "attar",
         progress: Progress | None = None,
@@ -106,6 +116,16 @@ class LLM:
         if few is not None:
             shared = parallel or Parallel()
             few.check(scheme("float32"), device, shared.tp * shared.pp, draft_tree is not None)
+        of_prompts = None if sparse_prefill is None else SparsePrefill.parse(sparse_prefill)
+        if of_prompts is not None:
+            shared = parallel or Parallel()
+            of_prompts.check(device, shared.tp * shared.pp, draft_tree is not None)
+        self.evictions = parse_all((kv_eviction,) if isinstance(kv_eviction, str) else tuple(kv_eviction))
+        """Policies of KV eviction that a call may name, the default first."""
+        for eviction in self.evictions:
+            shared = parallel or Parallel()
+            reads_few, processes = few is not None or of_prompts is not None, shared.tp * shared.pp
+            eviction.check(scheme("float32"), device, processes, trees=draft_tree is not None, sparse=reads_few)
         draft = hub.resolve_draft(draft)
         path = hub.resolve(model)
         self.sampling = recommended(path) if generation_config == "model" else {}
@@ -114,18 +134,24 @@ class LLM:
             progress=progress,
         )  # fmt: skip
         self.decoder = self.model.decoder
+        for eviction in self.evictions:
+            kv_cache.check_eviction(self.decoder, self.decoder.lossless, eviction, self.context)
         drafts = drafter(
             draft, self.model, self.context, TOGETHER, activations=activations, verify=verify,
             trees=draft_tree is not None,
         )  # fmt: skip
         sparse = None if few is None else kv_cache.sparse_layers_of(self.decoder, few, progress)
-        self.running = Running(self.model, self.context, drafts, draft_tokens, draft_tree, sparse)
+        self.running = Running(
+            self.model, self.context, drafts, draft_tokens, draft_tree, sparse, of_prompts, self.evictions
+        )
         self._known_chats: Chats | None = None
         self._prover: Prover | None = None
 
     def attach(self, adapter: str | Path) -> None:
         """Attach a low-rank adapter, a folder in PEFT's format, beside the weights, unmerged. Raises ValueError where
-        it does not fit, and ends the processes that share the model then."""
+        it does not fit, and ends the processes that share the model then; RuntimeError while an answer is under way.
+        """
+        self.running.renew()
         try:
             lora.attach(self.decoder, Path(adapter), self.model.path)
         except BaseException:
@@ -322,13 +348,19 @@ class LLM:
 
     def _answer(self, prompt: Prompt, params: SamplingParams | None, constraint: Constraint | None) -> Answer:
         ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-        if len(ids) >= self.context:
-            raise UserError(
-                "context_exceeded",
-                f"the prompt has {len(ids)} tokens and the model a context of {self.context}: shorten it",
-            )
         own = (params or SamplingParams(**self.sampling)).seeded()
+        if len(ids) >= (most := self._room(own)):
+            raise UserError(
+                "context_exceeded", f"the prompt has {len(ids)} tokens and the model a context of {most}: shorten it"
+            )
         return Answer(tuple(ids), own, None if constraint is None else self._proven(constraint, own))
+
+    def _room(self, params: SamplingParams) -> int:
+        """Return the tokens that prompt and output may have together."""
+        name = params.kv_eviction
+        named = (each for each in self.evictions if name is None or str(each) == name)
+        eviction = next(named, None)
+        return self.context if eviction is None else eviction.longest(self.context)
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         """Return token ids as a list, each in the vocabulary; for an empty prompt, the model's BOS."""

@@ -18,6 +18,8 @@ from attar.engine.engine import Engine, EngineConfig
 from attar.engine.llm.answer import Answer, Said
 from attar.engine.loader import LoadedModel
 from attar.execution.parallel.executor import WorkerLost
+from attar.kv.eviction import Eviction
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.cache import BLOCK
 from attar.model.sparse_layers import SparseLayers
 from attar.plan.fit import cache_shape
@@ -51,8 +53,11 @@ class Running:
         draft_tokens: int | None,
         draft_tree: int | None = None,
         sparse: SparseLayers | None = None,
+        prefill: SparsePrefill | None = None,
+        evictions: tuple[Eviction, ...] = (),
     ) -> None:
-        self._model, self._context, self._sparse = model, context, sparse
+        self._model, self._context, self._sparse, self._prefill = model, context, sparse, prefill
+        self._evictions = evictions
         self._drafter, self._draft_tokens, self._draft_tree = drafter, draft_tokens, draft_tree
         self.engine: Engine | None = None
         self.calls: dict[str, Call] = {}  # calls of open requests, by request id
@@ -89,6 +94,14 @@ class Running:
                     yield event
         finally:  # the reader may stop early
             self._let_go(left)
+
+    def renew(self) -> None:
+        """Forget the engine, since the weights change: recorded steps and cached prefixes are those of the old ones.
+        Raises RuntimeError while an answer is under way."""
+        with self._alone():
+            if self.calls:
+                raise RuntimeError("the weights cannot change while an answer is under way")
+            self.engine = None
 
     def _step(self) -> None:
         """Run a step of all open requests, and queue its events for their calls."""
@@ -139,8 +152,11 @@ class Running:
         """Return the engine of the last call, with its prefix cache, if it has room. A larger one replaces it when all
         requests in the old one have ended, even if their events are not read yet."""
         lengths = [min(len(answer.prompt) + answer.params.max_tokens, self._context) for answer in answers]
-        longest = max(lengths)
-        blocks = max(min(len(lengths), TOGETHER) * -(-longest // BLOCK), ROOM // BLOCK)
+        most = max((each.budget for each in self._evictions), default=0)
+        longest = max(*lengths, most)
+        # The first eviction of a sequence may copy all that it keeps.
+        each = -(-longest // BLOCK) + -(-most // BLOCK)
+        blocks = max(min(len(lengths), TOGETHER) * each, ROOM // BLOCK)
         old, together = self.engine, min(len(lengths), TOGETHER)
         few = old is not None and old.sliding is not None and old.sliding.sequences < together
         if old is None or old.context < longest or old.pool.total < blocks or few:
@@ -161,6 +177,7 @@ class Running:
             config = EngineConfig(
                 blocks + spare, context, limits, self._model.eos_ids, drafter=self._drafter,
                 draft_tokens=self._draft_tokens, draft_tree=self._draft_tree, sparse=self._sparse,
+                prefill=self._prefill, evictions=self._evictions,
                 sliding_blocks=self._sliding_blocks(blocks, context, together, spare),
             )  # fmt: skip
             self.engine = Engine(self._model.decoder, tokenizer, config, runner=self._model.runner)

@@ -108,6 +108,14 @@ def paged_attention(
     if place.dense_until is not None and pages.signs is not None:
         _check("dense_until", place.dense_until, torch.int32, (sequences,))
         dense_until = place.dense_until.data_ptr()
+    few: tuple[float, ...] = (0, 0, 0, 0.0, 0, 0)
+    if place.prompts is not None:
+        settings, until, skipped = place.prompts.settings, place.prompts.until, place.prompts.skipped
+        _check("until", until, torch.int32, (sequences,))
+        _check("skipped", skipped, torch.int64, (sequences,))
+        few = (
+            until.data_ptr(), settings.sinks, settings.window, settings.lost, settings.whole, skipped.data_ptr(),
+        )  # fmt: skip
     if (form.window is not None and form.window < 1) or (form.soft_cap is not None and not form.soft_cap > 0):
         raise ValueError("a window and a soft cap are greater than zero")
     out = extension.empty((rows, form.heads * form.head_dim)) if out is None else out
@@ -118,7 +126,7 @@ def paged_attention(
         place.row_starts.data_ptr(), place.lengths.data_ptr(), place.block_tables.data_ptr(), width,
         place.positions.data_ptr(), key_positions, tree, tree_size, form.window or 0, form.scale, form.soft_cap or 0.0,
         out.data_ptr(), 0 if mass is None else mass.data_ptr(), _tails(pages, place)[1], dense_until,
-        level or extension.cpu_level(),
+        *few, level or extension.cpu_level(),
     )  # fmt: skip
     return out, mass
 

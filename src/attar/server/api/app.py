@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from attar.server.api.dialects.llamacpp.routes import LlamaCppRoutes
 from attar.server.api.dialects.ollama_routes import OllamaRoutes
 from attar.server.api.dialects.routes import DialectRoutes
 from attar.server.api.openapi import Served, document
@@ -23,6 +24,7 @@ from attar.server.dispatcher import Dispatcher
 from attar.server.errors import INTERNAL, APIError
 from attar.server.fair_thread_pool import TextThreads
 from attar.server.grammars import Grammars
+from attar.server.pages.lab import LabRoutes
 from attar.server.prompts import Prompts
 from attar.strict_json import shown
 from attar.version import __version__
@@ -41,9 +43,10 @@ def make_app(
     app = FastAPI(title="attar", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     add_errors(app)
     StatusRoutes(dispatcher).add_to(app)
+    LabRoutes(dispatcher).add_to(app)
     Routes(dispatcher, prompts, grammars, threads, sampling).add_to(app)
     ResponsesRoutes(dispatcher, prompts, grammars, threads, sampling, store).add_to(app)
-    for routes in (DialectRoutes, OllamaRoutes):
+    for routes in (DialectRoutes, LlamaCppRoutes, OllamaRoutes):
         routes(dispatcher, prompts, grammars, threads, sampling).add_to(app)
 
     def described() -> dict[str, Any]:
@@ -83,6 +86,7 @@ def _nearest(app: FastAPI, path: str) -> str:
     known = [route.path for route in app.routes if isinstance(route, Route) and "{" not in route.path]
     found = [each for each in known if each != "/" and (each.endswith(path) or path.endswith(each))]
     found += difflib.get_close_matches(path[:MAX_COMPARED], known, 1, 0.75)
+    found.sort(key=lambda each: difflib.SequenceMatcher(None, each, path[:MAX_COMPARED]).ratio(), reverse=True)
     return f"did you mean {found[0]}?" if found else "GET /openapi.json lists the routes"
 
 

@@ -9,6 +9,9 @@ from msgspec import Meta, Struct
 
 from attar.text.tools.openai import Ignored as Ignored
 
+MAX_TOKENS = 2**31 - 1  # also the largest id that a vocabulary could have
+
+Token = Annotated[int, Meta(ge=0, le=MAX_TOKENS, title="Token")]
 Name = Annotated[str, Meta(max_length=256)]
 
 

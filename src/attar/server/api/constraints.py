@@ -96,9 +96,7 @@ class Constrained(Body, frozen=True, kw_only=True):
     def constraint(self) -> Asked | None:
         """Return the constraint of the answer; None where there is none. Raises APIError where there are several, or
         one is malformed."""
-        found = list(self._constraints())
-        _check_one(found)
-        return found[0] if found else None
+        return only_one(list(self._constraints()))
 
     def _constraints(self) -> Iterator[Asked]:
         match self.response_format:
@@ -119,10 +117,7 @@ class Constrained(Body, frozen=True, kw_only=True):
                 message = f"structured_outputs: one of {', '.join(_MAKERS)}"
                 raise APIError("invalid_value", message, "structured_outputs")
             yield from made
-        if self.grammar:
-            yield _asked("grammar", Grammar, "gbnf", self.grammar)
-        if self.json_schema is not None:
-            yield _asked("json_schema", Grammar.json_schema, self.json_schema)
+        yield from of_llamacpp(self.grammar, self.json_schema)
 
 
 _MAKERS: dict[str, Callable[[Any, str | None], Grammar]] = {
@@ -142,6 +137,21 @@ def _made(prefix: str, given: Mapping[str, Any], whitespace: str | None) -> Iter
     for name, value in given.items():
         if value is not None and not (name == "json_object" and value is False):
             yield _asked(prefix + name, _MAKERS[name], value, whitespace)
+
+
+def of_llamacpp(grammar: str | None, schema: dict[str, Any] | None) -> Iterator[Asked]:
+    """Yield the constraints of llama.cpp's fields `grammar` and `json_schema`. Raises APIError where one is
+    malformed."""
+    if grammar:
+        yield _asked("grammar", Grammar, "gbnf", grammar)
+    if schema is not None:
+        yield _asked("json_schema", Grammar.json_schema, schema)
+
+
+def only_one(found: list[Asked]) -> Asked | None:
+    """Return the constraint of a request; None where there is none. Raises APIError for several."""
+    _check_one(found)
+    return found[0] if found else None
 
 
 def of_schema(field: str, schema: dict[str, Any], strict: bool | None) -> Asked:

@@ -51,6 +51,17 @@ def rows(raw: msgspec.Raw) -> Iterator[TokenLogprob]:
     return map(_row.decode, _rows.decode(raw))
 
 
+class TokenNames:
+    """Tokens by their texts; with `as_ids` by their ids, `token_id:ID`, as vLLM's clients ask."""
+
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
+        self.tokenizer, self._as_ids = tokenizer, as_ids
+
+    def __call__(self, token: int) -> str:
+        """Return the name of a token."""
+        return f"token_id:{token}" if self._as_ids else token_text(self.tokenizer, token)
+
+
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """Return a token as text; one that is part of a character only as `bytes:` and escapes, as OpenAI writes it."""
     point("openai.logprobs")
@@ -62,15 +73,17 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 class Content:
-    """The tokens of a chat choice, as the items of a JSON array."""
+    """The tokens of a chat choice, as the items of a JSON array. With `own` the tokens beside each have it too."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False, own: bool = False) -> None:
+        self._tokenizer, self._name, self._own = tokenizer, TokenNames(tokenizer, as_ids), own
         self._items = bytearray()
 
     def add(self, each: TokenLogprob) -> None:
         """Add one token."""
         top = [self._token(token, logprob) for token, logprob in each.top]
+        if self._own and all(token != each.token_id for token, _ in each.top):
+            top.append(self._token(each.token_id, each.logprob))
         _append(self._items, encode(self._token(each.token_id, each.logprob) | {"top_logprobs": top}))
 
     def json(self) -> list[bytes | bytearray]:
@@ -85,7 +98,7 @@ class Content:
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self._tokenizer.id_to_bytes(token)
-        return {"token": token_text(self._tokenizer, token), "logprob": max(logprob, LEAST), "bytes": list(raw)}
+        return {"token": self._name(token), "logprob": max(logprob, LEAST), "bytes": list(raw)}
 
 
 class Offsets:
@@ -110,22 +123,22 @@ class Columns:
 
     NAMES = (b"tokens", b"token_logprobs", b"top_logprobs", b"text_offset")
 
-    def __init__(self, tokenizer: Tokenizer, offset: Callable[[int], int]) -> None:
-        self._tokenizer, self._offset = tokenizer, offset
+    def __init__(self, tokenizer: Tokenizer, offset: Callable[[int], int], as_ids: bool = False) -> None:
+        self._name, self._offset = TokenNames(tokenizer, as_ids), offset
         self._columns = self._none()
 
     def add(self, each: TokenLogprob) -> None:
         """Add one token."""
         top: dict[str, float] = {}
         for token, logprob in each.top:  # most probable first: of two tokens with one text the first stays
-            top.setdefault(token_text(self._tokenizer, token), max(logprob, LEAST))
-        text, own = token_text(self._tokenizer, each.token_id), max(each.logprob, LEAST)
+            top.setdefault(self._name(token), max(logprob, LEAST))
+        text, own = self._name(each.token_id), max(each.logprob, LEAST)
         top.setdefault(text, own)  # always included
         self._row(each.token_id, text, own, top)
 
     def add_first(self, token: int) -> None:
         """Add the first token of a prompt, which nothing before it predicts."""
-        self._row(token, token_text(self._tokenizer, token), None, None)
+        self._row(token, self._name(token), None, None)
 
     def clear(self) -> None:
         """Discard the items written so far; offsets go on."""

@@ -37,6 +37,9 @@ DONE = b"data: [DONE]\n\n"
 FAILED = sse.event(APIError("internal", INTERNAL).body())
 """The last event of a stream that an exception ends."""
 
+NO_TEXT = b'""'
+"""Content of the first delta of a chat's choice, as JSON; llama.cpp's own route has null there."""
+
 NO_OPTIONS = StreamOptions()
 
 Pieces = list[bytes | bytearray]
@@ -83,18 +86,22 @@ class ChatFormat:
     prefix = "chatcmpl-"
 
     def __init__(
-        self, tokenizer: Tokenizer, logprobs: bool, extras: Extras, reader: AnswerReader | None = None
-    ) -> None:
+        self, tokenizer: Tokenizer, logprobs: bool, extras: Extras, reader: AnswerReader | None = None,
+        no_text: bytes = NO_TEXT,
+    ) -> None:  # fmt: skip
         self.n = 1  # `Format.n`: one, so `best` leaves no choice out
         self.extras, self.reader = extras, reader or AnswerReader()
-        self._tokenizer, self._logprobs = tokenizer, logprobs
+        self._tokenizer, self._logprobs, self._no_text = tokenizer, logprobs, no_text
         self._contents: dict[int, Content] = {}
 
     def add(self, at: int, number: int, logprobs: Sequence[TokenLogprob]) -> None:
         """Write more log probabilities of a choice."""
-        content = self._contents.setdefault(number, Content(self._tokenizer))
+        content = self._contents.setdefault(number, self._content())
         for each in logprobs:
             content.add(each)
+
+    def _content(self) -> Content:
+        return Content(self._tokenizer, self.extras.as_ids, self.extras.named)
 
     async def add_prompt(self, at: int, event: PromptScores, turns: Turns) -> None:
         """Write the log probabilities of the prompt."""
@@ -112,7 +119,7 @@ class ChatFormat:
             encode(text),
             more,
         )
-        logprobs = self._contents.pop(choice.number, Content(self._tokenizer)).json() if self._logprobs else [b"null"]
+        logprobs = self._contents.pop(choice.number, self._content()).json() if self._logprobs else [b"null"]
         return [
             before,
             *logprobs,
@@ -121,7 +128,8 @@ class ChatFormat:
 
     def opening(self, number: int) -> Pieces:
         """Return a chunk's choice that names the role."""
-        return [b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % number]
+        delta = b'{"role":"assistant","content":%b}' % self._no_text
+        return [b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (number, delta)]
 
     def deltas(self, number: int, event: Delta) -> list[Pieces]:
         """Return the choices of chunks with more text or calls; none where there is nothing to tell yet."""
@@ -130,7 +138,7 @@ class ChatFormat:
             return []
         logprobs: Pieces = [b"null"]
         if event.logprobs is not None:
-            content = Content(self._tokenizer)
+            content = self._content()
             for each in event.logprobs:
                 content.add(each)
             logprobs = content.json()
@@ -197,7 +205,7 @@ class CompletionFormat:
         if self._echoes is None or not self._logprobs:
             return
         starts = iter(self._echoes[at].starts)
-        columns = self._of_prompts[at] = Columns(self._tokenizer, lambda token: next(starts))
+        columns = self._of_prompts[at] = Columns(self._tokenizer, lambda token: next(starts), self.extras.as_ids)
         columns.add_first(self._prompts[at][0])
         for each in rows(event.logprobs):
             columns.add(each)
@@ -248,7 +256,8 @@ class CompletionFormat:
     def _columns(self, at: int, number: int) -> Columns:
         if number not in self._of_choices:
             echoed = 0 if self._echoes is None else len(self._echoes[at].text)
-            self._of_choices[number] = Columns(self._tokenizer, Offsets(self._tokenizer, self._prompts[at], echoed))
+            offsets = Offsets(self._tokenizer, self._prompts[at], echoed)
+            self._of_choices[number] = Columns(self._tokenizer, offsets, self.extras.as_ids)
         return self._of_choices[number]
 
     def _choice(self, number: int, text: str, logprobs: Pieces, more: bytes) -> Pieces:
@@ -333,6 +342,7 @@ async def stream(
     start = b"data: " + encode(head)[:-1]
     before = start + (b',"usage":null' if options.include_usage else b"") + b',"choices":['
     generated = so_far = 0
+    end = b""  # llama.cpp's timings: in the stream's last chunk
 
     def beginning() -> bytes:
         if options.include_usage and options.continuous_usage_stats:
@@ -361,8 +371,9 @@ async def stream(
                         for piece in form.rest(number):
                             say(piece)
                         ended = event.report is not None and None not in request.reports
-                        end = form.extras.of_end(request.reports, generated) if ended else b""
-                        say(form.closing(number, event.reason), end)
+                        if ended:
+                            end = form.extras.of_end(request.reports, generated)
+                        say(form.closing(number, event.reason), end if ended and not options.include_usage else b"")
                         continue
                     so_far += len(event.token_ids)
                     for piece in form.deltas(number, event):
@@ -381,7 +392,8 @@ async def stream(
         for part in sse.parts(pieces):
             yield part
     if options.include_usage:
-        yield sse.event(encode(head | {"choices": [], "usage": usage(request, generated, reader=form.reader)}))
+        told = encode(head | {"choices": [], "usage": usage(request, generated, reader=form.reader)})
+        yield sse.event(told[:-1] + end + b"}")
     yield DONE
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -27,6 +28,8 @@ from attar.protocol.messages import Ready
 from attar.server.api import response_types
 from attar.server.api.body import Body
 from attar.server.api.dialects.answers import OllamaError
+from attar.server.api.dialects.llamacpp.answers import NativeError
+from attar.server.api.dialects.llamacpp.fields import NAMED_BIASES
 from attar.server.api.response_types import Answer
 from attar.server.api.schemas import (
     ALL_THAT_FIT,
@@ -36,7 +39,7 @@ from attar.server.api.schemas import (
     MAX_STOP_BYTES,
     MAX_TOKENS,
 )
-from attar.server.errors import ANTHROPIC, CATALOGUE, OLLAMA
+from attar.server.errors import ANTHROPIC, CATALOGUE, LLAMACPP, OLLAMA
 from attar.server.http.middleware import OPEN_TO_ALL
 from attar.server.options import pattern
 
@@ -45,7 +48,7 @@ Schema = dict[str, Any]
 _REF = "#/components/schemas/{name}"
 _BODIES: dict[str, type[Body]] = {}
 _ANSWERS: set[type[Answer]] = {
-    response_types.Error, response_types.AnthropicError, OllamaError
+    response_types.Error, response_types.AnthropicError, OllamaError, NativeError
 }  # fmt: skip
 
 _NAMED: Schema = {"X-Request-Id": {"required": True, "schema": {"type": "string"}}}
@@ -90,6 +93,11 @@ _EXAMPLES: dict[str, list[Schema]] = {
     "TokenizeBody": [{"prompt": "Once upon a time"}, {"messages": _SAID}],
     "DetokenizeBody": [{"tokens": [1, 2, 3]}],
     "InfillBody": [{"input_prefix": "def add(a, b):\n    ", "input_suffix": "\n", "n_predict": 8}],
+    "NativeCompletionBody": [
+        {"prompt": "Once upon a time", "n_predict": 8},
+        {"prompt": ["One", [1, 2, "two"]], "n_predict": 2, "n_probs": 2},
+    ],
+    "NativeEmbeddingBody": [{"content": "One text"}, {"input": ["One", {"prompt_string": "two"}, [1, "three"]]}],
     "OllamaShowBody": [{}],
     "OllamaChatBody": [{"messages": _SAID}, {"messages": _SAID, "stream": False, "options": {"num_predict": 8}}],
     "OllamaGenerateBody": [{"prompt": "Once upon a time", "raw": True}, {"prompt": "Hello", "stream": False}],
@@ -114,17 +122,27 @@ class Served:
     infill: bool = False
 
 
-def giving(answer: type[Answer]) -> Schema:
-    """Return the OpenAPI entry of a route that answers with `answer`."""
+class Form(Enum):
+    """Form of an answer: one object, a list of them, or by the request: a list, or some of an object's fields."""
+
+    ONE = "one"
+    MANY = "many"
+    CHOSEN = "chosen"
+
+
+def giving(answer: type[Answer], form: Form = Form.ONE) -> Schema:
+    """Return the OpenAPI entry of a route that answers with `answer`, in a `form`."""
     _ANSWERS.add(answer)
-    return {"responses": {"200": {"content": {"application/json": {"schema": _ref(answer)}}}}}
+    one, many = _ref(answer), {"type": "array", "items": _ref(answer)}
+    schema = {Form.ONE: one, Form.MANY: many, Form.CHOSEN: {"anyOf": [one, {"type": ["object", "array"]}]}}[form]
+    return {"responses": {"200": {"content": {"application/json": {"schema": schema}}}}}
 
 
-def taking(kind: type[Body], answer: type[Answer], *events: type[Answer]) -> Schema:
+def taking(kind: type[Body], answer: type[Answer], *events: type[Answer], form: Form = Form.ONE) -> Schema:
     """Return the OpenAPI entry of a route that reads `kind`; `events`: the types of its stream, where it has one."""
     _BODIES[kind.__name__] = kind
     _ANSWERS.update(events)
-    found = giving(answer)
+    found = giving(answer, form)
     if events:
         found["responses"]["200"]["content"]["text/event-stream"] = {"schema": _event(events)}
     examples = {str(number): {"value": value} for number, value in enumerate(_EXAMPLES[kind.__name__], 1)}
@@ -143,6 +161,8 @@ def document(app: FastAPI, served: Served) -> Schema:
             fields[field] = {"anyOf": [fields[field], _neutral(values)]} if field in fields else _neutral(values)
         if served.ready is not None:
             fields["model"] = _names(served.ready, served.aliases)
+            if "kv_eviction" in fields:
+                fields["kv_eviction"] = {"enum": [None, "none", *(policy for policy, _ in served.ready.kv_evictions)]}
     _add_rules(schemas, served.shortest)
     if not served.infill:
         for name in ("CompletionBody", "OllamaGenerateBody"):
@@ -228,20 +248,28 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
     completion |= _all(
         {"anyOf": [untrusting, _may(logprobs={"type": "null"}, best_of={"enum": [None, 1]})]},
         {"anyOf": [unnamed, _given("logprobs")]},
-        {"anyOf": [unnamed, _may(max_tokens=some)]},
+        {"anyOf": [unnamed, _may(max_tokens=some, n_predict=some)]},
+        {"anyOf": [_may(max_tokens={"type": "null"}), _may(n_predict={"type": "null"})]},
         {"anyOf": [_may(guided_whitespace_pattern={"type": "null"}), _given("guided_json")]},
         {"anyOf": streamed},
-        {"anyOf": [_has(echo={"const": True}), _may(max_tokens=some)]},
+        {"anyOf": [_has(echo={"const": True}), _may(max_tokens=some, n_predict=some)]},
         {"anyOf": enough},
         {"anyOf": [_may(stream={"enum": [None, False]}), *all_kept]},
     )
-    for field in ("max_tokens", "max_completion_tokens"):
+    limits = ("max_tokens", "max_completion_tokens", "n_predict")
+    for field in limits:
         chat["properties"][field] = {**some, "default": None}
+    off: Schema = {"enum": [None, False]}
+    one_turn = {"anyOf": [_may(continue_final_message=off), _may(add_generation_prompt=off)]}
+    none: Schema = {"type": "null"}
+    one_limit = {"anyOf": [_may(n_predict=none), _may(max_tokens=none, max_completion_tokens=none)]}
     chat |= _all(
         {"anyOf": [_may(guided_whitespace_pattern={"type": "null"}), _given("guided_json")]},
         {"anyOf": streamed},
         {"anyOf": [_has(logprobs={"const": True}), _may(top_logprobs={"type": "null"})]},
         {"anyOf": [_has(logprobs={"const": True}), unnamed]},
+        one_limit,
+        one_turn,
         {"anyOf": [untrusting, _may(logprobs={"enum": [None, False]})]},
     )
     told_once = [
@@ -290,14 +318,44 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
         _may(role={"const": "assistant"}, content={"anyOf": [{"type": "string"}, own]}),
     ]
     schemas["OllamaMessage"]["anyOf"] = [_may(role={"const": "assistant"}), _may(tool_calls=uncalled)]
-    schemas["EmbeddingBody"]["properties"]["input"] = {"anyOf": texts(MAX_INPUTS)}
+    _add_llamacpp(schemas, text, token)
     many = {"type": "array", "items": text, "minItems": 1, "maxItems": MAX_INPUTS}
     schemas["OllamaEmbedBody"]["properties"]["input"] = {"anyOf": [text, many]}
     schemas["OllamaEmbeddingsBody"]["properties"]["prompt"] = text
+    schemas["TokenizeBody"] |= _all(one_turn)
+    forms = {"prompt": "string", "messages": "array", "content": "string"}
     schemas["TokenizeBody"]["anyOf"] = [
-        {**_may(prompt={"type": "string"}, messages={"type": "null"}), "required": ["prompt"]},
-        {**_may(prompt={"type": "null"}, messages={"type": "array"}), "required": ["messages"]},
+        {**_may(**{**dict.fromkeys(forms, none), own: {"type": kind}}), "required": [own]}
+        for own, kind in forms.items()
     ]
+
+
+def _add_llamacpp(schemas: Schema, text: Schema, token: Schema) -> None:
+    """Add the forms of inputs, and the rules of llama.cpp's bodies."""
+    words = {"type": "array", "items": {"type": "string"}, "contains": text, "minItems": 1}
+    pieces = {"type": "array", "items": {"anyOf": [{"type": "string"}, token]}, "contains": token, "minItems": 1}
+    part = schemas["InputObject"]["properties"]["content"]
+    part |= {"minItems": 1, "contains": _has(text=text)}
+    schemas["InputObject"]["properties"]["prompt_string"] = text
+    schemas["InputObject"]["oneOf"] = [{"required": [name]} for name in ("prompt_string", "content")]
+    said = {"$ref": _REF.format(name="InputObject")}
+
+    def inputs(most: int) -> list[Schema]:
+        each = {"anyOf": [text, said, pieces, words]}
+        return [text, said, pieces, {"type": "array", "items": each, "minItems": 1, "maxItems": most}]
+
+    schemas["EmbeddingBody"]["properties"]["input"] = {"anyOf": inputs(MAX_INPUTS)}
+    schemas["NativeCompletionBody"]["properties"]["prompt"] = {"anyOf": inputs(MAX_PROMPTS)}
+    embedding = schemas["NativeEmbeddingBody"]
+    for name in ("content", "input"):
+        embedding["properties"][name] = {"anyOf": [*inputs(MAX_INPUTS), {"type": "null"}], "default": None}
+    embedding["oneOf"] = [_given("content"), _given("input")]
+    penalty = [
+        _may(repeat_penalty={"enum": [None, 1]}),
+        {**_has(repeat_last_n={"enum": [-1, 0]}), "allOf": [_may(repetition_penalty={"type": "null"})]},
+    ]
+    for name in ("NativeCompletionBody", "InfillBody"):
+        schemas[name] |= _all({"anyOf": penalty})
 
 
 def _given(name: str) -> Schema:
@@ -336,6 +394,9 @@ def _add_numbers(schemas: Schema, ready: Ready, most: int) -> None:
             found["maximum"] = min(MAX_CHOICES, most)
         elif found.get("title") == "Biases":
             found["propertyNames"] = {"pattern": f"^({'|'.join(_below(ready.vocab_size))})$"}
+        elif found.get("title") == NAMED_BIASES:
+            ids = {"pattern": f"^0*({'|'.join(_below(ready.vocab_size))})$"}
+            found["propertyNames"] = {"minLength": 1, "maxLength": 64, "anyOf": [ids, {"not": {"pattern": "^[0-9]+$"}}]}
     for name in ("EmbeddingBody", "OllamaEmbedBody"):
         schemas[name]["properties"]["dimensions"]["anyOf"][0]["maximum"] = ready.dimensions
 
@@ -371,6 +432,8 @@ def _add_errors(operation: Schema, path: str, posting: bool, keyed: bool) -> Non
     own: type[Answer] = response_types.AnthropicError if theirs else response_types.Error
     if path.startswith(OLLAMA):
         own = OllamaError
+    elif path in LLAMACPP:
+        own = NativeError
     for status in sorted(statuses):
         shapes: list[type[Answer]] = [own]
         if status in _BY_CONNECTION and own is not response_types.Error:

@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 
 from attar.protocol.reasoning import ReasoningSection
 from attar.server.errors import APIError
-from attar.text.answers.reasoning import Place, ReasoningMarkers
+from attar.text.answers.reasoning import Place, ReasoningMarkers, switched
 from attar.text.template import OWN, reads
 
 MAX_VARIABLES = 64
@@ -23,8 +23,6 @@ NO_LIMIT = -1
 MAX_BUDGET = 2**31 - 1
 BUDGETS = {"minimal": 512, "low": 2048, "medium": 8192}
 """Tokens of reasoning by effort, for templates that do not read the effort themselves; none for more effort."""
-SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which templates turn reasoning on and off: Qwen3's and GLM's, then DeepSeek-V3.1's and Granite's."""
 
 _VARIABLE = rf"^(?!({'|'.join(OWN)})$)[A-Za-z_][A-Za-z0-9_]{{0,63}}$"
 _VARIABLES = "Further variables of the chat template, such as enable_thinking. Special tokens in their texts stay text."
@@ -90,7 +88,7 @@ class ReasoningRequest:
         """Return the variables for a template: those that the request gives, and of the others those that it reads."""
         found: dict[str, Any] = {}
         if self.enabled is not None:
-            found |= dict.fromkeys((name for name in SWITCHES if reads(template, name)), self.enabled)
+            found |= switched(template, self.enabled)
         if self.effort is not None and reads(template, "reasoning_effort"):
             found["reasoning_effort"] = self.effort
         return found | dict(self.variables)

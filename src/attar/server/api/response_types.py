@@ -11,6 +11,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from attar.protocol.messages import Ready, Report, Stats
+from attar.protocol.model_shape import MachineRates, ModelShape
 from attar.protocol.request import FinishReason
 
 
@@ -43,6 +44,31 @@ class Engine(Answer, frozen=True):
     ready: Ready
     stats: Stats | None
     replicas: list[Replica] | UnsetType = UNSET  # of a server with several engines
+
+
+class RunningRequest(Answer, frozen=True):
+    """A running request of the caller's key: its id, the tokens that it has, and those that it may come to have."""
+
+    id: str
+    tokens: int
+    max_tokens: int
+
+
+class Lab(Answer, frozen=True):
+    """Data of the lab's page. `steps` are the last ones: rows, sequences, cached tokens, seconds; null where several
+    keys share the server, whose requests they would tell of."""
+
+    live: bool
+    written: str
+    model: ModelShape | None
+    machine: MachineRates | None
+    gpus: list[dict[str, Any]]
+    outputs: list[dict[str, Any]]
+    channels: list[dict[str, Any]]
+    replay: list[dict[str, Any]]
+    engine: Engine
+    sequences: list[RunningRequest]
+    steps: list[tuple[int, int, int, float]] | None
 
 
 class Model(Answer, frozen=True):
@@ -79,15 +105,25 @@ class Why(Answer, frozen=True):
     prompts: list[Report | None]
 
 
+class TokenPiece(Answer, frozen=True):
+    """A token with its text, or with its bytes where those are no text."""
+
+    id: int
+    piece: str | list[int]
+
+
 class Tokenized(Answer, frozen=True):
-    tokens: list[int]
+    tokens: list[int | TokenPiece]
     count: int
     max_model_len: int
     token_strs: list[str] | UnsetType = UNSET  # where they were asked for
 
 
 class Detokenized(Answer, frozen=True):
+    """The text, by vLLM's and by llama.cpp's name."""
+
     prompt: str
+    content: str
 
 
 class TokenizerInfo(Answer, frozen=True):

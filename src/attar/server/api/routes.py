@@ -26,10 +26,11 @@ from attar.server.api.answering import whole as _whole
 from attar.server.api.anthropic import AnthropicBody, AnthropicPrompt
 from attar.server.api.constraints import Asked, refused
 from attar.server.api.dialects.extras import Extras
+from attar.server.api.dialects.tokenizing import DetokenizeBody, TokenizeBody
 from attar.server.api.openapi import giving, taking
 from attar.server.api.reasoning import ReasoningRequest
-from attar.server.api.sampling_params import anthropic_params, chat_params, completion_params, ended
-from attar.server.api.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
+from attar.server.api.sampling_params import anthropic_params, chat_params, completion_params, context, ended
+from attar.server.api.schemas import ChatBody, CompletionBody, EmbeddingBody
 from attar.server.api.status import respond
 from attar.server.api.tools.answers import headers
 from attar.server.api.tools.anthropic import anthropic_refusal
@@ -106,13 +107,18 @@ class Routes:
 
     async def chat(self, request: Request) -> Response:
         """OpenAI's chat completions."""
+        return await self._chat(request, openai.NO_TEXT)
+
+    async def _chat(self, request: Request, no_text: bytes) -> Response:
+        """Answer a chat. `no_text` is the content of a stream's first delta, as JSON."""
         caller, body, model, ready = await self._read(request, ChatBody)
         turn = Turn.of(body.add_generation_prompt, body.continue_final_message)
         chat = Chat(body.conversation(), body.reasoning_request(), body.tool_use(), body.constraint(), turn)
-        ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat)
+        room = context(body, ready)
+        ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat, room)
         params = chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
         params, tokenizer = self._showing(params, calling), self._prompts.tokenizer
-        form = openai.ChatFormat(tokenizer, bool(body.logprobs), Extras(body, tokenizer, [ids]), reader)
+        form = openai.ChatFormat(tokenizer, bool(body.logprobs), Extras(body, tokenizer, [ids]), reader, no_text)
         handler = self._dispatcher.submit(
             caller, [ids], params, body.n or 1, model, body.priority or 0, grammar, section
         )
@@ -130,11 +136,11 @@ class Routes:
         asked = body.prompts()
         if body.suffix is None:
             making = self._prompts.ids(
-                caller.cache_salt, asked, ready.vocab_size, "prompt", ready.context,
-                new=0 if body.max_tokens == 0 else 1,
+                caller.cache_salt, asked, ready.vocab_size, "prompt", context(body, ready),
+                new=0 if body.limit == 0 else 1,
             )  # fmt: skip
         else:
-            room = Room("suffix", ready.vocab_size, ready.context)
+            room = Room("suffix", ready.vocab_size, context(body, ready))
             making = self._prompts.infill_ids(caller.cache_salt, asked, body.suffix, room)
         ids = await sse.while_wanted(request.receive, making)
         grammar = await self._proven(request, caller, ready, body.constraint())
@@ -196,15 +202,19 @@ class Routes:
         text; a chat template writes the special tokens itself."""
         caller, body, _, ready = await self._read(request, TokenizeBody)
         making: Awaitable[Sequence[int]]
-        if body.prompt is None:
+        if body.messages is not None:
             turn = Turn.of(body.add_generation_prompt, body.continue_final_message)
             variables = body.chat_template_kwargs or {}
             tools = body.tool_use().tools
             making = self._prompts.chat_ids(caller.cache_salt, body.conversation(), None, turn, variables, tools)
         else:
-            making = self._prompts.text_ids(caller.cache_salt, body.prompt, body.add_special_tokens is not False)
+            text, special = body.content, bool(body.add_special)
+            if text is None:
+                text, special = body.prompt or "", body.add_special_tokens is not False
+            making = self._prompts.text_ids(caller.cache_salt, text, special)
         ids = await sse.while_wanted(request.receive, making)
-        found = {"tokens": ids, "count": len(ids), "max_model_len": ready.context}
+        tokens: Any = [self._piece(token) for token in ids] if body.with_pieces else ids
+        found = {"tokens": tokens, "count": len(ids), "max_model_len": ready.context}
         if body.return_token_strs:
             found["token_strs"] = [self._prompts.tokenizer.id_to_token(token) for token in ids]
         return respond(found)
@@ -213,7 +223,15 @@ class Routes:
         """The text of token ids."""
         caller, body, _, ready = await self._read(request, DetokenizeBody)
         making = self._prompts.text(caller.cache_salt, body.tokens, ready.vocab_size)
-        return respond({"prompt": await sse.while_wanted(request.receive, making)})
+        text = await sse.while_wanted(request.receive, making)
+        return respond({"prompt": text, "content": text})
+
+    def _piece(self, token: int) -> dict[str, Any]:
+        raw = self._prompts.tokenizer.id_to_bytes(token)
+        try:
+            return {"id": token, "piece": raw.decode()}
+        except UnicodeDecodeError:
+            return {"id": token, "piece": list(raw)}
 
     def _check_dimensions(self, body: EmbeddingBody, ready: Ready) -> None:
         if body.dimensions is not None and body.dimensions > ready.dimensions:
@@ -230,14 +248,18 @@ class Routes:
             "model_max_length": ready.context,
         })  # fmt: skip
 
-    async def _prepared(self, request: Request, caller: Caller, ready: Ready, chat: Chat) -> PreparedChat:
-        """Render a conversation, and prove the grammar of its answer. Raises APIError for what is refused, with the
-        fields of OpenAI's chats: other APIs name their own."""
+    async def _prepared(
+        self, request: Request, caller: Caller, ready: Ready, chat: Chat, room: int | None = None
+    ) -> PreparedChat:
+        """Render a conversation of at most `room` tokens, by default the context, and prove the grammar of its answer.
+
+        Raises APIError for what is refused, with the fields of OpenAI's chats: other APIs name their own.
+        """
         template, asked = self._prompts.template, chat.asked
         making = self._prompts.chat(
             caller.cache_salt,
             chat.messages,
-            ready.context,
+            room or ready.context,
             chat.turn,
             chat.reasoning.for_template(template),
             chat.use.tools,

@@ -14,7 +14,6 @@ from attar.protocol.messages import Ready
 from attar.protocol.request import MAX_SEED, SamplingParams
 from attar.server.admission.rate_limits import Caller
 from attar.server.api.anthropic import AnthropicBody
-from attar.server.api.dialects.infill import DEFAULTS, InfillBody
 from attar.server.api.schemas import ALL_THAT_FIT, ChatBody, CompletionBody, Sampling
 from attar.server.errors import APIError
 from attar.server.prompts import in_vocabulary
@@ -22,7 +21,18 @@ from attar.strict_json import shown
 from attar.text.forms.infill import Infill
 
 DEFAULT_COMPLETION = 16  # tokens: /v1/completions, as OpenAI has it
+LISTED = 4  # wrong keys in an error
 MAX_LOGPROBS = 3_000_000  # per answer, alternatives included: 20 for each token of a context of 128K, and more
+
+
+def context(body: Sampling, ready: Ready) -> int:
+    """Return the tokens that prompt and output may have together. Raises APIError for a policy of KV eviction that the
+    server does not offer."""
+    if (found := ready.room(body.kv_eviction)) is None:
+        offered = ", ".join(("none", *(name for name, _ in ready.kv_evictions)))
+        message = f"kv_eviction: {shown(body.kv_eviction or '')} is not offered here, but {offered}"
+        raise APIError("invalid_value", message, "kv_eviction")
+    return found
 
 
 def completion_params(
@@ -33,7 +43,7 @@ def completion_params(
     limit, -1, they may fill the context, within the key's allowance. `defaults` are parameters that bodies need not
     name. Raises APIError."""
     given = {**defaults, **_common(body, ready.vocab_size)}
-    n, room = body.n or 1, ready.context - max(map(len, prompts))
+    n, room = body.n or 1, context(body, ready) - max(map(len, prompts))
     made = body.best_of or n
     if body.logprobs is not None:
         given["logprobs"] = 0 if body.logprob_token_ids else body.logprobs
@@ -41,11 +51,11 @@ def completion_params(
             given["prompt_logprobs"] = body.logprobs
     elif made > n:
         given["logprobs"] = 0  # needed to rank the choices
-    wanted = DEFAULT_COMPLETION if body.max_tokens is None else body.max_tokens
+    wanted = DEFAULT_COMPLETION if body.limit is None else body.limit
     if wanted == ALL_THAT_FIT:
-        wanted = caller.allowance(sum(map(len, prompts)), made * len(prompts)) or room
+        wanted = caller.allowance(sum(map(len, prompts)), made * len(prompts)) or min(room, ready.context)
     params = SamplingParams(max_tokens=min(wanted, room), **given)
-    _check_choices(made, most, "best_of" if made > n else "n")
+    check_choices(made, most, "best_of" if made > n else "n")
     check_logprobs(prompts, params, made, bool(body.stream) or body.logprobs is None)
     return params
 
@@ -56,14 +66,14 @@ def chat_params(
     """Make the parameters of a chat; without a limit it may fill the context, within the key's allowance. `most` and
     `defaults` are as in `completion_params`. Raises APIError."""
     given = {**defaults, **_common(body, ready.vocab_size)}
-    n, room = body.n or 1, ready.context - len(prompt)
-    given_limits = (body.max_completion_tokens, body.max_tokens)
+    n, room = body.n or 1, context(body, ready) - len(prompt)
+    given_limits = (body.max_completion_tokens, body.limit)
     wanted = next((limit for limit in given_limits if limit not in (None, ALL_THAT_FIT)), None)
-    wanted = wanted or caller.allowance(len(prompt), n) or room
+    wanted = wanted or caller.allowance(len(prompt), n) or min(room, ready.context)
     if body.logprobs:
         given["logprobs"] = 0 if body.logprob_token_ids else body.top_logprobs or 0
     params = SamplingParams(max_tokens=min(wanted, room), **given)
-    _check_choices(n, most, "n")
+    check_choices(n, most, "n")
     check_logprobs([prompt], params, n, bool(body.stream))
     return params
 
@@ -74,23 +84,11 @@ def ended(params: SamplingParams, infill: Infill | None) -> SamplingParams:
     return replace(params, stop_token_ids=(*params.stop_token_ids, *infill.ends))
 
 
-def infill_params(body: InfillBody, prompt: Sequence[int], ready: Ready, caller: Caller) -> SamplingParams:
-    """Make the parameters of /infill: llama.cpp's defaults; without a limit as many tokens as fit. Raises APIError."""
-    given: dict[str, Any] = {name: getattr(body, name) for name in _PLAIN if hasattr(body, name)}
-    given |= _filters(body.top_k, body.top_p) | {"seed": None if body.seed == -1 else _seed(body.seed)}
-    given |= {"logit_bias": _biases(body.logit_bias, ready.vocab_size)}
-    room = ready.context - len(prompt)
-    wanted = body.n_predict
-    if wanted is None or wanted == ALL_THAT_FIT:
-        wanted = caller.allowance(len(prompt), 1) or room
-    return SamplingParams(max_tokens=min(wanted, room), **{**DEFAULTS, **_present(given)})
-
-
 def anthropic_params(body: AnthropicBody, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
     """Make the parameters of Anthropic's messages, whose prompt leaves `room` tokens of the context."""
     given: dict[str, Any] = {"temperature": body.temperature, "stop": body.stop_sequences}
-    given |= _filters(body.top_k, body.top_p)
-    return SamplingParams(max_tokens=min(body.max_tokens, room), **{**defaults, **_present(given)})
+    given |= filters(body.top_k, body.top_p)
+    return SamplingParams(max_tokens=min(body.max_tokens, room), **{**defaults, **present(given)})
 
 
 def check_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams, n: int, stream: bool) -> None:
@@ -106,7 +104,7 @@ def check_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams, n: 
         raise APIError("out_of_range", message, "logprobs")
 
 
-def _check_choices(n: int, most: int, name: str) -> None:
+def check_choices(n: int, most: int, name: str) -> None:
     """Raise APIError where a prompt's choices could never wait together."""
     if n > most:
         message = (
@@ -117,45 +115,55 @@ def _check_choices(n: int, most: int, name: str) -> None:
 
 _PLAIN = (
     "min_tokens", "temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos",
-    "stop", "prompt_logprobs",
+    "stop", "prompt_logprobs", "kv_eviction",
 )  # fmt: skip
 
 
 def _common(body: Sampling, vocab: int) -> dict[str, Any]:
     given: dict[str, Any] = {name: getattr(body, name) for name in _PLAIN}
-    given |= _filters(body.top_k, body.top_p)
+    given |= filters(body.top_k, body.top_p)
     if body.speculation is not None:
         given |= {"draft_tokens": body.speculation.max_tokens, "trust_forced": body.speculation.trust_forced}
-    given["seed"] = _seed(body.seed)
+    given["seed"] = seed_of(body.seed)
     if body.stop_token_ids:
         in_vocabulary(body.stop_token_ids, vocab, "stop_token_ids")
         given["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.logprob_token_ids:
         in_vocabulary(body.logprob_token_ids, vocab, "logprob_token_ids")
         given["logprob_token_ids"] = tuple(body.logprob_token_ids)
+    if body.allowed_token_ids:
+        in_vocabulary(body.allowed_token_ids, vocab, "allowed_token_ids")
+        given["allowed_token_ids"] = tuple(body.allowed_token_ids)
     given["logit_bias"] = _biases(body.logit_bias, vocab)
-    return _present(given)
+    return present(given)
 
 
-def _seed(seed: int | None) -> int | None:
+def seed_of(seed: int | None) -> int | None:
+    """Return a request's seed as `SamplingParams` has it."""
     return None if seed is None else seed % (MAX_SEED + 1)  # each of OpenAI's seeds is one of ours
 
 
 def _biases(biases: Mapping[str, float] | None, vocab: int) -> dict[int, float] | None:
-    for key in biases or ():
+    def is_token(key: str) -> bool:
         # Canonical numbers only: with two spellings of one token, one bias would be lost.
-        if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key and int(key) < vocab):
-            message = f"logit_bias: {shown(key)} is none of its keys, which are token ids, 0 to {vocab - 1}"
-            raise APIError("invalid_value", message, "logit_bias")
+        return key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key and int(key) < vocab
+
+    wrong = [shown(key) for key in biases or () if not is_token(key)]
+    if wrong:
+        told = ", ".join(wrong[:LISTED]) + (", ..." if len(wrong) > LISTED else "")
+        message = f"logit_bias: {told}: none of its keys, which are token ids, 0 to {vocab - 1}"
+        raise APIError("invalid_value", message, "logit_bias")
     return {int(key): bias for key, bias in biases.items()} if biases else None
 
 
-def _filters(top_k: int | None, top_p: float | None) -> dict[str, Any]:
+def filters(top_k: int | None, top_p: float | None) -> dict[str, Any]:
+    """Return `top_k` and `top_p` as `SamplingParams` has them."""
     if top_p == 0:  # the smallest nucleus
         return {"top_k": 1}
     return {"top_k": None if top_k is None else max(0, top_k), "top_p": top_p}  # -1 is another server's word for all
 
 
-def _present(given: dict[str, Any]) -> dict[str, Any]:
+def present(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters that are given."""
     point("params.build")
     return {name: value for name, value in given.items() if value is not None}

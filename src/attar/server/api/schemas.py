@@ -17,10 +17,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from attar.protocol.grammar import DECIDE_ON_THE_END
-from attar.protocol.request import MAX_NAMED_LOGPROBS, MAX_REPETITION, MIN_REPETITION
+from attar.protocol.request import MAX_ALLOWED, MAX_NAMED_LOGPROBS, MAX_REPETITION, MIN_REPETITION
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
+from attar.server.api.body import MAX_TOKENS as MAX_TOKENS
 from attar.server.api.body import Body, Ignored
+from attar.server.api.body import Token as Token
 from attar.server.api.constraints import Constrained, MayConstrain
+from attar.server.api.dialects.llamacpp.inputs import Inputs, Pieces, check_inputs, inputs_of
 from attar.server.api.reasoning import Budget, Effort, ReasoningOptions, ReasoningRequest, Thinking, Variables
 from attar.server.api.tools.fields import ToolUse, check_alone
 from attar.server.errors import APIError
@@ -34,13 +37,13 @@ MAX_CHOICES = 16
 MAX_PRIORITY = 100
 MAX_STOP_BYTES = 256
 MAX_BIASES = 1024
-MAX_TOKENS = 2**31 - 1  # also the largest id that a vocabulary could have
 
 Length = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 LengthOrNone = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 ALL_THAT_FIT = -1
 Limit = Annotated[int, Meta(ge=ALL_THAT_FIT, le=MAX_TOKENS, description="-1: as many as fit.")]
-Token = Annotated[int, Meta(ge=0, le=MAX_TOKENS, title="Token")]
+_THEIRS = "llama.cpp's name of max_tokens: not both."
+Predicted = Annotated[int, Meta(ge=ALL_THAT_FIT, le=MAX_TOKENS, description=_THEIRS)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES, title="Choices")]
 _LOWEST = "The lowest goes first; 0 where none is given. With API keys, less than 0 counts as 0."
@@ -55,14 +58,18 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 Logprobs = Annotated[int, Meta(ge=0, le=20)]
 _NAMED = "Tokens whose log probabilities are given in place of the most probable ones, in this order."
 NamedTokens = Annotated[list[Token], Meta(max_length=MAX_NAMED_LOGPROBS, description=_NAMED)]
+_ONLY = "The answer consists of these tokens alone; it ends where a token that ends it is one of them."
+AllowedTokens = Annotated[list[Token], Meta(min_length=1, max_length=MAX_ALLOWED, description=_ONLY)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES, title="StopString")]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 StopTokens = Annotated[list[Token], Meta(max_length=64)]
 Biases = Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES, title="Biases")]
 Nothing = Annotated[list[Any], Meta(max_length=0)]
+_POLICY = "Which keys of a long text are dropped: a policy that this server offers, or `none`."
+Policy = Annotated[str, Meta(max_length=64, description=_POLICY)]
 Suffix = Annotated[str, Meta(description="Text behind the answer, for models that can fill in the middle.")]
 Pooling = Literal["mean", "last"]
-_GOES_ON = "The answer goes on from the last message, and no turn is opened, whatever add_generation_prompt says."
+_GOES_ON = "The answer goes on from the last message, and no turn is opened: not with add_generation_prompt = true."
 Continue = Annotated[bool, Meta(description=_GOES_ON)]
 
 
@@ -88,6 +95,9 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool = False  # padding against observers of lengths: a client may ask for none
 
 
+ALLOWED = "allowed_token_ids"
+
+
 def check_stops(stop: str | Sequence[str] | None, name: str) -> None:
     for each in (stop,) if isinstance(stop, str) else stop or ():
         if len(each.encode()) > MAX_STOP_BYTES:
@@ -95,13 +105,20 @@ def check_stops(stop: str | Sequence[str] | None, name: str) -> None:
             raise APIError("invalid_length", message, name)
 
 
+def check_turn(opened: bool | None, continued: bool | None) -> None:
+    """Raise APIError where a turn is to be opened, and the last message to be continued."""
+    if opened and continued:
+        name = "add_generation_prompt"
+        raise APIError("invalid_value", f"{name}: not with continue_final_message, which opens no turn", name)
+
+
 def check_end(body: MayConstrain) -> None:
-    """Raise APIError for a constraint beside a field that decides on the end of the answer too."""
+    """Raise APIError for a constraint beside a field that decides on the end or the tokens of the answer too."""
     if (asked := body.constraint()) is not None:
-        for name in DECIDE_ON_THE_END:
+        for name in (*DECIDE_ON_THE_END, ALLOWED):
             if getattr(body, name, None):
-                message = f"{name}: not with {asked.field}: the constraint decides on the end"
-                raise APIError("invalid_value", message, name)
+                why = "it decides on the tokens too" if name == ALLOWED else "the constraint decides on the end"
+                raise APIError("invalid_value", f"{name}: not with {asked.field}: {why}", name)
 
 
 class Sampling(Constrained, frozen=True, kw_only=True):
@@ -112,6 +129,7 @@ class Sampling(Constrained, frozen=True, kw_only=True):
     """
 
     max_tokens: Limit | None = None
+    n_predict: Predicted | None = None
     min_tokens: LengthOrNone | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -130,19 +148,29 @@ class Sampling(Constrained, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: Speculation | None = None
+    kv_eviction: Policy | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: Logprobs | None = None
     logprob_token_ids: NamedTokens | None = None  # vLLM's
+    allowed_token_ids: AllowedTokens | None = None
+    return_tokens_as_token_ids: bool | None = None  # in log probabilities: `token_id:ID` in the place of texts
     timings_per_token: bool | None = None
 
     def __post_init__(self) -> None:
         check_stops(self.stop, "stop")
         check_end(self)
+        if self.n_predict is not None and self.max_tokens is not None:
+            raise APIError("invalid_value", "n_predict: not with max_tokens, which it is another name of", "n_predict")
         if self.stream_options is not None and not self.stream:
             raise APIError("invalid_value", "stream_options: only with stream = true", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             where = "stream_options.include_obfuscation"
             raise APIError("unsupported_field", f"{where}: not supported by this server", where)
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of an answer; None where the request names no limit."""
+        return self.n_predict if self.max_tokens is None else self.max_tokens
 
     def _check_scores(self, asked: bool, ranked: bool = False) -> None:
         """Raise APIError for `logprob_token_ids` in a request that has not `asked` for log probabilities, and for one
@@ -160,11 +188,11 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # of both endpoints, or of other se
     "use_beam_search": (False,), "num_beams": (1,), "length_penalty": (1,), "early_stopping": (False,),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True, False), "no_stop_trim": (False,),
     "include_stop_str_in_output": (False,), "echo": (False,), "truncate_prompt_tokens": (),
-    "return_tokens_as_token_ids": (False,), "bad_words": ([],), "allowed_token_ids": (),
+    "bad_words": ([],),
     "grammar": ("",), "regex": (), "ebnf": (), "logits_processors": ([],), "samplers": (),
     "mirostat": (0,), "mirostat_mode": (0,), "typical_p": (1,), "tfs": (1,), "tfs_z": (1,), "top_a": (0,),
     "dynatemp_range": (0,), "xtc_probability": (0,), "dry_multiplier": (0,), "repeat_penalty": (1,),
-    "no_repeat_ngram_size": (0,), "n_predict": (), "n_keep": (0,), "n_probs": (0,),
+    "no_repeat_ngram_size": (0,), "n_keep": (0,), "n_probs": (0,),
     "return_progress": (False,), "options": ({},), "plugins": ([],), "transforms": ([],), "safe_prompt": (False,),
 }  # fmt: skip
 
@@ -209,9 +237,9 @@ class CompletionBody(Sampling, frozen=True, kw_only=True):
             message = "prompt_logprobs: not with echo and logprobs, which tell of the prompt too"
             raise APIError("invalid_value", message, "prompt_logprobs")
         self._check_scores(self.logprobs is not None, (self.best_of or 1) > 1)
-        if self.max_tokens == 0 and self.logprob_token_ids:
+        if self.limit == 0 and self.logprob_token_ids:
             raise APIError("out_of_range", "max_tokens: 0 leaves no token for logprob_token_ids", "max_tokens")
-        if self.max_tokens == 0 and not self.echo:
+        if self.limit == 0 and not self.echo:
             raise APIError("out_of_range", "max_tokens: 0 only with echo = true", "max_tokens")
         if self.suffix is not None and self.echo:
             raise APIError("invalid_value", "suffix: not with echo", "suffix")
@@ -332,12 +360,16 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.tool_use()
-        for name in ("max_tokens", "max_completion_tokens"):
+        for name in ("max_tokens", "max_completion_tokens", "n_predict"):
             if getattr(self, name) == 0:
                 raise APIError("out_of_range", f"{name}: at least 1, or -1 for as many as fit", name)
+        if self.n_predict is not None and self.max_completion_tokens is not None:
+            message = "n_predict: not with max_completion_tokens, which it is another name of"
+            raise APIError("invalid_value", message, "n_predict")
         if self.top_logprobs is not None and not self.logprobs:
             raise APIError("invalid_value", "top_logprobs: only with logprobs = true", "top_logprobs")
         self._check_scores(bool(self.logprobs))
+        check_turn(self.add_generation_prompt, self.continue_final_message)
         if self.continue_final_message and self.messages[-1].tool_calls:
             name = "continue_final_message"
             raise APIError("invalid_value", f"{name}: a message with calls cannot be continued", name)
@@ -346,7 +378,7 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
         """Return the tools and the choice among them. Raises APIError for tools that are refused."""
         use = ToolUse.read(self.tools, self.tool_choice, self.parallel_tool_calls)
         if use.may_call:
-            names = [each for each in DECIDE_ON_THE_END if getattr(self, each)]
+            names = [each for each in (*DECIDE_ON_THE_END, ALLOWED) if getattr(self, each)]
             check_alone(self.constraint(), names)
         return use
 
@@ -374,54 +406,14 @@ class EmbeddingBody(Body, frozen=True, kw_only=True):
         "embed_dtype": ("float32",),
     }  # fmt: skip
 
-    input: str | Annotated[list[str | Token | list[Token]], Meta(min_length=1, max_length=1 << 20)]
+    input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
     pooling: Pooling = "mean"
     dimensions: Length | None = None
 
     def __post_init__(self) -> None:
-        _check_prompts(self.input, "input", MAX_INPUTS, "texts")
+        check_inputs(self.input, "input", MAX_INPUTS)
 
-    def inputs(self) -> Sequence[str | list[int]]:
-        """Return the inputs, each a text or token ids."""
-        return _prompts(self.input)
-
-
-class TokenizeBody(Body, frozen=True, kw_only=True):
-    """Body of /tokenize: a text, or a conversation as the chat endpoint would render it.
-
-    `add_generation_prompt` opens the assistant's turn behind a conversation. `return_token_strs` asks for the tokens as
-    the vocabulary spells them, in `token_strs`.
-    """
-
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "chat_template": (),
-    }  # fmt: skip
-
-    prompt: str | None = None
-    messages: Messages | None = None
-    tools: Tools | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: Continue | None = None
-    return_token_strs: bool | None = None
-    chat_template_kwargs: Variables | None = None
-
-    def __post_init__(self) -> None:
-        if (self.prompt is None) == (self.messages is None):
-            raise APIError("missing_field", "prompt: either prompt or messages, and one of them", "prompt")
-        self.tool_use()
-
-    def tool_use(self) -> ToolUse:
-        """Return the tools that a conversation shows. Raises APIError for tools that are refused."""
-        return ToolUse.read(self.tools, None, None)
-
-    def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages as chat templates expect them."""
-        return [message.for_template() for message in self.messages or ()]
-
-
-class DetokenizeBody(Body, frozen=True, kw_only=True):
-    """Body of /detokenize."""
-
-    tokens: Annotated[list[Token], Meta(max_length=1 << 20)]
+    def inputs(self) -> Sequence[str | Pieces]:
+        """Return the inputs, each a text, or a list of token ids and texts."""
+        return inputs_of(self.input)

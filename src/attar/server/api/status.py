@@ -55,6 +55,7 @@ class StatusRoutes:
         get("/metrics", self.read_metrics, response_class=PlainTextResponse)
         get("/v1/engine", self.engine, openapi_extra=giving(types.Engine))
         get("/v1/models", self.models, openapi_extra=giving(types.Models))
+        get("/models", self.models, include_in_schema=False)
         get("/v1/models/{name:path}", self.one_model, openapi_extra=giving(types.Model))
         get("/v1/requests/{name}/why", self.why, openapi_extra=giving(types.Why))
 

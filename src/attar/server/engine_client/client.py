@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -42,6 +43,7 @@ from attar.server.engine_client.response_stream import Backlog, ResponseStream
 RETRY_SECONDS = 0.1
 WATCH_SECONDS = 0.1
 GRACE = 1.0  # seconds past a request's deadline that the engine has to end it, which it does between two steps
+RECENT_STEPS = 256  # whose times are kept
 TOLD_SECONDS = 1.0  # for the engine to report a request's progress, which it does between two steps
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,8 @@ class EngineClient:
         self.ready: Ready | None = None
         """The engine's message when it became ready; None while there is none."""
         self.stats: Stats | None = None
+        self.recent_steps: deque[tuple[int, int, int, float]] = deque(maxlen=RECENT_STEPS)
+        """The last steps: rows, sequences, cached tokens of these, seconds."""
         self.was_ready = False
         self.open: dict[str, Answer] = {}
         """The engine's requests that have not ended, by id."""
@@ -223,6 +227,8 @@ class EngineClient:
             if isinstance(event, Stats):
                 self.heartbeat.count(self.stats, event)
                 self.stats = event
+            elif isinstance(event, messages.StepTimes):
+                self.recent_steps.extend(event.steps)
             elif isinstance(event, messages.Beat):
                 self.heartbeat.beat(event.busy)
             elif isinstance(event, RequestStatus):
@@ -259,6 +265,7 @@ class EngineClient:
             logger.error("%s is gone; open requests: %d", self.name, len(self.open))
         self.ready = self.stats = self._connection = None
         self._left.clear()
+        self.recent_steps.clear()
         if self.lost is not None:
             gone, self.open = self.open, {}
             self.lost(gone)

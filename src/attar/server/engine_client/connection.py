@@ -22,6 +22,7 @@ from attar.protocol.messages import (
     Ready,
     RequestStatus,
     Stats,
+    StepTimes,
 )
 
 
@@ -36,7 +37,7 @@ class PromptScores(msgspec.Struct, frozen=True, tag="prompt_logprobs"):
 
 
 AnswerEvent = Delta | PromptScores | Finished | Embedding | Failed
-Event = AnswerEvent | Ready | Stats | CachedBlocks | Beat | RequestStatus
+Event = AnswerEvent | Ready | Stats | CachedBlocks | StepTimes | Beat | RequestStatus
 
 
 class Connection(asyncio.Protocol):

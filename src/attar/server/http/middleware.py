@@ -1,8 +1,9 @@
 """Middleware in front of every route: it names requests, authenticates them, and sees that each gets an answer.
 
 It is plain ASGI around the application, so that every route passes it, routes added later included. Access is denied by
-default: with keys set, only /livez, /health and the page answer without one, which hold nothing. No body is read before
-its request is admitted. Web pages of other servers may call this one from a browser where options list them (CORS).
+default: with keys set, only /livez, /health and the page answer without one, which hold nothing. A browser without a
+key that opens /lab is refused with a page that asks for one. No body is read before its request is admitted. Web pages
+of other servers may call this one from a browser where options list them (CORS).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from attar.server.http.limits import MAX_BODY
 from attar.server.http.security import host_name
 from attar.server.metrics import HttpMetrics
 from attar.server.options import ServerOptions
+from attar.server.pages.lab_page import LAB, POLICY
 from attar.strict_json import shown
 
 OPEN_TO_ALL = frozenset({"/livez", "/health", "/"})  # the page holds no data
@@ -113,7 +115,10 @@ class Middleware:
             scope["attar"] = Caller(name, arrived, cache_salt, account, given.decode())
             await self.app(scope, measured, tell)
         except APIError as refusal:
-            await refusal.send(scope["path"], tell)
+            if refusal.code == "invalid_api_key" and scope["path"] == "/lab" and _wants_page(headers):
+                await _send_lab(refusal.kind.status, tell)
+            else:
+                await refusal.send(scope["path"], tell)
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             logger.error("%s failed: %s at %s:%s", name, type(error).__name__, place.filename, place.lineno)
@@ -196,6 +201,19 @@ async def _answer_preflight(asked: Mapping[bytes, bytes], send: Send) -> None:
     ]
     await send({"type": "http.response.start", "status": 204, "headers": headers})
     await send({"type": "http.response.body", "body": b""})
+
+
+def _wants_page(headers: Mapping[bytes, bytes]) -> bool:
+    """Return whether a browser asks for a page, which it then shows."""
+    return b"text/html" in headers.get(b"accept", b"")
+
+
+async def _send_lab(status: int, send: Send) -> None:
+    """Refuse with the lab's page, which holds no data and asks for a key."""
+    headers = [(b"content-type", b"text/html; charset=utf-8"), (b"content-security-policy", POLICY.encode())]
+    headers.append((b"content-length", str(len(LAB)).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": LAB})
 
 
 def _size(headers: Mapping[bytes, bytes]) -> int:

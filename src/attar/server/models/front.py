@@ -33,7 +33,7 @@ from attar.server.models.served import ServedModel
 from attar.strict_json import shown
 from attar.version import __version__
 
-BY_NAME = frozenset({"/v1/engine", "/tokenizer_info"})  # GET routes of one model
+BY_NAME = frozenset({"/v1/engine", "/v1/lab", "/tokenizer_info", "/props", "/slots"})  # GET routes of one model
 
 
 class Front:
@@ -51,7 +51,8 @@ class Front:
         add_errors(self.app)
         own: dict[str, Callable[..., Awaitable[Response]]] = {
             "/livez": self.livez, "/readyz": self.readyz, "/health": self.readyz, "/version": self.version,
-            "/v1/models": self.models, "/v1/models/{name:path}": self.one_model, "/v1/requests/{name}/why": self.why,
+            "/v1/models": self.models, "/models": self.models, "/v1/models/{name:path}": self.one_model,
+            "/v1/requests/{name}/why": self.why,
             "/openapi.json": self.described, "/api/version": self.api_version, "/api/tags": self.tags,
             "/api/ps": self.in_memory,
         }  # fmt: skip

@@ -48,7 +48,7 @@ class ServedModel:
         self.engine = EngineClient(socket, max(STUCK, options.deadline), keys)
         self.context = RequestContext(self.engine, http)
         self.dispatcher = Dispatcher(self.context, options.deadline)
-        self.prompts = Prompts(spec.tokenizer, threads, options.template_date)
+        self.prompts = Prompts(spec.tokenizer, threads, options.template_date, options.reasoning)
         self.grammars = Grammars(spec.tokenizer)
         self.app: FastAPI = make_app(
             self.dispatcher, self.prompts, self.grammars, threads, spec.sampling, bool(options.keys.hashes),

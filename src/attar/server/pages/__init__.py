@@ -1,5 +1,4 @@
-"""HTML pages that the server itself offers: `chat.html`, a chat with the served model.
+"""HTML pages that the server itself offers: `chat.html`, a chat with the served model, and the lab (`lab.py`).
 
-A page loads nothing from elsewhere. No module of attar is imported here; `api/status.py` serves the page with its
-content security policy.
+A page loads nothing from elsewhere. `api/status.py` serves the chat with its content security policy.
 """

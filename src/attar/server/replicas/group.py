@@ -92,6 +92,11 @@ class ReplicaGroup:
         return total([each.client.stats for each in self.replicas if each.client.stats is not None])
 
     @property
+    def recent_steps(self) -> list[tuple[int, int, int, float]]:
+        """The last steps of all engines, one engine after another."""
+        return [step for each in self.replicas for step in each.client.recent_steps]
+
+    @property
     def was_ready(self) -> bool:
         """Whether any engine was ever ready."""
         return any(each.client.was_ready for each in self.replicas)

@@ -12,6 +12,7 @@ from enum import Enum
 
 from attar.protocol.reasoning import ReasoningSection
 from attar.text.answers.events import AnswerEvent, AnswerParser, ReasoningDelta, TextDelta
+from attar.text.template import reads
 from attar.text.tokenizer import Tokenizer
 
 PAIRS = (
@@ -22,6 +23,15 @@ PAIRS = (
     ("<reasoning>", "</reasoning>"),
 )
 NEWLINES = 2
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates turn reasoning on and off: Qwen3's and GLM's, then DeepSeek-V3.1's and Granite's."""
+
+
+def switched(template: str, enabled: bool) -> dict[str, bool]:
+    """Return the variables that turn reasoning on or off: those that a template reads. For a template that reads none,
+    the first one says that it is off; then a section that the prompt opens is to be closed."""
+    found = dict.fromkeys((name for name in SWITCHES if reads(template, name)), enabled)
+    return found if found or enabled else {SWITCHES[0]: False}
 
 
 class Place(Enum):

@@ -109,6 +109,9 @@ def test_timings_are_speeds() -> None:
     report = Report(prefill=0.5, decode=2.0, prompt_tokens=12, reused_tokens=2, drafted_tokens=4, accepted_tokens=3)
     found = extras.timings([report, None], 8)
     assert (found["cache_n"], found["prompt_n"], found["prompt_ms"], found["prompt_per_second"]) == (2, 10, 500, 20)
-    assert (found["predicted_per_token_ms"], found["predicted_per_second"]) == (250, 4)
+    assert (found["predicted_per_token_ms"], found["predicted_per_second"]) == (
+        2000 / 7,
+        3.5,
+    )  # 7 steps
     assert (found["draft_n"], found["draft_n_accepted"]) == (4, 3)
     assert extras.timings([], 0)["prompt_per_second"] == 0

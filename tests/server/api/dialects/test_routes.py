@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from attar.protocol.messages import Submit
 from attar.server.api.dialects import answers as types
+from attar.server.api.dialects.llamacpp import answers as native
 from attar.text.forms.rerank import score
 from attar.text.tokenizer import Tokenizer
 from tests.server.conftest import Running, starting
@@ -55,13 +56,13 @@ def test_a_completion_with_a_suffix(served: Running, able: Tokenizer) -> None:
 
 def test_infill(served: Running, able: Tokenizer) -> None:
     reply = served.post("/infill", GAP)
-    answer = msgspec.json.decode(reply.body, type=types.Infilled)
+    answer = msgspec.json.decode(reply.body, type=native.NativeCompletion)
     assert (answer.stop, answer.stop_type, answer.tokens_predicted, answer.truncated) == (True, "limit", 4, False)
     assert able.decode(answer.tokens) == answer.content
     params = asked(served).params
     assert (params.temperature, params.top_k, params.top_p, params.min_p, params.seed) == (0.8, 40, 0.95, 0.05, 7)
     events = served.post("/infill", GAP | {"stream": True}).events
-    pieces = [msgspec.convert(event, types.Infilled) for event in events]
+    pieces = [msgspec.convert(event, native.NativeCompletion) for event in events]
     assert [piece.stop for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert "".join(piece.content for piece in pieces) == answer.content
     assert pieces[-1].tokens_predicted == 4

@@ -6,27 +6,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
-from attar.server.api.response_types import Answer, ReadUsage, Timings
-
-
-class Infilled(Answer, frozen=True):
-    """An answer of llama.cpp's /infill: whole, or a piece of a stream, whose last has the fields from `model` on. Of a
-    whole answer `response_fields` chooses some, by their paths."""
-
-    index: int
-    content: str
-    tokens: list[int]
-    stop: bool
-    id_slot: int
-    tokens_evaluated: int
-    model: str | UnsetType = UNSET
-    tokens_predicted: int | UnsetType = UNSET
-    has_new_line: bool | UnsetType = UNSET
-    truncated: bool | UnsetType = UNSET
-    stop_type: Literal["eos", "limit", "word"] | UnsetType = UNSET
-    stopping_word: str | UnsetType = UNSET
-    tokens_cached: int | UnsetType = UNSET
-    timings: Timings | UnsetType = UNSET
+from attar.server.api.response_types import Answer, ReadUsage
 
 
 class RankedText(Answer, frozen=True):

@@ -29,6 +29,7 @@ class Extras:
 
     def __init__(self, body: Sampling, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> None:
         self.token_ids, self.timings = bool(body.return_token_ids), bool(body.timings_per_token)
+        self.as_ids, self.named = bool(body.return_tokens_as_token_ids), bool(body.logprob_token_ids)
         self._scored, self._tokenizer, self._prompts = body.prompt_logprobs is not None, tokenizer, prompts
         self._tokens: dict[int, list[int]] = {}
         self._scores: dict[int, bytearray] = {}
@@ -91,15 +92,18 @@ def timings(reports: Iterable[Report | None], generated: int) -> dict[str, Any]:
     read = sum(report.prompt_tokens for report in known) - cached
     prefill, decode = sum(report.prefill for report in known), sum(report.decode for report in known)
     return {
-        "cache_n": cached, **_speed("prompt", read, prefill), **_speed("predicted", generated, decode),
+        "cache_n": cached, **_speed("prompt", read, read, prefill),
+        **_speed("predicted", generated, max(0, generated - len(known)), decode),
         "draft_n": sum(report.drafted_tokens for report in known),
         "draft_n_accepted": sum(report.accepted_tokens for report in known),
     }  # fmt: skip
 
 
-def _speed(name: str, tokens: int, seconds: float) -> dict[str, Any]:
+def _speed(name: str, tokens: int, steps: int, seconds: float) -> dict[str, Any]:
+    """Return a count of tokens, and the speed of the `steps` that took so many seconds. A prompt's own step makes the
+    first token of an answer."""
     return {
         f"{name}_n": tokens, f"{name}_ms": 1000 * seconds,
-        f"{name}_per_token_ms": 1000 * seconds / tokens if tokens else 0.0,
-        f"{name}_per_second": tokens / seconds if seconds else 0.0,
+        f"{name}_per_token_ms": 1000 * seconds / steps if steps else 0.0,
+        f"{name}_per_second": steps / seconds if seconds else 0.0,
     }  # fmt: skip

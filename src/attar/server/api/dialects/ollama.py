@@ -18,6 +18,7 @@ from attar.protocol.messages import Delta, Failed, Finished
 from attar.server.api.answering import AnswerReader
 from attar.server.api.body import Body, Ignored
 from attar.server.api.constraints import NamedSchema, ObjectFormat, ResponseFormat, SchemaFormat, SchemaObject
+from attar.server.api.dialects.llamacpp.inputs import Inputs
 from attar.server.api.schemas import (
     ALL_THAT_FIT,
     MAX_INPUTS,
@@ -215,7 +216,7 @@ class OllamaEmbedBody(Body, frozen=True, kw_only=True):
 
     def as_embedding(self) -> EmbeddingBody:
         """Return the body as one of OpenAI's API. Raises APIError."""
-        texts: str | list[str | int | list[int]] = self.input if isinstance(self.input, str) else [*self.input]
+        texts: Inputs = self.input if isinstance(self.input, str) else [*self.input]
         return EmbeddingBody(input=texts, dimensions=self.dimensions, model=self.model)
 
 

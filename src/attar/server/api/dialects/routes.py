@@ -1,4 +1,4 @@
-"""Routes of other servers' APIs that ask the engine for work."""
+"""Jina's and Cohere's routes, which ask the engine for work."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from attar.protocol.request import SamplingParams
-from attar.server.api.answering import stream, whole
-from attar.server.api.dialects import answers, infill, rerank
-from attar.server.api.dialects.infill import InfillBody
+from attar.server.api.answering import whole
+from attar.server.api.dialects import answers, rerank
 from attar.server.api.dialects.rerank import RerankBody
-from attar.server.api.openai import FAILED
 from attar.server.api.openapi import taking
-from attar.server.api.response_types import Error
 from attar.server.api.routes import Routes
-from attar.server.api.sampling_params import ended, infill_params
 from attar.server.http import sse
 from attar.server.prompts import Room
 from attar.text.forms.rerank import INSTRUCTION
@@ -27,28 +23,10 @@ class DialectRoutes(Routes):
 
     def add_to(self, app: FastAPI) -> None:
         """Register the routes, in the order of the OpenAPI document."""
-        middle: dict[str, Any] = {"include_in_schema": self._prompts.infill is not None}
         ranked: dict[str, Any] = {"include_in_schema": self._prompts.reranker is not None}
-        filled = taking(InfillBody, answers.Infilled, answers.Infilled, Error)
-        app.post("/infill", openapi_extra=filled, **middle)(self.infill)
         app.post("/v1/rerank", openapi_extra=taking(RerankBody, answers.Ranking), **ranked)(self.rerank)
         for path in ("/rerank", "/v2/rerank"):
             app.post(path, include_in_schema=False)(self.rerank)
-
-    async def infill(self, request: Request) -> Response:
-        """Text between a prefix and a suffix, as llama.cpp's server fills it in."""
-        caller, body, model, ready = await self._read(request, InfillBody)
-        new = 0 if body.n_predict == 0 else 1
-        room = Room("input_prefix", ready.vocab_size, ready.context, new)
-        files = [(file.filename, file.text) for file in body.input_extra or ()]
-        prefix = body.input_prefix + (body.prompt or "")
-        making = self._prompts.infill_ids(caller.cache_salt, [prefix], body.input_suffix, room, files)
-        [ids] = await sse.while_wanted(request.receive, making)
-        params = ended(infill_params(body, ids, ready, caller), self._prompts.infill)
-        handler = self._dispatcher.submit(caller, [ids], params, 1, model)
-        if body.stream:
-            return await stream(request, handler, infill.stream(handler, model), FAILED)
-        return await whole(request, handler, infill.whole(handler, model, body.response_fields))
 
     async def rerank(self, request: Request) -> Response:
         """Jina's rerank: documents by their relevance to a query."""

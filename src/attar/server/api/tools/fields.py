@@ -30,10 +30,10 @@ def refused(error: ToolError) -> APIError:
 
 def check_alone(asked: Asked | None, ends: Sequence[str]) -> None:
     """Raise APIError for what contradicts the grammar of calls: a constraint to other texts than JSON, or a field that
-    decides on the end."""
+    decides on the end or the tokens."""
     if asked is not None and asked.grammar.kind not in ("json_object", "json_schema"):
         message = f"{asked.field}: not with tools, unless tool_choice is none"
         raise APIError("invalid_value", message, asked.field.partition(".")[0])
     for name in ends:
-        message = f"{name}: not with tools, unless tool_choice is none: the grammar of calls decides on the end"
+        message = f"{name}: not with tools, unless tool_choice is none: the grammar of calls decides on it"
         raise APIError("invalid_value", message, name)

@@ -14,29 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoints import vocabulary
-from attar.checkpoints.sources import hub, opening
 from attar.errors import UserError
+from attar.evaluation.long_context.windows import Subject, log_chances, run
 from attar.execution import kv_cache
 from attar.execution.recorded_step import Decoding
-from attar.kernels import dispatch
 from attar.kv.sparse import SparseAttention
 from attar.metrics import bootstrap
 from attar.metrics.bootstrap import Interval
 from attar.model import sparse_layers
-from attar.model.cache import ForwardBatch, KVCache
+from attar.model.cache import KVCache
 from attar.model.decoder import Decoder
 from attar.progress import Progress
-from attar.text.files import read_text
 
 ROWS = 64  # of a window, that are computed twice
 CONTEXT = 4096
-PIECE = 512  # rows of a prefill at once
-WINDOWS = 4
 
 
 @dataclass(frozen=True)
-class LongContextReport:
+class SparseAttentionReport:
     """Means over the last rows of windows. KL divergence is in nats, from full attention on the same cache."""
 
     settings: str
@@ -83,28 +78,20 @@ def measure(
     max_tokens: int | None = None,
     kv: str | None = None,
     progress: Progress | None = None,
-) -> LongContextReport:
+) -> SparseAttentionReport:
     """Measure sparse attention on windows of `context` tokens of a text, up to `WINDOWS`, on native kernels.
 
     Activations stay exact. Raises ValueError for a text shorter than one window, a window in which every row reads all
     keys, and what sparse attention does not go with.
     """
     told = progress or (lambda stage, done, total: None)
-    path = hub.resolve(model)
-    ids = vocabulary.tokenizer(path).encode(read_text(text))[:max_tokens]
-    if len(ids) < context:
-        raise UserError("text_too_short", f"the text has {len(ids):,} tokens, fewer than a window of {context:,}")
     if settings.runs(context - ROWS) is None:
         message = f"{settings} reads every key of a window of {context:,} tokens: a longer --context shows its cost"
         raise UserError("option_conflict", message)
-    decoder = opening.load(path, torch.float32, lambda *at: told("loading", *at), dispatch.store("exact"))
-    if context > decoder.config.context:
-        message = f"a window of {context:,} tokens is past the {decoder.config.context:,} of the model"
-        raise UserError("context_exceeded", message)
-    scheme = kv_cache.resolve(decoder, kv)
+    subject = Subject.load(model, text, context, max_tokens=max_tokens, kv=kv, progress=progress)
+    decoder, scheme, windows = subject.decoder, subject.scheme, subject.windows()
     settings.check(scheme, decoder.device.type)
     found = kv_cache.sparse_layers_of(decoder, settings, told)
-    windows = [torch.tensor(ids[at : at + context]) for at in range(0, len(ids) - context + 1, context)][:WINDOWS]
     losses, agree, seconds = [], [], [0.0, 0.0]
     cache, first = decoder.cache(context, scheme=scheme), context - ROWS
     sparse_layers.attach(cache.layers, decoder, found, context)
@@ -112,9 +99,7 @@ def measure(
         for number, window in enumerate(windows):
             cache.truncate(0, 0)
             cache.dense_until = None
-            for piece in window[:first].split(PIECE):
-                decoder.states(piece, ForwardBatch((len(piece),), context, cache))
-                told("evaluating", number * context + cache.filled[0], len(windows) * context)
+            run(decoder, cache, window[:first], told, number * context, len(windows) * context)
             full, sparse = (_chances(decoder, cache, window[first:], until) for until in (context, first))
             losses.append((full.exp() * (full - sparse)).sum(-1))
             agree.append((full.argmax(-1) == sparse.argmax(-1)).double())
@@ -126,7 +111,7 @@ def measure(
     signs = sum(
         pages.signs.bits.nbytes + pages.signs.scales.nbytes for pages in cache.layers if pages.signs is not None
     )
-    return LongContextReport(
+    return SparseAttentionReport(
         str(settings), context, len(each), bootstrap.mean(each.numpy(), numbers.numpy()), float(each.max()),
         float(torch.cat(agree).mean()), sum(map(settings.tokens_read, lengths)) / ROWS, sum(lengths) / ROWS,
         len(found.statistics), found.dense, sum(pages.nbytes for pages in cache.layers) - signs, signs,
@@ -137,7 +122,7 @@ def measure(
 def _chances(decoder: Decoder, cache: KVCache, ids: Tensor, until: int) -> Tensor:
     """Return log probabilities of the tokens behind the next rows, float64 [N, V]; the cache forgets the rows."""
     cache.dense_until, first = [until], cache.filled[0]
-    found = decoder.forward(ids, ForwardBatch((len(ids),), cache.capacity, cache)).double().log_softmax(-1)
+    found = log_chances(decoder, cache, ids)
     cache.truncate(0, first)
     return found
 

@@ -1,0 +1,83 @@
+"""A model on native kernels and the windows of a text, as measurements of long contexts want them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints import vocabulary
+from attar.checkpoints.sources import hub, opening
+from attar.errors import UserError
+from attar.execution import kv_cache
+from attar.kernels import dispatch
+from attar.kv.schemes import KvScheme
+from attar.model.cache import ForwardBatch, KVCache
+from attar.model.decoder import Decoder
+from attar.progress import Progress
+from attar.text.files import read_text
+from attar.text.tokenizer import Tokenizer
+
+PIECE = 512  # rows of a prefill at once
+WINDOWS = 4
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A loaded model, and a text's tokens."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+    scheme: KvScheme
+    ids: list[int]
+    context: int
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        text: Path,
+        context: int,
+        *,
+        max_tokens: int | None = None,
+        kv: str | None = None,
+        activations: str = "exact",
+        progress: Progress | None = None,
+    ) -> Subject:
+        """Load a model and a text. Raises ValueError for a text or a model whose context is shorter than a window."""
+        told = progress or (lambda stage, done, total: None)
+        path = hub.resolve(model)
+        tokenizer = vocabulary.tokenizer(path)
+        ids = list(tokenizer.encode(read_text(text))[:max_tokens])
+        if len(ids) < context:
+            raise UserError("text_too_short", f"the text has {len(ids):,} tokens, fewer than a window of {context:,}")
+        decoder = opening.load(path, torch.float32, lambda *at: told("loading", *at), dispatch.store(activations))
+        if context > decoder.config.context:
+            message = f"a window of {context:,} tokens is past the {decoder.config.context:,} of the model"
+            raise UserError("context_exceeded", message)
+        return cls(decoder, tokenizer, kv_cache.resolve(decoder, kv), ids, context)
+
+    def windows(self) -> list[Tensor]:
+        """Return the first windows of the text, up to `WINDOWS`."""
+        ends = range(self.context, len(self.ids) + 1, self.context)
+        return [torch.tensor(self.ids[end - self.context : end]) for end in ends][:WINDOWS]
+
+
+def run(
+    decoder: Decoder, cache: KVCache, ids: Tensor, told: Progress | None = None, before: int = 0, of: int = 1
+) -> None:
+    """Append tokens [N] to a cache of one sequence, in pieces.
+
+    `told` is called with the stage `evaluating`, and with `before` and what the cache holds, of `of`.
+    """
+    for piece in ids.split(PIECE):
+        decoder.states(piece, ForwardBatch((len(piece),), cache.capacity, cache))
+        if told is not None:
+            told("evaluating", before + cache.filled[0], of)
+
+
+def log_chances(decoder: Decoder, cache: KVCache, ids: Tensor) -> Tensor:
+    """Return log probabilities of the tokens behind the next rows, float64 [N, V]."""
+    return decoder.forward(ids, ForwardBatch((len(ids),), cache.capacity, cache)).double().log_softmax(-1)

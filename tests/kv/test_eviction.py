@@ -1,0 +1,149 @@
+"""Policies of KV eviction read, and keys and values moved between slots of pages as they were written."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attar.kernels import ref_attention
+from attar.kv import moving, ranking
+from attar.kv.eviction import NEVER, Eviction, parse_all
+from attar.kv.pages import PagedKV
+from attar.kv.schemes import SCHEMES, scheme
+from tests.errors import user_error
+
+HEADS, SIZE = 2, 20  # a head size that no vector register divides
+
+
+@pytest.mark.parametrize("text", ["sink:4+2044", "sink:0+1024", "snapkv:2048", "h2o:512", "expected:512"])
+def test_a_policy_is_read_as_it_is_written(text: str) -> None:
+    assert str(Eviction.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "sink", "sink:4", "sink:4+5+6", "snapkv:4+8", "snapkv:-1", "snapkv:1e9", "SINK:4+2044", "sink:٤+2044"]
+)
+def test_other_text_is_refused(text: str) -> None:
+    with user_error("option_malformed"):
+        Eviction.parse(text)
+
+
+@pytest.mark.parametrize("text", ["sink:4+100", "sink:33+2000", "snapkv:127", "snapkv:999999999"])
+def test_budgets_have_bounds(text: str) -> None:
+    with user_error("option_out_of_range"):
+        Eviction.parse(text)
+
+
+def test_no_policy_is_named_twice() -> None:
+    with user_error("option_conflict"):
+        parse_all(("snapkv:256", "snapkv:256"))
+
+
+def test_models_that_cannot_be_evicted_from() -> None:
+    for windows, learned, grows in (((None, 64), 0, False), ((None,), 9, False), ((None,), 0, True)):
+        with user_error("option_conflict"):
+            Eviction.parse("snapkv:256").check_model(windows, learned, grows, 512)
+    with user_error("option_conflict", "int8"):
+        Eviction.parse("snapkv:256").check(scheme("int8"))
+
+
+def test_where_keys_are_dropped() -> None:
+    sink, once = Eviction.parse("sink:4+252"), Eviction.parse("snapkv:256")
+    assert (sink.cut(1000, 0), sink.cut(1000, 128), sink.plain(1000), sink.reusable(1000)) == (256, 384, 256, 255)
+    assert (once.cut(1000, 0), once.cut(1000, 744), once.plain(1000)) == (1000, NEVER, 1000)
+    assert once.watched(1000) == range(968, 1000)
+    assert once.reusable(1000) == 968
+    assert (once.cut(256, 0), len(once.watched(256))) == (NEVER, 0)  # the budget covers it
+
+
+def filled(kind: str, blocks: int = 4) -> tuple[PagedKV, torch.Tensor, torch.Tensor]:
+    """Pages with keys and values [slots, G, D] in them, in the pages' dtype."""
+    pages = PagedKV.zeros(blocks, 64, HEADS, SIZE, SCHEMES[kind])
+    made = torch.Generator().manual_seed(1)
+    k, v = (torch.randn(blocks * 64, HEADS, SIZE, generator=made).to(pages.dtype) for _ in range(2))
+    ref_attention.write_pages(k, v, pages, torch.arange(blocks * 64))
+    return pages, k, v
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_kept_slots_keep_their_bits_and_others_stay(kind: str) -> None:
+    pages, k, v = filled(kind)
+    kept = torch.stack([torch.randperm(128, generator=torch.Generator().manual_seed(g))[:70] for g in range(HEADS)])
+    moving.keep(pages, [1, 0], [3, 2], kept := kept.sort(-1).values)
+    sources = torch.cat((torch.arange(64, 128), torch.arange(64)))  # of the table's slots
+    found, values = moving.read(pages, [3, 2], 70)
+    for g in range(HEADS):
+        assert torch.equal(found[:, g], k[sources[kept[g]], g])
+        assert torch.equal(values[:, g], v[sources[kept[g]], g])
+    assert torch.equal(moving.read(pages, [0, 1], 128)[0], k[:128])
+    assert torch.equal(moving.read(pages, [2], 64)[1][6:], v[134:192])
+
+
+@pytest.mark.parametrize("kind, tolerance", [("float32", 1e-6), ("bfloat16", 2e-2)])
+def test_sinks_turn_with_their_new_place(kind: str, tolerance: float) -> None:
+    pages, k, v = filled(kind)
+    angle = torch.linspace(0.1, 3.0, 6)  # of 12 of 20 columns
+    moving.move_sinks(pages, 0, 2, 5, (angle.cos(), angle.sin()))
+    found, values = moving.read(pages, [2], 64)
+    expected = ref_attention.rope(k[:5], angle.cos()[None], angle.sin()[None])
+    torch.testing.assert_close(found[:5], expected, atol=tolerance, rtol=0)
+    assert torch.equal(found[:5, :, 12:], k[:5, :, 12:])
+    assert torch.equal(values[:5], v[:5])
+    assert torch.equal(found[5:], k[133:192])
+    moving.move_sinks(pages, 0, 2, 5, (angle.cos(), angle.sin()))  # from the first block again: nothing drifts
+    assert torch.equal(moving.read(pages, [2], 64)[0], found)
+
+
+@given(
+    seed=st.integers(0, 1000), count=st.integers(9, 60), group=st.integers(1, 3), rows=st.integers(1, 6),
+    cap=st.sampled_from([None, 5.0]),
+)  # fmt: skip
+def test_snapkv_keeps_what_sums_one_by_one_say(seed: int, count: int, group: int, rows: int, cap: float | None) -> None:
+    made = torch.Generator().manual_seed(seed)
+    q, keys = torch.randn(rows, HEADS * group, 4, generator=made), torch.randn(count, HEADS, 4, generator=made)
+    budget = rows + (count - rows) // 2
+    kept = ranking.snapkv(q, keys, budget, 0.5, cap)
+    assert kept.shape == (HEADS, budget)
+    assert (kept.diff() > 0).all()
+    for g in range(HEADS):
+        sums = [0.0] * count
+        for row in range(rows):
+            for head in range(g * group, (g + 1) * group):
+                scores = [0.5 * float(q[row, head] @ keys[n, g]) for n in range(count - rows + row + 1)]
+                scores = scores if cap is None else [cap * math.tanh(score / cap) for score in scores]
+                total = sum(map(math.exp, scores))
+                for n, score in enumerate(scores):
+                    sums[n] += math.exp(score) / total
+        early = sums[: count - rows]
+        pooled = [max(early[max(0, n - ranking.POOL // 2) : n + ranking.POOL // 2 + 1]) for n in range(len(early))]
+        lost = set(range(count)) - set(kept[g].tolist())
+        assert lost <= set(range(count - rows))
+        least = min((pooled[n] for n in kept[g].tolist() if n < count - rows), default=0.0)
+        assert all(pooled[n] <= least + 1e-6 for n in lost)
+
+
+def test_h2o_keeps_the_newest_half_and_what_all_rows_weighed_most() -> None:
+    sums = torch.tensor([[5.0, 1, 9, 9, 2, 0, 0, 0], [0.0, 0, 0, 0, 0, 0, 9, 9]])
+    assert ranking.h2o(sums, 5).tolist() == [[0, 2, 3, 6, 7], [0, 1, 2, 6, 7]]
+
+
+def test_expected_attention_ranks_by_the_mean_weight_of_gaussian_queries() -> None:
+    """For many draws of such queries in the positions to come, a key's mean weight is near its score's share."""
+    made = torch.Generator().manual_seed(0)
+    queries = torch.randn(4000, 2, 4, generator=made) * 0.4 + torch.randn(2, 4, generator=made)
+    keys, values = torch.randn(40, 1, 4, generator=made), torch.randn(40, 1, 4, generator=made)
+    angles = torch.tensor([0.3, 0.05])
+    turn = angles.cos(), angles.sin()
+    kept = ranking.expected(queries, keys, values, turn, 12, 0.5)
+    turned = ref_attention.rope(queries, angles.cos()[None], angles.sin()[None])
+    weights = (0.5 * turned.transpose(0, 1) @ keys[:, 0].T).exp().mean(1)  # of one key beside no other
+    scores = (weights / weights.sum(-1, keepdim=True)).mean(0) * values[:, 0].norm(dim=-1)
+    scores[: ranking.SINKS] = torch.inf
+    best = scores.topk(12).indices.sort().values
+    assert kept.shape == (1, 12)
+    assert len(set(kept[0].tolist()) & set(best.tolist())) >= 11  # the draws are a sample
+    assert kept[0, : ranking.SINKS].tolist() == [0, 1, 2, 3]
