@@ -18,6 +18,7 @@ checkpoints. The latter take at most 12 bytes an input column, 0.1 % of a linear
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -52,9 +53,14 @@ class Matrix:
 
 def matrices(config: ModelConfig) -> Iterator[Matrix]:
     """Yield every linear in the order in which a forward pass reads them; the LM head is the last."""
-    for layer in range(config.layers):
-        yield from _block(config, layer)
-    yield Matrix(config.names.head, config.vocab_size, config.hidden, part="head", compressible=False)
+    yield from _matrices(config)
+
+
+@functools.lru_cache(maxsize=4)
+def _matrices(config: ModelConfig) -> tuple[Matrix, ...]:
+    """Return what `matrices` yields: a plan sums over it a hundred times."""
+    head = Matrix(config.names.head, config.vocab_size, config.hidden, part="head", compressible=False)
+    return (*(each for layer in range(config.layers) for each in _block(config, layer)), head)
 
 
 def _block(c: ModelConfig, layer: int) -> Iterator[Matrix]:

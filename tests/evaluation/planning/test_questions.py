@@ -32,9 +32,9 @@ def here(kept: Path) -> MachineProfile:
     return profile(key=store.key(), measured=now)
 
 
-def test_the_header_of_a_gguf_file_is_enough(tmp_path: Path, tiny: Path) -> None:
+def test_the_header_of_a_gguf_file_is_enough(tmp_path: Path, demo: Path) -> None:
     whole, part = tmp_path / "whole.gguf", tmp_path / "part.gguf"
-    convert(tiny, whole, to="gguf")
+    convert(demo, whole, to="gguf")
     header = GgufFile(whole).header
     part.write_bytes(whole.read_bytes()[: header.data])
     found = questions.subject(str(part))
