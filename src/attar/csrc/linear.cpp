@@ -210,9 +210,15 @@ QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows
     out.sums = reinterpret_cast<std::int32_t*>(memory.at(2, rows * out.parts * 4));
     const bool offsets = std::any_of(factors.factors.begin(), factors.factors.end(),
                                      [](const Factor& factor) { return factor.matrix->offsets != nullptr; });
-    if (factors.wide) {
-        const std::int64_t bytes = rows * out.scales_a_row * static_cast<std::int64_t>(sizeof(Wide));
+    if (factors.wide) {  // tiles read those of 16 rows, whether they are there or not
+        const std::int64_t all_rows = (rows + 15) / 16 * 16;
+        const std::int64_t bytes = all_rows * out.scales_a_row * static_cast<std::int64_t>(sizeof(Wide));
         out.wide = reinterpret_cast<Wide*>(memory.at(4, bytes));
+        for (std::int64_t r = rows; r < all_rows; ++r)
+            for (std::int64_t g = 0; g < out.scales_a_row; ++g) {
+                const std::int64_t column = g * out.group;
+                out.wide[r * out.scales_a_row + g] = {static_cast<std::int32_t>(column), static_cast<std::int32_t>(column / out.part), 0, 0};
+            }
     }
     const bool parts_wanted = few || offsets || out.group;
     if (parts_wanted) {  // and a vector more: whole ones are read where fewer rows are there

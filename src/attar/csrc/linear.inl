@@ -168,7 +168,7 @@ constexpr std::int64_t JOINED = 128;  // columns
 // Parts whose sums, times the small integers of their groups, are added as integers before they become a float; 1: none.
 ATTAR_INLINE std::int64_t joined_parts(const Matrix& m, const QuantizedRows& x) {
     const bool joined = m.fine_scales && m.group == x.part && m.group < JOINED && m.group * m.fine % JOINED == 0 &&
-                        x.group % JOINED == 0 && m.columns % JOINED == 0;
+                        x.group % JOINED == 0 && m.columns % JOINED == 0 && !(x.wide && x.group > JOINED);
     return joined ? JOINED / x.part : 1;
 }
 
@@ -201,14 +201,18 @@ static float* spread_beside(const Matrix& m, std::int64_t block, bool joined, fl
     return both(0.0f);
 }
 
+// Codes are asked for so many bytes before they are read: the processor's own prefetching ends with each page of memory.
+constexpr std::int64_t AHEAD = 2048;
+
 template <int CODE, int ROWS>
 static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64_t row, std::int64_t first,
                         std::int64_t last, float* out, std::int64_t width, float* beside) {
     constexpr std::int64_t RUN_BYTES = 64 * bits_of(CODE);
     const Matrix& m = *factor.matrix;
-    const bool halves = x.part < RUN, moved = m.offsets != nullptr, grouped = x.group != 0;  // halves: a run is two parts
-    const std::int64_t runs = halves ? 1 : x.part / RUN, per_weight = m.group / x.part, step_bytes = x.step_bytes();
-    const std::int64_t joined = joined_parts(m, x), per_scale = joined > 1 ? m.group * m.fine / x.part : per_weight;
+    const bool moved = m.offsets != nullptr, grouped = x.group != 0;
+    const int in_run = x.part < RUN ? 2 : 1;  // parts that share a run
+    const std::int64_t runs = in_run == 2 ? 1 : x.part / RUN, per_weight = m.group / x.part, step_bytes = x.step_bytes();
+    const std::int64_t joined = joined_parts(m, x);
     const std::int32_t middle = m.middle();
     const std::int8_t* base[ROWS];
     const std::int32_t* sums[ROWS];
@@ -224,78 +228,84 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
         const std::uint8_t *codes = m.block(block), *zeros = m.zeros ? m.zeros + block * m.groups * LANES : nullptr;
         const std::int8_t* fine = joined > 1 ? m.fine_scales + block * m.groups * LANES : nullptr;
         Floats total[ROWS], shift[ROWS];
-        Ints together[ROWS];
         const Wide* wide[ROWS];
         for (int r = 0; r < ROWS; ++r) {
-            total[r] = shift[r] = all(0.0f), together[r] = all(0);
+            total[r] = shift[r] = all(0.0f);
             wide[r] = x.wide ? x.wide + (row + r) * x.scales_a_row : nullptr;
         }
-        std::int64_t left = per_weight, to_join = joined, left_of_scale = per_scale, left_of_group = per_group;  // parts
         const auto of_wide = [&](const Wide& columns) ATTAR_LAMBDA {
-            const std::uint8_t* of_run = m.block(block) + columns.column / static_cast<int>(RUN) * RUN_BYTES;
-            const Ints four = unpack_four<CODE>(m, of_run, columns.column % static_cast<int>(RUN) / 4);
+            const auto column = static_cast<std::uint32_t>(columns.column);
+            const Ints four = unpack_four<CODE>(m, m.block(block) + column / RUN * RUN_BYTES, column % RUN / 4);
             return shift_left(multiply4<CODE>(all(0), four, columns.high), HIGH_SHIFT);
         };
-        const auto add = [&](std::int64_t part, Ints* of_part) ATTAR_LAMBDA {
-            for (int r = 0; r < ROWS; ++r) {
-                if (!fine && x.wide && wide[r]->part == part) of_part[r] = of_part[r] + of_wide(*wide[r]);
-                if (zeros)
-                    of_part[r] = of_part[r] - load_as_ints(zeros) * all(sums[r][part]);
-                else
-                    of_part[r] = of_part[r] - all(middle * sums[r][part]);
-                if (moved) shift[r] = fma(all(terms[r][part * x.tile]), load(offset), shift[r]);
-                if (fine) together[r] = together[r] + of_part[r] * load_as_ints(fine);
-            }
-            if (fine) fine += LANES;
-            if (--left == 0) {
-                left = per_weight, offset += LANES;
-                if (zeros) zeros += LANES;
-            }
-            if (--to_join == 0) {
-                to_join = joined;
-                for (int r = 0; r < ROWS; ++r) {
-                    if (fine && x.wide) {
-                        const std::int8_t* by = m.fine_scales + (block * m.groups + wide[r]->part) * LANES;
-                        together[r] = together[r] + of_wide(*wide[r]) * load_as_ints(by);
+        const auto to_total = [&](int r, Ints sum, std::int64_t part) ATTAR_LAMBDA {
+            Floats value = to_floats(sum);
+            if (grouped) value = value * all(scales[r][part * x.tile]);
+            total[r] = fma(value, load(scale), total[r]);
+        };
+        std::int64_t at = 0, run = 0, left = per_weight, left_of_group = per_group;
+        for (std::int64_t part = 0; part < x.parts;) {
+            Ints together[ROWS];
+            for (int r = 0; r < ROWS; ++r) together[r] = all(0);
+            for (const std::int64_t end = part + std::max<std::int64_t>(joined, in_run); part < end;) {
+                Ints acc[2][ROWS];  // of either half of a run
+                for (int r = 0; r < ROWS; ++r) acc[0][r] = acc[1][r] = all(0);
+                for (const std::int64_t runs_end = run + runs; run < runs_end; codes += RUN_BYTES) {
+                    for (int i = 0; i < bits_of(CODE); ++i) __builtin_prefetch(codes + AHEAD + 64 * i);
+                    Ints v[8];
+                    unpack_bytes<CODE>(m, codes, v);
+#pragma GCC unroll 4
+                    for (int i = 0; i < 8; i += 2)
+#pragma GCC unroll 4
+                        for (int r = 0; r < ROWS; ++r) {
+                            const std::int8_t* from = base[r] + at + 4 * i;
+                            const std::int32_t one = four_bytes(from), other = four_bytes(from + 4);
+                            Ints& sum = acc[i / 4][r];
+                            if constexpr (CODE < 8)
+                                sum = dot8<CODE>(sum, v[i], v[i + 1], one, other, all(0x00010001));
+                            else
+                                sum = multiply4<CODE>(multiply4<CODE>(sum, v[i], one), v[i + 1], other);
+                        }
+                    at += run++ % 2 ? step_bytes - RUN : RUN;
+                }
+                if (in_run == 1)
+                    for (int r = 0; r < ROWS; ++r) acc[0][r] = acc[0][r] + acc[1][r];
+                for (int half = 0; half < in_run; ++half, ++part) {
+                    for (int r = 0; r < ROWS; ++r) {
+                        Ints sum = acc[half][r];
+                        if (zeros)
+                            sum = sum - load_as_ints(zeros) * all(sums[r][part]);
+                        else if (middle)
+                            sum = sum - all(middle * sums[r][part]);
+                        if (moved) shift[r] = fma(all(terms[r][part * x.tile]), load(offset), shift[r]);
+                        if (fine) {
+                            together[r] = together[r] + sum * load_as_ints(fine);
+                        } else {
+                            if (x.wide && wide[r]->part == part) sum = sum + of_wide(*wide[r]);
+                            to_total(r, sum, part);
+                        }
                     }
-                    Floats value = to_floats(fine ? together[r] : of_part[r]);
-                    if (grouped) value = value * all(scales[r][part * x.tile]);
-                    total[r] = fma(value, load(scale), total[r]);
-                    together[r] = all(0);
+                    if (fine) fine += LANES;
+                    if (--left == 0) {
+                        left = per_weight, offset += LANES;
+                        if (zeros) zeros += LANES;
+                        if (joined == 1) scale += LANES;
+                    }
+                    if (per_group && --left_of_group == 0 && joined == 1) {
+                        left_of_group = per_group;
+                        for (int r = 0; r < ROWS; ++r) ++wide[r];
+                    }
                 }
             }
-            if (--left_of_scale == 0) left_of_scale = per_scale, scale += LANES;
-            if (per_group && --left_of_group == 0) {
-                left_of_group = per_group;
-                for (int r = 0; r < ROWS; ++r) ++wide[r];
-            }
-        };
-        std::int64_t run = 0, at = 0;
-        for (std::int64_t part = 0; part < x.parts; part += 1 + halves) {
-            Ints acc[2][ROWS];  // of either half of a run
-            for (int r = 0; r < ROWS; ++r) acc[0][r] = acc[1][r] = all(0);
-            for (const std::int64_t end = run + runs; run < end; at += run++ % 2 ? step_bytes - RUN : RUN, codes += RUN_BYTES) {
-                Ints v[8];
-                unpack_bytes<CODE>(m, codes, v);
-#pragma GCC unroll 4
-                for (int i = 0; i < 8; i += 2)
-#pragma GCC unroll 4
-                    for (int r = 0; r < ROWS; ++r) {
-                        const std::int8_t* from = base[r] + at + 4 * i;
-                        const std::int32_t one = four_bytes(from), other = four_bytes(from + 4);
-                        Ints& sum = acc[i / 4][r];
-                        if constexpr (CODE < 8)
-                            sum = dot8<CODE>(sum, v[i], v[i + 1], one, other, all(0x00010001));
-                        else
-                            sum = multiply4<CODE>(multiply4<CODE>(sum, v[i], one), v[i + 1], other);
-                    }
-            }
-            if (halves) {
-                add(part, acc[0]);
-                add(part + 1, acc[1]);
-            } else {
-                for (int r = 0; r < ROWS; ++r) acc[0][r] = acc[0][r] + acc[1][r];
-                add(part, acc[0]);
+            if (joined == 1) continue;
+            scale = beside + ((part - 1) >> m.fine_shift) * LANES;
+            for (int r = 0; r < ROWS; ++r) {
+                if (x.wide) {
+                    const std::int8_t* by = m.fine_scales + (block * m.groups + wide[r]->part) * LANES;
+                    together[r] = together[r] + of_wide(*wide[r]) * load_as_ints(by);
+                    ++wide[r];
+                }
+                to_total(r, together[r], part - 1);
             }
         }
         for (int r = 0; r < ROWS; ++r) {
@@ -428,6 +438,9 @@ static void put_panel(const Factors& factors, const Panel& panel, const Quantize
         }
     }
 }
+
+// How rows are scaled: whole, by group, or by group with wide columns.
+enum class Scaled { whole, groups, wide };
 
 #if ATTAR_LEVEL == ATTAR_AMX
 #include "linear_tiles.inl"

@@ -243,9 +243,6 @@ static void add_stretch(const Stretch& s, const QuantizedRows& x, std::int64_t r
 }
 
 #if ATTAR_LEVEL >= ATTAR_AVX512
-// How rows are scaled: whole, by group, or by group with wide columns.
-enum class Scaled { whole, groups, wide };
-
 // The same for all blocks of the panel, of a stretch that has whole spans, and, where rows have wide columns, whole groups
 // or a part of one. Sums of blocks that the panel lacks are made of the first, and go nowhere that is read.
 template <bool JOINS, Scaled SCALED, int ROWS>
