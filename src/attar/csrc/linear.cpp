@@ -195,9 +195,14 @@ void prepare(const Factors& factors, const float* x, float* out) {
     }
 }
 
+// Columns at `column` whose high codes are zero.
+Wide no_wide(const QuantizedRows& rows, std::int64_t column) {
+    return {static_cast<std::uint32_t>(16 * column), static_cast<std::int32_t>(column / rows.part), 0, 0};
+}
+
 QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows, bool few, Level level) {
     const Matrix& first = *factors.factors.front().matrix;
-    const std::int64_t columns = factors.columns, tile = std::min<std::int64_t>(rows, 16);
+    const std::int64_t columns = factors.columns, tile = few ? std::min<std::int64_t>(rows, 16) : 16;
     QuantizedRows out{};
     out.rows = rows, out.columns = columns, out.steps = (columns + 63) / 64, out.tile = tile;
     out.group = factors.activation_group;
@@ -211,14 +216,10 @@ QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows
     const bool offsets = std::any_of(factors.factors.begin(), factors.factors.end(),
                                      [](const Factor& factor) { return factor.matrix->offsets != nullptr; });
     if (factors.wide) {  // tiles read those of 16 rows, whether they are there or not
-        const std::int64_t all_rows = (rows + 15) / 16 * 16;
-        const std::int64_t bytes = all_rows * out.scales_a_row * static_cast<std::int64_t>(sizeof(Wide));
+        const std::int64_t bytes = out.tiles * tile * out.scales_a_row * static_cast<std::int64_t>(sizeof(Wide));
         out.wide = reinterpret_cast<Wide*>(memory.at(4, bytes));
-        for (std::int64_t r = rows; r < all_rows; ++r)
-            for (std::int64_t g = 0; g < out.scales_a_row; ++g) {
-                const std::int64_t column = g * out.group;
-                out.wide[r * out.scales_a_row + g] = {static_cast<std::int32_t>(column), static_cast<std::int32_t>(column / out.part), 0, 0};
-            }
+        for (std::int64_t r = rows; r < out.tiles * tile; ++r)
+            for (std::int64_t g = 0; g < out.scales_a_row; ++g) *out.wide_at(r, g) = no_wide(out, g * out.group);
     }
     const bool parts_wanted = few || offsets || out.group;
     if (parts_wanted) {  // and a vector more: whole ones are read where fewer rows are there

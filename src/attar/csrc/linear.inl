@@ -231,10 +231,10 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
         const Wide* wide[ROWS];
         for (int r = 0; r < ROWS; ++r) {
             total[r] = shift[r] = all(0.0f);
-            wide[r] = x.wide ? x.wide + (row + r) * x.scales_a_row : nullptr;
+            wide[r] = x.wide ? x.wide_at(row + r, 0) : nullptr;
         }
         const auto of_wide = [&](const Wide& columns) ATTAR_LAMBDA {
-            const auto column = static_cast<std::uint32_t>(columns.column);
+            const std::uint32_t column = columns.column();
             const Ints four = unpack_four<CODE>(m, m.block(block) + column / RUN * RUN_BYTES, column % RUN / 4);
             return shift_left(multiply4<CODE>(all(0), four, columns.high), HIGH_SHIFT);
         };
@@ -293,7 +293,7 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
                     }
                     if (per_group && --left_of_group == 0 && joined == 1) {
                         left_of_group = per_group;
-                        for (int r = 0; r < ROWS; ++r) ++wide[r];
+                        for (int r = 0; r < ROWS; ++r) wide[r] += x.tile;
                     }
                 }
             }
@@ -303,7 +303,7 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
                 if (x.wide) {
                     const std::int8_t* by = m.fine_scales + (block * m.groups + wide[r]->part) * LANES;
                     together[r] = together[r] + of_wide(*wide[r]) * load_as_ints(by);
-                    ++wide[r];
+                    wide[r] += x.tile;
                 }
                 to_total(r, together[r], part - 1);
             }
@@ -516,21 +516,49 @@ static float number_of(std::int32_t bits) {
 
 constexpr float LOW = 127.0f, HIGH = 127.0f * 128.0f;  // largest codes of columns, and of wide ones
 
-// The first four columns of a group that hold a magnitude of bits `top`.
-static std::int64_t widest(const float* x, std::int64_t from, std::int32_t top) {
-    for (;; from += 4)
+// The first four columns of a group that hold its largest magnitude, the bits of that, and those of the largest elsewhere.
+struct Widest {
+    std::int64_t column;
+    std::int32_t top, rest;
+};
+static Widest widest(const float* x, std::int64_t from, std::int64_t to) {
+#if ATTAR_LEVEL >= ATTAR_AVX512
+    if ((to - from) % 16 == 0) {
+        const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+        const auto at = [&](std::int64_t k) ATTAR_LAMBDA { return _mm512_and_si512(_mm512_loadu_si512(x + k), magnitude); };
+        __m512i most = _mm512_setzero_si512(), others = most;
+        for (std::int64_t k = from; k < to; k += 16) most = _mm512_max_epi32(most, at(k));
+        const std::int32_t top = _mm512_reduce_max_epi32(most);
+        std::int64_t column = from;
+        __mmask16 found = 0;
+        for (; !(found = _mm512_cmpeq_epi32_mask(at(column), _mm512_set1_epi32(top))); column += 16) {
+        }
+        column += __builtin_ctz(found) / 4 * 4;
+        const __m512i lanes = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
+        for (std::int64_t k = from; k < to; k += 16) {
+            const __m512i here = _mm512_set1_epi32(static_cast<std::int32_t>(column - k));
+            others = _mm512_mask_max_epi32(others, _mm512_cmpneq_epi32_mask(lanes, here), others, at(k));
+        }
+        return {column, top, _mm512_reduce_max_epi32(others)};
+    }
+#endif
+    const std::int32_t top = largest_bits(x, from, to);
+    std::int64_t column = from;
+    for (bool found = false; !found; column += 4)
         for (int i = 0; i < 4; ++i) {
             std::int32_t bits;
-            std::memcpy(&bits, x + from + i, sizeof bits);
-            if ((bits & 0x7fffffff) == top) return from;
+            std::memcpy(&bits, x + column + i, sizeof bits);
+            found = found || (bits & 0x7fffffff) == top;
         }
+    column -= 4;
+    return {column, top, std::max(largest_bits(x, from, column), largest_bits(x, column + 4, to))};
 }
 
 // Replaces the codes of a group's wide columns by their low ones, and returns the rest. Codes are low + 128 high, low from
 // -64 to 63. Sums are of whole codes.
 static Wide widen(QuantizedRows& rows, const float* x, std::int64_t column, float scale, std::int8_t* codes,
                   std::int32_t* sums) {
-    Wide out{static_cast<std::int32_t>(column), static_cast<std::int32_t>(column / rows.part), 0, 0};
+    Wide out{static_cast<std::uint32_t>(16 * column), static_cast<std::int32_t>(column / rows.part), 0, 0};
     std::int8_t* low = codes + column / 64 * rows.step_bytes() + column % 64;
     std::int8_t high[4];
     for (int i = 0; i < 4; ++i) {
@@ -540,7 +568,7 @@ static Wide widen(QuantizedRows& rows, const float* x, std::int64_t column, floa
         high[i] = static_cast<std::int8_t>(above);
         sums[out.part] += code - low[i];
         low[i] = static_cast<std::int8_t>(code - above * HIGH_UNIT);
-        out.sum += above;
+        out.excess -= 128 * above;
     }
     std::memcpy(&out.high, high, sizeof high);
     return out;
@@ -571,9 +599,9 @@ static void make_pairs(const QuantizedRows& rows, std::int64_t row) {
         _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
     }
     for (std::int64_t g = 0; rows.wide && g < rows.scales_a_row; ++g) {
-        const Wide& wide = rows.wide[row * rows.scales_a_row + g];
+        const Wide& wide = *rows.wide_at(row, g);
         for (int i = 0; i < 4; ++i) {
-            const std::int64_t pair = wide.column / 16 * 8 + i % 2 * 4 + wide.column % 16 / 4;
+            const std::int64_t pair = wide.column() / 16 * 8 + i % 2 * 4 + wide.column() % 16 / 4;
             auto* code = reinterpret_cast<std::int16_t*>(out + pair) + i / 2;
             *code = static_cast<std::int16_t>(*code + static_cast<std::int8_t>(wide.high >> 8 * i) * HIGH_UNIT);
         }
@@ -594,25 +622,20 @@ static void quantize_into(QuantizedRows& rows, std::int64_t row, const float* x,
     for (std::int64_t i = 0; i < rows.parts; ++i) sums[i] = 0;
     for (std::int64_t from = 0, g = 0; from < columns; from += group, ++g) {
         const std::int64_t to = std::min(columns, from + group);
-        const std::int32_t top = largest_bits(x, from, to);
-        const float largest = number_of(top);
+        const Widest found = rows.wide ? widest(x, from, to) : Widest{from, largest_bits(x, from, to), 0};
+        const float largest = number_of(found.top);
         const bool finite = largest <= FLT_MAX;  // else the codes are zero, and the scale makes the outputs NaN
-        std::int64_t column = from;
         float scale = fixed_scale != 0.0f ? fixed_scale : largest / 127.5f;
-        if (rows.wide && finite) {
-            column = widest(x, from, top);
-            const std::int32_t rest = std::max(largest_bits(x, from, column), largest_bits(x, column + 4, to));
-            scale = std::max(number_of(rest) / LOW, largest / HIGH);
-        }
+        if (rows.wide && finite) scale = std::max(number_of(found.rest) / LOW, largest / HIGH);
         if (scale == 0.0f) scale = FLT_EPSILON;
         rows.scales[row * rows.scales_a_row + g] = finite ? scale : NAN;
         const auto widened = [&]() {
             if (!rows.wide) return;
-            Wide& wide = rows.wide[row * rows.scales_a_row + g];
+            Wide& wide = *rows.wide_at(row, g);
             if (finite)
-                wide = widen(rows, x, column, scale, codes, sums);
+                wide = widen(rows, x, found.column, scale, codes, sums);
             else
-                wide = {static_cast<std::int32_t>(from), static_cast<std::int32_t>(from / rows.part), 0, 0};
+                wide = {static_cast<std::uint32_t>(16 * from), static_cast<std::int32_t>(from / rows.part), 0, 0};
         };
 #if ATTAR_LEVEL >= ATTAR_AVX512
         const bool whole_parts = columns % 64 == 0 && rows.part % 16 == 0 && (to - from) % 64 == 0 && (to - from) % rows.part == 0;

@@ -150,10 +150,10 @@ static void add_sums(const Part& p, const std::int32_t* sums, std::int64_t row, 
 // What the high codes of a row's wide columns add to the sums of a block, of whose `codes` the columns from `start` on are.
 // `subtracted`: these are signed bytes.
 ATTAR_INLINE Ints wide_sums(const Wide& wide, const std::uint8_t* codes, std::int64_t start, bool subtracted) {
-    codes += (wide.column - start) * LANES;
+    codes += wide.at - start * LANES;
     if (!subtracted) return shift_left(dot4_wide(all(0), load_bytes(codes), wide.high), HIGH_SHIFT);
     const Ints flip = all(static_cast<std::int32_t>(0x80808080u));
-    return shift_left(dot4_wide(all(-128 * wide.sum), minus_bytes(load_bytes(codes), flip), wide.high), HIGH_SHIFT);
+    return shift_left(dot4_wide(all(wide.excess), minus_bytes(load_bytes(codes), flip), wide.high), HIGH_SHIFT);
 }
 
 #define ATTAR_TILE_MULTIPLY(sum, x, codes)            \
@@ -196,7 +196,7 @@ static void add_part_of(const Part& p, std::int64_t row, std::int64_t rows, floa
         const std::int64_t at = (tile_before + t) * height, block = block_before + b;
         const std::int64_t count = std::min(height, end - at);
         for (std::int64_t r = 0; x.wide && r < count; ++r) {
-            const Wide& wide = x.wide[(at + r) * x.scales_a_row + start / x.group];
+            const Wide& wide = *x.wide_at(at + r, start / x.group);
             std::int32_t* sum = from[which] + r * LANES;
             if (wide.part != p.index) continue;
             store_bytes(sum, load_bytes(sum) + wide_sums(wide, p.codes[block], start, p.subtracted));
@@ -310,7 +310,7 @@ static void add_stretch(const Part& p, std::int64_t parts, std::int64_t row, std
 #pragma GCC unroll 16
         for (int r = 0; r < 16; ++r) {
             Ints sum = load_bytes(before[part] + r * LANES);
-            [[maybe_unused]] const Wide* const of_row = wide + r * x.scales_a_row + part;
+            [[maybe_unused]] const Wide* const of_row = wide + part * 16 + r;
             if constexpr (JOINED_PARTS) {  // low bytes are unsigned, high ones signed
                 Ints high = load_bytes(before[1] + r * LANES);
                 if constexpr (WIDE) {
@@ -330,7 +330,7 @@ static void add_stretch(const Part& p, std::int64_t parts, std::int64_t row, std
     const auto widen = [&]() ATTAR_LAMBDA {
         for (std::int64_t r = 0; r < rows_before; ++r)
             for (std::int64_t g = 0; g < groups; ++g) {
-                const Wide& columns_of = wide[r * x.scales_a_row + g];
+                const Wide& columns_of = wide[g * 16 + r];
                 const std::int64_t part = columns_of.part - p.index;
                 if (part < 0 || part >= parts) continue;  // the group has columns beyond the stretch
                 std::int32_t* const sum = before[part] + r * LANES;
@@ -418,7 +418,7 @@ static void add_stretch(const Part& p, std::int64_t parts, std::int64_t row, std
         std::swap(before, now);
         rows_before = std::min<std::int64_t>(16, rows - r), to = total + r * 64 + b * LANES, by = scale[b];
         codes_before = codes - start * LANES;
-        if constexpr (WIDE) wide = x.wide + (row + r) * x.scales_a_row + group;
+        if constexpr (WIDE) wide = x.wide_at(row + r, group);
         if constexpr (SCALED != Scaled::whole) row_scales = x.part_scales + x.part_at(row + r, p.index);
         if (++b == blocks) b = 0, r += 16;
     }
