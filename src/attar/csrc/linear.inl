@@ -493,13 +493,21 @@ static bool quantize_group(QuantizedRows& rows, const float* x, std::int64_t fro
 }
 #endif
 
-// max|x| of columns from .. to - 1, as bits: as integers NaN and infinity come out on top.
+ATTAR_INLINE std::int32_t largest(Ints a) {
+    std::int32_t lane[16], top = 0;
+    store_bytes(lane, a);
+    for (int i = 0; i < 16; ++i) top = lane[i] > top ? lane[i] : top;
+    return top;
+}
+
+// |x| of 16 columns, as bits: as integers NaN and infinity come out on top.
+ATTAR_INLINE Ints magnitudes(const float* x) { return bits_of(load(x)) & all(0x7fffffff); }
+
+// The largest of columns from .. to - 1.
 static std::int32_t largest_bits(const float* x, std::int64_t from, std::int64_t to) {
     Ints most = all(0);
-    for (; from + 16 <= to; from += 16) most = max(most, bits_of(load(x + from)) & all(0x7fffffff));
-    std::int32_t lane[16], top = 0;
-    store_bytes(lane, most);
-    for (int i = 0; i < 16; ++i) top = lane[i] > top ? lane[i] : top;
+    for (; from + 16 <= to; from += 16) most = max(most, magnitudes(x + from));
+    std::int32_t top = largest(most);
     for (; from < to; ++from) {
         std::int32_t bits;
         std::memcpy(&bits, x + from, sizeof bits);
@@ -521,37 +529,17 @@ struct Widest {
     std::int64_t column;
     std::int32_t top, rest;
 };
-static Widest widest(const float* x, std::int64_t from, std::int64_t to) {
-#if ATTAR_LEVEL >= ATTAR_AVX512
-    if ((to - from) % 16 == 0) {
-        const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-        const auto at = [&](std::int64_t k) ATTAR_LAMBDA { return _mm512_and_si512(_mm512_loadu_si512(x + k), magnitude); };
-        __m512i most = _mm512_setzero_si512(), others = most;
-        for (std::int64_t k = from; k < to; k += 16) most = _mm512_max_epi32(most, at(k));
-        const std::int32_t top = _mm512_reduce_max_epi32(most);
-        std::int64_t column = from;
-        __mmask16 found = 0;
-        for (; !(found = _mm512_cmpeq_epi32_mask(at(column), _mm512_set1_epi32(top))); column += 16) {
-        }
-        column += __builtin_ctz(found) / 4 * 4;
-        const __m512i lanes = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
-        for (std::int64_t k = from; k < to; k += 16) {
-            const __m512i here = _mm512_set1_epi32(static_cast<std::int32_t>(column - k));
-            others = _mm512_mask_max_epi32(others, _mm512_cmpneq_epi32_mask(lanes, here), others, at(k));
-        }
-        return {column, top, _mm512_reduce_max_epi32(others)};
-    }
-#endif
+static Widest widest(const float* x, std::int64_t from, std::int64_t to) {  // multiples of 32
+    alignas(16) static const std::int8_t FOURS[16] = {0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12};
+    const Ints fours = load_as_ints(FOURS);
     const std::int32_t top = largest_bits(x, from, to);
-    std::int64_t column = from;
-    for (bool found = false; !found; column += 4)
-        for (int i = 0; i < 4; ++i) {
-            std::int32_t bits;
-            std::memcpy(&bits, x + column + i, sizeof bits);
-            found = found || (bits & 0x7fffffff) == top;
-        }
-    column -= 4;
-    return {column, top, std::max(largest_bits(x, from, column), largest_bits(x, column + 4, to))};
+    Ints left = all(0), rest = all(0);  // columns from those four to the last
+    for (std::int64_t k = from; k < to; k += 16)
+        left = max(left, equal(magnitudes(x + k), top) & (all(static_cast<std::int32_t>(to - k)) - fours));
+    const std::int64_t column = to - largest(left);
+    for (std::int64_t k = from; k < to; k += 16)
+        rest = max(rest, magnitudes(x + k) - (magnitudes(x + k) & equal(fours, static_cast<std::int32_t>(column - k))));
+    return {column, top, largest(rest)};
 }
 
 // Replaces the codes of a group's wide columns by their low ones, and returns the rest. Codes are low + 128 high, low from

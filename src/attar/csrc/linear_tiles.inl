@@ -253,10 +253,10 @@ static void add_part_of(const Part& p, std::int64_t row, std::int64_t rows, floa
 }
 
 // Parts that are multiplied in one go, by as many codes as four tiles hold, of whole groups of rows if possible; 1 where a
-// part takes more, or rows are few.
+// part takes more.
 ATTAR_INLINE std::int64_t parts_at_once(const QuantizedRows& x, std::int64_t joined) {
     if (joined > 1) return joined;
-    if (x.tile < 16 || (x.wide && x.group > JOINED)) return 1;
+    if (x.wide && x.group > JOINED) return 1;
     if (x.part <= 64) return x.group == 3 * x.part ? 3 : 4;
     return x.part == 128 ? 2 : 1;
 }
@@ -274,7 +274,6 @@ static void add_stretch(const Part& p, std::int64_t parts, std::int64_t row, std
     constexpr bool WIDE = SCALED == Scaled::wide, JOINED_PARTS = STRETCH == Stretch::joined;
     alignas(64) std::int32_t sums[2][STRETCH == Stretch::four ? 4 : 2][256];
     const QuantizedRows& x = p.x;
-    if (x.tile < 16) std::memset(sums, 0, sizeof sums);
     const std::int64_t columns = STRETCH == Stretch::four ? x.part : 64, scales = std::min<std::int64_t>(parts, SCALES);
     const std::int64_t start = p.index * x.part, blocks = p.panel.blocks;
     std::int64_t at[4];  // of each tile of rows its columns; behind the last part anything
@@ -466,7 +465,9 @@ static void integer_many(const Factors& factors, const Factor& factor, const Qua
     const bool products = by_stretch && joined > 1;
     const std::int64_t column_bytes = 64 * (products ? 2 : 1);  // of a panel
     const std::int64_t piece = std::max(x.part * at_once, RUN);  // columns that are unpacked at once
-    std::uint8_t* unpacked = packed ? scratch.at(1, column_bytes * (whole ? columns + piece : piece)) : nullptr;
+    // Where three parts are taken at once, a fourth is read and left.
+    const std::int64_t room = (whole ? columns : 0) + piece + x.part;
+    std::uint8_t* unpacked = packed ? scratch.at(1, column_bytes * room) : nullptr;
     auto* total = reinterpret_cast<float*>(scratch.at(0, MOST_SHARED * 64 * 4));
     auto* together = reinterpret_cast<std::int32_t*>(joined > 1 && !products ? scratch.at(3, MOST_SHARED * 64 * 4) : nullptr);
     for (std::int64_t from = 0; whole && from < columns; from += piece)
