@@ -33,6 +33,7 @@ WORDS = {
 def plain(text: str) -> str:
     """Return the running text of a Markdown page: without code blocks, tables, headings, comments and link targets."""
     text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
+    text = re.sub(r"(?<=\n)\n(?: {4,}\S.*\n)+", "\n", text)  # code by indentation, where no list is
     text = re.sub(r"<!--.*?-->", "", text, flags=re.S)
     text = re.sub(r"^(?:\||#|\[[^\]]+\]: ).*$", "", text, flags=re.M)
     text = re.sub(r"`[^`]*`", "`code`", text)

@@ -113,7 +113,7 @@ class TrainDraftConfig(options.OutputConfig):
 
 @configured(TrainDraftConfig)
 def train_draft(config: TrainDraftConfig) -> None:
-    """Train a draft head or a small model for speculative decoding.
+    """Train a draft head, or a small model that drafts.
 
     The model, compressed or not, is not changed. The same command resumes an interrupted run from its last checkpoint.
 

@@ -338,7 +338,7 @@ class LabConfig(options.OutputConfig):
 
 @configured(LabConfig)
 def lab(config: LabConfig) -> None:
-    """Write an HTML page of simulators, driven by a model and this machine.
+    """Write an HTML page of simulators for a model.
 
     It shows size, speed, paging, speculation and batching, with sliders, and what was measured on every curve. MODEL
     gives tensors and formats; each OUT adds its receipt. The page is one file, and loads nothing else. A server shows

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from attar.protocol.settings import Settings
     from attar.server.http.security import Keys
     from attar.server.options import ServerOptions
+    from attar.text.tokenizer import Tokenizer
 
 BESIDES = 64  # HTTP requests open besides those that run or wait: being read or refused, or other routes
 SINGLE = (
@@ -56,10 +57,10 @@ class ServeConfig(SchedulerOptions):
         "HTTP", "NAME", "Further name of the model for requests; * stands for any letters, as in 'claude-*'.",
     )] = None  # fmt: skip
     context: Annotated[int | None, option(
-        "Model", "N", "Tokens of the longest request.", min=1, default="the model's, or what fits",
+        "Cache", "N", "Tokens of the longest request.", min=1, default="the model's, or what fits",
     )] = None  # fmt: skip
     adapter: Annotated[list[str] | None, option(
-        "Model", "NAME=DIR", "LoRA adapter (PEFT folder) for requests whose `model` is NAME.",
+        "Adapter", "NAME=DIR", "LoRA adapter (PEFT folder) for requests whose `model` is NAME.",
     )] = None  # fmt: skip
     triton_config: Annotated[Path | None, option(
         "Model", "FILE", "config.pbtxt of a TensorRT-LLM model: take what is not given here from it. `attar "
@@ -67,7 +68,7 @@ class ServeConfig(SchedulerOptions):
     )] = None  # fmt: skip
     generation_config: options.GenerationConfig = options.Defaults.attar
     sampling: Annotated[list[str] | None, option(
-        "Model", "NAME=VALUE", "Sampling parameter of requests that do not name it, such as temperature=0.7, before "
+        "Sampling", "NAME=VALUE", "Sampling parameter of requests that do not name it, such as temperature=0.7, before "
         "that of --generation-config: temperature, top_k, top_p, min_p, seed, or a penalty.",
     )] = None  # fmt: skip
     template_date: options.TemplateDate = None
@@ -96,9 +97,9 @@ class ServeConfig(SchedulerOptions):
     sparse_attention: options.SparseAttention = None
     sparse_prefill: options.SparsePrefill = None
     kv_eviction: Annotated[list[str] | None, option(
-        "Cache", "POLICY", "Policy of KV eviction that requests may name in `kv_eviction`, such as sink:4+2044, the "
-        "first 4 tokens and the newest 2,044, or snapkv:2048, h2o:2048 or expected:2048, so many of a prompt. The "
-        "first is that of requests which name none. CPUs only.",
+        "Cache", "POLICY", "KV eviction that requests may name in `kv_eviction`. sink:4+2044 keeps the first 4 "
+        "tokens and the newest 2,044; snapkv:2048, h2o:2048 and expected:2048 keep so many of a prompt. The first "
+        "policy is that of requests which name none. CPUs only.",
         parser=options.parse_kv_eviction, default="none are dropped",
     )] = None  # fmt: skip
     host: Annotated[str, option("HTTP", "HOST", "Address; others than loopback need an API key.")] = "127.0.0.1"
@@ -175,10 +176,7 @@ class ServeConfig(SchedulerOptions):
         from msgspec.structs import replace
 
         from attar.checkpoints.sources import hub
-        from attar.kv.eviction import parse_all
-        from attar.kv.schemes import check_name, scheme
-        from attar.kv.sparse import SparseAttention
-        from attar.kv.sparse_prefill import SparsePrefill
+        from attar.kv.schemes import check_name
         from attar.plan.fit import check_fraction
         from attar.protocol.settings import Settings
         from attar.server.options import parse_adapters
@@ -201,17 +199,7 @@ class ServeConfig(SchedulerOptions):
             **theirs | given,
         )  # fmt: skip
         limits = settings.limits()
-        if settings.sparse_attention is not None:
-            few = SparseAttention.parse(settings.sparse_attention)
-            few.check(scheme(self.kv or "float32"), settings.device, settings.tp * settings.pp, bool(self.draft_tree))
-        if settings.sparse_prefill is not None:
-            few_of_prompts = SparsePrefill.parse(settings.sparse_prefill)
-            few_of_prompts.check(settings.device, settings.tp * settings.pp, bool(self.draft_tree))
-        for policy in parse_all(settings.kv_eviction):
-            trees, sparse = self.draft_tree is not None, bool(self.sparse_attention or self.sparse_prefill)
-            policy.check(
-                scheme(self.kv or "float32"), settings.device, settings.tp * settings.pp, trees=trees, sparse=sparse
-            )
+        _check_reads(settings, bool(self.draft_tree))
         check_fraction(settings.kv_fraction)
         if settings.max_delay is not None and limits.policy != "dynamic":
             message = f"max-delay is of the policy dynamic; with {limits.policy} nothing waits for a batch"
@@ -243,7 +231,7 @@ class ServeConfig(SchedulerOptions):
 
 @configured(ServeConfig)
 def serve(config: ServeConfig) -> None:
-    """Serve a model by OpenAI's, Anthropic's and Ollama's HTTP APIs.
+    """Serve a model by OpenAI's, Anthropic's and other APIs.
 
     The server prints its memory plan before it loads anything. Ctrl-C or SIGTERM lets open requests finish.
 
@@ -260,14 +248,12 @@ def serve(config: ServeConfig) -> None:
     with errors(config.as_json):
         from msgspec.structs import replace
 
-        from attar.checkpoints import vocabulary
         from attar.checkpoints.fingerprints import fingerprints
         from attar.checkpoints.sources import hub
         from attar.cli import several
         from attar.server import supervisor
-        from attar.server.http.sockets import explained
         from attar.server.options import check_name, name_of
-        from attar.text.template import read_template
+        from attar.server.replicas import processes
 
         name = name_of(config.model) if config.name is None else check_name(config.name)
         logs.begin()
@@ -282,22 +268,37 @@ def serve(config: ServeConfig) -> None:
         tell_shared(settings.device, config.tp, config.pp)
         server_options = config.http(keys, origins, settings.limits(), path, name, config.replicas or 1)
         settings = replace(settings, files=fingerprints(settings.folders))  # first: later changes are noticed
-        tokenizer = vocabulary.tokenizer(path)
-        if config.chat_template is not None:
-            tokenizer.chat_templates = {"default": read_template(config.chat_template)}
-        started = _started(bool(tokenizer.chat_templates), config.as_json)
-        try:
-            if config.replicas is None:
-                status = supervisor.run(settings, tokenizer, server_options, ENGINE, started)
-            else:
-                from attar.server.replicas import processes
+        tokenizer = _tokenizer(path, config.chat_template)
+        told = tokenizer, server_options, ENGINE, _started(bool(tokenizer.chat_templates), config.as_json)
+        if config.replicas is None:
+            _run(config, lambda: supervisor.run(settings, *told))
+        else:
+            parts = several.divide_cores(settings, config.replicas, config.replica_cores or ())
+            _run(config, lambda: processes.run(parts, *told))
 
-                parts = several.divide_cores(settings, config.replicas, config.replica_cores or ())
-                status = processes.run(parts, tokenizer, server_options, ENGINE, started)
-        except OSError as error:
-            raise explained(error, config.host, config.port) from None
-        if status:
-            raise typer.Exit(status)
+
+def _tokenizer(path: Path, template: Path | None) -> Tokenizer:
+    """Read the model's tokenizer, with the chat template of a file in place of its own. Raises UserError where that
+    is no template."""
+    from attar.checkpoints import vocabulary
+    from attar.text.template import read_template
+
+    found = vocabulary.tokenizer(path)
+    if template is not None:
+        found.chat_templates = {"default": read_template(template)}
+    return found
+
+
+def _run(config: ServeConfig, server: Callable[[], int]) -> None:
+    """Run a server until it ends, and exit by its status. Raises UserError where its address cannot be taken."""
+    from attar.server.http.sockets import explained
+
+    try:
+        status = server()
+    except OSError as error:
+        raise explained(error, config.host, config.port) from None
+    if status:
+        raise typer.Exit(status)
 
 
 def _security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
@@ -309,11 +310,28 @@ def _security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
     return Keys.of(find_keys(config.api_key_file, os.environ)), origins
 
 
+def _check_reads(settings: Settings, trees: bool) -> None:
+    """Raise ValueError where attention that reads or keeps few tokens does not go with other settings, or with `trees`
+    of drafts."""
+    from attar.kv.eviction import parse_all
+    from attar.kv.schemes import scheme
+    from attar.kv.sparse import SparseAttention
+    from attar.kv.sparse_prefill import SparsePrefill
+
+    kv, processes = scheme(settings.kv or "float32"), settings.tp * settings.pp
+    if settings.sparse_attention is not None:
+        SparseAttention.parse(settings.sparse_attention).check(kv, settings.device, processes, trees)
+    if settings.sparse_prefill is not None:
+        SparsePrefill.parse(settings.sparse_prefill).check(settings.device, processes, trees)
+    sparse = bool(settings.sparse_attention or settings.sparse_prefill)
+    for policy in parse_all(settings.kv_eviction):
+        policy.check(kv, settings.device, processes, trees=trees, sparse=sparse)
+
+
 def _serve_several(config: ServeConfig, keys: Keys, origins: frozenset[str]) -> None:
     """Serve the models of `--model`. Raises ValueError for options of a single model, and for models that cannot be
     served."""
     from attar.cli import several
-    from attar.server.http.sockets import explained
     from attar.server.models import server
 
     config.check_several()
@@ -329,12 +347,8 @@ def _serve_several(config: ServeConfig, keys: Keys, origins: frozenset[str]) -> 
         most = len(specs) * (limits.together + limits.max_waiting) + BESIDES
         server_options = dataclasses.replace(server_options, max_requests=most)
     templates = any(each.tokenizer.chat_templates for each in specs)
-    try:
-        status = server.run(specs, sharing.engines, server_options, ENGINE, _started(templates, config.as_json, ""))
-    except OSError as error:
-        raise explained(error, config.host, config.port) from None
-    if status:
-        raise typer.Exit(status)
+    started = _started(templates, config.as_json, "")
+    _run(config, lambda: server.run(specs, sharing.engines, server_options, ENGINE, started))
 
 
 def _started(templates: bool, as_json: bool, more: str = " (the model is loading)") -> Callable[[str], None]:
