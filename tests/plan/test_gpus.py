@@ -138,7 +138,7 @@ def test_cards_are_named_and_whole() -> None:
         assert each.operations.keys() == {"bf16", "int8", "fp8"}
         assert 20 * GB <= each.memory <= 200 * GB
         assert 0.2e12 <= each.bandwidth <= 10e12
-        assert each.operations["int8"] >= each.operations["bf16"] >= 1e14
+        assert each.operations["int8"] >= each.operations["bf16"] >= (1e14 if each.verified else 4e13)
     with user_error("name_unknown"):
         gpu_spec("h300")
 

@@ -100,6 +100,8 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
         if limits.threads > profile.key.threads:
             notes.append(f"rates are of {profile.key.threads} threads, memory is planned for {limits.threads}")
     notes.append("KL ranges that are fitted come from two models (docs/planning.md): measure yours with attar eval")
+    if candidates.compressed(subject.config, subject.storage):
+        notes.append("KL is against the model as it is stored")
     rows = settings.max_step_tokens
     made = Question(
         subject.config, subject.storage, tuple(goals), work, profile, memory, limits, gpu, settings.kv, rows, outputs
