@@ -169,13 +169,12 @@ def measure(
     decoder, scheme, (sparse, prefill, policy) = subject.decoder, subject.scheme, reading
     if scheme.recent:
         raise UserError("option_conflict", f"passkeys are asked in caches without unfinished blocks, not {scheme.name}")
-    layers = None
+    caches = [decoder.cache(context, scheme=scheme) for _ in range(2 if prefill is not None else 1)]
     if sparse is not None:
         sparse.check(scheme)
         layers = kv_cache.sparse_layers_of(decoder, sparse, progress)
-    caches = [decoder.cache(context, scheme=scheme) for _ in range(2 if prefill is not None else 1)]
-    for cache in caches if layers is not None else ():
-        sparse_layers.attach(cache.layers, decoder, layers, context)
+        for cache in caches:
+            sparse_layers.attach(cache.layers, decoder, layers, context)
     whole = _Text(decoder, caches[0], None)
     little = whole if prefill is None else _Text(decoder, caches[1], prefill)
     evicting = None if policy is None else _Evicting(_runner(subject, policy), policy)
@@ -200,9 +199,7 @@ def measure(
     seen = context - 1
     until = context if prefill is None else prefill.until(context)
     read = [n if prefill is None or n > until else prefill.tokens_read(n) for n in range(1, context + 1)]
-    signs = 0
-    if layers is not None:
-        signs = sum(p.signs.bits.nbytes + p.signs.scales.nbytes for p in caches[0].layers if p.signs is not None)
+    signs = sum(p.signs.bits.nbytes + p.signs.scales.nbytes for p in caches[0].layers if p.signs is not None)
     cache_bytes = sum(pages.nbytes for pages in caches[0].layers) - signs
     kept = cache_bytes if evicting is None else evicting.blocks * cache_bytes // caches[0].layers[0].blocks
     answers_read = seen if sparse is None else sparse.tokens_read(seen)
