@@ -1,6 +1,6 @@
 """Routers compared in virtual time: which share of prompt tokens they find cached, how evenly they load engines.
 
-    python bench/routing.py [--engines N ...] [--load SHARE] [--requests N] [--trace FILE]
+    python bench/routing.py [--engines N ...] [--load SHARE] [--requests N] [--blocks N] [--trace FILE]
 
 Traces are 64 prefixes with 8 requests each, one prefix with 60 % of the requests, and with `--trace` Mooncake's
 conversation trace (lengths over 16, its own times scaled to the load). The engines are those of
@@ -37,7 +37,6 @@ from tests.routing.simulation import (
     skewed,
 )
 
-BLOCKS = 400  # of each engine
 SCALE = 16  # of the trace's lengths: its blocks of 512 tokens have 32
 
 
@@ -78,6 +77,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, nargs="+", default=[4])
     parser.add_argument("--load", type=float, default=0.8)
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--blocks", type=int, default=400, help="of each engine")
     parser.add_argument("--trace", type=Path)
     asked = parser.parse_args()
     found: dict[str, Any] = {}
@@ -91,18 +91,19 @@ def main() -> None:
             traces["mooncake"] = mooncake(asked.trace, asked.requests)
         for name, trace in traces.items():
             timed = at_load(trace, engines, asked.load)
-            one = simulate(timed, 1, engines * BLOCKS, RoundRobin(1))
+            one = simulate(timed, 1, engines * asked.blocks, RoundRobin(1))
             policies: dict[str, Policy] = {
-                "cost": ByCost(engines, BLOCKS), "round robin": RoundRobin(engines),
+                "cost": ByCost(engines, asked.blocks), "round robin": RoundRobin(engines),
                 "least loaded": LeastLoaded(engines),
             }  # fmt: skip
             for policy, made in policies.items():
                 began = time.perf_counter()
-                outcome = simulate(timed, engines, BLOCKS, made)
+                outcome = simulate(timed, engines, asked.blocks, made)
                 figures = told(outcome, one, time.perf_counter() - began)
                 found[f"{name}, {engines} engines, {policy}"] = figures
+                figures["one_engine"] = round(one.hit_rate, 4)
                 print(f"{name:<22} {engines:>5} engines  {policy:<13}", json.dumps(figures), flush=True)
-    print(json.dumps({"block": BLOCK, "blocks": BLOCKS, "load": asked.load, "found": found}))
+    print(json.dumps({"block": BLOCK, "blocks": asked.blocks, "load": asked.load, "found": found}))
 
 
 if __name__ == "__main__":

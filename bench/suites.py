@@ -161,7 +161,8 @@ def interpreter() -> Path:
 
 @contextlib.contextmanager
 def stopped(pool: Path) -> Iterator[None]:
-    """End the servers that were started meanwhile."""
+    """End the servers that were started meanwhile, also where this process is told to end."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         yield
     finally:

@@ -232,3 +232,29 @@ def test_llm_takes_schemas_models_and_grammars(demo: Any) -> None:
     with user_error("option_conflict", "ignore_eos"):
         llm.generate("x", SamplingParams(ignore_eos=True), constraint=JSON)
     assert llm.generate("x", SamplingParams(max_tokens=1, seed=0))[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["waits", "overlaps"])
+def test_answers_of_allowed_tokens_alone(make: Callable[..., Engine], tokenizer: Tokenizer, overlaps: bool) -> None:
+    """Also beside answers that are free or constrained; an EOS token ends one only where it is allowed."""
+    (end,) = tokenizer.eos_ids
+    engine = make(overlaps=overlaps)
+    allowed = {"none": [40, 41, 4000], "ends": [40, end]}
+    asked = [
+        Submit(name, PROMPT, SamplingParams(seed=1, max_tokens=24, allowed_token_ids=tokens))
+        for name, tokens in allowed.items()
+    ]
+    events = run(engine, [*asked, *asks(JSON, 2), Submit("free", PROMPT, SamplingParams(seed=1, max_tokens=24))])
+    made: dict[str, set[int]] = {name: set() for name in allowed}
+    for event in events:
+        if isinstance(event, Delta) and event.id in made:
+            made[event.id].update(event.token_ids)
+    assert made == {name: set(tokens) for name, tokens in allowed.items()}
+    reasons = {event.id: event.reason for event in events if isinstance(event, Finished)}
+    assert (reasons["none"], reasons["ends"]) == ("length", "stop")
+    only_end = SamplingParams(seed=1, max_tokens=24, min_tokens=2, allowed_token_ids=[end])
+    beyond = SamplingParams(seed=1, max_tokens=24, allowed_token_ids=[10**6])
+    for params, words in ((only_end, "min_tokens"), (beyond, "allowed_token_ids")):
+        (failed,) = [event for event in run(engine, [Submit("x", PROMPT, params)]) if isinstance(event, Failed)]
+        assert failed.code == "invalid"
+        assert words in failed.message

@@ -16,7 +16,9 @@ from attar.checkpoints.adapters import lora
 from attar.engine.engine import Engine
 from attar.engine.llm.llm import LLM
 from attar.execution import kv_cache
+from attar.kv.eviction import Eviction
 from attar.kv.sparse import SparseAttention
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.protocol.grammar import Grammar
 from attar.protocol.messages import Delta, Event, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.reasoning import ReasoningSection
@@ -73,6 +75,14 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "LoRA": ({}, {"params": SamplingParams(**SEEDED), "adapter": "tone"}),
     "sparse attention": ({"sparse": SparseAttention(topk=32, dense_below=32)}, {"params": SamplingParams(**SEEDED)}),
+    "sparse prefill": ({"prefill": SparsePrefill.parse("skip:0.05")}, {"params": SamplingParams(**SEEDED)}),
+    **{
+        f"KV eviction, {policy.policy}": (
+            {"evictions": (policy,)},
+            {"params": SamplingParams(**SEEDED), "prompt": tuple(5 + at * 37 % 90 for at in range(120))},
+        )
+        for policy in (Eviction("sink", 64, 4), Eviction("snapkv", 64))
+    },
     **{kv: ({"kv": kv}, {"params": SamplingParams(**SEEDED)}) for kv in ("int8", "klt4", "klt2", "kivi2")},
 }  # fmt: skip
 
@@ -105,7 +115,7 @@ def make(llm: LLM) -> Callable[..., Engine]:
 def submit(llm: LLM, how: dict[str, Any]) -> Submit:
     grammar = how.get("grammar")
     proven = None if grammar is None else Grammar.json_schema(grammar)
-    return Submit("a", tuple(llm.tokenizer.encode(TEXT)), **how | {"grammar": proven})
+    return Submit("a", **{"prompt": tuple(llm.tokenizer.encode(TEXT))} | how | {"grammar": proven})
 
 
 def answer(events: list[Event]) -> Answer:

@@ -24,7 +24,8 @@ import pytest
 from attar import strict_json
 from attar.protocol.grammar import Grammar
 from attar.server.api import constraints, sampling_params, schemas
-from attar.server.api.dialects.llamacpp import completion, params
+from attar.server.api.dialects import tokenizing
+from attar.server.api.dialects.llamacpp import completion, params, template
 from attar.server.api.tools import fields
 from attar.server.api.tools.ollama import OpenCalls
 from attar.server.http.limits import MAX_BODY
@@ -51,7 +52,7 @@ GOOD_BODIES = {
     "/tokenize": 60,
     "/detokenize": 5,  # it has one field
     "/completion": 60,
-    "/apply-template": 150,
+    "/apply-template": 40,
     "/embedding": 10,
     "/api/show": 5,
     "/api/chat": 60,
@@ -71,6 +72,9 @@ def test_the_server_does_what_its_document_says(
     monkeypatch.setattr(sampling_params, "MAX_LOGPROBS", 2**60)
     monkeypatch.setattr(params, "MAX_BIASES", 2**60)  # of the tokens of texts
     monkeypatch.setattr(constraints, "_check_one", lambda found: None)
+    monkeypatch.setattr(schemas, "check_limits", lambda predicted, others: None)
+    for module in (schemas, tokenizing, template):
+        monkeypatch.setattr(module, "check_turn", lambda opened, continued: None)
     for module in (schemas, completion):
         monkeypatch.setattr(module, "check_end", lambda body: body.constraint())
     monkeypatch.setattr(Grammar, "check", lambda self, params: None)

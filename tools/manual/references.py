@@ -162,8 +162,12 @@ def http_api() -> str:
     return "\n".join(parts)
 
 
-def kind(schema: Mapping[str, Any], depth: int = 0) -> str:
+def kind(schema: Mapping[str, Any] | bool, depth: int = 0) -> str:
     """Return a JSON schema's type in a few words, with its bounds."""
+    if isinstance(schema, bool):
+        return "any" if schema else "nothing"
+    if "prefixItems" in schema:
+        return f"list of {', '.join(kind(each, depth + 1) for each in schema['prefixItems'])}"
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2]
     if "anyOf" in schema:

@@ -17,7 +17,6 @@ from attar.protocol.speculation import MAX_DRAFT_TOKENS
 if TYPE_CHECKING:
     from attar.checkpoints.receipts.receipt import Verdict
     from attar.evaluation.draft_quality import DraftQuality
-    from attar.evaluation.eviction_cost import EvictionReport
     from attar.evaluation.long_context.report import LongContextReport
     from attar.evaluation.speculation_audit import Audit
     from attar.evaluation.tasks import TaskReport
@@ -55,8 +54,8 @@ class EvalConfig(options.OutputConfig):
     sparse_attention: options.SparseAttention = None
     sparse_prefill: options.SparsePrefill = None
     passkeys: Annotated[int | None, option(
-        "Data", "N", "With --sparse-attention or --sparse-prefill: texts that are asked for a passkey at each of five "
-        "depths; 0: none.", min=0, default="1",
+        "Data", "N", "With --sparse-attention, --sparse-prefill or --kv-eviction: texts that are asked for a passkey "
+        "at each of five depths; 0: none.", min=0, default="1",
     )] = None  # fmt: skip
     kv_eviction: options.KvEviction = None
     adapter: Annotated[Path | None, option("Model", "DIR", "LoRA adapter of MODEL alone (PEFT folder).")] = None
@@ -95,16 +94,11 @@ def evaluate(config: EvalConfig) -> None:
             from attar.checkpoints.sources import hub
 
             tell_doubt(config.adapter, hub.resolve(config.model))
-        report: DraftQuality | LongContextReport | EvictionReport | Report | TaskReport
-        few = config.sparse_attention is not None or config.sparse_prefill is not None
-        if few and config.kv_eviction is not None:
-            raise UserError("option_conflict", "--kv-eviction is measured alone, without reading few keys")
-        if few:
+        report: DraftQuality | LongContextReport | Report | TaskReport
+        if (config.sparse_attention, config.sparse_prefill, config.kv_eviction) != (None, None, None):
             report = _of_long_context(config, bar)
-        elif config.kv_eviction is not None:
-            report = _of_kv_eviction(config, config.kv_eviction, bar)
         elif config.passkeys is not None:
-            raise UserError("option_unused", "--passkeys is of --sparse-attention and --sparse-prefill")
+            raise UserError("option_unused", "--passkeys is of --sparse-attention, --sparse-prefill and --kv-eviction")
         elif config.draft is not None:
             report = _of_draft(config, config.draft, bar)
         else:
@@ -115,42 +109,30 @@ def evaluate(config: EvalConfig) -> None:
 
 
 def _of_long_context(config: EvalConfig, bar: Progress) -> LongContextReport:
-    """Measure sparse attention and sparse prefill. Raises ValueError without a text, and for other options."""
+    """Measure sparse attention, sparse prefill and KV eviction. Raises ValueError without a text, and for other
+    options."""
     from attar.evaluation.long_context.report import PASSKEYS, measure
+    from attar.evaluation.long_context.windows import Reading
+    from attar.kv.eviction import Eviction
     from attar.kv.sparse import SparseAttention
     from attar.kv.sparse_prefill import SparsePrefill
 
     others = (config.task, config.against, config.stride, config.draft, config.limit, config.adapter, config.dtype)
     if config.greedy or config.device != "cpu" or config.tp * config.pp > 1 or any(each is not None for each in others):
         names = "--text, --context, --max-tokens, --passkeys and --kv"
-        message = f"--sparse-attention and --sparse-prefill take {names} alone, on a CPU in one process"
+        message = f"--sparse-attention, --sparse-prefill and --kv-eviction take {names} alone, on a CPU in one process"
         raise UserError("option_conflict", message)
     if config.text is None:
         raise UserError("option_missing", "give the text to measure on: --text heldout.txt")
-    few, of_prompts = config.sparse_attention, config.sparse_prefill
+    few, of_prompts, policy = config.sparse_attention, config.sparse_prefill, config.kv_eviction
+    reading = Reading(
+        None if few is None else SparseAttention.parse(few),
+        None if of_prompts is None else SparsePrefill.parse(of_prompts),
+        None if policy is None else Eviction.parse(policy),
+    )
     return measure(
-        config.model, config.text, None if few is None else SparseAttention.parse(few),
-        None if of_prompts is None else SparsePrefill.parse(of_prompts), context=config.context,
-        max_tokens=config.max_tokens, kv=config.kv, progress=bar,
-        prompts=PASSKEYS if config.passkeys is None else config.passkeys,
-    )  # fmt: skip
-
-
-def _of_kv_eviction(config: EvalConfig, policy: str, bar: Progress) -> EvictionReport:
-    """Measure KV eviction. Raises ValueError without a text, and for options of other measurements."""
-    from attar.evaluation.eviction_cost import CONTEXT, measure
-    from attar.kv.eviction import Eviction
-
-    others: tuple[object, ...] = (config.task, config.against, config.stride, config.draft, config.limit)
-    others += (config.adapter, config.dtype, config.passkeys)
-    if config.greedy or config.device != "cpu" or config.tp * config.pp > 1 or any(each is not None for each in others):
-        message = "--kv-eviction takes --text, --context, --max-tokens and --kv alone, on a CPU in one process"
-        raise UserError("option_conflict", message)
-    if config.text is None:
-        raise UserError("option_missing", "give the text to measure on: --text heldout.txt")
-    return measure(
-        config.model, config.text, Eviction.parse(policy), context=config.context or CONTEXT,
-        max_tokens=config.max_tokens, kv=config.kv, progress=bar,
+        config.model, config.text, reading, context=config.context, max_tokens=config.max_tokens, kv=config.kv,
+        progress=bar, prompts=PASSKEYS if config.passkeys is None else config.passkeys,
     )  # fmt: skip
 
 

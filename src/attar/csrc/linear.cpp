@@ -195,9 +195,14 @@ void prepare(const Factors& factors, const float* x, float* out) {
     }
 }
 
+// Columns at `column` whose high codes are zero.
+Wide no_wide(const QuantizedRows& rows, std::int64_t column) {
+    return {static_cast<std::uint32_t>(16 * column), static_cast<std::int32_t>(column / rows.part), 0, 0};
+}
+
 QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows, bool few, Level level) {
     const Matrix& first = *factors.factors.front().matrix;
-    const std::int64_t columns = factors.columns, tile = std::min<std::int64_t>(rows, 16);
+    const std::int64_t columns = factors.columns, tile = few ? std::min<std::int64_t>(rows, 16) : 16;
     QuantizedRows out{};
     out.rows = rows, out.columns = columns, out.steps = (columns + 63) / 64, out.tile = tile;
     out.group = factors.activation_group;
@@ -210,9 +215,11 @@ QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows
     out.sums = reinterpret_cast<std::int32_t*>(memory.at(2, rows * out.parts * 4));
     const bool offsets = std::any_of(factors.factors.begin(), factors.factors.end(),
                                      [](const Factor& factor) { return factor.matrix->offsets != nullptr; });
-    if (factors.wide) {
-        const std::int64_t bytes = rows * out.scales_a_row * static_cast<std::int64_t>(sizeof(Wide));
+    if (factors.wide) {  // tiles read those of 16 rows, whether they are there or not
+        const std::int64_t bytes = out.tiles * tile * out.scales_a_row * static_cast<std::int64_t>(sizeof(Wide));
         out.wide = reinterpret_cast<Wide*>(memory.at(4, bytes));
+        for (std::int64_t r = rows; r < out.tiles * tile; ++r)
+            for (std::int64_t g = 0; g < out.scales_a_row; ++g) *out.wide_at(r, g) = no_wide(out, g * out.group);
     }
     const bool parts_wanted = few || offsets || out.group;
     if (parts_wanted) {  // and a vector more: whole ones are read where fewer rows are there

@@ -14,14 +14,18 @@ namespace attar {
 // Of one group of a row's columns: the four, aligned, that hold its largest magnitude. Their codes have 15 bits, so that
 // the group's scale is that of the other columns. A code is low + 128 high, both of a byte.
 struct Wide {
-    std::int32_t column, part;  // the first of them, and the part that they lie in
-    std::int32_t high, sum;     // the high codes, a byte each; and their sum
+    std::uint32_t at;          // 16 times the first of them: where codes of a block lie that have a byte each
+    std::int32_t part;         // that they lie in
+    std::int32_t high, excess; // the high codes, a byte each; and -128 times their sum
+
+    std::uint32_t column() const { return at / 16; }
 };
 constexpr int HIGH_SHIFT = 7, HIGH_UNIT = 1 << HIGH_SHIFT;
 
-// Rows quantized to int8, in tiles of `tile` rows (16, or all rows where they are fewer) by 64 columns: tile t of step s
-// is `tile` times 64 bytes at (s * tiles + t) * tile * 64. A tile of 16 is what one AMX load takes, and what a panel of
-// weights meets next lies next. Columns past the last are zero; what rows past the last hold does not matter.
+// Rows quantized to int8, in tiles of `tile` rows by 64 columns: tile t of step s is `tile` times 64 bytes at (s * tiles +
+// t) * tile * 64. There are 16 rows in a tile, which is what one AMX load takes, or all of them where they are fewer and
+// weights are unpacked in registers. What a panel of weights meets next lies next. Columns past the last are zero; what
+// rows past the last hold does not matter.
 struct QuantizedRows {
     std::int64_t rows, columns, steps, tile, tiles;
     std::int64_t group;         // columns that share a scale; 0: the whole row
@@ -30,7 +34,7 @@ struct QuantizedRows {
     std::int8_t* codes;
     float* scales;       // [rows, scales_a_row]
     std::int32_t* sums;  // [rows, parts]: of codes, high ones included
-    Wide* wide;          // [rows, scales_a_row], or null
+    Wide* wide;          // [tiles, scales_a_row, tile], or null
     // [rows, steps * 32]: codes again, whole, as pairs of 16 bits, or null. Of 16 columns those of even places come first:
     // columns 0 and 2, 4 and 6, 8 and 10, 12 and 14; then 1 and 3, and so on.
     std::int32_t* pairs;
@@ -43,6 +47,11 @@ struct QuantizedRows {
     std::int64_t part_at(std::int64_t row, std::int64_t index) const {
         const std::int64_t of_tile = tile_of(row);
         return (of_tile * parts + index) * tile + row - of_tile * tile;
+    }
+    // Of the group, in which wide columns lie side by side for the rows of a tile.
+    Wide* wide_at(std::int64_t row, std::int64_t of_group) const {
+        const std::int64_t of_tile = tile_of(row);
+        return wide + (of_tile * scales_a_row + of_group) * tile + row - of_tile * tile;
     }
     std::int64_t step_bytes() const { return tiles * tile * 64; }
 };

@@ -168,7 +168,7 @@ constexpr std::int64_t JOINED = 128;  // columns
 // Parts whose sums, times the small integers of their groups, are added as integers before they become a float; 1: none.
 ATTAR_INLINE std::int64_t joined_parts(const Matrix& m, const QuantizedRows& x) {
     const bool joined = m.fine_scales && m.group == x.part && m.group < JOINED && m.group * m.fine % JOINED == 0 &&
-                        x.group % JOINED == 0 && m.columns % JOINED == 0;
+                        x.group % JOINED == 0 && m.columns % JOINED == 0 && !(x.wide && x.group > JOINED);
     return joined ? JOINED / x.part : 1;
 }
 
@@ -201,14 +201,18 @@ static float* spread_beside(const Matrix& m, std::int64_t block, bool joined, fl
     return both(0.0f);
 }
 
+// Codes are asked for so many bytes before they are read: the processor's own prefetching ends with each page of memory.
+constexpr std::int64_t AHEAD = 2048;
+
 template <int CODE, int ROWS>
 static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64_t row, std::int64_t first,
                         std::int64_t last, float* out, std::int64_t width, float* beside) {
     constexpr std::int64_t RUN_BYTES = 64 * bits_of(CODE);
     const Matrix& m = *factor.matrix;
-    const bool halves = x.part < RUN, moved = m.offsets != nullptr, grouped = x.group != 0;  // halves: a run is two parts
-    const std::int64_t runs = halves ? 1 : x.part / RUN, per_weight = m.group / x.part, step_bytes = x.step_bytes();
-    const std::int64_t joined = joined_parts(m, x), per_scale = joined > 1 ? m.group * m.fine / x.part : per_weight;
+    const bool moved = m.offsets != nullptr, grouped = x.group != 0;
+    const int in_run = x.part < RUN ? 2 : 1;  // parts that share a run
+    const std::int64_t runs = in_run == 2 ? 1 : x.part / RUN, per_weight = m.group / x.part, step_bytes = x.step_bytes();
+    const std::int64_t joined = joined_parts(m, x);
     const std::int32_t middle = m.middle();
     const std::int8_t* base[ROWS];
     const std::int32_t* sums[ROWS];
@@ -224,78 +228,84 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
         const std::uint8_t *codes = m.block(block), *zeros = m.zeros ? m.zeros + block * m.groups * LANES : nullptr;
         const std::int8_t* fine = joined > 1 ? m.fine_scales + block * m.groups * LANES : nullptr;
         Floats total[ROWS], shift[ROWS];
-        Ints together[ROWS];
         const Wide* wide[ROWS];
         for (int r = 0; r < ROWS; ++r) {
-            total[r] = shift[r] = all(0.0f), together[r] = all(0);
-            wide[r] = x.wide ? x.wide + (row + r) * x.scales_a_row : nullptr;
+            total[r] = shift[r] = all(0.0f);
+            wide[r] = x.wide ? x.wide_at(row + r, 0) : nullptr;
         }
-        std::int64_t left = per_weight, to_join = joined, left_of_scale = per_scale, left_of_group = per_group;  // parts
         const auto of_wide = [&](const Wide& columns) ATTAR_LAMBDA {
-            const std::uint8_t* of_run = m.block(block) + columns.column / static_cast<int>(RUN) * RUN_BYTES;
-            const Ints four = unpack_four<CODE>(m, of_run, columns.column % static_cast<int>(RUN) / 4);
+            const std::uint32_t column = columns.column();
+            const Ints four = unpack_four<CODE>(m, m.block(block) + column / RUN * RUN_BYTES, column % RUN / 4);
             return shift_left(multiply4<CODE>(all(0), four, columns.high), HIGH_SHIFT);
         };
-        const auto add = [&](std::int64_t part, Ints* of_part) ATTAR_LAMBDA {
-            for (int r = 0; r < ROWS; ++r) {
-                if (!fine && x.wide && wide[r]->part == part) of_part[r] = of_part[r] + of_wide(*wide[r]);
-                if (zeros)
-                    of_part[r] = of_part[r] - load_as_ints(zeros) * all(sums[r][part]);
-                else
-                    of_part[r] = of_part[r] - all(middle * sums[r][part]);
-                if (moved) shift[r] = fma(all(terms[r][part * x.tile]), load(offset), shift[r]);
-                if (fine) together[r] = together[r] + of_part[r] * load_as_ints(fine);
-            }
-            if (fine) fine += LANES;
-            if (--left == 0) {
-                left = per_weight, offset += LANES;
-                if (zeros) zeros += LANES;
-            }
-            if (--to_join == 0) {
-                to_join = joined;
-                for (int r = 0; r < ROWS; ++r) {
-                    if (fine && x.wide) {
-                        const std::int8_t* by = m.fine_scales + (block * m.groups + wide[r]->part) * LANES;
-                        together[r] = together[r] + of_wide(*wide[r]) * load_as_ints(by);
+        const auto to_total = [&](int r, Ints sum, std::int64_t part) ATTAR_LAMBDA {
+            Floats value = to_floats(sum);
+            if (grouped) value = value * all(scales[r][part * x.tile]);
+            total[r] = fma(value, load(scale), total[r]);
+        };
+        std::int64_t at = 0, run = 0, left = per_weight, left_of_group = per_group;
+        for (std::int64_t part = 0; part < x.parts;) {
+            Ints together[ROWS];
+            for (int r = 0; r < ROWS; ++r) together[r] = all(0);
+            for (const std::int64_t end = part + std::max<std::int64_t>(joined, in_run); part < end;) {
+                Ints acc[2][ROWS];  // of either half of a run
+                for (int r = 0; r < ROWS; ++r) acc[0][r] = acc[1][r] = all(0);
+                for (const std::int64_t runs_end = run + runs; run < runs_end; codes += RUN_BYTES) {
+                    for (int i = 0; i < bits_of(CODE); ++i) __builtin_prefetch(codes + AHEAD + 64 * i);
+                    Ints v[8];
+                    unpack_bytes<CODE>(m, codes, v);
+#pragma GCC unroll 4
+                    for (int i = 0; i < 8; i += 2)
+#pragma GCC unroll 4
+                        for (int r = 0; r < ROWS; ++r) {
+                            const std::int8_t* from = base[r] + at + 4 * i;
+                            const std::int32_t one = four_bytes(from), other = four_bytes(from + 4);
+                            Ints& sum = acc[i / 4][r];
+                            if constexpr (CODE < 8)
+                                sum = dot8<CODE>(sum, v[i], v[i + 1], one, other, all(0x00010001));
+                            else
+                                sum = multiply4<CODE>(multiply4<CODE>(sum, v[i], one), v[i + 1], other);
+                        }
+                    at += run++ % 2 ? step_bytes - RUN : RUN;
+                }
+                if (in_run == 1)
+                    for (int r = 0; r < ROWS; ++r) acc[0][r] = acc[0][r] + acc[1][r];
+                for (int half = 0; half < in_run; ++half, ++part) {
+                    for (int r = 0; r < ROWS; ++r) {
+                        Ints sum = acc[half][r];
+                        if (zeros)
+                            sum = sum - load_as_ints(zeros) * all(sums[r][part]);
+                        else if (middle)
+                            sum = sum - all(middle * sums[r][part]);
+                        if (moved) shift[r] = fma(all(terms[r][part * x.tile]), load(offset), shift[r]);
+                        if (fine) {
+                            together[r] = together[r] + sum * load_as_ints(fine);
+                        } else {
+                            if (x.wide && wide[r]->part == part) sum = sum + of_wide(*wide[r]);
+                            to_total(r, sum, part);
+                        }
                     }
-                    Floats value = to_floats(fine ? together[r] : of_part[r]);
-                    if (grouped) value = value * all(scales[r][part * x.tile]);
-                    total[r] = fma(value, load(scale), total[r]);
-                    together[r] = all(0);
+                    if (fine) fine += LANES;
+                    if (--left == 0) {
+                        left = per_weight, offset += LANES;
+                        if (zeros) zeros += LANES;
+                        if (joined == 1) scale += LANES;
+                    }
+                    if (per_group && --left_of_group == 0 && joined == 1) {
+                        left_of_group = per_group;
+                        for (int r = 0; r < ROWS; ++r) wide[r] += x.tile;
+                    }
                 }
             }
-            if (--left_of_scale == 0) left_of_scale = per_scale, scale += LANES;
-            if (per_group && --left_of_group == 0) {
-                left_of_group = per_group;
-                for (int r = 0; r < ROWS; ++r) ++wide[r];
-            }
-        };
-        std::int64_t run = 0, at = 0;
-        for (std::int64_t part = 0; part < x.parts; part += 1 + halves) {
-            Ints acc[2][ROWS];  // of either half of a run
-            for (int r = 0; r < ROWS; ++r) acc[0][r] = acc[1][r] = all(0);
-            for (const std::int64_t end = run + runs; run < end; at += run++ % 2 ? step_bytes - RUN : RUN, codes += RUN_BYTES) {
-                Ints v[8];
-                unpack_bytes<CODE>(m, codes, v);
-#pragma GCC unroll 4
-                for (int i = 0; i < 8; i += 2)
-#pragma GCC unroll 4
-                    for (int r = 0; r < ROWS; ++r) {
-                        const std::int8_t* from = base[r] + at + 4 * i;
-                        const std::int32_t one = four_bytes(from), other = four_bytes(from + 4);
-                        Ints& sum = acc[i / 4][r];
-                        if constexpr (CODE < 8)
-                            sum = dot8<CODE>(sum, v[i], v[i + 1], one, other, all(0x00010001));
-                        else
-                            sum = multiply4<CODE>(multiply4<CODE>(sum, v[i], one), v[i + 1], other);
-                    }
-            }
-            if (halves) {
-                add(part, acc[0]);
-                add(part + 1, acc[1]);
-            } else {
-                for (int r = 0; r < ROWS; ++r) acc[0][r] = acc[0][r] + acc[1][r];
-                add(part, acc[0]);
+            if (joined == 1) continue;
+            scale = beside + ((part - 1) >> m.fine_shift) * LANES;
+            for (int r = 0; r < ROWS; ++r) {
+                if (x.wide) {
+                    const std::int8_t* by = m.fine_scales + (block * m.groups + wide[r]->part) * LANES;
+                    together[r] = together[r] + of_wide(*wide[r]) * load_as_ints(by);
+                    wide[r] += x.tile;
+                }
+                to_total(r, together[r], part - 1);
             }
         }
         for (int r = 0; r < ROWS; ++r) {
@@ -429,6 +439,9 @@ static void put_panel(const Factors& factors, const Panel& panel, const Quantize
     }
 }
 
+// How rows are scaled: whole, by group, or by group with wide columns.
+enum class Scaled { whole, groups, wide };
+
 #if ATTAR_LEVEL == ATTAR_AMX
 #include "linear_tiles.inl"
 #else
@@ -480,13 +493,21 @@ static bool quantize_group(QuantizedRows& rows, const float* x, std::int64_t fro
 }
 #endif
 
-// max|x| of columns from .. to - 1, as bits: as integers NaN and infinity come out on top.
+ATTAR_INLINE std::int32_t largest(Ints a) {
+    std::int32_t lane[16], top = 0;
+    store_bytes(lane, a);
+    for (int i = 0; i < 16; ++i) top = lane[i] > top ? lane[i] : top;
+    return top;
+}
+
+// |x| of 16 columns, as bits: as integers NaN and infinity come out on top.
+ATTAR_INLINE Ints magnitudes(const float* x) { return bits_of(load(x)) & all(0x7fffffff); }
+
+// The largest of columns from .. to - 1.
 static std::int32_t largest_bits(const float* x, std::int64_t from, std::int64_t to) {
     Ints most = all(0);
-    for (; from + 16 <= to; from += 16) most = max(most, bits_of(load(x + from)) & all(0x7fffffff));
-    std::int32_t lane[16], top = 0;
-    store_bytes(lane, most);
-    for (int i = 0; i < 16; ++i) top = lane[i] > top ? lane[i] : top;
+    for (; from + 16 <= to; from += 16) most = max(most, magnitudes(x + from));
+    std::int32_t top = largest(most);
     for (; from < to; ++from) {
         std::int32_t bits;
         std::memcpy(&bits, x + from, sizeof bits);
@@ -503,21 +524,29 @@ static float number_of(std::int32_t bits) {
 
 constexpr float LOW = 127.0f, HIGH = 127.0f * 128.0f;  // largest codes of columns, and of wide ones
 
-// The first four columns of a group that hold a magnitude of bits `top`.
-static std::int64_t widest(const float* x, std::int64_t from, std::int32_t top) {
-    for (;; from += 4)
-        for (int i = 0; i < 4; ++i) {
-            std::int32_t bits;
-            std::memcpy(&bits, x + from + i, sizeof bits);
-            if ((bits & 0x7fffffff) == top) return from;
-        }
+// The first four columns of a group that hold its largest magnitude, the bits of that, and those of the largest elsewhere.
+struct Widest {
+    std::int64_t column;
+    std::int32_t top, rest;
+};
+static Widest widest(const float* x, std::int64_t from, std::int64_t to) {  // multiples of 32
+    alignas(16) static const std::int8_t FOURS[16] = {0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12};
+    const Ints fours = load_as_ints(FOURS);
+    const std::int32_t top = largest_bits(x, from, to);
+    Ints left = all(0), rest = all(0);  // columns from those four to the last
+    for (std::int64_t k = from; k < to; k += 16)
+        left = max(left, equal(magnitudes(x + k), top) & (all(static_cast<std::int32_t>(to - k)) - fours));
+    const std::int64_t column = to - largest(left);
+    for (std::int64_t k = from; k < to; k += 16)
+        rest = max(rest, magnitudes(x + k) - (magnitudes(x + k) & equal(fours, static_cast<std::int32_t>(column - k))));
+    return {column, top, largest(rest)};
 }
 
 // Replaces the codes of a group's wide columns by their low ones, and returns the rest. Codes are low + 128 high, low from
 // -64 to 63. Sums are of whole codes.
 static Wide widen(QuantizedRows& rows, const float* x, std::int64_t column, float scale, std::int8_t* codes,
                   std::int32_t* sums) {
-    Wide out{static_cast<std::int32_t>(column), static_cast<std::int32_t>(column / rows.part), 0, 0};
+    Wide out{static_cast<std::uint32_t>(16 * column), static_cast<std::int32_t>(column / rows.part), 0, 0};
     std::int8_t* low = codes + column / 64 * rows.step_bytes() + column % 64;
     std::int8_t high[4];
     for (int i = 0; i < 4; ++i) {
@@ -527,7 +556,7 @@ static Wide widen(QuantizedRows& rows, const float* x, std::int64_t column, floa
         high[i] = static_cast<std::int8_t>(above);
         sums[out.part] += code - low[i];
         low[i] = static_cast<std::int8_t>(code - above * HIGH_UNIT);
-        out.sum += above;
+        out.excess -= 128 * above;
     }
     std::memcpy(&out.high, high, sizeof high);
     return out;
@@ -558,9 +587,9 @@ static void make_pairs(const QuantizedRows& rows, std::int64_t row) {
         _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
     }
     for (std::int64_t g = 0; rows.wide && g < rows.scales_a_row; ++g) {
-        const Wide& wide = rows.wide[row * rows.scales_a_row + g];
+        const Wide& wide = *rows.wide_at(row, g);
         for (int i = 0; i < 4; ++i) {
-            const std::int64_t pair = wide.column / 16 * 8 + i % 2 * 4 + wide.column % 16 / 4;
+            const std::int64_t pair = wide.column() / 16 * 8 + i % 2 * 4 + wide.column() % 16 / 4;
             auto* code = reinterpret_cast<std::int16_t*>(out + pair) + i / 2;
             *code = static_cast<std::int16_t>(*code + static_cast<std::int8_t>(wide.high >> 8 * i) * HIGH_UNIT);
         }
@@ -581,25 +610,20 @@ static void quantize_into(QuantizedRows& rows, std::int64_t row, const float* x,
     for (std::int64_t i = 0; i < rows.parts; ++i) sums[i] = 0;
     for (std::int64_t from = 0, g = 0; from < columns; from += group, ++g) {
         const std::int64_t to = std::min(columns, from + group);
-        const std::int32_t top = largest_bits(x, from, to);
-        const float largest = number_of(top);
+        const Widest found = rows.wide ? widest(x, from, to) : Widest{from, largest_bits(x, from, to), 0};
+        const float largest = number_of(found.top);
         const bool finite = largest <= FLT_MAX;  // else the codes are zero, and the scale makes the outputs NaN
-        std::int64_t column = from;
         float scale = fixed_scale != 0.0f ? fixed_scale : largest / 127.5f;
-        if (rows.wide && finite) {
-            column = widest(x, from, top);
-            const std::int32_t rest = std::max(largest_bits(x, from, column), largest_bits(x, column + 4, to));
-            scale = std::max(number_of(rest) / LOW, largest / HIGH);
-        }
+        if (rows.wide && finite) scale = std::max(number_of(found.rest) / LOW, largest / HIGH);
         if (scale == 0.0f) scale = FLT_EPSILON;
         rows.scales[row * rows.scales_a_row + g] = finite ? scale : NAN;
         const auto widened = [&]() {
             if (!rows.wide) return;
-            Wide& wide = rows.wide[row * rows.scales_a_row + g];
+            Wide& wide = *rows.wide_at(row, g);
             if (finite)
-                wide = widen(rows, x, column, scale, codes, sums);
+                wide = widen(rows, x, found.column, scale, codes, sums);
             else
-                wide = {static_cast<std::int32_t>(from), static_cast<std::int32_t>(from / rows.part), 0, 0};
+                wide = {static_cast<std::uint32_t>(16 * from), static_cast<std::int32_t>(from / rows.part), 0, 0};
         };
 #if ATTAR_LEVEL >= ATTAR_AVX512
         const bool whole_parts = columns % 64 == 0 && rows.part % 16 == 0 && (to - from) % 64 == 0 && (to - from) % rows.part == 0;

@@ -124,7 +124,7 @@ static void make_codes(const Panel& panel, Products products, bool join, std::in
 // What the high codes of a row's wide columns add to the sums of a block, of whose bytes the columns from `start` on are.
 template <int BITS>
 ATTAR_INLINE Ints wide_sums(const Wide& wide, const std::uint8_t* codes, std::int64_t start) {
-    const Ints four = load_bytes(codes + (wide.column - start) * LANES);
+    const Ints four = load_bytes(codes + wide.at - start * LANES);
     return shift_left(BITS < 8 ? dot4(all(0), four, wide.high) : dot4_wide(all(0), four, wide.high), HIGH_SHIFT);
 }
 
@@ -136,7 +136,7 @@ struct Ending {
 ATTAR_INLINE Ending ending_of(const Stretch& s, const QuantizedRows& x, std::int64_t row, std::int64_t part) {
     Ending out{nullptr, s.offset ? x.sums[row * x.parts + s.index + part] : 0};
     if (!x.wide) return out;
-    const Wide* of_group = x.wide + row * x.scales_a_row + s.group[part];
+    const Wide* of_group = x.wide_at(row, s.group[part]);
     if (of_group->part == s.index + part) out.wide = of_group;
     return out;
 }
@@ -243,9 +243,6 @@ static void add_stretch(const Stretch& s, const QuantizedRows& x, std::int64_t r
 }
 
 #if ATTAR_LEVEL >= ATTAR_AVX512
-// How rows are scaled: whole, by group, or by group with wide columns.
-enum class Scaled { whole, groups, wide };
-
 // The same for all blocks of the panel, of a stretch that has whole spans, and, where rows have wide columns, whole groups
 // or a part of one. Sums of blocks that the panel lacks are made of the first, and go nowhere that is read.
 template <bool JOINS, Scaled SCALED, int ROWS>
@@ -260,16 +257,16 @@ static void add_spans(const Stretch& s, const QuantizedRows& x, std::int64_t row
     const std::int8_t* const base = x.at(row, 0);  // rows of a tile lie 64 bytes apart
     const std::int32_t* const row_sums = x.sums + row * x.parts + s.index;
     const float* const row_scales = SCALED == Scaled::whole ? nullptr : x.part_scales + x.part_at(row, s.index);
-    const Wide* const of_rows = WIDE ? x.wide + row * x.scales_a_row + s.group[0] : nullptr;
+    const Wide* const of_rows = WIDE ? x.wide_at(row, s.group[0]) : nullptr;
     for (std::int64_t part = 0, k = 0, span = 0, group = 0; part < parts; ++group) {
         [[maybe_unused]] Ints wide[ROWS][BLOCKS];  // what wide columns add, by row and block
         [[maybe_unused]] std::int64_t of_part[ROWS];
         if constexpr (WIDE) {
             for (int r = 0; r < ROWS; ++r) {
-                const Wide& columns = of_rows[r * x.scales_a_row + group];
+                const Wide& columns = of_rows[group * x.tile + r];
                 of_part[r] = columns.part - s.index;
                 const bool here = of_part[r] >= 0 && of_part[r] < parts;  // else they lie in the group's other stretches
-                const std::int64_t at = here ? (columns.column - s.from) * LANES : 0;
+                const std::int64_t at = here ? columns.at - s.from * LANES : 0;
                 const Ints high = all(columns.high);
                 for (int b = 0; b < BLOCKS; ++b)
                     wide[r][b] = shift_left(dot4(all(0), load_bytes(codes[b] + at), high), HIGH_SHIFT);

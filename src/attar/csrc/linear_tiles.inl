@@ -150,10 +150,10 @@ static void add_sums(const Part& p, const std::int32_t* sums, std::int64_t row, 
 // What the high codes of a row's wide columns add to the sums of a block, of whose `codes` the columns from `start` on are.
 // `subtracted`: these are signed bytes.
 ATTAR_INLINE Ints wide_sums(const Wide& wide, const std::uint8_t* codes, std::int64_t start, bool subtracted) {
-    codes += (wide.column - start) * LANES;
+    codes += wide.at - start * LANES;
     if (!subtracted) return shift_left(dot4_wide(all(0), load_bytes(codes), wide.high), HIGH_SHIFT);
     const Ints flip = all(static_cast<std::int32_t>(0x80808080u));
-    return shift_left(dot4_wide(all(-128 * wide.sum), minus_bytes(load_bytes(codes), flip), wide.high), HIGH_SHIFT);
+    return shift_left(dot4_wide(all(wide.excess), minus_bytes(load_bytes(codes), flip), wide.high), HIGH_SHIFT);
 }
 
 #define ATTAR_TILE_MULTIPLY(sum, x, codes)            \
@@ -164,12 +164,15 @@ ATTAR_INLINE Ints wide_sums(const Wide& wide, const std::uint8_t* codes, std::in
             ATTAR_TILE_DOT(ss, sum, x, codes);        \
     } while (false)
 
-// Tiles 0 to sums - 1 are sums, the next two rows of activations, the rest codes; `columns` of input, 16, 32 or 64, a step.
-static void begin_tiles(int sums, std::int64_t rows, std::int64_t columns) {
+// Tiles 0 to sums - 1 are sums, of the next two and the rest one are rows of activations and the other codes; `columns` of
+// input, 16, 32 or 64, a step.
+static void begin_tiles(int sums, bool codes_first, std::int64_t rows, std::int64_t columns) {
     TileShapes shapes;
     for (int t = 0; t < sums; ++t) shapes.set(t, rows, 64);
-    for (int t = sums; t < sums + 2; ++t) shapes.set(t, rows, columns);
-    for (int t = sums + 2; t < 8; ++t) shapes.set(t, columns / 4, 64);
+    for (int t = sums; t < 8; ++t) {
+        const bool codes = codes_first == (t < sums + 2);
+        codes ? shapes.set(t, columns / 4, 64) : shapes.set(t, rows, columns);
+    }
     shapes.use();
 }
 
@@ -193,7 +196,7 @@ static void add_part_of(const Part& p, std::int64_t row, std::int64_t rows, floa
         const std::int64_t at = (tile_before + t) * height, block = block_before + b;
         const std::int64_t count = std::min(height, end - at);
         for (std::int64_t r = 0; x.wide && r < count; ++r) {
-            const Wide& wide = x.wide[(at + r) * x.scales_a_row + start / x.group];
+            const Wide& wide = *x.wide_at(at + r, start / x.group);
             std::int32_t* sum = from[which] + r * LANES;
             if (wide.part != p.index) continue;
             store_bytes(sum, load_bytes(sum) + wide_sums(wide, p.codes[block], start, p.subtracted));
@@ -249,29 +252,33 @@ static void add_part_of(const Part& p, std::int64_t row, std::int64_t rows, floa
     for (int which = 0; which < 4; ++which) scale_one(which, sums[1 - buffer]);
 }
 
-// Parts that are multiplied in one go, by as many codes as four tiles hold; 1 where a part takes more, or rows are few.
+// Parts that are multiplied in one go, by as many codes as four tiles hold, of whole groups of rows if possible; 1 where a
+// part takes more.
 ATTAR_INLINE std::int64_t parts_at_once(const QuantizedRows& x, std::int64_t joined) {
-    return joined > 1 ? joined : x.tile < 16 ? 1 : x.part <= 64 ? 4 : x.part == 128 ? 2 : 1;
+    if (joined > 1) return joined;
+    if (x.wide && x.group > JOINED) return 1;
+    if (x.part <= 64) return x.group == 3 * x.part ? 3 : 4;
+    return x.part == 128 ? 2 : 1;
 }
 
 // Four parts of a tile of codes each; two parts of two tiles; or parts that are joined to 128 columns: two tiles of low
 // bytes and two of high ones.
 enum class Stretch { four, two, joined };
 
-// Adds a stretch of columns. Its codes, a block's at a time, are in tiles 4 to 7 while all rows pass. A tile of rows (in 2
-// and 3) is multiplied (to 0 and 1) while the sums of the one before are scaled, with its totals in registers: they are
-// read and written once for all parts. Sums behind the last part are made of anything and left.
-template <Stretch STRETCH, bool GROUPED>
+// Adds a stretch of columns. A tile of rows lies in tiles 4 to 7 while the blocks of the panel pass through 2 and 3. A block
+// is multiplied (to 0 and 1) while the sums of the one before are scaled, with its totals in registers: they are read and
+// written once for all parts. Sums behind the last part are made of anything and left.
+template <Stretch STRETCH, Scaled SCALED>
 static void add_stretch(const Part& p, std::int64_t parts, std::int64_t row, std::int64_t rows, float* total) {
     constexpr int SCALES = STRETCH == Stretch::four ? 4 : STRETCH == Stretch::two ? 2 : 1;
-    alignas(64) std::int32_t sums[4][256];
+    constexpr bool WIDE = SCALED == Scaled::wide, JOINED_PARTS = STRETCH == Stretch::joined;
+    alignas(64) std::int32_t sums[2][STRETCH == Stretch::four ? 4 : 2][256];
     const QuantizedRows& x = p.x;
-    if (x.tile < 16) std::memset(sums, 0, sizeof sums);
     const std::int64_t columns = STRETCH == Stretch::four ? x.part : 64, scales = std::min<std::int64_t>(parts, SCALES);
-    std::int64_t at[4];  // of each tile of codes its columns in rows; behind the last part anything
+    const std::int64_t start = p.index * x.part, blocks = p.panel.blocks;
+    std::int64_t at[4];  // of each tile of rows its columns; behind the last part anything
     for (int s = 0; s < 4; ++s) {
-        const std::int64_t step = STRETCH == Stretch::joined ? s % 2 : s;
-        const std::int64_t column = std::min(p.index * x.part + step * columns, x.parts * x.part - columns);
+        const std::int64_t column = std::min(start + s * columns, x.parts * x.part - columns);
         at[s] = column / 64 * x.step_bytes() + column % 64;
     }
     // Lines of the next stretch's codes that are asked for with each tile of rows: blocks are so short there that the
@@ -279,136 +286,148 @@ static void add_stretch(const Part& p, std::int64_t parts, std::int64_t row, std
     const std::int64_t runs = parts * x.part / RUN, tiles = (rows + 15) / 16;
     const std::int64_t lines = p.ahead ? (runs * p.panel.matrix(0).bits + tiles - 1) / tiles : 0;
     Floats scale[4][SCALES];
-    for (std::int64_t b = 0; b < p.panel.blocks; ++b)
-        for (std::int64_t i = 0; i < scales; ++i)
-            scale[b][i] = scales_in(p, b, (p.index + i) * x.part / p.panel.matrix(b).group);
+    const std::uint8_t* next[4];
+    for (std::int64_t b = 0; b < blocks; ++b) {
+        const Matrix& m = p.panel.matrix(b);
+        next[b] = m.block(p.panel.block[b]) + (start / RUN + runs) * m.bits * 64;
+        for (std::int64_t i = 0; i < scales; ++i) scale[b][i] = scales_in(p, b, (p.index + i) * x.part / m.group);
+    }
+    const std::int64_t group = WIDE ? start / x.group : 0;  // the first of the rows' groups that the stretch has columns of
+    const std::int64_t groups = WIDE ? (start + parts * x.part - 1) / x.group - group + 1 : 0;
 
-    // The tile of rows that was multiplied last: where its totals are, and what scales them.
+    // What was multiplied last: the sums, of which rows, where its totals are, and what scales them.
+    std::int32_t(*before)[256] = sums[1], (*now)[256] = sums[0];
+    std::int64_t rows_before = 0;
     float* to = nullptr;
     const float* row_scales = nullptr;
     const Floats* by = nullptr;
-    const Wide* wide = nullptr;  // of its first row, and of the first part's group
-    const std::uint8_t* codes_before = nullptr;
-    std::int64_t rows_before = 0;
+    const Wide* wide = nullptr;  // of its first row and group
+    const std::uint8_t* codes_before = nullptr;  // those of column 0, if they were there
     Floats out[16];
-    const auto widen = [&](int part, int first, int last) ATTAR_LAMBDA {
-        const std::int64_t index = p.index + part, start = p.index * x.part;
-        const Wide* of_row = wide + index * x.part / x.group - start / x.group + first * x.scales_a_row;
-        for (std::int64_t r = first; r < std::min<std::int64_t>(last, rows_before); ++r, of_row += x.scales_a_row) {
-            if (STRETCH == Stretch::joined) {  // low bytes are unsigned, high ones signed
-                for (int high = 0; high < 2; ++high) {
-                    std::int32_t* sum = sums[high] + r * LANES;
-                    const std::uint8_t* codes = codes_before + high * 2 * columns * LANES;
-                    store_bytes(sum, load_bytes(sum) + wide_sums(*of_row, codes, start, high == 1));
+    const auto add = [&](int part) ATTAR_LAMBDA {
+        if (part >= scales) return;
+#pragma GCC unroll 16
+        for (int r = 0; r < 16; ++r) {
+            Ints sum = load_bytes(before[part] + r * LANES);
+            [[maybe_unused]] const Wide* const of_row = wide + part * 16 + r;
+            if constexpr (JOINED_PARTS) {  // low bytes are unsigned, high ones signed
+                Ints high = load_bytes(before[1] + r * LANES);
+                if constexpr (WIDE) {
+                    sum = sum + wide_sums(*of_row, codes_before, 0, false);
+                    high = high + wide_sums(*of_row, codes_before + 2 * 64 * LANES, 0, true);
                 }
-            } else if (of_row->part == index) {
-                std::int32_t* sum = sums[part] + r * LANES;
-                store_bytes(sum, load_bytes(sum) + wide_sums(*of_row, codes_before, start, true));
+                sum = sum + shift_left(high, 8);
+            } else if constexpr (WIDE && STRETCH == Stretch::two) {
+                sum = sum + wide_sums(*of_row, codes_before, 0, true);
             }
+            Floats value = to_floats(sum);
+            if constexpr (SCALED != Scaled::whole) value = value * all(row_scales[part * 16 + r]);
+            out[r] = fma(value, by[part], out[r]);
         }
+    };
+    // Wide columns, before the sums are scaled, where it depends on a row which part they lie in.
+    const auto widen = [&]() ATTAR_LAMBDA {
+        for (std::int64_t r = 0; r < rows_before; ++r)
+            for (std::int64_t g = 0; g < groups; ++g) {
+                const Wide& columns_of = wide[g * 16 + r];
+                const std::int64_t part = columns_of.part - p.index;
+                if (part < 0 || part >= parts) continue;  // the group has columns beyond the stretch
+                std::int32_t* const sum = before[part] + r * LANES;
+                store_bytes(sum, load_bytes(sum) + wide_sums(columns_of, codes_before, 0, true));
+            }
     };
     const auto begin = [&]() ATTAR_LAMBDA {
 #pragma GCC unroll 16
         for (int r = 0; r < 16; ++r) out[r] = load(to + r * 64);
     };
-    const auto add = [&](int part, int first, int last) ATTAR_LAMBDA {
-        if (part >= scales || first >= x.tile) return;
-        if (x.wide) widen(part, first, last);
-#pragma GCC unroll 16
-        for (int r = first; r < last; ++r) {
-            Ints sum = load_bytes(sums[part] + r * LANES);
-            if (STRETCH == Stretch::joined) sum = sum + shift_left(load_bytes(sums[1] + r * LANES), 8);
-            Floats value = to_floats(sum);
-            if (GROUPED) value = value * all(row_scales[part * 16 + r]);
-            out[r] = fma(value, by[part], out[r]);
-        }
-    };
     const auto end = [&]() ATTAR_LAMBDA {
 #pragma GCC unroll 16
         for (int r = 0; r < 16; ++r) store(to + r * 64, out[r]);
     };
-    for (std::int64_t b = 0; b < p.panel.blocks; ++b) {
-        ATTAR_TILE_LOAD(4, p.codes[b], 64);
-        ATTAR_TILE_LOAD(5, p.codes[b] + columns * LANES, 64);
-        ATTAR_TILE_LOAD(6, p.codes[b] + 2 * columns * LANES, 64);
-        ATTAR_TILE_LOAD(7, p.codes[b] + 3 * columns * LANES, 64);
-        const Matrix& m = p.panel.matrix(b);
-        const std::uint8_t* next = m.block(p.panel.block[b]) + (p.index * x.part / RUN + runs) * m.bits * 64;
-        for (std::int64_t r = 0; r < rows; r += 16) {
-            const std::int8_t* from = x.at(row + r, 0);
-            for (std::int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next, 0, 2);
-            if (to) begin();
-            ATTAR_TILE_ZERO(0);
-            ATTAR_TILE_LOAD(2, from + at[0], 64);
-            if constexpr (STRETCH == Stretch::four) {
-                ATTAR_TILE_DOT(ss, 0, 2, 4);
-                if (to) {
-                    ATTAR_TILE_STORE(1, sums[3]);
-                    add(0, 0, 16);
+    const std::int64_t items = tiles * blocks;
+    for (std::int64_t item = 0, b = 0, r = 0; item <= items; ++item) {
+        const bool more = item < items;
+        const std::uint8_t* const codes = p.codes[b];
+        if (more) {
+            if (b == 0) {
+                const std::int8_t* const from = x.at(row + r, 0);
+                ATTAR_TILE_LOAD(4, from + at[0], 64);
+                ATTAR_TILE_LOAD(5, from + at[1], 64);
+                if constexpr (!JOINED_PARTS) {
+                    ATTAR_TILE_LOAD(6, from + at[2], 64);
+                    ATTAR_TILE_LOAD(7, from + at[3], 64);
                 }
-                ATTAR_TILE_ZERO(1);
-                ATTAR_TILE_LOAD(3, from + at[1], 64);
-                ATTAR_TILE_DOT(ss, 1, 3, 5);
-                ATTAR_TILE_STORE(0, sums[0]);
-                if (to) add(1, 0, 16);
-                ATTAR_TILE_ZERO(0);
-                ATTAR_TILE_LOAD(2, from + at[2], 64);
-                ATTAR_TILE_DOT(ss, 0, 2, 6);
-                ATTAR_TILE_STORE(1, sums[1]);
-                if (to) add(2, 0, 16);
-                ATTAR_TILE_ZERO(1);
-                ATTAR_TILE_LOAD(3, from + at[3], 64);
-                ATTAR_TILE_DOT(ss, 1, 3, 7);
-                ATTAR_TILE_STORE(0, sums[2]);
-                if (to) add(3, 0, 16);
-            } else if constexpr (STRETCH == Stretch::two) {
-                ATTAR_TILE_DOT(ss, 0, 2, 4);
-                if (to) {
-                    ATTAR_TILE_STORE(1, sums[1]);
-                    add(0, 0, 8);
-                }
-                ATTAR_TILE_ZERO(1);
-                ATTAR_TILE_LOAD(3, from + at[2], 64);
-                ATTAR_TILE_DOT(ss, 1, 3, 6);
-                if (to) add(0, 8, 16);
-                ATTAR_TILE_LOAD(2, from + at[1], 64);
-                ATTAR_TILE_DOT(ss, 0, 2, 5);
-                if (to) add(1, 0, 8);
-                ATTAR_TILE_LOAD(3, from + at[3], 64);
-                ATTAR_TILE_DOT(ss, 1, 3, 7);
-                ATTAR_TILE_STORE(0, sums[0]);
-                if (to) add(1, 8, 16);
-            } else {
-                ATTAR_TILE_DOT(su, 0, 2, 4);
-                if (to) {
-                    ATTAR_TILE_STORE(1, sums[1]);
-                    add(0, 0, 4);
-                }
-                ATTAR_TILE_ZERO(1);
-                ATTAR_TILE_DOT(ss, 1, 2, 6);
-                if (to) add(0, 4, 8);
-                ATTAR_TILE_LOAD(3, from + at[1], 64);
-                ATTAR_TILE_DOT(su, 0, 3, 5);
-                if (to) add(0, 8, 16);
-                ATTAR_TILE_DOT(ss, 1, 3, 7);
-                ATTAR_TILE_STORE(0, sums[0]);
             }
-            if (to) end();
-            to = total + r * 64 + b * LANES, by = scale[b], codes_before = p.codes[b], rows_before = rows - r;
-            if (x.wide) wide = x.wide + (row + r) * x.scales_a_row + p.index * x.part / x.group;
-            if (GROUPED) row_scales = x.part_scales + x.part_at(row + r, p.index);
+            ATTAR_TILE_ZERO(0);
+            ATTAR_TILE_ZERO(1);
+            ATTAR_TILE_LOAD(2, codes, 64);
+            if constexpr (STRETCH == Stretch::four) {
+                ATTAR_TILE_LOAD(3, codes + columns * LANES, 64);
+                ATTAR_TILE_DOT(ss, 0, 4, 2);
+                ATTAR_TILE_DOT(ss, 1, 5, 3);
+            } else {
+                ATTAR_TILE_LOAD(3, codes + 2 * 64 * LANES, 64);
+                if constexpr (JOINED_PARTS) {
+                    ATTAR_TILE_DOT(su, 0, 4, 2);
+                    ATTAR_TILE_DOT(ss, 1, 4, 3);
+                } else {
+                    ATTAR_TILE_DOT(ss, 0, 4, 2);
+                    ATTAR_TILE_DOT(ss, 1, 6, 3);
+                }
+                ATTAR_TILE_LOAD(2, codes + 64 * LANES, 64);
+                ATTAR_TILE_LOAD(3, codes + 3 * 64 * LANES, 64);
+                if constexpr (JOINED_PARTS) {
+                    ATTAR_TILE_DOT(su, 0, 5, 2);
+                    ATTAR_TILE_DOT(ss, 1, 5, 3);
+                } else {
+                    ATTAR_TILE_DOT(ss, 0, 5, 2);
+                    ATTAR_TILE_DOT(ss, 1, 7, 3);
+                }
+            }
+            for (std::int64_t line = 0; line < lines; ++line, next[b] += 64) __builtin_prefetch(next[b], 0, 2);
         }
+        if (item > 0) {
+            begin();
+            if constexpr (WIDE && STRETCH == Stretch::four) widen();
+            add(0);
+            if constexpr (STRETCH != Stretch::joined) add(1);
+        }
+        if (more) {
+            ATTAR_TILE_STORE(0, now[0]);
+            ATTAR_TILE_STORE(1, now[1]);
+        }
+        if constexpr (STRETCH == Stretch::four) {
+            const bool all_four = more && scales > 2;
+            if (all_four) {
+                ATTAR_TILE_ZERO(0);
+                ATTAR_TILE_ZERO(1);
+                ATTAR_TILE_LOAD(2, codes + 2 * columns * LANES, 64);
+                ATTAR_TILE_LOAD(3, codes + 3 * columns * LANES, 64);
+                ATTAR_TILE_DOT(ss, 0, 6, 2);
+                ATTAR_TILE_DOT(ss, 1, 7, 3);
+            }
+            if (item > 0) add(2), add(3);
+            if (all_four) {
+                ATTAR_TILE_STORE(0, now[2]);
+                ATTAR_TILE_STORE(1, now[3]);
+            }
+        }
+        if (item > 0) end();
+        if (!more) break;
+        std::swap(before, now);
+        rows_before = std::min<std::int64_t>(16, rows - r), to = total + r * 64 + b * LANES, by = scale[b];
+        codes_before = codes - start * LANES;
+        if constexpr (WIDE) wide = x.wide_at(row + r, group);
+        if constexpr (SCALED != Scaled::whole) row_scales = x.part_scales + x.part_at(row + r, p.index);
+        if (++b == blocks) b = 0, r += 16;
     }
-    ATTAR_TILE_STORE(1, sums[STRETCH == Stretch::four ? 3 : 1]);
-    begin();
-    for (int part = 0; part < SCALES; ++part) add(part, 0, 16);
-    end();
 }
 
 template <Stretch STRETCH>
 static void add_stretch_of(const Part& p, std::int64_t parts, std::int64_t row, std::int64_t rows, float* total) {
-    p.x.group ? add_stretch<STRETCH, true>(p, parts, row, rows, total)
-              : add_stretch<STRETCH, false>(p, parts, row, rows, total);
+    if (p.x.wide) return add_stretch<STRETCH, Scaled::wide>(p, parts, row, rows, total);
+    if (p.x.group) return add_stretch<STRETCH, Scaled::groups>(p, parts, row, rows, total);
+    add_stretch<STRETCH, Scaled::whole>(p, parts, row, rows, total);
 }
 
 static void add_parts(const Part& p, std::int64_t parts, std::int64_t row, std::int64_t rows, float* total) {
@@ -446,12 +465,14 @@ static void integer_many(const Factors& factors, const Factor& factor, const Qua
     const bool products = by_stretch && joined > 1;
     const std::int64_t column_bytes = 64 * (products ? 2 : 1);  // of a panel
     const std::int64_t piece = std::max(x.part * at_once, RUN);  // columns that are unpacked at once
-    std::uint8_t* unpacked = packed ? scratch.at(1, column_bytes * (whole ? columns + piece : piece)) : nullptr;
+    // Where three parts are taken at once, a fourth is read and left.
+    const std::int64_t room = (whole ? columns : 0) + piece + x.part;
+    std::uint8_t* unpacked = packed ? scratch.at(1, column_bytes * room) : nullptr;
     auto* total = reinterpret_cast<float*>(scratch.at(0, MOST_SHARED * 64 * 4));
     auto* together = reinterpret_cast<std::int32_t*>(joined > 1 && !products ? scratch.at(3, MOST_SHARED * 64 * 4) : nullptr);
     for (std::int64_t from = 0; whole && from < columns; from += piece)
         unpack_panel(panel, products, from, std::min(piece, columns - from), unpacked + from * column_bytes);
-    begin_tiles(by_stretch ? 2 : 4, x.tile, products ? 64 : tile_columns(x));
+    begin_tiles(by_stretch ? 2 : 4, by_stretch, x.tile, products ? 64 : tile_columns(x));
     for (std::int64_t at = row; at < row + rows; at += MOST_SHARED) {
         const std::int64_t here = std::min(MOST_SHARED, row + rows - at);
         std::memset(total, 0, static_cast<std::size_t>(here * 64 * 4));

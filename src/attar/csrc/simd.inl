@@ -346,6 +346,11 @@ ATTAR_INLINE Floats chosen(const float* four, Ints which) {
     }
     return out;
 }
+// All bits of the lanes where `a` is `b`, else none.
+ATTAR_INLINE Ints equal(Ints a, std::int32_t b) {
+    ATTAR_EACH a.piece[p] = a.piece[p] == b;
+    return a;
+}
 // Lanes of `value` where `a` is `b`, else zero.
 ATTAR_INLINE Floats where_equal(Ints a, std::int32_t b, Floats value) {
     ATTAR_EACH value.piece[p] = (FloatPiece)((a.piece[p] == b) & (IntPiece)value.piece[p]);

@@ -167,6 +167,7 @@ def _made(
         settings.served_as, found.context, held.config.vocab_size, found.blocks, found.block, limits.max_waiting,
         found.table(), names, limits.together, held.config.hidden, bits_of(settings, model),
         kv_evictions=tuple((str(each), each.longest(found.context)) for each in dropping),
+        horizons=made.runner.horizons,
     )  # fmt: skip
     return made, ready
 

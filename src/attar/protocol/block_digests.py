@@ -12,15 +12,24 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 
 BYTES = 8  # of a digest
 _ITEM = array("i").itemsize
 
 
-def salt_of(adapter: int, cache_salt: bytes) -> bytes:
-    """Return the salt of a request's blocks: the number of its adapter, of fixed length, and the API key's salt."""
-    return adapter.to_bytes(4, "little") + cache_salt
+def salt_of(adapter: int, cache_salt: bytes, horizon: int = 0) -> bytes:
+    """Return the salt of a request's blocks: the number of its adapter, of fixed length, the API key's salt, and the
+    horizon of its rotary angles, where there is one."""
+    salt = adapter.to_bytes(4, "little") + cache_salt
+    return salt + horizon.to_bytes(8, "little") if horizon else salt
+
+
+def horizon_of(horizons: Sequence[int], length: int) -> int:
+    """Return the horizon of a sequence of this length: the first of the ascending `horizons` that it does not exceed;
+    0 where its keys never change."""
+    return horizons[bisect_left(horizons, length)] if horizons else 0
 
 
 def key_of(salt: bytes) -> bytes:

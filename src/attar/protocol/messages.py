@@ -194,6 +194,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     answers. Empty where the bits depend on what else runs."""
     shape: ModelShape | None = None  # of a model in one process on CPUs
     machine: MachineRates | None = None  # as measured before the model was loaded, where there are kernels
+    horizons: tuple[int, ...] = ()  # lengths past each of which all keys of a sequence are others, ascending
     kv_evictions: tuple[tuple[str, int], ...] = ()
     """Policies of KV eviction that a request may name, the default first, and the most tokens of a request with each.
     """

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import enum
 from array import array
-from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
 
 from attar.kv.eviction import NEVER, Eviction
+from attar.protocol.block_digests import horizon_of
 
 
 class Status(enum.Enum):
@@ -109,8 +109,7 @@ class Sequence:
     def settle(self) -> None:
         """Take the horizon of the present length, before anything is computed."""
         assert not self.computed
-        if self.horizons:
-            self.horizon = self.horizons[bisect_left(self.horizons, len(self.tokens))]
+        self.horizon = horizon_of(self.horizons, len(self.tokens))
 
     @property
     def outgrown(self) -> bool:

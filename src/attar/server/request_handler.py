@@ -51,6 +51,7 @@ class RequestTrace:
     first: float | None = None
     ended: float | None = None
     generated: int = 0
+    replays: int = 0  # times that another engine went on with one of its prompts
     given: str = ""  # the client's own id of the request
     prompt_tokens: int = 0
     max_tokens: int = 0  # of the prompts and all choices together, at most
@@ -64,6 +65,7 @@ class RequestTrace:
             "seconds": (now if self.ended is None else self.ended) - self.arrived,
             "seconds_to_first_token": None if self.first is None else self.first - self.arrived,
             "generated_tokens": self.generated,
+            "replays": self.replays,
             "prompts": [None if report is None else msgspec.to_builtins(report) for report in reports],
         }
 
@@ -276,7 +278,7 @@ class RequestHandler:
         # Its account is settled; no reference cycle remains for the collector, which would stall every stream.
         self.stream.late = self._trace.read
         caller, context, trace = self.caller, self.context, self._trace
-        trace.outcome, trace.ended = self._outcome or "stop", now
+        trace.outcome, trace.ended, trace.replays = self._outcome or "stop", now, self.stream.replays
         if self._served:  # a refusal is quick, and would make a full server look like a fast one
             context.metrics.end_to_end.observe(now - caller.arrived)
             context.backoff.served(now)

@@ -24,6 +24,7 @@ from attar.server.api.body import Body
 from attar.server.api.dialects.llamacpp.completion import NativeCompletionBody
 from attar.server.api.dialects.llamacpp.embedding import NativeEmbeddingBody
 from attar.server.api.dialects.llamacpp.infill import InfillBody
+from attar.server.api.dialects.llamacpp.template import TemplateBody
 from attar.server.api.dialects.ollama import (
     OllamaChatBody,
     OllamaEmbedBody,
@@ -46,7 +47,7 @@ from attar.server.prompts import Turn
 if TYPE_CHECKING:
     pass
 
-LLAMACPP = (InfillBody, NativeCompletionBody, NativeEmbeddingBody)
+LLAMACPP = (InfillBody, NativeCompletionBody, NativeEmbeddingBody, TemplateBody)
 OLLAMA = (OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaShowBody)
 MESSAGES = [{"role": "user", "content": "hello"}]
 LEAST: dict[type[Body], dict[str, Any]] = {

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from attar.server.engine_client import client
+from attar.server.replicas import group
 from attar.server.replicas.group import MAX_REPLAYS
 from tests.server.replicas.conftest import Fleet
 
@@ -154,6 +156,24 @@ def test_a_drained_engine_gets_no_requests_and_the_others_continue_its_own(fleet
     assert made.group.replicas[at].deaths == 0
 
 
+def test_a_stopped_engine_is_left_and_may_come_back(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "STOPPED", 0.5)
+    made = fleet(2, step=0.003)
+    alone = choices(made.post(COMPLETIONS, LONG))
+    wait = made.post_beside(COMPLETIONS, LONG)
+    engine = made.engines[half_way(made)]
+    engine.beats, engine.held = False, True
+    reply = wait()
+    assert choices(reply) == alone
+    assert made.get(f"/v1/requests/{reply.json['id']}/why").json["replays"] == 1
+    engine.beats, engine.held = True, False
+    made.wait(lambda: not any(made.with_work()))
+    made.wait(lambda: [each.state for each in made.group.replicas] == ["ready", "ready"])
+    assert sum(each.deaths for each in made.group.replicas) == 0
+
+
 def test_a_full_engine_is_passed_over_and_all_full_ones_are_told_of(fleet: Callable[..., Fleet]) -> None:
     made = fleet(2, batch=1, queue=1)
     made.call(lambda: [setattr(engine, "held", True) for engine in made.engines])
@@ -172,6 +192,21 @@ def test_one_request_may_ask_for_what_one_engine_takes(fleet: Callable[..., Flee
     made = fleet(2, queue=4, batch=4)
     assert made.post(COMPLETIONS, LONG | {"n": 4, "max_tokens": 2}).status == 200
     assert made.post(COMPLETIONS, LONG | {"n": 5, "max_tokens": 2}).status in (400, 429)
+
+
+def test_a_request_that_cannot_be_routed_ends_alone(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fleet(2, step=0.003)
+    wait = made.post_beside(COMPLETIONS, LONG)
+    half_way(made)
+    with monkeypatch.context() as patched:
+        patched.setattr(group.block_digests, "key_of", lambda salt: 1 / 0)
+        reply = made.post(COMPLETIONS, LONG | {"max_tokens": 2})
+    assert (reply.status, reply.code) == (500, "internal")
+    assert wait().status == 200
+    assert not made.group.open
+    assert made.post(COMPLETIONS, {"prompt": [2**40], "max_tokens": 2}).status in (200, 400)  # the engine decides
 
 
 def test_embeddings_are_made_again(fleet: Callable[..., Fleet]) -> None:

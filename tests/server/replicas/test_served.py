@@ -191,3 +191,19 @@ def test_engines_are_restarted_one_after_another_and_no_answer_ends(served: tupl
     assert all(answer == alone[name] for name, answer in found)
     assert not set(engines(made)) & set(before)
     assert [each["deaths"] for each in told(made)["replicas"]] == deaths
+
+
+@pytest.mark.parametrize("served", ["speculation"], indirect=True)
+@pytest.mark.parametrize("name", ["demo", "tone"])
+def test_a_prompt_goes_where_it_is_cached(served: tuple[Served, tuple[str, ...]], name: str) -> None:
+    """The server's digests are the engine's, which told of its blocks: of the model and of an adapter."""
+    made, _ = served
+    body = {"model": name, "prompt": [5 + at % 90 for at in range(200)], "max_tokens": 1}
+    before = told(made)["replicas"]
+    for _ in range(3):
+        ask(made, COMPLETIONS, body)
+    after = told(made)["replicas"]
+    cached = [
+        now["cached_prompt_tokens"] - last["cached_prompt_tokens"] for now, last in zip(after, before, strict=True)
+    ]
+    assert sorted(cached) == [0, 2 * 192], "two of three find the three whole blocks, at one engine"

@@ -10,38 +10,32 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from attar.errors import UserError
-from attar.evaluation.long_context.windows import Subject, run
+from attar.evaluation.long_context.windows import PIECE, Reading, Subject, run
 from attar.execution import kv_cache
-from attar.kv.sparse import SparseAttention
+from attar.execution.model_runner import Runner
+from attar.kv.eviction import Eviction
 from attar.kv.sparse_prefill import SparsePrefill
 from attar.model import sparse_layers
-from attar.model.cache import ForwardBatch, KVCache
+from attar.model.cache import BLOCK, ForwardBatch, KVCache
 from attar.model.decoder import Decoder
-from attar.model.sparse_layers import SparseLayers
 from attar.progress import Progress
+from attar.protocol.scheduler_config import SchedulerConfig
+from attar.scheduling.block_pool import BlockPool
+from attar.scheduling.prefix_cache import PrefixCache
+from attar.scheduling.scheduler import Scheduler
+from attar.scheduling.sequence import Sequence
+from attar.scheduling.step_plan import Outcome
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 NEEDLE = "\nThe pass key is {key}. Remember it: {key} is the pass key.\n"
 QUESTION = "\n\nWhat is the pass key? The pass key is"
 SEED = 5
 SPARE = 4  # tokens of an answer beyond those of the key
-
-
-class Few(NamedTuple):
-    """How little is read: by rows of outputs, and by rows of prompts; None where all is."""
-
-    sparse: SparseLayers | None
-    prefill: SparsePrefill | None
-
-    def __str__(self) -> str:
-        attention = "" if self.sparse is None else f"sparse attention {self.sparse.settings}"
-        prompts = "" if self.prefill is None else f"sparse prefill {self.prefill}"
-        return ", ".join(filter(None, (attention, prompts)))
 
 
 @dataclass(frozen=True)
@@ -60,8 +54,9 @@ class PasskeyReport:
     keys_read: float
     prompt_keys_seen: float  # by a row of a prompt
     prompt_keys_read: float
-    cache_bytes: int
-    more_bytes: int  # beside the cache
+    cache_bytes: int  # of the full cache
+    more_bytes: int  # beside it
+    kept_bytes: int  # of the cache behind an answer, where keys are dropped; else all
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures under the names of the fields."""
@@ -78,12 +73,15 @@ class PasskeyReport:
         )
         seen = f"{self.keys_read:,.0f} of {self.keys_seen:,.0f} by rows of answers"
         of_prompts = f"{self.prompt_keys_read:,.0f} of {self.prompt_keys_seen:,.0f} by rows of prompts"
+        kept = f"{self.cache_bytes / 1e6:,.1f} MB of cache, and {self.more_bytes / 1e6:,.1f} MB more"
+        if self.kept_bytes < self.cache_bytes:
+            kept = f"{self.kept_bytes / 1e6:,.1f} MB kept, of {self.cache_bytes / 1e6:,.1f} MB"
         lines = [
             f"passkeys found of {self.prompts} at each depth of {self.context:,} tokens, {self.settings}",
             f"  {'depth':<27}{depths}",
             *(f"  {name:<27}{''.join(f'{each:>7}' for each in found)}" for name, found in rows),
             f"  keys read        {seen}, {of_prompts}",
-            f"  bytes            {self.cache_bytes / 1e6:,.1f} MB of cache, and {self.more_bytes / 1e6:,.1f} MB more",
+            f"  bytes            {kept}",
         ]
         return "\n".join(lines)
 
@@ -123,11 +121,39 @@ class _Text:
         return found
 
 
+@dataclass(eq=False)
+class _Evicting:
+    """A runner of one sequence, whose keys a policy drops."""
+
+    runner: Runner
+    policy: Eviction
+    blocks: int = 0  # that the last answer held in the end
+
+    def answer(self, ids: list[int], more: list[int], count: int) -> list[int]:
+        """Return the `count` most probable tokens behind the prompt `ids` and `more`, which is no part of it."""
+        pool, length = BlockPool(self.runner.pages[0].blocks, BLOCK), len(more) + count
+        scheduler = Scheduler(
+            pool, PrefixCache(pool), SchedulerConfig(max_running=1, max_step_tokens=PIECE, headroom=0)
+        )
+        one = Sequence(id="passkey", prompt_ids=ids, max_tokens=length, bypass=True, eviction=self.policy)
+        scheduler.add([one], 0.0)
+        while one.output < length:
+            plan = scheduler.plan(0.0)
+            (chunk,) = plan.chunks
+            logits = self.runner.run(plan)
+            self.blocks = len(one.blocks) + len(one.pristine)
+            outcomes = {}
+            if chunk.samples:
+                token = more[one.output] if one.output < len(more) else int(logits[-1].argmax())
+                outcomes = {one.id: Outcome((token,))}
+            scheduler.commit(plan, outcomes, 0.0)
+        return list(one.tokens[len(ids) + len(more) :])
+
+
 def measure(
     model: str,
     text: Path,
-    sparse: SparseAttention | None = None,
-    prefill: SparsePrefill | None = None,
+    reading: Reading,
     *,
     context: int,
     prompts: int = 1,
@@ -140,19 +166,19 @@ def measure(
     """
     told = progress or (lambda stage, done, total: None)
     subject = Subject.load(model, text, context, kv=kv, progress=progress)
-    decoder, scheme = subject.decoder, subject.scheme
+    decoder, scheme, (sparse, prefill, policy) = subject.decoder, subject.scheme, reading
     if scheme.recent:
         raise UserError("option_conflict", f"passkeys are asked in caches without unfinished blocks, not {scheme.name}")
+    caches = [decoder.cache(context, scheme=scheme) for _ in range(2 if prefill is not None else 1)]
     if sparse is not None:
         sparse.check(scheme)
-    few = Few(None if sparse is None else kv_cache.sparse_layers_of(decoder, sparse, progress), prefill)
-    caches = [decoder.cache(context, scheme=scheme) for _ in range(2 if prefill is not None else 1)]
-    if few.sparse is not None:
+        layers = kv_cache.sparse_layers_of(decoder, sparse, progress)
         for cache in caches:
-            sparse_layers.attach(cache.layers, decoder, few.sparse, context)
+            sparse_layers.attach(cache.layers, decoder, layers, context)
     whole = _Text(decoder, caches[0], None)
     little = whole if prefill is None else _Text(decoder, caches[1], prefill)
-    found = {(i, known): [0] * len(DEPTHS) for i in range(2) for known in (True, False)}
+    evicting = None if policy is None else _Evicting(_runner(subject, policy), policy)
+    found = {(few, known): [0] * len(DEPTHS) for few in (False, True) for known in (True, False)}
     numbers, done = random.Random(SEED), 0
     with torch.inference_mode():
         for prompt in range(prompts):
@@ -160,25 +186,40 @@ def measure(
                 key = str(numbers.randrange(10_000, 100_000))
                 body, question, count = _prompt(subject, prompt, prompts, depth, key)
                 for known in (True, False):
-                    for i, one in enumerate((whole, little)):
-                        one.fill([*body, *question] if known else body)
-                        said = one.answer([] if known else question, count, few=i == 1)
-                        found[i, known][place] += key in subject.tokenizer.decode(said)
+                    ids, more = ([*body, *question], []) if known else (body, question)
+                    for few, one in ((False, whole), (True, little)):
+                        if few and evicting is not None:
+                            said = evicting.answer(ids, more, count)
+                        else:
+                            one.fill(ids)
+                            said = one.answer(more, count, few)
+                        found[few, known][place] += key in subject.tokenizer.decode(said)
                 done += 1
                 told("passkeys", done, prompts * len(DEPTHS))
-    seen, signs = context - 1, 0
+    seen = context - 1
     until = context if prefill is None else prefill.until(context)
     read = [n if prefill is None or n > until else prefill.tokens_read(n) for n in range(1, context + 1)]
-    if few.sparse is not None:
-        signs = sum(p.signs.bits.nbytes + p.signs.scales.nbytes for p in caches[0].layers if p.signs is not None)
+    signs = sum(p.signs.bits.nbytes + p.signs.scales.nbytes for p in caches[0].layers if p.signs is not None)
+    cache_bytes = sum(pages.nbytes for pages in caches[0].layers) - signs
+    kept = cache_bytes if evicting is None else evicting.blocks * cache_bytes // caches[0].layers[0].blocks
+    answers_read = seen if sparse is None else sparse.tokens_read(seen)
     full_known, full_unknown, few_known, few_unknown = (
-        tuple(found[i, known]) for i in range(2) for known in (True, False)
+        tuple(found[few, known]) for few in (False, True) for known in (True, False)
     )
     return PasskeyReport(
-        str(few), context, prompts, DEPTHS, full_known, full_unknown, few_known, few_unknown,
-        seen, seen if sparse is None else sparse.tokens_read(seen), (context + 1) / 2, sum(read) / context,
-        sum(pages.nbytes for pages in caches[0].layers) - signs, signs,
+        str(reading), context, prompts, DEPTHS, full_known, full_unknown, few_known, few_unknown,
+        seen, answers_read if policy is None else min(seen, policy.budget), (context + 1) / 2, sum(read) / context,
+        cache_bytes, signs, kept,
     )  # fmt: skip
+
+
+def _runner(subject: Subject, policy: Eviction) -> Runner:
+    """Return a runner with room for one sequence whose keys `policy` drops. Raises ValueError where it cannot."""
+    kv_cache.check_eviction(subject.decoder, subject.scheme, policy, subject.decoder.config.context)
+    blocks = -(-subject.context // BLOCK) + 2 * -(-policy.budget // BLOCK) + 2
+    runner = Runner(subject.decoder, blocks, subject.context, subject.scheme)
+    runner.evict_keys()
+    return runner
 
 
 def _prompt(

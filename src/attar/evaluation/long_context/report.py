@@ -1,4 +1,4 @@
-"""All figures of long contexts in one report: sparse attention, sparse prefill, and passkeys with both of them."""
+"""All figures of long contexts in one report: sparse attention, sparse prefill, KV eviction, and passkeys."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attar.errors import UserError
+from attar.evaluation import eviction_cost
+from attar.evaluation.eviction_cost import EvictionReport
 from attar.evaluation.long_context import passkeys, sparse_attention, sparse_prefill
 from attar.evaluation.long_context.passkeys import PasskeyReport
 from attar.evaluation.long_context.sparse_attention import SparseAttentionReport
 from attar.evaluation.long_context.sparse_prefill import SparsePrefillReport
-from attar.kv.sparse import SparseAttention
-from attar.kv.sparse_prefill import SparsePrefill
+from attar.evaluation.long_context.windows import Reading
 from attar.progress import Progress
 
 PASSKEYS = 1  # prompts at each depth, by default
@@ -23,9 +25,10 @@ class LongContextReport:
 
     sparse_attention: SparseAttentionReport | None
     sparse_prefill: SparsePrefillReport | None
+    kv_eviction: EvictionReport | None
     passkeys: PasskeyReport | None
 
-    def _parts(self) -> dict[str, SparseAttentionReport | SparsePrefillReport | PasskeyReport]:
+    def _parts(self) -> dict[str, SparseAttentionReport | SparsePrefillReport | EvictionReport | PasskeyReport]:
         return {name: part for name, part in vars(self).items() if part is not None}
 
     def to_dict(self) -> dict[str, Any]:
@@ -40,8 +43,7 @@ class LongContextReport:
 def measure(
     model: str,
     text: Path,
-    sparse: SparseAttention | None,
-    prefill: SparsePrefill | None,
+    reading: Reading,
     *,
     context: int | None = None,
     max_tokens: int | None = None,
@@ -51,10 +53,12 @@ def measure(
 ) -> LongContextReport:
     """Measure each setting that is given by itself, and ask for passkeys with all of them in `prompts` texts a depth.
 
-    Raises ValueError as the parts do.
+    Raises ValueError as the parts do, and (`option_conflict`) for eviction beside the others.
     """
-    default = sparse_attention.CONTEXT if prefill is None else sparse_prefill.CONTEXT
-    length = context or default
+    sparse, prefill, eviction = reading
+    if eviction is not None and (sparse is not None or prefill is not None):
+        raise UserError("option_conflict", "--kv-eviction is measured alone, without reading few keys")
+    length = context or (sparse_attention.CONTEXT if prefill is None else sparse_prefill.CONTEXT)
     return LongContextReport(
         None if sparse is None else sparse_attention.measure(
             model, text, sparse, context=length, max_tokens=max_tokens, kv=kv, progress=progress,
@@ -62,7 +66,10 @@ def measure(
         None if prefill is None else sparse_prefill.measure(
             model, text, prefill, context=length, max_tokens=max_tokens, kv=kv, progress=progress,
         ),
+        None if eviction is None else eviction_cost.measure(
+            model, text, eviction, context=length, max_tokens=max_tokens, kv=kv, progress=progress,
+        ),
         passkeys.measure(
-            model, text, sparse, prefill, context=length, prompts=prompts, kv=kv, progress=progress,
+            model, text, reading, context=length, prompts=prompts, kv=kv, progress=progress,
         ) if prompts else None,
     )  # fmt: skip

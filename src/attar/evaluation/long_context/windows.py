@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,10 @@ from attar.checkpoints.sources import hub, opening
 from attar.errors import UserError
 from attar.execution import kv_cache
 from attar.kernels import dispatch
+from attar.kv.eviction import Eviction
 from attar.kv.schemes import KvScheme
+from attar.kv.sparse import SparseAttention
+from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.cache import ForwardBatch, KVCache
 from attar.model.decoder import Decoder
 from attar.progress import Progress
@@ -22,6 +26,18 @@ from attar.text.tokenizer import Tokenizer
 
 PIECE = 512  # rows of a prefill at once
 WINDOWS = 4
+
+
+class Reading(NamedTuple):
+    """What is measured: how little rows of outputs and of prompts read, and which keys are dropped; None for all."""
+
+    sparse: SparseAttention | None = None
+    prefill: SparsePrefill | None = None
+    eviction: Eviction | None = None
+
+    def __str__(self) -> str:
+        parts = zip(("sparse attention", "sparse prefill", "KV eviction"), self, strict=True)
+        return ", ".join(f"{name} {each}" for name, each in parts if each is not None)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ Two things that the types cannot express are added here: rules between fields, a
 whose name and vocabulary the document has once it is loaded. The document is exact: a body that fits it is accepted,
 any other is refused, and schemathesis tests that. Some limits have no schema. Whether a constraint can be kept is
 known once it is compiled. That a request has one at most, and then no `ignore_eos` or `min_tokens`, is said in words:
-generators of test cases give up on rules of eight fields. The same holds for tools that may be called. Their names
+generators of test cases give up on rules of eight fields. So are `n_predict` beside `max_tokens`, and
+`add_generation_prompt` beside `continue_final_message`. The same holds for tools that may be called. Their names
 differ, a call is required of some alone, a choice names one of them, their size in bytes is bounded, and results belong
 to calls. A prompt's length is counted in tokens, so a text that fits here may exceed the model's context, or have more
 log probabilities than an answer may hold. A stop string's length is counted in bytes, and stated here in characters of
@@ -91,6 +92,7 @@ _EXAMPLES: dict[str, list[Schema]] = {
     "ResponsesBody": [{"input": "Why is the sky blue?"}, {"input": _SAID, "instructions": "Be brief.", "stream": True}],
     "EmbeddingBody": [{"input": ["One text", "another"], "pooling": "last"}],
     "TokenizeBody": [{"prompt": "Once upon a time"}, {"messages": _SAID}],
+    "TemplateBody": [{"messages": _SAID}, {"messages": _SAID, "tools": [_TOOL], "add_generation_prompt": False}],
     "DetokenizeBody": [{"tokens": [1, 2, 3]}],
     "InfillBody": [{"input_prefix": "def add(a, b):\n    ", "input_suffix": "\n", "n_predict": 8}],
     "NativeCompletionBody": [
@@ -249,7 +251,6 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
         {"anyOf": [untrusting, _may(logprobs={"type": "null"}, best_of={"enum": [None, 1]})]},
         {"anyOf": [unnamed, _given("logprobs")]},
         {"anyOf": [unnamed, _may(max_tokens=some, n_predict=some)]},
-        {"anyOf": [_may(max_tokens={"type": "null"}), _may(n_predict={"type": "null"})]},
         {"anyOf": [_may(guided_whitespace_pattern={"type": "null"}), _given("guided_json")]},
         {"anyOf": streamed},
         {"anyOf": [_has(echo={"const": True}), _may(max_tokens=some, n_predict=some)]},
@@ -259,17 +260,12 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
     limits = ("max_tokens", "max_completion_tokens", "n_predict")
     for field in limits:
         chat["properties"][field] = {**some, "default": None}
-    off: Schema = {"enum": [None, False]}
-    one_turn = {"anyOf": [_may(continue_final_message=off), _may(add_generation_prompt=off)]}
     none: Schema = {"type": "null"}
-    one_limit = {"anyOf": [_may(n_predict=none), _may(max_tokens=none, max_completion_tokens=none)]}
     chat |= _all(
         {"anyOf": [_may(guided_whitespace_pattern={"type": "null"}), _given("guided_json")]},
         {"anyOf": streamed},
         {"anyOf": [_has(logprobs={"const": True}), _may(top_logprobs={"type": "null"})]},
         {"anyOf": [_has(logprobs={"const": True}), unnamed]},
-        one_limit,
-        one_turn,
         {"anyOf": [untrusting, _may(logprobs={"enum": [None, False]})]},
     )
     told_once = [
@@ -322,7 +318,6 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
     many = {"type": "array", "items": text, "minItems": 1, "maxItems": MAX_INPUTS}
     schemas["OllamaEmbedBody"]["properties"]["input"] = {"anyOf": [text, many]}
     schemas["OllamaEmbeddingsBody"]["properties"]["prompt"] = text
-    schemas["TokenizeBody"] |= _all(one_turn)
     forms = {"prompt": "string", "messages": "array", "content": "string"}
     schemas["TokenizeBody"]["anyOf"] = [
         {**_may(**{**dict.fromkeys(forms, none), own: {"type": kind}}), "required": [own]}

@@ -102,6 +102,7 @@ class Why(Answer, frozen=True):
     seconds: float
     seconds_to_first_token: float | None
     generated_tokens: int
+    replays: int  # times that another engine of several went on with a prompt; told at the end
     prompts: list[Report | None]
 
 

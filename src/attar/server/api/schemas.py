@@ -112,6 +112,13 @@ def check_turn(opened: bool | None, continued: bool | None) -> None:
         raise APIError("invalid_value", f"{name}: not with continue_final_message, which opens no turn", name)
 
 
+def check_limits(predicted: int | None, others: Mapping[str, int | None]) -> None:
+    """Raise APIError for llama.cpp's limit beside another, which it is another name of."""
+    for name, limit in others.items():
+        if predicted is not None and limit is not None:
+            raise APIError("invalid_value", f"n_predict: not with {name}, which it is another name of", "n_predict")
+
+
 def check_end(body: MayConstrain) -> None:
     """Raise APIError for a constraint beside a field that decides on the end or the tokens of the answer too."""
     if (asked := body.constraint()) is not None:
@@ -159,8 +166,7 @@ class Sampling(Constrained, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         check_stops(self.stop, "stop")
         check_end(self)
-        if self.n_predict is not None and self.max_tokens is not None:
-            raise APIError("invalid_value", "n_predict: not with max_tokens, which it is another name of", "n_predict")
+        check_limits(self.n_predict, {"max_tokens": self.max_tokens})
         if self.stream_options is not None and not self.stream:
             raise APIError("invalid_value", "stream_options: only with stream = true", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
@@ -363,9 +369,7 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
         for name in ("max_tokens", "max_completion_tokens", "n_predict"):
             if getattr(self, name) == 0:
                 raise APIError("out_of_range", f"{name}: at least 1, or -1 for as many as fit", name)
-        if self.n_predict is not None and self.max_completion_tokens is not None:
-            message = "n_predict: not with max_completion_tokens, which it is another name of"
-            raise APIError("invalid_value", message, "n_predict")
+        check_limits(self.n_predict, {"max_completion_tokens": self.max_completion_tokens})
         if self.top_logprobs is not None and not self.logprobs:
             raise APIError("invalid_value", "top_logprobs: only with logprobs = true", "top_logprobs")
         self._check_scores(bool(self.logprobs))

@@ -42,6 +42,7 @@ from attar.server.engine_client.response_stream import Backlog, ResponseStream
 
 RETRY_SECONDS = 0.1
 WATCH_SECONDS = 0.1
+STOPPED = 5.0  # seconds without a beat after which `stopped` is called
 GRACE = 1.0  # seconds past a request's deadline that the engine has to end it, which it does between two steps
 RECENT_STEPS = 256  # whose times are kept
 TOLD_SECONDS = 1.0  # for the engine to report a request's progress, which it does between two steps
@@ -84,6 +85,8 @@ class EngineClient:
         self._asked: dict[str, asyncio.Future[messages.Report]] = {}  # reports awaited, by request
         self.hung: Callable[[], None] | None = None
         """Called repeatedly while the engine runs without progress."""
+        self.stopped: Callable[[], None] | None = None
+        """Called repeatedly while the engine has not been heard for `STOPPED` seconds."""
         self.begun: Callable[[], None] | None = None
         """Called each time that an engine has become ready."""
         self.cached: Callable[[CachedBlocks], None] | None = None
@@ -216,6 +219,8 @@ class EngineClient:
             self.heartbeat.silent += WATCH_SECONDS
             if self.heartbeat.hung and self.hung is not None:
                 self.hung()
+            if self.heartbeat.silent >= STOPPED and self.stopped is not None:
+                self.stopped()
             if (trouble := self.heartbeat.trouble) != known:
                 known = trouble
                 level = logging.INFO if trouble is None else logging.ERROR

@@ -80,6 +80,7 @@ class ResponseStream:
         self.failure: str | None = None
         self.late: Callable[[AnswerEvent], None] = lambda event: None
         self.whole = False
+        self.replays = 0  # times that another engine went on with one of its prompts
         self._commands = {command.id: command for command in commands}
         self._open = {command.id: _choices(command) for command in commands}
         self._later = deque(commands)

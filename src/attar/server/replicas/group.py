@@ -80,6 +80,7 @@ class ReplicaGroup:
         client.begun = lambda: self._begun(replica)
         client.cached = lambda told: self._cached(replica, told)
         client.lost = lambda gone: self._lost(replica, gone)
+        client.stopped = lambda: self._stopped(replica)
 
     @property
     def ready(self) -> Ready | None:
@@ -153,9 +154,7 @@ class ReplicaGroup:
             await asyncio.sleep(0.02)
         relays = [relay for relay in self.open.values() if relay.engine == number]
         logger.info("replica %d is drained; requests to continue elsewhere: %d", number, len(relays))
-        if relays:
-            replica.client.abandon([relay.command.id for relay in relays])
-        self._continue(relays)
+        self._take_away(replica, relays)
 
     def give_up(self, number: int) -> bool:
         """Note that an engine's process will not be started again; return whether any other is left."""
@@ -168,8 +167,7 @@ class ReplicaGroup:
         now = self._clock()
         for command in commands:
             relay = self.open[command.id] = Relay(self, stream, command, now)
-            if not self._send(relay):
-                self._wait(relay)
+            self._place(relay)
 
     def _drop(self, requests: Iterable[str], tell: bool) -> None:
         for request in requests:
@@ -184,10 +182,20 @@ class ReplicaGroup:
 
     # ---- routing
 
+    def _place(self, relay: Relay) -> None:
+        """Send a request, or let it wait. An exception ends its own answer alone."""
+        try:
+            if not self._send(relay):
+                self._wait(relay)
+        except Exception as error:
+            logger.error("%s could not be routed: %s", relay.command.id, type(error).__name__)
+            relay.stream.cancel("internal")
+
     def _send(self, relay: Relay) -> bool:
         """Send a request to the engine that the router chooses; return whether there was one."""
         router, command, now = self.router, relay.command, self._clock()
-        among = [each.number for each in self.replicas if each.usable and each.number not in relay.declined]
+        passed = relay.declined | relay.left
+        among = [each.number for each in self.replicas if each.usable and each.number not in passed]
         if relay.begun:
             among = [each for each in among if self._bits(each) == relay.bits]
         if router is None or not among:
@@ -207,10 +215,9 @@ class ReplicaGroup:
     def _asked(self, relay: Relay, engine: int) -> Asked:
         ready, command = self.replicas[engine].client.ready, relay.command
         assert ready is not None
-        adapter = 0 if not command.adapter else 1 + ready.adapters.index(command.adapter)
-        key = block_digests.key_of(block_digests.salt_of(adapter, command.cache_salt))
-        digests = block_digests.chain(key, array("i", command.prompt), ready.block_size)
-        return Asked(len(command.prompt) + relay.known, digests, relay.choices)
+        if relay.digests is None:
+            relay.digests = _digests(command, ready)
+        return Asked(len(command.prompt) + relay.known, relay.digests, relay.choices)
 
     def _suspects(self) -> set[int]:
         """Return the engines that have a request with which another engine died."""
@@ -236,8 +243,8 @@ class ReplicaGroup:
         self._timer = None
         waiting, self._pending = self._pending, deque()
         for relay in waiting:
-            if not self._send(relay):
-                self._wait(relay)
+            if self.open.get(relay.command.id) is relay:  # else an end before has ended its stream
+                self._place(relay)
 
     # ---- from engines
 
@@ -279,6 +286,8 @@ class ReplicaGroup:
         replica.strange = ready.block_size != self.router.block or not self._alike(ready)
         if replica.strange:
             logger.error("replica %d serves another model, or other settings: it gets no requests", replica.number)
+        for relay in self.open.values():
+            relay.left.discard(replica.number)
         self.router.begin(replica.number, ready.blocks, ready.max_waiting + ready.max_running)
         if not ready.bits:
             logger.warning("replica %d: its bits depend on what runs beside: no answer is continued", replica.number)
@@ -314,6 +323,23 @@ class ReplicaGroup:
                 relay.deaths.append(replica.number)
         self._continue(relays)
 
+    def _stopped(self, replica: Replica) -> None:
+        """Take the requests of an engine that does not run to others. It may be continued, so it is not ended, and a
+        request that nothing else may continue stays."""
+        if any(each.usable for each in self.replicas):
+            relays = [each for each in self.open.values() if each.engine == replica.number]
+            self._take_away(replica, [each for each in relays if self._may_go_on(each)])
+
+    def _take_away(self, replica: Replica, relays: Sequence[Relay]) -> None:
+        if relays:
+            replica.client.abandon([relay.command.id for relay in relays])
+            for relay in relays:
+                relay.left.add(replica.number)
+            self._continue(relays)
+
+    def _may_go_on(self, relay: Relay) -> bool:
+        return relay.replays < MAX_REPLAYS and (bool(relay.bits) or not relay.begun)
+
     def _continue(self, relays: Sequence[Relay]) -> None:
         """Let other engines continue requests, or end those that none may continue."""
         for relay in relays:
@@ -321,17 +347,29 @@ class ReplicaGroup:
         for relay in relays:
             if self.open.get(relay.command.id) is not relay:
                 continue  # an end before has ended its stream
-            if relay.replays >= MAX_REPLAYS or (relay.begun and not relay.bits):
+            if not self._may_go_on(relay):
                 outcome = "exhausted" if relay.replays >= MAX_REPLAYS else "inexact"
                 logger.error("%s ends: %s, engines that died with it: %s", relay.command.id, outcome, relay.deaths)
                 self.replays[outcome] += 1
                 relay.stream.cancel("shutdown")
             else:
                 relay.replays += 1
+                relay.stream.replays += 1
                 self.replays["continued"] += 1
                 relay.declined.clear()
-                if not self._send(relay):
-                    self._wait(relay)
+                self._place(relay)
+
+
+def _digests(command: Submit | Embed, ready: Ready) -> Sequence[int]:
+    """Return the digests of a prompt's whole blocks, as its engine has them; none for numbers that are no tokens, which
+    the engine will refuse."""
+    adapter = 0 if not command.adapter else 1 + ready.adapters.index(command.adapter)
+    horizon = block_digests.horizon_of(ready.horizons, len(command.prompt))
+    key = block_digests.key_of(block_digests.salt_of(adapter, command.cache_salt, horizon))
+    try:
+        return block_digests.chain(key, array("i", command.prompt), ready.block_size)
+    except OverflowError:
+        return ()
 
 
 REPLAYS = ("continued", "exhausted", "inexact")

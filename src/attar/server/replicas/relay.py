@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -44,6 +44,8 @@ class Relay:
         self.replays = 0
         self.bits = ""
         """What the bits of the engine that began it depend on (`Ready.bits`)."""
+        self.digests: Sequence[int] | None = None  # of its prompt's blocks, once they are made
+        self.left: set[int] = set()  # engines that it was taken from, which may still have it
         self.declined: set[int] = set()  # engines without room for it, since it last began to wait
         count = command.n if isinstance(command, Submit) else 1
         self._tokens = [array("i") for _ in range(count)]

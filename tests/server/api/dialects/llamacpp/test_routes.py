@@ -125,7 +125,7 @@ def test_errors_have_llamacpps_shape(server: Running) -> None:
     assert isinstance(error.n_prompt_tokens, int)
     assert error.n_prompt_tokens > 512
     assert "exceeds the available context size" in error.message
-    assert server.post("/props", {}).json["error"]["type"] == "not_supported_error"
+    assert server.post("/props", {}).json["error"]["code"] == 405
     long = server.post("/chat/completions", {"messages": USER * 400})
     assert long.json["error"]["type"] == "exceed_context_size_error"
     paths = server.get("/openapi.json").json["paths"].keys()

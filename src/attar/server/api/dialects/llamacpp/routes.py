@@ -20,6 +20,7 @@ from attar.server.api.dialects.llamacpp.embedding import NativeEmbeddingBody
 from attar.server.api.dialects.llamacpp.fields import DEFAULTS, NativeSampling
 from attar.server.api.dialects.llamacpp.infill import InfillBody
 from attar.server.api.dialects.llamacpp.params import biases, native_params, settings
+from attar.server.api.dialects.llamacpp.template import TemplateBody
 from attar.server.api.openai import FAILED
 from attar.server.api.openapi import Form, giving, taking
 from attar.server.api.response_types import Error
@@ -27,7 +28,6 @@ from attar.server.api.routes import Routes
 from attar.server.api.sampling_params import ended
 from attar.server.api.schemas import ChatBody, EmbeddingBody
 from attar.server.api.status import respond
-from attar.server.errors import APIError
 from attar.server.http import sse
 from attar.server.prompts import Room, Turn
 from attar.version import __version__
@@ -42,7 +42,7 @@ class LlamaCppRoutes(Routes):
         written = (answers.NativeCompletion, answers.NativeCompletion, Error)
         app.post("/completion", openapi_extra=taking(NativeCompletionBody, *written, form=Form.CHOSEN))(self.completion)
         app.post("/infill", openapi_extra=taking(InfillBody, *written, form=Form.CHOSEN), **middle)(self.infill)
-        app.post("/apply-template", openapi_extra=taking(ChatBody, answers.AppliedTemplate))(self.apply_template)
+        app.post("/apply-template", openapi_extra=taking(TemplateBody, answers.AppliedTemplate))(self.apply_template)
         vectors = taking(NativeEmbeddingBody, answers.NativeVector, form=Form.MANY)
         app.post("/embedding", openapi_extra=vectors)(self.embedding)
         for path, route, given in (
@@ -54,7 +54,7 @@ class LlamaCppRoutes(Routes):
         for path, post in (
             ("/completions", self.completion), ("/chat/completions", self.native_chat), ("/embeddings", self.embedding),
             ("/chat/completions/input_tokens", self.input_tokens),
-            ("/v1/chat/completions/input_tokens", self.input_tokens), ("/props", self.set_props),
+            ("/v1/chat/completions/input_tokens", self.input_tokens),
         ):  # fmt: skip
             app.post(path, include_in_schema=False)(post)
 
@@ -101,10 +101,9 @@ class LlamaCppRoutes(Routes):
     async def apply_template(self, request: Request) -> Response:
         """The text of a conversation's prompt. Special tokens that its messages spell are text in chats, but not where
         this text is a prompt again."""
-        caller, body, _, _ = await self._read(request, ChatBody)
+        caller, body, _, _ = await self._read(request, TemplateBody)
         turn = Turn.of(body.add_generation_prompt, body.continue_final_message)
-        variables = body.reasoning_request().for_template(self._prompts.template)
-        tools = body.tool_use().tools
+        variables, tools = body.variables(self._prompts.template), body.tool_use().tools
         making = self._prompts.chat_text(caller.cache_salt, body.conversation(), turn, variables, tools)
         return respond({"prompt": await sse.while_wanted(request.receive, making)})
 
@@ -143,10 +142,6 @@ class LlamaCppRoutes(Routes):
             "bos_token": tokenizer.bos_token or "", "eos_token": tokenizer.eos_token or "",
             "build_info": f"attar {__version__}", "is_sleeping": False,
         })  # fmt: skip
-
-    async def set_props(self) -> Response:
-        """Refuse to change properties."""
-        raise APIError("not_implemented", "props: they are options of `attar serve`")
 
     async def slots(self) -> Response:
         """The choices that can run at a time, as llama.cpp's slots; nothing of what they say."""
