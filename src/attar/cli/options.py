@@ -134,7 +134,7 @@ def parse_kv_eviction(text: str) -> str:
 
 KvEviction = Annotated[str | None, option(
     "Cache", "POLICY", "Drop keys of long texts: sink:4+2044 keeps the first 4 tokens and the newest 2,044, and texts "
-    "run past the context; snapkv:2048, h2o:2048 and expected:2048 keep so many of a prompt. CPUs only.",
+    "run past the context. snapkv:2048, h2o:2048 and expected:2048 keep so many of a prompt. CPUs only.",
     "--kv-eviction", parser=parse_kv_eviction, default="none are dropped",
 )]  # fmt: skip
 Memory = Annotated[int | None, option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,10 +81,11 @@ def test_dropped_keys_are_measured_by_the_same_command(text: Path) -> None:
 
 def test_a_policy_that_drops_nothing_answers_as_the_full_cache(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: dict[str, list[list[int]]] = {"_Text": [], "_Evicting": []}
-    for kind in (passkeys._Text, passkeys._Evicting):
+    kinds: tuple[Any, ...] = (passkeys._Text, passkeys._Evicting)
+    for kind in kinds:
 
-        def answer(self: object, *how: object, plain: object = kind.answer, of: str = kind.__name__) -> list[int]:
-            found: list[int] = plain(self, *how)  # type: ignore[operator]
+        def answer(self: object, *how: object, plain: Any = kind.answer, of: str = kind.__name__) -> list[int]:
+            found: list[int] = plain(self, *how)
             said[of].append(found)
             return found
 
