@@ -18,9 +18,13 @@ from attar.engine import deployment
 from attar.errors import UserError
 from attar.evaluation.outputs import Compressed, read, tell_apart
 from attar.kernels.native import extension, limits
+from attar.kv.schemes import SCHEMES
 from attar.lab import channels as channels_of
 from attar.lab import facts, page, replay
+from attar.plan.comparison import Subject
 from attar.plan.described import described
+from attar.plan.rates import store
+from attar.plan.rates.step_time import StepModel, fitted
 from attar.plan.steps import StepLimits
 from attar.progress import Progress
 from attar.protocol.model_shape import MachineRates
@@ -28,6 +32,7 @@ from attar.protocol.scheduler_config import SchedulerConfig
 from attar.text.files import read_text
 
 WINDOW = 512  # tokens of one forward pass
+CONTEXT = 512  # tokens of each sequence in the seconds by rows, as the page begins with
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ def write(model: str, outputs: Sequence[str], options: Options, progress: Progre
     name = Path(model).name if Path(model).exists() else subject.name  # a page that is shared tells of no folders
     shape = described(name, subject.config, subject.storage, options.kv, StepLimits.of(SchedulerConfig(), threads))
     channels = [] if options.text is None else _channels(model, options.text, options.tokens, progress)
-    rates = measured(threads) if options.measure else None
+    rates = (kept_rates(subject, options.kv) or measured(threads)) if options.measure else None
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     data = facts.facts(shape, rates, now)
     data |= {"outputs": [_output(each) for each in found], "channels": channels, "replay": replay.of_page()}
@@ -78,6 +83,33 @@ def check_page(path: Path) -> None:
         raise UserError("output_invalid", f"{path} cannot be written: name a file in a folder that exists")
     if path.exists() and f"<title>{page.TITLE}</title>".encode() not in path.read_bytes():
         raise UserError("output_exists", f"{path} exists and is no page of attar's lab: choose another file")
+
+
+def kept_rates(subject: Subject, kv: str) -> MachineRates | None:
+    """Return this machine's rates from the profile that `attar bench --rates` keeps; None where there is none.
+
+    Seconds by rows are sums of the measured products of the model's schemes, with attention and overhead. They are
+    left out where a scheme was not measured.
+    """
+    kept = store.RatesStore(store.folder()).find(store.key())
+    if kept is None:
+        return None
+    model, here, rate = StepModel(subject.config, subject.storage, SCHEMES[kv], kept), machine.examine(), kept.int8
+    best = (kept.tile or rate).value
+    scheme = "w8a8" if subject.storage.label == "w8a8" else "w4g128"
+    curve, context = kept.products.get(scheme), min(CONTEXT, subject.config.context)
+    efficiency = None if curve is None else fitted(curve, kept.bandwidth.value, best)
+    rows = curve.rows if curve is not None and model.evidence == "measured" else ()
+    source = (
+        f"This machine's profile of {kept.measured} (attar bench --rates): {kept.bandwidth.value / 1e9:.1f} GB/s read, "
+        f"int8 {best / 1e9:,.0f} GOP/s; seconds by rows add measured products, at {context} tokens of context"
+    )
+    return MachineRates(
+        kept.bandwidth.value, best, kept.bf16.value, here.memory, here.limited_by, source,
+        rows=tuple((row, model.decode(row, context).total) for row in rows),
+        reached=(1.0, 1.0) if efficiency is None else (min(1.0, efficiency.read), min(1.0, efficiency.compute)),
+        overhead=model.decode(1, context).overhead,
+    )  # fmt: skip
 
 
 def measured(threads: int) -> MachineRates | None:

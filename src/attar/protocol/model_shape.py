@@ -51,7 +51,8 @@ class ModelShape(msgspec.Struct, frozen=True):
 class MachineRates(msgspec.Struct, frozen=True):
     """Rates of a machine, a second: bytes read, int8 operations, and those of other products, where measured.
 
-    rows: seconds of one pass of the model by its rows, rising, where measured.
+    rows: seconds of one pass of the model by its rows, rising, where measured. reached: fractions of the bandwidth and
+    of the arithmetic that kernels reach. overhead: seconds of a step beside both.
     """
 
     read: float
@@ -62,3 +63,5 @@ class MachineRates(msgspec.Struct, frozen=True):
     source: str
     name: str = "this machine"
     rows: tuple[tuple[int, float], ...] = ()
+    reached: tuple[float, float] = (1.0, 1.0)
+    overhead: float = 0.0

@@ -4,7 +4,8 @@ labs.push({
   title: "Latency against bit width, and the roofline",
   lead: "A decode step reads every weight once and every sequence's cache. More sequences share the weights, but bring their own cache and their own arithmetic.",
   controls(data) {
-    const { m } = facts(data),
+    const { m, machine } = facts(data),
+      share = i => (machine && machine.reached ? Math.max(1, Math.round(100 * machine.reached[i])) : 100),
       own = m.bytes ? Number(((8 * m.bytes.linears) / m.linears).toPrecision(3)) : 16;
     return [
       { id: "bits", label: "Bits of a weight, with scales", min: 2, max: 32, step: 0.125, start: own },
@@ -39,9 +40,17 @@ labs.push({
           ["bf16", "bf16"]
         ]
       },
-      { id: "read", label: "Reached of the bandwidth", unit: "%", min: 5, max: 100, step: 1, start: 100 },
-      { id: "reach", label: "Reached of the arithmetic", unit: "%", min: 5, max: 100, step: 1, start: 100 },
-      { id: "t0", label: "Overhead of a step", unit: "ms", min: 0, max: 50, step: 0.05, start: 0 }
+      { id: "read", label: "Reached of the bandwidth", unit: "%", min: 1, max: 100, step: 1, start: share(0) },
+      { id: "reach", label: "Reached of the arithmetic", unit: "%", min: 1, max: 100, step: 1, start: share(1) },
+      {
+        id: "t0",
+        label: "Overhead of a step",
+        unit: "ms",
+        min: 0,
+        max: 50,
+        step: 0.05,
+        start: machine ? 1e3 * (machine.overhead || 0) : 0
+      }
     ];
   },
   draw(v, data) {
@@ -190,7 +199,12 @@ labs.push({
             ? "Seconds by rows: " + points.map(q => `${q[0]}: ${time(q[1])}`).join(", ")
             : "Seconds by rows of a step: nothing is drawn for them."
         ],
-        ["what-if", "Reached fractions and overhead: sliders, not fitted here"],
+        [
+          "what-if",
+          data.machine && data.machine.reached && data.machine.reached[0] < 1
+            ? "Reached fractions and overhead: they begin as fitted to measured products"
+            : "Reached fractions and overhead: sliders, not fitted here"
+        ],
         ...speeds.map(o => ["receipt", `${o.label}: ${num(o.decode)} tokens/s`]),
         ...(sheet ? [["source", "Williams et al. 2009; Pope et al. 2022, arXiv:2211.05102"]] : [])
       ],
