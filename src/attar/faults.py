@@ -97,6 +97,8 @@ POINTS = {
     "responses.delta": "An event becomes events of a stream of /v1/responses.",
     "responses.store": "An answer of /v1/responses is about to be kept.",
     "responses.whole": "A whole answer of /v1/responses is put together.",
+    "llamacpp.delta": "An event becomes a piece of a stream of llama.cpp's /completion.",
+    "llamacpp.whole": "A whole answer of llama.cpp's /completion is put together.",
     "embeddings.whole": "Vectors become an answer.",
 }
 """Names of all points with what happens there, in the order in which a request passes them."""

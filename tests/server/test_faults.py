@@ -22,10 +22,11 @@ from tests.server.http.test_limits import connect, post
 from tests.server.test_disconnects import idle
 from tests.server.test_supervisor import ASK, SECONDS, Served
 
-COMPLETIONS, CHAT, MESSAGES, RESPONSES, EMBEDDINGS = (
-    "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings"
+COMPLETIONS, CHAT, MESSAGES, RESPONSES, EMBEDDINGS, LLAMACPP = (
+    "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings", "/completion"
 )  # fmt: skip
 PLAIN: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "seed": 3, "ignore_eos": True}
+PREDICTED: dict[str, Any] = {"prompt": "Once upon a time", "n_predict": 12, "seed": 3, "ignore_eos": True}
 ITEMS: dict[str, Any] = {"input": "hello", "max_output_tokens": 12, "temperature": 0}
 TALK: dict[str, Any] = {"messages": USER, "max_tokens": 12, "temperature": 0}
 CANARY = PLAIN | {"prompt": "canary", "max_tokens": 80}
@@ -72,6 +73,8 @@ CASES = {
     "responses.delta": Case(RESPONSES, kinds=STREAM),
     "responses.store": Case(RESPONSES),
     "responses.whole": Case(RESPONSES, kinds=WHOLE),
+    "llamacpp.delta": Case(LLAMACPP, kinds=STREAM),
+    "llamacpp.whole": Case(LLAMACPP, kinds=WHOLE),
     "embeddings.whole": Case(EMBEDDINGS, kinds=WHOLE, keyed=False),
 }
 
@@ -81,6 +84,7 @@ ON_TIME = {
     "openai.logprobs",
     "anthropic.delta",
     "responses.delta",
+    "llamacpp.delta",
     "openai.usage",
     "sse.format",
 }
@@ -88,7 +92,8 @@ ON_TIME = {
 
 
 def body_of(case: Case, stream: bool) -> dict[str, Any]:
-    body = {COMPLETIONS: PLAIN, EMBEDDINGS: {"input": ["a", "b"]}, RESPONSES: ITEMS}.get(case.path, TALK)
+    bodies = {COMPLETIONS: PLAIN, LLAMACPP: PREDICTED, EMBEDDINGS: {"input": ["a", "b"]}, RESPONSES: ITEMS}
+    body = bodies.get(case.path, TALK)
     options = {"stream_options": {"include_usage": True}} if stream and case.path in (COMPLETIONS, CHAT) else {}
     return body | case.more | ({"stream": True} | options if stream else {})
 
@@ -122,7 +127,8 @@ def ended_with_an_error(reply: Reply, path: str, stream: bool) -> None:
     if reply.status != 200:
         assert reply.status == 500
         error = reply.json["error"]
-        assert error["type"] == "api_error" if path == MESSAGES else error["code"] == "internal"
+        shape = {MESSAGES: ("type", "api_error"), LLAMACPP: ("type", "server_error")}.get(path, ("code", "internal"))
+        assert error[shape[0]] == shape[1]
     elif path == MESSAGES:
         assert stream
         assert reply.body.count(b"event: error\n") == 1

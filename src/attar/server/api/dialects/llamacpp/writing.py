@@ -62,7 +62,7 @@ async def whole(request: RequestHandler, asked: Asked) -> list[bytes]:
                     await turns.after(values(event.logprobs))
             elif isinstance(event, Finished):
                 choices[request.number(event)].end = event
-    point("openai.whole", request.caller.id)
+    point("llamacpp.whole", request.caller.id)
     told = [encode(_chosen(_whole(request, asked, number, each), asked.fields)) for number, each in enumerate(choices)]
     return told if len(told) == 1 else [b"[", *(b"," * bool(at) + each for at, each in enumerate(told)), b"]"]
 
@@ -78,7 +78,7 @@ async def stream(request: RequestHandler, asked: Asked) -> AsyncIterator[bytes]:
                 yield sse.event(APIError.of(event).body())
                 return
             if isinstance(event, Delta):
-                point("openai.delta", event.id)
+                point("llamacpp.delta", event.id)
                 number = request.number(event)
                 choice = choices[number]
                 choice.newline |= "\n" in event.text
