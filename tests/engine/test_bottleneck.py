@@ -214,9 +214,14 @@ def test_a_served_model_is_judged_by_this_machine(demo: Path, monkeypatch: pytes
 def test_one_stage_of_several_on_cpus_is_not_judged(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judges: list[Bottlenecks | None] = []
     decoder = SimpleNamespace(store=SimpleNamespace(refused={}))
-    model = SimpleNamespace(decoder=decoder, tokenizer=None, eos_ids=frozenset(), runner=None)
+    model = SimpleNamespace(decoder=decoder, tokenizer=None, eos_ids=frozenset(), runner=None, executor=object())
     monkeypatch.setattr(startup, "load_model", lambda *args, **kwargs: model)
-    monkeypatch.setattr(startup, "Engine", lambda *args, **kwargs: judges.append(kwargs["bounds"]))
+
+    def engine(*args: object, bounds: Bottlenecks | None, **kwargs: object) -> SimpleNamespace:
+        judges.append(bounds)
+        return SimpleNamespace(runner=SimpleNamespace(horizons=()))
+
+    monkeypatch.setattr(startup, "Engine", engine)
     monkeypatch.setattr(bottleneck, "cpu_rates", lambda *args: None)
     for tp, pp in ((1, 1), (2, 1), (1, 2)):
         threads = tp * pp * torch.get_num_threads()  # which leaves each process those that there are now
