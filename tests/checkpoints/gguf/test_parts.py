@@ -212,9 +212,9 @@ def test_no_part_is_opened_before_all_are_there(parts: list[Path], monkeypatch: 
     opened: list[str] = []
     begin = GgufPart.__init__
 
-    def counting(self: GgufPart, path: Path) -> None:
+    def counting(self: GgufPart, path: Path, *more: bool) -> None:
         opened.append(Path(path).name)
-        begin(self, path)
+        begin(self, path, *more)
 
     monkeypatch.setattr(GgufPart, "__init__", counting)
     parts[-1].unlink()
