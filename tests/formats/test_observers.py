@@ -263,7 +263,8 @@ def test_mse_range_tries_every_factor(bits: int, symmetric: bool, dtype: torch.d
     assert all(torch.equal(a, b) for a, b in zip(mse_range(weight, grid, dtype), best, strict=True))
 
 
-def test_a_search_on_threads_has_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_search_on_threads_has_the_bits_of_one(inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And torch keeps its number of threads, where a part of the search fails too."""
     monkeypatch.setattr(observers, "AT_ONCE", 256)
     weight, grid = torch.randn(64, 128, generator=torch.Generator().manual_seed(3)), Grid("int", 4, True, "group", 32)
@@ -272,7 +273,8 @@ def test_a_search_on_threads_has_the_bits_of_one(monkeypatch: pytest.MonkeyPatch
         torch.set_num_threads(1)
         one = mse_range(weight, grid, torch.bfloat16)
         torch.set_num_threads(3)
-        several = mse_range(weight, grid, torch.bfloat16)
+        with torch.inference_mode(inference):
+            several = mse_range(weight.clone(), grid, torch.bfloat16)
         assert torch.get_num_threads() == 3
         with user_error("not_finite"):
             mse_range(weight * 1e6, grid, torch.float16)  # a scale overflows

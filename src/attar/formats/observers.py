@@ -254,9 +254,15 @@ def _on_threads(work: Callable[[slice], None], parts: Sequence[slice], device: t
         for part in parts:
             work(part)
         return
+    inference = torch.is_inference_mode_enabled()  # which holds for one thread
+
+    def do(part: slice) -> None:
+        with torch.inference_mode(inference):
+            work(part)
+
     try:
         with ThreadPoolExecutor(min(threads, len(parts)), "search", torch.set_num_threads, (1,)) as pool:
-            for _ in pool.map(work, parts):
+            for _ in pool.map(do, parts):
                 pass
     finally:
         torch.set_num_threads(threads)  # which holds for all threads in part
