@@ -141,7 +141,7 @@ def write(
         "probes": probes,
     }
     assert set(value) <= set(KEYS), f"a conversion would leave out {sorted(set(value) - set(KEYS))}"
-    _put(path, _text(value))
+    write_whole(path, _text(value))
     return path
 
 
@@ -185,7 +185,7 @@ def carry(
     value |= {} if bits_per_weight is None else {"bits_per_weight": bits_per_weight}
     path, text = receipt_path(output), _text(value)
     json_object(text, path)  # it may exceed the limits that the source's receipt met
-    _put(path, text)
+    write_whole(path, text)
     return None
 
 
@@ -228,7 +228,8 @@ def _deeper(value: object, levels: int) -> bool:
     return True
 
 
-def _put(path: Path, text: bytes) -> None:
+def write_whole(path: Path, text: bytes) -> None:
+    """Write a file whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:

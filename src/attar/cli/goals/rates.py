@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from attar.cli.terminal import emit, tell
@@ -12,6 +11,7 @@ def measure_rates(output: Path | None, as_json: bool) -> None:
     """Measure the rates, print them, keep them, and write them to `output`. Raises UserError where no kernels load."""
     import msgspec
 
+    from attar.checkpoints.receipts.receipt import write_whole
     from attar.evaluation.planning import machine_rates
     from attar.plan.rates import profile, store
 
@@ -21,16 +21,5 @@ def measure_rates(output: Path | None, as_json: bool) -> None:
     if not kept.keep(made) and kept.problem is not None:
         tell(kept.problem)
     if output is not None:
-        _write(output, profile.encode(made))
+        write_whole(output, profile.encode(made))
     emit(as_json, msgspec.to_builtins(made))
-
-
-def _write(path: Path, text: bytes) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(text)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from attar.errors import UserError
-from attar.evaluation import eviction_cost
-from attar.evaluation.eviction_cost import EvictionReport
+from attar.evaluation.long_context import eviction as kv_eviction
 from attar.evaluation.long_context import passkeys, sparse_attention, sparse_prefill
+from attar.evaluation.long_context.eviction import EvictionReport
 from attar.evaluation.long_context.passkeys import PasskeyReport
 from attar.evaluation.long_context.sparse_attention import SparseAttentionReport
 from attar.evaluation.long_context.sparse_prefill import SparsePrefillReport
@@ -66,7 +66,7 @@ def measure(
         None if prefill is None else sparse_prefill.measure(
             model, text, prefill, context=length, max_tokens=max_tokens, kv=kv, progress=progress,
         ),
-        None if eviction is None else eviction_cost.measure(
+        None if eviction is None else kv_eviction.measure(
             model, text, eviction, context=length, max_tokens=max_tokens, kv=kv, progress=progress,
         ),
         passkeys.measure(

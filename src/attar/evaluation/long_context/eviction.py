@@ -17,12 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attar.checkpoints import vocabulary
-from attar.checkpoints.sources import hub, opening
 from attar.errors import UserError
+from attar.evaluation.long_context.windows import PIECE, Subject
 from attar.execution import kv_cache
 from attar.execution.model_runner import Runner, Wanted
-from attar.kernels import dispatch
 from attar.kv.eviction import Eviction
 from attar.metrics import bootstrap
 from attar.metrics.bootstrap import Interval
@@ -34,12 +32,9 @@ from attar.scheduling.prefix_cache import PrefixCache
 from attar.scheduling.scheduler import Scheduler
 from attar.scheduling.sequence import Sequence
 from attar.scheduling.step_plan import Outcome, ScheduledTokens
-from attar.text.files import read_text
 
 ROWS = 64  # of a window, that are compared
 CONTEXT = 4096
-PIECE = 512  # rows of a prefill at once
-WINDOWS = 4
 
 
 @dataclass(frozen=True)
@@ -101,23 +96,15 @@ def measure(
     what eviction does not go with.
     """
     told = progress or (lambda stage, done, total: None)
-    path = hub.resolve(model)
-    ids = vocabulary.tokenizer(path).encode(read_text(text))[:max_tokens]
-    if len(ids) < context:
-        raise UserError("text_too_short", f"the text has {len(ids):,} tokens, fewer than a window of {context:,}")
     if eviction.budget >= context - ROWS:
         message = f"{eviction} drops nothing of {context - ROWS:,} tokens: a longer --context shows its cost"
         raise UserError("option_conflict", message)
-    decoder = opening.load(path, torch.float32, lambda *at: told("loading", *at), dispatch.store("exact"))
-    if context > decoder.config.context:
-        message = f"a window of {context:,} tokens is past the {decoder.config.context:,} of the model"
-        raise UserError("context_exceeded", message)
-    scheme = kv_cache.resolve(decoder, kv)
-    kv_cache.check_eviction(decoder, scheme, eviction, decoder.config.context)
-    runner = Runner(decoder, -(-context // BLOCK) + 2 * -(-eviction.budget // BLOCK) + 2, context, scheme)
+    subject = Subject.load(model, text, context, max_tokens=max_tokens, kv=kv, progress=progress)
+    decoder, windows = subject.decoder, [window.tolist() for window in subject.windows()]
+    kv_cache.check_eviction(decoder, subject.scheme, eviction, decoder.config.context)
+    runner = Runner(decoder, -(-context // BLOCK) + 2 * -(-eviction.budget // BLOCK) + 2, context, subject.scheme)
     runner.evict_keys()
     each = sum(pages.nbytes for pages in runner.pages) // runner.pages[0].blocks
-    windows = [ids[at : at + context] for at in range(0, len(ids) - context + 1, context)][:WINDOWS]
     found: list[tuple[_Run, _Run]] = []
     for number, window in enumerate(windows):
         full = _run(runner, window, None)

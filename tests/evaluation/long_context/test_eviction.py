@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attar.evaluation.eviction_cost import ROWS, measure
+from attar.evaluation.long_context.eviction import ROWS, measure
 from attar.kernels import dispatch
 from attar.kv.eviction import Eviction
 from tests.errors import user_error
