@@ -123,7 +123,7 @@ def test_a_stopped_engine_is_seen_within_two_seconds() -> None:
 def test_where_the_engine_does_not_end_a_request_at_its_deadline_the_server_does(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "GRACE", 0.1)
+    monkeypatch.setattr(response_stream, "GRACE", 0.1)
     server = start(ServerOptions(port=0, deadline=2.0), step=0.02)
     with streaming(server, n=2) as sock:
         begun = sock.recv(65536)

@@ -6,7 +6,7 @@ When the connection ends, every open request ends in the same moment, with a `Fa
 process whatever its cause. The client then connects again, as soon as an engine listens.
 
 A process can also stop without dying (`heartbeat.py`). A stopped one may be continued, so its connection is kept,
-nothing new is accepted, and open requests wait, until their deadline and `GRACE` have passed. Then the client ends
+nothing new is accepted, and open requests wait, until their deadline and a grace have passed. Then the client ends
 them, since no engine will. A process that runs without progress is `hung`, and its owner ends it.
 """
 
@@ -43,7 +43,6 @@ from attar.server.engine_client.response_stream import Backlog, ResponseStream
 RETRY_SECONDS = 0.1
 WATCH_SECONDS = 0.1
 STOPPED = 5.0  # seconds without a beat after which `stopped` is called
-GRACE = 1.0  # seconds past a request's deadline that the engine has to end it, which it does between two steps
 RECENT_STEPS = 256  # whose times are kept
 TOLD_SECONDS = 1.0  # for the engine to report a request's progress, which it does between two steps
 
@@ -122,13 +121,7 @@ class EngineClient:
         """Send requests whose answers belong together, up to `window` choices at a time; their ids must be new."""
         stream = ResponseStream(commands, window, self.send, self.drop, self.places, self.backlog)
         self._streams.add(stream)
-        if self.ready is None:
-            stream.cancel("shutdown")
-        else:
-            if (left := commands[0].deadline) is not None:  # the others have the same
-                stream.end_after(left + GRACE)
-            stream.go_on()
-        return stream
+        return stream.begin(self.ready is not None)
 
     async def reports(self, requests: Iterable[str]) -> dict[str, messages.Report]:
         """Return the progress of requests by id, for those that the engine has and reports within `TOLD_SECONDS`."""

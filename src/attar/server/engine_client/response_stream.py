@@ -17,6 +17,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Self
 from weakref import WeakSet
 
 import msgspec
@@ -26,6 +27,7 @@ from attar.server.admission.fair_queue import FairQueue
 from attar.server.engine_client.connection import AnswerEvent, PromptScores
 from attar.server.http.limits import STALL_SECONDS
 
+GRACE = 1.0  # seconds past a request's deadline that the engine has to end it, which it does between two steps
 MAX_LEFT = 128 << 10  # approximate bytes of events that a reader may leave for longer than PATIENCE
 MAX_WAITING = 2 << 20  # bytes for longer than LATENESS: thousands of tokens
 MAX_HELD = 64 << 20  # bytes that may wait at all, also while the reader works on earlier events
@@ -119,6 +121,17 @@ class ResponseStream:
     def held(self) -> int:
         """Choices that have not been sent yet."""
         return sum(map(_choices, self._later))
+
+    def begin(self, ready: bool) -> Self:
+        """Send the first requests, or end with `shutdown` where no engine is `ready`. It ends `GRACE` past its deadline
+        at the latest."""
+        if not ready:
+            self.cancel("shutdown")
+            return self
+        if (left := self._later[0].deadline) is not None:  # the others have the same
+            self.end_after(left + GRACE)
+        self.go_on()
+        return self
 
     def go_on(self) -> None:
         """Send what the window has room for."""

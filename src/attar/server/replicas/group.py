@@ -27,7 +27,7 @@ from attar.protocol import block_digests
 from attar.protocol.messages import CachedBlocks, Embed, Failed, Finished, Ready, Report, Stats, Submit
 from attar.routing.router import Asked, Router
 from attar.server.admission.fair_queue import FairQueue
-from attar.server.engine_client.client import GRACE, Answer
+from attar.server.engine_client.client import Answer
 from attar.server.engine_client.connection import AnswerEvent
 from attar.server.engine_client.heartbeat import STUCK
 from attar.server.engine_client.response_stream import Backlog, ResponseStream
@@ -127,13 +127,7 @@ class ReplicaGroup:
         """Send requests whose answers belong together, up to `window` choices at a time; their ids must be new."""
         stream = ResponseStream(commands, window, self._forward, self._drop, self.places, self.backlog)
         self._streams.add(stream)
-        if self.ready is None:
-            stream.cancel("shutdown")
-        else:
-            if (left := commands[0].deadline) is not None:  # the others have the same
-                stream.end_after(left + GRACE)
-            stream.go_on()
-        return stream
+        return stream.begin(self.ready is not None)
 
     async def reports(self, requests: Iterable[str]) -> dict[str, Report]:
         """Return the progress of requests by id, for those that an engine has and reports in time."""
