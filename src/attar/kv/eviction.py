@@ -46,7 +46,10 @@ class Eviction:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `sink:4+2044`. Raises ValueError for other text."""
+        """Read a policy and its budget in tokens, such as `sink:4+2044` or `snapkv:2048`.
+
+        Raises ValueError for other text (`option_malformed`) and for budgets out of range (`option_out_of_range`).
+        """
         policy, _, amount = text.partition(":")
         numbers = amount.split("+")
         wanted = 2 if policy == "sink" else int(policy in ONCE)

@@ -67,7 +67,7 @@ class _Request:
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Return p50, p95 and p99: the smallest value that so large a share of values does not exceed."""
+    """Return p50, p95 and p99 of values, by nearest rank."""
     ordered = sorted(values)
     shares = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
     return {name: ordered[max(0, math.ceil(share * len(ordered)) - 1)] for name, share in shares.items()}
