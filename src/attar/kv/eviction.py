@@ -30,7 +30,8 @@ STREAM = 1 << 20  # tokens of the longest stream, prompt and output
 NONE = "none"  # in a request: keep every key
 LAYOUTS = (Layout.FLOAT32, Layout.BFLOAT16)  # of caches whose keys can be moved
 ONCE = {"snapkv": 32, "h2o": NEVER, "expected": 256}  # policies by the number of a prompt's last rows they look at
-FORMS = "sink:SINKS+WINDOW, " + " or ".join(f"{policy}:TOKENS" for policy in ONCE)
+*_FIRST, _LAST = ("sink:SINKS+WINDOW", *(f"{policy}:TOKENS" for policy in ONCE))
+FORMS = f"{', '.join(_FIRST)} or {_LAST}"
 
 
 @dataclass(frozen=True, slots=True)

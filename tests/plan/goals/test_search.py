@@ -69,6 +69,14 @@ def test_without_a_goal_on_quality_the_best_is_kept() -> None:
     assert best.cells["kl"].value == 0
 
 
+@pytest.mark.parametrize("asked", ["memory<=60GB", "kl<=0.0001", "memory<=2.8GB, kl<=0.2", "memory<=2.8GB, kl<=0.05"])
+def test_what_only_a_measurement_decides_is_no_promise(asked: str) -> None:
+    answer = search.search(question(asked))
+    assert answer.best is not None
+    reaches = any(answer.best.cell(goal).high > goal.limit for goal in answer.question.goals)
+    assert ("is expected to meet" in report.sentence(answer)) is bool(report.open_goals(answer)) is reaches
+
+
 def test_an_impossible_goal_names_the_nearest_miss() -> None:
     answer = search.search(question("tpot<=1us"))
     assert not answer.met

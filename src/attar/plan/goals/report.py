@@ -20,10 +20,13 @@ COLUMNS = (
 
 
 def sentence(answer: Answer) -> str:
-    """Return the answer in one sentence: the chosen configuration, or the nearest miss and by how much."""
+    """Return the answer in one sentence: the chosen configuration, or the nearest miss and by how much.
+
+    Where the range of a fitted number reaches past its limit, the configuration is only expected to meet the goal.
+    """
     if (best := answer.best) is not None:
         met = ", ".join(f"{goal.label} {_value(best, goal)}" for goal in answer.question.goals)
-        return f"{best.name} meets the goal: {met}"
+        return f"{best.name} {'is expected to meet' if open_goals(answer) else 'meets'} the goal: {met}"
     near = answer.nearest
     goal, excess = max(near.excess(answer.question.goals).items(), key=lambda item: item[1])
     times = f", {excess:.3g} times the limit" if math.isfinite(excess) else ""
