@@ -16,6 +16,7 @@ import typer
 
 from attar.cli import (
     compression,
+    deploying,
     drafting,
     evaluation,
     files,
@@ -92,6 +93,7 @@ def demo(
 COMMANDS: dict[str, Callable[..., Any]] = {
     "compress": compression.compress, "eval": evaluation.evaluate, "report": evaluation.report, "lab": evaluation.lab,
     "generate": generation.generate, "chat": generation.chat, "serve": serving.serve,
+    "deploy": deploying.deploy,
     "bench-serve": load_testing.bench_serve, "bench": generation.bench, "plan": planning.plan,
     "inspect": files.inspect, "verify": evaluation.verify, "convert": files.convert, "imatrix": files.imatrix,
     "finetune": compression.finetune, "train-draft": drafting.train_draft,

@@ -24,10 +24,10 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     """Build the application from plain values of `Arguments`. Raises msgspec.ValidationError for others."""
     given = msgspec.convert(args, Arguments)
     router = RequestRouterConfig(request_router_class="attar.integrations.ray.router.CostRouter")
-    engine = serve.deployment(Engine, name="Engine").options(  # type: ignore[attr-defined]
+    engine = serve.deployment(Engine, name="Engine").options(
         max_ongoing_requests=MOST_ONGOING, request_router_config=router
     )
-    http = serve.deployment(Http, name="Http").options(  # type: ignore[attr-defined]
+    http = serve.deployment(Http, name="Http").options(
         num_replicas=1, max_ongoing_requests=16, ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=given.http.drain_seconds + 5,
     )  # fmt: skip

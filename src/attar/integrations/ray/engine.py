@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,15 +45,18 @@ MAX_PAUSE = 0.05  # seconds between two items of a stream, at most
 GATHER_SECONDS = 0.02  # between two items of a watch
 MAX_TOLD = 1024  # events that may wait for a watcher; then it gets the whole state instead
 MAX_WATCHERS = 64
+LEASE_SECONDS = 5.0  # of a watch
 
 
 class Engine:
     """The user class of the deployment. `settings` are those of the engine (`protocol/settings.py`), as plain values.
     An `insecure` replica runs on a node that listens beyond loopback. `command` starts an engine's process."""
 
-    async def __init__(
-        self, settings: Mapping[str, Any], insecure: bool = False, command: Sequence[str] = COMMAND
-    ) -> None:
+    _process: EngineProcess | None = None
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: Mapping[str, Any], insecure: bool = False, command: Sequence[str] = COMMAND,
+    ) -> None:  # fmt: skip
         exposure.require(insecure)
         exposure.narrow_replica_port()
         self._insecure = insecure
@@ -64,15 +68,17 @@ class Engine:
         self.costs = Costs()
         self.client = Tapped(path)
         self.client.lost = self._lost
-        self._process = EngineProcess(command, placed, lambda: self.client.was_ready, self._gave_up)
-        self.client.hung = self._process.kill
-        self._process.start()
+        process = self._process = EngineProcess(command, placed, lambda: self.client.was_ready, self._gave_up)
+        self.client.hung = process.kill
+        process.start()
         self.client.start()
         while self.client.ready is None:
             self._alive()
             await asyncio.sleep(0.02)
 
     async def __del__(self) -> None:
+        if self._process is None:  # Serve calls this after a failed start, too
+            return
         await self.client.close()
         await asyncio.get_running_loop().run_in_executor(None, self._process.end)
         self._stack.close()
@@ -98,19 +104,23 @@ class Engine:
             del self._requests[command.id]
             self.client.drop([command.id], not answer.ended)
 
-    async def watch(self) -> AsyncIterator[bytes]:
-        """Yield what the engine tells that is not of one request (`wire.Told`), without end. Raises ValueError where
-        MAX_WATCHERS watch already."""
-        if len(self.client.watchers) >= MAX_WATCHERS:
-            raise ValueError("too many watch this replica")
-        watcher = Watcher(self.client)
-        self.client.watchers.add(watcher)
-        try:
-            while True:
-                yield wire.encode(await watcher.take())
-                await asyncio.sleep(GATHER_SECONDS)
-        finally:
-            self.client.watchers.discard(watcher)
+    async def watch(self, name: str) -> AsyncIterator[bytes]:
+        """Yield what the engine tells that is not of one request (`wire.Told`), for LEASE_SECONDS. A call of the same
+        `name` then goes on. Raises ValueError where MAX_WATCHERS watch already.
+
+        Ray cancels no stream whose reader has died, and Serve waits for streams before it stops a replica.
+        """
+        watcher = self.client.watcher(name)
+        end = time.monotonic() + LEASE_SECONDS
+        while (left := end - time.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(left):
+                    told = await watcher.take()
+            except TimeoutError:
+                return
+            yield wire.encode(told)
+            watcher.seen = time.monotonic()
+            await asyncio.sleep(GATHER_SECONDS)
 
     async def status(self, replica: str, ids: Sequence[str]) -> bytes:
         """Return the progress of requests (`wire.reports`), for those that the engine has and reports in time. The
@@ -145,7 +155,7 @@ class Engine:
         self._status = status
 
     def _lost(self, gone: Mapping[str, Answer]) -> None:
-        for watcher in self.client.watchers:
+        for watcher in self.client.watchers.values():
             watcher.lose()
         for answer in gone.values():
             assert isinstance(answer, Collected)
@@ -209,9 +219,20 @@ class Tapped(EngineClient):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.watchers: set[Watcher] = set()
+        self.watchers: dict[str, Watcher] = {}
         self.blocks: set[int] = set()
         self.begun, self.cached = self.blocks.clear, self._cached
+
+    def watcher(self, name: str) -> Watcher:
+        """Return the watcher of a name, a new one where there is none. Those that nobody has called for long are
+        forgotten. Raises ValueError for the one after MAX_WATCHERS."""
+        now = time.monotonic()
+        self.watchers = {key: each for key, each in self.watchers.items() if now - each.seen < 2 * LEASE_SECONDS}
+        if name not in self.watchers and len(self.watchers) >= MAX_WATCHERS:
+            raise ValueError("too many watch this replica")
+        found = self.watchers.setdefault(name, Watcher(self))
+        found.seen = now
+        return found
 
     def _cached(self, told: CachedBlocks) -> None:
         if told.whole:
@@ -223,7 +244,7 @@ class Tapped(EngineClient):
         super()._arrived(events)
         for event in events:
             if isinstance(event, State):
-                for watcher in self.watchers:
+                for watcher in self.watchers.values():
                     watcher.put(event)
 
 
@@ -232,6 +253,7 @@ class Watcher:
 
     def __init__(self, client: Tapped) -> None:
         self._client = client
+        self.seen = time.monotonic()
         self._events: list[State] = []
         self._whole = True  # the next item is the whole state
         self._lost = False

@@ -142,7 +142,9 @@ def _name(words: list[str]) -> str:
     first = words[0]
     if first.startswith("ray::"):
         title = first[5:].split(".")[0].split(":")[0].split("(")[0]
-        return {"DashboardAgent": "dashboard agent", "RuntimeEnvAgent": "runtime environment agent"}.get(title, "worker")
+        return {"DashboardAgent": "dashboard agent", "RuntimeEnvAgent": "runtime environment agent"}.get(
+            title, "worker"
+        )
     for word in words[:6]:
         for part, name in (
             ("/gcs/gcs_server", "gcs_server"), ("/raylet/raylet", "raylet"), ("/monitor.py", "monitor"),

@@ -44,6 +44,24 @@ class Handle(Protocol):
         """Return whether an error of the two says that the replica has died, or is not there."""
 
 
+class Listener(Protocol):
+    """What hears of replicas, in the loop of a request router."""
+
+    def known(self, replicas: frozenset[str], leave: dict[str, Any]) -> None:
+        """Take the ids of all replicas. `leave` has a function for each watched one, which ends its watch."""
+
+    def told(self, replica: str, told: Told) -> None:
+        """Take what a replica tells. A lost one may tell more later."""
+
+
+LISTENERS: dict[str, Listener] = {}
+"""Listeners of this process, by the deployment's name."""
+
+
+class ReplicaGone(Exception):
+    """The replica that an order names is not there any more."""
+
+
 class ReplicaClient(EngineClient):
     """A place for a replica of the deployment behind `handle`; `replica` is the present one's id, empty for none."""
 
@@ -130,7 +148,7 @@ class Fleet(ReplicaGroup):
 
     def __init__(self, handle: Handle, places: int, stuck: float = STUCK, keys: int = 0) -> None:
         super().__init__([Path()] * places, stuck, keys)
-        self._leave: Mapping[str, Callable[[], Any]] = {}
+        self._ends: Mapping[str, Callable[[], Any]] = {}
         self._releases: dict[str, asyncio.Task[None]] = {}
         self._clients: list[ReplicaClient] = []
         for replica in self.replicas:
@@ -140,8 +158,8 @@ class Fleet(ReplicaGroup):
             self._attach(replica)
 
     def known(self, replicas: Iterable[str], leave: Mapping[str, Callable[[], Any]]) -> None:
-        """Take the ids of all replicas that Serve sends requests to. `leave` has functions that end the watch of one."""
-        present, self._leave = set(replicas), leave
+        """Take the ids of all replicas that Serve sends requests to. `leave` has ends of watches."""
+        present, self._ends = set(replicas), leave
         placed = {client.replica: place for place, client in zip(self.replicas, self._clients, strict=True)}
         for id, place in placed.items():
             if id and id not in present and id not in self._releases:
@@ -172,12 +190,10 @@ class Fleet(ReplicaGroup):
         try:
             while client.open and client.ready is not None:
                 await asyncio.sleep(0.05)
-            if (leave := self._leave.get(id)) is not None:
+            if (leave := self._ends.get(id)) is not None:
                 leave()
             client.lose()
         finally:
             client.replica = ""
             place.draining = False
             del self._releases[id]
-
-

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from attar.errors import UserError
 from attar.integrations.ray import exposure
-from attar.integrations.ray.fleet import Fleet
+from attar.integrations.ray.fleet import LISTENERS, Fleet, ReplicaGone
 from attar.integrations.ray.settings import HttpSettings
 from attar.integrations.ray.wire import Told
 from attar.server.engine_client.heartbeat import STUCK
@@ -53,19 +54,18 @@ class ServeHandle:
         """Return whether an error says that the replica has died, or is not there."""
         from ray.exceptions import RayActorError
 
-        from attar.integrations.ray.router import ReplicaGone
-
         return isinstance(error, RayActorError | ReplicaGone)
 
 
 class Http:
     """The user class of the deployment. `settings` are plain values of `HttpSettings`."""
 
-    async def __init__(
-        self, engines: DeploymentHandle, settings: Mapping[str, Any], insecure: bool = False
-    ) -> None:
+    _server: Server | None = None
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, engines: DeploymentHandle, settings: Mapping[str, Any], insecure: bool = False,
+    ) -> None:  # fmt: skip
         from attar.checkpoints import vocabulary
-        from attar.integrations.ray import router
         from attar.server.http import sockets
         from attar.server.serve import Server
         from attar.text import template
@@ -76,25 +76,26 @@ class Http:
         self._loop = asyncio.get_running_loop()
         given = msgspec.convert(settings, HttpSettings)
         options = given.options()
-        tokenizer = vocabulary.tokenizer(given.path)
+        tokenizer = vocabulary.tokenizer(Path(given.path))
         if given.chat_template is not None:
             tokenizer.chat_templates = {"default": given.chat_template}
         sockets.allow(options.max_requests)
         keys = len(set(options.keys.hashes))
         self._fleet = Fleet(ServeHandle(engines), given.places, max(STUCK, options.deadline), keys)
-        router.LISTENERS[engines.deployment_name] = self
+        LISTENERS[engines.deployment_name] = self
         await engines.options(method_name="check_health").remote()  # makes the handle's router, which hears of replicas
         self._address: asyncio.Future[str] = self._loop.create_future()
-        self._server: Server = Server(self._fleet, tokenizer, options, sockets.listen(options.host, options.port))
-        self._task = self._loop.create_task(self._server.run(self._address.set_result, signals=False))
+        server = self._server = Server(self._fleet, tokenizer, options, sockets.listen(options.host, options.port))
+        self._task = self._loop.create_task(server.run(self._address.set_result, signals=False))
         if tokenizer.chat_templates:
             self._warming = self._loop.run_in_executor(None, template.warm)
         await self._address
 
     async def __del__(self) -> None:
-        self._server.stop()
-        with contextlib.suppress(Exception):
-            await self._task
+        if self._server is not None:  # Serve calls this after a failed start, too
+            self._server.stop()
+            with contextlib.suppress(Exception):
+                await self._task
 
     def known(self, replicas: frozenset[str], leave: dict[str, Any]) -> None:
         """Take the ids of all replicas, from the loop of the handle's router."""

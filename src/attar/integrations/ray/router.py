@@ -5,7 +5,8 @@ scored the replicas itself (`fleet.py`), knows which of them may continue an ans
 engine. Orders of other handles name none. For these the scorer chooses, by the same costs.
 
 Serve makes one router for each handle, in the process and the loop of the handle's router. The router watches every
-replica. A `Fleet` of the same process hears what it hears.
+replica. A `Fleet` of the same process hears what it hears. Serve pickles this class by value. So what it shares with
+the rest of the process is in another module.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from attar.integrations.ray import wire
+from attar.integrations.ray import fleet, wire
 from attar.integrations.ray.scorer import Scorer
 from attar.integrations.ray.wire import Told
 from attar.protocol.messages import Embed, Submit
@@ -29,24 +30,6 @@ ANSWER, STATUS, WATCH = "answer", "status", "watch"  # methods of a replica
 AGAIN_SECONDS = 0.2  # until a watch that broke is begun again
 
 logger = logging.getLogger(__name__)
-
-
-class ReplicaGone(Exception):
-    """The replica that an order names is not there any more."""
-
-
-class Listener(Protocol):
-    """What hears of replicas, in the loop of the router."""
-
-    def known(self, replicas: frozenset[str], leave: dict[str, Any]) -> None:
-        """Take the ids of all replicas. `leave` has a function for each watched one, which ends its watch."""
-
-    def told(self, replica: str, told: Told) -> None:
-        """Take what a replica tells. A lost one may tell more later."""
-
-
-LISTENERS: dict[str, Listener] = {}
-"""Listeners of this process, by the deployment's name."""
 
 
 class CostRouter(RequestRouter):  # type: ignore[misc]
@@ -94,10 +77,10 @@ class CostRouter(RequestRouter):  # type: ignore[misc]
         present = {each.replica_id.unique_id: each for each in candidate_replicas}
         if named:
             if named not in present:
-                return self._fail(pending_request, ReplicaGone(named), candidate_replicas)
+                return self._fail(pending_request, fleet.ReplicaGone(named), candidate_replicas)
             return [[present[named]]]
         if command is None:
-            return self._fail(pending_request, ReplicaGone("a replica must be named"), candidate_replicas)
+            return self._fail(pending_request, fleet.ReplicaGone("a replica must be named"), candidate_replicas)
         request = pending_request.metadata.internal_request_id
         chosen = self._scorer.choose(request, command, present.keys(), time.monotonic())
         return [[present[chosen]]] if chosen is not None else []
@@ -107,8 +90,8 @@ class CostRouter(RequestRouter):  # type: ignore[misc]
         self._scorer.ended(internal_request_id)
 
     @property
-    def _listener(self) -> Listener | None:
-        return LISTENERS.get(self._deployment_id.name)
+    def _listener(self) -> fleet.Listener | None:
+        return fleet.LISTENERS.get(self._deployment_id.name)
 
     def _fail(
         self, request: PendingRequest, error: Exception, candidates: list[RunningReplica]
@@ -120,10 +103,12 @@ class CostRouter(RequestRouter):  # type: ignore[misc]
 
     async def _watch(self, id: str, replica: RunningReplica) -> None:
         """Hear a replica for as long as it is there, or a listener wants it."""
+        name = str(uuid.uuid4())
         try:
             while True:
                 try:
-                    await self._hear(id, replica)
+                    await self._hear(id, replica, name)
+                    continue  # a watch is a lease
                 except asyncio.CancelledError:
                     raise
                 except Exception as error:
@@ -131,22 +116,25 @@ class CostRouter(RequestRouter):  # type: ignore[misc]
                 self._tell(id, Told(lost=True))
                 if id not in self._present:
                     return
+                name = str(uuid.uuid4())
                 await asyncio.sleep(AGAIN_SECONDS)
         finally:
             self._tell(id, Told(lost=True))
             self._watches.pop(id, None)
 
-    async def _hear(self, id: str, replica: RunningReplica) -> None:
-        name = str(uuid.uuid4())
-        metadata = RequestMetadata(request_id=name, internal_request_id=name, call_method=WATCH, is_streaming=True)
-        result = replica.try_send_request(PendingRequest(args=[], kwargs={}, metadata=metadata), with_rejection=False)
+    async def _hear(self, id: str, replica: RunningReplica, name: str) -> None:
+        call = str(uuid.uuid4())
+        metadata = RequestMetadata(request_id=call, internal_request_id=call, call_method=WATCH, is_streaming=True)
+        request = PendingRequest(args=[name], kwargs={}, metadata=metadata)
+        result = replica.try_send_request(request, with_rejection=False)
         try:
             while True:
                 self._tell(id, wire.told(await result.__anext__()))
         except StopAsyncIteration:
             return
-        finally:
+        except BaseException:
             result.cancel()
+            raise
 
     def _tell(self, id: str, told: Told) -> None:
         if id in self._present:  # others get no new requests

@@ -56,7 +56,7 @@ class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(
             str(path), places, options.host, options.port, None if api_key_file is None else str(api_key_file),
             tuple(sorted(options.hosts)), tuple(sorted(options.origins)), options.max_requests,
-            options.limits.requests, options.limits.tokens, options.deadline, options.drain_seconds,
+            options.limits.requests, options.limits.tokens_per_minute, options.deadline, options.drain_seconds,
             options.template_date, chat_template, dict(options.sampling), options.aliases, options.root_path,
             options.response_store, options.reasoning,
         )  # fmt: skip
@@ -68,5 +68,3 @@ class Arguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: Settings
     http: HttpSettings
     insecure: bool = False
-
-

@@ -1,7 +1,7 @@
 """What attar's processes exchange through Ray: bytes that msgspec has made. Ray pickles only the bytes object.
 
-An order goes to a replica's `answer`, whose stream yields lists of the request's events. A replica's `watch` yields what
-is not of one request. The lists hold what had gathered, so one item of a stream may have several tokens.
+An order goes to a replica's `answer`, whose stream yields lists of the request's events. A replica's `watch` yields
+what is not of one request. The lists hold what had gathered, so one item of a stream may have several tokens.
 """
 
 from __future__ import annotations
@@ -67,6 +67,6 @@ def reports(data: bytes) -> list[RequestStatus]:
 
 
 def _sized(data: bytes) -> bytes:
-    if not isinstance(data, bytes) or len(data) > MAX_FRAME:
-        raise FrameTooLong(f"no message: bytes are expected, at most {MAX_FRAME}")
+    if len(data) > MAX_FRAME:
+        raise FrameTooLong(f"a message of {len(data)} bytes is longer than {MAX_FRAME}")
     return data
