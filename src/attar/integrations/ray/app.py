@@ -32,4 +32,4 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=given.http.drain_seconds + 5,
     )  # fmt: skip
     settings, plain = msgspec.to_builtins(given.engine), msgspec.to_builtins(given.http)
-    return http.bind(engine.bind(settings, given.insecure), plain, given.insecure)
+    return http.bind(engine.bind(settings, given.insecure, given.http.port), plain, given.insecure)

@@ -50,16 +50,17 @@ LEASE_SECONDS = 5.0  # of a watch
 
 class Engine:
     """The user class of the deployment. `settings` are those of the engine (`protocol/settings.py`), as plain values.
-    An `insecure` replica runs on a node that listens beyond loopback. `command` starts an engine's process."""
+    An `insecure` replica runs on a node that listens beyond loopback, `http` is the port of the HTTP server, and
+    `command` starts an engine's process."""
 
     _process: EngineProcess | None = None
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, settings: Mapping[str, Any], insecure: bool = False, command: Sequence[str] = COMMAND,
-    ) -> None:  # fmt: skip
-        exposure.require(insecure)
+        # type: ignore[misc] # Serve awaits it self, settings: Mapping[str, Any], insecure: bool = False, http: int = 0, command: Sequence[str] = COMMAND,
+    ) -> None:  # fmt: skip  # fmt: skip
+        exposure.require(insecure, http)
         exposure.narrow_replica_port()
-        self._insecure = insecure
+        self._insecure, self._http = insecure, http
         self._stack = contextlib.ExitStack()
         path = self._stack.enter_context(private_socket())
         placed = msgspec.structs.replace(msgspec.convert(settings, Settings), socket=str(path), tells_cache=True)
@@ -131,7 +132,7 @@ class Engine:
     async def check_health(self) -> None:
         """Raise RuntimeError where the engine is given up, or this replica listens where it must not."""
         self._alive()
-        exposure.require(self._insecure)
+        exposure.require(self._insecure, self._http)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what `autoscaling.py` decides by: seconds of queued prompts, and the used part of the cache."""

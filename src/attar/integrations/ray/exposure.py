@@ -1,8 +1,8 @@
 """What Ray's processes of this node listen to, and the refusal to run among ports that others may reach.
 
-Ray pickles: whoever reaches its ports with its token runs code. By its own settings Ray listens on every address. With
-`START_ENVIRONMENT` and loopback as the node's address it listens on loopback alone. One port remains, that of each Serve
-replica, which `narrow_replica_port` binds to the node's address.
+Ray pickles: whoever reaches its ports with its token runs code. By its own settings Ray listens on every address.
+With `START_ENVIRONMENT` and loopback as the node's address it listens on loopback alone. One port remains, that of each
+Serve replica, which `narrow_replica_port` binds to the node's address.
 
 attar does not trust the settings. Each replica looks at the sockets of Ray's processes on its node when it starts and
 at each health check. `SECURITY.md` lists the ports, and a test compares.
@@ -25,11 +25,11 @@ START_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # The name is that of the systems for which Ray made loopback clusters; 0 makes one on Linux too.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_SERVE_HAPROXY_ENABLED": "0",
-    "RAY_RUNTIME_ENV_HOOK": "",
+    "RAY_SERVE_ENABLE_HA_PROXY": "0",
 }
 """Environment of a cluster that listens on loopback alone."""
 LISTENS = "0A"  # a socket's state in /proc/net/tcp
+_AGENTS = {"DashboardAgent": "dashboard agent", "RuntimeEnvAgent": "runtime environment agent"}
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -59,9 +59,9 @@ def listeners(root: Path = Path("/proc")) -> list[Listener]:
     return sorted(found)
 
 
-def require(insecure: bool, root: Path = Path("/proc")) -> None:
-    """Raise UserError where the cluster asks for no token, or a Ray process of this node listens beyond loopback and the
-    start is not `insecure`."""
+def require(insecure: bool, http: int = 0, root: Path = Path("/proc")) -> None:
+    """Raise UserError where the cluster asks for no token, or a Ray process of this node listens beyond loopback and
+    the start is not `insecure`. The port `http` is that of attar's HTTP server, which checks its own address."""
     if insecure:
         return
     if not token_required():
@@ -70,7 +70,7 @@ def require(insecure: bool, root: Path = Path("/proc")) -> None:
     if sys.platform != "linux":
         return
     for each in listeners(root):
-        if not each.loopback:
+        if not each.loopback and each.port != http:
             message = f"Ray's {each.process} listens at {each.address} port {each.port}, beyond loopback: whoever "
             message += "reaches it with the cluster's token runs code; start Ray on loopback, or give --ray-insecure"
             raise UserError("ray_exposed", message)
@@ -142,9 +142,7 @@ def _name(words: list[str]) -> str:
     first = words[0]
     if first.startswith("ray::"):
         title = first[5:].split(".")[0].split(":")[0].split("(")[0]
-        return {"DashboardAgent": "dashboard agent", "RuntimeEnvAgent": "runtime environment agent"}.get(
-            title, "worker"
-        )
+        return _AGENTS.get(title, "worker")
     for word in words[:6]:
         for part, name in (
             ("/gcs/gcs_server", "gcs_server"), ("/raylet/raylet", "raylet"), ("/monitor.py", "monitor"),

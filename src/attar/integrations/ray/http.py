@@ -63,16 +63,16 @@ class Http:
     _server: Server | None = None
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, engines: DeploymentHandle, settings: Mapping[str, Any], insecure: bool = False,
-    ) -> None:  # fmt: skip
+        # type: ignore[misc] # Serve awaits it self, engines: DeploymentHandle, settings: Mapping[str, Any], insecure: bool = False,
+    ) -> None:  # fmt: skip  # fmt: skip
         from attar.checkpoints import vocabulary
         from attar.server.http import sockets
         from attar.server.serve import Server
         from attar.text import template
 
-        exposure.require(insecure)
+        self._insecure, self._port = insecure, int(settings.get("port", 0))
+        exposure.require(insecure, self._port)
         exposure.narrow_replica_port()
-        self._insecure = insecure
         self._loop = asyncio.get_running_loop()
         given = msgspec.convert(settings, HttpSettings)
         options = given.options()
@@ -115,4 +115,4 @@ class Http:
         """Raise where the server has ended, or this replica listens where it must not."""
         if self._task.done():
             raise UserError("worker_failed", "the HTTP server has ended")
-        exposure.require(self._insecure)
+        exposure.require(self._insecure, self._port)
