@@ -1,7 +1,7 @@
 """How many replicas there should be: Serve's autoscaling policy by queued prompts, in seconds, and by use of the cache.
 
 The processor of an engine is busy whenever it has any request, so its load says nothing. What a user waits for are the
-prompts that are queued before theirs. A cache that running requests fill makes requests wait, too, however few they are.
+prompts that are queued before theirs. A cache that running requests fill makes others wait, too.
 Serve pickles this module by value, so it imports none of attar's.
 """
 

@@ -56,8 +56,8 @@ class Engine:
     _process: EngineProcess | None = None
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        # type: ignore[misc] # Serve awaits it self, settings: Mapping[str, Any], insecure: bool = False, http: int = 0, command: Sequence[str] = COMMAND,
-    ) -> None:  # fmt: skip  # fmt: skip
+        self, settings: Mapping[str, Any], insecure: bool = False, http: int = 0, command: Sequence[str] = COMMAND
+    ) -> None:
         exposure.require(insecure, http)
         exposure.narrow_replica_port()
         self._insecure, self._http = insecure, http

@@ -63,8 +63,8 @@ class Http:
     _server: Server | None = None
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        # type: ignore[misc] # Serve awaits it self, engines: DeploymentHandle, settings: Mapping[str, Any], insecure: bool = False,
-    ) -> None:  # fmt: skip  # fmt: skip
+        self, engines: DeploymentHandle, settings: Mapping[str, Any], insecure: bool = False
+    ) -> None:
         from attar.checkpoints import vocabulary
         from attar.server.http import sockets
         from attar.server.serve import Server

@@ -1,7 +1,7 @@
 """`attar deploy --start`: a Ray cluster of this process on this machine, with one application, until told to stop.
 
-The cluster's token is made for it, in a folder that only this user can read, and so are Ray's own sockets. All processes
-of the cluster end with this one.
+The cluster's token is made for it, in a folder that only this user can read, and so are Ray's own sockets. All
+processes of the cluster end with this one.
 """
 
 from __future__ import annotations
