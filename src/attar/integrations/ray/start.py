@@ -55,13 +55,13 @@ def _run(found: dict[str, Any], address: str, insecure: bool, folder: Path, star
         message = "Ray is not installed in this environment: pip install 'attar[ray]'"
         raise UserError("package_missing", message) from error
     stop = threading.Event()
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, lambda *_: stop.set())
     try:
         ray.init(
             include_dashboard=False, _node_ip_address=address, _temp_dir=str(folder / "ray"), namespace="attar",
             object_store_memory=OBJECT_STORE, log_to_driver=True, logging_level="warning",
         )  # fmt: skip
+        for each in (signal.SIGTERM, signal.SIGINT):  # Ray has put handlers of its own there
+            signal.signal(each, lambda *_: stop.set())
         exposure.require(insecure)
         serve.start(proxy_location="Disabled")
         client = serve.context._get_global_client()
