@@ -41,8 +41,9 @@ class Encoding:
         self.id, self.image, self._pace = id, image, pace
         self._units = tower.units(image, pace.rows)
 
-    def advance(self, seconds: float, clock: Callable[[], float] = time.perf_counter) -> Tensor | None:
+    def advance(self, seconds: float) -> Tensor | None:
         """Work for about so many seconds, at least a slice; return the features once they are complete."""
+        clock = self._pace.clock
         began = last = clock()
         self._pace.aim(seconds)
         while True:
@@ -63,8 +64,8 @@ class Encoding:
 class TowerPace:
     """Rows of a slice, so that it takes the time that there is: doubled where it is shorter than half, else halved."""
 
-    def __init__(self) -> None:
-        self._rows, self._seconds = FEWEST, SLICE_SECONDS
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock, self._rows, self._seconds = clock, FEWEST, SLICE_SECONDS
 
     def rows(self) -> int:
         """Return the rows of the next slice."""
