@@ -203,6 +203,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Policies of KV eviction that a request may name, the default first, and the most tokens of a request with each.
     """
     images: bool = False  # whether requests may have images
+    no_images: str = ""  # why they may not, where the model has a vision tower: a setting, such as --tp
 
     def room(self, kv_eviction: str | None) -> int | None:
         """Return the tokens that prompt and output of a request may have together; None for a policy that is not
