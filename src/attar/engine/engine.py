@@ -242,7 +242,7 @@ class Engine:
             self.scheduler.require_room(ask.n)  # before what a long prompt makes costly
             request.of_prompt = None if ask.params.prompt_logprobs is None or ask.generated else {}
             if ask.params.repetition_penalty != 1.0:
-                request.seen = distinct(ask.prompt, self.decoder.config.vocab_size)
+                request.seen = distinct([id for id in prompt.ids if id >= 0], self.decoder.config.vocab_size)
             for number, known in enumerate(resumed(ask, self.decoder.config.vocab_size)):
                 if known is None:
                     continue
@@ -366,7 +366,8 @@ class Engine:
             raise Refused("invalid", "a request of this id is running")
         if not prompt:
             raise Refused("invalid", "the prompt is empty")
-        if not all(0 <= token < vocab for token in prompt):
+        image_token = None if self.images is None else self.images.tower.image_token  # some lie behind the vocabulary
+        if not all(0 <= token < vocab or token == image_token for token in prompt):
             raise Refused("invalid", f"a token id lies outside the model's vocabulary 0..{vocab - 1}")
         if len(prompt) + (params.max_tokens > 0) > (most := self._context(eviction)):
             words = f"this model's maximum context length is {most} tokens; the prompt has {len(prompt)}"

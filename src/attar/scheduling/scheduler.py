@@ -229,7 +229,7 @@ class Scheduler:
         spare = min(budget, self.limits.max_drafts)
         for sequence in decoding:
             try:
-                self._cover(sequence, sequence.expected)
+                self._cover(sequence, min(sequence.expected, sequence.gate))
                 drafts, tree = self._drafts(sequence, spare)
             except Exception as error:
                 self._give_up(sequence, now, error)
@@ -240,7 +240,7 @@ class Scheduler:
         budget -= step.drafts
         for sequence in prefills:
             try:
-                self._cover(sequence, sequence.planned + min(sequence.pending, budget))
+                self._cover(sequence, min(sequence.planned + min(sequence.pending, budget), sequence.gate))
             except Exception as error:
                 self._give_up(sequence, now, error)
                 continue
@@ -533,7 +533,8 @@ class Scheduler:
         try:
             if needed + spare <= self.pool.available:
                 if self.sliding is not None:
-                    beside = self.sliding.take(match, min(sequence.expected, match.length + budget))
+                    end = min(sequence.expected, match.length + budget, sequence.gate_from(match.length))
+                    beside = self.sliding.take(match, end)
                 room = self._allocate(needed)
         finally:
             if room is None:

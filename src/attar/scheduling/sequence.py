@@ -148,9 +148,13 @@ class Sequence:
     @property
     def gate(self) -> int:
         """Index of the first token that cannot be run yet, since it waits for the features of an image."""
+        return self.gate_from(self.planned)
+
+    def gate_from(self, at: int) -> int:
+        """Return what `gate` is once the first `at` tokens are planned."""
         for image in self.images:
-            if not image.ready and image.end > self.planned:
-                return max(image.start, self.planned)
+            if not image.ready and image.end > at:
+                return max(image.start, at)
         return NEVER
 
     @property

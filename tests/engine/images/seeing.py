@@ -21,10 +21,8 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, seed=0)
 class SeededTower:
     """Three layers over the bytes of an image. A row depends on its own bytes, and behind the first layer on all."""
 
-    image_token = TOKEN
-
-    def __init__(self, hidden: int = 64) -> None:
-        self.hidden = hidden
+    def __init__(self, hidden: int = 64, image_token: int = TOKEN) -> None:
+        self.hidden, self.image_token = hidden, image_token
         self.slices: list[int] = []
         self.seen: list[bytes] = []
 

@@ -252,12 +252,20 @@ def test_an_end_while_the_tower_works_leaves_nothing(decoder: Decoder, way: str)
 
 
 def test_an_image_is_computed_again_after_a_preemption(decoder: Decoder) -> None:
-    params = replace(GREEDY, max_tokens=50)
+    params = replace(GREEDY, max_tokens=100)
     asks = [submit("a", A, *TEXT, params=params), submit("b", B, *TEXT, params=params)]
     limits = SchedulerConfig(max_step_tokens=48, headroom=0.0, max_preemptions=4)
     engine, tower = seeing(decoder, blocks=4, limits=limits, image_cache=9 * 256)
-    events = run(engine, asks)
-    assert engine.scheduler.preemptions
+    for ask in asks:
+        engine.submit(ask)
+    events: list[Event] = []
+    while not engine.scheduler.preemptions:
+        events += engine.step()
+    engine.cache.flush()
+    assert engine.images.store.hold({b"another": 9 * 256})
+    engine.images.store.drop(b"another")
+    events += run(engine)
+    assert len(tower.seen) > 2
     for ask in asks:
         assert tokens(events, ask.id) == alone(decoder, tower, ask)
     check(engine)
