@@ -2,7 +2,7 @@
 
 The embedding of a text token is a row of a table; that of an image's token is a row that the vision tower computes. An
 image is known by its key, a digest of what the tower reads and of the salt. While a sequence or the prefix tree has one
-of its rows, it has a number, and row r is the id `~(number << 15 | r)`. Equal ids are therefore equal rows, and a prefix
+of its rows, it has a number, and row r is the id `~(number << 15 | r)`. Equal ids are therefore equal rows. So a prefix
 match ends exactly before the first image that differs.
 
 A number returns when nobody holds it, and is given out again as late as possible. Number 0 is never given out: small

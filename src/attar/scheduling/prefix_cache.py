@@ -82,8 +82,8 @@ class PrefixCache:
 
     With `round_to`, matches end at multiples of so many tokens: caches that quantize tokens in groups cannot share part
     of one. With `beside`, matches end where those blocks' do. A `journal` is told of the whole blocks that the tree
-    gains and loses. The tree holds the `images` whose rows it has. Raises ValueError where blocks do not consist of such
-    groups.
+    gains and loses. The tree holds the `images` whose rows it has. Raises ValueError where blocks do not consist of
+    such groups.
     """
 
     def __init__(

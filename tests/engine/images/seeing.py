@@ -43,13 +43,18 @@ class SeededTower:
 
     def encode(self, image: ImageInput) -> Tensor:
         """All at once."""
-        work = self.units(image, lambda: 1 << 20)
-        while True:
-            try:
-                next(work)
-            except StopIteration as end:
-                self.seen.pop()
-                return end.value
+        features = all_of(self.units(image, lambda: 1 << 20))
+        self.seen.pop()
+        return features
+
+
+def all_of(work: Generator[None, None, Tensor]) -> Tensor:
+    """The features in the end."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
 
 
 def image(number: int, rows: int = 8) -> ImageInput:

@@ -15,7 +15,7 @@ from attar.protocol.messages import Delta, Event, Failed, Finished, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from tests.engine.conftest import answers, make_engine, run, run_as_they_come
-from tests.engine.images.seeing import GREEDY, TOKEN, SeededTower, alone, image, prompt, submit
+from tests.engine.images.seeing import GREEDY, TOKEN, SeededTower, all_of, alone, image, prompt, submit
 
 A, B, C = image(1), image(2), image(3, 20)
 TEXT = tuple(range(1, 30))
@@ -170,10 +170,7 @@ def test_slices_change_no_bit(decoder: Decoder) -> None:
     whole = tower.encode(C)
     draw = random.Random(0)
     work = tower.units(C, lambda: draw.choice([1, 3, 7]))
-    with pytest.raises(StopIteration) as end:
-        while True:
-            next(work)
-    assert end.value.value.equal(whole)
+    assert all_of(work).equal(whole)
 
 
 @pytest.mark.parametrize(
