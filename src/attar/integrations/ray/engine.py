@@ -77,12 +77,15 @@ class Engine:
             self._alive()
             await asyncio.sleep(0.02)
 
-    async def __del__(self) -> None:
+    async def end(self) -> None:
+        """End the engine."""
         if self._process is None:  # Serve calls this after a failed start, too
             return
         await self.client.close()
         await asyncio.get_running_loop().run_in_executor(None, self._process.end)
         self._stack.close()
+
+    __del__ = end  # Serve awaits it when it stops the replica
 
     async def answer(self, data: bytes) -> AsyncIterator[bytes]:
         """Run a request (`wire.Order`), and yield its events (`wire.events`). The stream ends after the request's last

@@ -91,11 +91,14 @@ class Http:
             self._warming = self._loop.run_in_executor(None, template.warm)
         await self._address
 
-    async def __del__(self) -> None:
+    async def end(self) -> None:
+        """Let open requests finish, and end the server."""
         if self._server is not None:  # Serve calls this after a failed start, too
             self._server.stop()
             with contextlib.suppress(Exception):
                 await self._task
+
+    __del__ = end  # Serve awaits it when it stops the replica
 
     def known(self, replicas: frozenset[str], leave: dict[str, Any]) -> None:
         """Take the ids of all replicas, from the loop of the handle's router."""
