@@ -32,6 +32,7 @@ COMMANDS = (
     "generate",
     "chat",
     "serve",
+    "deploy",
     "bench-serve",
     "bench",
     "plan",

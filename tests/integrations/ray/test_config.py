@@ -34,7 +34,7 @@ def read(file: Path) -> Any:
 
 def test_the_file_has_every_argument(file: Path) -> None:
     result = deploy(
-        "--ray", str(file), "--ray-replicas", "3", "--threads", "2", "--memory", "2GB", "--kv", "int8", 
+        "--ray", str(file), "--ray-replicas", "3", "--threads", "2", "--memory", "2GB", "--kv", "int8",
         "--port", "9000",
         "--alias", "gpt-*", "--sampling", "temperature=0.5", "--drain-seconds", "7",
     )  # fmt: skip
