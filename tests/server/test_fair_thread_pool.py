@@ -198,14 +198,12 @@ def test_large_texts_hold_up_no_small_ones(monkeypatch: pytest.MonkeyPatch) -> N
     large = "a " * LARGE
 
     async def main() -> None:
-        held = [
-            asyncio.create_task(prompts.ids(b"a", [large], Room("prompt", 10**6, CONTEXT, 0)))
-            for _ in range(THREADS + 1)
-        ]
-        held += [asyncio.create_task(prompts.ids(b"b", [large], Room("prompt", 10**6, CONTEXT, 0)))]
+        room = Room("prompt", 10**6, CONTEXT, 0)
+        held = [asyncio.create_task(prompts.ids(b"a", [large], room)) for _ in range(THREADS + 1)]
+        held += [asyncio.create_task(prompts.ids(b"b", [large], room))]
         held += [asyncio.create_task(prompts.chat_ids(b"b", [{"role": "user", "content": large}]))]
         assert await began(job)
-        assert await prompts.ids(b"a", ["Once upon"], Room("prompt", 10**6, CONTEXT, 0)) == [tuple(encode("Once upon"))]
+        assert await prompts.ids(b"a", ["Once upon"], room) == [tuple(encode("Once upon"))]
         assert await prompts.text_ids(b"b", "Once", add_special_tokens=False)
         assert await prompts.chat_ids(b"a", [{"role": "user", "content": "Hello"}])
         assert await prompts.text(b"a", encode("Once upon"))

@@ -94,6 +94,11 @@ class RequestTraces:
         found = [each for each in self._running.values() if each.cache_salt == cache_salt]
         return sorted((each for each in found if each.outcome == "running"), key=lambda each: each.arrived)
 
+    @property
+    def open(self) -> int:
+        """The number of running requests, of all keys."""
+        return sum(each.outcome == "running" for each in self._running.values())
+
     def remember(self, trace: RequestTrace) -> None:
         """Keep the trace of a request that has ended; the oldest is forgotten."""
         point("why.remember", trace.id)

@@ -117,8 +117,10 @@ class Routes:
         caller, body, model, ready = await self._read(request, ChatBody)
         turn = Turn.of(body.add_generation_prompt, body.continue_final_message)
         room, given = context(body, ready), body.kv_transfer_params
-        cut, ids = body.cut(room - max(1, body.most or 0)), None if given is None else given.prompt_token_ids
-        chat = Chat(body.conversation(), body.reasoning_request(), body.tool_use(), body.constraint(), turn, cut, ids)
+        chat = Chat(
+            body.conversation(), body.reasoning_request(), body.tool_use(), body.constraint(), turn,
+            body.cut(room - max(1, body.most or 0)), None if given is None else given.prompt_token_ids,
+        )  # fmt: skip
         ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat, room)
         params = chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
         params, tokenizer = self._showing(params, calling), self._prompts.tokenizer

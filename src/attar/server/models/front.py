@@ -133,8 +133,8 @@ class Front:
         return respond({"status": "ready"})
 
     async def load(self) -> Response:
-        """The number of requests that the loaded engines have or that wait for them."""
-        return respond({"server_load": sum(len(model.engine.open) for model in self._pool.models.values())})
+        """The number of requests that run or wait, of all models."""
+        return respond({"server_load": sum(model.context.traces.open for model in self._pool.models.values())})
 
     async def version(self) -> Response:
         """The server's version."""

@@ -38,8 +38,8 @@ class DialectRoutes(Routes):
         app.post("/invocations", include_in_schema=False)(self.invoke)
 
     async def load(self) -> Response:
-        """The number of requests that the engine has or that wait for it, as vLLM tells it."""
-        return respond({"server_load": len(self._dispatcher.engine.open)})
+        """The number of requests that run or wait, as vLLM tells it."""
+        return respond({"server_load": self._dispatcher.context.traces.open})
 
     async def invoke(self, request: Request) -> Response:
         """A request of any kind, as SageMaker passes it on: its body decides which route answers."""
