@@ -21,10 +21,8 @@ import llama_server
 ROCM_EXTRA_ARGS: list[str] = []
 ROCM_ENV_OVERRIDES: dict[str, str] = {}
 FLAGS = {"--enable-per-request-metrics": "--request-metrics"}
-SAMPLING = () if llama_server.MODEL == "demo" else (
-    "temperature=0.7", "top_p=0.8", "top_k=20", "repetition_penalty=1.1"
-)  # fmt: skip
-"""What Qwen2.5-Coder's `generation_config.json` has. vLLM reads such files; a GGUF file has none."""
+SAMPLING = () if llama_server.MODEL == "demo" else ("temperature=0.7", "top_p=0.8")
+"""What Qwen2.5's authors name for vLLM, which reads such values from a model's folder; a GGUF file has none."""
 VALUES = {"--root-path": "--root-path", "--served-model-name": "--name", "--max-model-len": "--context"}
 
 
@@ -78,7 +76,7 @@ class RemoteOpenAIServer:
 
     def _options(self, path: str, more: dict[str, Any]) -> dict[str, Any]:
         base = urljoin(self.url_root + "/", path)
-        return {"base_url": base, "api_key": self.DUMMY_API_KEY, "max_retries": 0, "timeout": 600} | more
+        return {"base_url": base, "api_key": self.DUMMY_API_KEY, "max_retries": 0, "timeout": 60} | more
 
 
 def __getattr__(name: str) -> Any:
