@@ -69,6 +69,7 @@ class Question:
     kv: str | None = None
     rows: int | None = None  # of a step, where they are set
     outputs: tuple[Weights, ...] = ()
+    calib: str = "self"  # calibration text of recipes that read one
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +93,15 @@ class Configuration:
     fits: bool
     cells: Mapping[str, Cell]
     fitted: tuple[str, ...] = ()  # curves that the step-time model had to fit
+    tried: bool = False  # whether it ran here: its times and divergence are then those of experiments
 
     @property
     def name(self) -> str:
         return f"{self.weights.label} + {self.kv.name} KV"
+
+    def meets(self, goals: Sequence[Goal]) -> bool:
+        """Return whether it fits and every quantity is within its limit."""
+        return self.fits and all(each <= 1 for each in self.excess(goals).values())
 
     def cell(self, goal: Goal) -> Cell:
         """Return the quantity that a goal limits."""
@@ -117,6 +123,7 @@ class Answer:
     all: tuple[Configuration, ...]
     rejected: tuple[Rejected, ...]
     relaxed: Mapping[Goal, Configuration | None] = field(default_factory=dict)
+    excluded: tuple[Rejected, ...] = ()  # those of `rejected` that no configuration could be made with
 
     @property
     def met(self) -> bool:
@@ -130,23 +137,32 @@ def search(question: Question) -> Answer:
     chosen, rejected = candidates.weights(question.config, question.storage, question.gpu, question.outputs)
     formats, refused = candidates.kv(question.config, question.gpu, question.kv)
     found = [each for of in chosen for each in _configurations(question, of, formats)]
+    return judged(question, found, (*rejected, *refused))
+
+
+def judged(question: Question, found: Sequence[Configuration], rejected: Sequence[Rejected] = ()) -> Answer:
+    """Judge configurations by the goals. `rejected` are techniques that none of them uses.
+
+    Where some that ran here meet the goals, the best is one of them.
+    """
     goals = question.goals
     possible = [each for each in found if each.fits]
-    meeting = [each for each in possible if all(x <= 1 for x in each.excess(goals).values())]
-    best = _best(meeting, goals)
+    meeting = [each for each in possible if each.meets(goals)]
+    best = _best([each for each in meeting if each.tried] or meeting, goals)
     nearest = best or min(
         possible or found, key=lambda each: (max(each.excess(goals).values()), sum(each.excess(goals).values()))
     )
-    why = [*rejected, *refused, *_rejections(chosen, formats, found, meeting, goals)]
+    weights = list({id(each.weights): each.weights for each in found}.values())
+    formats = list({each.kv.name: each.kv for each in found}.values())
+    why = [*rejected, *_rejections(weights, formats, found, meeting, goals)]
     relaxed = {}
     for goal in goals:
         wider = tuple(
             replace(g, limit=g.limit * (1.1 if g.bound == "<=" else 1 / 1.1)) if g is goal else g for g in goals
         )
-        relaxed[goal] = _best([e for e in possible if all(x <= 1 for x in e.excess(wider).values())], goals)
-    return Answer(
-        question, best, nearest, _front(meeting or possible or found, goals), tuple(found), tuple(why), relaxed
-    )
+        relaxed[goal] = _best([each for each in possible if each.meets(wider)], goals)
+    front = _front(meeting or possible or found, goals)
+    return Answer(question, best, nearest, front, tuple(found), tuple(why), relaxed, tuple(rejected))
 
 
 def _configurations(question: Question, weights: Weights, formats: Sequence[KvScheme]) -> list[Configuration]:
