@@ -12,7 +12,8 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,6 @@ class Materials:
 
     def key(self) -> str:
         """Return a hash of all that outputs and outcomes depend on, but for the question."""
-        from dataclasses import astuple
-
         from attar.plan.rates import store
 
         paths = [self.path, *([] if self.text is None else [self.text])]
@@ -111,12 +110,27 @@ class Experiments:
         if clock is not None and (known := self.notes.get(key)) is not None:
             seconds, left = known
             clock.require(seconds * left + reserve)
-        given = None if weights.recipe.startswith("rtn-") else self.materials.calib
+        told = self._told(clock, key, reserve)
+        given = None if weights.recipe.startswith("rtn-") else self._calibration(told)
         request = CompressionRequest(
             self.materials.model, self.path(weights), recipe=weights.recipe, calibration=given,
             samples=self.materials.samples, evaluation=self.materials.text, eval_tokens=TOKENS,
         )  # fmt: skip
-        compress_request(request, self._told(clock, key, reserve))
+        compress_request(request, told)
+
+    def _calibration(self, told: Progress) -> str | list[list[int]]:
+        """Return the calibration text. What the model writes itself is kept: all recipes read the same."""
+        if self.materials.calib != "self":
+            return self.materials.calib
+        from attar.checkpoints.convert.dense import open_dense
+        from attar.checkpoints.sources import hf
+        from attar.compression.calibration import texts
+
+        path = self.materials.path
+        checkpoint = open_dense(path) if path.is_file() else hf.Checkpoint.open(path)
+        amount = texts.Amount(samples=self.materials.samples)
+        kept = self.folder / f"self-{amount.samples}x{amount.length}.i32"
+        return texts.written(checkpoint, amount, kept, partial(told, "sampling")).tolist()
 
     def _told(self, clock: Clock | None, key: str, reserve: float) -> Progress:
         since: tuple[float, int] | None = None
@@ -184,16 +198,18 @@ class Experiments:
         work, first, each = self.question.workload, of.cells["ttft_p95"].value, of.cells["tpot_p95"].value
         answer = min(work.answer, max(LEAST_ANSWER, int((seconds - first) / each)))
         rounds = max(1, int(seconds / (first + answer * each)))
-        many = {"clients": (work.users,), "requests": min(MOST_REQUESTS, rounds * work.users)}
-        if work.trace:
-            many = {"trace": self.materials.trace, "requests": len(work.trace), "longest": work.context}
         begun = time.monotonic()
         with policies.served(str(self.path(of.weights)), report.settings(of, self.question)) as url:
             self._start = time.monotonic() - begun
             options = sweep.Options(
                 url, synthetic=Synthetic(work.prompt, answer), vocabulary=self.question.config.vocab_size,
-                seconds=seconds, timeout=max(1.0, clock.left), **many,
+                clients=(work.users,), requests=min(MOST_REQUESTS, rounds * work.users), seconds=seconds,
+                timeout=max(1.0, clock.left),
             )  # fmt: skip
+            if work.trace:
+                options = replace(
+                    options, trace=self.materials.trace, clients=(), requests=len(work.trace), longest=work.context
+                )
             measured = sweep.bench_serve(options, self.progress)
         if (wrong := sweep.failure(measured)) is not None:
             raise UserError("request_refused", f"a load test failed: {wrong}")

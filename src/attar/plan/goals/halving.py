@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -144,10 +144,11 @@ def halve(
     elsewhere."""
     run = _Run(answer, bench, clock, notes, tell)
     queue = contenders(answer)
-    first = sorted(queue[:FIRST], key=lambda each: not bench.made(each.weights))
-    for each in first:
+    there = {each.weights.label: each for each in reversed(queue) if bench.made(each.weights)}
+    first = [*there.values(), *(each for each in queue if each not in there.values())][:FIRST]
+    for each in sorted(first, key=lambda each: not bench.made(each.weights)):
         run.first(each)
-    for each in queue[FIRST:]:  # where all that was promised fell short
+    for each in (each for each in queue if each not in first):  # where all that was promised fell short
         if run.meeting() or clock.left < bench.load_seconds(each):
             break
         run.first(each)
@@ -182,6 +183,7 @@ class _Run:
             seconds = max(LEAST_SECONDS, min(SECONDS, self.clock.limit * LOAD_SHARE))
             tokens = self._tokens(of.weights)
             after = seconds + self.bench.load_seconds(of) + tokens * self.bench.token_seconds(of.weights)
+            self.clock.require(after)
             if not self.bench.made(of.weights):
                 self.bench.make(of.weights, self.clock, after)
             cost = self._divergence(of, tokens)
@@ -209,19 +211,23 @@ class _Run:
         for of in best:
             tokens = min(MOST_TOKENS, int(share / self.bench.token_seconds(of.weights)))
             if tokens >= 2 * self._tokens(of.weights):
-                self._again(of, lambda of=of, tokens=tokens: self._divergence(of, tokens))
+                self._longer(of, tokens=tokens)
         for number in range(1, ROUNDS + 1):
             turns = len(best) * (ROUNDS + 1 - number)
             for of in best:
                 seconds = min(MOST_SECONDS, 0.9 * self.clock.left / turns - self.bench.load_seconds(of))
                 turns -= 1
                 if seconds >= LEAST_SECONDS:
-                    self._again(of, lambda of=of, seconds=seconds: self._load(of, seconds, number))
+                    self._longer(of, seconds=seconds, number=number)
 
-    def _again(self, of: Configuration, experiment: Callable[[], Quality | None]) -> None:
+    def _longer(self, of: Configuration, tokens: int = 0, seconds: float = 0.0, number: int = 0) -> None:
+        """Measure a configuration's divergence on more tokens, or run a further load test. What does not fit or fails
+        leaves the first rung's values."""
         self.tell(f"measuring {of.name} longer; {self.clock.left:.0f} s left")
         try:
-            cost = experiment()
+            cost = self._divergence(of, tokens) if tokens else None
+            if seconds:
+                self._load(of, seconds, number)
         except (OutOfTime, UserError):
             return
         self._keep(of, cost)

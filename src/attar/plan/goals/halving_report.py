@@ -14,8 +14,7 @@ QUANTITIES = ("kl", "ttft_p95", "tpot_p95", "tokens_per_second")
 
 def to_text(outcome: Outcome) -> list[str]:
     """Return lines: a table of what was predicted and measured, then what keeps its prediction."""
-    head = ("measured", "rows", *QUANTITIES)
-    rows = [head]
+    rows: list[tuple[str, ...]] = [("measured", "rows", *QUANTITIES)]
     for before, after in outcome.pairs:
         cells = []
         for name in QUANTITIES:
