@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attar.errors import UserError
 from attar.plan.goals import report
@@ -24,6 +24,9 @@ from attar.plan.goals.halving import LEAST_SECONDS, TOKENS, Clock, OutOfTime
 from attar.plan.goals.quality import Quality
 from attar.plan.goals.search import Configuration, Question
 from attar.progress import Progress
+
+if TYPE_CHECKING:
+    from attar.checkpoints.sources import hf
 
 SUFFIX = ".plan"  # of the folder beside an output
 REFERENCE = 4.0  # how many times as long a prompt takes in float32 by the reference, as a first guess
@@ -81,10 +84,15 @@ def place(materials: Materials, output: Path | None) -> Path:
 class Experiments:
     """The experiments of `plan.goals.halving.Bench`, on this machine."""
 
-    def __init__(self, question: Question, materials: Materials, folder: Path, progress: Progress) -> None:
+    def __init__(
+        self, question: Question, materials: Materials, folder: Path, progress: Progress, output: Path | None = None
+    ) -> None:
+        """Prepare experiments in a folder. `output`: where the chosen weights will be; a finished output of the same
+        model there is used."""
         from attar.compression.resume import Log
 
         self.question, self.materials, self.folder, self.progress = question, materials, folder, progress
+        self.output, self.finished = output, None if output is None else finished(output, materials.path)
         self.notes = Log(folder / "outcomes.jsonl", materials.key())
         self._token_seconds: float | None = None
         self._start = START
@@ -93,6 +101,8 @@ class Experiments:
         """Return where the weights are, or will be."""
         if weights.path is not None:
             return Path(weights.path)
+        if weights.recipe is not None and weights.recipe == self.finished and self.output is not None:
+            return self.output
         return self.materials.path if weights.recipe is None else self.folder / weights.recipe.replace("+", "-")
 
     def made(self, weights: Weights) -> bool:
@@ -122,12 +132,9 @@ class Experiments:
         """Return the calibration text. What the model writes itself is kept: all recipes read the same."""
         if self.materials.calib != "self":
             return self.materials.calib
-        from attar.checkpoints.convert.dense import open_dense
-        from attar.checkpoints.sources import hf
         from attar.compression.calibration import texts
 
-        path = self.materials.path
-        checkpoint = open_dense(path) if path.is_file() else hf.Checkpoint.open(path)
+        checkpoint = _source(self.materials.path)
         amount = texts.Amount(samples=self.materials.samples)
         kept = self.folder / f"self-{amount.samples}x{amount.length}.i32"
         return texts.written(checkpoint, amount, kept, partial(told, "sampling")).tolist()
@@ -234,49 +241,55 @@ def _end(clock: Clock | None) -> None:
         raise OutOfTime(None)
 
 
-def same(output: Path, recipe: str, model: Path) -> bool:
-    """Return whether an output was made from this model by this recipe. Raises CheckpointError for a damaged
-    receipt."""
-    from attar.checkpoints.receipts import receipt
+def _source(path: Path) -> hf.Checkpoint:
+    """Open a model as compression does."""
+    from attar.checkpoints.convert.dense import open_dense
     from attar.checkpoints.sources import hf
 
-    found = receipt.read_receipt(output)
-    if found is None or not isinstance(about := found.value.get("recipe"), dict) or about.get("recipe") != recipe:
-        return False
-    source = found.value.get("source")
-    if not isinstance(source, dict) or model.is_file():
-        return isinstance(source, dict)
-    return bool(source.get("sha256") == receipt.combined_hash(hf.Checkpoint.open(model).folder.source_hashes()))
+    return open_dense(path) if path.is_file() else hf.Checkpoint.open(path)
 
 
-def check_output(output: Path) -> None:
-    """Raise UserError for an output that exists and is no finished one."""
+def finished(output: Path, model: Path) -> str | None:
+    """Return the recipe of a finished output of a model; None where the output does not exist.
+
+    Raises UserError (`output_exists`) where it is something else, and CheckpointError for a damaged receipt.
+    """
     from attar.checkpoints.receipts import receipt
 
-    if output.exists() and receipt.read_receipt(output) is None:
-        raise UserError("output_exists", f"{output} exists, and no receipt says what it is: choose another --apply")
+    if not output.exists():
+        return None
+    found = receipt.read_receipt(output)
+    about, source = ({}, {}) if found is None else (found.value["recipe"], found.value["source"])
+    recipe = about.get("recipe") if isinstance(about, dict) else None
+    own = receipt.combined_hash(_source(model).folder.source_hashes())
+    if not isinstance(recipe, str) or not isinstance(source, dict) or source.get("sha256") != own:
+        message = f"{output} exists, and is no finished output of this model: choose another --apply"
+        raise UserError("output_exists", message)
+    return recipe
 
 
-def apply(experiments: Experiments, weights: Weights, output: Path, tell: Callable[[str], None]) -> Path:
-    """Write the weights of a plan to `output`, and return where they are.
+def apply(experiments: Experiments, weights: Weights, tell: Callable[[str], None]) -> str:
+    """Write the weights of a plan to the output, and return the name or path of the model to serve.
 
     Weights that exist, as the model's own, stay where they are. A finished output of the same model and recipe is used.
     Raises UserError (`output_exists`) for another one.
     """
+    output = experiments.output
+    assert output is not None
     if weights.recipe is None:
-        path = experiments.path(weights)
-        tell(f"nothing is written to {output}: the plan serves {path} as it is")
-        return path
-    if output.exists():
-        if not same(output, weights.recipe, experiments.materials.path):
-            message = f"{output} exists, and is no {weights.recipe} of this model: choose another --apply"
-            raise UserError("output_exists", message)
+        served = weights.path or experiments.materials.model
+        tell(f"nothing is written to {output}: the plan serves {served} as it is")
+        return served
+    if experiments.finished == weights.recipe:
         tell(f"{output} is {weights.recipe} of this model already")
-        return output
-    if not experiments.made(weights):
-        experiments.make(weights, None)
-    _move(experiments.path(weights), output)
-    return output
+    elif experiments.finished is not None:
+        message = f"{output} is {experiments.finished}, and the plan chose {weights.recipe}: choose another --apply"
+        raise UserError("output_exists", message)
+    else:
+        if not experiments.made(weights):
+            experiments.make(weights, None)
+        _move(experiments.path(weights), output)
+    return str(output)
 
 
 def _move(made: Path, output: Path) -> None:

@@ -88,8 +88,6 @@ def plan_by_goal(config: GoalOptions) -> None:
 
 def check_experiments(config: GoalOptions) -> None:
     """Raise UserError for options that experiments cannot be made with, before anything is measured."""
-    from attar.cli.goals import experiments
-
     if config.gpu is not None or config.rates is not None:
         message = "--measure and --apply run on this machine's CPU: leave out --gpu, --device and --rates"
         raise UserError("option_conflict", message)
@@ -100,8 +98,6 @@ def check_experiments(config: GoalOptions) -> None:
     for path in (config.text, None if config.calib in (None, "self") else Path(config.calib)):
         if path is not None:
             path.open("rb").close()
-    if config.apply is not None:
-        experiments.check_output(config.apply)
 
 
 def experiment(config: GoalOptions, answer: Answer, bar: Progress) -> tuple[Answer, Outcome | None, str | None]:
@@ -118,14 +114,14 @@ def experiment(config: GoalOptions, answer: Answer, bar: Progress) -> tuple[Answ
         trace=config.trace,
     )  # fmt: skip
     folder = experiments.place(materials, config.apply)
-    lab = experiments.Experiments(answer.question, materials, folder, bar)
+    lab = experiments.Experiments(answer.question, materials, folder, bar, config.apply)
     outcome = None
     if clock is not None:
         outcome = halve(answer, lab, clock, lab.notes, tell)
         answer = outcome.answer
     if config.apply is None or answer.best is None:
         return answer, outcome, None
-    return answer, outcome, str(experiments.apply(lab, answer.best.weights, config.apply, tell))
+    return answer, outcome, experiments.apply(lab, answer.best.weights, tell)
 
 
 def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]]:

@@ -153,13 +153,18 @@ def halve(
             break
         run.first(each)
     run.second()
-    found = [run.found.get(_key(each), each) for each in answer.all]
-    pairs = [(each, run.found[_key(each)]) for each in answer.all if _key(each) in run.found]
+    measured = {key: run.measured(each) for key, each in run.found.items()}
+    found = [measured.get(_key(each), each) for each in answer.all]
+    pairs = [(each, measured[_key(each)]) for each in answer.all if _key(each) in measured]
     return Outcome(judged(answer.question, found, answer.excluded), tuple(pairs), tuple(run.left), clock.spent)
 
 
+def _pair(of: Configuration) -> str:
+    return f"{of.weights.label}|{of.kv.name}"
+
+
 def _key(of: Configuration) -> str:
-    return f"{of.weights.label}|{of.kv.name}|{of.rows}"
+    return f"{_pair(of)}|{of.rows}"
 
 
 class _Run:
@@ -171,10 +176,11 @@ class _Run:
         self.found: dict[str, Configuration] = {}
         self.left: list[Unmeasured] = []
         self.loads: dict[str, list[Mapping[str, float]]] = {}
+        self.costs: dict[str, tuple[int, Quality]] = {}  # by weights and KV format, of the most tokens
 
     def meeting(self) -> list[Configuration]:
         """Return what was measured and meets the goals."""
-        return [each for each in self.found.values() if each.meets(self.goals)]
+        return [each for each in map(self.measured, self.found.values()) if each.meets(self.goals)]
 
     def first(self, of: Configuration) -> None:
         """Take a configuration's part in the first rung."""
@@ -186,7 +192,7 @@ class _Run:
             self.clock.require(after)
             if not self.bench.made(of.weights):
                 self.bench.make(of.weights, self.clock, after)
-            cost = self._divergence(of, tokens)
+            self._divergence(of, tokens)
             self._load(of, seconds, 0)
         except OutOfTime as late:
             self.left.append(Unmeasured(of, needed=late.needed))
@@ -194,7 +200,7 @@ class _Run:
         except UserError as error:
             self.left.append(Unmeasured(of, failed=str(error)))
             return
-        self._keep(of, cost)
+        self.found[_key(of)] = of
 
     def second(self) -> None:
         """Measure the best of the first rung longer, each in turn, while there is time."""
@@ -202,7 +208,7 @@ class _Run:
         def rank(of: Configuration) -> tuple[float, ...]:
             return (not of.meets(self.goals), max(of.excess(self.goals).values()), -of.cells["tokens_per_second"].value)
 
-        ranked = sorted(self.found.values(), key=rank)
+        ranked = sorted(map(self.measured, self.found.values()), key=rank)
         meeting = sorted(self.meeting(), key=lambda of: -of.cells["tokens_per_second"].value)
         best = (meeting or ranked)[:SECOND]
         if len(best) < 2 and not meeting:
@@ -225,12 +231,12 @@ class _Run:
         leaves the first rung's values."""
         self.tell(f"measuring {of.name} longer; {self.clock.left:.0f} s left")
         try:
-            cost = self._divergence(of, tokens) if tokens else None
-            if seconds:
+            if tokens:
+                self._divergence(of, tokens)
+            else:
                 self._load(of, seconds, number)
         except (OutOfTime, UserError):
             return
-        self._keep(of, cost)
 
     def _tokens(self, weights: Weights) -> int:
         tokens, most = TOKENS, self.clock.limit * KL_SHARE
@@ -238,18 +244,19 @@ class _Run:
             tokens //= 2
         return tokens
 
-    def _divergence(self, of: Configuration, tokens: int) -> Quality | None:
-        """Return the measured divergence; None where it is exactly that of the model as it is stored."""
-        if of.cells["kl"].evidence == "exact":
-            return None
-        key = f"kl|{of.weights.label}|{of.kv.name}|{tokens}"
-        if (known := self.notes.get(key)) is None:
+    def _divergence(self, of: Configuration, tokens: int) -> None:
+        """Measure a divergence, unless it is exactly that of the model as it is stored, or known on as many tokens."""
+        pair = _pair(of)
+        if of.cells["kl"].evidence == "exact" or (pair in self.costs and self.costs[pair][0] >= tokens):
+            return
+        known = self.notes.get(f"kl|{pair}")
+        if known is None or known[0] < tokens:
             self.clock.require(tokens * self.bench.token_seconds(of.weights))
             found = self.bench.divergence(of.weights, of.kv.name, tokens, self.clock)
-            known = [found.kl, found.low, found.high, found.top1]
-            self.notes.put(key, known)
-        kl, low, high, top1 = known
-        return Quality(kl, low, high, "measured", f"{tokens} tokens", top1)
+            known = [tokens, found.kl, found.low, found.high, found.top1]
+            self.notes.put(f"kl|{pair}", known)
+        counted, kl, low, high, top1 = known
+        self.costs[pair] = counted, Quality(kl, low, high, "measured", f"{counted} tokens", top1)
 
     def _load(self, of: Configuration, seconds: float, number: int) -> None:
         work = self.work
@@ -260,16 +267,16 @@ class _Run:
             self.notes.put(key, known)
         self.loads.setdefault(_key(of), []).append(known)
 
-    def _keep(self, of: Configuration, cost: Quality | None) -> None:
-        """Replace the quantities of a configuration by what was measured of it so far."""
-        before = self.found.get(_key(of), of)
-        cells = dict(before.cells)
-        loads = self.loads[_key(of)]
-        for name in loads[0]:
+    def measured(self, of: Configuration) -> Configuration:
+        """Return a configuration with its quantities replaced by what was measured of it so far."""
+        cells = dict(of.cells)
+        loads = self.loads.get(_key(of), [])
+        for name in loads[0] if loads else ():
             values = [each[name] for each in loads if name in each]
             cells[name] = Cell(statistics.median(values), min(values), max(values), "measured")
-        if cost is not None:
+        if (known := self.costs.get(_pair(of))) is not None:
+            cost = known[1]
             cells["kl"] = Cell(cost.kl, cost.low, cost.high, "measured")
             share = cost.agreement
             cells["top1"] = Cell(share, share, share, "measured" if cost.top1 is not None else "fitted")
-        self.found[_key(of)] = replace(before, cells=cells, tried=True)
+        return replace(of, cells=cells, tried=True)
