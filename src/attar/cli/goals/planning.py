@@ -106,6 +106,8 @@ def experiment(config: GoalOptions, answer: Answer, bar: Progress) -> tuple[Answ
     from attar.checkpoints.sources import hub
     from attar.cli.goals import experiments
     from attar.plan.goals.halving import Clock, halve
+    from attar.plan.goals.history import History
+    from attar.plan.rates import store
 
     clock = None if config.measure is None else Clock(config.measure)
     path = hub.resolve(config.name)
@@ -119,6 +121,10 @@ def experiment(config: GoalOptions, answer: Answer, bar: Progress) -> tuple[Answ
     if clock is not None:
         outcome = halve(answer, lab, clock, lab.notes, tell)
         answer = outcome.answer
+        past = History(store.folder(), store.key())
+        past.add(config.name, answer.question.workload, outcome.pairs)
+        if past.problem is not None:
+            tell(past.problem)
     if config.apply is None or answer.best is None:
         return answer, outcome, None
     return answer, outcome, experiments.apply(lab, answer.best.weights, tell)
@@ -130,7 +136,9 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
     from attar.engine import deployment
     from attar.evaluation.planning import questions
     from attar.plan.goals import candidates
+    from attar.plan.goals.history import History
     from attar.plan.goals.search import Question, require_users
+    from attar.plan.rates import store
     from attar.plan.rates.step_time import of_gpu
     from attar.plan.steps import StepLimits
 
@@ -160,6 +168,8 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
         notes.append(f"memory {source if memory is None else f'{memory / 1e9:.3g} GB, {source}'}")
         if limits.threads > profile.key.threads:
             notes.append(f"rates are of {profile.key.threads} threads, memory is planned for {limits.threads}")
+    past = History(store.folder(), store.key())
+    notes += [each for each in (past.sentence() if gpu is None else None, past.problem) if each is not None]
     notes.append("KL ranges that are fitted come from two models (docs/planning.md): measure yours with attar eval")
     if candidates.compressed(subject.config, subject.storage):
         notes.append("KL is against the model as it is stored")
@@ -177,6 +187,7 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
         rows,
         outputs,
         config.calib or "self",
+        {} if gpu is not None else past.factors(),
     )
     return made, notes
 

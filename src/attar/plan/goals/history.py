@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -24,7 +24,7 @@ from attar.plan.rates.profile import MachineKey
 
 FORMAT: Final = 1
 FILE = "history.json"
-MAX_BYTES, MOST = 1_000_000, 1000
+MAX_BYTES, MOST = 4_000_000, 1000
 ENOUGH = 3  # measurements from which ranges are widened
 HELD = 0.9  # share of the past measurements that a widened range would have held
 QUANTITIES = ("kl", "ttft_p95", "tpot_p95", "tokens_per_second")
@@ -63,7 +63,8 @@ class History:
 
     def __init__(self, folder: Path, key: MachineKey) -> None:
         """Read the record. One that cannot be read becomes the `problem`, and counts as empty."""
-        self.path, self.problem = folder / FILE, None
+        self.path = folder / FILE
+        self.problem: str | None = None
         self.machine = hashlib.sha256(repr(astuple(key)).encode()).hexdigest()[:16]
         self.entries: dict[tuple[str, str, str], Entry] = {}
         try:
@@ -74,7 +75,7 @@ class History:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        self.problem: str | None = f"past errors of plans are neither known nor kept: {self.path}: {str(error)[:200]}"
+        self.problem = f"past errors of plans are neither known nor kept: {self.path}: {str(error)[:200]}"
 
     def _add(self, entries: Iterable[Entry]) -> None:
         for each in entries:
@@ -92,7 +93,7 @@ class History:
                 predicted, measured = before.cells[name], after.cells[name]
                 if measured.evidence != "measured" or not _positive(predicted) or not _positive(measured):
                     continue
-                of = f"{model[:200]}: {after.name}" + ("" if name == "kl" else f", {after.rows} rows, {load}")
+                of = f"{model[:150]}: {after.name[:150]}" + ("" if name == "kl" else f", {after.rows} rows, {load}")
                 place = EVERYWHERE if name == "kl" else self.machine
                 self._add([Entry(place, of, name, predicted.value, measured.value)])
         kept = tuple(self.entries.values())[-MOST:]
@@ -126,15 +127,3 @@ class History:
 
 def _positive(cell: Cell) -> bool:
     return math.isfinite(cell.value) and cell.value > 0
-
-
-def widened(cells: Mapping[str, Cell], factors: Mapping[str, float]) -> dict[str, Cell]:
-    """Return cells whose ranges reach as far as past errors did. Exact ones stay."""
-    found = dict(cells)
-    for name, cell in cells.items():
-        factor = factors.get(name) or factors.get(f"{name.rpartition('_')[0]}_p95", 1.0)
-        if cell.evidence != "exact" and factor > 1 and math.isfinite(cell.value):
-            found[name] = Cell(
-                cell.value, min(cell.low, cell.value / factor), max(cell.high, cell.value * factor), cell.evidence
-            )
-    return found

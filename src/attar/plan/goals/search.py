@@ -70,6 +70,7 @@ class Question:
     rows: int | None = None  # of a step, where they are set
     outputs: tuple[Weights, ...] = ()
     calib: str = "self"  # calibration text of recipes that read one
+    factors: Mapping[str, float] = field(default_factory=dict)  # of ranges, by past errors (`history`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +186,7 @@ def _configurations(question: Question, weights: Weights, formats: Sequence[KvSc
             of_kv = quality.KV.get(kv.name)
             cost = weights.quality + of_kv if of_kv is not None else None
             cells = _cells(cost, _needed(taken), size, model, _latencies(model, work, limits, taken))
+            cells = widened(cells, q.factors)
             fits = q.memory is None or _needed(taken) <= q.memory
             found.append(Configuration(weights, kv, limits.rows, taken, fits, cells, model.fitted))
     return found
@@ -235,6 +237,18 @@ def _cells(cost: Quality | None, memory: int, size: int, model: StepModel, found
         cells["kl"] = Cell(math.inf, 0.0, math.inf, "unverified")
         cells["top1"] = Cell(0.0, 0.0, 1.0, "unverified")
     return cells
+
+
+def widened(cells: Mapping[str, Cell], factors: Mapping[str, float]) -> dict[str, Cell]:
+    """Return cells whose ranges reach as far as past errors did. Exact ones stay."""
+    found = dict(cells)
+    for name, cell in cells.items():
+        factor = factors.get(name) or factors.get(f"{name.rpartition('_')[0]}_p95", 1.0)
+        if cell.evidence != "exact" and factor > 1 and math.isfinite(cell.value):
+            found[name] = Cell(
+                cell.value, min(cell.low, cell.value / factor), max(cell.high, cell.value * factor), cell.evidence
+            )
+    return found
 
 
 def _best(meeting: Sequence[Configuration], goals: Sequence[Goal]) -> Configuration | None:
