@@ -19,7 +19,7 @@ from attar.cli.goals import experiments
 from attar.cli.goals.experiments import Experiments, Materials
 from attar.cli.main import app
 from attar.plan.costs import Storage
-from attar.plan.goals import quality
+from attar.plan.goals import candidates, quality
 from attar.plan.goals.candidates import Weights
 from attar.plan.goals.halving import Clock, OutOfTime
 from attar.plan.goals.search import Configuration
@@ -134,6 +134,7 @@ def test_a_plan_is_confirmed_and_written(
         return {name: 2 * of.cells[name].value for name in names}
 
     monkeypatch.setattr(Experiments, "load", load)
+    monkeypatch.setattr(candidates, "RECIPES", [each for each in candidates.RECIPES if each.method == "rtn"])
     out = tmp_path / "out"
     command = (
         f"plan demo --goal 'kl<=2, tpot<=1s, size<=4.7MB' --context 128 --measure 60s --text {text} --apply {out} "
