@@ -72,8 +72,8 @@ class _Remote:
     def read(self, file: str, begin: int, end: int) -> tuple[bytes, int]:
         """Return bytes from `begin` to `end` of a file, fewer at its end, and its size. Raises CheckpointError where
         the bytes of all reads are more than the limit, and for a server that sends no ranges."""
-        from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+        from huggingface_hub import get_session, hf_hub_url, hf_raise_for_status
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, by its documentation
 
         self._count(end - begin)
         url = hf_hub_url(self.name.repo, file, revision=self.commit, endpoint=self.api.endpoint)
