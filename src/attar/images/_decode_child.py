@@ -28,7 +28,6 @@ from attar.images._containers import Container, Refused, parse
 from attar.images.geometry import Layout, layout
 from attar.images.settings import PixelSettings
 from attar.protocol.framing import frame, read
-from attar.protocol.images import MAX_PIXELS
 
 MEMORY = 512 << 20  # bytes of address space
 CPU_SECONDS = 1  # at least; up to one more, as the limit counts whole seconds
@@ -61,8 +60,9 @@ def answer(body: bytes) -> bytes:
         if request["kind"] and request["kind"] != found.kind:
             raise Refused(f"is said to be {request['kind']}, and is {found.kind}")
         pixels = found.width * found.height
-        if pixels > min(MAX_PIXELS, request["pixels"]):
-            most = f"{MAX_PIXELS} pixels, and all images of a request {request['most']}"
+        limits = request["limits"]
+        if pixels > min(limits["each"], limits["left"]):
+            most = f"{limits['each']} pixels, and all images of a request {limits['all']}"
             raise UserError(
                 "image_too_large", f"the image has {found.width} x {found.height} pixels; it may have {most}"
             )
@@ -175,7 +175,7 @@ def send(body: bytes) -> None:
 
 def main() -> None:
     """Answer requests until stdin ends."""
-    Image.preinit = Image.init = lambda: False  # no other decoder is ever loaded
+    Image._initialized = 2  # Pillow's own word for "all decoders are loaded": it loads no others
     limit_resources()
     send(b"+")
     while (body := read(sys.stdin.buffer, MAX_FRAME)) is not None:

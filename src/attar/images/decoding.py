@@ -14,7 +14,15 @@ from typing import NamedTuple
 from attar.errors import CODES, Code, UserError
 from attar.images.geometry import layout, unpadded
 from attar.images.settings import ImageSettings
-from attar.protocol.images import CHANNELS, MAX_IMAGES, MAX_REQUEST_PIXELS, MAX_TILE_BYTES, ImageInput, digest_of
+from attar.protocol.images import (
+    CHANNELS,
+    MAX_IMAGES,
+    MAX_PIXELS,
+    MAX_REQUEST_PIXELS,
+    MAX_TILE_BYTES,
+    ImageInput,
+    digest_of,
+)
 from attar.text.limited_child import LimitedChild
 
 DECODE_SECONDS = 1.0  # of one image
@@ -42,7 +50,7 @@ class ImageSource(NamedTuple):
         if head is None:
             scheme = _SCHEME.match(url[:32])
             if scheme and scheme[0].lower() != "data:":
-                message = f"a URL with {scheme[0].lower()} is not fetched: send the image itself, as data:image/png;base64,..."
+                message = f"a URL with {scheme[0].lower()} is not fetched: send the image as data:image/png;base64,..."
             else:
                 message = "an image is given as data:image/png;base64,..., or image/jpeg or image/webp"
             raise UserError("image_invalid", message)
@@ -101,8 +109,9 @@ def decode(settings: ImageSettings, sources: Sequence[ImageSource]) -> tuple[Ima
 
 def _decoded(child: LimitedChild, settings: ImageSettings, source: ImageSource, pixels: int) -> ImageInput:
     own = settings.pixels.json()
-    request = {"base64": source.base64, "kind": source.kind, "pixels": pixels, "most": MAX_REQUEST_PIXELS}
-    head = json.dumps({**request, "settings": json.loads(own)}).encode()
+    limits = {"each": MAX_PIXELS, "all": MAX_REQUEST_PIXELS, "left": pixels}
+    request = {"base64": source.base64, "kind": source.kind, "limits": limits, "settings": json.loads(own)}
+    head = json.dumps(request).encode()
     reply = child.ask_bytes(b"".join((len(head).to_bytes(4, "little"), head, source.data)), DECODE_SECONDS)
     length = int.from_bytes(reply[:4], "little")
     told, tiles = json.loads(reply[4 : 4 + length]), reply[4 + length :]

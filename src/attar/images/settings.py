@@ -64,9 +64,9 @@ class PixelSettings:
 class ImageSettings:
     """Settings of images of a model.
 
-    image_token: id that stands in the prompt once for each feature row. place_token: id of the token that chat templates
-    write for an image. end_token: id behind the rows, where there is one. tile_rows: feature rows of one tile; for
-    Qwen2-VL they follow from the patches.
+    image_token: id that stands in the prompt once for each feature row. place_token: id of the token that chat
+    templates write for an image. end_token: id behind the rows, where there is one. tile_rows: feature rows of one
+    tile; for Qwen2-VL they follow from the patches.
     """
 
     pixels: PixelSettings
@@ -77,7 +77,7 @@ class ImageSettings:
 
 
 def read_settings(folder: Path) -> ImageSettings | None:
-    """Read the settings of a checkpoint's folder; None where it is no vision-language model, or has no file of settings.
+    """Read the settings of a checkpoint's folder; None where it is no vision-language model, or has no such files.
 
     Raises UserError: `config_invalid` for values out of bounds, `feature_unsupported` for what is not built.
     """
@@ -157,7 +157,8 @@ class _Reader:
         return self._made(
             PixelSettings("gemma3", self._resample(BILINEAR), size=size),
             _whole(self.processor, "image_seq_length", MAX_ROWS, rows),
-            _whole(self.config, "boi_token_index", 2**31, 255_999), _whole(self.config, "eoi_token_index", 2**31, 256_000),
+            _whole(self.config, "boi_token_index", 2**31, 255_999),
+            _whole(self.config, "eoi_token_index", 2**31, 256_000),
         )  # fmt: skip
 
     def _made(
