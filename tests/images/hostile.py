@@ -91,7 +91,7 @@ CORPUS: dict[str, tuple[Callable[[], bytes], str | None]] = {
     "zero_by_n": (lambda: png(0, 10), "image_invalid"),
     "negative": (lambda: png(0xFFFFFFFF, 0xFFFFFFFF, rows=b""), "image_too_large"),
     "empty": (lambda: b"", "image_invalid"),
-    "svg": (lambda: b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>', "image_invalid"),
+    "svg": (lambda: b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/>', "image_invalid"),
     "gif": (lambda: saved("GIF", "P"), "image_invalid"),
     "bmp": (lambda: saved("BMP"), "image_invalid"),
     "tiff": (lambda: saved("TIFF"), "image_invalid"),
