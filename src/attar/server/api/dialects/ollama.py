@@ -115,7 +115,7 @@ class _Generating(Body, frozen=True, kw_only=True):
     """What both bodies of texts have."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "logprobs": (False,), "top_logprobs": (0,), "images": ([],),
+        "logprobs": (False,), "top_logprobs": (0,),
         "template": ("",), "context": ([],), "width": (0,), "height": (0,), "steps": (0,), "truncate": (True,),
         "shift": (True, False),
     }  # fmt: skip
@@ -151,7 +151,7 @@ class OllamaMessage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
-    images: Nothing | None = None
+    images: Images | None = None
     tool_calls: OllamaCalls | None = None
     tool_name: ToolName | None = None  # of a result, as the older `name`, or `tool_call_id`
     name: ToolName | None = None

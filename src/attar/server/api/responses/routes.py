@@ -72,10 +72,10 @@ class ResponsesRoutes(Routes):
         use, spaces, custom = body.toolset()
         chat = Chat(said, body.reasoning_request(), use, body.constraint())
         with _of_input(), placing(body.tools or ()):
-            ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat)
+            ids, section, grammar, calling, reader, images = await self._prepared(request, caller, ready, chat)
         most = self._dispatcher.engine.places.most
         params = self._showing(chat_params(body.as_chat(), ids, ready, most, caller, self._sampling), calling)
-        handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section)
+        handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section, images)
         output = Output(calling.new_id, spaces, Content(self._prompts.tokenizer) if body.scored else None, custom)
         answer = Answer(handler, body, params, model, reader, output, self._keep(caller, body, before, items))
         if body.stream:
