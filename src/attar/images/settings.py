@@ -225,7 +225,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_CONFIG + 1)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     try:
         value = strict_json.parse_as_python(data) if len(data) <= MAX_CONFIG else None

@@ -79,13 +79,15 @@ class Dispatcher:
         if caller.cache_salt:  # no key goes ahead of another
             priority = max(0, priority)
         adapter = self._adapter(model)
-        commands = [
-            Submit(
-                name, prompt, params.seeded(), n, caller.cache_salt, priority, left, adapter, grammar, reasoning,
-                images=images,
+        salt = caller.cache_salt
+
+        def submitted(name: str, prompt: tuple[int, ...]) -> Submit:
+            seeded = params.seeded()
+            return Submit(
+                name, prompt, seeded, n, salt, priority, left, adapter, grammar, reasoning, images=images
             )  # fmt: skip
-            for name, prompt in _named(caller, prompts)
-        ]
+
+        commands = [submitted(name, prompt) for name, prompt in _named(caller, prompts)]
         made = self._ask(caller, prompts, n, commands, self._share())
         made.expect(len(prompts) * n * params.max_tokens)
         return made

@@ -192,8 +192,8 @@ class Prompts:
         variables: Mapping[str, Any] = NO_VARIABLES, tools: Sequence[Tool] = (),
     ) -> ChatPrompt:  # fmt: skip
         """Return a conversation as token ids, with the assistant's `turn` at its end. Messages are in OpenAI's shape,
-        content as text, with marks and `images` where it has any. `variables` are further ones of the template. One that
-        leaves no room in the `context` is refused."""
+        content as text, with marks and `images` where it has any. `variables` are further ones of the template. One
+        that leaves no room in the `context` is refused."""
         messages, images = await self._decoded(key, messages)
         size = sum(len(message["content"]) + _called(message) for message in messages)
 
@@ -227,7 +227,9 @@ class Prompts:
             said, more = self._as_said(messages, tools)
             given = {**variables, **more}
             template = self._template(tools=bool(given.get("tools")))
-            return _rendered(lambda: self._seen(self._text(template, self._parted(template, said), turn, given), images))
+            return _rendered(
+                lambda: self._seen(self._text(template, self._parted(template, said), turn, given), images)
+            )
 
         return await self._threads.run(key, size, render, chat=True)
 
@@ -331,7 +333,7 @@ class Prompts:
         return said, await self.images.decode(key, sources)
 
     def _parted(self, template: str, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-        """Return messages with content as the template takes it: in parts where it has images, or takes nothing else."""
+        """Return messages as the template takes them: content in parts where it has images, or takes no texts."""
         if self._lists is None or self._lists[0] != template:
             self._lists = (template, lists_only(template))
         always = self._lists[1]

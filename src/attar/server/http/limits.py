@@ -122,14 +122,17 @@ class LimitedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
-        if self._received > MAX_HEAD + self._body_limit() + MAX_BODY:  # up to here too much is dropped, for 413 to arrive
+        if (
+            self._received > MAX_HEAD + self._body_limit() + MAX_BODY
+        ):  # up to here too much is dropped, for 413 to arrive
             self.transport.abort()
         elif not self.transport.is_closing():
             super().data_received(data)
 
     def _body_limit(self) -> int:
         """Return the bytes that the body of the present request may have, larger once it was let in."""
-        return MAX_BODY if self.cycle is None else int(self.cycle.scope.get(BODY_LIMIT, MAX_BODY))
+        cycle: Any = self.cycle  # None before the first request
+        return MAX_BODY if cycle is None else int(cycle.scope.get(BODY_LIMIT, MAX_BODY))
 
     def on_response_complete(self) -> None:
         self.waiting.add(self.transport, len(self.connections))

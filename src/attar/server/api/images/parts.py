@@ -40,6 +40,16 @@ class ImagePart(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, t
         return source(lambda: ImageSource.of_url(url))
 
 
+class BareImage(ImagePart, frozen=True, kw_only=True, tag="bare_image"):
+    """An image of Ollama's messages: base64 without a type."""
+
+    def source(self) -> ImageSource:
+        """Return the image. Raises APIError."""
+        assert isinstance(self.image_url, str)
+        text = self.image_url
+        return source(lambda: ImageSource.of_base64(text))
+
+
 class InputImage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="input_image"):
     """An image of OpenAI's responses."""
 
@@ -69,11 +79,6 @@ class ImageBlock(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, 
         return source(lambda: ImageSource.of_base64(self.source.data, self.source.media_type))
 
 
-def of_texts(texts: Iterable[str]) -> list[ImageSource]:
-    """Return the images of Ollama's `images`: texts in base64. Raises APIError."""
-    return [source(lambda text=text: ImageSource.of_base64(text)) for text in texts]  # type: ignore[misc]
-
-
 def source(make: Callable[[], ImageSource]) -> ImageSource:
     """Return the image that `make` makes. Raises APIError for what is refused."""
     try:
@@ -88,4 +93,4 @@ def placed(entry: dict[str, Any], images: Iterable[ImageSource]) -> dict[str, An
     return entry | {"images": found} if found else entry
 
 
-__all__ = ["MARK", "ImageBlock", "ImagePart", "ImageUrl", "InputImage", "of_texts", "placed", "source"]
+__all__ = ["MARK", "BareImage", "ImageBlock", "ImagePart", "ImageUrl", "InputImage", "placed", "source"]

@@ -49,10 +49,12 @@ class Refusal(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
 
 
 Part = InputText | InputImage | OutputText | Refusal
+TextPart = InputText | OutputText | Refusal
+TextContent = str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)]
 ItemContent = str | Annotated[list[Part], Meta(max_length=MAX_PARTS)]
 
 
-def _text(content: ItemContent) -> str:
+def _text(content: ItemContent | TextContent) -> str:
     if isinstance(content, str):
         return content
     return "".join(map(_said, content))
@@ -62,6 +64,11 @@ def _said(part: Part) -> str:
     if isinstance(part, InputImage):
         return MARK
     return part.refusal if isinstance(part, Refusal) else part.text
+
+
+def _shows(content: ItemContent) -> bool:
+    """Return whether a message has images."""
+    return not isinstance(content, str) and any(isinstance(part, InputImage) for part in content)
 
 
 def _images(content: ItemContent) -> list[ImageSource]:
@@ -81,10 +88,9 @@ class MessageItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
     created_by: Ignored = None
 
     def __post_init__(self) -> None:
-        if self.role != "user" and not isinstance(self.content, str):
-            if any(isinstance(part, InputImage) for part in self.content):
-                message = f"input: an image belongs to a message of role user, not {self.role}"
-                raise APIError("invalid_value", message, "input")
+        if self.role != "user" and _shows(self.content):
+            message = f"input: an image belongs to a message of role user, not {self.role}"
+            raise APIError("invalid_value", message, "input")
 
     @property
     def text(self) -> str:
@@ -112,7 +118,7 @@ class FunctionCallOutput(
     """What a called function has returned."""
 
     call_id: CallId
-    output: ItemContent
+    output: TextContent
     id: ItemId | None = None
     status: Status | None = None
     name: Ignored = None
