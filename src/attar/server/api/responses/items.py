@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from attar.server.api.body import Ignored
 from attar.images.decoding import ImageSource
+from attar.server.api.body import Ignored
 from attar.server.api.images.parts import MARK, InputImage, placed
 from attar.server.api.responses.custom import arguments
 from attar.server.api.responses.tools import ToolName, joined
