@@ -64,10 +64,12 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> ImageSettings:
 @pytest.fixture(scope="module")
 def serve(settings: ImageSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Running]]:
     with starting(vision(), tmp_path_factory) as make:
-        yield lambda **more: make(
-            ServerOptions(port=0, images=settings, **more.pop("options", {})),
-            **{"images": True, "context": 4096} | more,
-        )
+
+        def start(options: dict[str, Any] | None = None, **engine: Any) -> Running:
+            found = ServerOptions(port=0, images=settings, **(options or {}))
+            return make(found, **{"images": True, "context": 4096, **engine})
+
+        yield start
 
 
 @pytest.fixture(scope="module")
