@@ -15,9 +15,10 @@ from attar.images.decoding import ImageSource, decode
 from attar.images.placeholders import Placeholders
 from attar.images.settings import ImageSettings, read_settings
 from attar.protocol.messages import Submit
+from attar.server import images
 from attar.server.http.limits import MAX_BODY, MAX_IMAGE_BODY
 from attar.server.http.security import Keys
-from attar.server.images import MARK, MAX_WAITING, in_parts
+from attar.server.images import MARK, in_parts
 from attar.server.options import ServerOptions
 from attar.text.template import lists_only
 from attar.text.tokenizer import Tokenizer
@@ -123,12 +124,12 @@ def test_images_of_every_api_reach_the_engine(
     reply = seeing.post(path, body)
     assert reply.status == 200, reply.body
     command = last(seeing)
-    images = decode(settings, [ImageSource.of_bytes(FIRST), ImageSource.of_bytes(SECOND)])
-    assert command.images == images
+    made = decode(settings, [ImageSource.of_bytes(FIRST), ImageSource.of_bytes(SECOND)])
+    assert command.images == made
     places = Placeholders(settings, seeing.server.prompts.tokenizer)
-    text = places.expand(f"User:<image><image>{TEXT}</s>\nAssistant:", images)
+    text = places.expand(f"User:<image><image>{TEXT}</s>\nAssistant:", made)
     assert command.prompt == tuple(vision().encode_chat(text))
-    assert command.prompt.count(settings.image_token) == sum(each.rows for each in images)
+    assert command.prompt.count(settings.image_token) == sum(each.rows for each in made)
     if counts is not None:
         asked = {name: value for name, value in body.items() if name == "messages"}
         counted = seeing.post(counts, asked)
@@ -136,7 +137,8 @@ def test_images_of_every_api_reach_the_engine(
         assert len(command.prompt) in (counted.json.get("input_tokens"), counted.json.get("count"))
     if "usage" in reply.json:
         usage = reply.json["usage"]
-        assert len(command.prompt) in (usage.get("prompt_tokens"), usage.get("input_tokens"))
+        asked_for = usage.get("input_tokens", 0) + usage.get("cache_read_input_tokens", 0)
+        assert len(command.prompt) == usage.get("prompt_tokens", asked_for)
 
 
 def test_bytes_are_held_as_long_as_a_request(seeing: Running) -> None:
@@ -231,18 +233,29 @@ def test_an_image_has_its_place_and_its_number(seeing: Running) -> None:
     assert (wrong.status, "PNG" in wrong.json["error"]["message"]) == (400, True)
 
 
+def declared(running: Running, path: str, length: int) -> int:
+    """Return the status of a request that declares a body of this length, and sends none of it."""
+    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
+    connection.putrequest("POST", path)
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Content-Length", str(length))
+    connection.endheaders()
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
 def test_large_bodies_are_for_images_of_models_that_take_them(seeing: Running, server: Running) -> None:
     large = file(picture(1900, 1900))  # noise: 10 MiB
     body = said(image(large))
     assert MAX_BODY < len(body) < MAX_IMAGE_BODY
     assert seeing.post(CHAT, body).status == 200
-    assert seeing.post("/v1/completions", body).status == 413
-    assert server.post(CHAT, body).status == 413
+    assert declared(seeing, "/v1/completions", len(body)) == 413
+    assert declared(server, CHAT, len(body)) == 413
     reply = server.post(CHAT, said(image(FIRST)))
     assert (reply.status, reply.code) == (400, "unsupported_field")
     assert "takes no images" in reply.json["error"]["message"]
-    over = b" " * (MAX_IMAGE_BODY + 1)
-    assert seeing.post(CHAT, over).status == 413
+    assert declared(seeing, CHAT, MAX_IMAGE_BODY + 1) == 413
     canary(seeing)
 
 
@@ -259,15 +272,14 @@ def test_a_large_body_comes_after_its_key(serve: Callable[..., Running]) -> None
     assert running.post(CHAT, body, {"Authorization": f"Bearer {key}"}).status == 200
 
 
-def test_images_that_no_decoder_is_free_for_are_refused(seeing: Running) -> None:
-    reader = seeing.server.images
-    assert reader is not None
-    for name, value in (("waiting", MAX_WAITING), ("_held", 1 << 40)):
-        before = getattr(reader, name)
-        setattr(reader, name, value)
-        reply: Reply = seeing.post(CHAT, said(image(FIRST)))
-        assert (reply.status, reply.code) == (429, "overloaded")
-        setattr(reader, name, before)
+@pytest.mark.parametrize("name, most", [("MAX_WAITING", 0), ("MAX_HELD", 100), ("MAX_HELD", len(FIRST) * 2)])
+def test_images_that_there_is_no_room_for_are_refused(
+    name: str, most: int, seeing: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, name, most)
+    reply: Reply = seeing.post(CHAT, said(image(FIRST)))
+    assert (reply.status, reply.code) == (429, "overloaded")
+    monkeypatch.undo()
     canary(seeing)
 
 
