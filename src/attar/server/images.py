@@ -24,8 +24,6 @@ from attar.text.tokenizer import Tokenizer
 DECODERS = 2  # processes at a time
 MAX_WAITING = 16  # requests whose images are decoded or wait for it
 MAX_HELD = 256 << 20  # bytes of images of open requests, decoded, and encoded where they wait
-MARK = "\udc00"
-"""What stands for an image in a message's text: a lone surrogate, which no request can hold."""
 _CODES = {"image_invalid": "invalid_value", "image_too_large": "invalid_length", "package_missing": "not_implemented",
           "template_failed": "template_error"}  # fmt: skip
 
@@ -96,18 +94,6 @@ def require_images(messages: Sequence[Mapping[str, Any]], ready: Ready, reader: 
     if has_images(messages) and (reader is None or not ready.images):
         why = f": {ready.no_images}" if ready.no_images else ""
         raise APIError("unsupported_field", f"messages: this model takes no images{why}", "messages")
-
-
-def in_parts(content: str, always: bool = False) -> str | list[dict[str, str]]:
-    """Return a message's content as chat templates take it: a text, or a list of images and texts where it has marks.
-    With `always` a text is a list too."""
-    if MARK not in content and not always:
-        return content
-    parts: list[dict[str, str]] = []
-    for number, text in enumerate(content.split(MARK)):
-        parts += [{"type": "image"}] if number else []
-        parts += [{"type": "text", "text": text}] if text else []
-    return parts
 
 
 def refused(error: UserError) -> APIError:

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from attar import strict_json
 from attar.faults import point
+from attar.images.messages import MARK, in_parts
 from attar.protocol.images import ImageInput
 from attar.server.errors import APIError
 from attar.server.fair_thread_pool import TextThreads
-from attar.server.images import MARK, ImageReader, has_images, in_parts, taken
+from attar.server.images import ImageReader, has_images, taken
 from attar.text.answers.reasoning import SWITCHES, Place, ReasoningMarkers, switched
 from attar.text.forms.infill import File, Infill
 from attar.text.forms.rerank import Reranker

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from attar.images.decoding import ImageSource, decode
+from attar.images.messages import MARK, in_parts
 from attar.images.placeholders import Placeholders
 from attar.images.settings import ImageSettings, read_settings
 from attar.protocol.messages import Submit
 from attar.server import images
 from attar.server.http.limits import MAX_BODY, MAX_IMAGE_BODY
 from attar.server.http.security import Keys
-from attar.server.images import MARK, in_parts
 from attar.server.options import ServerOptions
 from attar.text.template import lists_only
 from attar.text.tokenizer import Tokenizer

@@ -1,8 +1,4 @@
-"""Images as clients send them, and their places in a message's text.
-
-A message's text has MARK where an image is, and the images themselves are beside it, in the same order. MARK is a lone
-surrogate, which strict JSON refuses: no client's text can hold it.
-"""
+"""Images as clients send them. A message's text has marks in their places (`images/messages.py`)."""
 
 from __future__ import annotations
 
@@ -13,8 +9,9 @@ from msgspec import Meta, Struct
 
 from attar.errors import UserError
 from attar.images.decoding import ImageSource
+from attar.images.messages import MARK
 from attar.server.api.body import Ignored
-from attar.server.images import MARK, refused
+from attar.server.images import refused
 
 _ONLY_DATA = "A data URL with base64: data:image/png;base64,..., or image/jpeg or image/webp. No other is fetched."
 Url = Annotated[str, Meta(description=_ONLY_DATA)]
