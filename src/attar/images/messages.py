@@ -1,7 +1,7 @@
 """Places of images in a message's text.
 
-A text has MARK where an image is, and the images are beside it, in the same order. MARK is a lone surrogate: strict JSON
-and every encoding refuse it, so that no client's text can hold one.
+A text has MARK where an image is, and the images are beside it, in the same order. MARK is a lone surrogate, which
+strict JSON and every encoding refuse: no client's text can hold one.
 """
 
 from __future__ import annotations
