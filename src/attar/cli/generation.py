@@ -254,14 +254,14 @@ def chat(config: ChatConfig) -> None:
     """
     with errors(config.as_json), progress(config.quiet) as bar:
         params, constraint = _params(config, {"temperature": 0.7}, ()), config.constraint()
-        make = _with_tools(config, constraint)
+        make, shown = _with_tools(config, constraint), _shown(config.image or ())
         llm = _load(config, bar)
         llm.tokenizer.chat_template()  # a model that cannot chat says so before the first turn
         with_tools = None if make is None else make(llm)
         messages: list[dict[str, Any]] = []
         if config.system is not None:
             messages.append({"role": "system", "content": config.system})
-        warnings, shown = [], _shown(config.image or ())
+        warnings = []
         for said in _turns():
             messages.append({"role": "user", "content": [*shown, {"type": "text", "text": said}] if shown else said})
             shown = []
@@ -306,7 +306,7 @@ def _shown(files: Sequence[Path]) -> list[dict[str, Any]]:
             raise UserError("file_wrong_kind", f"--image {file} is no regular file")
         if file.stat().st_size > MAX_FILE:
             raise UserError("image_too_large", f"--image {file}: an image has at most {MAX_FILE >> 20} MiB")
-    return [{"type": "image", "image": file} for file in files]
+    return [{"type": "image", "image": str(file)} for file in files]
 
 
 def _turns() -> Iterator[str]:
