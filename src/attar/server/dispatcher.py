@@ -73,8 +73,8 @@ class Dispatcher:
         images: tuple[ImageInput, ...] = (),
     ) -> RequestHandler:  # fmt: skip
         """Submit prompts to be continued, n choices each that keep to `grammar` behind their `reasoning`, by `model`.
-        `images` are those of the one prompt of a chat.
-        Where there are keys, a `priority` below 0 counts as 0. Raises APIError."""
+        `images` are those of the one prompt of a chat. Where there are keys, a `priority` below 0 counts as 0. Raises
+        APIError."""
         left = self._admit(caller, prompts, n, params.max_tokens)
         if caller.cache_salt:  # no key goes ahead of another
             priority = max(0, priority)

@@ -41,7 +41,9 @@ class ServerOptions:
     for requests that do not name them. aliases: further names of the served model, as `pattern`
     reads them. root_path: the prefix of every path, behind a proxy that passes it on; paths without it are served too.
     response_store: bytes of answers that are kept for `previous_response_id`; 0: none are. reasoning: whether models
-    reason where a request does not say; None leaves it to them. images: how the model wants images, where it takes any.
+    reason where a request does not say; None leaves it to them. request_metrics: whether answers of OpenAI's chats and
+    completions tell how long they took, as vLLM's `metrics` do. images: how the model wants images, where it takes
+    any.
     """
 
     host: str = "127.0.0.1"
@@ -59,6 +61,7 @@ class ServerOptions:
     root_path: str = ""
     response_store: int = 0
     reasoning: bool | None = None
+    request_metrics: bool = False
     images: ImageSettings | None = None
 
     def __post_init__(self) -> None:
