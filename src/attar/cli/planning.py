@@ -64,6 +64,10 @@ class PlanConfig(SchedulerOptions):
     outputs: Annotated[list[str] | None, option(
         "Goal", "OUT", "Existing output of this model, whose receipt states its KL.", "--output",
     )] = None  # fmt: skip
+    acceptance: Annotated[float | None, option(
+        "Goal", "SHARE", "Share of drafts that are right, as `attar eval --draft` measures it.", min=0, max=1,
+        default="assumed, 0.3 to 0.8",
+    )] = None  # fmt: skip
     measure: Annotated[float | None, option(
         "Experiments", "TIME", "Confirm the plan within this time, such as 15m: compress, measure KL, run load tests. "
         "The same command goes on.", parser=parse_time,
@@ -117,7 +121,7 @@ class PlanConfig(SchedulerOptions):
         yet."""
         own = {
             "--rates": self.rates, "--prompt": self.prompt, "--trace": self.trace, "--output": self.outputs,
-            "--measure": self.measure, "--apply": self.apply, "--text": self.text, "--calib": self.calib,
+            "--acceptance": self.acceptance is not None, "--measure": self.measure, "--apply": self.apply, "--text": self.text, "--calib": self.calib,
         }  # fmt: skip
         if not self.by_goal:
             if given := [name for name, value in own.items() if value]:
@@ -146,7 +150,7 @@ class PlanConfig(SchedulerOptions):
             prompt=self.prompt, trace=self.trace, rates=self.rates, outputs=self.outputs or (),
             gpu=self.hardware().gpu if by_gpu else None, settings=self.engine(), as_json=self.as_json,
             measure=self.measure, apply=self.apply, text=self.text, calib=self.calib, samples=self.samples,
-            quiet=self.quiet,
+            quiet=self.quiet, acceptance=self.acceptance,
         ))  # fmt: skip
 
     def subject(self) -> Subject:

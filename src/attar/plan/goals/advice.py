@@ -20,6 +20,7 @@ from attar.plan.goals.candidates import GROUPS, compressed
 from attar.plan.goals.parse import shown
 from attar.plan.goals.quality import Quality
 from attar.plan.goals.search import Question
+from attar.plan.goals.techniques import expected_tokens
 from attar.plan.rates.step_time import SHEET, UNREAD, StepModel, fitted, kind
 
 WORTH = 1.05  # a technique pays where a step is so many times as fast
@@ -35,14 +36,6 @@ class Advice:
     technique: str
     pays: bool
     reason: str
-
-
-def expected_tokens(acceptance: float, drafts: int) -> float:
-    """Return the tokens of one target pass with `drafts` drafts, each right with probability `acceptance`:
-    (1 - p^(K+1)) / (1 - p), K + 1 at p = 1."""
-    if acceptance >= 1.0:
-        return drafts + 1.0
-    return float((1.0 - acceptance ** (drafts + 1)) / (1.0 - acceptance))
 
 
 def break_even(relative: dict[int, float]) -> tuple[float, int] | None:
