@@ -121,7 +121,8 @@ class PlanConfig(SchedulerOptions):
         yet."""
         own = {
             "--rates": self.rates, "--prompt": self.prompt, "--trace": self.trace, "--output": self.outputs,
-            "--acceptance": self.acceptance is not None, "--measure": self.measure, "--apply": self.apply, "--text": self.text, "--calib": self.calib,
+            "--acceptance": self.acceptance is not None, "--measure": self.measure, "--apply": self.apply,
+            "--text": self.text, "--calib": self.calib,
         }  # fmt: skip
         if not self.by_goal:
             if given := [name for name, value in own.items() if value]:
