@@ -108,7 +108,7 @@ def to_text(answer: Answer, model: str, advice: Sequence[Advice], notes: Sequenc
     lines += ["", "to realise it:" if answer.met else "to realise the nearest:", *_indented(commands(answer, model))]
     lines += ["", "rejected:", *_indented(f"{each.technique}: {each.reason}" for each in answer.rejected)]
     lines += ["", "what each technique would bring:"]
-    lines += _indented(f"{each.technique}: {'yes' if each.pays else 'no'}, {each.reason}" for each in advice)
+    lines += _indented(advice)
     lines += ["", *notes]
     return "\n".join(lines)
 
@@ -178,7 +178,7 @@ def to_dict(answer: Answer, model: str, advice: Sequence[Advice], notes: Sequenc
             goal.label: None if wider is None else wider.name for goal, wider in answer.relaxed.items()
         },
         "commands": commands(answer, model),
-        "advice": [{"technique": a.technique, "pays": a.pays, "reason": a.reason} for a in advice],
+        "advice": [{"technique": a.technique, "pays": a.pays, "reason": a.reason, "how": a.how} for a in advice],
         "notes": list(notes),
     }  # fmt: skip
 
