@@ -210,7 +210,7 @@ def plan(config: PlanConfig) -> None:
       attar plan ./out --memory 4GB --context 512 --users 8
       attar plan --shape llama-3.1-8b --gpu h100 --context 8192 --users 32
       attar plan ./model --goal "kl<=0.05,tpot<=60ms" --users 8 --context 4096
-      attar plan ./model --goal "kl<=0.05,tpot<=60ms" --measure 15m --text heldout.txt --apply ./out
+      attar plan ./model --goal "kl<=0.05" --measure 15m --text a.txt --apply out
     """
     with errors(config.as_json):
         config.check()

@@ -100,17 +100,17 @@ def test_a_plan_needs_the_headers_alone(hub: Hub, demo: Path) -> None:
     assert hub.sent < sum(map(len, hub.repos["org/demo"].values())) / 10
 
 
-def test_several_files_have_an_index_of_their_headers(hub: Hub, tiny: Path, tmp_path: Path) -> None:
+def test_several_files_have_an_index_of_their_headers(hub: Hub, demo: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    tensors = load_file(tiny / "model.safetensors")
+    tensors = load_file(demo / "model.safetensors")
     names = sorted(tensors)
     for number, part in ((1, names[::2]), (2, names[1::2])):
         save_file({name: tensors[name] for name in part}, tmp_path / f"model-{number:05}-of-00002.safetensors")
-    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes((demo / "config.json").read_bytes())
     hub.repos["org/two"] = files(tmp_path)
     found = questions.subject("org/two@main")
-    assert (found.config, found.storage) == stored(tiny)
+    assert (found.config, found.storage) == stored(demo)
 
 
 def test_a_file_of_any_size_costs_its_header(hub: Hub, tmp_path: Path) -> None:
