@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from attar.protocol.settings import Settings
 
 
+RESUME = "the same command goes on: what was measured and compressed is kept"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(SchedulerOptions):
     """Options of `plan`."""
@@ -212,7 +215,7 @@ def plan(config: PlanConfig) -> None:
       attar plan ./model --goal "kl<=0.05,tpot<=60ms" --users 8 --context 4096
       attar plan ./model --goal "kl<=0.05" --measure 15m --text a.txt --apply out
     """
-    with errors(config.as_json):
+    with errors(config.as_json, RESUME if config.measure or config.apply else None):
         config.check()
         if config.by_goal:
             config.plan_by_goal()

@@ -178,6 +178,18 @@ def test_experiments_lie_beside_the_output_or_with_the_rates(lab: Experiments, k
     assert experiments.place(lab.materials, tmp_path / "model") == cached, "what was begun goes on"
 
 
+def test_old_folders_of_plans_go(lab: Experiments, kept: Path) -> None:
+    experiments.place(lab.materials, None)
+    others = [kept / "plans" / f"other{number}" for number in range(6)]
+    for number, each in enumerate(others):
+        each.mkdir()
+        os.utime(each, (1000 + number, 1000 + number))
+    own = experiments.place(lab.materials, None)
+    left = set((kept / "plans").iterdir())
+    assert own in left
+    assert left == {own, *others[-(experiments.MOST_KEPT - 1) :]}
+
+
 @pytest.mark.parametrize(
     ("options", "code"),
     [
