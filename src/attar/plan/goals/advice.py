@@ -71,7 +71,7 @@ def crossover(question: Question, scheme: Scheme) -> float:
 
 def advise(question: Question, kv: KvScheme) -> list[Advice]:
     """Return a row for each technique, for decode steps of all users at their context with caches in `kv`."""
-    return [each for rows in (_weights, _cache, _drafts, _sparsity) for each in rows(question, kv)]
+    return [each for rows in (_weights, _cache, _drafts, _sparsity, _attention) for each in rows(question, kv)]
 
 
 def _step(q: Question, storage: Storage, kv: KvScheme) -> tuple[float, float]:

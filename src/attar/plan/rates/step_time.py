@@ -144,6 +144,8 @@ class StepModel:
         curves = [curve.spread for curve in self._curves.values() if curve is not None]
         errors = [efficiency.error for efficiency, _ in self._efficiencies.values()]
         self.spread = max([self.profile.bandwidth.spread, self._kv.spread, *curves, *errors])
+        c, each = self.config, 2 * self.config.kv_heads * self._kv.stored + self.config.heads * self._kv.score
+        self._slot = c.layers * c.head_dim * each if set(self._windows) == {None} else None
 
     def with_kv(self, kv: KvScheme) -> StepModel:
         """Return the model of the same weights with another KV format. Both share what they know of products."""
@@ -197,10 +199,10 @@ class StepModel:
     def of(self, chunks: Iterable[Chunk]) -> StepSeconds:
         """Return the seconds of a step of these rows: (position of the first, number, how many have logits)."""
         total = samples = 0
-        attention = 0.0
+        attention, attended = 0.0, self.full_attention if self._own_attention is None else self._attended
         for start, rows, sampled in chunks:
             total, samples = total + rows, samples + sampled
-            attention += self._attended(start, rows)
+            attention += attended(start, rows)
         return self._step(total, samples, attention)
 
     def with_attention(self, seconds: Callable[[StepModel, int, int], float]) -> StepModel:
@@ -217,6 +219,8 @@ class StepModel:
     def full_attention(self, start: int, rows: int) -> float:
         """Return the seconds of attention of a chunk of `rows` rows that read all of `start` positions and their
         own."""
+        if rows == 1 and self._slot is not None:  # most calls of a simulation
+            return self._slot * (start + 1)
         c, cost = self.config, self._kv
         score = cost.prefill_score + (cost.score - cost.prefill_score) / rows
         seconds = 0.0
