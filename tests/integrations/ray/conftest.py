@@ -38,7 +38,6 @@ def replica(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     """Makes replicas with an engine in this loop (`replica.fake`). Arguments are those of `FakeEngine`."""
     monkeypatch.setattr(exposure, "require", lambda *given: None)
     monkeypatch.setattr(exposure, "narrow_replica_port", lambda: None)
-    monkeypatch.delattr(Engine, "__del__")  # it is for Serve, which awaits it
 
     async def make(**how: Any) -> Any:
         found: list[FakeEngine] = []

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class Engine:
     `command` starts an engine's process."""
 
     _process: EngineProcess | None = None
+    _ended = False
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: Mapping[str, Any], insecure: bool = False, http: int = 0, command: Sequence[str] = COMMAND
@@ -79,13 +80,16 @@ class Engine:
 
     async def end(self) -> None:
         """End the engine."""
+        self._ended = True
         if self._process is None:  # Serve calls this after a failed start, too
             return
         await self.client.close()
         await asyncio.get_running_loop().run_in_executor(None, self._process.end)
         self._stack.close()
 
-    __del__ = end  # Serve awaits it when it stops the replica
+    def __del__(self) -> Coroutine[None, None, None] | None:
+        """Return what ends it, for Serve, which awaits that when it stops the replica; None where it has ended."""
+        return None if self._ended else self.end()
 
     async def answer(self, data: bytes) -> AsyncIterator[bytes]:
         """Run a request (`wire.Order`), and yield its events (`wire.events`). The stream ends after the request's last

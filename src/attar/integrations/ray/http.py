@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,7 @@ class Http:
     """The user class of the deployment. `settings` are plain values of `HttpSettings`."""
 
     _server: Server | None = None
+    _ended = False
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, engines: DeploymentHandle, settings: Mapping[str, Any], insecure: bool = False
@@ -93,12 +94,15 @@ class Http:
 
     async def end(self) -> None:
         """Let open requests finish, and end the server."""
+        self._ended = True
         if self._server is not None:  # Serve calls this after a failed start, too
             self._server.stop()
             with contextlib.suppress(Exception):
                 await self._task
 
-    __del__ = end  # Serve awaits it when it stops the replica
+    def __del__(self) -> Coroutine[None, None, None] | None:
+        """Return what ends it, for Serve, which awaits that when it stops the replica; None where it has ended."""
+        return None if self._ended else self.end()
 
     def known(self, replicas: frozenset[str], leave: dict[str, Any]) -> None:
         """Take the ids of all replicas, from the loop of the handle's router."""
