@@ -151,7 +151,7 @@ def test_what_listens_is_what_security_md_lists_and_on_loopback(cluster: Cluster
     text = (ROOT / "SECURITY.md").read_text()
     table = text[text.index("## Ray") : text.index("## Running it")]
     listed = set(re.findall(r"^\| `([^`]+)` \|", table, re.M))
-    found = [each for each in exposure.listeners()]
+    found = exposure.listeners()
     assert pids
     assert {each.process for each in found} == listed - {"client server"}  # that one is of `ray start`
     assert all(each.loopback for each in found), found
