@@ -16,6 +16,7 @@ import typer
 from attar import logs
 from attar.cli import options
 from attar.cli.commands import configured, option
+from attar.cli.fleet.http_options import HttpOptions, RouterKeyFile
 from attar.cli.scheduling import SchedulerOptions
 from attar.cli.terminal import emit, errors, require_apart, tell, tell_shared
 from attar.errors import UserError
@@ -23,6 +24,7 @@ from attar.errors import UserError
 if TYPE_CHECKING:
     from attar.protocol.scheduler_config import SchedulerConfig
     from attar.protocol.settings import Settings
+    from attar.server.fleet.router_key import RouterKeys
     from attar.server.http.security import Keys
     from attar.server.options import ServerOptions
     from attar.text.tokenizer import Tokenizer
@@ -37,12 +39,13 @@ SINGLE = (
     "chat_template",
     "replicas",
     "replica_cores",
+    "router_key_file",
 )  # options of a server with one model
 ENGINE = (sys.executable, "-m", "attar.engine.main")  # the command line of its process
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(SchedulerOptions):
+class ServeConfig(SchedulerOptions, HttpOptions):
     """Options of `serve`."""
 
     model: options.Model = "demo"
@@ -102,31 +105,6 @@ class ServeConfig(SchedulerOptions):
         "policy is that of requests which name none. CPUs only.",
         parser=options.parse_kv_eviction, default="none are dropped",
     )] = None  # fmt: skip
-    host: Annotated[str, option("HTTP", "HOST", "Address; others than loopback need an API key.")] = "127.0.0.1"
-    port: Annotated[int, option("HTTP", "N", "Port; 0 takes a free one.", min=0, max=65535)] = 8000
-    root_path: Annotated[str, option(
-        "HTTP", "PATH", "Prefix of every path, such as /chat, behind a proxy that passes it on.", default="none",
-    )] = ""  # fmt: skip
-    response_store: Annotated[int | None, option(
-        "HTTP", "SIZE", "Memory to keep answers of /v1/responses in, such as 64MB, for `previous_response_id`. Each is "
-        "known to the key that made it alone, for a day, until the server ends.", parser=options.parse_size,
-        default="none are kept",
-    )] = None  # fmt: skip
-    deadline: Annotated[float, option("HTTP", "SECONDS", "Time limit of one request.", min=0.1)] = 600.0
-    drain_seconds: Annotated[
-        float, option("HTTP", "SECONDS", "Time for open requests when the server stops.", min=0)
-    ] = 30.0
-    api_key_file: Annotated[Path | None, option(
-        "Security", "FILE", "API keys of at least 32 characters, one a line, in a file of mode 600; or set "
-        "ATTAR_API_KEY.",
-    )] = None  # fmt: skip
-    origin: Annotated[list[str] | None, option(
-        "Security", "URL", "Origin of a web page that may call (CORS), such as https://chat.example.",
-    )] = None  # fmt: skip
-    allowed_host: Annotated[list[str] | None, option(
-        "Security", "NAME", "Host name that clients may use, behind a proxy that passes the Host header on. "
-        "Loopback's names are always allowed.", default="on loopback only those, elsewhere any",
-    )] = None  # fmt: skip
     max_requests: Annotated[int | None, option(
         "Limits", "N", "Open HTTP requests; excess requests get 429, as do bodies of over 1 GiB together.", min=1,
         default=f"sequences that run and wait, and {BESIDES} more",
@@ -135,6 +113,7 @@ class ServeConfig(SchedulerOptions):
         "Limits", "N", "Open requests of one API key; excess requests get 429.", min=1,
         default="half of --max-requests with several keys, no limit with one",
     )] = None  # fmt: skip
+    router_key_file: RouterKeyFile = None
     tokens_per_minute: Annotated[int | None, option(
         "Limits", "N", "Tokens of one API key in a minute, prompts and outputs; excess requests get 429. A request "
         "reserves what it asks for until it ends.", min=1,
@@ -163,6 +142,9 @@ class ServeConfig(SchedulerOptions):
             return
         if device != "cpu":
             raise UserError("feature_unsupported", f"--replicas is for CPUs; --device {device} has one engine")
+        if self.router_key_file is not None:
+            message = "--router-key-file with --replicas: give the router one server of each engine instead"
+            raise UserError("feature_unsupported", message)
         for name, size in (("tp", self.tp), ("pp", self.pp)):
             if size > 1:
                 message = f"--replicas with --{name} {size}: each replica is one process; choose one of the two"
@@ -257,7 +239,7 @@ def serve(config: ServeConfig) -> None:
 
         name = name_of(config.model) if config.name is None else check_name(config.name)
         logs.begin()
-        keys, origins = _security(config)  # first: it takes the key from what children inherit
+        keys, origins, routers = _security(config)  # first: it takes the key from what children inherit
         if config.models:
             return _serve_several(config, keys, origins)
         theirs = _of_triton(config.triton_config) | ({} if config.device is None else {"device": config.device})
@@ -267,6 +249,9 @@ def serve(config: ServeConfig) -> None:
         settings = config.engine(path, name, theirs)
         tell_shared(settings.device, config.tp, config.pp)
         server_options = config.http(keys, origins, settings.limits(), path, name, config.replicas or 1)
+        if config.router_key_file is not None:
+            server_options = dataclasses.replace(server_options, router_keys=routers)
+            settings = replace(settings, tells_cache=True)
         settings = replace(settings, files=fingerprints(settings.folders))  # first: later changes are noticed
         tokenizer = _tokenizer(path, config.chat_template)
         told = tokenizer, server_options, ENGINE, _started(bool(tokenizer.chat_templates), config.as_json)
@@ -301,13 +286,17 @@ def _run(config: ServeConfig, server: Callable[[], int]) -> None:
         raise typer.Exit(status)
 
 
-def _security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
-    """Return the keys and the origins of requests. Raises UserError for a host, origin or key file that is refused."""
-    from attar.server.http.security import Keys, check_host, find_keys, parse_origin
+def _security(config: ServeConfig) -> tuple[Keys, frozenset[str], RouterKeys]:
+    """Return the keys and the origins of requests, and the keys of routers, which make the secret of salts. Raises
+    UserError for a host, origin or key file that is refused."""
+    from attar.server.fleet.router_key import RouterKeys
+    from attar.server.http.security import read_keys
 
-    check_host(config.host)
-    origins = frozenset(map(parse_origin, config.origin or ()))
-    return Keys.of(find_keys(config.api_key_file, os.environ)), origins
+    keys, origins = config.security()
+    if config.router_key_file is None:
+        return keys, origins, RouterKeys()
+    routers = RouterKeys.of(read_keys(config.router_key_file))
+    return dataclasses.replace(keys, secret=routers.secret), origins, routers
 
 
 def _check_reads(settings: Settings, trees: bool) -> None:
