@@ -183,8 +183,8 @@ class HostClient(EngineClient):
                 heard = self._seq, self._epoch
                 try:
                     await self._listen()
-                except (NoHost, httpx2.ConnectError) as error:
-                    self._lost_host(str(error) if isinstance(error, NoHost) else "it refuses connections")
+                except NoHost as error:
+                    self._lost_host(str(error))
                 except (httpx2.HTTPError, httpx2.StreamError, OSError) as error:
                     self._give_up(type(error).__name__)
                 except ValueError:
@@ -198,7 +198,12 @@ class HostClient(EngineClient):
     async def _listen(self) -> None:
         """Follow the host's events until their stream ends. Raises NoHost, and what HTTP raises."""
         timeout = httpx2.Timeout(HEAR_SECONDS, connect=CONNECT_SECONDS)
-        greeting = await fetch(self._http, self.url + wire.HELLO, self._key, Greeting, MAX_REFUSAL)
+        try:
+            greeting = await fetch(self._http, self.url + wire.HELLO, self._key, Greeting, MAX_REFUSAL)
+        except httpx2.TimeoutException:
+            raise
+        except httpx2.TransportError as error:  # refused, or broken off
+            raise NoHost(f"it does not answer ({type(error).__name__})") from None
         if greeting != self._expected:
             raise NoHost(f"it is not like the first host: {_difference(greeting, self._expected)}")
         asked = {"epoch": self._epoch, "after": self._seq}
