@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from attar.server.fleet import attar_hosts
-from attar.server.fleet.attar_hosts import HostGroup
 from attar.server.fleet.host_client import client
 from attar.server.fleet.router_key import RouterKeys
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
+from attar.server.replicas.group import ReplicaGroup
 from attar.server.serve import Server
 from attar.text.tokenizer import Tokenizer
 from tests.server.conftest import Running
@@ -126,7 +126,7 @@ class Hosts(Running):
         async with client() as http:
             greeting, read = await attar_hosts.greet(http, self.urls, ROUTER_KEY)
             self.server = attar_hosts.make(self.urls, ROUTER_KEY, options, http, greeting, read)
-            assert isinstance(self.server.engine, HostGroup)
+            assert isinstance(self.server.engine, ReplicaGroup)
             self.group = self.server.engine
 
             def started(url: str) -> None:

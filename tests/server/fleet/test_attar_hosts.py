@@ -1,4 +1,4 @@
-"""A router in front of attar's servers: where requests go, what becomes of them when a host fails, and what keys see."""
+"""A router in front of attar's servers: where requests go, what becomes of them when a host fails, and keys."""
 
 from __future__ import annotations
 
@@ -220,7 +220,9 @@ def test_blocks_are_known_by_the_clients_salt_and_after_a_lost_connection(fleet:
     def tell(at: int, key: str, evict: bool = False) -> None:
         salt = salts[key]
         assert salt is not None
-        digests = block_digests.packed(block_digests.chain(block_digests.key_of(block_digests.salt_of(0, salt)), tokens, 16))
+        digests = block_digests.packed(
+            block_digests.chain(block_digests.key_of(block_digests.salt_of(0, salt)), tokens, 16)
+        )
         change = CachedBlocks(b"", digests) if evict else CachedBlocks(digests)
         made.call(lambda: made.engines[at].say(encode([change])))
 
@@ -273,7 +275,9 @@ def test_hosts_that_fail_at_random_lose_no_token(fleet: Callable[..., Hosts], se
     assert all(not each.client._carried for each in made.group.replicas)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("url", ["", "10.0.0.7", "ftp://a", "http://", "http://a:b", "http://a b", "http://u:p@a", "http://a?b"])
+@pytest.mark.parametrize(
+    "url", ["", "10.0.0.7", "ftp://a", "http://", "http://a:b", "http://a b", "http://u:p@a", "http://a?b"]
+)
 def test_addresses_of_hosts(url: str) -> None:
     with pytest.raises(UserError) as refused:
         attar_hosts.check_urls([url])

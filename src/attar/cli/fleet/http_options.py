@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from attar.server.http.security import Keys
 
 RouterKeyFile = Annotated[Path | None, option(
-    "Security", "FILE", "Key of `attar route`, apart from API keys: at least 32 characters, one key a line, in a file of "
-    "mode 600. It opens /internal.", default="no router is served",
+    "Security", "FILE", "Key of `attar route`, apart from API keys: at least 32 characters, in a file of mode 600. "
+    "It opens /internal.", default="no router is served",
 )]  # fmt: skip
 
 

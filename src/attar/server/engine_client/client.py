@@ -103,6 +103,11 @@ class EngineClient:
         self._task: asyncio.Task[None] | None = None
 
     @property
+    def full_for(self) -> float:
+        """Seconds until there may be room, where the engine's host has said so."""
+        return 0.0
+
+    @property
     def told(self) -> dict[str, Any]:
         """Where the engine is, for JSON; empty for one on this host."""
         return {}

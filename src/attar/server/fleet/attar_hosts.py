@@ -37,16 +37,6 @@ from attar.version import __version__
 logger = logging.getLogger(__name__)
 
 
-class HostGroup(ReplicaGroup):
-    """The engines of several hosts."""
-
-    @property
-    def full_for(self) -> float:
-        """Seconds until the first of the usable hosts may have room, as they said last."""
-        told = [each.client.full_for for each in self.replicas if isinstance(each.client, HostClient) and each.usable]
-        return min(told, default=0.0)
-
-
 def check_urls(urls: Sequence[str]) -> tuple[str, ...]:
     """Return the addresses of hosts without a slash at the end. Raises UserError for other forms, and for one that is
     given twice."""
@@ -92,8 +82,8 @@ async def greet(http: httpx2.AsyncClient, urls: Sequence[str], key: str) -> tupl
 def run(urls: Sequence[str], key: str, options: ServerOptions, started: Callable[[str], None]) -> int:
     """Route requests to the hosts at `urls`, with their router key, until told to stop; return the exit status, 0.
 
-    `options` are those of the router's own HTTP; what hosts greet with is added. Raises OSError where the address is not
-    available, ValueError for unknown faults to be armed (`attar/faults.py`).
+    `options` are those of the router's own HTTP; what hosts greet with is added. Raises OSError where the address is
+    not available, ValueError for unknown faults to be armed (`attar/faults.py`).
     """
     faults.arm_from(env.get().faults)
     sockets.allow(2 * options.max_requests)
@@ -131,5 +121,5 @@ def make(
     stuck = max(STUCK, options.deadline)
     clients = [HostClient(url, http, key, keys.credentials, stuck, greeting) for url in urls]
     labels = [urlsplit(url).netloc for url in urls]
-    group = HostGroup(clients, stuck, len(set(options.keys.hashes)), labels=labels)
+    group = ReplicaGroup(clients, stuck, len(set(options.keys.hashes)), labels=labels)
     return Server(group, tokenizer, options, listener)

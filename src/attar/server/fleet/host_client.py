@@ -105,7 +105,9 @@ class HostClient(EngineClient):
         """Send a request and hand on its events. It ends in exactly one way, unless it is dropped."""
         id = command.id
         headers = [*self._key.items(), ("content-type", "application/json")]
-        headers += [(name.decode(), value.decode("latin-1")) for name, value in self._credentials.of(command.cache_salt)]
+        headers += [
+            (name.decode(), value.decode("latin-1")) for name, value in self._credentials.of(command.cache_salt)
+        ]
         body = msgspec.json.encode(msgspec.structs.replace(command, cache_salt=b""))
         timeout = httpx2.Timeout(None, connect=CONNECT_SECONDS, write=wire.BEAT_SECONDS * 20)
         over = False
@@ -206,7 +208,7 @@ class HostClient(EngineClient):
             raise NoHost(f"it does not answer ({type(error).__name__})") from None
         if greeting != self._expected:
             raise NoHost(f"it is not like the first host: {_difference(greeting, self._expected)}")
-        asked = {"epoch": self._epoch, "after": self._seq}
+        asked: dict[str, str | int] = {"epoch": self._epoch, "after": self._seq}
         async with self._http.stream(
             "GET", self.url + wire.EVENTS, params=asked, headers=self._key, timeout=timeout
         ) as reply:
@@ -263,9 +265,7 @@ def client() -> httpx2.AsyncClient:
     return httpx2.AsyncClient(limits=limits, follow_redirects=False, trust_env=False)
 
 
-async def fetch(
-    http: httpx2.AsyncClient, url: str, headers: Mapping[str, str], kind: type[Any], most: int
-) -> Any:
+async def fetch(http: httpx2.AsyncClient, url: str, headers: Mapping[str, str], kind: type[Any], most: int) -> Any:
     """Return what a host answers, of a kind and at most so many bytes. Raises NoHost for another answer, and what HTTP
     raises."""
     timeout = httpx2.Timeout(HEAR_SECONDS, connect=CONNECT_SECONDS)

@@ -22,8 +22,8 @@ from attar.protocol.messages import MAX_FRAME
 from attar.server.engine_client.connection import Event
 
 PROTOCOL = 1
-INTERNAL = "/internal/"
-HELLO, TOKENIZER, EVENTS, REQUESTS = (INTERNAL + name for name in ("hello", "tokenizer", "events", "requests"))
+PATHS = "/internal/"
+HELLO, TOKENIZER, EVENTS, REQUESTS = (PATHS + name for name in ("hello", "tokenizer", "events", "requests"))
 KEY_HEADER = b"x-attar-router-key"
 BEAT_SECONDS = 0.5  # between two frames of events, at most, while the host's engine is heard
 MAX_TOKENIZER = 64 << 20  # bytes
@@ -56,8 +56,8 @@ class TokenizerFiles(msgspec.Struct, frozen=True):
 class Told(msgspec.Struct, frozen=True):
     """One frame of /internal/events. `events` lead to change `seq` of the cache of the engine `epoch`.
 
-    The first frame of a stream has the engine's `Ready`. Where it is not `resumed`, the frame has all cached blocks; else
-    those changes that the router lacks. `draining`: the host ends, and takes no more requests; nothing follows.
+    The first frame of a stream has the engine's `Ready`. Where it is not `resumed`, the frame has all cached blocks;
+    else those changes that the router lacks. `draining`: the host ends, and takes no more requests; nothing follows.
     """
 
     epoch: str

@@ -3,8 +3,8 @@
 It is plain ASGI around the application, so that every route passes it, routes added later included. Access is denied by
 default: with keys set, only /livez, /health and the page answer without one, which hold nothing. A browser without a
 key that opens /lab is refused with a page that asks for one. Routes below /internal need a router key, which opens no
-other route; only requests to be answered need the client's key too. No body is read before its request is admitted. Web pages
-of other servers may call this one from a browser where options list them (CORS).
+other route; only requests to be answered need the client's key too. No body is read before its request is admitted.
+Web pages of other servers may call this one from a browser where options list them (CORS).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from starlette.types import Message, Receive, Scope, Send
 from attar.faults import point
 from attar.server.admission.rate_limits import Account, Caller, Quotas
 from attar.server.errors import ANTHROPIC, INTERNAL, INVALID_KEY, APIError
-from attar.server.fleet.wire import INTERNAL, KEY_HEADER, REQUESTS
+from attar.server.fleet.wire import KEY_HEADER, PATHS, REQUESTS
 from attar.server.http.limits import MAX_BODY
 from attar.server.http.security import host_name
 from attar.server.metrics import HttpMetrics
@@ -159,7 +159,7 @@ class Middleware:
                 f"this server does not answer to the name in the Host header: --allowed-host {shown(host)} allows it"
             )
             raise APIError("host_not_allowed", message)
-        if scope["path"].startswith(INTERNAL):
+        if scope["path"].startswith(PATHS):
             if not self.options.router_keys.accept(headers.get(KEY_HEADER, b"")):
                 raise APIError("invalid_api_key", "this route is for routers: it needs a valid router key")
             if scope["path"] != REQUESTS:

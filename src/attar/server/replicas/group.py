@@ -113,6 +113,11 @@ class ReplicaGroup:
         """Choices that have not been sent to an engine yet."""
         return sum(stream.held for stream in self._streams) + sum(relay.choices for relay in self._pending)
 
+    @property
+    def full_for(self) -> float:
+        """Seconds until the first of the usable engines may have room, where all have said so."""
+        return min((each.client.full_for for each in self.replicas if each.usable), default=0.0)
+
     def start(self) -> None:
         """Start connecting."""
         for each in self.replicas:

@@ -43,16 +43,16 @@ class Replica:
     def told(self) -> dict[str, Any]:
         """Return its state for JSON."""
         return {
-            "replica": self.number, **self.client.told, "state": self.state, "processors": self.cores, "open": len(self.client.open),
-            "deaths": self.deaths, "restarts": self.restarts, "requests": self.routed, "prompt_tokens": self.asked,
-            "cached_prompt_tokens": self.cached, "stats": self.client.stats,
+            "replica": self.number, **self.client.told, "state": self.state, "processors": self.cores,
+            "open": len(self.client.open), "deaths": self.deaths, "restarts": self.restarts, "requests": self.routed,
+            "prompt_tokens": self.asked, "cached_prompt_tokens": self.cached, "stats": self.client.stats,
         }  # fmt: skip
 
 
 STATES = ("loading", "ready", "draining", "down", "stuck", "strange", "failed")
 """States of a replica.
 
-loading: its first engine has not been ready. draining: it is being restarted, or its host ends. down: its engine died, and another
-starts. stuck: its process is stopped, or in a step without end. strange: it serves something else than the others.
+loading: its first engine has not been ready. draining: it is being restarted, or its host ends. down: its engine died,
+and another starts. stuck: its process is stopped, or in a step without end. strange: it serves something else than the others.
 failed: it is given up.
 """
