@@ -129,7 +129,7 @@ def test_bodies_are_short_and_functions_take_few_parameters() -> None:
     (folder,) = map(Path, attar.cli.__path__)
     functions = [
         (file.name, node)
-        for file in folder.glob("*.py")
+        for file in folder.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.FunctionDef)
     ]

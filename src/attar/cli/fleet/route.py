@@ -56,7 +56,7 @@ def route(config: RouteConfig) -> None:
     with the same tokens.
 
     Examples:
-      attar route http://10.0.0.7:8000 http://10.0.0.8:8000 --router-key-file router.key
+      attar route http://host1:8000 http://host2:8000 --router-key-file r.key
     """
     with errors(config.as_json):
         from attar.server.fleet import attar_hosts

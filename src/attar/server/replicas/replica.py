@@ -53,6 +53,6 @@ STATES = ("loading", "ready", "draining", "down", "stuck", "strange", "failed")
 """States of a replica.
 
 loading: its first engine has not been ready. draining: it is being restarted, or its host ends. down: its engine died,
-and another starts. stuck: its process is stopped, or in a step without end. strange: it serves something else than the others.
-failed: it is given up.
+and another starts. stuck: its process is stopped, or in a step without end. strange: it serves something else than the
+others. failed: it is given up.
 """
