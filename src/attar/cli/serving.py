@@ -150,6 +150,13 @@ class ServeConfig(SchedulerOptions, HttpOptions):
                 message = f"--replicas with --{name} {size}: each replica is one process; choose one of the two"
                 raise UserError("option_conflict", message)
 
+    def routers(self) -> RouterKeys:
+        """Return the keys of routers, none where there are none. Raises UserError for a file that is refused."""
+        from attar.server.fleet.router_key import RouterKeys
+        from attar.server.http.security import read_keys
+
+        return RouterKeys.of(() if self.router_key_file is None else read_keys(self.router_key_file))
+
     def engine(self, path: Path, name: str, theirs: dict[str, Any]) -> Settings:
         """Make the engine's settings; `theirs`, from a Triton configuration, replace what is not given.
 
@@ -176,7 +183,7 @@ class ServeConfig(SchedulerOptions, HttpOptions):
                 draft_tokens=self.draft_tokens,
                 draft_tree=self.draft_tree, sparse_attention=self.sparse_attention,
                 sparse_prefill=self.sparse_prefill,
-                kv_eviction=tuple(self.kv_eviction or ()),
+                kv_eviction=tuple(self.kv_eviction or ()), tells_cache=self.router_key_file is not None,
             ),
             **theirs | given,
         )  # fmt: skip
@@ -207,7 +214,7 @@ class ServeConfig(SchedulerOptions, HttpOptions):
             most if self.max_requests is None else self.max_requests,
             KeyLimits(self.max_requests_per_key, self.tokens_per_minute), self.deadline, self.drain_seconds,
             self.template_date, sampling, check_aliases(self.alias or (), (name, *adapters)), self.root_path,
-            self.response_store or 0, {"on": True, "off": False}.get(self.reasoning),
+            self.response_store or 0, {"on": True, "off": False}.get(self.reasoning), self.routers(),
         )  # fmt: skip
 
 
@@ -239,7 +246,7 @@ def serve(config: ServeConfig) -> None:
 
         name = name_of(config.model) if config.name is None else check_name(config.name)
         logs.begin()
-        keys, origins, routers = _security(config)  # first: it takes the key from what children inherit
+        keys, origins = _security(config)  # first: it takes the key from what children inherit
         if config.models:
             return _serve_several(config, keys, origins)
         theirs = _of_triton(config.triton_config) | ({} if config.device is None else {"device": config.device})
@@ -249,9 +256,6 @@ def serve(config: ServeConfig) -> None:
         settings = config.engine(path, name, theirs)
         tell_shared(settings.device, config.tp, config.pp)
         server_options = config.http(keys, origins, settings.limits(), path, name, config.replicas or 1)
-        if config.router_key_file is not None:
-            server_options = dataclasses.replace(server_options, router_keys=routers)
-            settings = replace(settings, tells_cache=True)
         settings = replace(settings, files=fingerprints(settings.folders))  # first: later changes are noticed
         tokenizer = _tokenizer(path, config.chat_template)
         told = tokenizer, server_options, ENGINE, _started(bool(tokenizer.chat_templates), config.as_json)
@@ -286,17 +290,12 @@ def _run(config: ServeConfig, server: Callable[[], int]) -> None:
         raise typer.Exit(status)
 
 
-def _security(config: ServeConfig) -> tuple[Keys, frozenset[str], RouterKeys]:
-    """Return the keys and the origins of requests, and the keys of routers, which make the secret of salts. Raises
-    UserError for a host, origin or key file that is refused."""
-    from attar.server.fleet.router_key import RouterKeys
-    from attar.server.http.security import read_keys
-
+def _security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
+    """Return the keys and the origins of requests; a router's key makes the secret of salts. Raises UserError for a
+    host, origin or key file that is refused."""
     keys, origins = config.security()
-    if config.router_key_file is None:
-        return keys, origins, RouterKeys()
-    routers = RouterKeys.of(read_keys(config.router_key_file))
-    return dataclasses.replace(keys, secret=routers.secret), origins, routers
+    routers = config.routers()
+    return (dataclasses.replace(keys, secret=routers.secret) if routers.hashes else keys), origins
 
 
 def _check_reads(settings: Settings, trees: bool) -> None:

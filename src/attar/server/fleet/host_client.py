@@ -157,7 +157,7 @@ class HostClient(EngineClient):
             self.draining = True
         code = _CODES.get(error.code, "shutdown")
         if code == "full":
-            self._full_until = time.monotonic() + _seconds(reply.headers.get("retry-after", "1"))
+            self._full_until = time.monotonic() + seconds_of(reply.headers.get("retry-after", "1"))
         elif error.code in CATALOGUE and reply.status_code == 400 and code == "shutdown":
             code = "invalid"
         return Failed(id, code, error.message)
@@ -292,7 +292,7 @@ async def _read(reply: httpx2.Response, most: int) -> bytes:
     return bytes(data)
 
 
-def _seconds(text: str) -> float:
+def seconds_of(text: str) -> float:
     """Read a Retry-After; dates, which attar's servers do not send, count as a second."""
     return min(float(text), 3600.0) if text.isascii() and text.isdigit() else 1.0
 
