@@ -70,6 +70,18 @@ WRAPPERS: Mapping[str, Wrapper] = {
 }
 """Architectures whose language model is that of a family of its own."""
 
+_LLAVA = ("vision_tower", "multi_modal_projector")
+OUTSIDE: Mapping[str, tuple[str, ...]] = {
+    "Idefics3ForConditionalGeneration": ("vision_model", "connector"),
+    "SmolVLMForConditionalGeneration": ("vision_model", "connector"),
+    "LlavaForConditionalGeneration": _LLAVA,
+    "LlavaNextForConditionalGeneration": _LLAVA,
+    "Gemma3ForConditionalGeneration": _LLAVA,
+    "Qwen2VLForConditionalGeneration": ("visual",),
+    "Qwen2_5_VLForConditionalGeneration": ("visual",),
+}
+"""Modules of an architecture that are no part of its language model: all that lies within them stays in 16 bits."""
+
 REFUSED: Mapping[str, str] = {
     "PaliGemmaForConditionalGeneration": "PaliGemma reads the whole prompt in both directions",
 }
