@@ -103,4 +103,3 @@ def test_a_missing_tensor_of_the_text_is_named(tmp_path: Path) -> None:
     folder = _changed("idefics3", tmp_path, text_config={**_raw("idefics3")["text_config"], "num_hidden_layers": 3})
     with user_error("checkpoint_incomplete"):
         hf.load(folder)
-

@@ -1,7 +1,7 @@
 """How checkpoints of vision-language models hold their language model.
 
 Such a config.json names an architecture around a language model, which its `text_config` describes. Qwen's published
-files have no text_config: the text's keys stand beside `vision_config`. The tower is read by `vision.config`. Torch-free.
+files have no text_config: the text's keys stand beside `vision_config`. `vision.config` reads the tower. Torch-free.
 """
 
 from __future__ import annotations

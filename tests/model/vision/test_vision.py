@@ -1,0 +1,118 @@
+"""Towers and projectors of every family against transformers, stage by stage, in float32."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attar.model.vision.model import Done, VisionModel
+from attar.model.vision.tower import TILE
+from tests.errors import user_error
+from tests.model.vision import seen, tiny
+
+EQUAL = 1e-4  # max |difference|, float32; values vary by about 1
+
+
+def _hidden(vision: VisionModel, picture: seen.Picture) -> Tensor:
+    """Return the tower's hidden states of all tiles, as the projector gets them."""
+    taken = []
+    work = vision.projector.work
+
+    def watched(x: Tensor) -> Any:
+        taken.append(x.clone())
+        return work(x)
+
+    vision.projector.work = watched  # type: ignore[method-assign]
+    try:
+        vision.encode(picture)
+    finally:
+        del vision.projector.work
+    return torch.cat(taken)
+
+
+@pytest.mark.parametrize("kind", tiny.MODELS)
+def test_the_tower_equals_transformers(kind: str) -> None:
+    vision = seen.vision(kind)
+    for picture in seen.pictures(kind):
+        theirs = seen.tower(kind, picture)
+        assert theirs.std() >= 0.3
+        assert (_hidden(vision, picture) - theirs).abs().max() <= EQUAL
+
+
+@pytest.mark.parametrize("old_names", [True, False])
+@pytest.mark.parametrize("kind", tiny.MODELS)
+def test_rows_equal_transformers(kind: str, old_names: bool) -> None:
+    vision = seen.vision(kind, old_names)
+    for picture in seen.pictures(kind):
+        ours, theirs = vision.encode(picture), seen.features(kind, picture)
+        assert ours.shape == theirs.shape == (picture.rows, vision.hidden)
+        assert theirs.std() >= 0.2
+        assert (ours - theirs).abs().max() <= EQUAL
+
+
+@pytest.mark.parametrize("kind", tiny.MODELS)
+def test_bits_do_not_depend_on_the_slicing(kind: str) -> None:
+    vision, picture = seen.vision(kind), seen.pictures(kind)[-1]
+    whole = vision.encode(picture)
+    draw = random.Random(3)
+    for rows in (lambda: 1, lambda: TILE + 1, lambda: draw.choice([1, 3 * TILE, 1 << 20])):
+        units = 0
+        work = vision.units(picture, rows)
+        while True:
+            try:
+                next(work)
+                units += 1
+            except StopIteration as end:
+                assert torch.equal(end.value, whole)
+                break
+        assert units >= 2 * len(vision.tower.layers)
+
+
+def test_images_do_not_change_each_other() -> None:
+    vision, (first, second, *_) = seen.vision("qwen2_5_vl"), seen.pictures("qwen2_5_vl")
+    works, found = [vision.units(each, lambda: 1) for each in (first, second)], dict[int, Tensor]()
+    for number in itertools.cycle((0, 1)):
+        if len(found) == 2:
+            break
+        if number not in found:
+            try:
+                next(works[number])
+            except StopIteration as end:
+                found[number] = end.value
+    assert torch.equal(found[0], vision.encode(first))
+    assert torch.equal(found[1], vision.encode(second))
+
+
+@pytest.mark.parametrize("kind", ["smolvlm", "llava_next", "qwen2_vl"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"rows": 1}, {"tiles": b"123"}, {"shape": (1, 30, 31)}, {"shape": (0, 0, 0), "tiles": b""}, {"grid": (9, 9), "shape": (1, 4, 4), "tiles": bytes(48)}],
+)  # fmt: skip
+def test_images_of_other_sizes_are_refused(kind: str, changes: dict[str, Any]) -> None:
+    with user_error("image_invalid"):
+        seen.vision(kind).encode(replace(seen.pictures(kind)[0], **changes))
+
+
+def test_done_counts_each_row_once_a_half_layer() -> None:
+    vision, picture = seen.vision("gemma3"), seen.pictures("gemma3")[0]
+    tile = torch.frombuffer(bytearray(picture.tiles), dtype=torch.uint8).view(32, 32, 3)
+    done = [each for each in vision._tile(tile) if isinstance(each, Done)]
+    assert sum(each.rows for each in done) == 64 + 2 * 64 * len(vision.tower.layers) + picture.rows
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_vl"])
+def test_bytes_are_those_of_the_weights(kind: str) -> None:
+    own = [
+        name
+        for name, _ in tiny.model(kind).named_parameters()
+        if "language_model" not in name and "lm_head" not in name
+    ]
+    used = [name for name in own if not ("layers.2" in name and kind == "llava") and "post_layernorm" not in name]
+    assert 0 < seen.vision(kind).nbytes <= sum(4 * tiny.model(kind).get_parameter(name).numel() for name in own)
+    assert used
