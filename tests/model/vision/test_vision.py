@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attar.model.vision.model import Done, VisionModel
-from attar.model.vision.tower import TILE
+from attar.model.vision.model import VisionModel, Work
+from attar.model.vision.tower import TILE, Done
 from tests.errors import user_error
 from tests.model.vision import seen, tiny
 
@@ -56,37 +55,36 @@ def test_rows_equal_transformers(kind: str, old_names: bool) -> None:
         assert (ours - theirs).abs().max() <= EQUAL
 
 
+def _finished(work: Work) -> tuple[Tensor, int]:
+    """Return the rows of an image, and the number of units that they took."""
+    units = 0
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value, units
+        units += 1
+
+
 @pytest.mark.parametrize("kind", tiny.MODELS)
 def test_bits_do_not_depend_on_the_slicing(kind: str) -> None:
     vision, picture = seen.vision(kind), seen.pictures(kind)[-1]
     whole = vision.encode(picture)
     draw = random.Random(3)
     for rows in (lambda: 1, lambda: TILE + 1, lambda: draw.choice([1, 3 * TILE, 1 << 20])):
-        units = 0
-        work = vision.units(picture, rows)
-        while True:
-            try:
-                next(work)
-                units += 1
-            except StopIteration as end:
-                assert torch.equal(end.value, whole)
-                break
+        found, units = _finished(vision.units(picture, rows))
+        assert torch.equal(found, whole)
         assert units >= 2 * len(vision.tower.layers)
 
 
 def test_images_do_not_change_each_other() -> None:
     vision, (first, second, *_) = seen.vision("qwen2_5_vl"), seen.pictures("qwen2_5_vl")
-    works, found = [vision.units(each, lambda: 1) for each in (first, second)], dict[int, Tensor]()
-    for number in itertools.cycle((0, 1)):
-        if len(found) == 2:
-            break
-        if number not in found:
-            try:
-                next(works[number])
-            except StopIteration as end:
-                found[number] = end.value
-    assert torch.equal(found[0], vision.encode(first))
-    assert torch.equal(found[1], vision.encode(second))
+    work = vision.units(first, lambda: 1)
+    for _ in range(3):
+        next(work)
+    other = vision.encode(second)
+    assert torch.equal(_finished(work)[0], vision.encode(first))
+    assert torch.equal(other, vision.encode(second))
 
 
 OTHER: list[dict[str, Any]] = [
