@@ -12,7 +12,8 @@ from torch import Tensor
 from attar.errors import UserError
 from attar.kernels.operands import Linear, Norm
 from attar.model.vision.config import VisionConfig
-from attar.model.vision.positions import axial_angles, merged_order, mrope, windows
+from attar.model.vision.patches import Patches
+from attar.model.vision.positions import axial_angles, mrope, windows
 from attar.model.vision.projector import Projector, joined, margins
 from attar.model.vision.tower import Done, Segments, Tower
 
@@ -165,29 +166,11 @@ class VisionModel:
         assert self.rotary, "a token of this model has one position"
         return mrope(ids, self.image_token, images, self.config.factor)
 
-    @torch.inference_mode()
-    def patches(self, tile: Tensor) -> Tensor:
-        """Return the normalised patches [N, columns] of a tile [H, W, 3] uint8, in the order of the tower's rows.
-
-        Columns are ordered by channel, frame, row and column. Patches that are merged lie together.
-        """
-        config, size = self.config, self.config.patch
-        high, wide = tile.shape[0] // size, tile.shape[1] // size
-        shift, scale = (torch.tensor(each, dtype=torch.float64) for each in (config.mean, config.std))
-        shades = torch.arange(256, dtype=torch.float64)[:, None]
-        table = ((shades * config.rescale - shift) / scale).to(self.dtype)  # [256, 3]: each shade is computed once
-        cut = tile[: high * size, : wide * size].long()
-        picture = torch.stack([table[cut[:, :, channel], channel] for channel in range(3)])
-        grid = picture.view(3, high, size, wide, size).permute(1, 3, 0, 2, 4).reshape(high * wide, 3, 1, size, size)
-        rows = grid.expand(-1, -1, config.frames, -1, -1).reshape(high * wide, -1)
-        return rows if config.connector != "merge" else rows[merged_order(high, wide, config.factor)]
-
     def _tile(self, tile: Tensor) -> Iterator[Done | Tensor]:
-        """Yield what is done, and at last the rows of one tile."""
+        """Yield what is done, and at last the rows of one tile [H, W, 3] uint8."""
         config = self.config
-        with torch.inference_mode():
-            patches = self.patches(tile)
         high, wide = tile.shape[0] // config.patch, tile.shape[1] // config.patch
+        patches = Patches.of(tile, config, self.dtype)
         lengths = (len(patches) + int(config.class_token),)
         segments, windowed, back = Segments(lengths), None, None
         if config.rope_theta is not None:
@@ -195,11 +178,12 @@ class VisionModel:
             if config.window:
                 block = config.factor**2
                 order, sizes = windows(high, wide, config.factor, config.window)
-                patches, angles = (each.unflatten(0, (-1, block))[order].flatten(0, 1) for each in (patches, angles))
-                windowed = Segments(tuple(size * block for size in sizes), (angles.cos(), angles.sin()))
-                back = order.argsort()
+                within = torch.arange(len(patches)).view(-1, block)[order].flatten()
+                patches, angles, back = patches.ordered(within), angles[within], order.argsort()
+                windowed = tuple(size * block for size in sizes)
             segments = Segments(lengths, (angles.cos(), angles.sin()))
-        hidden = yield from _last(self.tower.work(patches, segments, windowed))
+        apart = None if windowed is None else Segments(windowed, segments.rotation)
+        hidden = yield from _last(self.tower.work(patches, segments, apart))
         rows = yield from _last(self.projector.work(hidden))
         yield rows if back is None else rows[back]
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from attar.kernels import ops
 from attar.kernels.operands import Linear, Norm
 from attar.model.vision.config import Activation, VisionConfig
+from attar.model.vision.patches import Patches
 
 TILE = 64  # rows
 
@@ -113,21 +114,17 @@ class Tower:
     layers: list[VisionLayer]
     post_norm: Norm | None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layers[0].attention_norm.weight.dtype if self.layers else torch.float32
-
-    def work(self, patches: Tensor, segments: Segments, windowed: Segments | None) -> Iterator[Done | Tensor]:
-        """Yield what is done, and at last the hidden states [N, I], of patches [N, columns of a patch].
+    def work(self, patches: Patches, segments: Segments, windowed: Segments | None) -> Iterator[Done | Tensor]:
+        """Yield what is done, and at last the hidden states [N, I], of the patches of one tile.
 
         Layers outside of `full_layers` see by `windowed` where it is given.
         """
         config, first = self.config, int(self.class_row is not None)
-        x = patches.new_empty((first + len(patches), config.hidden))
+        x = torch.empty((first + len(patches), config.hidden), dtype=patches.values.dtype)
         if self.class_row is not None:
             x[0] = self.class_row
         for rows in tiles(len(patches)):
-            own = ops.linear(patches[rows], (self.patch,))
+            own = ops.linear(patches.rows(rows), (self.patch,))
             x[first + rows.start : first + rows.stop] = own if self.positions is None else own + self.positions[rows]
             yield Done(rows.stop - rows.start, rows.stop == len(patches))
         if self.pre_norm is not None:
