@@ -44,8 +44,8 @@ class Projector:
         if config.connector == "pool":
             assert self.norm is not None
             picture = x.T.reshape(1, -1, config.side, config.side)
-            rows = F.avg_pool2d(picture, config.factor).flatten(2)[0].T.contiguous()
-            return normed(rows, self.norm)
+            means = F.avg_pool2d(picture, config.factor).flatten(2)[0].T.contiguous()
+            return normed(means, self.norm)
         return x
 
     def work(self, x: Tensor) -> Iterator[Done | Tensor]:
