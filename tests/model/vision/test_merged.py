@@ -44,16 +44,17 @@ def theirs(kind: str, ids: list[int], pictures: list[seen.Picture]) -> Tensor:
     tokens = torch.tensor([ids])
     if pictures:
         values = [seen.pixels(kind, each) for each in pictures]
-        more = {"pixel_values": torch.cat(values)}
         if kind.startswith("qwen"):
             flat, grids = zip(*(seen.qwen_patches(p, v) for p, v in zip(pictures, values, strict=True)), strict=True)
             more = {"pixel_values": torch.cat(flat), "image_grid_thw": torch.cat(grids)}
         elif kind in ("smolvlm", "idefics3"):
-            more["pixel_values"] = torch.cat(values)[None]
+            more = {"pixel_values": torch.cat(values)[None]}
         elif kind == "llava_next":
             most = max(len(each) for each in values)
             padded = [torch.cat((each, each.new_zeros(most - len(each), *each.shape[1:]))) for each in values]
             more = {"pixel_values": torch.stack(padded), "image_sizes": torch.tensor([each.size for each in pictures])}
+        else:
+            more = {"pixel_values": torch.cat(values)}
     if kind == "gemma3":
         more["token_type_ids"] = (tokens == tiny.IMAGE).long()
     if kind.startswith("qwen"):
