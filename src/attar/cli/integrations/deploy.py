@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from attar.integrations.ray.config import Size
     from attar.integrations.ray.settings import Arguments
 
-NOT_HERE = ("models", "replicas", "replica_cores", "triton_config")  # options of `serve` that make no replica of Ray's
+NOT_HERE = (
+    "models",
+    "replicas",
+    "replica_cores",
+    "triton_config",
+    "router_key_file",
+)  # options of `serve` that make no replica of Ray's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +112,7 @@ def _arguments(config: DeployConfig, size: Size) -> tuple[Arguments, dict[str, A
     from attar.text.template import read_template
 
     name = name_of(config.model) if config.name is None else check_name(config.name)
-    keys, origins = serving.security(config)
+    keys, origins = config.security()
     path = hub.resolve(config.model).resolve()
     settings, reserved = placed(config.engine(path, name, {"device": config.device or "cpu"}), size)
     adapters = tuple((each, os.path.abspath(folder)) for each, folder in settings.adapters)
