@@ -19,13 +19,8 @@ if TYPE_CHECKING:
     from attar.integrations.ray.config import Size
     from attar.integrations.ray.settings import Arguments
 
-NOT_HERE = (
-    "models",
-    "replicas",
-    "replica_cores",
-    "triton_config",
-    "router_key_file",
-)  # options of `serve` that make no replica of Ray's
+NOT_HERE = ("models", "replicas", "replica_cores", "triton_config", "router_key_file")
+"""Options of `serve` that make no replica of Ray's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +63,7 @@ class DeployConfig(serving.ServeConfig):
 
 @configured(DeployConfig)
 def deploy(config: DeployConfig) -> None:
-    """Write a model's engines and HTTP server as an application of Ray Serve.
+    """Write a model as an application of Ray Serve.
 
     Replicas run the engines of `serve`, and one of them the HTTP server. The options are those of `serve`; --memory
     and --threads are of each replica. Every node needs attar, and the model at the same path.
