@@ -31,6 +31,11 @@ def check(found: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator({"$defs": SCHEMAS["$defs"], **SCHEMAS[found["kind"]]}).validate(found)
 
 
+def check_all(found: dict[str, Any]) -> None:
+    for each in found.values():
+        check(each)
+
+
 def pod() -> Any:
     return FOUND["Deployment"]["spec"]["template"]["spec"]
 
@@ -57,8 +62,7 @@ def test_a_wrong_field_is_seen(change: Callable[[Any], Any]) -> None:
     found = copy.deepcopy(FOUND)
     change(found)
     with pytest.raises(jsonschema.ValidationError):
-        for each in found.values():
-            check(each)
+        check_all(found)
 
 
 def test_labels_ports_and_volumes_fit_together() -> None:
