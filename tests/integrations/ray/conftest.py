@@ -109,13 +109,13 @@ class Local:
         self.watches[name].cancel()
         for task in self.calls.get(name, ()):
             task.cancel()
-        self.fleet.take(name, wire.Told(lost=True))
+        self.fleet.told(name, wire.Told(lost=True))
         self.publish()
 
     async def _watch(self, name: str) -> None:
         while True:
             async for item in self.replicas[name].watch("test"):
-                self.fleet.take(name, wire.take(item))
+                self.fleet.told(name, wire.told(item))
 
     async def answer(self, data: bytes) -> AsyncIterator[bytes]:
         name = wire.order(data).replica

@@ -69,13 +69,13 @@ def test_a_watcher_hears_the_whole_state_first_and_again_when_it_lags(
         made = await replica()
         made.fake.beats = False
         watch = made.watch("a")
-        told = wire.take(await anext(watch))
+        told = wire.told(await anext(watch))
         assert isinstance(told.events[0], Ready)
         made.client._arrived([CachedBlocks(block_digests.packed([1, 2, 3]))])
         await until(lambda: made.client.blocks == {1, 2, 3})
-        assert CachedBlocks(block_digests.packed([1, 2, 3])) in wire.take(await anext(watch)).events
+        assert CachedBlocks(block_digests.packed([1, 2, 3])) in wire.told(await anext(watch)).events
         made.client._arrived([CachedBlocks(b"", block_digests.packed([2])), *[Beat()] * 5])
-        events = wire.take(await anext(watch)).events
+        events = wire.told(await anext(watch)).events
         blocks = [each for each in events if isinstance(each, CachedBlocks)]
         assert blocks[-1].whole
         assert set(block_digests.unpacked(blocks[-1].stored)) == {1, 3}
@@ -93,8 +93,8 @@ def test_a_watch_is_a_lease_that_goes_on_under_its_name(
 
     async def main() -> None:
         made = await replica()
-        first = [wire.take(item) async for item in made.watch("a")]
-        again = [wire.take(item) async for item in made.watch("a")]
+        first = [wire.told(item) async for item in made.watch("a")]
+        again = [wire.told(item) async for item in made.watch("a")]
         assert sum(isinstance(event, Ready) for told in first + again for event in told.events) == 1
         await anext(made.watch("b"))
         with pytest.raises(ValueError, match="watch"):

@@ -113,7 +113,7 @@ def test_prompts_go_where_they_are_cached(local: Make) -> None:
             await handle.add("one")
             await handle.add("two")
             told = CachedBlocks(block_digests.packed(digests_of(submit("d", prompt=range(64)), handle.fleet.ready)))
-            handle.fleet.take("two", Told((told,)))
+            handle.fleet.told("two", Told((told,)))
             for at in range(6):
                 await read(handle.fleet.ask([submit(f"r{at}", prompt=range(64))], 1))
             assert [each.routed for each in handle.fleet.replicas if each.routed] == [6]

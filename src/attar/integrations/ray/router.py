@@ -129,7 +129,7 @@ class CostRouter(RequestRouter):  # type: ignore[misc]
         result = replica.try_send_request(request, with_rejection=False)
         try:
             while True:
-                self._tell(id, wire.take(await result.__anext__()))
+                self._tell(id, wire.told(await result.__anext__()))
         except StopAsyncIteration:
             return
         except BaseException:
@@ -140,7 +140,7 @@ class CostRouter(RequestRouter):  # type: ignore[misc]
         if id in self._present:  # others get no new requests
             self._scorer.hear(id, told)
         if (listener := self._listener) is not None:
-            listener.take(id, told)
+            listener.told(id, told)
 
     @property
     def _present(self) -> Sequence[str]:
