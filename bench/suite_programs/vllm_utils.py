@@ -21,8 +21,9 @@ import llama_server
 ROCM_EXTRA_ARGS: list[str] = []
 ROCM_ENV_OVERRIDES: dict[str, str] = {}
 FLAGS = {"--enable-per-request-metrics": "--request-metrics"}
-SAMPLING = () if llama_server.MODEL == "demo" else ("temperature=0.7",)
-"""The temperature that Qwen2.5's authors name. vLLM reads it from a model's folder; a GGUF file has none."""
+SAMPLING = () if llama_server.MODEL == "demo" else ("temperature=0.7", "seed=0")
+"""The temperature that Qwen2.5's authors name, which vLLM reads from a model's folder; a GGUF file has none. The seed
+is that of vLLM's engine."""
 VALUES = {"--root-path": "--root-path", "--served-model-name": "--name", "--max-model-len": "--context"}
 
 
