@@ -45,6 +45,8 @@ def make_engine(decoder: Decoder, blocks: int = ROOM, limits: SchedulerConfig | 
             "prefill",
             "sliding_blocks",
             "evictions",
+            "tower",
+            "image_cache",
         )
         if name in how
     }

@@ -255,6 +255,18 @@ class Repeated(NamedTuple):
     sliding: Tensor | None = None  # the slots in layers with a sliding window, where those have blocks of their own
 
 
+class Features(NamedTuple):
+    """Rows of a call that do not come from the embedding: their indexes, int64 [M], and the rows themselves, [M, I]."""
+
+    rows: Tensor
+    values: Tensor
+
+    def of(self, rows: Tensor) -> Features | None:
+        """Return those of chosen rows of the call, counted among these; None where there is none."""
+        at = (rows.to(self.rows.device)[:, None] == self.rows).nonzero()
+        return Features(at[:, 0], self.values[at[:, 1]]) if len(at) else None
+
+
 @dataclass(frozen=True)
 class ForwardBatch:
     """The rows of one call: `lengths[s]` rows of sequence s, one sequence after another, in order of position.
@@ -275,6 +287,7 @@ class ForwardBatch:
     keep: tuple[int, ...] = ()
     repeated: Repeated | None = None
     watched: Tensor | None = None  # rows [M] whose queries are kept
+    features: Features | None = None  # of images; the ids of their rows are any of the vocabulary
     queries: dict[int, Tensor] = field(init=False, default_factory=dict, repr=False, compare=False)
     """Queries of the watched rows, as they read keys, by layer: [M, H, D], once the call is made."""
     again: Tensor | None = field(init=False, default=None, repr=False)  # rows of `repeated`, on the device

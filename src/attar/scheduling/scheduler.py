@@ -53,6 +53,9 @@ only where both pools have room.
 *Eviction.* A sequence may drop keys before tokens of fixed index (`evicting.py`). A chunk ends before such a token, and
 the plan that runs it evicts first.
 
+*Images.* A running sequence may have to wait for the features of an image (`Sequence.gate`). No chunk crosses the
+image's first token until then. It keeps its blocks, takes no budget, and all others go on.
+
 The design allows for prefill elsewhere: `commit` at the end of a prompt is where its blocks could be sent away, `_room`
 where they would be received.
 """
@@ -194,12 +197,14 @@ class Scheduler:
 
     def ahead(self, now: float) -> StepPlan | None:
         """Decide the step behind the one under way; None where a sequence would have to be preempted or to start
-        over. An empty one is not under way: nothing is to be committed."""
+        over, or one with images waits. An empty one is not under way: nothing is to be committed."""
         assert len(self._steps) == 1, "ahead of one step"
         assert not self._steps[0].drafts, "nobody knows how many tokens it brings"
         self.expire(now)
         missing = sum(max(0, self._missing(sequence)) for sequence in self.running)
         if missing > self.pool.available or any(sequence.outgrown or sequence.due for sequence in self.running):
+            return None
+        if any(sequence.images for sequence in self.waiting):  # it may be admitted, and run nothing yet
             return None
         step = self._decide(now)
         if not step.chunks:
@@ -224,7 +229,7 @@ class Scheduler:
         spare = min(budget, self.limits.max_drafts)
         for sequence in decoding:
             try:
-                self._cover(sequence, sequence.expected)
+                self._cover(sequence, min(sequence.expected, sequence.gate))
                 drafts, tree = self._drafts(sequence, spare)
             except Exception as error:
                 self._give_up(sequence, now, error)
@@ -235,7 +240,7 @@ class Scheduler:
         budget -= step.drafts
         for sequence in prefills:
             try:
-                self._cover(sequence, sequence.planned + min(sequence.pending, budget))
+                self._cover(sequence, min(sequence.planned + min(sequence.pending, budget), sequence.gate))
             except Exception as error:
                 self._give_up(sequence, now, error)
                 continue
@@ -325,7 +330,7 @@ class Scheduler:
         """Plan up to `budget` of the sequence's pending tokens, and drafts behind the last of them; return the number
         of pending ones."""
         pending = sequence.pending
-        rows = min(pending, budget, sequence.cut - sequence.planned)
+        rows = min(pending, budget, sequence.cut - sequence.planned, sequence.gate - sequence.planned)
         if rows:
             samples = 1 + len(drafts) if rows == pending else 0
             step.chunks.append(ScheduledTokens(sequence, sequence.planned, rows + len(drafts), samples, drafts, tree))
@@ -528,7 +533,8 @@ class Scheduler:
         try:
             if needed + spare <= self.pool.available:
                 if self.sliding is not None:
-                    beside = self.sliding.take(match, min(sequence.expected, match.length + budget))
+                    end = min(sequence.expected, match.length + budget, sequence.gate_from(match.length))
+                    beside = self.sliding.take(match, end)
                 room = self._allocate(needed)
         finally:
             if room is None:
