@@ -148,7 +148,7 @@ async def measure(count: int, tokens: int, folder: Path) -> dict[str, Any]:
                 await asyncio.sleep(0.1)
             by = compare(by_socket(client), by_handle(serve.get_deployment_handle("Engine", NAME)), count, tokens)
             handle = await by
-            found = {"handle": handle, "http": await compare(*map(by_http, ports), count, tokens)}
+            found = {"handle": handle, "http": await compare(by_http(ports[0]), by_http(ports[1]), count, tokens)}
             await client.close()
             await asyncio.to_thread(process.end)
             return found
