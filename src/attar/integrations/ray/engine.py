@@ -40,7 +40,7 @@ from attar.server.engine_client.connection import AnswerEvent, Event
 from attar.server.supervisor import EngineProcess, private_socket
 
 COMMAND = (sys.executable, "-m", "attar.engine.main")  # of an engine's process
-ITEMS_PER_SECOND = 1000  # of all streams of a replica, first items apart
+ITEMS_PER_SECOND = 50  # of all streams of a replica, first items apart
 MAX_PAUSE = 0.05  # seconds between two items of a stream, at most
 GATHER_SECONDS = 0.02  # between two items of a watch
 MAX_TOLD = 1024  # events that may wait for a watcher; then it gets the whole state instead
