@@ -200,7 +200,7 @@ class Engine:
         if config.tower is not None and images is not None:
             check_drafter(config.drafter)
             self.images = Images(config.tower, config.image_cache, decoder.dtype, images, self.cache.flush)
-            self.runner.features = self.images.rows
+            self.runner.take_images(self.images.rows, config.tower.rotary)
         whole = None if config.sparse is None else config.sparse.settings.whole
         self.scheduler = Scheduler(self.pool, self.cache, limits, whole, self.sliding, config.prefill)
         self.context = config.context
@@ -403,19 +403,19 @@ class Engine:
 
     def _choice(
         self, request: Request, number: int, longest: int, ask: Submit | Embed, bypass: bool,
-        prompt: Prompt | None = None,
+        given: Prompt | None = None,
     ) -> Choice:  # fmt: skip
+        prompt = Prompt(ask.prompt) if given is None else given
         if ask.adapter not in self.adapters:
             raise Refused("invalid", f"the engine has no adapter {ask.adapter[:80]!r}")
         adapter = self.adapters[ask.adapter]
         sequence = Tokens(
-            id=f"{request.id}#{number}", prompt_ids=request.prompt if prompt is None else prompt.ids,
-            max_tokens=longest, bypass=bypass, adapter=adapter,
+            id=f"{request.id}#{number}", prompt_ids=prompt.ids, max_tokens=longest, bypass=bypass, adapter=adapter,
             priority=ask.priority if isinstance(ask, Submit) else 0,
             deadline=None if ask.deadline is None else self.clock() + ask.deadline,
             cache_salt=salt_of(adapter, ask.cache_salt),
             horizons=self.runner.horizons, eviction=request.eviction,
-            images=() if prompt is None else prompt.own_spans(),
+            images=prompt.own_spans(), positions=prompt.positions, shift=prompt.shift,
         )  # fmt: skip
         point("engine.choice", sequence.id)
         params = request.params

@@ -161,7 +161,10 @@ class Decoder:
             rows = torch.cat([torch.arange(at, at + n) for at, n in zip(first, lengths, strict=True)])
             first = [at + n for at, n in zip(first, lengths, strict=True)]
             features = None if step.features is None else step.features.of(rows)
-            piece = ForwardBatch(lengths, step.horizon, step.cache, step.adapters, keep=step.keep, features=features)
+            turns = None if step.turns is None else step.turns[:, rows]
+            piece = ForwardBatch(
+                lengths, step.horizon, step.cache, step.adapters, keep=step.keep, features=features, turns=turns
+            )
             stream, delta = self.states(ids[rows], piece, watch)
             kept.append(piece.kept)
             order.append(rows)

@@ -48,10 +48,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Prompt:
-    """A prompt with the ids of its images' rows, and the images; `spans` are made anew for each choice."""
+    """A prompt with the ids of its images' rows, and the images; `spans` are made anew for each choice.
+
+    `positions` and `shift` are those of `Sequence`.
+    """
 
     ids: Sequence[int]
     spans: tuple[ImageSpan, ...] = ()
+    positions: tuple[array[int], ...] = ()
+    shift: int = 0
 
     def own_spans(self) -> tuple[ImageSpan, ...]:
         """Return spans for one sequence."""
@@ -87,6 +92,9 @@ class Images:
         self._refuse_too_much(ask)
         if not ask.images:
             return Prompt(ask.prompt)
+        if any(self.tower.count(image) != image.rows for image in ask.images):
+            raise Refused("invalid", "an image has another number of rows than the vision tower makes")
+        positions, shift = self._positions(ask)
         numbers: list[int] = []
         try:
             for image in ask.images:
@@ -107,7 +115,15 @@ class Images:
         )
         for number, image in zip(numbers, ask.images, strict=True):
             self._tiles.setdefault(number, image)
-        return Prompt(ids, spans)
+        return Prompt(ids, spans, positions, shift)
+
+    def _positions(self, ask: Submit) -> tuple[tuple[array[int], ...], int]:
+        """Return the positions of a prompt's tokens, and how much less than their indexes those of later tokens are."""
+        if not self.tower.rotary:
+            return (), 0
+        found = self.tower.positions(ask.prompt, ask.images)
+        axes = tuple(array("i", axis) for axis in found.tolist())
+        return axes, max(map(max, axes)) + 1 - len(ask.prompt)
 
     def begin(self, sequences: Iterable[Tokens]) -> None:
         """Hold the images of sequences that were queued."""
