@@ -35,7 +35,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from attar.engine.bottleneck import Bottlenecks
-from attar.engine.images.images import IMAGE_CACHE, Images, Prompt
+from attar.engine.images.images import Images, Prompt
 from attar.engine.images.limits import check_drafter
 from attar.engine.images.tower import VisionTower
 from attar.engine.inflight import InflightStep, Launcher, Taker
@@ -57,6 +57,7 @@ from attar.protocol.block_digests import packed, salt_of
 from attar.protocol.messages import CachedBlocks, Embed, Event, Stats, StepTimes, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
+from attar.protocol.settings import IMAGE_CACHE
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
 from attar.sampling.drafters.drafter import Drafter
 from attar.sampling.drafters.first_of import reader_of

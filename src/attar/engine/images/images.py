@@ -39,7 +39,6 @@ from attar.scheduling.scheduler import Refused
 from attar.scheduling.sequence import Sequence as Tokens
 
 MAX_TILES = 256 << 20  # bytes of the tiles of all open requests
-IMAGE_CACHE = 256 << 20  # bytes of features, by default
 SHARE = 0.4  # of a step's time, for the tower before the next one
 ALONE_SECONDS = 0.05  # for the tower at a time, where no step waits: commands are read in between
 

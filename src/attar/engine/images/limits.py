@@ -1,14 +1,29 @@
-"""What images do not go with yet, said in one place: of a server's settings, and of an engine's."""
+"""What images do not go with yet, said in one place, and the memory that they take."""
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
+from attar.checkpoints import vocabulary
+from attar.checkpoints.folder import Folder
+from attar.checkpoints.sources.vision import vision_config
 from attar.errors import UserError
+from attar.formats.scheme import ITEM_BITS
+from attar.model.vision.assembly import tensors
+from attar.model.vision.config import VisionConfig
+from attar.protocol.settings import Settings
 from attar.protocol.speculation import DRAFTERS
 from attar.sampling.drafters.drafter import Drafter
 
 
-def against_images(device: str, processes: int, draft: str | None) -> str | None:
-    """Return the sentence that says with which setting requests have no images; None where they may have some."""
+def against_images(bidirectional: bool, device: str, processes: int, draft: str | None) -> str | None:
+    """Return a clause that says why requests have no images, such as a setting; None where they may have some.
+
+    `bidirectional`: whether rows of one image see each other. `processes` are those that share the model.
+    """
+    if bidirectional:
+        return "rows of one image that see each other, as in Gemma 3, are not supported"
     if device != "cpu":
         return f"--device {device}: images are computed on CPUs only"
     if processes > 1:
@@ -16,6 +31,24 @@ def against_images(device: str, processes: int, draft: str | None) -> str | None
     if draft is not None and draft not in DRAFTERS:
         return f"--draft {draft}: with images drafts come from {' or '.join(DRAFTERS)}"
     return None
+
+
+def tower_config(path: Path) -> VisionConfig | None:
+    """Return the vision tower that a checkpoint has; None for others, and for GGUF files. Raises ValueError for one
+    that is not supported."""
+    return None if vocabulary.is_gguf(path) else vision_config(Folder(path))
+
+
+def no_images(settings: Settings, config: VisionConfig) -> str | None:
+    """Return why an engine of these settings takes no images, where the model has a tower; None where it does."""
+    if not settings.images:
+        return "--no-images"
+    return against_images(config.bidirectional, settings.device, settings.tp * settings.pp, settings.draft)
+
+
+def tower_bytes(config: VisionConfig, dtype: str) -> int:
+    """Return the bytes of the weights of a tower and its projector, stored in `dtype`."""
+    return sum(math.prod(shape) for _, _, shape in tensors(config)) * ITEM_BITS[dtype] // 8
 
 
 def check_drafter(drafter: Drafter | None) -> None:
