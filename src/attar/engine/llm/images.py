@@ -9,14 +9,13 @@ from typing import Any
 
 from attar.errors import UserError
 from attar.images.decoding import MAX_FILE, ImageSource, decode
+from attar.images.messages import MARK, in_parts
 from attar.images.placeholders import Placeholders
 from attar.images.settings import ImageSettings
 from attar.protocol.images import ImageInput
 from attar.text.template import lists_only
 from attar.text.tokenizer import Tokenizer
 
-MARK = "\udc00"
-"""What stands for an image in a message's text: a lone surrogate, which is no text."""
 FORMS = "a path, a data: URL, the bytes of a file, or a PIL image"
 _KEPT = ("RGB", "RGBA", "L", "LA", "P", "1")  # modes that PNG has
 
@@ -39,7 +38,11 @@ class ImagePrompts:
         if self._lists is None or self._lists[0] != template:
             self._lists = template, lists_only(template)
         always = self._lists[1]
-        return [{**each, "content": _in_parts(each.get("content"), always)} for each in messages]
+        contents = ((each, each.get("content")) for each in messages)
+        return [
+            {**each, "content": in_parts(content, always)} if isinstance(content, str) else each
+            for each, content in contents
+        ]
 
     def expand(self, text: str, images: Sequence[ImageInput]) -> str:
         """Return a rendered text with the tokens of its images. Raises UserError where it has not one place for each."""
@@ -114,14 +117,3 @@ def _given(part: Mapping[str, Any]) -> Any:
         if name in part:
             return part[name]
     raise UserError("image_invalid", f"a part of type image has its image under image: {FORMS}")
-
-
-def _in_parts(content: Any, always: bool) -> Any:
-    """Return content as templates take it: with marks, or `always`, a list of images and texts."""
-    if not isinstance(content, str) or (MARK not in content and not always):
-        return content
-    parts: list[dict[str, str]] = []
-    for number, text in enumerate(content.split(MARK)):
-        parts += [{"type": "image"}] if number else []
-        parts += [{"type": "text", "text": text}] if text else []
-    return parts
