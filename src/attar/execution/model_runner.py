@@ -403,7 +403,8 @@ class Runner:
             view.dense_until = [part.chunk.sequence.prompt for part in parts]
         if self._prefill is not None:
             view.read_few(self._prefill, [part.chunk.sequence.prompt for part in parts])
-        if self._moves:
+        angles = self._angles(chunks)
+        if self._moves and angles is None:
             view.offsets = [part.chunk.sequence.dropped + part.chunk.sequence.shift for part in parts]
         horizons = tuple(part.chunk.sequence.horizon for part in parts) if self.horizons else self.context
         adapters = tuple(part.chunk.sequence.adapter for part in parts)
@@ -411,7 +412,7 @@ class Runner:
         ranking = self._watch.rows(chunks) if self._evicts else None
         step = ForwardBatch(
             lengths, horizons, view, adapters, keep=self.keep, repeated=repeated, watched=ranking, features=features,
-            turns=self._turns(chunks),
+            angles=angles,
         )  # fmt: skip
         stream, delta = self.decoder.states(ids, step)
         if ranking is not None:
@@ -455,14 +456,14 @@ class Runner:
             ids[row] = 0
         return Features(*sent(self.device, torch.tensor(rows), values))
 
-    def _turns(self, chunks: List[ScheduledTokens]) -> Tensor | None:
+    def _angles(self, chunks: List[ScheduledTokens]) -> Tensor | None:
         """Return the positions [3, N] of a step's rows; None where all have their indexes, moved by one number."""
         if not any(chunk.sequence.positions and chunk.start < chunk.sequence.prompt for chunk in chunks):
             return None
-        rows = [chunk.sequence.turns(chunk.start, chunk.rows) for chunk in chunks]
+        rows = [chunk.sequence.axes(chunk.start, chunk.rows) for chunk in chunks]
         axes = [list(itertools.chain.from_iterable(axis)) for axis in zip(*rows, strict=True)]
-        (turns,) = sent(self.device, torch.tensor(axes))
-        return turns
+        (angles,) = sent(self.device, torch.tensor(axes))
+        return angles
 
     def _no_logits(self) -> Tensor:
         return torch.empty((0, self.decoder.config.vocab_size), device=self.device)

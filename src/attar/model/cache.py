@@ -24,7 +24,7 @@ from attar.kv.pages import AttentionMetadata, Bases, PagedKV, PromptRows, Rotati
 from attar.kv.schemes import SCHEMES, KvScheme
 from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.config import ModelConfig, Rope
-from attar.model.rope import far_rotation, rotation, sectioned_rotation, table
+from attar.model.rope import far_rotation, rotation, table
 
 BLOCK = 64  # slots: a head's keys of a block are then 4 KiB or more, which memory delivers at full speed
 ALIGNED = 16  # bytes: alignment of tensors that are copied together
@@ -288,7 +288,6 @@ class ForwardBatch:
     repeated: Repeated | None = None
     watched: Tensor | None = None  # rows [M] whose queries are kept
     features: Features | None = None  # of images; the ids of their rows are any of the vocabulary
-    turns: Tensor | None = None  # positions [3, N] by time, height and width, for ropes with sections
     queries: dict[int, Tensor] = field(init=False, default_factory=dict, repr=False, compare=False)
     """Queries of the watched rows, as they read keys, by layer: [M, H, D], once the call is made."""
     again: Tensor | None = field(init=False, default=None, repr=False)  # rows of `repeated`, on the device
@@ -367,9 +366,6 @@ class ForwardBatch:
         return far_rotation(rope, self.positions + offsets, max(self.horizons))
 
     def _rotation(self, rope: Rope) -> Rotation:
-        if self.turns is not None and rope.sections:
-            rows = torch.arange(len(self.positions), dtype=torch.int32, device=self.positions.device)
-            return Rotation(*sectioned_rotation(rope, self.turns, max(self.horizons)), self._with_repeated(rows))
         if self.cache is not None and self.cache.offsets is not None:
             rows = torch.arange(len(self.positions), dtype=torch.int32, device=self.positions.device)
             return Rotation(*self._moved(rope), self._with_repeated(rows))

@@ -161,10 +161,7 @@ class Decoder:
             rows = torch.cat([torch.arange(at, at + n) for at, n in zip(first, lengths, strict=True)])
             first = [at + n for at, n in zip(first, lengths, strict=True)]
             features = None if step.features is None else step.features.of(rows)
-            turns = None if step.turns is None else step.turns[:, rows]
-            piece = ForwardBatch(
-                lengths, step.horizon, step.cache, step.adapters, keep=step.keep, features=features, turns=turns
-            )
+            piece = ForwardBatch(lengths, step.horizon, step.cache, step.adapters, keep=step.keep, features=features)
             stream, delta = self.states(ids[rows], piece, watch)
             kept.append(piece.kept)
             order.append(rows)

@@ -10,7 +10,6 @@ outgrows its horizon (`Rope.horizons`) is computed anew, with the next one.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 
 import torch
@@ -84,19 +83,6 @@ def far_rotation(rope: Rope, positions: Tensor, horizon: int) -> tuple[Tensor, T
         angle = positions[far, None].double() * frequencies(rope, horizon).to(positions.device).double()
         cos[far] = (angle.cos() * rope.attention_factor).float()
         sin[far] = (angle.sin() * rope.attention_factor).float()
-    return cos, sin
-
-
-def sectioned_rotation(rope: Rope, positions: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, float32 [N, dims / 2], of tokens with positions by time, height and width, [3, N].
-
-    Each section of the pairs turns by one of the three (M-RoPE, Wang et al., arXiv 2409.12191, section 2.1). Equal
-    positions give the bits of `far_rotation`.
-    """
-    each = [far_rotation(rope, axis, horizon) for axis in positions]
-    ends = list(itertools.accumulate(rope.sections, initial=0))
-    parts = [(axis, slice(*bounds)) for axis, bounds in enumerate(itertools.pairwise(ends))]
-    cos, sin = (torch.cat([each[axis][of][:, pairs] for axis, pairs in parts], dim=1) for of in (0, 1))
     return cos, sin
 
 

@@ -154,7 +154,7 @@ class Sequence:
         """Index of the first token that cannot be run yet, since it waits for the features of an image."""
         return self.gate_from(self.planned)
 
-    def turns(self, start: int, rows: int) -> tuple[Iterable[int], ...]:
+    def axes(self, start: int, rows: int) -> tuple[Iterable[int], ...]:
         """Return the positions of `rows` tokens from index `start` on, by time, height and width."""
         later = range(max(start, self.prompt) + self.shift, start + rows + self.shift)
         if not self.positions:

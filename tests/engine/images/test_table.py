@@ -22,6 +22,7 @@ from attar.kv.sparse_prefill import SparsePrefill
 from attar.model import sparse_layers
 from attar.model.decoder import Decoder
 from attar.model.sparse_layers import SparseLayers
+from attar.model.vision.config import VisionConfig
 from attar.protocol.grammar import Grammar
 from attar.protocol.messages import Failed, Submit
 from attar.protocol.request import SamplingParams
@@ -161,17 +162,31 @@ def test_kv_eviction_is_refused_by_name_for_images_alone(decoder: Decoder) -> No
     assert answers(run(engine, asks(params))) == equal_to_alone(decoder, asks(params), evictions=(policy,))
 
 
+SMALL = VisionConfig(
+    hidden=32, heads=2, intermediate=48, layers=1, patch=4, image_size=32, out=64, connector="shuffle", factor=2,
+    image_token=96,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("settings", "word"),
-    [(("cuda", 1, None), "--device cuda"), (("cpu", 2, None), "--tp and --pp"), (("cpu", 1, "/a/draft"), "--draft")],
+    ("config", "settings", "word"),
+    [
+        (SMALL, ("cuda", 1, None, False), "--device cuda"),
+        (SMALL, ("cpu", 2, None, False), "--tp and --pp"),
+        (SMALL, ("cpu", 1, "/a/draft", False), "--draft /a/draft"),
+        (replace(SMALL, bidirectional=True), ("cpu", 1, None, False), "Gemma 3"),
+        (replace(SMALL, sections=True), ("cpu", 1, None, True), "--kv-eviction"),
+    ],
 )
-def test_settings_that_images_do_not_go_with_are_named(settings: tuple[str, int, str | None], word: str) -> None:
-    assert word in (against_images(False, *settings) or "")
+def test_settings_that_images_do_not_go_with_are_named(
+    config: VisionConfig, settings: tuple[str, int, str | None, bool], word: str
+) -> None:
+    assert word in (against_images(config, *settings) or "")
 
 
 @pytest.mark.parametrize("draft", [None, "suffix", "lookahead"])
 def test_others_take_images(draft: str | None) -> None:
-    assert against_images(False, "cpu", 1, draft) is None
+    assert against_images(SMALL, "cpu", 1, draft, True) is None
 
 
 def test_a_message_with_images_travels() -> None:

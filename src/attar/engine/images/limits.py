@@ -17,12 +17,12 @@ from attar.protocol.speculation import DRAFTERS
 from attar.sampling.drafters.drafter import Drafter
 
 
-def against_images(bidirectional: bool, device: str, processes: int, draft: str | None) -> str | None:
+def against_images(config: VisionConfig, device: str, processes: int, draft: str | None, evicts: bool) -> str | None:
     """Return a clause that says why requests have no images, such as a setting; None where they may have some.
 
-    `bidirectional`: whether rows of one image see each other. `processes` are those that share the model.
+    `processes` are those that share the model; `evicts`: whether requests may drop keys.
     """
-    if bidirectional:
+    if config.bidirectional:
         return "rows of one image that see each other, as in Gemma 3, are not supported"
     if device != "cpu":
         return f"--device {device}: images are computed on CPUs only"
@@ -30,6 +30,8 @@ def against_images(bidirectional: bool, device: str, processes: int, draft: str 
         return "--tp and --pp: images are computed in one process only"
     if draft is not None and draft not in DRAFTERS:
         return f"--draft {draft}: with images drafts come from {' or '.join(DRAFTERS)}"
+    if config.sections and evicts:
+        return "--kv-eviction: not with tokens that have positions by time, height and width"
     return None
 
 
@@ -43,7 +45,9 @@ def no_images(settings: Settings, config: VisionConfig) -> str | None:
     """Return why an engine of these settings takes no images, where the model has a tower; None where it does."""
     if not settings.images:
         return "--no-images"
-    return against_images(config.bidirectional, settings.device, settings.tp * settings.pp, settings.draft)
+    return against_images(
+        config, settings.device, settings.tp * settings.pp, settings.draft, bool(settings.kv_eviction)
+    )
 
 
 def tower_bytes(config: VisionConfig, dtype: str) -> int:

@@ -138,7 +138,8 @@ class LLM:
         self.no_images = "this model has no vision tower"
         """Why calls have no images; empty where they may have some."""
         if config is not None:
-            self.no_images = against_images(config.bidirectional, device, shared.tp * shared.pp, draft) or ""
+            processes, evicts = shared.tp * shared.pp, bool(self.evictions)
+            self.no_images = against_images(config, device, processes, draft, evicts) or ""
         self.sampling = recommended(path) if generation_config == "model" else {}
         self.model = load_model(
             path, device=device, dtype=dtype, activations=activations, parallel=parallel, verify=verify,
