@@ -200,7 +200,8 @@ class Engine:
         self.images: Images | None = None
         if config.tower is not None and images is not None:
             check_drafter(config.drafter)
-            self.images = Images(config.tower, config.image_cache, decoder.dtype, images, self.cache.flush)
+            rows = limits.max_step_tokens - limits.together + 1 - limits.max_drafts
+            self.images = Images(config.tower, config.image_cache, decoder.dtype, images, self.cache.flush, rows)
             self.runner.take_images(self.images.rows, config.tower.rotary)
         whole = None if config.sparse is None else config.sparse.settings.whole
         self.scheduler = Scheduler(self.pool, self.cache, limits, whole, self.sliding, config.prefill)

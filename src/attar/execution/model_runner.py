@@ -34,6 +34,7 @@ from attar.execution.recorded_step import Decoding
 from attar.execution.watched import Watched, watched
 from attar.faults import InjectedFault, point
 from attar.kernels import dispatch, ops
+from attar.kernels.ref_spans import spans_of
 from attar.kv.moving import move_sinks
 from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
@@ -412,7 +413,7 @@ class Runner:
         ranking = self._watch.rows(chunks) if self._evicts else None
         step = ForwardBatch(
             lengths, horizons, view, adapters, keep=self.keep, repeated=repeated, watched=ranking, features=features,
-            angles=angles,
+            angles=angles, spans=_spans(chunks),
         )  # fmt: skip
         stream, delta = self.decoder.states(ids, step)
         if ranking is not None:
@@ -490,6 +491,14 @@ def _of_image(chunk: ScheduledTokens) -> bool:
     if not sequence.images or chunk.start >= sequence.images[-1].end:
         return False
     return any(token < 0 for token in chunk.ids)
+
+
+def _spans(chunks: List[ScheduledTokens]) -> Tensor | None:
+    """Return what rows of images see beside the rows before them (`ForwardBatch.spans`); None where they see no more."""
+    if not any(image.whole for chunk in chunks for image in chunk.sequence.images if _of_image(chunk)):
+        return None
+    images = [[(image.start, image.end) for image in chunk.sequence.images if image.whole] for chunk in chunks]
+    return torch.cat([spans_of(own, chunk.start, chunk.rows) for own, chunk in zip(images, chunks, strict=True)])
 
 
 def _rows(stream: Tensor, delta: Tensor | None, start: int, end: int) -> tuple[Tensor, Tensor | None]:

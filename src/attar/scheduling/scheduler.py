@@ -53,8 +53,9 @@ only where both pools have room.
 *Eviction.* A sequence may drop keys before tokens of fixed index (`evicting.py`). A chunk ends before such a token, and
 the plan that runs it evicts first.
 
-*Images.* A running sequence may have to wait for the features of an image (`Sequence.gate`). No chunk crosses the
-image's first token until then. It keeps its blocks, takes no budget, and all others go on.
+*Images.* A running sequence may have to wait for the features of an image (`Sequence.reach`). No chunk crosses the
+image's first token until then. It keeps its blocks, takes no budget, and all others go on. Where rows of an image see
+each other, no chunk and no match ends within one.
 
 The design allows for prefill elsewhere: `commit` at the end of a prompt is where its blocks could be sent away, `_room`
 where they would be received.
@@ -229,7 +230,7 @@ class Scheduler:
         spare = min(budget, self.limits.max_drafts)
         for sequence in decoding:
             try:
-                self._cover(sequence, min(sequence.expected, sequence.gate))
+                self._cover(sequence, sequence.reach(sequence.planned, 1))
                 drafts, tree = self._drafts(sequence, spare)
             except Exception as error:
                 self._give_up(sequence, now, error)
@@ -240,7 +241,7 @@ class Scheduler:
         budget -= step.drafts
         for sequence in prefills:
             try:
-                self._cover(sequence, min(sequence.planned + min(sequence.pending, budget), sequence.gate))
+                self._cover(sequence, sequence.reach(sequence.planned, budget))
             except Exception as error:
                 self._give_up(sequence, now, error)
                 continue
@@ -330,7 +331,7 @@ class Scheduler:
         """Plan up to `budget` of the sequence's pending tokens, and drafts behind the last of them; return the number
         of pending ones."""
         pending = sequence.pending
-        rows = min(pending, budget, sequence.cut - sequence.planned, sequence.gate - sequence.planned)
+        rows = min(sequence.reach(sequence.planned, budget), sequence.cut) - sequence.planned
         if rows:
             samples = 1 + len(drafts) if rows == pending else 0
             step.chunks.append(ScheduledTokens(sequence, sequence.planned, rows + len(drafts), samples, drafts, tree))
@@ -470,6 +471,9 @@ class Scheduler:
                 alike = min(alike, sequence.eviction.reusable(sequence.prompt))
             prompt = sequence.tokens[:alike]
             match = self.cache.match(sequence.salt, prompt)
+            for image in sequence.images:
+                if image.whole and image.start < match.length < image.end:
+                    match = self.cache.match(sequence.salt, prompt[: image.start])
             if self._soon_more(sequence.salt, prompt, match):
                 return False
         room = self._room(sequence, match, budget)
@@ -533,8 +537,7 @@ class Scheduler:
         try:
             if needed + spare <= self.pool.available:
                 if self.sliding is not None:
-                    end = min(sequence.expected, match.length + budget, sequence.gate_from(match.length))
-                    beside = self.sliding.take(match, end)
+                    beside = self.sliding.take(match, sequence.reach(match.length, budget))
                 room = self._allocate(needed)
         finally:
             if room is None:

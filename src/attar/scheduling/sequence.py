@@ -150,9 +150,15 @@ class Sequence:
         return NEVER if self.eviction is None else self.eviction.cut(self.prompt, self.dropped)
 
     @property
-    def gate(self) -> int:
-        """Index of the first token that cannot be run yet, since it waits for the features of an image."""
-        return self.gate_from(self.planned)
+    def gated(self) -> bool:
+        """Return whether its next row waits for the features of an image."""
+        return self.gate_from(self.planned) == self.planned
+
+    def reach(self, at: int, budget: int) -> int:
+        """Return the index before which a chunk of at most `budget` rows from index `at` ends."""
+        end = min(self.expected, at + budget, self.gate_from(at))
+        cut = next((image.start for image in self.images if image.whole and image.start < end < image.end), end)
+        return max(cut, at)
 
     def axes(self, start: int, rows: int) -> tuple[Iterable[int], ...]:
         """Return the positions of `rows` tokens from index `start` on, by time, height and width."""
@@ -162,7 +168,7 @@ class Sequence:
         return tuple(itertools.chain(axis[start : start + rows], later) for axis in self.positions)
 
     def gate_from(self, at: int) -> int:
-        """Return what `gate` is once the first `at` tokens are planned."""
+        """Return the index of the first token from `at` on that waits for the features of an image."""
         for image in self.images:
             if not image.ready and image.end > at:
                 return max(image.start, at)

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from attar.checkpoints.adapters import lora
-from attar.engine.images.limits import against_images
+from attar.engine.images.limits import Beside, against_images
 from attar.kernels import dispatch
 from attar.kv import sparse_prefill
 from attar.kv.eviction import Eviction
+from attar.kv.schemes import SCHEMES
 from attar.kv.sparse import SparseAttention
 from attar.kv.sparse_prefill import SparsePrefill
 from attar.model import sparse_layers
@@ -118,7 +119,7 @@ def test_a_draft_model_is_refused(decoder: Decoder) -> None:
         make_engine(decoder, tower=SeededTower(), drafter=Model(), limits=DRAFTING)
 
 
-@pytest.mark.parametrize("kv", ["bfloat16", "int8", "klt4", "klt2", "kivi2"])
+@pytest.mark.parametrize("kv", ["bfloat16", "int8", "klt4", "klt2", "int4"])
 def test_kv_schemes(decoder: Decoder, kv: str) -> None:
     equal_to_alone(decoder, asks(), kv=kv)
 
@@ -168,25 +169,30 @@ SMALL = VisionConfig(
 )  # fmt: skip
 
 
+TURNING, MUTUAL = replace(SMALL, sections=True), replace(SMALL, bidirectional=True)
+
+
 @pytest.mark.parametrize(
-    ("config", "settings", "word"),
+    ("config", "device", "processes", "draft", "other", "word"),
     [
-        (SMALL, ("cuda", 1, None, False), "--device cuda"),
-        (SMALL, ("cpu", 2, None, False), "--tp and --pp"),
-        (SMALL, ("cpu", 1, "/a/draft", False), "--draft /a/draft"),
-        (replace(SMALL, bidirectional=True), ("cpu", 1, None, False), "Gemma 3"),
-        (replace(SMALL, sections=True), ("cpu", 1, None, True), "--kv-eviction"),
+        (SMALL, "cuda", 1, None, Beside(), "--device cuda"),
+        (SMALL, "cpu", 2, None, Beside(), "--tp and --pp"),
+        (SMALL, "cpu", 1, "/a/draft", Beside(), "--draft /a/draft"),
+        (TURNING, "cpu", 1, None, Beside(evicts=True), "--kv-eviction"),
+        (MUTUAL, "cpu", 1, None, Beside(few=True), "--sparse-attention"),
+        (MUTUAL, "cpu", 1, None, Beside(scheme=SCHEMES["klt2"]), "--kv klt2"),
     ],
 )
 def test_settings_that_images_do_not_go_with_are_named(
-    config: VisionConfig, settings: tuple[str, int, str | None, bool], word: str
+    config: VisionConfig, device: str, processes: int, draft: str | None, other: Beside, word: str
 ) -> None:
-    assert word in (against_images(config, *settings) or "")
+    assert word in (against_images(config, device, processes, draft, other) or "")
 
 
 @pytest.mark.parametrize("draft", [None, "suffix", "lookahead"])
 def test_others_take_images(draft: str | None) -> None:
-    assert against_images(SMALL, "cpu", 1, draft, True) is None
+    assert against_images(SMALL, "cpu", 1, draft, Beside(True, True, SCHEMES["klt2"])) is None
+    assert against_images(MUTUAL, "cpu", 1, draft, Beside(True, False, SCHEMES["klt4"])) is None
 
 
 def test_a_message_with_images_travels() -> None:

@@ -20,7 +20,7 @@ from attar.checkpoints import vocabulary
 from attar.checkpoints.adapters import lora
 from attar.checkpoints.generation_config import sampling as recommended
 from attar.checkpoints.sources import hub
-from attar.engine.images.limits import against_images, tower_config
+from attar.engine.images.limits import Beside, against_images, tower_config
 from attar.engine.llm.answer import Answer
 from attar.engine.llm.chats import Chats, Message
 from attar.engine.llm.images import ImagePrompts, taken
@@ -138,8 +138,8 @@ class LLM:
         self.no_images = "this model has no vision tower"
         """Why calls have no images; empty where they may have some."""
         if config is not None:
-            processes, evicts = shared.tp * shared.pp, bool(self.evictions)
-            self.no_images = against_images(config, device, processes, draft, evicts) or ""
+            other = Beside(bool(self.evictions), few is not None or of_prompts is not None)
+            self.no_images = against_images(config, device, shared.tp * shared.pp, draft, other) or ""
         self.sampling = recommended(path) if generation_config == "model" else {}
         self.model = load_model(
             path, device=device, dtype=dtype, activations=activations, parallel=parallel, verify=verify,
