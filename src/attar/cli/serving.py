@@ -17,7 +17,7 @@ from attar import logs
 from attar.cli import options
 from attar.cli.commands import configured, option
 from attar.cli.scheduling import SchedulerOptions
-from attar.cli.terminal import emit, errors, require_apart, tell, tell_shared
+from attar.cli.terminal import emit, errors, parse_bytes, require_apart, tell, tell_shared
 from attar.errors import UserError
 
 if TYPE_CHECKING:
@@ -102,6 +102,10 @@ class ServeConfig(SchedulerOptions):
         "policy is that of requests which name none. CPUs only.",
         parser=options.parse_kv_eviction, default="none are dropped",
     )] = None  # fmt: skip
+    image_cache: Annotated[int | None, option(
+        "Images", "SIZE", "Memory for what a vision tower makes of images, such as 512MB. With 0 it is not loaded, and "
+        "the model takes text alone.", parser=parse_bytes, default="256 MiB, where the model has a tower",
+    )] = None  # fmt: skip
     host: Annotated[str, option("HTTP", "HOST", "Address; others than loopback need an API key.")] = "127.0.0.1"
     port: Annotated[int, option("HTTP", "N", "Port; 0 takes a free one.", min=0, max=65535)] = 8000
     root_path: Annotated[str, option(
@@ -178,7 +182,7 @@ class ServeConfig(SchedulerOptions):
         from attar.checkpoints.sources import hub
         from attar.kv.schemes import check_name
         from attar.plan.fit import check_fraction
-        from attar.protocol.settings import Settings
+        from attar.protocol.settings import IMAGE_CACHE, Settings
         from attar.server.options import parse_adapters
 
         check_name(self.kv)
@@ -195,6 +199,7 @@ class ServeConfig(SchedulerOptions):
                 draft_tree=self.draft_tree, sparse_attention=self.sparse_attention,
                 sparse_prefill=self.sparse_prefill,
                 kv_eviction=tuple(self.kv_eviction or ()),
+                image_cache=IMAGE_CACHE if self.image_cache is None else self.image_cache,
             ),
             **theirs | given,
         )  # fmt: skip

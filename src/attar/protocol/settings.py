@@ -53,8 +53,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sparse_attention: str | None = None  # how many keys rows of outputs read (kv/sparse.py); None: all
     sparse_prefill: str | None = None  # what rows of prompts read (kv/sparse_prefill.py); None: all
     kv_eviction: tuple[str, ...] = ()  # policies that requests may name (kv/eviction.py), the default first
-    images: bool = True  # whether a vision tower is loaded, where the model has one
-    image_cache: int = IMAGE_CACHE  # bytes of features of images
+    image_cache: int = IMAGE_CACHE  # bytes of features of images; 0: a model's vision tower is not loaded
     name: str = ""  # what requests call the model; empty: its folder's name
     tells_cache: bool = False  # whether changes of the prefix cache are told (`messages.CachedBlocks`)
     files: dict[str, str] = {}  # `fingerprints` of the files to serve; empty: any files

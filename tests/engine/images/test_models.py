@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import base64
+import json
 import random
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,3 +134,34 @@ def test_a_model_without_a_tower_takes_no_images(demo: Path) -> None:
     with user_error("feature_unsupported", "no vision tower"):
         llm.chat(said(FIRST, "what?"), GREEDY)
 
+
+
+@pytest.mark.parametrize("seeing", ["smolvlm"], indirect=True)
+def test_a_server_gives_the_same_tokens(seeing: Seeing) -> None:
+    """`attar serve` with a data URL, beside `LLM` and transformers; twice, so that the second is a hit."""
+    wanted = seeing.llm.chat(said(FIRST, "what is this?"), GREEDY)
+    url = f"data:image/png;base64,{base64.b64encode(file(FIRST)).decode()}"
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is this?"}]
+    body = {
+        "model": "smolvlm", "messages": [{"role": "user", "content": parts}], "max_tokens": 8, "temperature": 0,
+        "ignore_eos": True,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "attar", "serve", str(seeing.folder), "--port", "0", "--json", "--threads", "1"]
+    process = subprocess.Popen([*command, "--no-verify"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        address = json.loads(process.stdout.readline())["url"]
+        cached = []
+        for _ in range(2):
+            request = urllib.request.Request(
+                f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                found = json.load(reply)
+            assert found["choices"][0]["message"]["content"] == wanted.text
+            assert found["usage"]["prompt_tokens"] == len(wanted.prompt_token_ids)
+            cached.append(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert cached == [0, len(wanted.prompt_token_ids) - 1]
+    finally:
+        process.terminate()
+        process.wait(30)

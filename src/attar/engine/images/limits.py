@@ -57,8 +57,8 @@ def tower_config(path: Path) -> VisionConfig | None:
 
 def no_images(settings: Settings, config: VisionConfig) -> str | None:
     """Return why an engine of these settings takes no images, where the model has a tower; None where it does."""
-    if not settings.images:
-        return "--no-images"
+    if not settings.image_cache:
+        return "--image-cache 0"
     few = bool(settings.sparse_attention or settings.sparse_prefill)
     other = Beside(bool(settings.kv_eviction), few, None if settings.kv is None else schemes.scheme(settings.kv))
     return against_images(config, settings.device, settings.tp * settings.pp, settings.draft, other)
