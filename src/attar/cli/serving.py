@@ -15,7 +15,7 @@ import typer
 
 from attar import logs
 from attar.cli import options
-from attar.cli.commands import configured, option
+from attar.cli.commands import configured, flag, option
 from attar.cli.scheduling import SchedulerOptions
 from attar.cli.terminal import emit, errors, parse_bytes, require_apart, tell, tell_shared
 from attar.errors import UserError
@@ -116,6 +116,9 @@ class ServeConfig(SchedulerOptions):
         "known to the key that made it alone, for a day, until the server ends.", parser=options.parse_size,
         default="none are kept",
     )] = None  # fmt: skip
+    request_metrics: Annotated[bool, flag(
+        "HTTP", "Tell in answers of chats and completions how long they took, as vLLM's `metrics`.",
+    )] = False  # fmt: skip
     deadline: Annotated[float, option("HTTP", "SECONDS", "Time limit of one request.", min=0.1)] = 600.0
     drain_seconds: Annotated[
         float, option("HTTP", "SECONDS", "Time for open requests when the server stops.", min=0)
@@ -230,7 +233,7 @@ class ServeConfig(SchedulerOptions):
             most if self.max_requests is None else self.max_requests,
             KeyLimits(self.max_requests_per_key, self.tokens_per_minute), self.deadline, self.drain_seconds,
             self.template_date, sampling, check_aliases(self.alias or (), (name, *adapters)), self.root_path,
-            self.response_store or 0, {"on": True, "off": False}.get(self.reasoning),
+            self.response_store or 0, {"on": True, "off": False}.get(self.reasoning), self.request_metrics,
         )  # fmt: skip
 
 

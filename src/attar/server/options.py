@@ -40,7 +40,8 @@ class ServerOptions:
     for requests that do not name them. aliases: further names of the served model, as `pattern`
     reads them. root_path: the prefix of every path, behind a proxy that passes it on; paths without it are served too.
     response_store: bytes of answers that are kept for `previous_response_id`; 0: none are. reasoning: whether models
-    reason where a request does not say; None leaves it to them.
+    reason where a request does not say; None leaves it to them. request_metrics: whether answers of OpenAI's chats and
+    completions tell how long they took, as vLLM's `metrics` do.
     """
 
     host: str = "127.0.0.1"
@@ -58,6 +59,7 @@ class ServerOptions:
     root_path: str = ""
     response_store: int = 0
     reasoning: bool | None = None
+    request_metrics: bool = False
 
     def __post_init__(self) -> None:
         if not self.keys.hashes and not is_loopback(self.host):

@@ -39,6 +39,9 @@ Prompt = str | Sequence[int | str]
 """A prompt: a text, or token ids and texts, one behind the other."""
 DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}
 """Variables by which templates that cannot ask for the day are told, as llama.cpp does: Llama 3's, firefunction's."""
+Cut = Callable[[tuple[int, ...]], tuple[int, ...]]
+MOST_CUT = 1 << 20  # tokens of a prompt that is to be cut
+LAST_TOKENS = 64  # of a prompt: where its markers of reasoning are looked for
 NO_VARIABLES: Mapping[str, Any] = {}
 FEW_IDS = 4096  # checked on the spot, in less time than a thread takes to start
 
@@ -120,16 +123,21 @@ class Prompts:
         return known[1]
 
     async def ids(
-        self, key: bytes, prompts: Sequence[Prompt], vocab: int, name: str, context: int, new: int = 0
+        self, key: bytes, prompts: Sequence[Prompt], room: Room, cut: Cut | None = None
     ) -> list[tuple[int, ...]]:
-        """Return the token ids of prompts, each a text, token ids, or pieces of both kinds; `name` is their field.
-        Refused are those that have no room in the `context` with `new` more, the longest texts by their bytes alone."""
-        size = sum(map(len, prompts))
+        """Return the token ids of prompts, each a text, token ids, or pieces of both kinds, after a `cut` of each.
+        Refused are those that have no room, the longest texts by their bytes alone."""
+        size, vocab, name = sum(map(len, prompts)), room.vocab, room.field
+        most = room.context if cut is None else max(room.context, MOST_CUT)
         if size <= FEW_IDS and all(not isinstance(prompt, str) and _is_ids(prompt) for prompt in prompts):
-            found = self._encoded(prompts, vocab, name, context)
+            found = self._encoded(prompts, vocab, name, most)
         else:
-            found = await self._threads.run(key, size, lambda: self._encoded(prompts, vocab, name, context))
-        _check_room(found, name, context, new)
+            found = await self._threads.run(key, size, lambda: self._encoded(prompts, vocab, name, most))
+        if cut is not None:
+            if (longest := max(map(len, found))) > most:
+                raise _beyond(longest, most, name)
+            found = [cut(prompt) for prompt in found]
+        _check_room(found, name, room.context, room.new)
         return found
 
     async def infill_ids(
@@ -200,6 +208,12 @@ class Prompts:
         if context is not None and len(made.ids) >= context:
             raise _beyond(len(made.ids), context, "messages")
         return made
+
+    async def given(self, key: bytes, ids: Sequence[int], room: Room) -> ChatPrompt:
+        """Return a conversation of which another server has made the token ids. Raises APIError as `ids`."""
+        [found] = await self.ids(key, [ids], room)
+        text = await self.text(key, found[-LAST_TOKENS:])
+        return ChatPrompt(found, Place.BEFORE if self.reasoning is None else self.reasoning.place(text))
 
     async def chat_ids(
         self, key: bytes, messages: Sequence[dict[str, Any]], context: int | None = None, turn: Turn = Turn.OPENED,

@@ -129,7 +129,7 @@ class Server(HttpServer):
             self.engine = EngineClient(engine, max(STUCK, options.deadline), keys)
         else:
             self.engine = engine
-        self.context = RequestContext(self.engine)
+        self.context = RequestContext(self.engine, times=options.request_metrics)
         self.dispatcher = Dispatcher(self.context, options.deadline, options.aliases)
         self.threads = TextThreads(keys)
         self.prompts = Prompts(tokenizer, self.threads, options.template_date, options.reasoning)

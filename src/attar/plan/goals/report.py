@@ -9,7 +9,7 @@ from typing import Any
 
 from attar.plan.goals.advice import Advice
 from attar.plan.goals.parse import Goal, shown
-from attar.plan.goals.search import Answer, Cell, Configuration
+from attar.plan.goals.search import Answer, Cell, Configuration, Question
 from attar.plan.rates.step_time import Evidence
 
 MARKS: dict[Evidence, str] = {"exact": "=", "measured": "m", "fitted": "f", "data sheet": "d", "unverified": "?"}
@@ -51,21 +51,30 @@ def _label(cell: Cell, name: str) -> str:
 
 def commands(answer: Answer, model: str) -> list[str]:
     """Return the commands that realise a configuration: compression, where it needs one, and the server."""
-    of, work = answer.nearest, answer.question.workload
+    of = answer.nearest
     served, made = model, []
     if of.weights.path is not None:
         served = of.weights.path
     elif of.weights.recipe is not None:
         served = f"./{of.weights.recipe.replace('+', '-')}"
-        calib = "" if of.weights.recipe.startswith("rtn-") else " --calib self"
+        calib = "" if of.weights.recipe.startswith("rtn-") else f" --calib {shlex.quote(answer.question.calib)}"
         made.append(f"attar compress {shlex.quote(model)} {served} --recipe {of.weights.recipe}{calib}")
-    limits = f"--context {work.context} --max-running {min(work.users, answer.question.limits.sequences)}"
-    said = f"attar serve {shlex.quote(served)} --kv {of.kv.name} {limits}"
-    said += "" if of.rows == 512 else f" --scheduler max-step-tokens={of.rows}"
-    if any(goal.name == "memory" for goal in answer.question.goals):
-        said += f" --memory {math.ceil(of.cells['memory'].value / 1e6)}MB"
-    said += "" if answer.question.gpu is None else " --device cuda"
-    return [*made, said]
+    return [*made, serving(answer, served)]
+
+
+def serving(answer: Answer, path: str) -> str:
+    """Return the command that serves weights at a path with the chosen configuration's other settings."""
+    return shlex.join(["attar", "serve", path, *settings(answer.nearest, answer.question)])
+
+
+def settings(of: Configuration, question: Question) -> list[str]:
+    """Return the options of `attar serve` that a configuration stands for."""
+    together = min(question.workload.users, question.limits.sequences)
+    words = ["--kv", of.kv.name, "--context", f"{question.workload.context}", "--max-running", f"{together}"]
+    words += [] if of.rows == 512 else ["--scheduler", f"max-step-tokens={of.rows}"]
+    if any(goal.name == "memory" for goal in question.goals):
+        words += ["--memory", f"{math.ceil(of.cells['memory'].value / 1e6)}MB"]
+    return words if question.gpu is None else [*words, "--device", "cuda"]
 
 
 def open_goals(answer: Answer) -> list[Goal]:

@@ -69,6 +69,8 @@ class Question:
     kv: str | None = None
     rows: int | None = None  # of a step, where they are set
     outputs: tuple[Weights, ...] = ()
+    calib: str = "self"  # calibration text of recipes that read one
+    factors: Mapping[str, float] = field(default_factory=dict)  # of ranges, by past errors (`history`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +94,15 @@ class Configuration:
     fits: bool
     cells: Mapping[str, Cell]
     fitted: tuple[str, ...] = ()  # curves that the step-time model had to fit
+    tried: bool = False  # whether it ran here: its times and divergence are then those of experiments
 
     @property
     def name(self) -> str:
         return f"{self.weights.label} + {self.kv.name} KV"
+
+    def meets(self, goals: Sequence[Goal]) -> bool:
+        """Return whether it fits and every quantity is within its limit."""
+        return self.fits and all(each <= 1 for each in self.excess(goals).values())
 
     def cell(self, goal: Goal) -> Cell:
         """Return the quantity that a goal limits."""
@@ -117,6 +124,7 @@ class Answer:
     all: tuple[Configuration, ...]
     rejected: tuple[Rejected, ...]
     relaxed: Mapping[Goal, Configuration | None] = field(default_factory=dict)
+    excluded: tuple[Rejected, ...] = ()  # those of `rejected` that no configuration could be made with
 
     @property
     def met(self) -> bool:
@@ -130,23 +138,32 @@ def search(question: Question) -> Answer:
     chosen, rejected = candidates.weights(question.config, question.storage, question.gpu, question.outputs)
     formats, refused = candidates.kv(question.config, question.gpu, question.kv)
     found = [each for of in chosen for each in _configurations(question, of, formats)]
+    return judged(question, found, (*rejected, *refused))
+
+
+def judged(question: Question, found: Sequence[Configuration], rejected: Sequence[Rejected] = ()) -> Answer:
+    """Judge configurations by the goals. `rejected` are techniques that none of them uses.
+
+    Where some that ran here meet the goals, the best is one of them.
+    """
     goals = question.goals
     possible = [each for each in found if each.fits]
-    meeting = [each for each in possible if all(x <= 1 for x in each.excess(goals).values())]
-    best = _best(meeting, goals)
+    meeting = [each for each in possible if each.meets(goals)]
+    best = _best([each for each in meeting if each.tried] or meeting, goals)
     nearest = best or min(
         possible or found, key=lambda each: (max(each.excess(goals).values()), sum(each.excess(goals).values()))
     )
-    why = [*rejected, *refused, *_rejections(chosen, formats, found, meeting, goals)]
+    weights = list({id(each.weights): each.weights for each in found}.values())
+    formats = list({each.kv.name: each.kv for each in found}.values())
+    why = [*rejected, *_rejections(weights, formats, found, meeting, goals)]
     relaxed = {}
     for goal in goals:
         wider = tuple(
             replace(g, limit=g.limit * (1.1 if g.bound == "<=" else 1 / 1.1)) if g is goal else g for g in goals
         )
-        relaxed[goal] = _best([e for e in possible if all(x <= 1 for x in e.excess(wider).values())], goals)
-    return Answer(
-        question, best, nearest, _front(meeting or possible or found, goals), tuple(found), tuple(why), relaxed
-    )
+        relaxed[goal] = _best([each for each in possible if each.meets(wider)], goals)
+    front = _front(meeting or possible or found, goals)
+    return Answer(question, best, nearest, front, tuple(found), tuple(why), relaxed, tuple(rejected))
 
 
 def _configurations(question: Question, weights: Weights, formats: Sequence[KvScheme]) -> list[Configuration]:
@@ -169,6 +186,7 @@ def _configurations(question: Question, weights: Weights, formats: Sequence[KvSc
             of_kv = quality.KV.get(kv.name)
             cost = weights.quality + of_kv if of_kv is not None else None
             cells = _cells(cost, _needed(taken), size, model, _latencies(model, work, limits, taken))
+            cells = widened(cells, q.factors)
             fits = q.memory is None or _needed(taken) <= q.memory
             found.append(Configuration(weights, kv, limits.rows, taken, fits, cells, model.fitted))
     return found
@@ -219,6 +237,18 @@ def _cells(cost: Quality | None, memory: int, size: int, model: StepModel, found
         cells["kl"] = Cell(math.inf, 0.0, math.inf, "unverified")
         cells["top1"] = Cell(0.0, 0.0, 1.0, "unverified")
     return cells
+
+
+def widened(cells: Mapping[str, Cell], factors: Mapping[str, float]) -> dict[str, Cell]:
+    """Return cells whose ranges reach as far as past errors did. Exact ones stay."""
+    found = dict(cells)
+    for name, cell in cells.items():
+        factor = factors.get(name) or factors.get(f"{name.rpartition('_')[0]}_p95", 1.0)
+        if cell.evidence != "exact" and factor > 1 and math.isfinite(cell.value):
+            found[name] = Cell(
+                cell.value, min(cell.low, cell.value / factor), max(cell.high, cell.value * factor), cell.evidence
+            )
+    return found
 
 
 def _best(meeting: Sequence[Configuration], goals: Sequence[Goal]) -> Configuration | None:

@@ -19,8 +19,9 @@ from attar.protocol.messages import Delta, Failed, Finished
 from attar.server.api import schemas
 from attar.server.api.answering import AnswerReader
 from attar.server.api.body import Body, Ignored
+from attar.server.api.constraints import Asked, SchemaObject, of_schema, only_one
 from attar.server.api.openai import collect
-from attar.server.api.reasoning import ReasoningRequest, Thinking
+from attar.server.api.reasoning import Effort, ReasoningRequest, Thinking
 from attar.server.api.schemas import MAX_PARTS, Content, Fraction, Length, Nothing, StopStrings, TopP, text_of
 from attar.server.api.tools.anthropic import AnthropicChoice, AnthropicTools, ToolResultBlock, ToolUseBlock
 from attar.server.api.tools.anthropic import read as read_tools
@@ -69,6 +70,20 @@ Blocks = Annotated[
 ]
 
 
+class AnthropicFormat(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """JSON by a schema."""
+
+    type: Literal["json_schema"]
+    schema: SchemaObject
+
+
+class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an answer is like: JSON by a schema, and how much effort its reasoning takes."""
+
+    format: AnthropicFormat | None = None
+    effort: Effort | None = None
+
+
 class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """One message of a conversation."""
 
@@ -102,7 +117,7 @@ class AnthropicPrompt(Body, frozen=True, kw_only=True):
     """Body of /v1/messages/count_tokens, and the prompt's part of /v1/messages."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "mcp_servers": ([],), "context_management": (), "output_config": (), "output_format": (),
+        "mcp_servers": ([],), "context_management": (),
     }  # fmt: skip
 
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=schemas.MAX_MESSAGES, description=_LAST)]
@@ -110,13 +125,27 @@ class AnthropicPrompt(Body, frozen=True, kw_only=True):
     thinking: Thinking | None = None
     tools: AnthropicTools | None = None
     tool_choice: AnthropicChoice | None = None
+    output_config: OutputConfig | None = None
+    output_format: AnthropicFormat | None = None  # its older name of output_config.format
 
     def __post_init__(self) -> None:
         self.tool_use()
+        self.constraint()
 
     def tool_use(self) -> ToolUse:
         """Return the tools and the choice among them. Raises APIError for tools that are refused."""
         return read_tools(self.tools, self.tool_choice)
+
+    def constraint(self) -> Asked | None:
+        """Return the constraint of the answer; None where there is none. Raises APIError for two, and for a malformed
+        one."""
+        given = {
+            "output_config.format": None if self.output_config is None else self.output_config.format,
+            "output_format": self.output_format,
+        }  # fmt: skip
+        return only_one([
+            of_schema(f"{name}.schema", each.schema, None) for name, each in given.items() if each is not None
+        ])  # fmt: skip
 
     @property
     def turn(self) -> Turn:
@@ -131,7 +160,8 @@ class AnthropicPrompt(Body, frozen=True, kw_only=True):
 
     def reasoning_request(self) -> ReasoningRequest:
         """Return what the request asks of the model's reasoning."""
-        return ReasoningRequest.of(None, thinking=self.thinking)
+        effort = None if self.output_config is None else self.output_config.effort
+        return ReasoningRequest.of(None, thinking=self.thinking, effort=effort)
 
 
 class AnthropicBody(AnthropicPrompt, frozen=True, kw_only=True):

@@ -51,6 +51,7 @@ class StatusRoutes:
         get("/", self.page, response_class=HTMLResponse, include_in_schema=False)
         for path, route in (("/livez", self.livez), ("/readyz", self.readyz), ("/health", self.readyz)):
             get(path, route, openapi_extra=giving(types.Alive))
+        get("/ping", self.readyz, include_in_schema=False)  # SageMaker's
         get("/version", self.version, openapi_extra=giving(types.Version))
         get("/metrics", self.read_metrics, response_class=PlainTextResponse)
         get("/v1/engine", self.engine, openapi_extra=giving(types.Engine))

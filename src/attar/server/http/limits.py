@@ -184,7 +184,7 @@ class LimitedProtocol(H11Protocol):
             headers = [
                 *self.server_state.default_headers, (b"content-type", b"application/json"),
                 (b"content-length", b"%d" % len(body)), (b"connection", b"close"),
-                (b"x-request-id", secrets.token_hex(12).encode()),
+                (b"x-request-id", secrets.token_hex(16).encode()),
             ]  # fmt: skip
             response = h11.Response(status_code=refusal.kind.status, headers=headers)
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):

@@ -31,7 +31,7 @@ from attar.server.options import ServerOptions
 from attar.server.pages.lab_page import LAB, POLICY
 from attar.strict_json import shown
 
-OPEN_TO_ALL = frozenset({"/livez", "/health", "/"})  # the page holds no data
+OPEN_TO_ALL = frozenset({"/livez", "/health", "/ping", "/"})  # the page holds no data
 METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE", "PATCH"})  # methods that a log may repeat
 GONE = 499  # the client had disconnected
 FULL = 429
@@ -71,7 +71,7 @@ class Middleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        arrived, name, status = time.monotonic(), secrets.token_hex(12), 0
+        arrived, name, status = time.monotonic(), secrets.token_hex(16), 0
         headers: dict[bytes, bytes] = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         given = given if _GIVEN.fullmatch(given) else b""

@@ -46,7 +46,7 @@ class ServedModel:
         keys = len(set(options.keys.hashes))
         self.spec, self.socket, self.name = spec, socket, spec.settings.served_as
         self.engine = EngineClient(socket, max(STUCK, options.deadline), keys)
-        self.context = RequestContext(self.engine, http)
+        self.context = RequestContext(self.engine, http, options.request_metrics)
         self.dispatcher = Dispatcher(self.context, options.deadline)
         self.prompts = Prompts(spec.tokenizer, threads, options.template_date, options.reasoning)
         self.grammars = Grammars(spec.tokenizer)

@@ -96,6 +96,13 @@ class Effort(Answer, frozen=True):
     summary: str | None
 
 
+class RawMessage(Answer, frozen=True, tag_field="type", tag="raw_message_tokens"):
+    """A prompt or an answer as the model has it."""
+
+    message: str
+    tokens: list[int]
+
+
 class ResponseObject(Answer, frozen=True):
     """An answer. `store` says whether the server has kept it."""
 
@@ -125,6 +132,8 @@ class ResponseObject(Answer, frozen=True):
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
     metadata: dict[str, str]
+    input_messages: list[RawMessage] | UnsetType = UNSET  # at the end, where enable_response_messages asks for them
+    output_messages: list[RawMessage] | UnsetType = UNSET
 
 
 class DeletedResponse(Answer, frozen=True):
