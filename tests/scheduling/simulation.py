@@ -501,7 +501,8 @@ class Simulation:
             asked.preempted += 1
             assert asked.preempted <= self.limits.max_preemptions, "preempted too often"
         assert all(asked.passed <= self.limits.max_passed for asked in self.asked.values()), "passed too often"
-        if not step.chunks and self.scheduler.sequences and not ahead and not any(each.gated for each in self.scheduler.running):
+        waits = any(each.gated for each in self.scheduler.running)
+        if not step.chunks and self.scheduler.sequences and not ahead and not waits:
             wake = self.scheduler.wake()
             assert not self.scheduler.running, "running, and nothing to run"
             assert self.limits.policy == "dynamic", "an empty step, and sequences that wait"

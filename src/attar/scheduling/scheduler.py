@@ -471,16 +471,13 @@ class Scheduler:
                 alike = min(alike, sequence.eviction.reusable(sequence.prompt))
             prompt = sequence.tokens[:alike]
             match = self.cache.match(sequence.salt, prompt)
-            for image in sequence.images:
-                if image.whole and image.start < match.length < image.end:
-                    match = self.cache.match(sequence.salt, prompt[: image.start])
+            while (start := sequence.within(match.length)) is not None:
+                match = self.cache.match(sequence.salt, prompt[:start])
             if self._soon_more(sequence.salt, prompt, match):
                 return False
         room = self._room(sequence, match, budget)
         if room is None and match.source is not None:  # the block to copy from may be the one that is missing
-            length = len(match.blocks) * self.pool.size
-            if self.sliding is not None:
-                length = self.sliding.reach(match.blocks, length)
+            length = self._reached(sequence, match.blocks)
             whole = match.blocks[: length // self.pool.size]
             match = match._replace(length=length, blocks=whole, source=None, ended="no_room")
             room = self._room(sequence, match, budget)
@@ -506,6 +503,16 @@ class Scheduler:
         insort(self.running, sequence, key=_rank)
         step.admitted.append(sequence)
         return True
+
+    def _reached(self, sequence: Sequence, blocks: list[int]) -> int:
+        """Return how many tokens of these blocks a sequence can share in whole blocks."""
+        length: int | None = len(blocks) * self.pool.size
+        while length is not None:
+            found = length - length % self.pool.size
+            if self.sliding is not None:
+                found = self.sliding.reach(blocks[: found // self.pool.size], found)
+            length = sequence.within(found)
+        return found
 
     def _soon_more(self, salt: bytes, prompt: array[int], match: Match) -> bool:
         """Return whether a prompt being computed will bring a block more of this one into the tree, or all of it.

@@ -157,8 +157,12 @@ class Sequence:
     def reach(self, at: int, budget: int) -> int:
         """Return the index before which a chunk of at most `budget` rows from index `at` ends."""
         end = min(self.expected, at + budget, self.gate_from(at))
-        cut = next((image.start for image in self.images if image.whole and image.start < end < image.end), end)
-        return max(cut, at)
+        start = self.within(end)
+        return end if start is None else max(start, at)
+
+    def within(self, at: int) -> int | None:
+        """Return the start of the image whose rows see each other and in which index `at` lies; None outside."""
+        return next((image.start for image in self.images if image.whole and image.start < at < image.end), None)
 
     def axes(self, start: int, rows: int) -> tuple[Iterable[int], ...]:
         """Return the positions of `rows` tokens from index `start` on, by time, height and width."""

@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,10 +36,10 @@ class Seeing(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=models.KINDS)
-def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     folder = tmp_path_factory.mktemp("models") / request.param
     reference = models.save(request.param, folder)
-    yield Seeing(request.param, folder, reference, LLM(folder, verify=False))
+    return Seeing(request.param, folder, reference, LLM(folder, verify=False))
 
 
 def said(*parts: Any) -> list[dict[str, Any]]:
@@ -66,7 +65,8 @@ def test_an_image_may_be_a_path_bytes_a_url_or_a_pil_image(seeing: Seeing, tmp_p
     url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
     wanted = seeing.llm.chat(said(FIRST, "what?"), GREEDY)
     for given in (tmp_path / "image.png", str(tmp_path / "image.png"), data, url):
-        assert seeing.llm.chat(said(given, "what?"), GREEDY).token_ids == wanted.token_ids
+        parts: list[dict[str, Any]] = [{"type": "image", "image": given}, {"type": "text", "text": "what?"}]
+        assert seeing.llm.chat([{"role": "user", "content": parts}], GREEDY).token_ids == wanted.token_ids
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what?"}]
     assert seeing.llm.chat([{"role": "user", "content": parts}], GREEDY).token_ids == wanted.token_ids
     with user_error("file_not_found"):
