@@ -21,7 +21,7 @@ TEMPLATE = (
     "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}</s>\n{% endfor %}assistant:"
 )
-KINDS = ("smolvlm", "llava", "llava_next", "qwen2_vl")
+KINDS = ("smolvlm", "llava", "llava_next", "qwen2_vl", "gemma3")
 
 
 def _model(kind: str, vocab: int) -> Any:
@@ -40,6 +40,13 @@ def _model(kind: str, vocab: int) -> Any:
             text_config={**text, **tiny.MROPE}, vision_config=tower, **ids, tie_word_embeddings=False
         )
         return transformers.Qwen2VLForConditionalGeneration(config)
+    if kind == "gemma3":
+        own = {"head_dim": 16, "num_hidden_layers": 6, "sliding_window": 24, "query_pre_attn_scalar": 20}
+        config = transformers.Gemma3Config(
+            text_config={**text, **own}, vision_config={**SIGLIP, "image_size": 48}, mm_tokens_per_image=4,
+            boi_token_index=6, eoi_token_index=7, image_token_index=IMAGE, attn_implementation="eager",
+        )  # fmt: skip
+        return transformers.Gemma3ForConditionalGeneration(config)
     more = {"image_grid_pinpoints": oracle.CASES["llava_next"][1]["image_grid_pinpoints"]} if "next" in kind else {}
     name = "LlavaNext" if more else "Llava"
     config = getattr(transformers, f"{name}Config")(
@@ -47,6 +54,11 @@ def _model(kind: str, vocab: int) -> Any:
         **more,
     )  # fmt: skip
     return getattr(transformers, f"{name}ForConditionalGeneration")(config)
+
+
+def place(kind: str) -> str:
+    """What a prompt's text has for an image."""
+    return "<start_of_image>" if kind == "gemma3" else "<image>"
 
 
 def save(kind: str, folder: Path) -> Any:
@@ -57,7 +69,8 @@ def save(kind: str, folder: Path) -> Any:
     tiny._randomize(model)
     model.save_pretrained(folder, save_original_format=True)
     tokens.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    template = TEMPLATE.replace("<image>", place(kind))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     _, given, _ = oracle.CASES[kind]
     oracle.put(folder / "preprocessor_config.json", given)
@@ -77,6 +90,8 @@ def answer(kind: str, model: Any, ids: Sequence[int], pictures: Sequence[Any], c
         tokens = torch.tensor([[*ids, *found]])
         if kind == "qwen2_vl":
             more["mm_token_type_ids"] = (tokens == IMAGE).int()
+        if kind == "gemma3":
+            more["token_type_ids"] = (tokens == IMAGE).long()
         logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **more).logits
         found.append(int(logits[0, -1].argmax()))
     return found
