@@ -93,6 +93,7 @@ def answer(kind: str, model: Any, ids: Sequence[int], pictures: Sequence[Any], c
         if kind == "gemma3":
             more["token_type_ids"] = (tokens == IMAGE).long()
         logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **more).logits
+        logits[0, -1, IMAGE] -= 100  # no answer has an image
         found.append(int(logits[0, -1].argmax()))
     return found
 
