@@ -84,20 +84,22 @@ def first(engine: Engine, ask: Submit) -> float:
 
 
 def gaps(engine: Engine, tokens: int, ask: Submit | None = None) -> tuple[list[float], float]:
-    """Return the seconds between the text's tokens, with an image those while it was under way, and its seconds."""
+    """Return the seconds between the text's tokens, with an image those while it is encoded, and its seconds."""
     engine.submit(text(tokens))
     found, taken, last, began = list[float](), 0.0, None, 0.0
-    made = 0
+    made = encoded = 0
+    assert engine.images is not None
     while not engine.idle:
         for event in engine.step():
             now = time.perf_counter()
             if isinstance(event, Delta) and event.id == "text":
                 made += 1
-                if last is not None and (ask is None or (began and not taken)):
+                if last is not None and (ask is None or (began and encoded == engine.images.encoded)):
                     found.append(now - last)
                 last = now
                 if made == 8 and ask is not None:
                     began = time.perf_counter()
+                    encoded = engine.images.encoded
                     engine.submit(ask)
             elif isinstance(event, Delta):
                 taken = now - began

@@ -10,9 +10,9 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from attar.checkpoints import vocabulary
+from attar.checkpoints.folder import Folder
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.receipts.receipt import Receipt
-from attar.checkpoints.folder import Folder
 from attar.checkpoints.sources import hf, opening
 from attar.checkpoints.sources.vision import load_vision
 from attar.checkpoints.strict_io import VerificationError
@@ -44,8 +44,8 @@ class Parallel:
 @dataclass
 class LoadedModel:
     """A checkpoint with loaded weights. `executor` has the processes that share it, where there are several;
-    `receipt` is the folder's, or None. `reading` is the tokenizer, where a thread began to read it. `tower` computes the
-    features of images, where they were asked for and the model takes them."""
+    `receipt` is the folder's, or None. `reading` is the tokenizer, where a thread began to read it. `tower` computes
+    the features of images, where they were asked for and the model takes them."""
 
     path: Path
     decoder: Decoder

@@ -494,7 +494,7 @@ def _of_image(chunk: ScheduledTokens) -> bool:
 
 
 def _spans(chunks: List[ScheduledTokens]) -> Tensor | None:
-    """Return what rows of images see beside the rows before them (`ForwardBatch.spans`); None where they see no more."""
+    """Return what rows of images see beside the rows before them (`ForwardBatch.spans`); None where it is nothing."""
     if not any(image.whole for chunk in chunks for image in chunk.sequence.images if _of_image(chunk)):
         return None
     images = [[(image.start, image.end) for image in chunk.sequence.images if image.whole] for chunk in chunks]

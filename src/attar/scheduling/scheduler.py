@@ -506,13 +506,14 @@ class Scheduler:
 
     def _reached(self, sequence: Sequence, blocks: list[int]) -> int:
         """Return how many tokens of these blocks a sequence can share in whole blocks."""
-        length: int | None = len(blocks) * self.pool.size
-        while length is not None:
-            found = length - length % self.pool.size
+        length = len(blocks) * self.pool.size
+        while True:
+            length -= length % self.pool.size
             if self.sliding is not None:
-                found = self.sliding.reach(blocks[: found // self.pool.size], found)
-            length = sequence.within(found)
-        return found
+                length = self.sliding.reach(blocks[: length // self.pool.size], length)
+            if (start := sequence.within(length)) is None:
+                return length
+            length = start
 
     def _soon_more(self, salt: bytes, prompt: array[int], match: Match) -> bool:
         """Return whether a prompt being computed will bring a block more of this one into the tree, or all of it.
