@@ -220,6 +220,7 @@ class ServeConfig(SchedulerOptions):
         """Make the settings of HTTP for the model at `path`, called `name`, which `engines` engines serve. Raises
         ValueError for a public address without a key, and for wrong names and paths."""
         from attar.checkpoints import generation_config
+        from attar.images.settings import read_settings
         from attar.server.admission.rate_limits import KeyLimits
         from attar.server.options import ServerOptions, check_aliases
 
@@ -234,6 +235,7 @@ class ServeConfig(SchedulerOptions):
             KeyLimits(self.max_requests_per_key, self.tokens_per_minute), self.deadline, self.drain_seconds,
             self.template_date, sampling, check_aliases(self.alias or (), (name, *adapters)), self.root_path,
             self.response_store or 0, {"on": True, "off": False}.get(self.reasoning), self.request_metrics,
+            read_settings(path),
         )  # fmt: skip
 
 

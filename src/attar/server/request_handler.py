@@ -134,6 +134,11 @@ class RequestContext:
         self.metrics, self.backoff, self.traces = Metrics(reported, http), RetryAfter(), RequestTraces()
         self.draining = False
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model takes images."""
+        return self.engine.ready is not None and self.engine.ready.images
+
     def patience(self) -> float:
         """Return the seconds that a stream's status waits: longer where the engine's queue may be full, since the
         engine refuses only between two steps."""
