@@ -453,7 +453,9 @@ class Engine:
             with self.speculation.gains.drafting():
                 self.speculation.propose(map(self._choice_of, self.scheduler.running))
         plan = self.scheduler.plan(began := self.clock())
-        inflight = self._launched(plan, began) if plan.chunks else None
+        # One that waits for its image may begin with a copy, and no row.
+        work = plan.chunks or plan.copies or plan.sliding_copies
+        inflight = self._launched(plan, began) if work else None
         if inflight is None:
             self.scheduler.commit(plan, {}, self.clock())
         self._settle()  # no earlier: an ending sequence frees its blocks, which the launch reads
