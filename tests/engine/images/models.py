@@ -96,4 +96,3 @@ def answer(kind: str, model: Any, ids: Sequence[int], pictures: Sequence[Any], c
         logits[0, -1, IMAGE] -= 100  # no answer has an image
         found.append(int(logits[0, -1].argmax()))
     return found
-

@@ -50,7 +50,12 @@ def said(*parts: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "parts",
-    [("Hello there",), (FIRST, "what is this?"), ("and ", FIRST, " or ", SECOND, "?"), (SECOND, ",", FIRST, ",", SECOND, "!")],
+    [
+        ("Hello there",),
+        (FIRST, "what is this?"),
+        ("and ", FIRST, " or ", SECOND, "?"),
+        (SECOND, ",", FIRST, ",", SECOND, "!"),
+    ],
 )
 def test_answers_are_those_of_transformers(seeing: Seeing, parts: tuple[Any, ...]) -> None:
     pictures = [part for part in parts if not isinstance(part, str)]
@@ -134,7 +139,6 @@ def test_a_model_without_a_tower_takes_no_images(demo: Path) -> None:
     llm = LLM(demo, verify=False)
     with user_error("feature_unsupported", "no vision tower"):
         llm.chat(said(FIRST, "what?"), GREEDY)
-
 
 
 @pytest.mark.parametrize("seeing", ["smolvlm"], indirect=True)

@@ -45,7 +45,7 @@ class ImagePrompts:
         ]
 
     def expand(self, text: str, images: Sequence[ImageInput]) -> str:
-        """Return a rendered text with the tokens of its images. Raises UserError where it has not one place for each."""
+        """Return a rendered text with the tokens of its images. Raises UserError without one place for each."""
         if self._places is None:
             self._places = Placeholders(self._settings, self._tokenizer)
         return self._places.expand(text, images)

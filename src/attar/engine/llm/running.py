@@ -77,12 +77,11 @@ class Running:
             with self._alone():
                 self.calls |= dict.fromkeys(call.answers, call)
                 for id, answer in call.answers.items():
-                    engine.submit(
-                        Submit(
-                            id, answer.prompt, answer.params, grammar=answer.grammar, reasoning=answer.section,
-                            images=answer.images,
-                        )  # fmt: skip
-                    )
+                    ask = Submit(
+                        id, answer.prompt, answer.params, grammar=answer.grammar, reasoning=answer.section,
+                        images=answer.images,
+                    )  # fmt: skip
+                    engine.submit(ask)
             del engine  # a larger one may replace it before all is read
             while left:
                 while not call.said:
