@@ -16,6 +16,7 @@ from attar.checkpoints.receipts.receipt import Receipt
 from attar.checkpoints.sources import hf, opening
 from attar.checkpoints.sources.vision import load_vision
 from attar.checkpoints.strict_io import VerificationError
+from attar.errors import UserError
 from attar.execution.model_runner import Runner
 from attar.execution.parallel.executor import ParallelExecutor
 from attar.kernels import dispatch
@@ -116,7 +117,12 @@ def load_model(
     tower = None
     if images and not vocabulary.is_gguf(path):
         store = None if computed is None else dispatch.store(activations, device, computed)
-        tower = load_vision(Folder(path), decoder.dtype, store)
+        try:
+            tower = load_vision(Folder(path), decoder.dtype, store)
+        except UserError as error:
+            if error.code != "checkpoint_incomplete":
+                raise
+            logger.warning("%s: the model takes no images", error)
     found = receipt.read_receipt(path)
     if verify and found is not None and executor is not None:
         logger.warning("the receipt's probe is not replayed in several processes: `attar verify` does so in one")

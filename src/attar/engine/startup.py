@@ -32,7 +32,7 @@ from attar.engine.bottleneck import Bottlenecks, KernelMeter, StreamMeter
 from attar.engine.draft_head import memory_bytes as head_bytes
 from attar.engine.draft_model import memory_bytes
 from attar.engine.engine import Engine, EngineConfig
-from attar.engine.images.limits import no_images, tower_bytes, tower_config
+from attar.engine.images.limits import NO_TENSORS, no_images, tower_bytes, tower_of
 from attar.engine.loader import LoadedModel, Parallel, load_model
 from attar.engine.memory_profile import GpuMemory, MemoryProfile, ProfileRun, measure
 from attar.engine.speculation import drafter
@@ -80,12 +80,13 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     held = deployment(settings, config, storage)
     for policy in evictions(settings):
         policy.check_model(*kv_cache.against_eviction(config), settings.context or config.context)
-    vision = tower_config(path)
-    against = None if vision is None else no_images(settings, vision)
+    vision, against = tower_of(path)
+    if vision is not None:
+        against = no_images(settings, vision) or ""
     if settings.device != "cpu":
         made, ready = _on_gpu(settings, path, held, limits, threads)
-        return made, replace_settings(ready, no_images=against or "")
-    seeing = against is None and vision is not None
+        return made, replace_settings(ready, no_images=against)
+    seeing = vision is not None and not against
     folders = [Path(folder) for _, folder in settings.adapters]
     beside = lora.memory(folders, config, limits.max_step_tokens, held.share)
     images = tower_bytes(vision, storage.dtype) + settings.image_cache if seeing and vision is not None else 0
@@ -107,7 +108,7 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     # The time of one stage of several says nothing of the step (`bottleneck.py`).
     judge = Bottlenecks(_roof(held, rates), KernelMeter()) if settings.pp == 1 else None
     made, ready = _made(settings, held, limits, model, found, judge)
-    ready = replace_settings(ready, no_images=against or "")
+    ready = replace_settings(ready, no_images=NO_TENSORS if seeing and made.images is None else against)
     if held.share.count > 1:
         return made, ready  # sizes and rates of one process say nothing of the step
     shape = described(settings.served_as, config, storage, held.kv.name, StepLimits.of(limits, threads))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("PIL.Image", reason="needs Pillow, of the extra [vision]")
 
@@ -170,3 +172,23 @@ def test_a_server_gives_the_same_tokens(seeing: Seeing) -> None:
     finally:
         process.terminate()
         process.wait(30)
+
+
+@pytest.mark.parametrize("seeing", ["smolvlm"], indirect=True)
+@pytest.mark.parametrize(("change", "word"), [("scale_factor", "merged by 3"), ("tensors", "lack the vision tower")])
+def test_a_tower_that_cannot_be_used_leaves_a_language_model(
+    seeing: Seeing, tmp_path: Path, change: str, word: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(seeing.folder, folder)
+    if change == "tensors":
+        tensors = load_file(folder / "model.safetensors")
+        kept = {name: tensor for name, tensor in tensors.items() if "vision_model" not in name}
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "scale_factor": 3}))
+    llm = LLM(folder, verify=False)
+    assert len(llm.chat(said("Hello"), GREEDY).token_ids) == GREEDY.max_tokens
+    with user_error("feature_unsupported", word):
+        llm.chat(said(FIRST, "what?"), GREEDY)

@@ -20,6 +20,9 @@ from attar.protocol.speculation import DRAFTERS
 from attar.sampling.drafters.drafter import Drafter
 
 
+NO_TENSORS = "the model's files lack the vision tower"
+
+
 class Beside(NamedTuple):
     """Settings that some towers do not go with: whether requests may drop keys, whether rows read few keys, and the
     scheme of the KV cache, None for the lossless one."""
@@ -49,10 +52,15 @@ def against_images(config: VisionConfig, device: str, processes: int, draft: str
     return None
 
 
-def tower_config(path: Path) -> VisionConfig | None:
-    """Return the vision tower that a checkpoint has; None for others, and for GGUF files. Raises ValueError for one
-    that is not supported."""
-    return None if vocabulary.is_gguf(path) else vision_config(Folder(path))
+def tower_of(path: Path) -> tuple[VisionConfig | None, str]:
+    """Return the vision tower that a checkpoint has, None without one and for GGUF files, and why one that there is
+    cannot be used."""
+    if vocabulary.is_gguf(path):
+        return None, ""
+    try:
+        return vision_config(Folder(path)), ""
+    except UserError as error:
+        return None, str(error)
 
 
 def no_images(settings: Settings, config: VisionConfig) -> str | None:

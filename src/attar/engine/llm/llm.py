@@ -20,7 +20,7 @@ from attar.checkpoints import vocabulary
 from attar.checkpoints.adapters import lora
 from attar.checkpoints.generation_config import sampling as recommended
 from attar.checkpoints.sources import hub
-from attar.engine.images.limits import Beside, against_images, tower_config
+from attar.engine.images.limits import NO_TENSORS, Beside, against_images, tower_of
 from attar.engine.llm.answer import Answer
 from attar.engine.llm.chats import Chats, Message
 from attar.engine.llm.images import ImagePrompts, taken
@@ -134,10 +134,11 @@ class LLM:
             eviction.check(scheme("float32"), device, processes, trees=draft_tree is not None, sparse=reads_few)
         draft = hub.resolve_draft(draft)
         path = hub.resolve(model)
-        config, shared = tower_config(path), parallel or Parallel()
-        self.no_images = "this model has no vision tower"
+        config, why = tower_of(path)
+        self.no_images = why or "this model has no vision tower"
         """Why calls have no images; empty where they may have some."""
         if config is not None:
+            shared = parallel or Parallel()
             other = Beside(bool(self.evictions), few is not None or of_prompts is not None)
             self.no_images = against_images(config, device, shared.tp * shared.pp, draft, other) or ""
         self.sampling = recommended(path) if generation_config == "model" else {}
@@ -145,6 +146,8 @@ class LLM:
             path, device=device, dtype=dtype, activations=activations, parallel=parallel, verify=verify,
             images=not self.no_images, progress=progress,
         )  # fmt: skip
+        if not self.no_images and self.model.tower is None:
+            self.no_images = NO_TENSORS
         self.decoder = self.model.decoder
         for eviction in self.evictions:
             kv_cache.check_eviction(self.decoder, self.decoder.lossless, eviction, self.context)
