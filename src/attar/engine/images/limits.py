@@ -19,7 +19,6 @@ from attar.protocol.settings import Settings
 from attar.protocol.speculation import DRAFTERS
 from attar.sampling.drafters.drafter import Drafter
 
-
 NO_TENSORS = "the model's files lack the vision tower"
 
 
