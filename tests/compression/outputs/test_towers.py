@@ -10,6 +10,7 @@ import torch
 import transformers
 
 import attar
+from attar.checkpoints.convert.run import convert
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.sources import hf
 from attar.model.cache import ForwardBatch
@@ -39,3 +40,13 @@ def test_transformers_reads_the_output_with_the_tower_as_it_was(kind: str, tmp_p
 def test_rotations_are_refused(tmp_path: Path) -> None:
     with user_error("feature_unsupported", "LlavaForConditionalGeneration"):
         attar.compress(str(tiny.folder("llava")), str(tmp_path / "out"), recipe="rotate+rtn-w4g32")
+
+
+def test_conversions_name_what_stays_uncompressed(tmp_path: Path) -> None:
+    attar.compress(str(tiny.folder("llava")), str(tmp_path / "first"), recipe="rtn-w4g32")
+    convert(tmp_path / "first", tmp_path / "gptq", "gptq")
+    convert(tmp_path / "gptq", tmp_path / "back", "compressed-tensors")
+    one, two = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("first", "back"))
+    tower = {name for name in one["quantization_config"]["ignore"] if name.startswith("re:")}
+    assert len(tower) == 2
+    assert tower <= set(two["quantization_config"]["ignore"])
