@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from attar.faults import point
 from attar.protocol.grammar import Grammar
 from attar.protocol.images import ImageInput
@@ -98,6 +100,20 @@ class Dispatcher:
         adapter, named = self._adapter(model), _named(caller, prompts)
         commands = [Embed(name, prompt, pooling, left, adapter, caller.cache_salt) for name, prompt in named]
         return self._ask(caller, prompts, 1, commands, min(WINDOW, self._share()))
+
+    def forward(self, caller: Caller, command: Submit | Embed) -> RequestHandler:
+        """Submit a request of a router, which another host may have begun, for the API key that it passes on. Raises
+        APIError."""
+        n, new = (command.n, command.params.max_tokens) if isinstance(command, Submit) else (1, 0)
+        left = self._admit(caller, [command.prompt], n, new)
+        if command.deadline is not None:
+            left = min(left, command.deadline)
+        command = replace(command, id=caller.id, cache_salt=caller.cache_salt, deadline=left)
+        if isinstance(command, Submit) and caller.cache_salt:
+            command = replace(command, priority=max(0, command.priority))
+        made = self._ask(caller, [command.prompt], n, [command], self._share())
+        made.expect(n * new)
+        return made
 
     def _admit(self, caller: Caller, prompts: Sequence[tuple[int, ...]], n: int, new: int) -> float:
         """Return the seconds left until the deadline, counted from the request's arrival, and charge the key for

@@ -23,6 +23,7 @@ from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client.client import EngineClient
 from attar.server.engine_client.heartbeat import STUCK
 from attar.server.fair_thread_pool import TextThreads
+from attar.server.fleet.internal import InternalRoutes
 from attar.server.grammars import Grammars
 from attar.server.http.limits import KEEP_ALIVE_SECONDS, LimitedProtocol
 from attar.server.http.middleware import Context, Middleware
@@ -140,6 +141,8 @@ class Server(HttpServer):
             self.dispatcher, self.prompts, self.grammars, self.threads, options.sampling, bool(options.keys.hashes),
             options.root_path, ResponseStore(options.response_store) if options.response_store else None,
         )  # fmt: skip
+        if options.router_keys.hashes:
+            InternalRoutes(self.dispatcher, self.grammars, tokenizer, options).add_to(self.app)
         super().__init__(options, Middleware(self.app, options, self.context), listener)
 
     def begin(self) -> None:

@@ -2,8 +2,9 @@
 
 It is plain ASGI around the application, so that every route passes it, routes added later included. Access is denied by
 default: with keys set, only /livez, /health and the page answer without one, which hold nothing. A browser without a
-key that opens /lab is refused with a page that asks for one. No body is read before its request is admitted. Web pages
-of other servers may call this one from a browser where options list them (CORS).
+key that opens /lab is refused with a page that asks for one. Routes below /internal need a router key, which opens no
+other route; only requests to be answered need the client's key too. No body is read before its request is admitted.
+Web pages of other servers may call this one from a browser where options list them (CORS).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from attar.faults import point
 from attar.server.admission.rate_limits import Account, Caller, Quotas
-from attar.server.errors import ANTHROPIC, INTERNAL, APIError
+from attar.server.errors import ANTHROPIC, INTERNAL, INVALID_KEY, APIError
+from attar.server.fleet.wire import KEY_HEADER, PATHS, REQUESTS
 from attar.server.http.limits import BODY_LIMIT, IMAGE_PATHS, MAX_BODY, MAX_IMAGE_BODY
 from attar.server.http.security import host_name
 from attar.server.metrics import HttpMetrics
@@ -166,9 +168,14 @@ class Middleware:
                 f"this server does not answer to the name in the Host header: --allowed-host {shown(host)} allows it"
             )
             raise APIError("host_not_allowed", message)
+        if scope["path"].startswith(PATHS):
+            if not self.options.router_keys.accept(headers.get(KEY_HEADER, b"")):
+                raise APIError("invalid_api_key", "this route is for routers: it needs a valid router key")
+            if scope["path"] != REQUESTS:
+                return b""
         cache_salt = self.options.keys.cache_salt(headers)
         if cache_salt is None:
-            raise APIError("invalid_api_key", "send a valid key: Authorization: Bearer KEY")
+            raise APIError("invalid_api_key", INVALID_KEY)
         if scope["method"] == "POST":
             if self.context.draining:
                 raise APIError("draining", "the server is shutting down")
