@@ -44,8 +44,8 @@ def test_rotations_are_refused(tmp_path: Path) -> None:
 
 def test_conversions_name_what_stays_uncompressed(tmp_path: Path) -> None:
     attar.compress(str(tiny.folder("llava")), str(tmp_path / "first"), recipe="rtn-w4g32")
-    convert(tmp_path / "first", tmp_path / "gptq", "gptq")
-    convert(tmp_path / "gptq", tmp_path / "back", "compressed-tensors")
+    convert(tmp_path / "first", tmp_path / "gptq", to="gptq")
+    convert(tmp_path / "gptq", tmp_path / "back", to="compressed-tensors")
     one, two = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("first", "back"))
     tower = {name for name in one["quantization_config"]["ignore"] if name.startswith("re:")}
     assert len(tower) == 2

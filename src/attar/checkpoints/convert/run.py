@@ -34,8 +34,8 @@ from attar.checkpoints.convert.to_dense import DENSE, to_dense
 from attar.checkpoints.convert.to_gguf import folder_to_file
 from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
-from attar.checkpoints.receipts import receipt
 from attar.checkpoints.layouts import compressed_tensors
+from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources import hub
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.strict_io import near
