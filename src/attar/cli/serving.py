@@ -251,7 +251,7 @@ def serve(config: ServeConfig) -> None:
 
         name = name_of(config.model) if config.name is None else check_name(config.name)
         logs.begin()
-        keys, origins = security(config)  # first: it takes the key from what children inherit
+        keys, origins = _security(config)  # first: it takes the key from what children inherit
         if config.models:
             return _serve_several(config, keys, origins)
         theirs = _of_triton(config.triton_config) | ({} if config.device is None else {"device": config.device})
@@ -295,7 +295,7 @@ def _run(config: ServeConfig, server: Callable[[], int]) -> None:
         raise typer.Exit(status)
 
 
-def security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
+def _security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
     """Return the keys and the origins of requests; a router's key makes the secret of salts. Raises UserError for a
     host, origin or key file that is refused."""
     keys, origins = config.security()
