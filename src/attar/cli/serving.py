@@ -37,6 +37,8 @@ SINGLE = (
     "chat_template",
     "replicas",
     "replica_cores",
+    "cache_dir",
+    "cache_bytes",
 )  # options of a server with one model
 ENGINE = (sys.executable, "-m", "attar.engine.main")  # the command line of its process
 
@@ -101,6 +103,13 @@ class ServeConfig(SchedulerOptions):
         "tokens and the newest 2,044; snapkv:2048, h2o:2048 and expected:2048 keep so many of a prompt. The first "
         "policy is that of requests which name none. CPUs only.",
         parser=options.parse_kv_eviction, default="none are dropped",
+    )] = None  # fmt: skip
+    cache_dir: Annotated[Path | None, option(
+        "Cache", "DIR", "Folder of a disk cache. A server that is started again finds prompts there that it has "
+        "computed before. The files hold what prompts say.", default="none is kept",
+    )] = None  # fmt: skip
+    cache_bytes: Annotated[int | None, option(
+        "Cache", "SIZE", "Most bytes of the files in --cache-dir, such as 20GB.", parser=options.parse_size,
     )] = None  # fmt: skip
     host: Annotated[str, option("HTTP", "HOST", "Address; others than loopback need an API key.")] = "127.0.0.1"
     port: Annotated[int, option("HTTP", "N", "Port; 0 takes a free one.", min=0, max=65535)] = 8000
@@ -168,6 +177,20 @@ class ServeConfig(SchedulerOptions):
                 message = f"--replicas with --{name} {size}: each replica is one process; choose one of the two"
                 raise UserError("option_conflict", message)
 
+    def check_disk_cache(self, device: str) -> None:
+        """Raise ValueError for options that do not go with --cache-dir, and for one of two that belong together."""
+        if self.cache_dir is None or self.cache_bytes is None:
+            if self.cache_dir is not None or self.cache_bytes is not None:
+                raise UserError("option_missing", "--cache-dir DIR and --cache-bytes SIZE go together")
+            return
+        for name, unlike in (
+            ("--device", device != "cpu"), ("--tp", self.tp > 1), ("--pp", self.pp > 1),
+            ("--replicas", self.replicas is not None),
+        ):  # fmt: skip
+            if unlike:
+                message = f"--cache-dir is for one engine in one process on a CPU: not with {name}"
+                raise UserError("feature_unsupported", message)
+
     def engine(self, path: Path, name: str, theirs: dict[str, Any]) -> Settings:
         """Make the engine's settings; `theirs`, from a Triton configuration, replace what is not given.
 
@@ -195,6 +218,7 @@ class ServeConfig(SchedulerOptions):
                 draft_tree=self.draft_tree, sparse_attention=self.sparse_attention,
                 sparse_prefill=self.sparse_prefill,
                 kv_eviction=tuple(self.kv_eviction or ()),
+                cache_dir=None if self.cache_dir is None else str(self.cache_dir), cache_bytes=self.cache_bytes,
             ),
             **theirs | given,
         )  # fmt: skip
@@ -262,12 +286,15 @@ def serve(config: ServeConfig) -> None:
             return _serve_several(config, keys, origins)
         theirs = _of_triton(config.triton_config) | ({} if config.device is None else {"device": config.device})
         config.check_replicas(theirs["device"])
+        config.check_disk_cache(theirs["device"])
         require_apart(theirs["device"])
         path = hub.resolve(config.model)
         settings = config.engine(path, name, theirs)
         tell_shared(settings.device, config.tp, config.pp)
         server_options = config.http(keys, origins, settings.limits(), path, name, config.replicas or 1)
-        settings = replace(settings, files=fingerprints(settings.folders))  # first: later changes are noticed
+        owners = tuple(each.hex() for each in keys.salts)
+        # First: later changes are noticed.
+        settings = replace(settings, files=fingerprints(settings.folders), cache_owners=owners)
         tokenizer = _tokenizer(path, config.chat_template)
         told = tokenizer, server_options, ENGINE, _started(bool(tokenizer.chat_templates), config.as_json)
         if config.replicas is None:
@@ -307,7 +334,20 @@ def _security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
 
     check_host(config.host)
     origins = frozenset(map(parse_origin, config.origin or ()))
-    return Keys.of(find_keys(config.api_key_file, os.environ)), origins
+    keys = find_keys(config.api_key_file, os.environ)
+    return Keys.of(keys, None if config.cache_dir is None else _secret(config.cache_dir)), origins
+
+
+def _secret(folder: Path) -> bytes:
+    """Return the secret of salts that a disk cache keeps, so that a restarted server has the same. Raises UserError and
+    OSError for a folder that is no private one."""
+    from attar.transfer.folder import PrivateFolder
+
+    opened = PrivateFolder(folder)
+    try:
+        return opened.secret("salts of API keys")
+    finally:
+        opened.close()
 
 
 def _check_reads(settings: Settings, trees: bool) -> None:

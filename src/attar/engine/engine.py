@@ -34,6 +34,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from attar.engine.blocks.moves import BlockMoves, SavedBlocks
 from attar.engine.bottleneck import Bottlenecks
 from attar.engine.inflight import InflightStep, Launcher, Taker
 from attar.engine.outputs import Choice, Request, resumed
@@ -91,7 +92,7 @@ class EngineConfig:
     read few keys in rows of outputs, and how many; None where all read all. prefill: how rows of prompts read few
     keys; None where they read all. sliding_blocks: blocks of layers with a sliding window, which are released behind
     it; by default those have `blocks` too. evictions: policies of KV eviction that requests may name; the first is
-    that of requests which name none.
+    that of requests which name none. saved: where finished blocks are saved, and fetched from; None: nowhere.
     """
 
     blocks: int
@@ -109,6 +110,7 @@ class EngineConfig:
     sliding_blocks: int = 0
     tells_cache: bool = False
     evictions: tuple[Eviction, ...] = ()
+    saved: SavedBlocks | None = None
 
 
 class Engine:
@@ -190,6 +192,9 @@ class Engine:
         self.cache = PrefixCache(self.pool, scheme.round_to(self.runner.block), self.sliding, self.journal)
         whole = None if config.sparse is None else config.sparse.settings.whole
         self.scheduler = Scheduler(self.pool, self.cache, limits, whole, self.sliding, config.prefill)
+        self.moves: BlockMoves | None = None
+        if config.saved is not None:
+            self.moves = BlockMoves(self.scheduler, self.runner.pages, config.saved, clock)
         self.context = config.context
         self.adapters = {"": 0, **{name: number for number, name in enumerate(config.adapters, 1)}}
         self.steps = self.generated = 0
@@ -238,6 +243,8 @@ class Engine:
             self.requests.add(request)
         except Exception as error:
             self.requests.refuse(ask.id, error)
+        else:
+            self._fetch(request)
 
     def embed(self, ask: Embed) -> None:
         """Take a request for an embedding."""
@@ -248,6 +255,8 @@ class Engine:
             self.requests.add(request)
         except Exception as error:
             self.requests.refuse(ask.id, error)
+        else:
+            self._fetch(request)
 
     def cancel(self, id: str) -> None:
         """Cancel a request; its `Failed` comes with the next events."""
@@ -261,6 +270,8 @@ class Engine:
     def step(self) -> list[Event]:
         """Do one step, if there is one to do; returns all new events. Plan and launch, sample tokens, launch the next
         step behind them where it need not wait, commit."""
+        if self.moves is not None:
+            self.moves.settle()
         inflight, self._inflight = self._inflight or self._planned(), None
         if inflight is not None:
             self.launcher.choose(inflight)
@@ -302,6 +313,7 @@ class Engine:
             keys_seen=self.sparse.seen if self.sparse else 0, keys_read=self.sparse.read if self.sparse else 0,
             prompt_keys_seen=self.prefill.seen if self.prefill else 0,
             prompt_keys_read=self.prefill.read if self.prefill else 0,
+            disk_cache=None if self.moves is None else self.moves.counts(),
         )  # fmt: skip
 
     def cached(self, whole: bool = False) -> list[Event]:
@@ -321,6 +333,16 @@ class Engine:
         return taken
 
     # ---- taking requests
+
+    def _fetch(self, request: Request) -> None:
+        """Let a request that was queued wait for blocks of its prompt, where the disk has some; a failure is logged."""
+        if self.moves is not None:
+            try:
+                self.moves.consider([choice.sequence for choice in request.choices])
+            except AssertionError:
+                raise
+            except Exception:
+                logger.exception("request %s fetches nothing", request.id)
 
     def _eviction(self, name: str | None) -> Eviction | None:
         """Return the policy of a request that names one, or none. Raises Refused for one that is not offered."""
@@ -415,6 +437,8 @@ class Engine:
         inflight = self._launched(plan, began) if plan.chunks else None
         if inflight is None:
             self.scheduler.commit(plan, {}, self.clock())
+            if self.moves is not None and self.scheduler.waiting:
+                self.moves.wait()  # for room that fetches and loans have
         self._settle()  # no earlier: an ending sequence frees its blocks, which the launch reads
         return inflight
 

@@ -28,6 +28,8 @@ from attar.checkpoints.fingerprints import require_unchanged
 from attar.checkpoints.sources import hub
 from attar.checkpoints.sources.opening import stored
 from attar.engine import bottleneck
+from attar.engine.blocks import opening
+from attar.engine.blocks.moves import SavedBlocks
 from attar.engine.bottleneck import Bottlenecks, KernelMeter, StreamMeter
 from attar.engine.draft_head import memory_bytes as head_bytes
 from attar.engine.draft_model import memory_bytes
@@ -73,6 +75,7 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     limits, threads = settings.limits(), settings.threads or machine.cores()
     sparse(settings)  # before anything is read
     evictions(settings)
+    saved = opening.open_saved(settings)
     path = hub.resolve(settings.model)
     require_unchanged(settings.files, settings.folders)
     config, storage = stored(path)
@@ -99,7 +102,7 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     torch.set_num_threads(each)  # which loading may have changed
     # The time of one stage of several says nothing of the step (`bottleneck.py`).
     judge = Bottlenecks(_roof(held, rates), KernelMeter()) if settings.pp == 1 else None
-    made, ready = _made(settings, held, limits, model, found, judge)
+    made, ready = _made(settings, held, limits, model, found, judge, saved)
     if held.share.count > 1:
         return made, ready  # sizes and rates of one process say nothing of the step
     shape = described(settings.served_as, config, storage, held.kv.name, StepLimits.of(limits, threads))
@@ -138,8 +141,11 @@ def _made(
     model: LoadedModel,
     found: Fit,
     judge: Bottlenecks | None,
+    saved: SavedBlocks | None = None,
 ) -> tuple[Engine, Ready]:  # fmt: skip
     """Make an engine over a loaded model, and its first message."""
+    if saved is not None and not bits_of(settings, model):
+        raise UserError("feature_unsupported", f"--cache-dir: a linear of this model is computed {BY_REFERENCE}")
     names = tuple(name for name, _ in settings.adapters)
     drafts = drafter(
         settings.draft, model, found.context, limits.together, activations=settings.activations,
@@ -160,6 +166,7 @@ def _made(
         found.blocks, found.context, limits, model.eos_ids, held.kv, names, drafter=drafts,
         draft_tokens=settings.draft_tokens, draft_tree=settings.draft_tree, sparse=layers, prefill=few,
         sliding_blocks=found.sliding_blocks, tells_cache=settings.tells_cache, evictions=dropping,
+        saved=saved,
     )  # fmt: skip
     made = Engine(model.decoder, model.tokenizer, config, bounds=judge, runner=model.runner)
     require_unchanged(settings.files, settings.folders)  # nor while it was read
@@ -177,7 +184,9 @@ def bits_of(settings: Settings, model: LoadedModel) -> str:
     and settings. Empty where they depend on what else runs: on GPUs, in several processes, and by the reference."""
     if settings.device != "cpu" or model.executor is not None or without_kernels(model.decoder):
         return ""
-    same = replace_settings(settings, socket="", memory=None, threads=None, preset=None, policy=None, name="")
+    same = replace_settings(
+        opening.plain(settings), socket="", memory=None, threads=None, preset=None, policy=None, name=""
+    )
     told = (__version__, str(torch.__version__), extension.cpu_level(), msgspec.to_builtins(same))
     return hashlib.blake2b(msgspec.json.encode(told, order="sorted"), digest_size=16).hexdigest()
 

@@ -77,12 +77,14 @@ class Report(msgspec.Struct, frozen=True):
     """Timing of one request in seconds, and reuse of its prompt in tokens."""
 
     queued: float = 0.0
+    fetching: float = 0.0  # waiting for blocks of the prompt that a disk has
     prefill: float = 0.0
     decode: float = 0.0
     preempted: float = 0.0
     preemptions: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
+    fetched_tokens: int = 0  # tokens whose keys and values came from a disk; reused where still there on admission
     reuse_ended: str = ""  # why the rest was not reused: one of `REUSE_ENDS`; "": never ran
     differs_at: int | None = None  # index of the first token that no cached prompt has
     limited_by: dict[str, int] = {}  # the request's steps by what limited them: bandwidth, compute, overhead
@@ -242,6 +244,20 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     prompt_keys_read: int = 0  # counter: of these, in each layer without a sliding window
     sliding_blocks: tuple[int, int, int] | None = None
     """Free, active and cached blocks of layers with a sliding window, where those have blocks of their own."""
+    disk_cache: tuple[int, ...] | None = None  # what was moved, in the order of DISK_CACHE; None without one
+
+
+DISK_CACHE = (
+    "loaded_blocks", "loaded_bytes", "saved_blocks", "saved_bytes", "refused", "failed", "dropped", "skipped", "late",
+    "blocks", "bytes",
+)  # fmt: skip
+"""Fields of `Stats.disk_cache`: counters, but for the last two.
+
+loaded, saved: blocks read and written, with their bytes. refused: files that were not what they had to be, and were
+deleted. failed: reads and writes that failed. dropped: files deleted to make room. skipped: prompts' beginnings that
+were not saved, since too many waited, or the disk had failed. late: fetches for which no request waited any more.
+blocks, bytes: those in the cache now.
+"""
 
 
 class StepTimes(msgspec.Struct, frozen=True, tag="steps"):

@@ -54,6 +54,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_eviction: tuple[str, ...] = ()  # policies that requests may name (kv/eviction.py), the default first
     name: str = ""  # what requests call the model; empty: its folder's name
     tells_cache: bool = False  # whether changes of the prefix cache are told (`messages.CachedBlocks`)
+    cache_dir: str | None = None  # folder of the disk cache; None: there is none
+    cache_bytes: int | None = None  # most bytes of its files
+    cache_owners: tuple[str, ...] = ("",)  # salts of all API keys, in hexadecimal; that of no key is empty
     files: dict[str, str] = {}  # `fingerprints` of the files to serve; empty: any files
 
     @property

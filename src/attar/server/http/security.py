@@ -63,9 +63,15 @@ class Keys:
     secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
 
     @classmethod
-    def of(cls, keys: Iterable[str]) -> Keys:
-        """Hash keys given in plain text."""
-        return cls(tuple(hashlib.sha256(key.encode()).digest() for key in keys))
+    def of(cls, keys: Iterable[str], secret: bytes | None = None) -> Keys:
+        """Hash keys given in plain text. Salts of another process are the same where `secret` is."""
+        hashes = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+        return cls(hashes) if secret is None else cls(hashes, secret)
+
+    @property
+    def salts(self) -> tuple[bytes, ...]:
+        """The cache salts of all keys; the empty one where there are none."""
+        return tuple(map(self._salt, self.hashes)) or (b"",)
 
     def cache_salt(self, headers: Mapping[bytes, bytes]) -> bytes | None:
         """Return the cache salt of the key in these headers: empty where no keys are set, None for an invalid key."""
@@ -77,7 +83,10 @@ class Keys:
         known = False
         for each in self.hashes:  # all of them, in constant time
             known |= hmac.compare_digest(digest, each)
-        return hmac.digest(self.secret, digest, "sha256") if known else None
+        return self._salt(digest) if known else None
+
+    def _salt(self, digest: bytes) -> bytes:
+        return hmac.digest(self.secret, digest, "sha256")
 
 
 def is_loopback(host: str) -> bool:

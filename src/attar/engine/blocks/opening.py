@@ -1,0 +1,70 @@
+"""What an engine's blocks depend on, as its settings say, and the opening of its disk cache before anything is read."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+import torch
+from msgspec.structs import replace
+
+from attar.engine.blocks.moves import SavedBlocks
+from attar.errors import UserError
+from attar.kernels.native import extension
+from attar.protocol.settings import Settings
+from attar.transfer.folder import PrivateFolder
+from attar.version import __version__
+
+
+def open_saved(settings: Settings) -> SavedBlocks | None:
+    """Open and lock the folder of the disk cache of `settings`; None where they have none.
+
+    Raises UserError for settings that it does not go with, and as `PrivateFolder`; OSError where the folder cannot be
+    made.
+    """
+    if settings.cache_dir is None:
+        return None
+    check(settings)
+    if settings.cache_bytes is None:
+        raise UserError("option_missing", "--cache-dir needs --cache-bytes, the most that its files may take")
+    folder = PrivateFolder(Path(settings.cache_dir))
+    try:
+        folder.lock()
+        owners = tuple(map(bytes.fromhex, settings.cache_owners))
+        return SavedBlocks(folder, settings.cache_bytes, owners, model_of(settings), settings_of(settings))
+    except BaseException:
+        folder.close()
+        raise
+
+
+def check(settings: Settings) -> None:
+    """Raise UserError where the bits of a block depend on what else runs: on GPUs, and in several processes."""
+    where = "a model in one process on a CPU"
+    if settings.device != "cpu":
+        raise UserError("feature_unsupported", f"--cache-dir is for {where}, not for --device {settings.device}")
+    if settings.tp * settings.pp > 1:
+        raise UserError("feature_unsupported", f"--cache-dir is for {where}, not for --tp and --pp")
+
+
+def model_of(settings: Settings) -> str:
+    """Return a digest of the model's and the adapters' files."""
+    told = msgspec.json.encode(settings.files, order="sorted")
+    return hashlib.blake2b(told, digest_size=16).hexdigest()
+
+
+def settings_of(settings: Settings) -> str:
+    """Return a digest of versions, instruction set, and all settings that the bits of keys and values depend on.
+
+    Those of the scheduler, of speculation and of sampling are not among them.
+    """
+    told = (
+        __version__, str(torch.__version__), extension.cpu_level(), settings.computes_in, settings.activations,
+        settings.kv, settings.context, settings.adapters, settings.sparse_attention, settings.sparse_prefill,
+    )  # fmt: skip
+    return hashlib.blake2b(msgspec.json.encode(told), digest_size=16).hexdigest()
+
+
+def plain(settings: Settings) -> Settings:
+    """Return settings without those of the disk cache, on which no bits depend."""
+    return replace(settings, cache_dir=None, cache_bytes=None, cache_owners=())
