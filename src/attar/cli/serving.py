@@ -290,6 +290,7 @@ def serve(config: ServeConfig) -> None:
         require_apart(theirs["device"])
         path = hub.resolve(config.model)
         settings = config.engine(path, name, theirs)
+        keys = _same_salts(keys, config.cache_dir)
         tell_shared(settings.device, config.tp, config.pp)
         server_options = config.http(keys, origins, settings.limits(), path, name, config.replicas or 1)
         owners = tuple(each.hex() for each in keys.salts)
@@ -334,18 +335,19 @@ def _security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
 
     check_host(config.host)
     origins = frozenset(map(parse_origin, config.origin or ()))
-    keys = find_keys(config.api_key_file, os.environ)
-    return Keys.of(keys, None if config.cache_dir is None else _secret(config.cache_dir)), origins
+    return Keys.of(find_keys(config.api_key_file, os.environ)), origins
 
 
-def _secret(folder: Path) -> bytes:
-    """Return the secret of salts that a disk cache keeps, so that a restarted server has the same. Raises UserError and
+def _same_salts(keys: Keys, folder: Path | None) -> Keys:
+    """Return the keys, with salts that a server with this disk cache has again after a restart. Raises UserError and
     OSError for a folder that is no private one."""
     from attar.transfer.folder import PrivateFolder
 
+    if folder is None:
+        return keys
     opened = PrivateFolder(folder)
     try:
-        return opened.secret("salts of API keys")
+        return dataclasses.replace(keys, secret=opened.secret("salts of API keys"))
     finally:
         opened.close()
 

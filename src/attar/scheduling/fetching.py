@@ -6,7 +6,7 @@ private ones that a transfer thread fills. Only when the thread has let go, the 
 sequence is queued, in its old order, and its admission finds them like any others. Where fewer blocks come, or none,
 the rest is computed, to the same bits.
 
-*Time.* A fetch has a deadline. At that time its sequences are queued; the blocks stay until the thread lets go, since it
+*Time.* A fetch has a deadline. At that time its sequences are queued. The blocks stay until the thread lets go, which
 may still write to them. The same holds for a fetch whose sequences have all ended. So no block is ever written that the
 pool has given to another.
 

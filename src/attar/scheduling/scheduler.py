@@ -128,7 +128,7 @@ class Scheduler:
         self._steps: list[StepPlan] = []  # under way, in their order
         self.fetching = Fetching(pool, cache, self._queue_again)
         self.kept: deque[Kept] | None = None
-        """Beginnings that went into the tree, the newest last, where these are wanted; whoever reads it removes them."""
+        """Beginnings that went into the tree, the newest last; its reader removes them. None: they are not wanted."""
 
     def add(self, choices: Collection[Sequence], now: float) -> None:
         """Take the choices of one request, all or none; all have the same prompt. Raises Refused: `too_long` where one

@@ -57,16 +57,18 @@ def checked_keys(lines: Iterable[str], source: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Keys:
-    """API keys, kept as hashes; with none the server is open. `secret` makes salts that no client can compute."""
+    """API keys, kept as hashes; with none the server is open. `secret` makes salts that no client can compute.
+
+    Another process with the same `secret` has the same salts.
+    """
 
     hashes: tuple[bytes, ...] = ()
     secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
 
     @classmethod
-    def of(cls, keys: Iterable[str], secret: bytes | None = None) -> Keys:
-        """Hash keys given in plain text. Salts of another process are the same where `secret` is."""
-        hashes = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
-        return cls(hashes) if secret is None else cls(hashes, secret)
+    def of(cls, keys: Iterable[str]) -> Keys:
+        """Hash keys given in plain text."""
+        return cls(tuple(hashlib.sha256(key.encode()).digest() for key in keys))
 
     @property
     def salts(self) -> tuple[bytes, ...]:
