@@ -179,9 +179,7 @@ class Scheduler:
                 self._end(sequence, "deadline", now)
 
     def reusable(self, sequence: Sequence) -> int:
-        """Return how many of a sequence's first tokens may come from the tree, where this has them."""
-        if sequence.bypass:
-            return 0
+        """Return how many of a sequence's first tokens may come from the tree, where it bypasses nothing."""
         alike = self._alike(sequence, len(sequence.tokens) - 1)  # the last has to be run, for its logits
         return alike if sequence.eviction is None else min(alike, sequence.eviction.reusable(sequence.prompt))
 
@@ -510,7 +508,8 @@ class Scheduler:
         match = NOTHING
         sequence.settle()
         if not sequence.bypass:
-            prompt = sequence.tokens[: self.reusable(sequence)]
+            alike = self.reusable(sequence)
+            prompt = sequence.tokens[:alike]
             match = self.cache.match(sequence.salt, prompt)
             if self._soon_more(sequence.salt, prompt, match):
                 return False

@@ -107,7 +107,7 @@ class BlockMoves:
 
         An exception leaves them queued.
         """
-        queued = [each for each in sequences if each.status is Status.QUEUED and self.scheduler.reusable(each)]
+        queued = [each for each in sequences if each.status is Status.QUEUED and not each.bypass]
         if not queued:
             return
         first, now = queued[0], self._clock()
