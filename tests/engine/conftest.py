@@ -45,6 +45,7 @@ def make_engine(decoder: Decoder, blocks: int = ROOM, limits: SchedulerConfig | 
             "prefill",
             "sliding_blocks",
             "evictions",
+            "saved",
         )
         if name in how
     }

@@ -3,12 +3,11 @@
 A seed makes everything: sizes and limits, the requests (with prefixes in common, salts, priorities, deadlines, several
 choices, bypass, some that can never fit), when they come and are cancelled, steps that fail for some, what happens
 while a step is under way, in half of all lives steps that are planned ahead of one under way, on a device that may be
-late with both, in half of all lives a group of layers with a sliding window, whose blocks are their own, in many
-others requests that drop keys, in half of the others blocks that threads fill and read, and in a third of all lives faults at the named points (`attar/faults.py`). Only the
-model is fake: its next token is a function
-of the sequence's seed and of all tokens before it, by way of a cache of fake keys and values. Each slot holds a digest
-of salt and tokens up to its own, slots of free blocks are wiped, and what a step reads must be what the sequence alone
-would have written.
+late with both, in half of all lives a group of layers with a sliding window, whose blocks are their own, in many others
+requests that drop keys, in half of those without windows blocks that threads fill and read, and in a third of all lives
+faults at the named points (`attar/faults.py`). Only the model is fake: its next token is a function of the sequence's
+seed and of all tokens before it, by way of a cache of fake keys and values. Each slot holds a digest of salt and tokens
+up to its own, slots of free blocks are wiped, and what a step reads must be what the sequence alone would have written.
 
 After every event these hold:
 

@@ -130,13 +130,22 @@ def _with(data: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     return lambda path: path.write_bytes(data(path.read_bytes())) and None
 
 
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _link(path: Path) -> None:
+    path.rename(path.with_name("x"))
+    path.symlink_to("x")
+
+
 SPOILT: dict[str, Callable[[Path], None]] = {
     "magic": _flip(0), "length": _flip(8), "header": _flip(40), "data": _flip(-100), "mac": _flip(-1),
     "truncated": _with(lambda old: old[:-1]), "longer": _with(lambda old: old + b"x"), "empty": _with(lambda old: b""),
     "huge": lambda path: os.truncate(path, 1 << 40), "huge header": _with(lambda old: old[:8] + b"\xff" * 4 + old[12:]),
     "open to others": lambda path: path.chmod(0o644), "gone": Path.unlink,
-    "a folder": lambda path: (path.unlink(), path.mkdir()) and None,
-    "a link": lambda path: (path.rename(path.with_name("x")), path.symlink_to("x")) and None,
+    "a folder": _folder, "a link": _link,
 }  # fmt: skip
 
 

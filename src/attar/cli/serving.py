@@ -105,11 +105,11 @@ class ServeConfig(SchedulerOptions):
         parser=options.parse_kv_eviction, default="none are dropped",
     )] = None  # fmt: skip
     cache_dir: Annotated[Path | None, option(
-        "Cache", "DIR", "Folder of a disk cache. A server that is started again finds prompts there that it has "
+        "Disk cache", "DIR", "Folder of a disk cache. A server that is started again finds prompts there that it has "
         "computed before. The files hold what prompts say.", default="none is kept",
     )] = None  # fmt: skip
     cache_bytes: Annotated[int | None, option(
-        "Cache", "SIZE", "Most bytes of the files in --cache-dir, such as 20GB.", parser=options.parse_size,
+        "Disk cache", "SIZE", "Most bytes of the files in --cache-dir, such as 20GB.", parser=options.parse_size,
     )] = None  # fmt: skip
     host: Annotated[str, option("HTTP", "HOST", "Address; others than loopback need an API key.")] = "127.0.0.1"
     port: Annotated[int, option("HTTP", "N", "Port; 0 takes a free one.", min=0, max=65535)] = 8000
