@@ -34,6 +34,8 @@ Code = Literal[
     "tokenizer_missing", "tokenizer_malformed", "tokenizer_unsupported", "tokenizer_mismatch", "template_missing",
     "template_failed", "token_out_of_vocabulary", "context_exceeded", "prompt_empty", "grammar_invalid",
     "tools_invalid",
+    # Images
+    "image_invalid", "image_too_large",
     # Evaluation
     "vocabulary_mismatch", "window_invalid", "task_malformed",
     # Running and planning

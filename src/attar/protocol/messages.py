@@ -16,6 +16,7 @@ import msgspec
 
 from attar.protocol.framing import frame
 from attar.protocol.grammar import Grammar
+from attar.protocol.images import ImageInput
 from attar.protocol.model_shape import MachineRates, ModelShape
 from attar.protocol.reasoning import ReasoningSection
 from attar.protocol.request import FinishReason, SamplingParams, TokenLogprob
@@ -41,6 +42,9 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     generated: tuple[tuple[int, ...] | None, ...] = ()
     """Tokens that another engine has generated for each choice, to be continued; None for a choice that has ended. They
     are not sent again, nor are the prompt's log probabilities where there are any. (): nothing was generated."""
+    images: tuple[ImageInput, ...] = ()
+    """Images in the order of the prompt, which has the model's image token once for each of their feature rows. Only
+    an engine with `Ready.images` takes them."""
 
 
 class Embed(msgspec.Struct, frozen=True, tag="embed"):
@@ -200,6 +204,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     kv_evictions: tuple[tuple[str, int], ...] = ()
     """Policies of KV eviction that a request may name, the default first, and the most tokens of a request with each.
     """
+    images: bool = False  # whether requests may have images
+    no_images: str = ""  # why they may not, where the model has a vision tower: a setting, such as --tp
 
     def room(self, kv_eviction: str | None) -> int | None:
         """Return the tokens that prompt and output of a request may have together; None for a policy that is not

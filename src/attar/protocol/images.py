@@ -1,0 +1,73 @@
+"""Images of a prompt as the server hands them to the engine: decoded and resized, neither rescaled nor normalised.
+
+A prompt has the model's image token once for each feature row of an image. The images follow the prompt's order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+
+from attar.errors import UserError
+
+DIGEST = 16  # bytes
+CHANNELS = 3
+MAX_IMAGES = 8  # of a request
+MAX_PIXELS = 16_000_000  # of one image, before it is resized
+MAX_REQUEST_PIXELS = 32_000_000  # of all images of a request, before and after they are resized
+MAX_TILE_BYTES = 48 << 20  # of a request: its message fits into a frame
+
+
+class ImageInput(msgspec.Struct, frozen=True):
+    """One image of a prompt as tiles of equal size.
+
+    `grid` counts rows and columns of tiles without the global tile, which comes last for Idefics3 and first for
+    LLaVA-NeXT; for Qwen2-VL it counts patches of the height and the width. `size` is height and width of the image
+    before it was resized.
+    """
+
+    digest: bytes  # `digest_of`: equal digests give equal features
+    tiles: bytes  # uint8 RGB, [T, H, W, 3], row-major
+    shape: tuple[int, int, int]  # T, H, W
+    grid: tuple[int, int]
+    size: tuple[int, int]
+    rows: int  # of features: how often the image token stands in the prompt for this image
+
+
+def digest_of(settings: bytes, shape: tuple[int, int, int], size: tuple[int, int], tiles: bytes) -> bytes:
+    """Return the digest of an image: 16 bytes of BLAKE2b over preprocessing settings, shape, size and tiles."""
+    head = b"".join(number.to_bytes(4, "little") for number in (len(settings), *shape, *size))
+    return hashlib.blake2b(head + settings + tiles, digest_size=DIGEST, person=b"attar images").digest()
+
+
+def check_images(images: Sequence[ImageInput], tokens: int) -> None:
+    """Check images of a prompt that has the image token `tokens` times.
+
+    Raises UserError: `image_too_large` past a limit, and `image_invalid` where sizes contradict each other.
+    """
+    if len(images) > MAX_IMAGES:
+        raise UserError("image_too_large", f"{len(images)} images are more than {MAX_IMAGES} in one request")
+    for image in images:
+        _check(image)
+    before = sum(image.size[0] * image.size[1] for image in images)
+    after = sum(image.shape[0] * image.shape[1] * image.shape[2] for image in images)
+    if max(before, after) > MAX_REQUEST_PIXELS or CHANNELS * after > MAX_TILE_BYTES:
+        limits = f"{MAX_REQUEST_PIXELS} pixels, and {MAX_TILE_BYTES >> 20} MiB after resizing"
+        raise UserError(
+            "image_too_large", f"the images have {max(before, after)} pixels; a request has at most {limits}"
+        )
+    if (rows := sum(image.rows for image in images)) != tokens:
+        raise UserError("image_invalid", f"the images have {rows} rows, and the prompt has {tokens} image tokens")
+
+
+def _check(image: ImageInput) -> None:
+    numbers = (*image.shape, *image.grid, *image.size, image.rows)
+    if min(*image.shape, *image.size, image.rows) < 1 or min(image.grid) < 0 or max(numbers) > MAX_REQUEST_PIXELS:
+        raise UserError("image_invalid", "shape, size and rows of an image are at least 1, and its grid at least 0")
+    if image.size[0] * image.size[1] > MAX_PIXELS:
+        raise UserError("image_too_large", f"an image has at most {MAX_PIXELS} pixels")
+    count, height, width = image.shape
+    if len(image.tiles) != count * height * width * CHANNELS or len(image.digest) != DIGEST:
+        raise UserError("image_invalid", f"an image has 3 bytes a pixel of its tiles, and a digest of {DIGEST} bytes")
