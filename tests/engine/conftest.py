@@ -46,6 +46,7 @@ def make_engine(decoder: Decoder, blocks: int = ROOM, limits: SchedulerConfig | 
             "sliding_blocks",
             "evictions",
             "saved",
+            "peer",
         )
         if name in how
     }

@@ -39,6 +39,7 @@ SINGLE = (
     "replica_cores",
     "cache_dir",
     "cache_bytes",
+    "prefill_peer",
 )  # options of a server with one model
 ENGINE = (sys.executable, "-m", "attar.engine.main")  # the command line of its process
 
@@ -105,11 +106,19 @@ class ServeConfig(SchedulerOptions):
         parser=options.parse_kv_eviction, default="none are dropped",
     )] = None  # fmt: skip
     cache_dir: Annotated[Path | None, option(
-        "Disk cache", "DIR", "Folder of a disk cache. A server that is started again finds prompts there that it has "
+        "KV transfer", "DIR", "Folder of a disk cache. A server that is started again finds prompts there that it has "
         "computed before. The files hold what prompts say.", default="none is kept",
     )] = None  # fmt: skip
     cache_bytes: Annotated[int | None, option(
-        "Disk cache", "SIZE", "Most bytes of the files in --cache-dir, such as 20GB.", parser=options.parse_size,
+        "KV transfer", "SIZE", "Most bytes of the files in --cache-dir, such as 20GB.", parser=options.parse_size,
+    )] = None  # fmt: skip
+    role: Annotated[options.Role, option(
+        "KV transfer", "ROLE", "prefill: compute prompts for the servers that ask at --prefill-peer. decode: have "
+        "prompts computed there, and compute what does not come.", "--role",
+    )] = options.Role.both  # fmt: skip
+    prefill_peer: Annotated[str | None, option(
+        "KV transfer", "unix:PATH", "Socket between a server of the role prefill and those of the role decode, in a "
+        "folder of mode 700.",
     )] = None  # fmt: skip
     host: Annotated[str, option("HTTP", "HOST", "Address; others than loopback need an API key.")] = "127.0.0.1"
     port: Annotated[int, option("HTTP", "N", "Port; 0 takes a free one.", min=0, max=65535)] = 8000
@@ -183,12 +192,23 @@ class ServeConfig(SchedulerOptions):
             if self.cache_dir is not None or self.cache_bytes is not None:
                 raise UserError("option_missing", "--cache-dir DIR and --cache-bytes SIZE go together")
             return
+        self._check_alone("--cache-dir", device)
+
+    def check_role(self, device: str) -> None:
+        """Raise ValueError for options that do not go with --role, and for one of two that belong together."""
+        if (self.role is options.Role.both) != (self.prefill_peer is None):
+            message = "--role prefill or --role decode, and --prefill-peer unix:PATH, go together"
+            raise UserError("option_missing", message)
+        if self.prefill_peer is not None:
+            self._check_alone("--role", device)
+
+    def _check_alone(self, option: str, device: str) -> None:
         for name, unlike in (
             ("--device", device != "cpu"), ("--tp", self.tp > 1), ("--pp", self.pp > 1),
             ("--replicas", self.replicas is not None),
         ):  # fmt: skip
             if unlike:
-                message = f"--cache-dir is for one engine in one process on a CPU: not with {name}"
+                message = f"{option} is for one engine in one process on a CPU: not with {name}"
                 raise UserError("feature_unsupported", message)
 
     def engine(self, path: Path, name: str, theirs: dict[str, Any]) -> Settings:
@@ -219,6 +239,7 @@ class ServeConfig(SchedulerOptions):
                 sparse_prefill=self.sparse_prefill,
                 kv_eviction=tuple(self.kv_eviction or ()),
                 cache_dir=None if self.cache_dir is None else str(self.cache_dir), cache_bytes=self.cache_bytes,
+                role=self.role.value, prefill_peer=self.prefill_peer,
             ),
             **theirs | given,
         )  # fmt: skip
@@ -287,6 +308,7 @@ def serve(config: ServeConfig) -> None:
         theirs = _of_triton(config.triton_config) | ({} if config.device is None else {"device": config.device})
         config.check_replicas(theirs["device"])
         config.check_disk_cache(theirs["device"])
+        config.check_role(theirs["device"])
         require_apart(theirs["device"])
         path = hub.resolve(config.model)
         settings = config.engine(path, name, theirs)

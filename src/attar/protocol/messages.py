@@ -81,14 +81,14 @@ class Report(msgspec.Struct, frozen=True):
     """Timing of one request in seconds, and reuse of its prompt in tokens."""
 
     queued: float = 0.0
-    fetching: float = 0.0  # waiting for blocks of the prompt that a disk has
+    fetching: float = 0.0  # waiting for blocks of the prompt from a disk or a prefill peer
     prefill: float = 0.0
     decode: float = 0.0
     preempted: float = 0.0
     preemptions: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    fetched_tokens: int = 0  # tokens whose keys and values came from a disk; reused where still there on admission
+    fetched_tokens: int = 0  # tokens whose keys and values came from there; reused where still there on admission
     reuse_ended: str = ""  # why the rest was not reused: one of `REUSE_ENDS`; "": never ran
     differs_at: int | None = None  # index of the first token that no cached prompt has
     limited_by: dict[str, int] = {}  # the request's steps by what limited them: bandwidth, compute, overhead
@@ -251,6 +251,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     sliding_blocks: tuple[int, int, int] | None = None
     """Free, active and cached blocks of layers with a sliding window, where those have blocks of their own."""
     disk_cache: tuple[int, ...] | None = None  # what was moved, in the order of DISK_CACHE; None without one
+    prefill_peer: tuple[int, ...] | None = None  # what was passed on, in the order of PREFILL_PEER; None without a peer
 
 
 DISK_CACHE = (
@@ -263,6 +264,12 @@ loaded, saved: blocks read and written, with their bytes. refused: files that we
 deleted. failed: reads and writes that failed. dropped: files deleted to make room. skipped: prompts' beginnings that
 were not saved, since too many waited, or the disk had failed. late: fetches for which no request waited any more.
 blocks, bytes: those in the cache now.
+"""
+PREFILL_PEER = ("pulled_blocks", "pulled_bytes", "sent_blocks", "sent_bytes", "refused", "failed", "busy")
+"""Fields of `Stats.prefill_peer`, which are counters.
+
+pulled: by a decode engine. sent: by a prefill engine. refused: answers, or connections, of another kind than was asked
+for. failed: answers that broke off or never came. busy: questions that the peer had no blocks for.
 """
 
 

@@ -57,6 +57,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_dir: str | None = None  # folder of the disk cache; None: there is none
     cache_bytes: int | None = None  # most bytes of its files
     cache_owners: tuple[str, ...] = ("",)  # salts of all API keys, in hexadecimal; that of no key is empty
+    role: str = "both"  # or prefill, or decode
+    prefill_peer: str | None = None  # address at which an engine of the role prefill answers one of the role decode
     files: dict[str, str] = {}  # `fingerprints` of the files to serve; empty: any files
 
     @property

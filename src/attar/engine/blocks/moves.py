@@ -1,4 +1,4 @@
-"""The moves of finished blocks between an engine's cache and a disk cache, outside of its steps.
+"""The moves of finished blocks between an engine's cache and a disk cache or another engine, outside of its steps.
 
 *In.* When a request has been queued, the tree and then the disk cache are asked for its prompt. The disk may continue
 what the tree has. Then the request's sequences wait for those blocks (`scheduling/fetching.py`). The thread reads,
@@ -6,6 +6,10 @@ checks and copies them, one by one, into blocks that nothing else reads. The fir
 
 *Out.* What goes into the tree is saved in the background, the newest first, a few blocks at a time. The queue's length
 is bounded. A loan of blocks ends once they are copied, before they are written.
+
+*Between engines.* A decode engine whose tree and disk lack blocks asks its prefill peer for them, and waits likewise;
+a thread of its own pulls them. A prefill engine computes what peers ask for as a request of its own, and lends the
+blocks to the thread that sends them (`transfer/listener.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import select
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from attar.errors import UserError
 from attar.kv.block_bytes import BlockBytes
@@ -26,9 +31,15 @@ from attar.scheduling.sequence import Status
 from attar.transfer.disk_cache import DiskCache
 from attar.transfer.folder import PrivateFolder
 from attar.transfer.header import Origin
+from attar.transfer.listener import GivenBack, GivenUp, LentBlocks, PrefillAsked, PrefillListener
+from attar.transfer.puller import Puller
+from attar.transfer.wire import Prefill, check_folder
 from attar.transfer.worker import Worker
 
 FETCH_SECONDS = 10.0  # that a request waits for blocks, at most
+PULL_SECONDS = 60.0  # the same for blocks that a peer has to compute
+MIN_PULLED = 2  # blocks; fewer are computed sooner than asked for
+MAX_PULLS = 4  # requests that wait for a peer; others compute their prompts
 MAX_OFFERED = 256  # prompts' beginnings that wait to be saved; more are not saved
 STAGED_BYTES, MAX_STAGED = 16 << 20, 8  # of blocks that are copied together before they are written, and blocks
 WAIT_SECONDS = 0.01  # for blocks to be let go, where nothing else can be done
@@ -52,11 +63,23 @@ class SavedBlocks:
 
 
 @dataclass(frozen=True, eq=False)
+class PeerBlocks:
+    """The socket at which a prefill engine answers, where `serves`, or a decode engine asks. `model` and `settings` are
+    those of `Origin`."""
+
+    path: Path
+    serves: bool
+    model: str
+    settings: str
+
+
+@dataclass(frozen=True, eq=False)
 class _Filled:
     """The end of a fetch's job, of which the first `count` blocks are whole."""
 
     fetch: Fetch
     count: int
+    pulled: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,30 +90,45 @@ class _Saved:
 
 
 class BlockMoves:
-    """The moves of the blocks of `pages`, which `scheduler` manages. The calls are those of one thread."""
+    """The moves of the blocks of `pages`, which `scheduler` manages. The calls are those of one thread.
+
+    `saved` is the disk cache and `peer` the other engine, where there are such. `compute` has the engine compute a
+    peer's prompt. Raises UserError where blocks of this cache cannot be moved.
+    """
 
     def __init__(
-        self, scheduler: Scheduler, pages: Sequence[PagedKV], saved: SavedBlocks, clock: Callable[[], float],
-        seconds: float = FETCH_SECONDS,
+        self, scheduler: Scheduler, pages: Sequence[PagedKV], saved: SavedBlocks | None, peer: PeerBlocks | None,
+        clock: Callable[[], float], compute: Callable[[PrefillAsked], None], seconds: float = FETCH_SECONDS,
     ) -> None:  # fmt: skip
-        self.scheduler, self._clock, self._seconds = scheduler, clock, seconds
         if scheduler.sliding is not None:
             raise UserError(
                 "kv_unsupported",
-                "layers with a sliding window have blocks of their own, which are not saved: --cache-dir is for models "
-                "whose layers all read the whole context",
+                "layers with a sliding window have blocks of their own, which are not moved: --cache-dir and --role "
+                "are for models whose layers all read the whole context",
             )
+        self.scheduler, self._clock, self._seconds, self._compute = scheduler, clock, seconds, compute
         self._bytes, self._size = BlockBytes(pages), scheduler.pool.size
-        layout = self._bytes.layout_id
-        origin = Origin(saved.model, saved.settings, layout, self._size, self._bytes.nbytes)
-        self.disk = DiskCache(saved.folder, origin, saved.limit, saved.owners)
-        self.worker = Worker()
-        self.late = self.skipped = 0
+        layout, size = self._bytes.layout_id, self._bytes.nbytes
+        self.worker, self.pulls = Worker(), Worker("pulls")
+        self.late = self.skipped = self._pulling = 0
         self._offered: deque[tuple[Kept, int]] = deque()  # with the first block that was not tried yet
         self._saving = False
-        staged = min(MAX_STAGED, max(1, STAGED_BYTES // origin.size))
-        self._staged = [bytearray(origin.size) for _ in range(staged)]
-        scheduler.kept = deque()
+        staged = min(MAX_STAGED, max(1, STAGED_BYTES // size))
+        self._staged = [bytearray(size) for _ in range(staged if saved is not None else 0)]
+        self.disk: DiskCache | None = None
+        if saved is not None:
+            origin = Origin(saved.model, saved.settings, layout, self._size, size)
+            self.disk = DiskCache(saved.folder, origin, saved.limit, saved.owners)
+            scheduler.kept = deque()
+        self.puller: Puller | None = None
+        self.listener: PrefillListener | None = None
+        if peer is not None:
+            origin = Origin(peer.model, peer.settings, layout, self._size, size)
+            if peer.serves:
+                self.listener = PrefillListener(peer.path, origin, self._bytes.read, self.worker.tell)
+            else:
+                check_folder(peer.path)
+                self.puller = Puller(peer.path, origin)
 
     @property
     def descriptor(self) -> int:
@@ -102,27 +140,37 @@ class BlockMoves:
         """Whether the thread holds blocks of the cache."""
         return bool(self.scheduler.fetching.fetches or self.scheduler.fetching.loans)
 
-    def consider(self, sequences: Collection[Tokens]) -> None:
-        """Let newly queued sequences of one prompt wait for its blocks, where the disk has some that the tree lacks.
+    def consider(self, sequences: Collection[Tokens], salt: bytes, adapter: str) -> None:
+        """Let newly queued sequences of one prompt wait for its blocks, where the disk or the peer has some that the
+        tree lacks.
 
-        An exception leaves them queued.
+        `salt` is the API key's. An exception leaves the sequences queued.
         """
         queued = [each for each in sequences if each.status is Status.QUEUED and not each.bypass]
         if not queued:
             return
         first, now = queued[0], self._clock()
-        tokens = first.tokens[: self.scheduler.reusable(first)]
-        names = self.disk.names.chain(first.salt, tokens, self._size)
-        if not names or not self.disk.holds(names[0]):
+        most = self.scheduler.reusable(first) // self._size
+        if not most:
             return
-        match = self.scheduler.cache.match(first.salt, tokens[: len(names) * self._size])
+        tokens = first.tokens[: most * self._size]
+        match = self.scheduler.cache.match(first.salt, tokens)
         known = len(match.blocks)
-        count = known + self.disk.reach(names, known)
-        if count == known:
+        if self.disk is not None:
+            names = self.disk.names.chain(first.salt, tokens, self._size)
+            if (more := self.disk.reach(names, known)) > 0:
+                fetch = self.scheduler.fetch(queued, match, known + more, now + self._seconds, now)
+                if fetch is not None:
+                    self.worker.put(lambda: self._fill(fetch, names), urgent=True)
+                return
+        puller = self.puller
+        if puller is None or not puller.usable or most - known < MIN_PULLED or self._pulling >= MAX_PULLS:
             return
-        fetch = self.scheduler.fetch(queued, match, count, now + self._seconds, now)
+        fetch = self.scheduler.fetch(queued, match, most, now + PULL_SECONDS, now)
         if fetch is not None:
-            self.worker.put(lambda: self._fill(fetch, names), urgent=True)
+            self._pulling += 1
+            ask = Prefill(tokens.tobytes(), salt, first.salt, adapter, known, PULL_SECONDS)
+            self.pulls.put(lambda: self._pull(puller, fetch, ask))
 
     def wait(self) -> None:
         """Wait a moment for the thread to let go of blocks, where it holds any."""
@@ -130,58 +178,105 @@ class BlockMoves:
             select.select([self.descriptor], [], [], WAIT_SECONDS)
 
     def settle(self) -> None:
-        """Take note of what the thread has done, and give it more to save."""
+        """Take note of what the threads have done, and give them more to do."""
         for done in self.worker.take():
-            if isinstance(done, _Filled):
-                self.late += not done.fetch.wanted
-                self.scheduler.received(done.fetch, done.count, self._clock())
-            elif done.loan is not None:
-                self.scheduler.fetching.give_back(done.loan)
-            else:
-                self._saving = False
+            match done:
+                case _Filled():
+                    self._pulling -= done.pulled
+                    self.late += not done.fetch.wanted
+                    self.scheduler.received(done.fetch, done.count, self._clock())
+                case _Saved(loan=None):
+                    self._saving = False
+                case _Saved():
+                    self.scheduler.fetching.give_back(done.loan)
+                case PrefillAsked():
+                    self._compute(done)
+                case GivenBack():
+                    self.scheduler.fetching.give_back(done.lent.loan)
+                case GivenUp():
+                    self._give_up(done.asked)
+        if self.disk is None:
+            return
         self._take_kept()
         while self._offered and not self._saving:
             try:
-                self._save_next()
+                self._save_next(self.disk)
             except AssertionError:
                 raise
             except Exception:
                 logger.exception("blocks were not saved")
                 self.skipped += 1
 
-    def counts(self) -> tuple[int, ...]:
-        """Return the counts of what was moved since the start, in the order of `messages.DISK_CACHE`."""
+    def lend(self, asked: PrefillAsked, salt: bytes) -> None:
+        """Lend a peer the blocks of its prompt, which was computed with this salt."""
+        if asked.gone:
+            return
+        lent = None
+        try:
+            if salt == asked.ask.block_salt:
+                blocks = self.scheduler.cache.match(salt, asked.tokens).blocks
+                lent = LentBlocks(blocks, self.scheduler.fetching.lend(blocks))
+        finally:
+            asked.reply.put(lent)
+
+    def disk_counts(self) -> tuple[int, ...] | None:
+        """Return the counts of the disk cache since the start, in the order of `messages.DISK_CACHE`; None without
+        one."""
+        if self.disk is None:
+            return None
         moved, (entries, size) = self.disk.moved, self.disk.stored
         return (
             moved.loaded_blocks, moved.loaded_bytes, moved.saved_blocks, moved.saved_bytes, moved.refused, moved.failed,
             moved.dropped, self.skipped, self.late, entries, size,
         )  # fmt: skip
 
+    def peer_counts(self) -> tuple[int, ...] | None:
+        """Return the counts of blocks that engines have passed on, in the order of `messages.PREFILL_PEER`; None
+        without a peer."""
+        if self.puller is not None:
+            pulled = self.puller.pulled
+            return (pulled.blocks, pulled.bytes, 0, 0, pulled.refused, pulled.failed, pulled.busy)
+        if self.listener is not None:
+            sent = self.listener.sent
+            return (0, 0, sent.blocks, sent.bytes, sent.refused, sent.failed, 0)
+        return None
+
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Save what waits to be saved, for so many seconds at most, and end the thread."""
+        """Save what waits to be saved, for so many seconds at most, and end the threads."""
         end = self._clock() + seconds
+        if self.listener is not None:
+            self.listener.close()
         self.settle()
         while (self._saving or self._offered) and self._clock() < end:
             self.worker.wait(max(0.0, end - self._clock()))
             self.settle()
-        self.worker.close(max(0.0, end - self._clock()))
-        self.disk.close()
+        for each in (self.pulls, self.worker):
+            each.close(max(0.0, end - self._clock()) if each is self.worker else 0.0)
+        if self.disk is not None:
+            self.disk.close()
+
+    def _give_up(self, asked: PrefillAsked) -> None:
+        """Take back what a peer was lent that does not wait any more."""
+        asked.gone = True
+        while not asked.reply.empty():
+            if (lent := asked.reply.get_nowait()) is not None:
+                self.scheduler.fetching.give_back(lent.loan)
 
     def _take_kept(self) -> None:
         kept = self.scheduler.kept
         assert kept is not None
         while kept:
             self._offered.append((kept.popleft(), 0))
-        most = MAX_OFFERED if self.disk.writable else 0
+        most = MAX_OFFERED if self.disk is not None and self.disk.writable else 0
         while len(self._offered) > most:
             self._offered.popleft()
             self.skipped += 1
 
-    def _save_next(self) -> None:
+    def _save_next(self, disk: DiskCache) -> None:
         """Have the next blocks saved, of the newest beginning that was offered; what was evicted meanwhile is not."""
         kept, first = self._offered.pop()
-        names = self.disk.names.chain(kept.salt, kept.tokens, self._size)
-        missing = [at for at in self.disk.missing(names) if at >= first]
+        names = disk.names.chain(kept.salt, kept.tokens, self._size)
+        missing = [at for at in disk.missing(names) if at >= first]
         if not missing:
             return
         there = self.scheduler.cache.match(kept.salt, kept.tokens).blocks
@@ -190,24 +285,42 @@ class BlockMoves:
             self._offered.append((kept, chosen[-1] + 1))
             loan = self.scheduler.fetching.lend(there[: chosen[-1] + 1])
             self._saving = True
-            self.worker.put(lambda: self._save(loan, kept, names, chosen))
+            self.worker.put(lambda: self._save(disk, loan, kept, names, chosen))
 
-    # ---- in the thread
+    # ---- in the threads
+
+    def _pull(self, puller: Puller, fetch: Fetch, ask: Prefill) -> None:
+        """Fill a fetch's blocks from the peer, as long as a sequence waits for it."""
+        count = 0
+
+        def write(at: int, data: bytearray) -> None:
+            nonlocal count
+            self._bytes.write(fetch.blocks[at], data)
+            count += 1
+
+        try:
+            if fetch.wanted:
+                puller.pull(ask, fetch.tokens, write, lambda: fetch.wanted)
+        finally:
+            self.worker.tell(_Filled(fetch, count, pulled=True))
 
     def _fill(self, fetch: Fetch, names: Sequence[bytes]) -> None:
         """Fill a fetch's blocks, as long as somebody waits for it and all is well."""
-        count = 0
+        count, disk = 0, self.disk
+        assert disk is not None
         try:
             for at, block in enumerate(fetch.filled, fetch.known):
                 tokens = fetch.tokens[at * self._size : (at + 1) * self._size]
-                if not fetch.wanted or (data := self.disk.load(names, at, fetch.salt, tokens)) is None:
+                if not fetch.wanted or (data := disk.load(names, at, fetch.salt, tokens)) is None:
                     break
                 self._bytes.write(block, data)
                 count += 1
         finally:
             self.worker.tell(_Filled(fetch, count))
 
-    def _save(self, loan: Loan, kept: Kept, names: Sequence[bytes], chosen: Sequence[int]) -> None:
+    def _save(
+        self, disk: DiskCache, loan: Loan, kept: Kept, names: Sequence[bytes], chosen: Sequence[int]
+    ) -> None:  # fmt: skip
         """Copy blocks, give them back, and write them."""
         try:
             try:
@@ -217,6 +330,6 @@ class BlockMoves:
                 self.worker.tell(_Saved(loan))
             for at, data in zip(chosen, self._staged, strict=False):
                 tokens = kept.tokens[at * self._size : (at + 1) * self._size]
-                self.disk.save(names, at, kept.owner, kept.salt, tokens, data)
+                disk.save(names, at, kept.owner, kept.salt, tokens, data)
         finally:
             self.worker.tell(_Saved(None))

@@ -1,4 +1,4 @@
-"""What an engine's blocks depend on, as its settings say, and the opening of its disk cache before anything is read."""
+"""What an engine's blocks depend on, as its settings say, and what is checked of their moves before a start."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from attar.engine.blocks.moves import SavedBlocks
+from attar.engine.blocks.moves import PeerBlocks, SavedBlocks
 from attar.errors import UserError
 from attar.kernels.native import extension
 from attar.protocol.settings import Settings
 from attar.transfer.folder import PrivateFolder
+from attar.transfer.wire import check_folder, socket_path
 from attar.version import __version__
 
 
@@ -25,7 +26,7 @@ def open_saved(settings: Settings) -> SavedBlocks | None:
     """
     if settings.cache_dir is None:
         return None
-    check(settings)
+    check(settings, "--cache-dir")
     if settings.cache_bytes is None:
         raise UserError("option_missing", "--cache-dir needs --cache-bytes, the most that its files may take")
     folder = PrivateFolder(Path(settings.cache_dir))
@@ -38,13 +39,29 @@ def open_saved(settings: Settings) -> SavedBlocks | None:
         raise
 
 
-def check(settings: Settings) -> None:
+def peer_of(settings: Settings) -> PeerBlocks | None:
+    """Return the engine that blocks are exchanged with; None where there is none.
+
+    Raises UserError for settings that this does not go with, for other addresses than unix:PATH, and for a folder that
+    is not this user's alone; OSError where there is none.
+    """
+    if settings.prefill_peer is None:
+        return None
+    check(settings, "--prefill-peer")
+    if settings.role not in ("prefill", "decode"):
+        raise UserError("option_missing", "--prefill-peer needs --role prefill or --role decode")
+    path = socket_path(settings.prefill_peer)
+    check_folder(path)
+    return PeerBlocks(path, settings.role == "prefill", model_of(settings), settings_of(settings))
+
+
+def check(settings: Settings, option: str) -> None:
     """Raise UserError where the bits of a block depend on what else runs: on GPUs, and in several processes."""
-    where = "a model in one process on a CPU"
+    where = f"{option} is for a model in one process on a CPU"
     if settings.device != "cpu":
-        raise UserError("feature_unsupported", f"--cache-dir is for {where}, not for --device {settings.device}")
+        raise UserError("feature_unsupported", f"{where}, not for --device {settings.device}")
     if settings.tp * settings.pp > 1:
-        raise UserError("feature_unsupported", f"--cache-dir is for {where}, not for --tp and --pp")
+        raise UserError("feature_unsupported", f"{where}, not for --tp and --pp")
 
 
 def model_of(settings: Settings) -> str:
@@ -66,5 +83,5 @@ def settings_of(settings: Settings) -> str:
 
 
 def plain(settings: Settings) -> Settings:
-    """Return settings without those of the disk cache, on which no bits depend."""
-    return replace(settings, cache_dir=None, cache_bytes=None, cache_owners=())
+    """Return settings without those of moved blocks, on which no bits depend."""
+    return replace(settings, cache_dir=None, cache_bytes=None, cache_owners=(), role="both", prefill_peer=None)
