@@ -349,6 +349,31 @@ def test_what_a_disk_cache_does_not_go_with_is_refused(
 
 
 @pytest.mark.parametrize(
+    "options, code",
+    [
+        ("--role decode", "option_missing"),
+        ("--prefill-peer unix:run/socket", "option_missing"),
+        ("--role other --prefill-peer unix:run/socket", "name_unknown"),
+        ("--role decode --prefill-peer unix:run/socket --tp 2", "feature_unsupported"),
+        ("--role decode --prefill-peer unix:run/socket --replicas 2", "feature_unsupported"),
+        ("--role decode --prefill-peer unix:run/socket --device cuda", "feature_unsupported"),
+        ("--role decode --prefill-peer tcp://127.0.0.1:7000", "address_invalid"),
+        ("--role prefill --prefill-peer unix:shared/socket", "file_unsafe"),
+        ("--role prefill --prefill-peer unix:nowhere/socket", "file_not_found"),
+    ],
+)
+def test_what_a_role_does_not_go_with_is_refused(
+    options: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir(0o700)
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o755)
+    made = CliRunner().invoke(app, ["serve", "demo", *options.split(), "--json"])
+    refused(made, BAD_INPUT, code, as_json=True)
+
+
+@pytest.mark.parametrize(
     "options, says",
     [
         ("--scheduler max-delay=0.25", "option_unused"),

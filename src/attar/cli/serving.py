@@ -200,7 +200,10 @@ class ServeConfig(SchedulerOptions):
             message = "--role prefill or --role decode, and --prefill-peer unix:PATH, go together"
             raise UserError("option_missing", message)
         if self.prefill_peer is not None:
+            from attar.transfer.wire import check_folder, socket_path
+
             self._check_alone("--role", device)
+            check_folder(socket_path(self.prefill_peer))
 
     def _check_alone(self, option: str, device: str) -> None:
         for name, unlike in (

@@ -1,8 +1,8 @@
 """Prefill apart from decode: the same tokens and log probabilities as alone, and every fault of a peer is recomputed.
 
 The faults are those of the field (vLLM, SGLang, Dynamo): a peer that dies, hangs, truncates, lies about sizes, sends
-what was not asked for, or sends it twice. Each time the request has one terminal event, nothing is held, and no token is
-wrong.
+what was not asked for, or sends it twice. Each time the request has one terminal event, nothing is held, and no token
+is wrong.
 """
 
 from __future__ import annotations
