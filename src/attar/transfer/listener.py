@@ -39,13 +39,14 @@ logger = logging.getLogger(__name__)
 class PrefillAsked:
     """A prompt that the engine's thread is to compute; `reply` gets the blocks that it lends, or None.
 
-    `gone` belongs to the engine's thread. It is true once nobody waits: then nothing is lent.
+    `gone` and `request` belong to the engine's thread: whether nobody waits any more, and the id of its request.
     """
 
     ask: Prefill
     tokens: array[int]
     reply: queue.SimpleQueue[LentBlocks | None] = field(default_factory=queue.SimpleQueue)
     gone: bool = False
+    request: str = ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -93,12 +93,13 @@ class BlockMoves:
     """The moves of the blocks of `pages`, which `scheduler` manages. The calls are those of one thread.
 
     `saved` is the disk cache and `peer` the other engine, where there are such. `compute` has the engine compute a
-    peer's prompt. Raises UserError where blocks of this cache cannot be moved.
+    peer's prompt, and `cancel` cancels a request. Raises UserError where blocks of this cache cannot be moved.
     """
 
     def __init__(
         self, scheduler: Scheduler, pages: Sequence[PagedKV], saved: SavedBlocks | None, peer: PeerBlocks | None,
-        clock: Callable[[], float], compute: Callable[[PrefillAsked], None], seconds: float = FETCH_SECONDS,
+        clock: Callable[[], float], compute: Callable[[PrefillAsked], None], cancel: Callable[[str], None],
+        seconds: float = FETCH_SECONDS,
     ) -> None:  # fmt: skip
         if scheduler.sliding is not None:
             raise UserError(
@@ -106,7 +107,8 @@ class BlockMoves:
                 "layers with a sliding window have blocks of their own, which are not moved: --cache-dir and --role "
                 "are for models whose layers all read the whole context",
             )
-        self.scheduler, self._clock, self._seconds, self._compute = scheduler, clock, seconds, compute
+        self.scheduler, self._clock, self._seconds = scheduler, clock, seconds
+        self._compute, self._cancel = compute, cancel
         self._bytes, self._size = BlockBytes(pages), scheduler.pool.size
         layout, size = self._bytes.layout_id, self._bytes.nbytes
         self.worker, self.pulls = Worker(), Worker("pulls")
@@ -256,8 +258,9 @@ class BlockMoves:
             self.disk.close()
 
     def _give_up(self, asked: PrefillAsked) -> None:
-        """Take back what a peer was lent that does not wait any more."""
+        """Cancel the prompt of a peer that does not wait any more, and take back what it was lent."""
         asked.gone = True
+        self._cancel(asked.request)
         while not asked.reply.empty():
             if (lent := asked.reply.get_nowait()) is not None:
                 self.scheduler.fetching.give_back(lent.loan)
