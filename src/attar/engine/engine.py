@@ -198,7 +198,9 @@ class Engine:
         self.scheduler = Scheduler(self.pool, self.cache, limits, whole, self.sliding, config.prefill)
         self.moves: BlockMoves | None = None
         if config.saved is not None or config.peer is not None:
-            self.moves = BlockMoves(self.scheduler, self.runner.pages, config.saved, config.peer, clock, self._compute)
+            self.moves = BlockMoves(
+                self.scheduler, self.runner.pages, config.saved, config.peer, clock, self._compute, self.cancel
+            )
         self.context = config.context
         self.adapters = {"": 0, **{name: number for number, name in enumerate(config.adapters, 1)}}
         self._own = itertools.count()  # numbers of the engine's own requests
@@ -445,7 +447,7 @@ class Engine:
             horizon = horizon_of(self.runner.horizons, len(asked.tokens))
             moves.lend(asked, salt_of(self.adapters[ask.adapter], ask.salt, horizon))
 
-        self.requests.own[id] = done
+        self.requests.own[id], asked.request = done, id
         self.embed(Embed(id, tuple(asked.tokens), "last", ask.seconds, ask.adapter, ask.salt))
 
     # ---- a step

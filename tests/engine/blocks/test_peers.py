@@ -59,6 +59,25 @@ def peer(path: Path, serves: bool = False, settings: str = "settings") -> PeerBl
     return PeerBlocks(path, serves, "model", settings)
 
 
+TURN = threading.Lock()
+"""Engines of one process compute one at a time: kernels share the process's threads."""
+
+
+def in_turn(made: Engine) -> Engine:
+    step = made.step
+
+    def locked() -> list[Event]:
+        with TURN:
+            return step()
+
+    made.step = locked  # type: ignore[method-assign]
+    return made
+
+
+def engine_of(decoder: Decoder, **how: Any) -> Engine:
+    return in_turn(make_engine(decoder, **how))
+
+
 class Prefiller:
     """A prefill engine in a thread of its own."""
 
@@ -133,8 +152,8 @@ def test_every_feature_has_the_same_answer(feature: str, make: Callable[..., Eng
     ask = submit(llm, asked)
     whole = answer(run(make(**how), [ask]))
     alike = {name: value for name, value in how.items() if name in ("kv", "sparse", "prefill")}
-    with prefiller(make(**alike, peer=peer(path, serves=True))) as other:
-        made = make(**how, peer=peer(path))
+    with prefiller(in_turn(make(**alike, peer=peer(path, serves=True)))) as other:
+        made = in_turn(make(**how, peer=peer(path)))
         events = run(made, [ask])
         assert answer(events) == whole
         if feature != "sparse prefill":  # its tree has no prompt's last 128 tokens
@@ -148,8 +167,8 @@ def test_every_feature_has_the_same_answer(feature: str, make: Callable[..., Eng
 def test_only_what_the_tree_lacks_is_pulled(decoder: Decoder, path: Path) -> None:
     longer = (*PROMPT[:128], *PROMPT[:128][::-1])
     whole = answers(run(make_engine(decoder), [Submit("a", longer, GREEDY)]))
-    with prefiller(make_engine(decoder, peer=peer(path, serves=True))):
-        made = make_engine(decoder, peer=peer(path))
+    with prefiller(engine_of(decoder, peer=peer(path, serves=True))):
+        made = engine_of(decoder, peer=peer(path))
         run(made, [Submit("b", PROMPT[:70], GREEDY)])  # one block, which is computed here
         assert counts(made)["pulled_blocks"] == 0
         assert answers(run(made, [Submit("a", longer, GREEDY)])) == whole
@@ -158,9 +177,9 @@ def test_only_what_the_tree_lacks_is_pulled(decoder: Decoder, path: Path) -> Non
 
 
 def test_keys_are_apart_on_the_other_side_too(decoder: Decoder, path: Path) -> None:
-    with prefiller(make_engine(decoder, peer=peer(path, serves=True))) as other:
+    with prefiller(engine_of(decoder, peer=peer(path, serves=True))) as other:
         for salt in (b"one", b"two"):
-            made = make_engine(decoder, peer=peer(path))
+            made = engine_of(decoder, peer=peer(path))
             assert fetched(run(made, [msgspec.structs.replace(ASK, cache_salt=salt)])) == 128
             end(made)
         assert other.made.cache.asked == 256
@@ -169,8 +188,8 @@ def test_keys_are_apart_on_the_other_side_too(decoder: Decoder, path: Path) -> N
 
 def test_other_settings_are_refused_on_both_sides(decoder: Decoder, path: Path) -> None:
     whole = answers(run(make_engine(decoder), [ASK]))
-    with prefiller(make_engine(decoder, peer=peer(path, serves=True))) as other:
-        made = make_engine(decoder, peer=peer(path, settings="others"))
+    with prefiller(engine_of(decoder, peer=peer(path, serves=True))) as other:
+        made = engine_of(decoder, peer=peer(path, settings="others"))
         assert answers(run(made, [ASK])) == whole
         assert counts(made)["refused"] == 1
         assert wait(lambda: counts(other.made)["refused"] + counts(other.made)["failed"] >= 1)
@@ -284,7 +303,7 @@ def real(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """An engine that has computed the prompt, and the answer to it."""
     folder = tmp_path_factory.mktemp("run")
     folder.chmod(0o700)
-    made = make_engine(decoder, peer=peer(folder / "prefill", serves=True))
+    made = engine_of(decoder, peer=peer(folder / "prefill", serves=True))
     whole = answers(run(made, [ASK]))
     yield made, whole
     end(made)
@@ -299,7 +318,7 @@ def test_every_fault_is_recomputed(
         monkeypatch.setattr(moves, "PULL_SECONDS", 0.3)
         monkeypatch.setattr(puller, "BLOCKS_SECONDS", 0.3)
     fake = Fake(path, engine, fault)
-    made = make_engine(decoder, peer=peer(path))
+    made = engine_of(decoder, peer=peer(path))
     events = run_to_end(made, ASK)
     assert answers(events) == whole
     assert sum(isinstance(event, Finished | Failed) for event in events) == 1
@@ -329,7 +348,7 @@ def test_a_cancelled_request_waits_for_no_peer(
 ) -> None:
     engine, whole = real
     fake = Fake(path, engine, fault)
-    made = make_engine(decoder, peer=peer(path))
+    made = engine_of(decoder, peer=peer(path))
     made.submit(ASK)
     time.sleep(0.05)
     made.cancel("a")
@@ -344,7 +363,7 @@ def test_a_cancelled_request_waits_for_no_peer(
 
 def test_a_peer_that_is_not_there_costs_a_moment(decoder: Decoder, path: Path) -> None:
     whole = answers(run(make_engine(decoder), [ASK]))
-    made = make_engine(decoder, peer=peer(path))
+    made = engine_of(decoder, peer=peer(path))
     assert answers(run(made, [ASK])) == whole
     assert counts(made)["failed"] == 1
     end(made)
@@ -376,13 +395,13 @@ def question(**changed: Any) -> Prefill:
 )  # fmt: skip
 def test_a_wrong_question_harms_nothing(ask: Any, decoder: Decoder, path: Path) -> None:
     whole = answers(run(make_engine(decoder), [ASK]))
-    with prefiller(make_engine(decoder, peer=peer(path, serves=True))):
+    with prefiller(engine_of(decoder, peer=peer(path, serves=True))):
         wire = greeted(path)
         wire.send(ask, time.monotonic() + 5)
         with contextlib.suppress(OSError):
             assert wire.receive(time.monotonic() + 5) == Blocks(0, "busy")
         wire.close()
-        made = make_engine(decoder, peer=peer(path))
+        made = engine_of(decoder, peer=peer(path))
         assert answers(run(made, [ASK])) == whole
         assert counts(made)["pulled_blocks"] == 2
         end(made)
@@ -393,7 +412,7 @@ def test_a_decode_engine_that_dies_leaves_nothing_behind(
     when: str, decoder: Decoder, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "LEASE_SECONDS", 0.5)
-    with prefiller(make_engine(decoder, peer=peer(path, serves=True))) as other:
+    with prefiller(engine_of(decoder, peer=peer(path, serves=True))) as other:
         for _ in range(3):
             wire = greeted(path)
             wire.send(question(), time.monotonic() + 5)
@@ -409,12 +428,12 @@ def test_a_decode_engine_that_dies_leaves_nothing_behind(
 
 
 def test_a_second_listener_is_refused_and_a_dead_ones_socket_is_taken(decoder: Decoder, path: Path) -> None:
-    with prefiller(make_engine(decoder, peer=peer(path, serves=True))), user_error("output_locked"):
+    with prefiller(engine_of(decoder, peer=peer(path, serves=True))), user_error("output_locked"):
         make_engine(decoder, peer=peer(path, serves=True))
     dead = socket.socket(socket.AF_UNIX)
     dead.bind(str(path))
     dead.close()
-    with prefiller(make_engine(decoder, peer=peer(path, serves=True))):
+    with prefiller(engine_of(decoder, peer=peer(path, serves=True))):
         pass
 
 
