@@ -1,7 +1,8 @@
 """Speed of blocks from a prefill engine to a decode engine, beside a raw Unix socket in the same run.
 
-Both sides are threads of this process, as are those of the raw socket. Blocks have the shapes of a model's cache. They are
-copied out of one, checked, sent, received, checked and copied into another. The last line is JSON, the best of some runs.
+Both sides are threads of this process, as are those of the raw socket. Blocks have the shapes of a model's cache.
+They are copied out of one, checked, sent, received, checked and copied into another. The last line is JSON, with the
+best of some runs.
 
     python bench/block_transfer.py --layers 30 --kv-heads 3 --head-dim 64 --blocks 64
 """
