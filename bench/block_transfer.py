@@ -25,7 +25,7 @@ from attar.kv.schemes import scheme
 from attar.transfer.header import Origin
 from attar.transfer.listener import LentBlocks, PrefillAsked, PrefillListener
 from attar.transfer.puller import Puller
-from attar.transfer.wire import Prefill
+from attar.transfer.wire import Address, Prefill
 
 BLOCK, RAW = 64, 4 << 20  # tokens of a block, and bytes of a message of the raw socket
 
@@ -81,8 +81,8 @@ def main() -> None:
 
     moved, beside = list[float](), list[float]()
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "prefill"
-        listener, puller = PrefillListener(path, origin, source.read, tell), Puller(path, origin)
+        address = Address(Path(folder) / "prefill")
+        listener, puller = PrefillListener(address, origin, source.read, tell), Puller(address, origin)
         ask = Prefill(tokens.tobytes(), b"", b"", "", 0, 30.0)
         for _ in range(options.runs):
             beside.append(raw(total))

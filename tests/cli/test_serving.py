@@ -357,7 +357,24 @@ def test_what_a_disk_cache_does_not_go_with_is_refused(
         ("--role decode --prefill-peer unix:run/socket --tp 2", "feature_unsupported"),
         ("--role decode --prefill-peer unix:run/socket --replicas 2", "feature_unsupported"),
         ("--role decode --prefill-peer unix:run/socket --device cuda", "feature_unsupported"),
-        ("--role decode --prefill-peer tcp://127.0.0.1:7000", "address_invalid"),
+        ("--role decode --prefill-peer unix:run/socket --peer-name other", "option_unused"),
+        (
+            "--role decode --prefill-peer http://127.0.0.1:7000 --peer-key-file run/key --peer-ca run/ca --peer-cert run/cert",
+            "address_invalid",
+        ),
+        ("--role decode --prefill-peer tls://127.0.0.1:7000", "option_missing"),
+        (
+            "--role decode --prefill-peer tls://127.0.0.1:7000 --peer-key-file run/key --peer-ca run/ca",
+            "option_missing",
+        ),
+        (
+            "--role prefill --prefill-peer tls://127.0.0.1:7000 --peer-key-file run/key --peer-ca run/ca --peer-cert run/cert",
+            "option_missing",
+        ),
+        (
+            "--role decode --prefill-peer tls://127.0.0.1:7000 --peer-key-file run/key --peer-ca run/ca --peer-cert run/cert",
+            "file_not_found",
+        ),
         ("--role prefill --prefill-peer unix:shared/socket", "file_unsafe"),
         ("--role prefill --prefill-peer unix:nowhere/socket", "file_not_found"),
     ],

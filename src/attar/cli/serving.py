@@ -117,8 +117,22 @@ class ServeConfig(SchedulerOptions):
         "prompts computed there, and compute what does not come.", "--role",
     )] = options.Role.both  # fmt: skip
     prefill_peer: Annotated[str | None, option(
-        "KV transfer", "unix:PATH", "Socket between a server of the role prefill and those of the role decode, in a "
-        "folder of mode 700.",
+        "KV transfer", "URL", "Where a server of the role prefill answers those of the role decode: unix:PATH in a "
+        "folder of mode 700, or tls://HOST:PORT with the options --peer-*.",
+    )] = None  # fmt: skip
+    peer_key_file: Annotated[list[Path] | None, option(
+        "KV transfer", "FILE", "Key that both sides know: 32 random bytes or more, mode 600. A second one is accepted "
+        "too, while keys are changed.",
+    )] = None  # fmt: skip
+    peer_ca: Annotated[Path | None, option(
+        "KV transfer", "FILE", "Certificate of your own authority, in PEM; no other is trusted.",
+    )] = None  # fmt: skip
+    peer_cert: Annotated[Path | None, option(
+        "KV transfer", "FILE", "Certificate of this server and its private key, in PEM, mode 600.",
+    )] = None  # fmt: skip
+    peer_name: Annotated[str | None, option(
+        "KV transfer", "NAME", "Name that the other side's certificate must have.",
+        default="for the role decode the host of --prefill-peer",
     )] = None  # fmt: skip
     host: Annotated[str, option("HTTP", "HOST", "Address; others than loopback need an API key.")] = "127.0.0.1"
     port: Annotated[int, option("HTTP", "N", "Port; 0 takes a free one.", min=0, max=65535)] = 8000
@@ -199,11 +213,17 @@ class ServeConfig(SchedulerOptions):
         if (self.role is options.Role.both) != (self.prefill_peer is None):
             message = "--role prefill or --role decode, and --prefill-peer unix:PATH, go together"
             raise UserError("option_missing", message)
+        given = {"--peer-key-file": self.peer_key_file, "--peer-ca": self.peer_ca, "--peer-cert": self.peer_cert}
+        given |= {"--peer-name": self.peer_name} if self.role is options.Role.prefill or self.peer_name else {}
+        if self.prefill_peer is None or self.prefill_peer.startswith("unix:"):
+            if (unused := next((name for name, value in given.items() if value), None)) is not None:
+                raise UserError("option_unused", f"{unused} is for --prefill-peer tls://HOST:PORT")
+        elif (missing := next((name for name, value in given.items() if not value), None)) is not None:
+            message = f"a prefill peer on a network needs TLS and a key: {missing} is missing"
+            raise UserError("option_missing", message)
         if self.prefill_peer is not None:
-            from attar.transfer.wire import check_folder, socket_path
-
             self._check_alone("--role", device)
-            check_folder(socket_path(self.prefill_peer))
+            _check_peer(self)
 
     def _check_alone(self, option: str, device: str) -> None:
         for name, unlike in (
@@ -243,6 +263,9 @@ class ServeConfig(SchedulerOptions):
                 kv_eviction=tuple(self.kv_eviction or ()),
                 cache_dir=None if self.cache_dir is None else str(self.cache_dir), cache_bytes=self.cache_bytes,
                 role=self.role.value, prefill_peer=self.prefill_peer,
+                peer_keys=tuple(map(str, self.peer_key_file or ())),
+                peer_ca=None if self.peer_ca is None else str(self.peer_ca),
+                peer_cert=None if self.peer_cert is None else str(self.peer_cert), peer_name=self.peer_name or "",
             ),
             **theirs | given,
         )  # fmt: skip
@@ -393,6 +416,21 @@ def _check_reads(settings: Settings, trees: bool) -> None:
     sparse = bool(settings.sparse_attention or settings.sparse_prefill)
     for policy in parse_all(settings.kv_eviction):
         policy.check(kv, settings.device, processes, trees=trees, sparse=sparse)
+
+
+def _check_peer(config: ServeConfig) -> None:
+    """Raise UserError for an address of --prefill-peer, and for files of --peer-*, that cannot be used; OSError for
+    those that are not there."""
+    from attar.transfer import credentials
+    from attar.transfer.wire import Address
+
+    address = Address.parse(config.prefill_peer or "")
+    if address.path is not None:
+        address.check(None)
+        return
+    assert config.peer_ca is not None
+    assert config.peer_cert is not None
+    credentials.load(config.peer_key_file or (), config.peer_ca, config.peer_cert, config.peer_name or address.host)
 
 
 def _serve_several(config: ServeConfig, keys: Keys, origins: frozenset[str]) -> None:

@@ -13,19 +13,20 @@ import math
 import os
 import queue
 import socket
+import ssl
 import threading
 import time
 import zlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from attar.errors import UserError
 from attar.protocol.framing import frame
+from attar.transfer.credentials import Credentials
 from attar.transfer.header import BlockHeader, BlockMismatch, Names, Origin
-from attar.transfer.wire import LOOK_SECONDS, Blocks, Gone, Greeting, Prefill, Wire, check_folder
+from attar.transfer.wire import LOOK_SECONDS, MAX_FIRST, PREFILL, Address, Blocks, Gone, Greeting, Prefill, Wire, prove
 
 MAX_CONNECTIONS = 16
 GREETING_SECONDS = 2.0
@@ -82,21 +83,23 @@ class Sent:
 
 
 class PrefillListener:
-    """A Unix socket at `path` whose peers pull blocks of `origin`. `read` copies a block, and `tell` leaves news for
-    the engine's thread.
+    """A socket at `address` whose peers pull blocks of `origin`. `read` copies a block, and `tell` leaves news for the
+    engine's thread.
 
-    Raises UserError where the folder is not this user's alone or another process listens there, and OSError.
+    Raises UserError as `Address.check` and where another process listens there, and OSError.
     """
 
     def __init__(
-        self, path: Path, origin: Origin, read: Callable[[int, bytearray], None], tell: Callable[[Any], None]
-    ) -> None:
-        check_folder(path)
-        self._path, self._origin, self._read, self._tell = path, origin, read, tell
+        self, address: Address, origin: Origin, read: Callable[[int, bytearray], None], tell: Callable[[Any], None],
+        credentials: Credentials | None = None,
+    ) -> None:  # fmt: skip
+        address.check(credentials)
+        self._address, self._credentials = address, credentials
+        self._origin, self._read, self._tell = origin, read, tell
         self.sent = Sent()
         self._connections: set[socket.socket] = set()
         self._closed = False
-        self._listener = _listen(path)
+        self._listener = _listen(address)
         threading.Thread(target=self._accept, name="prefill-peers", daemon=True).start()
 
     def close(self) -> None:
@@ -108,7 +111,8 @@ class PrefillListener:
         for each in list(self._connections):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
-        self._path.unlink(missing_ok=True)
+        if self._address.path is not None:
+            self._address.path.unlink(missing_ok=True)
 
     def _accept(self) -> None:
         while not self._closed:
@@ -126,11 +130,12 @@ class PrefillListener:
             threading.Thread(target=self._serve, args=(connected,), name="prefill-peer", daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
-        wire = Wire(connected, lambda: not self._closed)
+        wire: Wire | None = None
         try:
             mine, until = Greeting.of(self._origin), time.monotonic() + GREETING_SECONDS
+            wire = self._known(connected, until)
             wire.send(mine, until)
-            theirs = wire.receive(until)
+            theirs = wire.receive(until, MAX_FIRST)
             if not isinstance(theirs, Greeting):
                 raise BlockMismatch("no greeting")
             mine.check(theirs)
@@ -142,13 +147,32 @@ class PrefillListener:
             self.sent.refused += 1
         except Gone:
             pass
+        except (ssl.SSLError, PermissionError) as error:
+            logger.warning("a peer is refused: %s", getattr(error, "reason", None) or error)
+            self.sent.refused += 1
         except OSError as error:
             logger.info("a peer has gone: %s", error.strerror)
         except Exception:
             logger.exception("a peer's question failed")
         finally:
             self._connections.discard(connected)
-            wire.close()
+            (connected if wire is None else wire).close()
+
+    def _known(self, connected: socket.socket, until: float) -> Wire:
+        """Return a connection whose other side is known."""
+        if self._credentials is None:
+            return Wire(connected, lambda: not self._closed)
+        connected.settimeout(GREETING_SECONDS)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        secured = self._credentials.answers.wrap_socket(connected, server_side=True)
+        try:
+            self._credentials.check_client(secured.getpeercert())
+            wire = Wire(secured, lambda: not self._closed)
+            prove(wire, self._credentials, PREFILL, until)
+        except BaseException:
+            secured.close()
+            raise
+        return wire
 
     def _answer(self, wire: Wire, ask: object, buffer: bytearray) -> None:
         """Have a prompt computed, and send its blocks."""
@@ -199,8 +223,11 @@ class PrefillListener:
             self.sent.bytes += len(buffer)
 
 
-def _listen(path: Path) -> socket.socket:
-    """Listen at a path. A socket that a dead process left there is removed."""
+def _listen(address: Address) -> socket.socket:
+    """Listen at an address. A socket that a dead process left there is removed."""
+    if (path := address.path) is None:
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        return socket.create_server((address.host, address.port), family=family, backlog=MAX_CONNECTIONS)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):

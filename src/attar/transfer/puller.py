@@ -8,17 +8,16 @@ moment.
 from __future__ import annotations
 
 import logging
-import socket
 import time
 import zlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from attar.errors import UserError
+from attar.transfer.credentials import Credentials
 from attar.transfer.header import MAX_HEADER, BlockHeader, BlockMismatch, Names, Origin
-from attar.transfer.wire import Blocks, Greeting, Prefill, Wire, check_folder
+from attar.transfer.wire import MAX_FIRST, Address, Blocks, Greeting, Prefill, Wire, dial
 
 PAUSE_SECONDS = 2.0  # without questions, after one failed
 CONNECT_SECONDS = 2.0
@@ -39,10 +38,15 @@ class Pulled:
 
 
 class Puller:
-    """The peer at a Unix socket, whose blocks are of `origin`. The calls are those of one thread, but for `usable`."""
+    """The peer at an address, whose blocks are of `origin`. The calls are those of one thread, but for `usable`.
 
-    def __init__(self, path: Path, origin: Origin) -> None:
-        self._path, self._origin, self._names = path, origin, Names(b"", origin)
+    Raises UserError and OSError as `Address.check`.
+    """
+
+    def __init__(self, address: Address, origin: Origin, credentials: Credentials | None = None) -> None:
+        address.check(credentials)
+        self._address, self._credentials = address, credentials
+        self._origin, self._names = origin, Names(b"", origin)
         self.pulled = Pulled()
         self._wire: Wire | None = None
         self._paused = 0.0
@@ -107,19 +111,17 @@ class Puller:
         """Return the connection, after greetings where it is new."""
         if self._wire is None or self._wire.lost():
             self._drop()
-            check_folder(self._path)
-            connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._address.check(self._credentials)
+            wire = dial(self._address, self._credentials, CONNECT_SECONDS)
             try:
-                connected.settimeout(CONNECT_SECONDS)
-                connected.connect(str(self._path))
-                wire, mine, until = Wire(connected), Greeting.of(self._origin), time.monotonic() + CONNECT_SECONDS
+                mine, until = Greeting.of(self._origin), time.monotonic() + CONNECT_SECONDS
                 wire.send(mine, until)
-                theirs = wire.receive(until)
+                theirs = wire.receive(until, MAX_FIRST)
                 if not isinstance(theirs, Greeting):
                     raise BlockMismatch("no greeting")
                 mine.check(theirs)
             except BaseException:
-                connected.close()
+                wire.close()
                 raise
             self._wire = wire
         self._wire.wanted = wanted

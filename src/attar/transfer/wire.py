@@ -5,30 +5,38 @@ frame (`framing.py`) of msgpack. A block is the frame of its header, then its by
 agreed on in the greeting before anything is allocated or read. Both sides greet first. Unequal greetings end the
 connection, with both values named.
 
-The sockets are Unix sockets in a folder that this user alone may enter, so that the operating system keeps others out.
-Addresses on networks are refused.
+A Unix socket lies in a folder that this user alone may enter, so that the operating system keeps others out. On a
+network both sides prove who they are, before anything else is said (`credentials.py`).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import select
 import socket
+import ssl
 import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from attar.errors import UserError
 from attar.protocol import framing
 from attar.protocol.framing import frame
+from attar.transfer.credentials import CHALLENGE, Credentials
 from attar.transfer.header import PROTOCOL, BlockMismatch, Origin
 
 MAX_MESSAGE = 16 << 20  # bytes; a prompt of a million tokens has four
 LOOK_SECONDS = 0.1  # between two looks at whether an answer is still wanted
-SCHEME = "unix:"
+DECODE, PREFILL = "decode", "prefill"  # roles, as proofs name them
+HOST = re.compile(r"[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]")
+MAX_FIRST = 64 << 10  # bytes of a message before the other side is known
+UNIX, TLS = "unix:", "tls://"
+WAITS = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="greeting"):
@@ -71,7 +79,19 @@ class Blocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="block
     why: str = ""
 
 
-Message = Greeting | Prefill | Blocks
+class Challenge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="challenge"):
+    """Random bytes, new for each connection, that the other side answers with a `Proof`."""
+
+    bytes: bytes
+
+
+class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="proof"):
+    """The proof that a side knows a key: `Credentials.proof`."""
+
+    bytes: bytes
+
+
+Message = Greeting | Prefill | Blocks | Challenge | Proof
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
@@ -101,13 +121,13 @@ class Wire:
         while len(view):
             try:
                 view = view[self._socket.send(view) :]
-            except BlockingIOError:
-                self._wait(until, writing=True)
+            except WAITS as error:
+                self._wait(until, writing=not isinstance(error, ssl.SSLWantReadError))
 
-    def receive(self, until: float) -> Message:
-        """Return the next message. Raises BlockMismatch for anything else, and for one that is too long."""
+    def receive(self, until: float, most: int = MAX_MESSAGE) -> Message:
+        """Return the next message. Raises BlockMismatch for anything else, and for more than `most` bytes."""
         try:
-            return _decoder.decode(self.receive_frame(MAX_MESSAGE, until))
+            return _decoder.decode(self.receive_frame(most, until))
         except msgspec.MsgspecError:
             raise BlockMismatch("no message") from None
 
@@ -129,8 +149,8 @@ class Wire:
         while len(view):
             try:
                 got = self._socket.recv_into(view)
-            except BlockingIOError:
-                self._wait(until)
+            except WAITS as error:
+                self._wait(until, writing=isinstance(error, ssl.SSLWantWriteError))
                 continue
             if not got:
                 raise Gone("the other side has gone")
@@ -153,21 +173,74 @@ class Wire:
                 return
 
 
-def socket_path(url: str) -> Path:
-    """Return the path of a Unix socket from unix:PATH. Raises UserError for other addresses, and for a path that a
-    socket cannot have."""
-    if not url.startswith(SCHEME):
-        message = f"--prefill-peer {url[:160]!r}: write unix:PATH. Addresses on networks are not supported yet"
-        raise UserError("address_invalid", message)
-    path = Path(url.removeprefix(SCHEME)).absolute()
-    if len(os.fsencode(path)) > 100:  # the kernel's limit is 107
-        raise UserError("address_invalid", f"--prefill-peer {url[:160]!r}: a socket's path has at most 100 bytes")
-    return path
+class Address(NamedTuple):
+    """The place where a prefill engine answers: a Unix socket, or a host and a port."""
+
+    path: Path | None = None
+    host: str = ""
+    port: int = 0
+
+    @classmethod
+    def parse(cls, url: str) -> Address:
+        """Read unix:PATH or tls://HOST:PORT. Raises UserError for another form, and for a path that no socket can
+        have."""
+        told = f"--prefill-peer {url[:160]!r}"
+        if url.startswith(UNIX):
+            path = Path(url.removeprefix(UNIX)).absolute()
+            if len(os.fsencode(path)) > 100:  # the kernel's limit is 107
+                raise UserError("address_invalid", f"{told}: a socket's path has at most 100 bytes")
+            return cls(path)
+        host, _, port = url.removeprefix(TLS).rpartition(":")
+        if not url.startswith(TLS) or not HOST.fullmatch(host) or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise UserError("address_invalid", f"{told}: write unix:PATH, or tls://HOST:PORT for another machine")
+        return cls(None, host.strip("[]"), int(port))
+
+    def check(self, credentials: Credentials | None) -> None:
+        """Raise UserError where the folder of a socket is not this user's alone, and where a network's address comes
+        without credentials; OSError where there is no folder."""
+        if self.path is None:
+            if credentials is None:
+                message = "a prefill peer on a network needs --peer-key-file, --peer-ca, --peer-cert and --peer-name"
+                raise UserError("option_missing", message)
+            return
+        status = self.path.parent.lstat()
+        private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+        if not private or stat.S_IMODE(status.st_mode) & 0o077:
+            raise UserError("file_unsafe", f"{self.path.parent} must belong to this user alone: mkdir -m 700 it")
 
 
-def check_folder(path: Path) -> None:
-    """Raise UserError where the folder of a socket is not this user's alone, and OSError where there is none."""
-    status = path.parent.lstat()
-    private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-    if not private or stat.S_IMODE(status.st_mode) & 0o077:
-        raise UserError("file_unsafe", f"{path.parent} must belong to this user alone: mkdir -m 700 it")
+def dial(address: Address, credentials: Credentials | None, seconds: float) -> Wire:
+    """Connect to a prefill engine, and let both sides prove who they are where that is needed. Raises OSError, and
+    BlockMismatch for another key."""
+    until = time.monotonic() + seconds
+    if address.path is not None:
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    else:
+        connected = socket.create_connection((address.host, address.port), seconds)
+    try:
+        connected.settimeout(seconds)
+        if address.path is not None:
+            connected.connect(str(address.path))
+            return Wire(connected)
+        assert credentials is not None
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected = credentials.asks.wrap_socket(connected, server_hostname=credentials.name)
+        wire = Wire(connected)
+        prove(wire, credentials, DECODE, until)
+        return wire
+    except BaseException:
+        connected.close()
+        raise
+
+
+def prove(wire: Wire, credentials: Credentials, role: str, until: float) -> None:
+    """Prove to the other side that this one knows the key, and the reverse. Raises BlockMismatch where it does not."""
+    other, mine = PREFILL if role == DECODE else DECODE, os.urandom(CHALLENGE)
+    wire.send(Challenge(mine), until)
+    theirs = wire.receive(until, MAX_FIRST)
+    if not isinstance(theirs, Challenge) or len(theirs.bytes) != CHALLENGE or theirs.bytes == mine:
+        raise BlockMismatch("no challenge")
+    wire.send(Proof(credentials.proof(role, mine, theirs.bytes)), until)
+    proof = wire.receive(until, MAX_FIRST)
+    if not isinstance(proof, Proof) or not credentials.accepts(proof.bytes, other, theirs.bytes, mine):
+        raise BlockMismatch("another key")

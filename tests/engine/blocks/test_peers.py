@@ -31,7 +31,7 @@ from attar.protocol.messages import PREFILL_PEER, Event, Failed, Finished, Submi
 from attar.protocol.request import SamplingParams
 from attar.transfer import listener, puller
 from attar.transfer.header import PROTOCOL, BlockHeader, Names
-from attar.transfer.wire import Blocks, Greeting, Prefill, Wire, socket_path
+from attar.transfer.wire import Address, Blocks, Greeting, Prefill, Wire
 from tests.engine.conftest import answers, make_engine, run
 from tests.engine.test_resume import FEATURES, answer, llm, make, submit
 from tests.errors import user_error
@@ -56,7 +56,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def peer(path: Path, serves: bool = False, settings: str = "settings") -> PeerBlocks:
-    return PeerBlocks(path, serves, "model", settings)
+    return PeerBlocks(Address(path), serves, "model", settings)
 
 
 TURN = threading.Lock()
@@ -442,9 +442,3 @@ def test_a_folder_that_others_may_enter_is_refused(serves: bool, decoder: Decode
     path.parent.chmod(0o755)
     with user_error("file_unsafe"):
         make_engine(decoder, peer=peer(path, serves=serves))
-
-
-@pytest.mark.parametrize("url", ["tcp://127.0.0.1:9", "https://host", "/run/prefill", "unix:" + "x" * 200])
-def test_addresses_on_networks_are_refused(url: str) -> None:
-    with user_error("address_invalid"):
-        socket_path(url)

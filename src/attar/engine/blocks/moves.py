@@ -19,7 +19,6 @@ import select
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from attar.errors import UserError
 from attar.kv.block_bytes import BlockBytes
@@ -28,12 +27,13 @@ from attar.scheduling.fetching import Fetch, Kept, Loan
 from attar.scheduling.scheduler import Scheduler
 from attar.scheduling.sequence import Sequence as Tokens
 from attar.scheduling.sequence import Status
+from attar.transfer.credentials import Credentials
 from attar.transfer.disk_cache import DiskCache
 from attar.transfer.folder import PrivateFolder
 from attar.transfer.header import Origin
 from attar.transfer.listener import GivenBack, GivenUp, LentBlocks, PrefillAsked, PrefillListener
 from attar.transfer.puller import Puller
-from attar.transfer.wire import Prefill, check_folder
+from attar.transfer.wire import Address, Prefill
 from attar.transfer.worker import Worker
 
 FETCH_SECONDS = 10.0  # that a request waits for blocks, at most
@@ -64,13 +64,16 @@ class SavedBlocks:
 
 @dataclass(frozen=True, eq=False)
 class PeerBlocks:
-    """The socket at which a prefill engine answers, where `serves`, or a decode engine asks. `model` and `settings` are
-    those of `Origin`."""
+    """The address at which a prefill engine answers, where `serves`, or a decode engine asks.
 
-    path: Path
+    `model` and `settings` are those of `Origin`. `credentials` are for addresses on networks.
+    """
+
+    address: Address
     serves: bool
     model: str
     settings: str
+    credentials: Credentials | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,10 +130,10 @@ class BlockMoves:
         if peer is not None:
             origin = Origin(peer.model, peer.settings, layout, self._size, size)
             if peer.serves:
-                self.listener = PrefillListener(peer.path, origin, self._bytes.read, self.worker.tell)
+                read, tell = self._bytes.read, self.worker.tell
+                self.listener = PrefillListener(peer.address, origin, read, tell, peer.credentials)
             else:
-                check_folder(peer.path)
-                self.puller = Puller(peer.path, origin)
+                self.puller = Puller(peer.address, origin, peer.credentials)
 
     @property
     def descriptor(self) -> int:

@@ -13,8 +13,10 @@ from attar.engine.blocks.moves import PeerBlocks, SavedBlocks
 from attar.errors import UserError
 from attar.kernels.native import extension
 from attar.protocol.settings import Settings
+from attar.transfer import credentials
+from attar.transfer.credentials import Credentials
 from attar.transfer.folder import PrivateFolder
-from attar.transfer.wire import check_folder, socket_path
+from attar.transfer.wire import Address
 from attar.version import __version__
 
 
@@ -42,17 +44,32 @@ def open_saved(settings: Settings) -> SavedBlocks | None:
 def peer_of(settings: Settings) -> PeerBlocks | None:
     """Return the engine that blocks are exchanged with; None where there is none.
 
-    Raises UserError for settings that this does not go with, for other addresses than unix:PATH, and for a folder that
-    is not this user's alone; OSError where there is none.
+    Raises UserError for settings that this does not go with, and as `Address.parse`, `Address.check` and
+    `credentials.load`; OSError for a file or folder that is not there.
     """
     if settings.prefill_peer is None:
         return None
     check(settings, "--prefill-peer")
     if settings.role not in ("prefill", "decode"):
         raise UserError("option_missing", "--prefill-peer needs --role prefill or --role decode")
-    path = socket_path(settings.prefill_peer)
-    check_folder(path)
-    return PeerBlocks(path, settings.role == "prefill", model_of(settings), settings_of(settings))
+    address, serves = Address.parse(settings.prefill_peer), settings.role == "prefill"
+    found = credentials_of(settings, address)
+    address.check(found)
+    return PeerBlocks(address, serves, model_of(settings), settings_of(settings), found)
+
+
+def credentials_of(settings: Settings, address: Address) -> Credentials | None:
+    """Return the credentials of settings; None for a Unix socket. Raises UserError where some are missing, and as
+    `credentials.load`; OSError for a file that is not there."""
+    if address.path is not None:
+        return None
+    keys, authority, certificate = settings.peer_keys, settings.peer_ca, settings.peer_cert
+    if not keys or authority is None or certificate is None or (settings.role == "prefill" and not settings.peer_name):
+        address.check(None)
+    assert authority is not None
+    assert certificate is not None
+    name = settings.peer_name or address.host
+    return credentials.load(tuple(map(Path, keys)), Path(authority), Path(certificate), name)
 
 
 def check(settings: Settings, option: str) -> None:
@@ -84,4 +101,7 @@ def settings_of(settings: Settings) -> str:
 
 def plain(settings: Settings) -> Settings:
     """Return settings without those of moved blocks, on which no bits depend."""
-    return replace(settings, cache_dir=None, cache_bytes=None, cache_owners=(), role="both", prefill_peer=None)
+    return replace(
+        settings, cache_dir=None, cache_bytes=None, cache_owners=(), role="both", prefill_peer=None, peer_keys=(),
+        peer_ca=None, peer_cert=None, peer_name="",
+    )  # fmt: skip
