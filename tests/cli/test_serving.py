@@ -348,6 +348,9 @@ def test_what_a_disk_cache_does_not_go_with_is_refused(
     assert not (tmp_path / "cache").exists()
 
 
+PEERS = "--peer-key-file run/key --peer-ca run/ca --peer-cert run/cert"
+
+
 @pytest.mark.parametrize(
     "options, code",
     [
@@ -358,23 +361,11 @@ def test_what_a_disk_cache_does_not_go_with_is_refused(
         ("--role decode --prefill-peer unix:run/socket --replicas 2", "feature_unsupported"),
         ("--role decode --prefill-peer unix:run/socket --device cuda", "feature_unsupported"),
         ("--role decode --prefill-peer unix:run/socket --peer-name other", "option_unused"),
-        (
-            "--role decode --prefill-peer http://127.0.0.1:7000 --peer-key-file run/key --peer-ca run/ca --peer-cert run/cert",
-            "address_invalid",
-        ),
+        (f"--role decode --prefill-peer http://127.0.0.1:7000 {PEERS}", "address_invalid"),
         ("--role decode --prefill-peer tls://127.0.0.1:7000", "option_missing"),
-        (
-            "--role decode --prefill-peer tls://127.0.0.1:7000 --peer-key-file run/key --peer-ca run/ca",
-            "option_missing",
-        ),
-        (
-            "--role prefill --prefill-peer tls://127.0.0.1:7000 --peer-key-file run/key --peer-ca run/ca --peer-cert run/cert",
-            "option_missing",
-        ),
-        (
-            "--role decode --prefill-peer tls://127.0.0.1:7000 --peer-key-file run/key --peer-ca run/ca --peer-cert run/cert",
-            "file_not_found",
-        ),
+        ("--role decode --prefill-peer tls://127.0.0.1:7000 --peer-key-file run/key", "option_missing"),
+        (f"--role prefill --prefill-peer tls://127.0.0.1:7000 {PEERS}", "option_missing"),
+        (f"--role decode --prefill-peer tls://127.0.0.1:7000 {PEERS}", "file_not_found"),
         ("--role prefill --prefill-peer unix:shared/socket", "file_unsafe"),
         ("--role prefill --prefill-peer unix:nowhere/socket", "file_not_found"),
     ],

@@ -28,7 +28,10 @@ CHALLENGE = 32  # bytes
 
 @dataclass(frozen=True, eq=False)
 class Credentials:
-    """Keys, of which the first makes proofs, and TLS contexts of both roles; `name` is what the certificate of a client must say."""
+    """Keys, of which the first makes proofs, and TLS contexts of both roles.
+
+    `name` is what the certificate of the other side must say.
+    """
 
     keys: tuple[bytes, ...]
     asks: ssl.SSLContext
