@@ -163,11 +163,11 @@ def test_no_proof_can_be_played_back(attack: str, folder: Path) -> None:
         challenge = first.receive(until)
         assert isinstance(challenge, Challenge)
         mine = bytes(32)
-        old = known.proof(DECODE, mine, challenge.bytes)
+        old = known.proof(DECODE, mine, challenge.random)
         second = _secured(folder, address)
         other = second.receive(until)
         assert isinstance(other, Challenge)
-        assert other.bytes != challenge.bytes
+        assert other.random != challenge.random
         if attack == "replay":
             second.send(Challenge(mine), until)
             second.send(Proof(old), until)

@@ -82,13 +82,13 @@ class Blocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="block
 class Challenge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="challenge"):
     """Random bytes, new for each connection, that the other side answers with a `Proof`."""
 
-    bytes: bytes
+    random: bytes
 
 
 class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="proof"):
     """The proof that a side knows a key: `Credentials.proof`."""
 
-    bytes: bytes
+    mac: bytes
 
 
 Message = Greeting | Prefill | Blocks | Challenge | Proof
@@ -238,9 +238,9 @@ def prove(wire: Wire, credentials: Credentials, role: str, until: float) -> None
     other, mine = PREFILL if role == DECODE else DECODE, os.urandom(CHALLENGE)
     wire.send(Challenge(mine), until)
     theirs = wire.receive(until, MAX_FIRST)
-    if not isinstance(theirs, Challenge) or len(theirs.bytes) != CHALLENGE or theirs.bytes == mine:
+    if not isinstance(theirs, Challenge) or len(theirs.random) != CHALLENGE or theirs.random == mine:
         raise BlockMismatch("no challenge")
-    wire.send(Proof(credentials.proof(role, mine, theirs.bytes)), until)
+    wire.send(Proof(credentials.proof(role, mine, theirs.random)), until)
     proof = wire.receive(until, MAX_FIRST)
-    if not isinstance(proof, Proof) or not credentials.accepts(proof.bytes, other, theirs.bytes, mine):
+    if not isinstance(proof, Proof) or not credentials.accepts(proof.mac, other, theirs.random, mine):
         raise BlockMismatch("another key")
