@@ -40,6 +40,10 @@ SINGLE = (
     "cache_dir",
     "cache_bytes",
     "prefill_peer",
+    "peer_key_file",
+    "peer_ca",
+    "peer_cert",
+    "peer_name",
 )  # options of a server with one model
 ENGINE = (sys.executable, "-m", "attar.engine.main")  # the command line of its process
 
@@ -181,6 +185,8 @@ class ServeConfig(SchedulerOptions):
             if getattr(self, field):
                 name = "--" + field.replace("_", "-")
                 raise UserError("option_unused", f"{name} is of a server with one MODEL, and not of --model NAME=PATH")
+        if self.role is not options.Role.both:
+            raise UserError("option_unused", f"--role {self.role} is of a server with one MODEL")
         if (self.device or "cpu") != "cpu" or self.tp > 1 or self.pp > 1:
             message = "several models are served on a CPU, each in one process: a GPU's need is known once it is loaded"
             raise UserError("option_conflict", message)
@@ -213,8 +219,11 @@ class ServeConfig(SchedulerOptions):
         if (self.role is options.Role.both) != (self.prefill_peer is None):
             message = "--role prefill or --role decode, and --prefill-peer unix:PATH, go together"
             raise UserError("option_missing", message)
-        given = {"--peer-key-file": self.peer_key_file, "--peer-ca": self.peer_ca, "--peer-cert": self.peer_cert}
-        given |= {"--peer-name": self.peer_name} if self.role is options.Role.prefill or self.peer_name else {}
+        given: dict[str, object] = {
+            "--peer-key-file": self.peer_key_file, "--peer-ca": self.peer_ca, "--peer-cert": self.peer_cert,
+        }  # fmt: skip
+        if self.role is options.Role.prefill or self.peer_name:  # the role decode takes it from the address
+            given["--peer-name"] = self.peer_name
         if self.prefill_peer is None or self.prefill_peer.startswith("unix:"):
             if (unused := next((name for name, value in given.items() if value), None)) is not None:
                 raise UserError("option_unused", f"{unused} is for --prefill-peer tls://HOST:PORT")

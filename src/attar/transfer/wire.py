@@ -127,7 +127,8 @@ class Wire:
     def receive(self, until: float, most: int = MAX_MESSAGE) -> Message:
         """Return the next message. Raises BlockMismatch for anything else, and for more than `most` bytes."""
         try:
-            return _decoder.decode(self.receive_frame(most, until))
+            found: Message = _decoder.decode(self.receive_frame(most, until))
+            return found
         except msgspec.MsgspecError:
             raise BlockMismatch("no message") from None
 

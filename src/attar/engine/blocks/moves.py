@@ -19,6 +19,7 @@ import select
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from attar.errors import UserError
 from attar.kv.block_bytes import BlockBytes
@@ -166,7 +167,7 @@ class BlockMoves:
             if (more := self.disk.reach(names, known)) > 0:
                 fetch = self.scheduler.fetch(queued, match, known + more, now + self._seconds, now)
                 if fetch is not None:
-                    self.worker.put(lambda: self._fill(fetch, names), urgent=True)
+                    self.worker.put(partial(self._fill, fetch, names), urgent=True)
                 return
         puller = self.puller
         if puller is None or not puller.usable or most - known < MIN_PULLED or self._pulling >= MAX_PULLS:
@@ -175,7 +176,7 @@ class BlockMoves:
         if fetch is not None:
             self._pulling += 1
             ask = Prefill(tokens.tobytes(), salt, first.salt, adapter, known, PULL_SECONDS)
-            self.pulls.put(lambda: self._pull(puller, fetch, ask))
+            self.pulls.put(partial(self._pull, puller, fetch, ask))
 
     def wait(self) -> None:
         """Wait a moment for the thread to let go of blocks, where it holds any."""
@@ -192,8 +193,8 @@ class BlockMoves:
                     self.scheduler.received(done.fetch, done.count, self._clock())
                 case _Saved(loan=None):
                     self._saving = False
-                case _Saved():
-                    self.scheduler.fetching.give_back(done.loan)
+                case _Saved(loan=Loan() as loan):
+                    self.scheduler.fetching.give_back(loan)
                 case PrefillAsked():
                     self._compute(done)
                 case GivenBack():
@@ -291,7 +292,7 @@ class BlockMoves:
             self._offered.append((kept, chosen[-1] + 1))
             loan = self.scheduler.fetching.lend(there[: chosen[-1] + 1])
             self._saving = True
-            self.worker.put(lambda: self._save(disk, loan, kept, names, chosen))
+            self.worker.put(partial(self._save, disk, loan, kept, names, chosen))
 
     # ---- in the threads
 
