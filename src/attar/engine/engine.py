@@ -461,8 +461,8 @@ class Engine:
         inflight = self._launched(plan, began) if plan.chunks else None
         if inflight is None:
             self.scheduler.commit(plan, {}, self.clock())
-            if self.moves is not None and self.scheduler.waiting:
-                self.moves.wait()  # for room that fetches and loans have
+            if self.moves is not None:
+                self.moves.wait()  # for blocks, or for room that fetches and loans have
         self._settle()  # no earlier: an ending sequence frees its blocks, which the launch reads
         return inflight
 

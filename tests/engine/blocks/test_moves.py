@@ -74,8 +74,9 @@ def counts(made: Engine) -> dict[str, int]:
     return dict(zip(DISK_CACHE, told, strict=True))
 
 
-ALL_COMPUTED = ("sparse prefill", "logprobs")
-"""The tree has no prompt's last 128 tokens; log probabilities of a prompt need all of it computed."""
+ALL_COMPUTED = ("sparse prefill", "logprobs", "KV eviction, sink")
+"""The tree has no prompt's last 128 tokens; log probabilities of a prompt need all of it computed; and a sequence takes
+less than a block from the tree, where it evicts soon."""
 
 
 def long(llm: LLM) -> tuple[int, ...]:
