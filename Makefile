@@ -10,7 +10,7 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/vers
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint soak soak-load soak-api soak-faults soak-invariance soak-schemas soak-speculation sanitize neon test-emulated test-triton gpu-check bench-compressors bench-quality \
-  bench-hostile bench-peers bench-serving bench-lm-eval bench-real real-models test-clients test-suites docs wheel clean
+  bench-hostile bench-peers bench-serving bench-real real-models test-clients test-suites docs wheel clean
 
 help:
 	@echo "make demo              compress the embedded model, print the cost table, generate text before and after"
@@ -37,7 +37,7 @@ help:
 	@echo "make bench-hostile     read 20,000 damaged model files: each must be refused or read correctly"
 	@echo "make bench-peers       compare speed with llama.cpp and OpenVINO (LLAMACPP=, OPENVINO=ENVIRONMENT; options in BENCH=)"
 	@echo "make bench-serving     compare serving with llama.cpp's server and OpenVINO GenAI (options in BENCH=)"
-	@echo "make bench-lm-eval     TASK=FILE: compare LAMBADA perplexity with lm-eval over HTTP (LMEVAL=ENVIRONMENT)"
+	@echo "make     TASK=FILE: compare LAMBADA perplexity with lm-eval over HTTP (LMEVAL=ENVIRONMENT)"
 	@echo "make real-models       SCRIPT=FILE: fetch the real models that tests and benches read; without SCRIPT, list them"
 	@echo "make bench-real        TABLE=NAME: print a table of figures on the real models; without TABLE, list them"
 	@echo "make docs              build the documentation site into build/manual/site, and check it (.venv-docs)"
@@ -231,15 +231,6 @@ build/engines/llama-server: bench/engines/llamacpp.txt bench/engines/tile_config
 bench-serving: $(VENV)/.installed .venv-openvino/.installed build/engines/llama-server
 	@$(BIN)/python bench/serving.py $(BENCH)
 
-bench-lm-eval: $(VENV)/.installed $(if $(LMEVAL),,.venv-lmeval/.installed)
-	@$(BIN)/python bench/lm_eval_lambada.py --peer $(or $(LMEVAL),.venv-lmeval)/bin/python --task $(TASK) $(BENCH)
-
-.venv-lmeval/.installed: bench/lm_eval.txt | $(BIN)/python
-	@echo "setting up .venv-lmeval: some minutes the first time"
-	@$(BIN)/python -m venv --clear .venv-lmeval
-	@.venv-lmeval/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
-	@touch $@
-
 # The script is the user's own. The files that it leaves are checked.
 real-models: | $(BIN)/python
 	@$(BIN)/python bench/real_models.py $(NAMES) $(if $(SCRIPT),--script $(SCRIPT))
@@ -266,5 +257,5 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-clients .venv-docs .venv-wheel .venv-peers .venv-gptqmodel .venv-hqq .venv-torchao .venv-llamacpp .venv-openvino .venv-lmeval .venv-triton build/engines build/clients build/suites build/outliers \
+	rm -rf $(VENV) .venv-clients .venv-docs .venv-wheel .venv-peers .venv-gptqmodel .venv-hqq .venv-torchao .venv-llamacpp .venv-openvino .venv-triton build/engines build/clients build/suites build/outliers \
   build/sanitize build/neon build/emulated build/triton build/gpu-check build/manual build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

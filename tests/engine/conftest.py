@@ -47,6 +47,8 @@ def make_engine(decoder: Decoder, blocks: int = ROOM, limits: SchedulerConfig | 
             "evictions",
             "saved",
             "peer",
+            "tower",
+            "image_cache",
         )
         if name in how
     }

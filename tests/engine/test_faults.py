@@ -20,6 +20,7 @@ from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.text.tokenizer import Tokenizer
 from tests.engine.conftest import Answers, answers, make_engine
+from tests.engine.images.seeing import SeededTower, image
 from tests.engine.test_main import GREEDY, Client, Running
 
 CONTEXT = 320
@@ -49,6 +50,10 @@ SCORED = msgspec.structs.replace(VICTIM, params=replace(EVERYTHING, prompt_logpr
 GREEDILY = msgspec.structs.replace(VICTIM, params=replace(GREEDY, max_tokens=60))
 CONSTRAINED = msgspec.structs.replace(VICTIM, grammar=Grammar("regex", "(?s:.{100,})"))
 MEAN = Embed("victim", VICTIM.prompt, "mean")
+IMAGE, IMAGE_TOKEN = image(1), 97  # no other token
+SEEING = msgspec.structs.replace(
+    VICTIM, prompt=(*BEGINNING, *[IMAGE_TOKEN] * IMAGE.rows, 1, 2, 3), images=(IMAGE,)
+)  # fmt: skip
 
 CASES: dict[str, Submit | Embed | None] = {
     "engine.submit": VICTIM,
@@ -63,9 +68,11 @@ CASES: dict[str, Submit | Embed | None] = {
     "pool.allocate": None,
     "scheduler.grow": VICTIM,
     "scheduler.preempt": LAST,
+    "images.encode": SEEING,
     "runner.copy": VICTIM,
     "runner.memory": VICTIM,
     "runner.table": VICTIM,
+    "runner.features": SEEING,
     "runner.rows": VICTIM,
     "runner.replay": VICTIM,
     "engine.prompt_logprobs": SCORED,
@@ -92,8 +99,8 @@ CASES: dict[str, Submit | Embed | None] = {
 IN_THE_PROCESS = "events.encode"  # the last on an event's way out of the engine's process
 
 HEALED = [
-    "runner.copy", "runner.memory", "runner.table", "runner.rows", "runner.replay", "engine.prompt_logprobs",
-    "engine.pool", "grammar.mask", "sampler.penalties", "sampler.noise", "sampler.draw",
+    "runner.copy", "runner.memory", "runner.table", "runner.features", "runner.rows", "runner.replay",
+    "engine.prompt_logprobs", "engine.pool", "grammar.mask", "sampler.penalties", "sampler.noise", "sampler.draw",
 ]  # fmt: skip
 """Passed for a whole batch: where they raise once, nobody fails."""
 
@@ -148,7 +155,7 @@ Alone = dict[str, Answers]
 
 @pytest.fixture(scope="module")
 def make(decoder: Decoder, tokenizer: Tokenizer) -> Callable[..., Made]:
-    settings = {"blocks": BLOCKS, "context": CONTEXT, "limits": LIMITS}
+    settings = {"blocks": BLOCKS, "context": CONTEXT, "limits": LIMITS, "tower": SeededTower(image_token=IMAGE_TOKEN)}
     return lambda **more: Made(make_engine(decoder, tokenizer=tokenizer, **settings | more))
 
 
@@ -156,7 +163,7 @@ def make(decoder: Decoder, tokenizer: Tokenizer) -> Callable[..., Made]:
 def alone(make: Callable[..., Made]) -> Alone:
     """What each gets when nobody else is there."""
     found: Alone = {}
-    for ask in [*CANARIES, VICTIM, LAST, SCORED, GREEDILY, CONSTRAINED, MEAN]:
+    for ask in [*CANARIES, VICTIM, LAST, SCORED, GREEDILY, CONSTRAINED, SEEING, MEAN]:
         made = make()
         made.take(ask)
         made.run()

@@ -4,10 +4,11 @@ A seed makes everything: sizes and limits, the requests (with prefixes in common
 choices, bypass, some that can never fit), when they come and are cancelled, steps that fail for some, what happens
 while a step is under way, in half of all lives steps that are planned ahead of one under way, on a device that may be
 late with both, in half of all lives a group of layers with a sliding window, whose blocks are their own, in many others
-requests that drop keys, in half of those without windows blocks that threads fill and read, and in a third of all lives
-faults at the named points (`attar/faults.py`). Only the model is fake: its next token is a function of the sequence's
-seed and of all tokens before it, by way of a cache of fake keys and values. Each slot holds a digest of salt and tokens
-up to its own, slots of free blocks are wiped, and what a step reads must be what the sequence alone would have written.
+requests that drop keys, in half of those without windows blocks that threads fill and read, in a fourth prompts with
+images, whose features are late, and in a third of all lives faults at the named points (`attar/faults.py`). Only the
+model is fake: its next token is a function of the sequence's seed and of all tokens before it, by way of a cache of
+fake keys and values. Each slot holds a digest of salt and tokens up to its own, slots of free blocks are wiped, and
+what a step reads must be what the sequence alone would have written.
 
 After every event these hold:
 
@@ -28,13 +29,14 @@ After every event these hold:
 15. a plan is empty only where nothing may run yet, and nobody gives way to one ahead (`planned`)
 16. whoever fails was made to: by a step, or by a fault, one sequence or one request's arrival a fault (`check`)
 17. 2, 5, 11 and 21 hold of sliding blocks too, of which a row reads its window alone (`SlidingBlocks.check`, `run`)
-18. a block that a thread fills is nobody else's, and one that it reads stays as it was (`Fetching.check`, `let_go`)
+18. no row of an image runs before its features are there, and images are held by sequences and tree alone (`planned`)
+19. a block that a thread fills is nobody else's, and one that it reads stays as it was (`Fetching.check`, `let_go`)
 
 and in the end:
 
 19. every request has ended exactly once, finished ones with their whole answer (`drain`)
 20. within a bounded number of steps (`drain`)
-21. no block is active, and after a flush all are free (`drain`)
+21. no block is active, and after a flush all are free, and no image is held (`drain`)
 
 `python -m tests.scheduling.simulation --seeds 20000` runs many; `--first 4711 --seeds 1` replays one.
 """
@@ -65,6 +67,7 @@ from attar.plan.sliding import SlidingLimits
 from attar.protocol.messages import REUSE_ENDS
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.scheduling import draft_tree
+from attar.scheduling.image_ids import ImageIds, ImageSpan, number_of, row_ids
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Evicted, ScheduledTokens, StepPlan
 
@@ -252,6 +255,11 @@ class Simulation:
         self.scheduler.fetching = fetching.Fetching(self.pool, self.cache, self.scheduler._queue_again)
         if self.moves:
             self.scheduler.kept = deque()
+        self.viewer = random.Random(-(2**41) - seed)
+        self.ids = None
+        if self.viewer.random() < 1 / 4:
+            self.ids = self.cache.images = ImageIds()
+        self.image_keys: dict[int, bytes] = {}  # of all numbers that were ever held
         self.fired = self.suffered = 0  # faults, and what failed for no other reason
         self.spoiled: set[str] = set()
         """Sequences for which a step failed: the device has nothing more of theirs."""
@@ -276,6 +284,7 @@ class Simulation:
             other = rng.choice(list(self.asked.values())[-8:]).tokens
             prompt = other[: rng.randint(1, min(len(other), most // 2))]
         prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(rng.randint(0 if prompt else 1, 8))]
+        taken = self.show(prompt) if self.ids is not None else []
         deadline = self.now + rng.uniform(0, 8) if rng.random() < 0.15 else None
         cache_salt, priority = rng.choice([b"", b"", b"", b"a", b"b"]), rng.choice([0, 0, 0, 1, -1])
         bypass, longest = rng.random() < 0.1, rng.choice([0, 1, 6, 15, 25, 40])
@@ -285,7 +294,7 @@ class Simulation:
             sequence = Sequence(
                 id=f"{self.requests}.{i}", prompt_ids=prompt, max_tokens=longest, priority=priority,
                 deadline=deadline, cache_salt=cache_salt, bypass=bypass and i == 0, horizons=self.horizons,
-                eviction=eviction,
+                eviction=eviction, images=spans(prompt),
             )  # fmt: skip
             choices.append(Asked(sequence, rng.getrandbits(32), list(prompt), self.whole, self.prefill))
         self.requests += 1
@@ -299,23 +308,28 @@ class Simulation:
         queued = (Status.QUEUED, Status.FETCHING)
         waiting = sum(a.sequence.status in queued for a in self.asked.values())
         fired = self.fired
-        taken = self._add(choices)
+        answer = self._add(choices)
+        if answer is None:
+            for span in (span for choice in choices for span in choice.sequence.images):
+                self.ids.hold_again(span.number)
+        for number in taken:
+            self.ids.drop(number)
         if self.fired > fired:
             self.suffered += 1
-            assert taken == "fault"
+            assert answer == "fault"
             assert not any(choice.sequence.id in self.scheduler.sequences for choice in choices), "half a request"
             return
         verdict = "too_long" if blocks > self.pool.total else None
         if verdict is None and waiting + len(choices) > self.limits.max_waiting:
             verdict = "full"
-        assert taken == verdict, "refused or taken wrongly"
+        assert answer == verdict, "refused or taken wrongly"
         if verdict is None:
             self.asked.update((choice.sequence.id, choice) for choice in choices)
             self.fetch([choice.sequence for choice in choices if not choice.sequence.bypass])
 
     def fetch(self, sequences: list[Sequence]) -> None:
         """Perhaps blocks of the prompt are elsewhere."""
-        if not self.moves or not sequences or self.threads.random() < 0.4:
+        if not self.moves or not sequences or sequences[0].images or self.threads.random() < 0.4:
             return
         first, size = sequences[0], self.pool.size
         most = self.scheduler.reusable(first) // size
@@ -385,6 +399,39 @@ class Simulation:
             state = digest(state, token)
             found.append(state)
         return found
+
+    def show(self, prompt: list[int]) -> list[int]:
+        """Perhaps put an image behind the prompt; give its images the numbers that they have now, and return these,
+        which are held."""
+        numbers: dict[int, int] = {}
+
+        def hold(key: bytes) -> int:
+            number = self.ids.hold(key)
+            self.image_keys[number] = key
+            taken.append(number)
+            return number
+
+        taken: list[int] = []
+        for at, token in enumerate(prompt):
+            if token < 0:
+                old = number_of(token)
+                if old not in numbers:
+                    numbers[old] = hold(self.image_keys[old])
+                prompt[at] = token + (old - numbers[old] << 15)
+        if self.viewer.random() < 0.5:
+            number = hold(bytes([self.viewer.randrange(4)]))
+            prompt += [*row_ids(number, self.viewer.randint(1, 5)), *[1] * self.viewer.randrange(3)]
+        return taken
+
+    def encode(self) -> None:
+        """Features come for those that run, and go from those that do not."""
+        for sequence in self.scheduler.sequences.values():
+            for span in sequence.images:
+                if sequence not in self.scheduler.running:
+                    span.ready = False
+                elif not span.ready and self.viewer.random() < 0.5:
+                    span.ready = True
+                    break
 
     def eviction(self) -> Eviction | None:
         """The policy of a request, if it has one."""
@@ -468,6 +515,7 @@ class Simulation:
         decoding = [each for each in self.scheduler.running if each.status is Status.DECODE and each.pending == 1]
         if not ahead:
             self.draft(decoding)
+            self.encode()
         fired = self.fired
         with self.mishap():
             step = self.scheduler.ahead(self.now) if ahead else self.scheduler.plan(self.now)
@@ -521,7 +569,12 @@ class Simulation:
         assert len(self.scheduler.running) <= self.limits.together, "too many run"
         assert not (ahead and (step.preempted or step.started_over)), "somebody gives way to a step ahead"
         if self.limits.policy == "continuous":
-            assert set(step.admitted) <= {chunk.sequence for chunk in step.chunks}, "let in, and nothing left for it"
+            fed = {chunk.sequence for chunk in step.chunks} | {each for each in step.admitted if gated(each)}
+            assert set(step.admitted) <= fed, "let in, and nothing left for it"
+        for chunk in step.chunks:
+            for span in chunk.sequence.images:
+                apart = chunk.start + chunk.rows <= span.start or chunk.start >= span.end
+                assert span.ready or apart, "a row of an image without features"
         for sequence in step.admitted:
             assert not sequence.bypass or sequence.reused == 0, "reused in spite of bypass"
             assert sequence.reused % self.cache.round_to == 0, "part of a group was reused"
@@ -534,7 +587,7 @@ class Simulation:
             asked.preempted += 1
             assert asked.preempted <= self.limits.max_preemptions, "preempted too often"
         assert all(asked.passed <= self.limits.max_passed for asked in self.asked.values()), "passed too often"
-        if not step.chunks and self.scheduler.sequences and not ahead:
+        if not step.chunks and self.scheduler.sequences and not ahead and not any(map(gated, self.scheduler.running)):
             wake = self.scheduler.wake()
             assert not self.scheduler.running, "running, and nothing to run"
             if self.fillings or self.readings:
@@ -662,6 +715,8 @@ class Simulation:
         """Every invariant of the moment."""
         for sequence in self.scheduler.collect():
             asked = self.asked[sequence.id]
+            for span in sequence.images:
+                self.ids.drop(span.number)
             asked.endings.append(sequence.ending)
             asked.gained = sequence.output
             self.suffered += sequence.ending == "internal" and sequence.id not in self.failing
@@ -677,6 +732,11 @@ class Simulation:
         self.scheduler.check()
         self.owners()
         self.tags()
+        if self.ids is not None:
+            within = [token for _, _, node in self.cache.nodes() for token in node.tokens if token < 0]
+            holders = Counter(map(number_of, within))
+            holders.update(span.number for each in self.scheduler.sequences.values() for span in each.images)
+            self.ids.check(holders)
 
     def owners(self) -> None:
         pool = self.pool
@@ -726,6 +786,7 @@ class Simulation:
         """Let everything end."""
         alive = [asked for asked in self.asked.values() if asked.sequence.id in self.scheduler.sequences]
         steps = sum(len(asked.tokens) for asked in alive) * (self.limits.max_preemptions + 2 + len(self.horizons)) + 10
+        steps *= 1 if self.ids is None else 10
         while self.scheduler.sequences or self.steps:
             steps -= not self.steps
             assert steps > 0, "it goes on for ever"
@@ -749,9 +810,27 @@ class Simulation:
         self.cache.flush()
         self.check()
         assert self.pool.free == self.pool.total, "blocks that a flush does not free"
+        assert self.ids is None or not len(self.ids), "images that nobody has"
         if self.sliding is not None:
             assert self.sliding.pool.free == self.sliding.pool.total, "sliding blocks that a flush does not free"
             assert self.sliding.lent == 0, "blocks lent to no step"
+
+
+def spans(prompt: list[int]) -> tuple[ImageSpan, ...]:
+    """The images of a prompt: runs of rows of one."""
+    found: list[ImageSpan] = []
+    for at, token in enumerate(prompt):
+        if token < 0:
+            if found and found[-1].end == at and found[-1].number == number_of(token):
+                found[-1].end = at + 1
+            else:
+                found.append(ImageSpan(number_of(token), at, at + 1))
+    return tuple(found)
+
+
+def gated(sequence: Sequence) -> bool:
+    """Whether its next row waits for features."""
+    return sequence.gate == sequence.planned
 
 
 def failing(

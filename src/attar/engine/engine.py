@@ -36,6 +36,9 @@ from dataclasses import dataclass, field, replace
 
 from attar.engine.blocks.moves import BlockMoves, PeerBlocks, SavedBlocks
 from attar.engine.bottleneck import Bottlenecks
+from attar.engine.images.images import IMAGE_CACHE, Images, Prompt
+from attar.engine.images.limits import check_drafter
+from attar.engine.images.tower import VisionTower
 from attar.engine.inflight import InflightStep, Launcher, Taker
 from attar.engine.outputs import Choice, Request, resumed
 from attar.engine.requests import RequestTable
@@ -67,6 +70,7 @@ from attar.sampling.stop_strings import StopChecker
 from attar.sampling.verify import Drawn, confirmed
 from attar.scheduling.block_journal import BlockJournal
 from attar.scheduling.block_pool import BlockPool
+from attar.scheduling.image_ids import ImageIds
 from attar.scheduling.prefix_cache import PrefixCache
 from attar.scheduling.scheduler import Refused, Scheduler
 from attar.scheduling.sequence import Sequence as Tokens
@@ -94,7 +98,8 @@ class EngineConfig:
     read few keys in rows of outputs, and how many; None where all read all. prefill: how rows of prompts read few
     keys; None where they read all. sliding_blocks: blocks of layers with a sliding window, which are released behind
     it; by default those have `blocks` too. evictions: policies of KV eviction that requests may name; the first is
-    that of requests which name none. saved: where finished blocks are saved, and fetched from; None: nowhere.
+    that of requests which name none. tower: what computes the features of images, of which `image_cache` bytes are
+    kept; without one, requests have no images. saved: where finished blocks are saved, and fetched from; None: nowhere.
     peer: the engine that computes prompts for this one, or the place where this one does so for others; None: neither.
     """
 
@@ -115,6 +120,8 @@ class EngineConfig:
     evictions: tuple[Eviction, ...] = ()
     saved: SavedBlocks | None = None
     peer: PeerBlocks | None = None
+    tower: VisionTower | None = None
+    image_cache: int = IMAGE_CACHE
 
 
 class Engine:
@@ -193,7 +200,13 @@ class Engine:
             rows = limits.max_step_tokens * (2 if self.overlaps else 1)
             self.sliding = SlidingBlocks(BlockPool(config.sliding_blocks, self.runner.block), window, rows)
         self.journal = BlockJournal() if config.tells_cache else None
-        self.cache = PrefixCache(self.pool, scheme.round_to(self.runner.block), self.sliding, self.journal)
+        images = None if config.tower is None else ImageIds()
+        self.cache = PrefixCache(self.pool, scheme.round_to(self.runner.block), self.sliding, self.journal, images)
+        self.images: Images | None = None
+        if config.tower is not None and images is not None:
+            check_drafter(config.drafter)
+            self.images = Images(config.tower, config.image_cache, decoder.dtype, images, self.cache.flush)
+            self.runner.features = self.images.rows
         whole = None if config.sparse is None else config.sparse.settings.whole
         self.scheduler = Scheduler(self.pool, self.cache, limits, whole, self.sliding, config.prefill)
         self.moves: BlockMoves | None = None
@@ -226,9 +239,11 @@ class Engine:
 
     def submit(self, ask: Submit) -> None:
         """Take a request. It ends with events, also where it is refused at once."""
+        prompt = None
         try:
             eviction = self._eviction(ask.params.kv_eviction)
             request = self._new(ask.id, ask.prompt, ask.params.seeded(), eviction)
+            prompt = self._with_images(ask, eviction)
             if ask.grammar is not None:
                 ask.grammar.check(ask.params)
                 if self.tokenizer is None:
@@ -239,19 +254,24 @@ class Engine:
             self.scheduler.require_room(ask.n)  # before what a long prompt makes costly
             request.of_prompt = None if ask.params.prompt_logprobs is None or ask.generated else {}
             if ask.params.repetition_penalty != 1.0:
-                request.seen = distinct(ask.prompt, self.decoder.config.vocab_size)
+                request.seen = distinct([id for id in prompt.ids if id >= 0], self.decoder.config.vocab_size)
             for number, known in enumerate(resumed(ask, self.decoder.config.vocab_size)):
                 if known is None:
                     continue
                 bypass = request.of_prompt is not None and number == 0
-                choice = self._choice(request, number, longest, ask, bypass)
+                choice = self._choice(request, number, longest, ask, bypass, prompt)
                 choice.resume(known)
                 request.choices.append(choice)
             self.requests.add(request)
+            if self.images is not None:
+                self.images.begin(choice.sequence for choice in request.choices)
         except Exception as error:
             self.requests.refuse(ask.id, error)
         else:
             self._fetch(request, ask)
+        finally:
+            if self.images is not None and prompt is not None:
+                self.images.settle(prompt)
 
     def embed(self, ask: Embed) -> None:
         """Take a request for an embedding."""
@@ -279,6 +299,8 @@ class Engine:
         step behind them where it need not wait, commit."""
         if self.moves is not None:
             self.moves.settle()
+        if self.images is not None and (failed := self.images.advance(self.scheduler.running)) is not None:
+            self.requests.fail(self.requests.choices[failed].request.id, "internal")
         inflight, self._inflight = self._inflight or self._planned(), None
         if inflight is not None:
             self.launcher.choose(inflight)
@@ -375,7 +397,8 @@ class Engine:
             raise Refused("invalid", "a request of this id is running")
         if not prompt:
             raise Refused("invalid", "the prompt is empty")
-        if not all(0 <= token < vocab for token in prompt):
+        image_token = None if self.images is None else self.images.tower.image_token  # some lie behind the vocabulary
+        if not all(0 <= token < vocab or token == image_token for token in prompt):
             raise Refused("invalid", f"a token id lies outside the model's vocabulary 0..{vocab - 1}")
         if len(prompt) + (params.max_tokens > 0) > (most := self._context(eviction)):
             words = f"this model's maximum context length is {most} tokens; the prompt has {len(prompt)}"
@@ -386,6 +409,17 @@ class Engine:
             id, prompt, params, ending, named, sparse=None if self.sparse is None else self.sparse.layers,
             eviction=eviction, prefill=None if self.prefill is None else self.prefill.settings,
         )  # fmt: skip
+
+    def _with_images(self, ask: Submit, eviction: Eviction | None) -> Prompt:
+        """Return a request's prompt with ids for its images. Raises Refused for what does not go with images."""
+        if ask.images:
+            if self.images is None:
+                raise Refused("invalid", "this model is served without images")
+            if ask.params.prompt_logprobs is not None:
+                raise Refused("invalid", "prompt_logprobs: the tokens of an image have no log probabilities")
+            if eviction is not None:
+                raise Refused("invalid", f"KV eviction {eviction}: not in a request with images")
+        return Prompt(ask.prompt) if self.images is None else self.images.take(ask)
 
     def _vocabulary(self) -> Vocabulary:
         assert self.tokenizer is not None
@@ -398,16 +432,21 @@ class Engine:
         found = {self.tokenizer.token_to_id(stop): stop for stop in params.stop}
         return {token: stop for token, stop in found.items() if token in self.tokenizer.special_ids}
 
-    def _choice(self, request: Request, number: int, longest: int, ask: Submit | Embed, bypass: bool) -> Choice:
+    def _choice(
+        self, request: Request, number: int, longest: int, ask: Submit | Embed, bypass: bool,
+        prompt: Prompt | None = None,
+    ) -> Choice:  # fmt: skip
         if ask.adapter not in self.adapters:
             raise Refused("invalid", f"the engine has no adapter {ask.adapter[:80]!r}")
         adapter = self.adapters[ask.adapter]
         sequence = Tokens(
-            id=f"{request.id}#{number}", prompt_ids=request.prompt, max_tokens=longest, bypass=bypass, adapter=adapter,
+            id=f"{request.id}#{number}", prompt_ids=request.prompt if prompt is None else prompt.ids,
+            max_tokens=longest, bypass=bypass, adapter=adapter,
             priority=ask.priority if isinstance(ask, Submit) else 0,
             deadline=None if ask.deadline is None else self.clock() + ask.deadline,
             cache_salt=salt_of(adapter, ask.cache_salt),
             horizons=self.runner.horizons, eviction=request.eviction,
+            images=() if prompt is None else prompt.own_spans(),
         )  # fmt: skip
         point("engine.choice", sequence.id)
         params = request.params
@@ -494,6 +533,8 @@ class Engine:
         """Count a step before the requests that end with it are settled: their reports include their last step."""
         self.steps += 1
         self.step_seconds += now - inflight.began
+        if self.images is not None:
+            self.images.took(now - inflight.began)
         chunks = inflight.plan.chunks
         held = sum(chunk.start + chunk.rows for chunk in chunks)
         self._recent.append((inflight.plan.tokens, len(chunks), held, now - inflight.began))
@@ -557,5 +598,7 @@ class Engine:
     def _settle(self) -> None:
         """Tell of the sequences that have ended."""
         for sequence in self.requests.settle():
+            if self.images is not None:
+                self.images.forget(sequence)
             if self.speculation is not None:
                 self.speculation.forget(sequence)

@@ -38,7 +38,7 @@ from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
 from attar.kv.sparse_prefill import SparsePrefill
 from attar.model import cache, sparse_layers
-from attar.model.cache import ForwardBatch, KeptStates, KVCache, Tails, sent
+from attar.model.cache import Features, ForwardBatch, KeptStates, KVCache, Tails, sent
 from attar.model.decoder import Decoder
 from attar.model.rope import turned_by
 from attar.model.sparse_layers import SparseLayers
@@ -212,6 +212,8 @@ class Runner:
         """Keys whose values rows of prompts skipped, those of each head and layer, by sequences; the engine takes
         them."""
         self._watch = Watched(decoder, self.pages)
+        self.features: Callable[[List[int]], Tensor] | None = None
+        """Returns the rows [M, I] of images that these negative ids stand for; None where there are no images."""
 
     def read_few(self, found: SparseLayers) -> None:
         """Have rows of outputs choose which keys they read, from now on; called before the first step.
@@ -272,7 +274,8 @@ class Runner:
             except InjectedFault as fault:
                 raise torch.OutOfMemoryError(str(fault)) from fault
         plain = not any(map(watched, chunks)) and all(
-            chunk.rows == chunk.samples and not chunk.sequence.adapter and chunk.tree is None for chunk in chunks
+            chunk.rows == chunk.samples and not chunk.sequence.adapter and chunk.tree is None and not _of_image(chunk)
+            for chunk in chunks
         )
         if not wanted and plain and self._replayable(chunks):
             for chunk in chunks:
@@ -378,6 +381,7 @@ class Runner:
             if sliding is not None:
                 sliding[row, : len(part.sliding)] = torch.tensor(part.sliding, dtype=torch.int32)
         told = _Rows.of(chunks, inflight_tokens)
+        features = self._features(chunks, told.ids)
         (ids,) = sent(self.device, torch.tensor(told.ids))
         told.complete(ids)
         tails = None
@@ -395,7 +399,9 @@ class Runner:
         adapters = tuple(part.chunk.sequence.adapter for part in parts)
         lengths = tuple(part.rows for part in parts)
         ranking = self._watch.rows(chunks) if self._evicts else None
-        step = ForwardBatch(lengths, horizons, view, adapters, keep=self.keep, repeated=repeated, watched=ranking)
+        step = ForwardBatch(
+            lengths, horizons, view, adapters, keep=self.keep, repeated=repeated, watched=ranking, features=features
+        )
         stream, delta = self.decoder.states(ids, step)
         if ranking is not None:
             self._watch.take(chunks, step.queries)
@@ -424,6 +430,20 @@ class Runner:
         (last,) = sent(self.device, last)
         return self.decoder.logits(stream[last], None if delta is None else delta[last], routes)
 
+    def _features(self, chunks: List[ScheduledTokens], ids: list[int]) -> Features | None:
+        """Return the rows of images among those of these ids, which become ids of the vocabulary; None without any."""
+        own = [chunk for chunk in chunks if _of_image(chunk)]
+        if not own:
+            return None
+        assert self.features is not None, "rows of images without features"
+        for chunk in own:
+            point("runner.features", chunk.sequence.id)
+        rows = [row for row, token in enumerate(ids) if token < 0]
+        values = self.features([ids[row] for row in rows])
+        for row in rows:
+            ids[row] = 0
+        return Features(*sent(self.device, torch.tensor(rows), values))
+
     def _no_logits(self) -> Tensor:
         return torch.empty((0, self.decoder.config.vocab_size), device=self.device)
 
@@ -441,6 +461,14 @@ def waits(decoder: Decoder) -> str | None:
     """Return why the host waits for the device within a step of this model; None where it does not. It is None on CPUs
     too. The reference on a device waits in every layer's attention, but only comparisons use it."""
     return None if decoder.device.type == "cpu" else decoder.by_token
+
+
+def _of_image(chunk: ScheduledTokens) -> bool:
+    """Return whether some row of a chunk is one of an image."""
+    sequence = chunk.sequence
+    if not sequence.images or chunk.start >= sequence.images[-1].end:
+        return False
+    return any(token < 0 for token in chunk.ids)
 
 
 def _rows(stream: Tensor, delta: Tensor | None, start: int, end: int) -> tuple[Tensor, Tensor | None]:

@@ -141,7 +141,10 @@ class Decoder:
 
     def enter(self, ids: Tensor, step: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """Return the first block's input, (stream, delta) [N, I]."""
-        return self.embedding.forward(ids, step.positions), None
+        stream = self.embedding.forward(ids, step.positions)
+        if step.features is not None:
+            stream[step.features.rows] = step.features.values.to(stream.dtype)
+        return stream, None
 
     def leave(self, stream: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the last block's output, passed on to the next stage where there are several."""
@@ -152,12 +155,19 @@ class Decoder:
     ) -> tuple[Tensor, Tensor | None]:
         """Compute `states` in calls that the cache accepts. `watch` receives the pieces."""
         first = list(itertools.accumulate(step.lengths, initial=0))[:-1]
+        if step.spans is not None:
+            scheme = "this scheme" if step.cache is None else step.cache.scheme.name
+            raise UserError("kv_unsupported", f"{scheme} takes images in pieces, whose rows must see each other")
         order, streams, deltas = [], [], []
         kept: list[KeptStates] = []
         for lengths in pieces:
             rows = torch.cat([torch.arange(at, at + n) for at, n in zip(first, lengths, strict=True)])
             first = [at + n for at, n in zip(first, lengths, strict=True)]
-            piece = ForwardBatch(lengths, step.horizon, step.cache, step.adapters, keep=step.keep)
+            features = None if step.features is None else step.features.of(rows)
+            angles = None if step.angles is None else step.angles[:, rows]
+            piece = ForwardBatch(
+                lengths, step.horizon, step.cache, step.adapters, keep=step.keep, features=features, angles=angles
+            )
             stream, delta = self.states(ids[rows], piece, watch)
             kept.append(piece.kept)
             order.append(rows)

@@ -35,6 +35,7 @@ from attar.faults import point
 from attar.protocol import block_digests
 from attar.scheduling.block_journal import BlockJournal
 from attar.scheduling.block_pool import BlockPool
+from attar.scheduling.image_ids import ImageIds
 
 REMEMBERED = 4096
 _tokens = attrgetter("tokens")
@@ -81,16 +82,17 @@ class PrefixCache:
 
     With `round_to`, matches end at multiples of so many tokens: caches that quantize tokens in groups cannot share part
     of one. With `beside`, matches end where those blocks' do. A `journal` is told of the whole blocks that the tree
-    gains and loses. Raises ValueError where blocks do not consist of such groups.
+    gains and loses. The tree holds the `images` whose rows it has. Raises ValueError where blocks do not consist of
+    such groups.
     """
 
     def __init__(
         self, pool: BlockPool, round_to: int = 1, beside: OtherBlocks | None = None,
-        journal: BlockJournal | None = None,
+        journal: BlockJournal | None = None, images: ImageIds | None = None,
     ) -> None:  # fmt: skip
         if round_to < 1 or pool.size % round_to:
             raise ValueError(f"blocks of {pool.size} tokens do not consist of groups of {round_to}")
-        self.pool, self.round_to, self.beside, self.journal = pool, round_to, beside, journal
+        self.pool, self.round_to, self.beside, self.journal, self.images = pool, round_to, beside, journal, images
         self.asked = 0
         """Prompt tokens looked up by requests that went on to run, once a request, whatever its number of choices."""
         self.reused = 0  # tokens of `asked` that did not have to be computed
@@ -149,8 +151,12 @@ class PrefixCache:
         if self.journal is not None:
             leaf.digests = block_digests.chain(leaf.key, rest, size, node.digests[-1] if node.digests else 0)
         point("radix.insert")  # nothing after this raises: the tree gains all of the leaf, or nothing
+        if self.images is not None:
+            self.images.hold_tokens(rest)
         if branch is not None and shared == len(branch.tokens):
             self._remove(branch)  # it ended inside this block; the new one continues it
+            if self.images is not None:
+                self.images.drop_tokens(branch.tokens)
         self._roots[cache_salt] = root
         self.pool.keep(leaf.blocks)
         insort(node.children, leaf, key=_tokens)
@@ -179,6 +185,8 @@ class PrefixCache:
             if self.journal is not None:
                 self.journal.evict(leaf.digests[left:])
                 del leaf.digests[left:]
+            if self.images is not None:
+                self.images.drop_tokens(leaf.tokens[left * size :])
             lost = leaf.tokens[left * size : (left + 1) * size]
             if left:
                 leaf.name = next(self._names)  # nothing follows its old end now

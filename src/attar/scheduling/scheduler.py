@@ -53,6 +53,9 @@ only where both pools have room.
 *Eviction.* A sequence may drop keys before tokens of fixed index (`evicting.py`). A chunk ends before such a token, and
 the plan that runs it evicts first.
 
+*Images.* A running sequence may have to wait for the features of an image (`Sequence.gate`). No chunk crosses the
+image's first token until then. It keeps its blocks, takes no budget, and all others go on.
+
 *Blocks from elsewhere.* A sequence may wait for blocks before it is queued, and others are lent to threads
 (`fetching.py`). `kept` lists what went into the tree, where it is set.
 """
@@ -242,12 +245,14 @@ class Scheduler:
 
     def ahead(self, now: float) -> StepPlan | None:
         """Decide the step behind the one under way; None where a sequence would have to be preempted or to start
-        over. An empty one is not under way: nothing is to be committed."""
+        over, or one with images waits. An empty one is not under way: nothing is to be committed."""
         assert len(self._steps) == 1, "ahead of one step"
         assert not self._steps[0].drafts, "nobody knows how many tokens it brings"
         self.expire(now)
         missing = sum(max(0, self._missing(sequence)) for sequence in self.running)
         if missing > self.pool.available or any(sequence.outgrown or sequence.due for sequence in self.running):
+            return None
+        if any(sequence.images for sequence in self.waiting):  # it may be admitted, and run nothing yet
             return None
         step = self._decide(now)
         if not step.chunks:
@@ -272,7 +277,7 @@ class Scheduler:
         spare = min(budget, self.limits.max_drafts)
         for sequence in decoding:
             try:
-                self._cover(sequence, sequence.expected)
+                self._cover(sequence, min(sequence.expected, sequence.gate))
                 drafts, tree = self._drafts(sequence, spare)
             except Exception as error:
                 self._give_up(sequence, now, error)
@@ -283,7 +288,7 @@ class Scheduler:
         budget -= step.drafts
         for sequence in prefills:
             try:
-                self._cover(sequence, sequence.planned + min(sequence.pending, budget))
+                self._cover(sequence, min(sequence.planned + min(sequence.pending, budget), sequence.gate))
             except Exception as error:
                 self._give_up(sequence, now, error)
                 continue
@@ -373,7 +378,7 @@ class Scheduler:
         """Plan up to `budget` of the sequence's pending tokens, and drafts behind the last of them; return the number
         of pending ones."""
         pending = sequence.pending
-        rows = min(pending, budget, sequence.cut - sequence.planned)
+        rows = min(pending, budget, sequence.cut - sequence.planned, sequence.gate - sequence.planned)
         if rows:
             samples = 1 + len(drafts) if rows == pending else 0
             step.chunks.append(ScheduledTokens(sequence, sequence.planned, rows + len(drafts), samples, drafts, tree))
@@ -574,7 +579,8 @@ class Scheduler:
         try:
             if needed + spare <= self.pool.available:
                 if self.sliding is not None:
-                    beside = self.sliding.take(match, min(sequence.expected, match.length + budget))
+                    end = min(sequence.expected, match.length + budget, sequence.gate_from(match.length))
+                    beside = self.sliding.take(match, end)
                 room = self._allocate(needed)
         finally:
             if room is None:
@@ -625,7 +631,7 @@ class Scheduler:
         if self.sliding is not None:
             self.sliding.remember(sequence, self.pool)
         whole = len(tokens) - len(tokens) % self.pool.size
-        if self.kept is not None and whole > sequence.offered:
+        if self.kept is not None and whole > sequence.offered and not sequence.images:  # whose ids are this process's
             sequence.offered = whole
             self.kept.append(Kept(sequence.cache_salt[ADAPTER:], sequence.salt, tokens[:whole]))
 

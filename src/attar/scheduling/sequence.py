@@ -20,6 +20,7 @@ from dataclasses import InitVar, dataclass, field
 
 from attar.kv.eviction import NEVER, Eviction
 from attar.protocol.block_digests import horizon_of
+from attar.scheduling.image_ids import ImageSpan
 
 
 class Status(enum.Enum):
@@ -48,7 +49,8 @@ class Sequence:
     block. With `bypass` nothing of the prompt is taken from the cache, because the request needs every position
     computed. `adapter` is the number of its adapter, 0 for none; the caller makes the salt differ by adapter.
     `horizons` are the lengths, ascending, past each of which all of its keys are others, and last one that it never
-    exceeds; () where its keys never change. `eviction` says which of its keys are dropped (`evicting.py`).
+    exceeds; () where its keys never change. `eviction` says which of its keys are dropped (`evicting.py`). `images` are
+    those of its prompt, in order.
     """
 
     id: str
@@ -61,6 +63,7 @@ class Sequence:
     adapter: int = 0
     horizons: tuple[int, ...] = ()
     eviction: Eviction | None = None
+    images: tuple[ImageSpan, ...] = ()
 
     horizon: int = field(init=False, default=0)  # that of the keys in the blocks; 0: they never change
     tokens: array[int] = field(init=False)
@@ -144,6 +147,18 @@ class Sequence:
     def cut(self) -> int:
         """Index of the token before which its keys are evicted next; no chunk crosses it."""
         return NEVER if self.eviction is None else self.eviction.cut(self.prompt, self.dropped)
+
+    @property
+    def gate(self) -> int:
+        """Index of the first token that cannot be run yet, since it waits for the features of an image."""
+        return self.gate_from(self.planned)
+
+    def gate_from(self, at: int) -> int:
+        """Return what `gate` is once the first `at` tokens are planned."""
+        for image in self.images:
+            if not image.ready and image.end > at:
+                return max(image.start, at)
+        return NEVER
 
     @property
     def due(self) -> bool:

@@ -153,7 +153,7 @@ class BlockMoves:
         `salt` is the API key's. An exception leaves the sequences queued.
         """
         queued = [each for each in sequences if each.status is Status.QUEUED and not each.bypass]
-        if not queued:
+        if not queued or queued[0].images:  # whose ids mean something in this process alone
             return
         first, now = queued[0], self._clock()
         most = self.scheduler.reusable(first) // self._size

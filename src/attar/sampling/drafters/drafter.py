@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -38,6 +39,11 @@ class Draft(NamedTuple):
 
 
 NO_DRAFT = Draft()
+
+
+def text_only(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return tokens up to the first that is the row of an image, which no answer has."""
+    return tuple(itertools.takewhile(lambda token: token >= 0, tokens))
 
 
 class Drafter(Protocol):

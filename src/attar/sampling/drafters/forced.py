@@ -65,7 +65,7 @@ class ForcedDrafter:
 
     def _behind(self, before: Sequence[int], text: str) -> list[int]:
         encode, special = self._tokenizer.encode, self._tokenizer.special_ids
-        start = max((at for at, token in enumerate(before, 1) if token in special), default=0)
+        start = max((at for at, token in enumerate(before, 1) if token in special or token < 0), default=0)
         shown = b"".join(map(self._tokenizer.id_to_bytes, before[start:])).decode("utf-8", "ignore")
         for context in (shown, NEUTRAL):
             known = encode(context, add_special_tokens=False)

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from attar.sampling.drafters.drafter import Draft, DraftRequest
+from attar.sampling.drafters.drafter import Draft, DraftRequest, text_only
 from attar.scheduling.sequence import Sequence as Tokens
 
 WINDOW = 2  # W: tokens of an iterate
@@ -66,8 +66,9 @@ class LookaheadDrafter:
             last = chain[-1]
         if chain:
             trail.drafted = []
-            return Draft(tuple(chain[:limit]), POOLED)
-        filled = [*trail.iterate, *((token, -1) for token in reversed(sequence.tokens[-WINDOW:]))]
+            return Draft(text_only(chain[:limit]), POOLED)
+        newest = text_only(sequence.tokens[: -1 - WINDOW : -1])  # the last token first
+        filled = [*trail.iterate, *((token, -1) for token in newest)]
         trail.drafted = filled[: min(WINDOW, limit)]
         return Draft(tuple(token for token, _ in trail.drafted), GUESSED)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attar.sampling.drafters.automaton import SuffixAutomaton
-from attar.sampling.drafters.drafter import NO_DRAFT, Draft, DraftRequest
+from attar.sampling.drafters.drafter import NO_DRAFT, Draft, DraftRequest, text_only
 from attar.sampling.drafters.past_texts import PastTexts
 from attar.scheduling.sequence import Sequence as Tokens
 
@@ -45,13 +45,13 @@ class SuffixDrafter:
         self._known[request.sequence] = automaton, first
         past, length = self._past.find(request.sequence, request.limit)
         if length > automaton.match:
-            return Draft(tuple(past), length)
+            return Draft(text_only(past), length)
         if not automaton.match:
             return NO_DRAFT
         guess = automaton.text[automaton.behind : automaton.behind + request.limit]
         while len(guess) < request.limit:  # the occurrence runs into the end of the text: it repeats itself
             guess.extend(guess[: request.limit - len(guess)])
-        return Draft(tuple(guess), automaton.match)
+        return Draft(text_only(guess), automaton.match)
 
     def forget(self, sequence: Tokens) -> None:
         if self._known.pop(sequence, None) is not None:

@@ -1,0 +1,250 @@
+"""The images of an engine's requests: their ids, their tiles while they may be needed, and their features.
+
+A request's image tokens become negative ids (`scheduling/image_ids.py`), so prefix cache and sequences treat an image
+like any other tokens. The tower works only for running sequences, and only for images that the prefix cache does not
+have whole: `advance` holds features of the first sequence that needs some, and the tower computes those that are not in
+the store. A sequence lets its features go when its last image is computed. One that is preempted lets them go too, and
+finds them in the store, or has them computed again.
+
+The tower works before each step. While others wait for that step, it takes a share of the time of the last steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from attar.engine.images.store import FeatureStore
+from attar.engine.images.tower import Encoding, TowerPace, VisionTower
+from attar.protocol.images import ImageInput, check_images
+from attar.protocol.messages import Submit
+from attar.scheduling.image_ids import (
+    MAX_ROWS,
+    ImageIds,
+    ImagesExhausted,
+    ImageSpan,
+    number_of,
+    row_ids,
+    row_of,
+)
+from attar.scheduling.scheduler import Refused
+from attar.scheduling.sequence import Sequence as Tokens
+
+MAX_TILES = 256 << 20  # bytes of the tiles of all open requests
+IMAGE_CACHE = 256 << 20  # bytes of features, by default
+SHARE = 0.4  # of a step's time, for the tower before the next one
+ALONE_SECONDS = 0.05  # for the tower at a time, where no step waits: commands are read in between
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Prompt:
+    """A prompt with the ids of its images' rows, and the images; `spans` are made anew for each choice."""
+
+    ids: Sequence[int]
+    spans: tuple[ImageSpan, ...] = ()
+
+    def own_spans(self) -> tuple[ImageSpan, ...]:
+        """Return spans for one sequence."""
+        return tuple(ImageSpan(span.number, span.start, span.end) for span in self.spans)
+
+
+class Images:
+    """Images of one engine, whose features take at most `limit` bytes, as rows of `dtype`. `room` frees the ids that
+    only the prefix cache holds."""
+
+    def __init__(
+        self, tower: VisionTower, limit: int, dtype: torch.dtype, ids: ImageIds, room: Callable[[], None]
+    ) -> None:
+        self.tower, self.dtype, self.ids, self.store = tower, dtype, ids, FeatureStore(limit)
+        self.encoded = 0  # images that the tower computed
+        self.seconds = 0.0  # of the tower
+        self._row_bytes = dtype.itemsize * tower.hidden
+        self._room = room
+        self._tiles: dict[int, ImageInput] = {}  # by number, while a sequence has the image
+        self._open: Counter[int] = Counter()  # sequences that have it
+        self._holding: dict[Tokens, tuple[bytes, ...]] = {}  # keys of the features that it holds
+        self._encoding: Encoding | None = None
+        self._key = b""  # of the image under way
+        self._pace = TowerPace()
+        self._steps: list[float] = []  # seconds of the last steps
+
+    # ---- requests
+
+    def take(self, ask: Submit) -> Prompt:
+        """Return the prompt of a request with ids for its images, which are held until `settle`. Raises Refused."""
+        token = self.tower.image_token
+        check_images(ask.images, ask.prompt.count(token))
+        self._refuse_too_much(ask)
+        if not ask.images:
+            return Prompt(ask.prompt)
+        numbers: list[int] = []
+        try:
+            for image in ask.images:
+                numbers.append(self._number(len(ask.cache_salt).to_bytes(4, "little") + ask.cache_salt + image.digest))
+        except BaseException:
+            for number in numbers:
+                self.ids.drop(number)
+            raise
+        rows = [row_ids(number, image.rows) for number, image in zip(numbers, ask.images, strict=True)]
+        each = itertools.chain.from_iterable(rows)
+        ids = array("i", (next(each) if id == token else id for id in ask.prompt))
+        places = [at for at, id in enumerate(ids) if id < 0]
+        ends = list(itertools.accumulate(image.rows for image in ask.images))
+        starts = [0, *ends]
+        spans = tuple(
+            ImageSpan(number, places[first], places[end - 1] + 1)
+            for number, first, end in zip(numbers, starts, ends, strict=False)
+        )
+        for number, image in zip(numbers, ask.images, strict=True):
+            self._tiles.setdefault(number, image)
+        return Prompt(ids, spans)
+
+    def begin(self, sequences: Iterable[Tokens]) -> None:
+        """Hold the images of sequences that were queued."""
+        for sequence in sequences:
+            for span in sequence.images:
+                self.ids.hold_again(span.number)
+                self._open[span.number] += 1
+
+    def settle(self, prompt: Prompt) -> None:
+        """Let go what `take` held: from now on the images are those of their sequences."""
+        for span in prompt.spans:
+            self._let_go(span.number)
+
+    def forget(self, sequence: Tokens) -> None:
+        """Let go the images of a sequence that has ended."""
+        self._drop(sequence)
+        for span in sequence.images:
+            self._open[span.number] -= 1
+            self._let_go(span.number)
+
+    def _let_go(self, number: int) -> None:
+        if self._open[number] <= 0:
+            del self._open[number]
+            self._tiles.pop(number, None)
+        self.ids.drop(number)
+
+    def _number(self, key: bytes) -> int:
+        try:
+            return self.ids.hold(key)
+        except ImagesExhausted:
+            self._room()
+        try:
+            return self.ids.hold(key)
+        except ImagesExhausted as error:
+            raise Refused("full", f"{error}: no more at a time") from None
+
+    def _refuse_too_much(self, ask: Submit) -> None:
+        """Raise Refused for images that can never be computed, or whose tiles have no room now."""
+        if any(image.rows > MAX_ROWS for image in ask.images):
+            raise Refused("too_long", f"an image has more than {MAX_ROWS} rows")
+        sizes = {image.digest: image.rows * self._row_bytes for image in ask.images}
+        if (needed := sum(sizes.values())) > self.store.limit:
+            message = f"features of the images take {needed} bytes; --image-cache gives {self.store.limit}"
+            raise Refused("too_long", message)
+        held = sum(len(image.tiles) for image in self._tiles.values())
+        if ask.images and held + sum(len(image.tiles) for image in ask.images) > MAX_TILES:
+            raise Refused("full", f"images of open requests take {held} bytes of {MAX_TILES}: no room for more")
+
+    # ---- steps
+
+    def rows(self, ids: Sequence[int]) -> Tensor:
+        """Return the feature rows [M, I] of negative ids."""
+        parts: list[Tensor] = []
+        for number, run in itertools.groupby(ids, number_of):
+            features = self.store.get(self.ids.key_of(number))
+            parts.append(features[torch.tensor([row_of(id) for id in run])])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def took(self, seconds: float) -> None:
+        """Learn how long a step took, the tower's work apart."""
+        self._steps = [*self._steps[-6:], seconds]
+
+    def advance(self, running: Sequence[Tokens]) -> str | None:
+        """Have the tower work before the next step; return the id of the sequence for which it raised."""
+        self._hold(running)
+        waits = any(sequence.gate > sequence.planned and sequence.pending for sequence in running)
+        seconds = SHARE * median(self._steps) if waits and self._steps else ALONE_SECONDS
+        if self._encoding is None and not self._begin(running):
+            return None
+        encoding = self._encoding
+        assert encoding is not None
+        began = self._pace.clock()
+        try:
+            features = encoding.advance(seconds)
+        except Exception:
+            logger.exception("the vision tower failed on an image of sequence %s", encoding.id)
+            self._encoding = None
+            return encoding.id
+        finally:
+            self.seconds += self._pace.clock() - began
+        if features is not None:
+            self._encoding = None
+            self.encoded += 1
+            self.store.put(self._key, features.to(self.dtype))
+            self._mark(running)
+        return None
+
+    def _hold(self, running: Sequence[Tokens]) -> None:
+        """Let go features that are not needed any more, and hold those of the next sequences: in order, none is
+        passed."""
+        now = {sequence for sequence in running if sequence.images and sequence.computed < sequence.images[-1].end}
+        for sequence in [each for each in self._holding if each not in now]:
+            self._drop(sequence)
+        if self._encoding is not None and not any(self._key in keys for keys in self._holding.values()):
+            self._encoding = None  # whoever needed it has ended
+        for sequence in running:
+            if sequence in now and sequence not in self._holding:
+                needed = {
+                    self.ids.key_of(span.number): self._tiles[span.number].rows * self._row_bytes
+                    for span in sequence.images
+                    if span.end > sequence.computed
+                }
+                if not self.store.hold(needed):
+                    break
+                self._holding[sequence] = tuple(needed)
+        self._mark(running)
+
+    def _mark(self, running: Iterable[Tokens]) -> None:
+        for sequence in running:
+            if (keys := self._holding.get(sequence)) is not None:
+                for span in sequence.images:
+                    key = self.ids.key_of(span.number)
+                    span.ready = key in keys and key in self.store
+
+    def _drop(self, sequence: Tokens) -> None:
+        for key in self._holding.pop(sequence, ()):
+            self.store.drop(key)
+        for span in sequence.images:
+            span.ready = False
+
+    def _begin(self, running: Iterable[Tokens]) -> bool:
+        """Begin with the first image that a sequence waits for; return whether there is one."""
+        for sequence in running:
+            for span in sequence.images if sequence in self._holding else ():
+                if not span.ready and span.end > sequence.computed:
+                    self._key = self.ids.key_of(span.number)
+                    self._encoding = Encoding(self.tower, self._tiles[span.number], sequence.id, self._pace)
+                    return True
+        return False
+
+    def check(self, sequences: Iterable[Tokens], tokens: Iterable[int]) -> None:
+        """Assert that images are held by these sequences and tokens of the prefix tree alone. Linear: for tests."""
+        own = list(sequences)
+        holders = Counter(number_of(token) for token in tokens if token < 0)
+        holders.update(span.number for sequence in own for span in sequence.images)
+        self.ids.check(holders)
+        self.store.check()
+        assert +self._open == Counter(span.number for sequence in own for span in sequence.images), "other openers"
+        assert self._tiles.keys() == (+self._open).keys(), "tiles of no sequence"
+        assert set(self._holding) <= set(own), "features for a sequence that has ended"
