@@ -81,14 +81,12 @@ class Report(msgspec.Struct, frozen=True):
     """Timing of one request in seconds, and reuse of its prompt in tokens."""
 
     queued: float = 0.0
-    fetching: float = 0.0  # waiting for blocks of the prompt from a disk or a prefill peer
     prefill: float = 0.0
     decode: float = 0.0
     preempted: float = 0.0
     preemptions: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    fetched_tokens: int = 0  # tokens whose keys and values came from there; reused where still there on admission
     reuse_ended: str = ""  # why the rest was not reused: one of `REUSE_ENDS`; "": never ran
     differs_at: int | None = None  # index of the first token that no cached prompt has
     limited_by: dict[str, int] = {}  # the request's steps by what limited them: bandwidth, compute, overhead
@@ -109,6 +107,8 @@ class Report(msgspec.Struct, frozen=True):
     sparse_prefill: str = ""  # how rows of prompts read few keys, such as skip:0.01; "": they read all
     prompt_keys_seen: int = 0  # by rows of the prompt, with sparse prefill: the sum of their lengths
     prompt_keys_read: int = 0  # of these, in each layer without a sliding window
+    fetching: float = 0.0  # seconds of waiting for blocks of the prompt from a disk or a prefill peer
+    fetched_tokens: int = 0  # whose keys and values came from there; reused where still there on admission
 
 
 REUSE_ENDS = ("complete", "differs", "evicted", "rounded", "no_room", "bypassed")
