@@ -326,9 +326,6 @@ def serve(config: ServeConfig) -> None:
       attar serve ./out --host 0.0.0.0 --api-key-file keys.txt
     """
     with errors(config.as_json):
-        from msgspec.structs import replace
-
-        from attar.checkpoints.fingerprints import fingerprints
         from attar.checkpoints.sources import hub
         from attar.cli import several
         from attar.server import supervisor
@@ -344,12 +341,9 @@ def serve(config: ServeConfig) -> None:
         config.check_processes(theirs["device"])
         require_apart(theirs["device"])
         path = hub.resolve(config.model)
-        settings = config.engine(path, name, theirs)
-        keys = _same_salts(config, keys)
+        keys, settings = _marked(_same_salts(config, keys), config.engine(path, name, theirs))
         tell_shared(settings.device, config.tp, config.pp)
         server_options = config.http(keys, origins, settings.limits(), path, name, config.replicas or 1)
-        marks = fingerprints(settings.folders)  # first: later changes are noticed
-        settings = replace(settings, files=marks, cache_owners=keys.owners)
         tokenizer = _tokenizer(path, config.chat_template)
         told = tokenizer, server_options, ENGINE, _started(bool(tokenizer.chat_templates), config.as_json)
         if config.replicas is None:
@@ -389,6 +383,16 @@ def _security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
     keys, origins = config.security()
     routers = config.routers()
     return (dataclasses.replace(keys, secret=routers.secret) if routers.hashes else keys), origins
+
+
+def _marked(keys: Keys, settings: Settings) -> tuple[Keys, Settings]:
+    """Return the keys, and settings with the salts of these and fingerprints of the model's files, by which an engine
+    notices later changes."""
+    from msgspec.structs import replace
+
+    from attar.checkpoints.fingerprints import fingerprints
+
+    return keys, replace(settings, files=fingerprints(settings.folders), cache_owners=keys.owners)
 
 
 def _same_salts(config: ServeConfig, keys: Keys) -> Keys:
