@@ -28,6 +28,8 @@ from attar.checkpoints.fingerprints import require_unchanged
 from attar.checkpoints.sources import hub
 from attar.checkpoints.sources.opening import stored
 from attar.engine import bottleneck
+from attar.engine.blocks import opening
+from attar.engine.blocks.moves import PeerBlocks, SavedBlocks
 from attar.engine.bottleneck import Bottlenecks, KernelMeter, StreamMeter
 from attar.engine.draft_head import memory_bytes as head_bytes
 from attar.engine.draft_model import memory_bytes
@@ -73,6 +75,8 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     limits, threads = settings.limits(), settings.threads or machine.cores()
     sparse(settings)  # before anything is read
     evictions(settings)
+    peer = opening.peer_of(settings)
+    saved = opening.open_saved(settings)
     path = hub.resolve(settings.model)
     require_unchanged(settings.files, settings.folders)
     config, storage = stored(path)
@@ -99,7 +103,7 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     torch.set_num_threads(each)  # which loading may have changed
     # The time of one stage of several says nothing of the step (`bottleneck.py`).
     judge = Bottlenecks(_roof(held, rates), KernelMeter()) if settings.pp == 1 else None
-    made, ready = _made(settings, held, limits, model, found, judge)
+    made, ready = _made(settings, held, limits, model, found, judge, (saved, peer))
     if held.share.count > 1:
         return made, ready  # sizes and rates of one process say nothing of the step
     shape = described(settings.served_as, config, storage, held.kv.name, StepLimits.of(limits, threads))
@@ -138,8 +142,12 @@ def _made(
     model: LoadedModel,
     found: Fit,
     judge: Bottlenecks | None,
+    moved: tuple[SavedBlocks | None, PeerBlocks | None] = (None, None),
 ) -> tuple[Engine, Ready]:  # fmt: skip
     """Make an engine over a loaded model, and its first message."""
+    if any(moved) and not bits_of(settings, model):
+        message = f"--cache-dir and --role: a linear of this model is computed {BY_REFERENCE}"
+        raise UserError("feature_unsupported", message)
     names = tuple(name for name, _ in settings.adapters)
     drafts = drafter(
         settings.draft, model, found.context, limits.together, activations=settings.activations,
@@ -160,6 +168,7 @@ def _made(
         found.blocks, found.context, limits, model.eos_ids, held.kv, names, drafter=drafts,
         draft_tokens=settings.draft_tokens, draft_tree=settings.draft_tree, sparse=layers, prefill=few,
         sliding_blocks=found.sliding_blocks, tells_cache=settings.tells_cache, evictions=dropping,
+        saved=moved[0], peer=moved[1],
     )  # fmt: skip
     made = Engine(model.decoder, model.tokenizer, config, bounds=judge, runner=model.runner)
     require_unchanged(settings.files, settings.folders)  # nor while it was read
@@ -180,7 +189,8 @@ def bits_of(settings: Settings, model: LoadedModel) -> str:
         return ""
     files = [(Path(path).name, mark) for path, mark in settings.files.items()]  # in the order of the folders
     same = replace_settings(
-        settings, socket="", memory=None, threads=None, preset=None, policy=None, name="", tells_cache=False,
+        opening.plain(settings), socket="", memory=None, threads=None, preset=None, policy=None, name="",
+        tells_cache=False,
         **({} if not files else {
             "files": {}, "model": "", "adapters": tuple((name, "") for name, _ in settings.adapters),
             "draft": settings.draft and ("model" if settings.draft_model else settings.draft),
