@@ -28,6 +28,8 @@ from attar.checkpoints.fingerprints import require_unchanged
 from attar.checkpoints.sources import hub
 from attar.checkpoints.sources.opening import stored
 from attar.engine import bottleneck
+from attar.engine.blocks import opening
+from attar.engine.blocks.moves import PeerBlocks, SavedBlocks
 from attar.engine.bottleneck import Bottlenecks, KernelMeter, StreamMeter
 from attar.engine.draft_head import memory_bytes as head_bytes
 from attar.engine.draft_model import memory_bytes
@@ -74,6 +76,8 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     limits, threads = settings.limits(), settings.threads or machine.cores()
     sparse(settings)  # before anything is read
     evictions(settings)
+    peer = opening.peer_of(settings)
+    saved = opening.open_saved(settings)
     path = hub.resolve(settings.model)
     require_unchanged(settings.files, settings.folders)
     config, storage = stored(path)
@@ -107,7 +111,7 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     torch.set_num_threads(each)  # which loading may have changed
     # The time of one stage of several says nothing of the step (`bottleneck.py`).
     judge = Bottlenecks(_roof(held, rates), KernelMeter()) if settings.pp == 1 else None
-    made, ready = _made(settings, held, limits, model, found, judge)
+    made, ready = _made(settings, held, limits, model, found, judge, (saved, peer))
     ready = replace_settings(ready, no_images=NO_TENSORS if seeing and made.images is None else against)
     if held.share.count > 1:
         return made, ready  # sizes and rates of one process say nothing of the step
@@ -147,8 +151,12 @@ def _made(
     model: LoadedModel,
     found: Fit,
     judge: Bottlenecks | None,
+    moved: tuple[SavedBlocks | None, PeerBlocks | None] = (None, None),
 ) -> tuple[Engine, Ready]:  # fmt: skip
     """Make an engine over a loaded model, and its first message."""
+    if any(moved) and not bits_of(settings, model):
+        message = f"--cache-dir and --role: a linear of this model is computed {BY_REFERENCE}"
+        raise UserError("feature_unsupported", message)
     names = tuple(name for name, _ in settings.adapters)
     drafts = drafter(
         settings.draft, model, found.context, limits.together, activations=settings.activations,
@@ -170,6 +178,7 @@ def _made(
         draft_tokens=settings.draft_tokens, draft_tree=settings.draft_tree, sparse=layers, prefill=few,
         sliding_blocks=found.sliding_blocks, tells_cache=settings.tells_cache, evictions=dropping, tower=model.tower,
         image_cache=settings.image_cache,
+        saved=moved[0], peer=moved[1],
     )  # fmt: skip
     made = Engine(model.decoder, model.tokenizer, config, bounds=judge, runner=model.runner)
     require_unchanged(settings.files, settings.folders)  # nor while it was read
@@ -190,7 +199,8 @@ def bits_of(settings: Settings, model: LoadedModel) -> str:
         return ""
     files = [(Path(path).name, mark) for path, mark in settings.files.items()]  # in the order of the folders
     same = replace_settings(
-        settings, socket="", memory=None, threads=None, preset=None, policy=None, name="", tells_cache=False,
+        opening.plain(settings), socket="", memory=None, threads=None, preset=None, policy=None, name="",
+        tells_cache=False,
         **({} if not files else {
             "files": {}, "model": "", "adapters": tuple((name, "") for name, _ in settings.adapters),
             "draft": settings.draft and ("model" if settings.draft_model else settings.draft),

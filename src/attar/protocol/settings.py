@@ -56,6 +56,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image_cache: int = IMAGE_CACHE  # bytes of features of images; 0: a model's vision tower is not loaded
     name: str = ""  # what requests call the model; empty: its folder's name
     tells_cache: bool = False  # whether changes of the prefix cache are told (`messages.CachedBlocks`)
+    cache_dir: str | None = None  # folder of the disk cache; None: there is none
+    cache_bytes: int | None = None  # most bytes of its files
+    cache_owners: tuple[str, ...] = ("",)  # salts of all API keys, in hexadecimal; that of no key is empty
+    role: str = "both"  # or prefill, or decode
+    prefill_peer: str | None = None  # address at which an engine of the role prefill answers one of the role decode
+    peer_keys: tuple[str, ...] = ()  # files of keys, of which the first makes proofs
+    peer_ca: str | None = None  # file of the authority of certificates
+    peer_cert: str | None = None  # file of the own certificate and its private key
+    peer_name: str = ""  # that the other side's certificate must have; empty: the address's
     files: dict[str, str] = {}  # `fingerprints` of the files to serve; empty: any files
 
     @property

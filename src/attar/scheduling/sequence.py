@@ -25,8 +25,9 @@ from attar.scheduling.image_ids import ImageSpan
 
 
 class Status(enum.Enum):
-    """The status of a sequence. Its time is counted under the first four."""
+    """The status of a sequence. Its time is counted under all but the last."""
 
+    FETCHING = "fetching"  # never run yet: blocks of its prompt come from elsewhere (`fetching.py`)
     QUEUED = "queued"  # never run yet
     PREFILL = "prefill"  # running, no token of its own yet; also when it starts over
     DECODE = "decode"
@@ -99,6 +100,8 @@ class Sequence:
     preemptions: int = 0
     under_way: int = 0  # steps under way that contain it: the runner may be reading or writing its blocks
 
+    fetched: int = 0  # tokens whose blocks came from elsewhere, before it was first admitted
+    offered: int = 0  # tokens of whole blocks of which it has told (`Scheduler.kept`)
     reused: int = 0  # tokens of the prompt that were not computed, when it was first admitted
     reuse_ended: str = ""
     differs_at: int | None = None

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from attar.checkpoints.adapters import lora
-from attar.engine.images.limits import Beside, against_images
+from attar.engine.images.limits import Beside, against_images, no_images
 from attar.kernels import dispatch
 from attar.kv import sparse_prefill
 from attar.kv.eviction import Eviction
@@ -28,6 +28,7 @@ from attar.protocol.grammar import Grammar
 from attar.protocol.messages import Failed, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
+from attar.protocol.settings import Settings
 from attar.sampling.drafters.lookahead import LookaheadDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.text.tokenizer import Tokenizer
@@ -187,6 +188,17 @@ def test_settings_that_images_do_not_go_with_are_named(
     config: VisionConfig, device: str, processes: int, draft: str | None, other: Beside, word: str
 ) -> None:
     assert word in (against_images(config, device, processes, draft, other) or "")
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [({"cache_dir": "/a"}, "--cache-dir"), ({"role": "decode"}, "--role decode"), ({"image_cache": 0}, "--image-cache 0"),
+     ({"tp": 2}, "--tp"), ({}, "")],
+)  # fmt: skip
+def test_settings_of_a_server_are_named(given: dict[str, Any], word: str) -> None:
+    found = no_images(Settings("model", "", **given), SMALL)
+    assert (found is None) == (not word)
+    assert word in (found or "")
 
 
 @pytest.mark.parametrize("draft", [None, "suffix", "lookahead"])

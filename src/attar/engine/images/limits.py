@@ -67,10 +67,10 @@ def no_images(settings: Settings, config: VisionConfig) -> str | None:
     if not settings.image_cache:
         return "--image-cache 0"
     # Ids of images are one process's own, so no block with an image may leave it.
-    if getattr(settings, "cache_dir", None) is not None:
+    if settings.cache_dir is not None:
         return "--cache-dir: blocks of images stay in their engine"
-    if (role := getattr(settings, "role", "both")) != "both":
-        return f"--role {role}: blocks of images stay in their engine"
+    if settings.role != "both":
+        return f"--role {settings.role}: blocks of images stay in their engine"
     few = bool(settings.sparse_attention or settings.sparse_prefill)
     other = Beside(bool(settings.kv_eviction), few, None if settings.kv is None else schemes.scheme(settings.kv))
     return against_images(config, settings.device, settings.tp * settings.pp, settings.draft, other)
