@@ -192,9 +192,14 @@ def test_settings_that_images_do_not_go_with_are_named(
 
 @pytest.mark.parametrize(
     ("given", "word"),
-    [({"cache_dir": "/a"}, "--cache-dir"), ({"role": "decode"}, "--role decode"), ({"image_cache": 0}, "--image-cache 0"),
-     ({"tp": 2}, "--tp"), ({}, "")],
-)  # fmt: skip
+    [
+        ({"cache_dir": "/a"}, "--cache-dir"),
+        ({"role": "decode"}, "--role decode"),
+        ({"image_cache": 0}, "--image-cache 0"),
+        ({"tp": 2}, "--tp"),
+        ({}, ""),
+    ],
+)
 def test_settings_of_a_server_are_named(given: dict[str, Any], word: str) -> None:
     found = no_images(Settings("model", "", **given), SMALL)
     assert (found is None) == (not word)
