@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import random
 import shutil
 import subprocess
 import sys
+import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,6 +146,16 @@ def test_a_model_without_a_tower_takes_no_images(demo: Path) -> None:
         llm.chat(said(FIRST, "what?"), GREEDY)
 
 
+def wait_for(url: str, seconds: float = 60.0) -> None:
+    """Until the server is ready."""
+    end = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(url, timeout=10):
+            return
+        assert time.monotonic() < end, "it is not ready"
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("seeing", ["smolvlm"], indirect=True)
 def test_a_server_gives_the_same_tokens(seeing: Seeing) -> None:
     """`attar serve` with a data URL, beside `LLM` and transformers; twice, so that the second is a hit."""
@@ -158,6 +171,7 @@ def test_a_server_gives_the_same_tokens(seeing: Seeing) -> None:
     try:
         assert process.stdout is not None
         address = json.loads(process.stdout.readline())["url"]
+        wait_for(f"{address}/readyz")
         cached = []
         for _ in range(2):
             request = urllib.request.Request(
