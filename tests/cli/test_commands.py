@@ -32,6 +32,8 @@ COMMANDS = (
     "generate",
     "chat",
     "serve",
+    "route",
+    "deploy",
     "bench-serve",
     "bench",
     "plan",

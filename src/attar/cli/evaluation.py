@@ -32,8 +32,8 @@ class EvalConfig(options.OutputConfig):
     model: options.Model
     text: Annotated[Path | None, option("Data", "FILE", "Held-out text (.txt, .jsonl).")] = None
     task: Annotated[list[str] | None, option(
-        "Task", "NAME", "Task of lm-eval instead of a text: arc, gsm8k, hellaswag, ifeval, lambada, mmlu, piqa, truthfulqa "
-        "or winogrande. NAME=PATH has its items in files, NAME alone on the Hub. It may be repeated.",
+        "Task", "NAME", "Task of lm-eval instead of a text: arc, gsm8k, hellaswag, ifeval, lambada, mmlu, piqa, "
+        "truthfulqa or winogrande. NAME=PATH has its items in files, NAME alone on the Hub. It may be repeated.",
     )] = None  # fmt: skip
     limit: Annotated[int | None, option("Task", "N", "Items of each task to use at most.", min=1)] = None
     shots: Annotated[

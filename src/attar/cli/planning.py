@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from attar.protocol.settings import Settings
 
 
+RESUME = "the same command goes on: what was measured and compressed is kept"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(SchedulerOptions):
     """Options of `plan`."""
@@ -63,6 +66,10 @@ class PlanConfig(SchedulerOptions):
     )] = None  # fmt: skip
     outputs: Annotated[list[str] | None, option(
         "Goal", "OUT", "Existing output of this model, whose receipt states its KL.", "--output",
+    )] = None  # fmt: skip
+    acceptance: Annotated[float | None, option(
+        "Goal", "SHARE", "Share of drafts that are right, as `attar eval --draft` measures it.", min=0, max=1,
+        default="assumed, 0.3 to 0.8",
     )] = None  # fmt: skip
     measure: Annotated[float | None, option(
         "Experiments", "TIME", "Confirm the plan within this time, such as 15m: compress, measure KL, run load tests. "
@@ -117,7 +124,8 @@ class PlanConfig(SchedulerOptions):
         yet."""
         own = {
             "--rates": self.rates, "--prompt": self.prompt, "--trace": self.trace, "--output": self.outputs,
-            "--measure": self.measure, "--apply": self.apply, "--text": self.text, "--calib": self.calib,
+            "--acceptance": self.acceptance is not None, "--measure": self.measure, "--apply": self.apply,
+            "--text": self.text, "--calib": self.calib,
         }  # fmt: skip
         if not self.by_goal:
             if given := [name for name, value in own.items() if value]:
@@ -146,7 +154,7 @@ class PlanConfig(SchedulerOptions):
             prompt=self.prompt, trace=self.trace, rates=self.rates, outputs=self.outputs or (),
             gpu=self.hardware().gpu if by_gpu else None, settings=self.engine(), as_json=self.as_json,
             measure=self.measure, apply=self.apply, text=self.text, calib=self.calib, samples=self.samples,
-            quiet=self.quiet,
+            quiet=self.quiet, acceptance=self.acceptance,
         ))  # fmt: skip
 
     def subject(self) -> Subject:
@@ -207,7 +215,7 @@ def plan(config: PlanConfig) -> None:
       attar plan ./model --goal "kl<=0.05,tpot<=60ms" --users 8 --context 4096
       attar plan ./model --goal "kl<=0.05" --measure 15m --text a.txt --apply out
     """
-    with errors(config.as_json):
+    with errors(config.as_json, RESUME if config.measure or config.apply else None):
         config.check()
         if config.by_goal:
             config.plan_by_goal()

@@ -150,7 +150,7 @@ def test_a_plan_is_confirmed_and_written(
     assert (out / "receipt.json").is_file()
     again, then = run(command)
     assert (again, then["chosen"]["weights"]) == (0, said["chosen"]["weights"])
-    assert then["applied"] == said["applied"]
+    assert then["applied"]["path"] == str(out)
 
 
 def test_nothing_is_written_where_the_goal_is_missed(kept: Path, tmp_path: Path) -> None:
@@ -176,6 +176,18 @@ def test_experiments_lie_beside_the_output_or_with_the_rates(lab: Experiments, k
     cached = experiments.place(lab.materials, None)
     assert cached.parent == kept / "plans"
     assert experiments.place(lab.materials, tmp_path / "model") == cached, "what was begun goes on"
+
+
+def test_old_folders_of_plans_go(lab: Experiments, kept: Path) -> None:
+    experiments.place(lab.materials, None)
+    others = [kept / "plans" / f"other{number}" for number in range(6)]
+    for number, each in enumerate(others):
+        each.mkdir()
+        os.utime(each, (1000 + number, 1000 + number))
+    own = experiments.place(lab.materials, None)
+    left = set((kept / "plans").iterdir())
+    assert own in left
+    assert left == {own, *others[-(experiments.MOST_KEPT - 1) :]}
 
 
 @pytest.mark.parametrize(

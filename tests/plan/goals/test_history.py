@@ -19,12 +19,13 @@ from tests.pretend_rates import PROFILE
 
 KEY = PROFILE.key
 WORK = Workload(1, 96, 32)
+PLAIN = search.search(question("kl<=1")).all
 
 
 def pairs(factor: float, count: int = ENOUGH) -> list[tuple[Configuration, Configuration]]:
     """Return configurations whose measurements were larger than predicted by a factor."""
     found = []
-    for each in search.search(question("kl<=1")).all[:count]:
+    for each in PLAIN[:count]:
         cells = {
             name: Cell(factor * c.value, factor * c.value, factor * c.value, "measured")
             for name, c in each.cells.items()
@@ -47,9 +48,8 @@ def test_past_errors_are_kept_and_widen_ranges(tmp_path: Path) -> None:
     again = history(tmp_path)
     assert again.factors()["tpot_p95"] == pytest.approx(1.5)
     assert "tpot_p95 50% in 3" in str(again.sentence())
-    plain = search.search(question("kl<=1")).all
     wide = search.search(question("kl<=1", factors=again.factors())).all
-    for a, b in zip(plain, wide, strict=True):
+    for a, b in zip(PLAIN, wide, strict=True):
         assert b.cells["tpot_p50"].high == pytest.approx(max(a.cells["tpot_p50"].high, 1.5 * a.cells["tpot_p50"].value))
         assert b.cells["memory"] == a.cells["memory"]
         assert b.cells["tpot_p95"].value == a.cells["tpot_p95"].value
@@ -78,9 +78,9 @@ def test_times_are_of_their_machine_and_divergences_of_all(tmp_path: Path) -> No
 
 
 def test_the_record_is_bounded(tmp_path: Path) -> None:
-    past = history(tmp_path)
+    past, found = history(tmp_path), pairs(1.1, 3)
     for number in range(MOST // 8):
-        past.add(f"m{number}" + "x" * 500, WORK, pairs(1.1, 3))
+        past.add(f"m{number}" + "x" * 500, WORK, found)
     saved = json.loads(past.path.read_bytes())
     assert len(saved["entries"]) == MOST
     assert saved["entries"][-1]["of"].startswith(f"m{MOST // 8 - 1}")

@@ -33,6 +33,7 @@ REFERENCE = 4.0  # how many times as long a prompt takes in float32 by the refer
 START = 10.0  # seconds that a server takes to start, as a first guess
 LEAST_ANSWER = 8  # tokens of an answer that is cut to fit the time
 MOST_REQUESTS = 1000  # of one load test
+MOST_KEPT, DAY = 4, 86400.0  # folders of plans without an output; seconds
 CONTEXT = 2048  # tokens of a window, at most
 
 
@@ -75,10 +76,19 @@ def place(materials: Materials, output: Path | None) -> Path:
         machine.private_folder(kept.parent.parent)
         kept.parent.mkdir(exist_ok=True)
         kept.mkdir(exist_ok=True)
+        _prune(kept)
         return kept
     beside = output.with_name(f"{output.name}{SUFFIX}") / materials.key()
     beside.mkdir(parents=True, exist_ok=True)
     return beside
+
+
+def _prune(kept: Path) -> None:
+    """Remove the oldest folders of other plans, but for those of the last day, which may be in use."""
+    others = [(each.lstat().st_mtime, each) for each in kept.parent.iterdir() if each != kept]
+    for changed, each in sorted(others, reverse=True)[MOST_KEPT - 1 :]:
+        if time.time() - changed > DAY:
+            shutil.rmtree(each, ignore_errors=True)
 
 
 class Experiments:

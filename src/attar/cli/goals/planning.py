@@ -48,6 +48,7 @@ class GoalOptions:
     calib: str | None = None
     samples: int = 128
     quiet: bool = False
+    acceptance: float | None = None
 
 
 def plan_by_goal(config: GoalOptions) -> None:
@@ -188,6 +189,7 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
         outputs,
         config.calib or "self",
         {} if gpu is not None else past.factors(),
+        config.acceptance,
     )
     return made, notes
 

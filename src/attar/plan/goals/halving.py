@@ -109,6 +109,7 @@ def contenders(answer: Answer) -> list[Configuration]:
     """Return the configurations to measure, in order: those that may meet the goals, by what they promise.
 
     Without any that may, the nearest misses are measured. Of one choice of weights there are at most `SAME_WEIGHTS`.
+    Techniques are left out: no experiment here measures what they cost.
     """
     goals = answer.question.goals
     by_speed = any(goal.name in ("kl", "top1") for goal in goals)
@@ -121,9 +122,10 @@ def contenders(answer: Answer) -> list[Configuration]:
         kl, speed = of.cells["kl"].value, of.cells["tokens_per_second"].value
         return (not of.meets(goals), *((-speed, kl) if by_speed else (kl, -speed)))
 
-    found = [each for each in answer.all if may(each)]
+    plain = [each for each in answer.all if each.technique is None]
+    found = [each for each in plain if may(each)]
     if not found:
-        found = [each for each in answer.all if each.fits]
+        found = [each for each in plain if each.fits]
         found.sort(key=lambda each: max(each.excess(goals).values()))
     else:
         found.sort(key=rank)
@@ -160,7 +162,7 @@ def halve(
 
 
 def _pair(of: Configuration) -> str:
-    return f"{of.weights.label}|{of.kv.name}"
+    return of.name
 
 
 def _key(of: Configuration) -> str:
