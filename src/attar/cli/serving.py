@@ -310,7 +310,7 @@ class ServeConfig(SchedulerOptions, HttpOptions):
             KeyLimits(self.max_requests_per_key, self.tokens_per_minute), self.deadline, self.drain_seconds,
             self.template_date, sampling, check_aliases(self.alias or (), (name, *adapters)), self.root_path,
             self.response_store or 0, {"on": True, "off": False}.get(self.reasoning), self.request_metrics,
-            read_settings(path), self.routers(),
+            None if self.image_cache == 0 else read_settings(path), self.routers(),
         )  # fmt: skip
 
 
