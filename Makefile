@@ -160,7 +160,7 @@ test-triton: .venv-triton/.installed
 .venv-ray/.installed: tests/integrations/ray/requirements.txt | $(VENV)/.installed-dev
 	@echo "setting up .venv-ray: a minute or two the first time"
 	@$(BIN)/python -m venv --clear .venv-ray
-	@$(BIN)/python -c 'import sysconfig; print(f"import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})")' \
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > $$(.venv-ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/attar.pth
 	@.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-cpu.txt --requirement $< \
 	  || echo "the packages of $< cannot be had: test-ray will skip"

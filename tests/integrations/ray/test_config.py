@@ -73,6 +73,9 @@ def test_replicas_by_load(file: Path) -> None:
 @pytest.mark.parametrize("options, code", [
     (("--replicas", "2"), "option_conflict"),
     (("--ray-address", "0.0.0.0"), "ray_exposed"),
+    (("--cache-dir", "kv"), "option_conflict"),
+    (("--role", "prefill"), "option_conflict"),
+    (("--router-key-file", "key"), "option_conflict"),
     (("--ray-address", "10.0.0.7"), "ray_exposed"),
     (("--ray-replicas", "3", "--ray-max-replicas", "2"), "option_conflict"),
     (("--threads", "4", "--ray-cpus", "2"), "option_conflict"),

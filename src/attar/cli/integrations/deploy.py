@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from attar.integrations.ray.config import Size
     from attar.integrations.ray.settings import Arguments
 
-NOT_HERE = ("models", "replicas", "replica_cores", "triton_config", "router_key_file")
-"""Options of `serve` that make no replica of Ray's."""
+NOT_HERE = (
+    "models", "replicas", "replica_cores", "triton_config", "router_key_file", "cache_dir", "cache_bytes",
+    "prefill_peer", "peer_key_file", "peer_ca", "peer_cert", "peer_name",
+)  # fmt: skip
+"""Options of `serve` that Ray's replicas do not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,9 @@ class DeployConfig(serving.ServeConfig):
         for field in NOT_HERE:
             if getattr(self, field):
                 name = "--model" if field == "models" else "--" + field.replace("_", "-")
-                raise UserError("option_conflict", f"{name} is of attar serve: Ray's replicas have one engine each")
+                raise UserError("option_conflict", f"{name} is of attar serve, and not of Ray's replicas")
+        if self.role.value != "both":
+            raise UserError("option_conflict", "--role is of attar serve: each of Ray's replicas does both")
         if self.device not in (None, "cpu", "cuda"):
             message = f"--device {self.device}: Ray chooses a replica's GPUs, so give cpu or cuda"
             raise UserError("device_unsupported", message)

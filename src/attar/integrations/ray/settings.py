@@ -39,6 +39,7 @@ class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     response_store: int = 0
     reasoning: bool | None = None
     request_metrics: bool = False
+    images: bool = True  # whether requests may have images, where the model has a vision tower
 
     def options(self) -> ServerOptions:
         """Return the options of the server, with the keys of the file. Raises UserError for a key file that is not
@@ -48,7 +49,8 @@ class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.host, self.port, Keys.of(find_keys(file, {})), frozenset(self.hosts), frozenset(self.origins),
             self.max_requests, KeyLimits(self.requests_per_key, self.tokens_per_minute), self.deadline,
             self.drain_seconds, self.template_date, self.sampling, self.aliases, self.root_path, self.response_store,
-            self.reasoning, self.request_metrics, read_settings(Path(self.path)),
+            self.reasoning, self.request_metrics,
+            read_settings(Path(self.path)) if self.images else None,
         )  # fmt: skip
 
     @classmethod
@@ -61,6 +63,7 @@ class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             options.limits.requests, options.limits.tokens_per_minute, options.deadline, options.drain_seconds,
             options.template_date, chat_template, dict(options.sampling), options.aliases, options.root_path,
             options.response_store, options.reasoning, options.request_metrics,
+            options.images is not None,
         )  # fmt: skip
 
 
