@@ -45,6 +45,7 @@ PAGES = {
         "docs/tools.md",
         "docs/speculative_decoding.md",
         "docs/long_context.md",
+        "docs/images.md",
         "docs/lab.md",
         "docs/adapters.md",
         "docs/numerics.md",
@@ -79,6 +80,7 @@ PAGES = {
     )
 }
 NOT_RUN = {
+    "docs/images.md": "it needs a vision-language model and an image of the reader",
     "docs/howto_load_elsewhere.md": "transformers is another package; tests under checkpoints/ load outputs with it",
     "docs/serving.md": "reranking and filling in the middle need models of their own",
     "docs/tools.md": "the loop needs a model that calls, and a function of the reader",

@@ -32,6 +32,7 @@ COMMANDS = (
     "generate",
     "chat",
     "serve",
+    "route",
     "bench-serve",
     "bench",
     "plan",

@@ -53,7 +53,7 @@ def options(command: Any) -> list[Any]:
 
 
 def test_the_table_is_whole() -> None:
-    assert len(COMMANDS) == 22
+    assert len(COMMANDS) == 23
     assert {path for path in COMMANDS if len(path) == 2} == {
         ("tritonserver", name) for name in ("import", "export", "fill")
     }
@@ -129,7 +129,7 @@ def test_bodies_are_short_and_functions_take_few_parameters() -> None:
     (folder,) = map(Path, attar.cli.__path__)
     functions = [
         (file.name, node)
-        for file in folder.glob("*.py")
+        for file in folder.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.FunctionDef)
     ]

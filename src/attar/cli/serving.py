@@ -16,6 +16,7 @@ import typer
 from attar import logs
 from attar.cli import options
 from attar.cli.commands import configured, flag, option
+from attar.cli.fleet.http_options import HttpOptions, RouterKeyFile
 from attar.cli.scheduling import SchedulerOptions
 from attar.cli.terminal import emit, errors, require_apart, tell, tell_shared
 from attar.errors import UserError
@@ -23,6 +24,7 @@ from attar.errors import UserError
 if TYPE_CHECKING:
     from attar.protocol.scheduler_config import SchedulerConfig
     from attar.protocol.settings import Settings
+    from attar.server.fleet.router_key import RouterKeys
     from attar.server.http.security import Keys
     from attar.server.options import ServerOptions
     from attar.text.tokenizer import Tokenizer
@@ -37,12 +39,13 @@ SINGLE = (
     "chat_template",
     "replicas",
     "replica_cores",
+    "router_key_file",
 )  # options of a server with one model
 ENGINE = (sys.executable, "-m", "attar.engine.main")  # the command line of its process
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(SchedulerOptions):
+class ServeConfig(SchedulerOptions, HttpOptions):
     """Options of `serve`."""
 
     model: options.Model = "demo"
@@ -102,34 +105,9 @@ class ServeConfig(SchedulerOptions):
         "policy is that of requests which name none. CPUs only.",
         parser=options.parse_kv_eviction, default="none are dropped",
     )] = None  # fmt: skip
-    host: Annotated[str, option("HTTP", "HOST", "Address; others than loopback need an API key.")] = "127.0.0.1"
-    port: Annotated[int, option("HTTP", "N", "Port; 0 takes a free one.", min=0, max=65535)] = 8000
-    root_path: Annotated[str, option(
-        "HTTP", "PATH", "Prefix of every path, such as /chat, behind a proxy that passes it on.", default="none",
-    )] = ""  # fmt: skip
-    response_store: Annotated[int | None, option(
-        "HTTP", "SIZE", "Memory to keep answers of /v1/responses in, such as 64MB, for `previous_response_id`. Each is "
-        "known to the key that made it alone, for a day, until the server ends.", parser=options.parse_size,
-        default="none are kept",
-    )] = None  # fmt: skip
     request_metrics: Annotated[bool, flag(
         "HTTP", "Tell in answers of chats and completions how long they took, as vLLM's `metrics`.",
     )] = False  # fmt: skip
-    deadline: Annotated[float, option("HTTP", "SECONDS", "Time limit of one request.", min=0.1)] = 600.0
-    drain_seconds: Annotated[
-        float, option("HTTP", "SECONDS", "Time for open requests when the server stops.", min=0)
-    ] = 30.0
-    api_key_file: Annotated[Path | None, option(
-        "Security", "FILE", "API keys of at least 32 characters, one a line, in a file of mode 600; or set "
-        "ATTAR_API_KEY.",
-    )] = None  # fmt: skip
-    origin: Annotated[list[str] | None, option(
-        "Security", "URL", "Origin of a web page that may call (CORS), such as https://chat.example.",
-    )] = None  # fmt: skip
-    allowed_host: Annotated[list[str] | None, option(
-        "Security", "NAME", "Host name that clients may use, behind a proxy that passes the Host header on. "
-        "Loopback's names are always allowed.", default="on loopback only those, elsewhere any",
-    )] = None  # fmt: skip
     max_requests: Annotated[int | None, option(
         "Limits", "N", "Open HTTP requests; excess requests get 429, as do bodies of over 1 GiB together.", min=1,
         default=f"sequences that run and wait, and {BESIDES} more",
@@ -138,6 +116,7 @@ class ServeConfig(SchedulerOptions):
         "Limits", "N", "Open requests of one API key; excess requests get 429.", min=1,
         default="half of --max-requests with several keys, no limit with one",
     )] = None  # fmt: skip
+    router_key_file: RouterKeyFile = None
     tokens_per_minute: Annotated[int | None, option(
         "Limits", "N", "Tokens of one API key in a minute, prompts and outputs; excess requests get 429. A request "
         "reserves what it asks for until it ends.", min=1,
@@ -166,10 +145,20 @@ class ServeConfig(SchedulerOptions):
             return
         if device != "cpu":
             raise UserError("feature_unsupported", f"--replicas is for CPUs; --device {device} has one engine")
+        if self.router_key_file is not None:
+            message = "--router-key-file with --replicas: give the router one server of each engine instead"
+            raise UserError("feature_unsupported", message)
         for name, size in (("tp", self.tp), ("pp", self.pp)):
             if size > 1:
                 message = f"--replicas with --{name} {size}: each replica is one process; choose one of the two"
                 raise UserError("option_conflict", message)
+
+    def routers(self) -> RouterKeys:
+        """Return the keys of routers, none where there are none. Raises UserError for a file that is refused."""
+        from attar.server.fleet.router_key import RouterKeys
+        from attar.server.http.security import read_keys
+
+        return RouterKeys.of(() if self.router_key_file is None else read_keys(self.router_key_file))
 
     def engine(self, path: Path, name: str, theirs: dict[str, Any]) -> Settings:
         """Make the engine's settings; `theirs`, from a Triton configuration, replace what is not given.
@@ -197,7 +186,7 @@ class ServeConfig(SchedulerOptions):
                 draft_tokens=self.draft_tokens,
                 draft_tree=self.draft_tree, sparse_attention=self.sparse_attention,
                 sparse_prefill=self.sparse_prefill,
-                kv_eviction=tuple(self.kv_eviction or ()),
+                kv_eviction=tuple(self.kv_eviction or ()), tells_cache=self.router_key_file is not None,
             ),
             **theirs | given,
         )  # fmt: skip
@@ -215,6 +204,7 @@ class ServeConfig(SchedulerOptions):
         """Make the settings of HTTP for the model at `path`, called `name`, which `engines` engines serve. Raises
         ValueError for a public address without a key, and for wrong names and paths."""
         from attar.checkpoints import generation_config
+        from attar.images.settings import read_settings
         from attar.server.admission.rate_limits import KeyLimits
         from attar.server.options import ServerOptions, check_aliases
 
@@ -229,6 +219,7 @@ class ServeConfig(SchedulerOptions):
             KeyLimits(self.max_requests_per_key, self.tokens_per_minute), self.deadline, self.drain_seconds,
             self.template_date, sampling, check_aliases(self.alias or (), (name, *adapters)), self.root_path,
             self.response_store or 0, {"on": True, "off": False}.get(self.reasoning), self.request_metrics,
+            read_settings(path), self.routers(),
         )  # fmt: skip
 
 
@@ -305,12 +296,11 @@ def _run(config: ServeConfig, server: Callable[[], int]) -> None:
 
 
 def _security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
-    """Return the keys and the origins of requests. Raises UserError for a host, origin or key file that is refused."""
-    from attar.server.http.security import Keys, check_host, find_keys, parse_origin
-
-    check_host(config.host)
-    origins = frozenset(map(parse_origin, config.origin or ()))
-    return Keys.of(find_keys(config.api_key_file, os.environ)), origins
+    """Return the keys and the origins of requests; a router's key makes the secret of salts. Raises UserError for a
+    host, origin or key file that is refused."""
+    keys, origins = config.security()
+    routers = config.routers()
+    return (dataclasses.replace(keys, secret=routers.secret) if routers.hashes else keys), origins
 
 
 def _check_reads(settings: Settings, trees: bool) -> None:

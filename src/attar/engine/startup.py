@@ -174,11 +174,19 @@ def _made(
 
 def bits_of(settings: Settings, model: LoadedModel) -> str:
     """Return a digest of all that the bits of an answer depend on, but the request: versions, instruction set, model
-    and settings. Empty where they depend on what else runs: on GPUs, in several processes, and by the reference."""
+    and settings. Folders may differ, with files of the same names, sizes, dates and contents. Empty where bits depend
+    on what else runs: on GPUs, in several processes, and by the reference."""
     if settings.device != "cpu" or model.executor is not None or without_kernels(model.decoder):
         return ""
-    same = replace_settings(settings, socket="", memory=None, threads=None, preset=None, policy=None, name="")
-    told = (__version__, str(torch.__version__), extension.cpu_level(), msgspec.to_builtins(same))
+    files = [(Path(path).name, mark) for path, mark in settings.files.items()]  # in the order of the folders
+    same = replace_settings(
+        settings, socket="", memory=None, threads=None, preset=None, policy=None, name="", tells_cache=False,
+        **({} if not files else {
+            "files": {}, "model": "", "adapters": tuple((name, "") for name, _ in settings.adapters),
+            "draft": settings.draft and ("model" if settings.draft_model else settings.draft),
+        }),
+    )  # fmt: skip
+    told = (__version__, str(torch.__version__), extension.cpu_level(), files, msgspec.to_builtins(same))
     return hashlib.blake2b(msgspec.json.encode(told, order="sorted"), digest_size=16).hexdigest()
 
 

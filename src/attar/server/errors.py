@@ -80,6 +80,7 @@ _LLAMACPP_TYPES = {
 """Types of errors there, by status; others are invalid_request_error."""
 
 INTERNAL = "the request failed inside the server; the log has its id"
+INVALID_KEY = "send a valid key: Authorization: Bearer KEY"
 CANCELLED = "the request was cancelled"
 FULL = "the server is full: try again later"
 
@@ -92,6 +93,7 @@ _FAILURES = {  # the engine's code: entry, and our words, or None to show the en
     "grammar_limit": ("grammar_limit", None),
     "internal": ("internal", INTERNAL),
     "cancelled": ("cancelled", CANCELLED),
+    "key": ("invalid_api_key", INVALID_KEY),
     "shutdown": ("engine_down", "the engine is going down: the request was ended"),
     "slow_reader": ("slow_reader", "the stream was ended because its reader took too little for too long"),
 }

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from attar.errors import UserError
+from attar.images.settings import ImageSettings
 from attar.server.admission.rate_limits import KeyLimits
+from attar.server.fleet.router_key import RouterKeys
 from attar.server.http.security import KEY_VARIABLE, Keys, host_name, is_loopback
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -41,7 +43,8 @@ class ServerOptions:
     reads them. root_path: the prefix of every path, behind a proxy that passes it on; paths without it are served too.
     response_store: bytes of answers that are kept for `previous_response_id`; 0: none are. reasoning: whether models
     reason where a request does not say; None leaves it to them. request_metrics: whether answers of OpenAI's chats and
-    completions tell how long they took, as vLLM's `metrics` do.
+    completions tell how long they took, as vLLM's `metrics` do. images: how the model wants images, where it takes
+    any. router_keys: of routers (`fleet/`) that this server works for.
     """
 
     host: str = "127.0.0.1"
@@ -60,6 +63,8 @@ class ServerOptions:
     response_store: int = 0
     reasoning: bool | None = None
     request_metrics: bool = False
+    images: ImageSettings | None = None
+    router_keys: RouterKeys = field(default_factory=RouterKeys)
 
     def __post_init__(self) -> None:
         if not self.keys.hashes and not is_loopback(self.host):

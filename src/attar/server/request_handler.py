@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -134,6 +135,11 @@ class RequestContext:
         self.metrics, self.backoff, self.traces = Metrics(reported, http), RetryAfter(), RequestTraces()
         self.draining = False
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model takes images."""
+        return self.engine.ready is not None and self.engine.ready.images
+
     def patience(self) -> float:
         """Return the seconds that a stream's status waits: longer where the engine's queue may be full, since the
         engine refuses only between two steps."""
@@ -146,7 +152,8 @@ class RequestContext:
         """Make the refusal of a request for which there is no room, with a Retry-After."""
         places = self.engine.places
         waiting = len(self.engine.open) * places.total / max(1, places.total + places.running)
-        return APIError("overloaded", FULL, retry_after=self.backoff.retry_after(time.monotonic(), waiting))
+        seconds = self.backoff.retry_after(time.monotonic(), waiting)
+        return APIError("overloaded", FULL, retry_after=max(seconds, math.ceil(self.engine.full_for)))
 
     def refusal(self, failed: Failed) -> APIError:
         """Translate the engine's failure for the client."""

@@ -23,10 +23,12 @@ from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client.client import EngineClient
 from attar.server.engine_client.heartbeat import STUCK
 from attar.server.fair_thread_pool import TextThreads
+from attar.server.fleet.internal import InternalRoutes
 from attar.server.grammars import Grammars
 from attar.server.http.limits import KEEP_ALIVE_SECONDS, LimitedProtocol
 from attar.server.http.middleware import Context, Middleware
 from attar.server.http.sockets import BACKLOG, Waiting, allowed, listen
+from attar.server.images import ImageReader
 from attar.server.options import ServerOptions
 from attar.server.prompts import Prompts
 from attar.server.replicas.group import ReplicaGroup
@@ -132,12 +134,15 @@ class Server(HttpServer):
         self.context = RequestContext(self.engine, times=options.request_metrics)
         self.dispatcher = Dispatcher(self.context, options.deadline, options.aliases)
         self.threads = TextThreads(keys)
-        self.prompts = Prompts(tokenizer, self.threads, options.template_date, options.reasoning)
+        self.images = ImageReader(options.images, tokenizer, keys) if options.images else None
+        self.prompts = Prompts(tokenizer, self.threads, options.template_date, options.reasoning, self.images)
         self.grammars = Grammars(tokenizer)
         self.app = make_app(
             self.dispatcher, self.prompts, self.grammars, self.threads, options.sampling, bool(options.keys.hashes),
             options.root_path, ResponseStore(options.response_store) if options.response_store else None,
         )  # fmt: skip
+        if options.router_keys.hashes:
+            InternalRoutes(self.dispatcher, self.grammars, tokenizer, options).add_to(self.app)
         super().__init__(options, Middleware(self.app, options, self.context), listener)
 
     def begin(self) -> None:
@@ -156,6 +161,8 @@ class Server(HttpServer):
         """Release threads and the child process."""
         self.threads.close()
         self.grammars.close()
+        if self.images is not None:
+            self.images.close()
 
 
 class _Uvicorn(uvicorn.Server):

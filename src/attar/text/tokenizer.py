@@ -118,6 +118,22 @@ class Tokenizer:
             convert.surround(backend, bos, None)
         return cls(backend, bos, eos, _chat_templates(folder, config))
 
+    @classmethod
+    def of(
+        cls, text: str, bos_token: str | None, eos_token: str | None, chat_templates: Mapping[str, str],
+        eos_ids: Iterable[int],
+    ) -> Tokenizer:  # fmt: skip
+        """Make a tokenizer of a tokenizer.json's text, as `backend_text` gives it. Raises UserError for other text."""
+        try:
+            backend = Backend.from_str(text)
+        except Exception as error:  # the library raises bare Exception
+            raise convert.malformed(f"this is not the text of a tokenizer.json: {error}") from error
+        return cls(backend, bos_token, eos_token, chat_templates, eos_ids)
+
+    def backend_text(self) -> str:
+        """Return the text of the tokenizer.json."""
+        return self._backend.to_str()
+
     def save(self, folder: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, which `load` and transformers read as this tokenizer."""
         (folder / "tokenizer.json").write_text(self._backend.to_str(pretty=True), encoding="utf-8")

@@ -79,6 +79,7 @@ KEYS: Mapping[str, str] = {
     "gain": "Comparison with plain rounding on held-out text.",
     "warnings": "Sentences that the run printed as warnings.",
     "original": "Format and schemes of a source that was compressed itself.",
+    "copied": "Modules beside the language model, copied as they are, with their dtypes.",
     "drafts_for": "Hash of the model that this one makes drafts for.",
     "products": "`bfloat16` where products ran on tiles.",
 }

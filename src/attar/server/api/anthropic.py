@@ -20,6 +20,7 @@ from attar.server.api import schemas
 from attar.server.api.answering import AnswerReader
 from attar.server.api.body import Body, Ignored
 from attar.server.api.constraints import Asked, SchemaObject, of_schema, only_one
+from attar.server.api.images.parts import MARK, ImageBlock, placed
 from attar.server.api.openai import collect
 from attar.server.api.reasoning import Effort, ReasoningRequest, Thinking
 from attar.server.api.schemas import MAX_PARTS, Content, Fraction, Length, Nothing, StopStrings, TopP, text_of
@@ -66,7 +67,8 @@ class RedactedBlock(
 
 
 Blocks = Annotated[
-    list[TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock], Meta(max_length=MAX_PARTS)
+    list[TextBlock | ImageBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock],
+    Meta(max_length=MAX_PARTS),
 ]
 
 
@@ -92,9 +94,11 @@ class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         theirs, name = (ToolResultBlock, "user") if self.role == "assistant" else (ToolUseBlock, "assistant")
-        if not isinstance(self.content, str) and any(isinstance(each, theirs) for each in self.content):
-            kind = theirs.__struct_config__.tag
-            raise APIError("invalid_value", f"messages: a {kind} block belongs to a message of role {name}", "messages")
+        for other in (theirs, ImageBlock) if self.role == "assistant" else (theirs,):
+            if not isinstance(self.content, str) and any(isinstance(each, other) for each in self.content):
+                kind = other.__struct_config__.tag
+                message = f"messages: a {kind} block belongs to a message of role {name}"
+                raise APIError("invalid_value", message, "messages")
 
     def for_template(self) -> list[dict[str, Any]]:
         """Return the message as chat templates expect it: results of tools are messages of their own, before the text
@@ -102,7 +106,8 @@ class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         results = [each.for_template() for each in self.content if isinstance(each, ToolResultBlock)]
-        texts = [each.text for each in self.content if isinstance(each, TextBlock)]
+        seen = [each for each in self.content if isinstance(each, TextBlock | ImageBlock)]
+        texts = [each.text if isinstance(each, TextBlock) else MARK for each in seen]
         if results and not texts:
             return results
         found: dict[str, Any] = {"role": self.role, "content": "".join(texts)}
@@ -110,7 +115,7 @@ class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
             found["reasoning_content"] = reasoned
         if calls := [each.for_template() for each in self.content if isinstance(each, ToolUseBlock)]:
             found["tool_calls"] = calls
-        return [*results, found]
+        return [*results, placed(found, [each.image() for each in seen if isinstance(each, ImageBlock)])]
 
 
 class AnthropicPrompt(Body, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from attar.server.api.body import Token as Token
 from attar.server.api.constraints import Constrained, MayConstrain
 from attar.server.api.dialects.llamacpp.inputs import Inputs, Pieces, check_inputs, inputs_of
 from attar.server.api.dialects.vllm import Kept, Side, Transfer, check_kept, cut
+from attar.server.api.images.parts import MARK, ImagePart, placed
 from attar.server.api.reasoning import Budget, Effort, ReasoningOptions, ReasoningRequest, Thinking, Variables
 from attar.server.api.tools.fields import ToolUse, check_alone
 from attar.server.errors import APIError
@@ -272,23 +273,32 @@ class CompletionBody(Sampling, frozen=True, kw_only=True):
         return _prompts(self.prompt)
 
 
-class TextPart(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TextPart(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="text"):
     """A piece of text."""
 
-    type: Literal["text"]
     text: str
     cache_control: Ignored = None
     citations: Nothing | None = None
 
 
 Content = str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)]
+SeenContent = str | Annotated[list[TextPart | ImagePart], Meta(max_length=MAX_PARTS)]
 
 
-def text_of(content: Content | None) -> str:
-    """Return the text of a message or a system prompt."""
+def text_of(content: Content | SeenContent | None) -> str:
+    """Return the text of a message or a system prompt, with a mark for each image."""
     if content is None:
         return ""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    if isinstance(content, str):
+        return content
+    return "".join(part.text if isinstance(part, TextPart) else MARK for part in content)
+
+
+def images_of(content: SeenContent | None) -> list[ImagePart]:
+    """Return the images of a message."""
+    if content is None or isinstance(content, str):
+        return []
+    return [part for part in content if isinstance(part, ImagePart)]
 
 
 _REASONED = "An assistant's reasoning; the chat template decides whether the model reads it again."
@@ -299,7 +309,7 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One message of a conversation. Clients that repeat an answer send the fields that must be null."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
+    content: SeenContent | None = None
     type: Annotated[Literal["text"], Meta(description="lm-eval sends it with every message; it changes nothing.")] = (
         "text"
     )
@@ -324,6 +334,9 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             raise APIError("missing_field", f"messages: a message of role {self.role} needs content", "messages")
         if self.role == "tool" and self.tool_call_id is None:
             raise APIError("missing_field", "messages: a message of role tool needs tool_call_id", "messages")
+        if self.role != "user" and images_of(self.content):
+            message = f"messages: an image belongs to a message of role user, not {self.role}"
+            raise APIError("invalid_value", message, "messages")
         for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, name) and self.role != role:
                 message = f"messages: {name} belongs to a message of role {role}, not {self.role}"
@@ -340,7 +353,8 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             entry["tool_call_id"] = self.tool_call_id
         reasoned = self.reasoning_content or self.reasoning
         entry |= {} if reasoned is None else {"reasoning_content": reasoned}
-        return entry if self.name is None else entry | {"name": self.name}
+        entry |= {} if self.name is None else {"name": self.name}
+        return placed(entry, [part.source() for part in images_of(self.content)])
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]

@@ -25,7 +25,7 @@ PAGE = importlib.resources.files("attar.server.pages").joinpath("chat.html").rea
 _DIGEST = hashlib.sha256(PAGE.partition(b"<script>")[2].partition(b"</script>")[0]).digest()
 POLICY = (
     f"default-src 'none'; script-src 'sha256-{base64.b64encode(_DIGEST).decode()}'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 """The page's content security policy: it may run its own script, and connect to this server."""
 

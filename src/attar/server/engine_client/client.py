@@ -18,7 +18,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 from attar.faults import point
@@ -90,11 +90,27 @@ class EngineClient:
         """Called each time that an engine has become ready."""
         self.cached: Callable[[CachedBlocks], None] | None = None
         """Called with changes of the engine's prefix cache, where it tells of them."""
+        self.resumed: Callable[[], None] | None = None
+        """Called when an engine that failed a request without being lost may be asked again."""
+        self.draining = False
+        """Whether the engine's host ends, and takes no more requests."""
+        self.deaf = False
+        """Whether changes of the cache are not heard at present, and will be told later."""
         self.lost: Callable[[Mapping[str, Answer]], None] | None = None
         """Called with the open requests when the connection has ended; else these end."""
         self._given_up = ""  # why the last connection was given up, if no engine has been ready since
         self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def full_for(self) -> float:
+        """Seconds until there may be room, where the engine's host has said so."""
+        return 0.0
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Where the engine is, for JSON; empty for one on this host."""
+        return {}
 
     @property
     def held(self) -> int:

@@ -67,13 +67,17 @@ class Keys:
         """Hash keys given in plain text."""
         return cls(tuple(hashlib.sha256(key.encode()).digest() for key in keys))
 
+    @staticmethod
+    def given(headers: Mapping[bytes, bytes]) -> bytes:
+        """Return the key in these headers, valid or not; empty where there is none."""
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        return given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+
     def cache_salt(self, headers: Mapping[bytes, bytes]) -> bytes | None:
         """Return the cache salt of the key in these headers: empty where no keys are set, None for an invalid key."""
         if not self.hashes:
             return b""
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        key = given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
-        digest = hashlib.sha256(key).digest()
+        digest = hashlib.sha256(self.given(headers)).digest()
         known = False
         for each in self.hashes:  # all of them, in constant time
             known |= hmac.compare_digest(digest, each)

@@ -27,7 +27,7 @@ from attar.protocol import block_digests
 from attar.protocol.messages import CachedBlocks, Embed, Failed, Finished, Ready, Report, Stats, Submit
 from attar.routing.router import Asked, Router
 from attar.server.admission.fair_queue import FairQueue
-from attar.server.engine_client.client import Answer
+from attar.server.engine_client.client import Answer, EngineClient
 from attar.server.engine_client.connection import AnswerEvent
 from attar.server.engine_client.heartbeat import STUCK
 from attar.server.engine_client.response_stream import Backlog, ResponseStream
@@ -53,14 +53,19 @@ class SharedQueue(FairQueue):
 
 
 class ReplicaGroup:
-    """The engines at Unix sockets `paths`, each on its `cores`. `stuck` and `keys` are `EngineClient`'s."""
+    """Some engines: those at Unix sockets, each on its `cores`, or those of other clients, with the `labels` that
+    metrics give them. `stuck` and `keys` are `EngineClient`'s."""
 
     def __init__(
-        self, paths: Sequence[Path], stuck: float = STUCK, keys: int = 0, cores: Sequence[tuple[int, ...]] = (),
-        clock: Callable[[], float] = time.monotonic,
+        self, engines: Sequence[Path | EngineClient], stuck: float = STUCK, keys: int = 0,
+        cores: Sequence[tuple[int, ...]] = (), clock: Callable[[], float] = time.monotonic, labels: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        placed = list(cores) or [()] * len(paths)
-        self.replicas = [Replica(at, path, stuck, placed[at]) for at, path in enumerate(paths)]
+        clients = [
+            EngineClient(each, stuck, name=f"replica {at}") if isinstance(each, Path) else each
+            for at, each in enumerate(engines)
+        ]
+        placed, named = list(cores) or [()] * len(clients), list(labels) or [""] * len(clients)
+        self.replicas = [Replica(at, each, placed[at], named[at]) for at, each in enumerate(clients)]
         self.places, self.backlog, self.heartbeat = SharedQueue(keys), Backlog(), Health(self.replicas)
         self.router: Router | None = None
         """Made with the first engine that is ready, which tells the size of blocks."""
@@ -78,6 +83,7 @@ class ReplicaGroup:
     def _attach(self, replica: Replica) -> None:
         client = replica.client
         client.begun = lambda: self._begun(replica)
+        client.resumed = lambda: self._resumed(replica)
         client.cached = lambda told: self._cached(replica, told)
         client.lost = lambda gone: self._lost(replica, gone)
         client.stopped = lambda: self._stopped(replica)
@@ -106,6 +112,11 @@ class ReplicaGroup:
     def held(self) -> int:
         """Choices that have not been sent to an engine yet."""
         return sum(stream.held for stream in self._streams) + sum(relay.choices for relay in self._pending)
+
+    @property
+    def full_for(self) -> float:
+        """Seconds until the first of the usable engines may have room, where all have said so."""
+        return min((each.client.full_for for each in self.replicas if each.usable), default=0.0)
 
     def start(self) -> None:
         """Start connecting."""
@@ -251,6 +262,8 @@ class ReplicaGroup:
             told = event.report
             computed = told.prompt_tokens - told.reused_tokens
             router.costs.learn(computed, told.prefill, event.completion_tokens, told.decode, 1)
+            if relay.engine is not None and relay.digests is not None and self.replicas[relay.engine].client.deaf:
+                router.prefixes.stored(relay.engine, relay.digests)
 
     def refused(self, relay: Relay, failed: Failed) -> None:
         """Send a request elsewhere that its engine had no room for, or gave up at its own end. A request that is new,
@@ -260,6 +273,8 @@ class ReplicaGroup:
             self.replicas[number].client.drop([id], False)
             self._leave(relay)
         if failed.code != "full":
+            if number is not None:
+                relay.left.add(number)
             self._continue([relay])
             return
         if number is not None:
@@ -280,12 +295,15 @@ class ReplicaGroup:
         replica.strange = ready.block_size != self.router.block or not self._alike(ready)
         if replica.strange:
             logger.error("replica %d serves another model, or other settings: it gets no requests", replica.number)
-        for relay in self.open.values():
-            relay.left.discard(replica.number)
+        self._resumed(replica)
         self.router.begin(replica.number, ready.blocks, ready.max_waiting + ready.max_running)
         if not ready.bits:
             logger.warning("replica %d: its bits depend on what runs beside: no answer is continued", replica.number)
         self._count_places()
+
+    def _resumed(self, replica: Replica) -> None:
+        for relay in self.open.values():
+            relay.left.discard(replica.number)
 
     def _alike(self, ready: Ready) -> bool:
         others = [each.client.ready for each in self.replicas if each.client.ready is not None]
@@ -311,7 +329,7 @@ class ReplicaGroup:
             self.router.prefixes.clear(replica.number)
         self._count_places()
         relays = [relay for id, answer in gone.items() if (relay := self.open.get(id)) is answer and relay is not None]
-        if not replica.draining:
+        if not (replica.draining or replica.client.draining):
             replica.deaths += 1
             for relay in relays:
                 relay.deaths.append(replica.number)

@@ -17,7 +17,7 @@ class ReplicaMetrics(Collector):
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
-        engines = {str(each.number): EngineMetrics(each.client, held=False) for each in group.replicas}
+        engines = {each.label: EngineMetrics(each.client, held=False) for each in group.replicas}
         self._engines = Labelled(engines, "replica")
 
     def collect(self) -> Iterator[Metric]:
@@ -36,7 +36,7 @@ class ReplicaMetrics(Collector):
             )
         }
         for each in self._group.replicas:
-            name = [str(each.number)]
+            name = [each.label]
             for state in STATES:
                 states.add_metric([*name, state], float(each.state == state))
             open_.add_metric(name, len(each.client.open))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from attar.server.engine_client.client import EngineClient
 
 
 class Replica:
-    """One engine of the group, at a Unix socket."""
+    """One engine of the group, that of `client`. Metrics call it `label`."""
 
-    def __init__(self, number: int, path: Path, stuck: float, cores: tuple[int, ...] = ()) -> None:
-        self.number, self.cores = number, cores
-        self.client = EngineClient(path, stuck, name=f"replica {number}")
+    def __init__(self, number: int, client: EngineClient, cores: tuple[int, ...] = (), label: str = "") -> None:
+        self.number, self.client, self.cores, self.label = number, client, cores, label or str(number)
         self.draining = False
         """Whether it takes no new requests, because it is to be restarted."""
         self.given_up = False
@@ -26,15 +24,15 @@ class Replica:
     @property
     def usable(self) -> bool:
         """Whether it takes requests."""
-        heart = self.client.heartbeat
-        return self.client.ready is not None and not (self.draining or self.strange) and heart.trouble is None
+        well = self.client.ready is not None and self.client.heartbeat.trouble is None
+        return well and not (self.draining or self.client.draining or self.strange)
 
     @property
     def state(self) -> str:
         """One of STATES."""
         if self.given_up:
             return "failed"
-        if self.draining:
+        if self.draining or (self.client.draining and self.client.ready is not None):
             return "draining"
         if self.client.ready is None:
             return "down" if self.client.was_ready else "loading"
@@ -45,16 +43,16 @@ class Replica:
     def told(self) -> dict[str, Any]:
         """Return its state for JSON."""
         return {
-            "replica": self.number, "state": self.state, "processors": self.cores, "open": len(self.client.open),
-            "deaths": self.deaths, "restarts": self.restarts, "requests": self.routed, "prompt_tokens": self.asked,
-            "cached_prompt_tokens": self.cached, "stats": self.client.stats,
+            "replica": self.number, **self.client.told, "state": self.state, "processors": self.cores,
+            "open": len(self.client.open), "deaths": self.deaths, "restarts": self.restarts, "requests": self.routed,
+            "prompt_tokens": self.asked, "cached_prompt_tokens": self.cached, "stats": self.client.stats,
         }  # fmt: skip
 
 
 STATES = ("loading", "ready", "draining", "down", "stuck", "strange", "failed")
 """States of a replica.
 
-loading: its first engine has not been ready. draining: it is being restarted. down: its engine died, and another
-starts. stuck: its process is stopped, or in a step without end. strange: it serves something else than the others.
-failed: it is given up.
+loading: its first engine has not been ready. draining: it is being restarted, or its host ends. down: its engine died,
+and another starts. stuck: its process is stopped, or in a step without end. strange: it serves something else than the
+others. failed: it is given up.
 """

@@ -148,10 +148,10 @@ class OllamaRoutes(Routes):
     ) -> Response:  # fmt: skip
         model, ready = served
         chat = Chat(asked.conversation(), asked.reasoning_request(), asked.tool_use(), asked.constraint())
-        ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat)
+        ids, section, grammar, calling, reader, images = await self._prepared(request, caller, ready, chat)
         params = chat_params(asked, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
         params = self._showing(params, calling)
-        handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section)
+        handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section, images)
         answer = await _answer(request, handler, body, model, reader)
         answer.headers.update(headers(calling))
         return answer

@@ -148,6 +148,11 @@ class ListedText(Answer, frozen=True, tag_field="type", tag="input_text"):
     text: str
 
 
+class ListedImage(Answer, frozen=True, tag_field="type", tag="input_image"):
+    image_url: str
+    detail: str
+
+
 class SaidRefusal(Answer, frozen=True, tag_field="type", tag="refusal"):
     refusal: str
 
@@ -158,7 +163,7 @@ class ListedMessage(Answer, frozen=True, tag_field="type", tag="message"):
     id: str
     status: Status
     role: Literal["system", "developer", "user", "assistant"]
-    content: Sequence[ListedText | SaidText | SaidRefusal]
+    content: Sequence[ListedText | ListedImage | SaidText | SaidRefusal]
 
 
 class ListedOutput(Answer, frozen=True, tag_field="type", tag="function_call_output"):
@@ -167,7 +172,7 @@ class ListedOutput(Answer, frozen=True, tag_field="type", tag="function_call_out
     id: str
     status: Status
     call_id: str
-    output: str | list[ListedText]
+    output: str | list[ListedText | ListedImage]
 
 
 class ListedCustomOutput(Answer, frozen=True, tag_field="type", tag="custom_tool_call_output"):
@@ -176,7 +181,7 @@ class ListedCustomOutput(Answer, frozen=True, tag_field="type", tag="custom_tool
     id: str
     status: Status
     call_id: str
-    output: str | list[ListedText]
+    output: str | list[ListedText | ListedImage]
 
 
 ListedItem = ListedMessage | MadeCall | ListedOutput | MadeCustomCall | ListedCustomOutput | SaidReasoning

@@ -1,0 +1,83 @@
+"""The command `route`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attar import logs
+from attar.cli import options
+from attar.cli.commands import configured, option
+from attar.cli.fleet.http_options import HttpOptions
+from attar.cli.terminal import emit, errors, tell
+from attar.errors import UserError
+
+if TYPE_CHECKING:
+    from attar.server.options import ServerOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteConfig(HttpOptions):
+    """Options of `route`."""
+
+    urls: Annotated[list[str], typer.Argument(metavar="URL", help="Addresses of the servers.", show_default=False)]
+    router_key_file: Annotated[Path | None, option(
+        "Security", "FILE", "The --router-key-file of all hosts, which are attar's servers. Its first key is sent.",
+        default="hosts are any OpenAI-compatible servers",
+    )] = None  # fmt: skip
+    max_requests: Annotated[int, option(
+        "Limits", "N", "Open HTTP requests; excess requests get 429.", min=1,
+    )] = 1024  # fmt: skip
+    as_json: options.Json = False
+
+    def http(self) -> ServerOptions:
+        """Make the settings of HTTP. Raises UserError for a public address without a key, and for wrong names."""
+        from attar.server.options import ServerOptions
+
+        keys, origins = self.security()
+        return ServerOptions(
+            self.host, self.port, keys, frozenset(self.allowed_host or ()), origins, self.max_requests,
+            deadline=self.deadline, drain_seconds=self.drain_seconds, root_path=self.root_path,
+            response_store=self.response_store or 0,
+        )  # fmt: skip
+
+
+@configured(RouteConfig)
+def route(config: RouteConfig) -> None:
+    """Route requests to servers on other hosts.
+
+    With --router-key-file the hosts are attar's servers of one model, started with the same file. A request goes where
+    it costs the least, by its tokens and by what each host has cached. When a host dies, its answers go on at another,
+    with the same tokens.
+
+    Examples:
+      attar route http://host1:8000 http://host2:8000 --router-key-file r.key
+    """
+    with errors(config.as_json):
+        from attar.server.fleet import attar_hosts
+        from attar.server.http.security import read_keys
+        from attar.server.http.sockets import explained
+
+        logs.begin()
+        http = config.http()
+        urls = attar_hosts.check_urls(config.urls)
+        if config.router_key_file is None:
+            raise UserError("option_missing", "--router-key-file is needed: that of the hosts")
+        key = read_keys(config.router_key_file)[0]
+        try:
+            attar_hosts.run(urls, key, http, _started(config.as_json))
+        except OSError as error:
+            raise explained(error, config.host, config.port) from None
+
+
+def _started(as_json: bool) -> Callable[[str], None]:
+    def started(url: str) -> None:
+        tell(f"listening at {url}")
+        emit(as_json, {"url": url, "pid": os.getpid()})
+
+    return started
