@@ -158,8 +158,14 @@ def search(question: Question) -> Answer:
     beside, without = techniques.techniques(
         question.config, question.gpu, work.longest_prompt, work.context, question.acceptance
     )
-    found = [each for of in chosen for each in _configurations(question, of, formats, beside)]
-    return judged(question, found, (*rejected, *refused, *without))
+    rows = (question.rows,) if question.rows is not None else _rows(work)
+    found = [each for of in chosen for each in _configurations(question, of, formats, beside, rows[:2])]
+    out = (*rejected, *refused, *without)
+    answer = judged(question, found, out)
+    if rows[2:]:  # the memory of a step is a sum over all layers: further presets are tried with the best weights alone
+        found += _configurations(question, answer.nearest.weights, formats, (), rows[2:])
+        answer = judged(question, found, out)
+    return answer
 
 
 def judged(question: Question, found: Sequence[Configuration], rejected: Sequence[Rejected] = ()) -> Answer:
@@ -193,10 +199,10 @@ def judged(question: Question, found: Sequence[Configuration], rejected: Sequenc
 
 
 def _configurations(
-    question: Question, weights: Weights, formats: Sequence[KvScheme], beside: Sequence[Technique]
+    question: Question, weights: Weights, formats: Sequence[KvScheme], beside: Sequence[Technique], rows: Sequence[int]
 ) -> list[Configuration]:
-    """Return the configurations of one choice of weights: each KV format with each number of rows of a step, and with
-    each technique at the first number of rows.
+    """Return the configurations of one choice of weights: each KV format with each number of `rows` of a step, and with
+    each technique at the first of these.
 
     All sums over weights are made once.
     """
@@ -206,7 +212,7 @@ def _configurations(
     size = candidates.disk_bytes(q.config, weights.storage)
     least = min(work.users, q.limits.sequences)
     found = []
-    for number, each in enumerate((q.rows,) if q.rows is not None else _rows(work)):
+    for number, each in enumerate(rows):
         limits = replace(q.limits, rows=max(each, q.limits.sequences) if each < least else each)
         deployment = Deployment(q.config, weights.storage, formats[0], gpu=q.gpu)
         divided = _divided(q, deployment, limits)

@@ -19,7 +19,7 @@ from attar.plan.rates.step_time import StepModel
 Steps = StepModel | Changed
 
 AT_ONCE = 32  # decode steps taken together: a context grows little
-MOST_USERS = 32  # that are simulated
+MOST_USERS = 24  # that are simulated
 MOST_REQUESTS = 256  # of a trace
 ROUNDS = 3  # requests of each user without a trace; the first of each is not counted
 MANY, FEWER = 8, 2  # users from which so many requests of each are enough
