@@ -251,7 +251,7 @@ def serve(config: ServeConfig) -> None:
 
         name = name_of(config.model) if config.name is None else check_name(config.name)
         logs.begin()
-        keys, origins = _security(config)  # first: it takes the key from what children inherit
+        keys, origins = security(config)  # first: it takes the key from what children inherit
         if config.models:
             return _serve_several(config, keys, origins)
         theirs = _of_triton(config.triton_config) | ({} if config.device is None else {"device": config.device})
@@ -263,7 +263,7 @@ def serve(config: ServeConfig) -> None:
         server_options = config.http(keys, origins, settings.limits(), path, name, config.replicas or 1)
         settings = replace(settings, files=fingerprints(settings.folders))  # first: later changes are noticed
         tokenizer = _tokenizer(path, config.chat_template)
-        told = tokenizer, server_options, ENGINE, _started(bool(tokenizer.chat_templates), config.as_json)
+        told = tokenizer, server_options, ENGINE, teller(bool(tokenizer.chat_templates), config.as_json)
         if config.replicas is None:
             _run(config, lambda: supervisor.run(settings, *told))
         else:
@@ -295,7 +295,7 @@ def _run(config: ServeConfig, server: Callable[[], int]) -> None:
         raise typer.Exit(status)
 
 
-def _security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
+def security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
     """Return the keys and the origins of requests; a router's key makes the secret of salts. Raises UserError for a
     host, origin or key file that is refused."""
     keys, origins = config.security()
@@ -340,11 +340,11 @@ def _serve_several(config: ServeConfig, keys: Keys, origins: frozenset[str]) -> 
         most = len(specs) * (limits.together + limits.max_waiting) + BESIDES
         server_options = dataclasses.replace(server_options, max_requests=most)
     templates = any(each.tokenizer.chat_templates for each in specs)
-    started = _started(templates, config.as_json, "")
+    started = teller(templates, config.as_json, "")
     _run(config, lambda: server.run(specs, sharing.engines, server_options, ENGINE, started))
 
 
-def _started(templates: bool, as_json: bool, more: str = " (the model is loading)") -> Callable[[str], None]:
+def teller(templates: bool, as_json: bool, more: str = " (the model is loading)") -> Callable[[str], None]:
     """Make the function called once the server listens: it prints the address with `more`, and starts the chat template
     process where there are `templates`."""
     from attar.text import template
