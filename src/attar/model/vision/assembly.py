@@ -164,8 +164,9 @@ def build(
 ) -> VisionModel:
     """Build the tower and its projector to compute in `dtype`, in `store` where one is given.
 
-    Rows of images are given in `rows_dtype`, by default the same. Weights keep their stored dtype in a store, else they are held in `dtype`. Raises ValueError naming tensors that
-    are missing, of another shape than the config says, or compressed, before any is read.
+    Rows of images are given in `rows_dtype`, by default the same. Weights keep their stored dtype in a store, else they
+    are held in `dtype`. Raises ValueError naming tensors that are missing, of another shape than the config says, or
+    compressed, before any is read.
     """
     weights, names = _Weights(config, source, dtype, store is not None), config.names
     positions = None
