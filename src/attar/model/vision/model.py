@@ -25,7 +25,7 @@ class Image(Protocol):
 
     @property
     def tiles(self) -> bytes:
-        """RGB as uint8, [T, H, W, 3]."""
+        """Bytes of RGB, uint8 [T, H, W, 3]."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
