@@ -279,18 +279,25 @@ def test_bodies_that_are_no_requests_are_refused(fleet: Callable[..., Fleet], da
 
 
 def test_a_prompt_goes_where_its_beginning_was(fleet: Callable[..., Fleet]) -> None:
-    made = fleet(*(FakeHost() for _ in range(4)))
-    prompts = [f"{at} " * 3000 for at in range(6)]
-    first = {}
+    made = fleet(FakeHost(), FakeHost())
+    made.hosts[0].health = 503
+    made.ready("busy", "ready")
+    prompts = [f"{at} " * 3000 for at in range(3)]
     for text in prompts:
-        before = [len(host.seen) for host in made.hosts]
         made.post(COMPLETIONS, body(text))
-        (first[text],) = (at for at, host in enumerate(made.hosts) if len(host.seen) > before[at])
+    made.hosts[0].health = 200
+    made.ready()
     for text in prompts:
-        before = [len(host.seen) for host in made.hosts]
         made.post(COMPLETIONS, body(text + " and more"))
-        assert len(made.hosts[first[text]].seen) == before[first[text]] + 1
-    assert len(set(first.values())) == 4
+    assert [len(host.seen) for host in made.hosts] == [0, 6]
+    made.post(COMPLETIONS, body("another " * 1000))
+    assert [len(host.seen) for host in made.hosts] == [1, 6]
+    made.hosts[1].health = 500
+    made.ready("ready", "down")
+    made.hosts[1].health = 200
+    made.ready()
+    made.post(COMPLETIONS, body(prompts[0]))
+    assert len(made.hosts[0].seen) == 2, "a host that was down has forgotten"
 
 
 @given(st.lists(st.binary(min_size=1, max_size=40), max_size=12), st.randoms(use_true_random=False))

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from urllib.parse import urlsplit
 
 import httpx2
@@ -110,7 +111,7 @@ class ProxyRoutes:
                 kept.close()
                 raise
             self._router.begun(caller.id, host.number, asked.digests)
-            answer.learn = lambda answer: self._learn(routed, answer)
+            answer.learn = partial(self._learn, routed)
             return await self._answered(request, answer, kept)
 
     async def read(self, request: Request) -> Response:

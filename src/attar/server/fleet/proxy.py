@@ -125,6 +125,7 @@ async def _begin(answer: Answer) -> None:
     if answer.streams:
         answer.pieces = whole_events(raw)
         answer.first = await anext(answer.pieces, b"")
+        answer.events = answer.first.count(b"data: ")
         return
     data = bytearray()
     async for piece in raw:
