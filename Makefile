@@ -10,7 +10,7 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/vers
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint soak soak-load soak-api soak-faults soak-invariance soak-schemas soak-speculation sanitize neon test-emulated test-triton gpu-check bench-compressors bench-quality \
-  bench-hostile bench-peers bench-serving bench-lm-eval bench-real real-models test-clients test-suites docs wheel clean
+  bench-hostile bench-peers bench-serving bench-real real-models test-clients test-suites test-ray docs wheel clean
 
 help:
 	@echo "make demo              compress the embedded model, print the cost table, generate text before and after"
@@ -30,6 +30,7 @@ help:
 	@echo "make neon              build the kernels for 64-bit Arm and run them under emulation, if Debian's packages exist"
 	@echo "make test-emulated     run the kernel tests with AVX-VNNI, AVX-512 and AMX emulated, on any processor with AVX2"
 	@echo "make test-triton       run the Triton kernels in the interpreter, then compile them for Hopper GPUs (.venv-triton)"
+	@echo "make test-ray          run attar on a Ray cluster of this machine (.venv-ray; PART=short leaves out the long tests)"
 	@echo "make gpu-check         OUT=FOLDER: check and time every GPU kernel on this machine; GPU_PYTHON=PYTHON has Triton"
 	@echo "make bench-compressors compare KL with llm-compressor (.venv-peers, or PEERS=ENVIRONMENT)"
 	@echo "make bench-quality     compare KL at equal bits with AWQ, GPTQ, auto-round, SmoothQuant, SparseGPT, GPTQModel, HQQ,"
@@ -37,7 +38,7 @@ help:
 	@echo "make bench-hostile     read 20,000 damaged model files: each must be refused or read correctly"
 	@echo "make bench-peers       compare speed with llama.cpp and OpenVINO (LLAMACPP=, OPENVINO=ENVIRONMENT; options in BENCH=)"
 	@echo "make bench-serving     compare serving with llama.cpp's server and OpenVINO GenAI (options in BENCH=)"
-	@echo "make bench-lm-eval     TASK=FILE: compare LAMBADA perplexity with lm-eval over HTTP (LMEVAL=ENVIRONMENT)"
+	@echo "make     TASK=FILE: compare LAMBADA perplexity with lm-eval over HTTP (LMEVAL=ENVIRONMENT)"
 	@echo "make real-models       SCRIPT=FILE: fetch the real models that tests and benches read; without SCRIPT, list them"
 	@echo "make bench-real        TABLE=NAME: print a table of figures on the real models; without TABLE, list them"
 	@echo "make docs              build the documentation site into build/manual/site, and check it (.venv-docs)"
@@ -155,6 +156,21 @@ test-triton: .venv-triton/.installed
 	  PYTHONPATH=src OMP_NUM_THREADS=1 TRITON_CACHE_DIR=build/triton .venv-triton/bin/python -m pytest -q tests/kernels/triton/test_compile.py; \
 	else echo "test-triton: skipped, because Triton could not be installed"; fi
 
+# Ray's packages lie in an environment of their own, which looks through to attar's. PART=short leaves out the long tests.
+.venv-ray/.installed: tests/integrations/ray/requirements.txt | $(VENV)/.installed-dev
+	@echo "setting up .venv-ray: a minute or two the first time"
+	@$(BIN)/python -m venv --clear .venv-ray
+	@$(BIN)/python -c 'import sysconfig; print(f"import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})")' \
+	  > $$(.venv-ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/attar.pth
+	@.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-cpu.txt --requirement $< \
+	  || echo "the packages of $< cannot be had: test-ray will skip"
+	@touch $@
+
+test-ray: .venv-ray/.installed
+	@if .venv-ray/bin/python -c 'import ray'; then \
+	  OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -p no:xdist -q $(if $(PART),-m "not slow") tests/integrations/ray/cluster; \
+	else echo "test-ray: skipped, because Ray could not be installed"; fi
+
 gpu-check:
 	@PYTHONPATH=src $(or $(GPU_PYTHON),python3) bench/gpu_check.py $(or $(OUT),build/gpu-check) $(BENCH)
 
@@ -231,15 +247,6 @@ build/engines/llama-server: bench/engines/llamacpp.txt bench/engines/tile_config
 bench-serving: $(VENV)/.installed .venv-openvino/.installed build/engines/llama-server
 	@$(BIN)/python bench/serving.py $(BENCH)
 
-bench-lm-eval: $(VENV)/.installed $(if $(LMEVAL),,.venv-lmeval/.installed)
-	@$(BIN)/python bench/lm_eval_lambada.py --peer $(or $(LMEVAL),.venv-lmeval)/bin/python --task $(TASK) $(BENCH)
-
-.venv-lmeval/.installed: bench/lm_eval.txt | $(BIN)/python
-	@echo "setting up .venv-lmeval: some minutes the first time"
-	@$(BIN)/python -m venv --clear .venv-lmeval
-	@.venv-lmeval/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
-	@touch $@
-
 # The script is the user's own. The files that it leaves are checked.
 real-models: | $(BIN)/python
 	@$(BIN)/python bench/real_models.py $(NAMES) $(if $(SCRIPT),--script $(SCRIPT))
@@ -266,5 +273,5 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-clients .venv-docs .venv-wheel .venv-peers .venv-gptqmodel .venv-hqq .venv-torchao .venv-llamacpp .venv-openvino .venv-lmeval .venv-triton build/engines build/clients build/suites build/outliers \
+	rm -rf $(VENV) .venv-clients .venv-docs .venv-wheel .venv-peers .venv-gptqmodel .venv-hqq .venv-torchao .venv-llamacpp .venv-openvino .venv-triton .venv-ray build/engines build/clients build/suites build/outliers \
   build/sanitize build/neon build/emulated build/triton build/gpu-check build/manual build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

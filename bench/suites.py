@@ -44,7 +44,10 @@ PATCHES = {
         "unit/test_security.py": [("sk-this-is-the-secret-key", KEY)],
         "utils.py": [("import wget\n", "")],  # it downloads models
         "conftest.py": [("        ServerPreset.load_all()", "        pass")],
-    }
+    },
+    "vllm": {
+        "tests/entrypoints/openai/chat_completion/test_root_path.py": [('API_KEY = "abc-123"', f'API_KEY = "{KEY}"')]
+    },
 }
 
 

@@ -39,12 +39,14 @@ PAGES = {
         "docs/planning.md",
         "docs/serving.md",
         "docs/replicas.md",
+        "docs/ray.md",
         "docs/clients.md",
         "docs/structured_output.md",
         "docs/reasoning.md",
         "docs/tools.md",
         "docs/speculative_decoding.md",
         "docs/long_context.md",
+        "docs/images.md",
         "docs/lab.md",
         "docs/adapters.md",
         "docs/numerics.md",
@@ -79,7 +81,9 @@ PAGES = {
     )
 }
 NOT_RUN = {
+    "docs/images.md": "it needs a vision-language model and an image of the reader",
     "docs/howto_load_elsewhere.md": "transformers is another package; tests under checkpoints/ load outputs with it",
+    "docs/ray.md": "Ray has an environment of its own, in which `make test-ray` runs the same call",
     "docs/serving.md": "reranking and filling in the middle need models of their own",
     "docs/tools.md": "the loop needs a model that calls, and a function of the reader",
 }

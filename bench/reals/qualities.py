@@ -41,6 +41,13 @@ WALKS: Mapping[str, tuple[tuple[str, int], ...]] = {
     "qwen2.5-coder-1.5b": (("rtn-w4g128", 32), ("awq-w4g128", 32), ("gptq-w4g128", 32), ("gptq-w4g128", 128)),
 }
 """Recipes whose time is measured, with the number of calibration sequences."""
+ASKED = (
+    "rtn-w4g64", "gptq-w4g64", "guided-w4g64", "rtn-w3g64", "gptq-w3g64", "guided-w3g64", "smoothquant+gptq-w8a8",
+    "q4_k_m", "q3_k_m", "q2_k", "prune-2:4", "sparsegpt-2:4",
+)  # fmt: skip
+POINTS: Fills = {
+    "bits": "bits", "KL": "kl_mean", "HellaSwag": "hellaswag", "PIQA": "piqa", "LAMBADA": "lambada_openai",
+}  # fmt: skip
 STAGES = ("inputs", "solve", "outputs", "probes", "write")
 SHORT = ("--calib", "mixed", "--tokens", 8192)
 NO_PEERS = "its environment is set up by `make bench-quality` and named with --peers PYTHON"
@@ -118,12 +125,23 @@ def quality(setting: Setting) -> Table:
 
 
 def tasks(setting: Setting) -> Table:
-    reason = f"lm-eval's tasks and HumanEval: {WAITING}"
+    def rows(model: str, path: Path) -> Iterator[Row]:
+        if model not in CALIBRATED:
+            return
+        for recipe in ("", *ASKED):
+            options = ("--recipe", recipe) if recipe else ()
+            command = python("reals.asked", path, "--place", setting.out / "dense", *options)
+            yield Row(model, recipe or "original", (Measurement(command, POINTS),))
+
     return Table(
         "tasks",
-        "points of tasks beside KL, over 12 recipes",
-        tuple(Column(name, ".2%") for name in ("HellaSwag", "PIQA", "LAMBADA", "HumanEval")),
-        tuple(Row(model, "", (), reason) for model in setting.models),
+        f"points of tasks beside KL, over {len(ASKED)} recipes; HumanEval: {WAITING}",
+        (
+            Column("bits", ".3f"),
+            Column("KL", ".5f"),
+            *(Column(name, ".1%") for name in ("HellaSwag", "PIQA", "LAMBADA")),
+        ),
+        each(setting, rows),
     )
 
 

@@ -44,11 +44,16 @@ def options(words: list[str]) -> tuple[str, int, list[str]]:
         if name in given:
             made += ["--sampling", f"{own}={given[name]}"]
     if "--api-key" in given:
-        keys = Path(os.environ["SUITE_POOL"], hashlib.sha256(given["--api-key"].encode()).hexdigest()[:16] + ".keys")
-        keys.write_text(given["--api-key"] + "\n")
-        keys.chmod(0o600)
-        made += ["--api-key-file", str(keys)]
+        made += keyed(given["--api-key"])
     return given.get("--host", "127.0.0.1").split(",")[0], int(given["--port"]), made
+
+
+def keyed(key: str) -> list[str]:
+    """Return the options of a server that requires this key."""
+    keys = Path(os.environ["SUITE_POOL"], hashlib.sha256(key.encode()).hexdigest()[:16] + ".keys")
+    keys.write_text(key + "\n")
+    keys.chmod(0o600)
+    return ["--api-key-file", str(keys)]
 
 
 def backend(made: list[str]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urljoin
 
@@ -19,6 +20,9 @@ import llama_server
 
 ROCM_EXTRA_ARGS: list[str] = []
 ROCM_ENV_OVERRIDES: dict[str, str] = {}
+FLAGS = {"--enable-per-request-metrics": "--request-metrics"}
+SAMPLING = () if llama_server.MODEL == "demo" else ("temperature=0.7", "top_p=0.8")
+"""What Qwen2.5's authors name for vLLM, which reads such values from a model's folder; a GGUF file has none."""
 VALUES = {"--root-path": "--root-path", "--served-model-name": "--name", "--max-model-len": "--context"}
 
 
@@ -27,7 +31,9 @@ class RemoteOpenAIServer:
 
     DUMMY_API_KEY = "token-abc123"
 
-    def __init__(self, model: str, vllm_serve_args: list[str], **_: Any) -> None:
+    def __init__(
+        self, model: str, vllm_serve_args: list[str], env_dict: Mapping[str, str] | None = None, **_: Any
+    ) -> None:
         words = [each for word in vllm_serve_args for each in word.split("=", 1)]
         given = dict(zip(words, [*words[1:], ""], strict=True))
         made = ["--alias", "*"]
@@ -37,6 +43,10 @@ class RemoteOpenAIServer:
             if name in VALUES:
                 value = str(min(int(own), llama_server.MOST_CONTEXT)) if name == "--max-model-len" else own
                 made += [VALUES[name], value]
+        made += [own for name, own in FLAGS.items() if name in words]
+        made += [word for each in SAMPLING for word in ("--sampling", each)]
+        if key := (env_dict or {}).get("VLLM_API_KEY"):
+            made += llama_server.keyed(key)
         self.host, self.port = "127.0.0.1", llama_server.backend(made)
 
     def __enter__(self) -> RemoteOpenAIServer:

@@ -42,7 +42,7 @@ Code = Literal[
     "kv_unknown", "kv_unsupported", "parallel_indivisible", "parallel_unsupported", "worker_failed",
     "request_refused", "plan_does_not_fit",
     # Serving and load tests
-    "address_invalid", "key_invalid", "exposed_without_key", "model_name_invalid", "server_unreachable",
+    "address_invalid", "key_invalid", "exposed_without_key", "ray_exposed", "model_name_invalid", "server_unreachable",
     "answer_invalid", "trace_malformed",
     # Everything else
     "value_invalid",

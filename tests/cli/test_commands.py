@@ -33,6 +33,7 @@ COMMANDS = (
     "chat",
     "serve",
     "route",
+    "deploy",
     "bench-serve",
     "bench",
     "plan",

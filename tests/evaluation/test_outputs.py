@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from attar.checkpoints.receipts.receipt import record_tasks
 from attar.compression.runs.pipeline import compress
 from attar.evaluation.outputs import Figure, Layer, Speed, front, read, tell_apart
 from tests.errors import user_error
@@ -78,6 +79,16 @@ def test_a_source_that_is_no_text_compares_as_one(output: Path) -> None:
     figures = {"kl_mean": 0.25, "ppl_base": 7.0, "tokens": 99}
     found = read(change(output, evaluation=figures, source={"sha256": ["a", {}]})).measured_on
     assert {found} == {read(output).measured_on}
+
+
+def test_recorded_tasks(output: Path) -> None:
+    assert read(output).tasks == {}
+    told = {"items": 2, "shots": 0, "version": "1.0"}
+    record_tasks(output, {"piqa": {**told, "acc": 0.5, "intervals": {"acc": [0.25, 0.75]}}, "ifeval": {**told, "x": 1}})
+    assert read(output).tasks == {"piqa acc": Figure(0.5, 0.25, 0.75), "ifeval x": Figure(1.0)}
+    record_tasks(output, {"piqa": {"acc": "high"}})
+    with user_error("receipt_invalid"):
+        read(output)
 
 
 def test_an_output_needs_a_receipt(output: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from outliers import inject
 from typer.testing import CliRunner
 
+from attar.checkpoints.receipts.receipt import record_tasks
 from attar.cli.main import app
 from attar.compression.request.request import Target, parse_candidates
 from attar.compression.runs.pipeline import compress
@@ -132,6 +133,16 @@ def test_what_a_method_gained_is_unfolded_and_a_phone_shows_the_cost(outputs: di
     assert re.findall('<th scope="col">([^<]*)</th>', text)[:3] == ["model", "size", "KL mean"]
     plain = page.html(page.Contents([read(outputs["rtn-w4g32"])]))
     assert re.findall(r"<details open>\s*<summary>(\S+)", plain) == ["rtn-w4g32"]
+
+
+def test_recorded_tasks_have_a_table(outputs: dict[str, Path], tmp_path: Path) -> None:
+    recorded = Path(shutil.copytree(outputs["rtn-w4g32"], tmp_path / "out"))
+    record_tasks(recorded, {"piqa": {"items": 9, "acc": 0.625, "intervals": {"acc": [0.5, 0.75]}}})
+    text = page.html(page.Contents([read(recorded), read(outputs["gptq-w4g32"])]))
+    table = text.partition('<table class="tasks">')[2].partition("</table>")[0]
+    assert re.findall('<th scope="col">([^<]*)</th>', table) == ["model", "piqa acc"]
+    assert re.findall("<td>([^<]*)", table) == ["rtn-w4g32", "0.625"]
+    assert '<table class="tasks">' not in page.html(page.Contents([read(outputs["gptq-w4g32"])]))
 
 
 def test_models_that_do_not_compare_get_charts_of_their_own(outputs: dict[str, Path]) -> None:

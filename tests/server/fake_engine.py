@@ -80,7 +80,10 @@ class FakeEngine:
         adapters: tuple[str, ...] = (),
         name: str = "fake",
         bits: str = "fake",
+        images: bool = False,
+        no_images: str = "",
     ) -> None:
+        self.images, self.no_images = images, no_images
         self.path, self.tokenizer, self.batch, self.queue, self.step = path, tokenizer, batch, queue, step
         self.context, self.longest = context, longest  # tokens: of a request, and of an answer
         self.adapters, self.name, self.bits = adapters, name, bits
@@ -130,7 +133,8 @@ class FakeEngine:
         self._writer, self._drained = writer, False
         blocks, vocab = (("weights", 10), ("cache", 20)), self.tokenizer.vocab_size
         ready = Ready(
-            self.name, self.context, vocab, BLOCKS, 16, self.queue, blocks, self.adapters, self.batch, 8, self.bits
+            self.name, self.context, vocab, BLOCKS, 16, self.queue, blocks, self.adapters, self.batch, 8, self.bits,
+            images=self.images, no_images=self.no_images,
         )  # fmt: skip
         writer.write(encode([ready]))
         steps = asyncio.get_running_loop().create_task(self._steps(writer))

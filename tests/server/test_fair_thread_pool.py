@@ -15,7 +15,7 @@ from attar.checkpoints.sources import hub
 from attar.server.fair_thread_pool import LARGE, THREADS, FairThreadPool, TextThreads
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
-from attar.server.prompts import Prompts
+from attar.server.prompts import Prompts, Room
 from attar.server.serve import Server
 from attar.text.tokenizer import Tokenizer
 
@@ -167,7 +167,7 @@ def test_large_texts_have_all_threads_where_no_keys_share_them(
     monkeypatch.setattr(tokenizer, "encode", lambda text, **_: [len(next(rest)())])
 
     async def main() -> None:
-        waiting = [asyncio.create_task(prompts.ids(b"", ["a " * LARGE], 10, "prompt", CONTEXT)) for _ in jobs]
+        waiting = [asyncio.create_task(prompts.ids(b"", ["a " * LARGE], Room("prompt", 10, CONTEXT, 0))) for _ in jobs]
         for job in jobs[:together]:
             assert await began(job)
         await settled(*waiting)
@@ -198,11 +198,12 @@ def test_large_texts_hold_up_no_small_ones(monkeypatch: pytest.MonkeyPatch) -> N
     large = "a " * LARGE
 
     async def main() -> None:
-        held = [asyncio.create_task(prompts.ids(b"a", [large], 10**6, "prompt", CONTEXT)) for _ in range(THREADS + 1)]
-        held += [asyncio.create_task(prompts.ids(b"b", [large], 10**6, "prompt", CONTEXT))]
+        room = Room("prompt", 10**6, CONTEXT, 0)
+        held = [asyncio.create_task(prompts.ids(b"a", [large], room)) for _ in range(THREADS + 1)]
+        held += [asyncio.create_task(prompts.ids(b"b", [large], room))]
         held += [asyncio.create_task(prompts.chat_ids(b"b", [{"role": "user", "content": large}]))]
         assert await began(job)
-        assert await prompts.ids(b"a", ["Once upon"], 10**6, "prompt", CONTEXT) == [tuple(encode("Once upon"))]
+        assert await prompts.ids(b"a", ["Once upon"], room) == [tuple(encode("Once upon"))]
         assert await prompts.text_ids(b"b", "Once", add_special_tokens=False)
         assert await prompts.chat_ids(b"a", [{"role": "user", "content": "Hello"}])
         assert await prompts.text(b"a", encode("Once upon"))

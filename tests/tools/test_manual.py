@@ -15,6 +15,7 @@ from attar.cli.main import app
 from attar.compression.recipe.methods import METHODS
 from attar.kv.schemes import SCHEMES
 from attar.model.families import ARCHITECTURES
+from attar.model.vision.wrappers import WRAPPERS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,7 +57,7 @@ def test_references_say_everything(made: dict[str, str]) -> None:
             assert all(spelling in line for spelling in each.opts if spelling.startswith("--")), each
     assert all(f"### {name}\n" in made["reference/methods.md"] for name in METHODS)
     assert all(f"| `{name}` |" in made["reference/kv_formats.md"] for name in SCHEMES)
-    assert all(f"| `{name}` |" in made["reference/models.md"] for name in ARCHITECTURES)
+    assert all(f"| `{name}` |" in made["reference/models.md"] for name in (*ARCHITECTURES, *WRAPPERS))
     assert all(f"`{code}`" in made["reference/error_codes.md"] for code in errors.CODES)
     for name in ("attar_steps_total", "attar_model_loads_total", "attar_replica_deaths_total"):
         assert f"| `{name}` | counter |" in made["reference/metrics.md"]

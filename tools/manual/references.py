@@ -27,6 +27,7 @@ from attar.compression.recipe import methods
 from attar.formats.weight_formats import WEIGHT_FORMATS
 from attar.kv import schemes as kv
 from attar.model.families import ARCHITECTURES
+from attar.model.vision.wrappers import WRAPPERS
 from attar.plan.gpus import GPUS
 from attar.protocol.messages import Stats
 from attar.server.api.app import make_app
@@ -279,7 +280,7 @@ def models() -> str:
     for name, each in GGUF.items():
         for architecture in filter(None, (each.name, each.experts)):
             in_files.setdefault(architecture, []).append(f"`{name}`")
-    rows = [(f"`{name}`", ", ".join(dict.fromkeys(in_files.get(name, [])))) for name in ARCHITECTURES]
+    rows = [(f"`{name}`", ", ".join(dict.fromkeys(in_files.get(name, [])))) for name in (*ARCHITECTURES, *WRAPPERS)]
     cards = [
         (f"`{each.name}`", each.memory / 10**9, each.bandwidth / 1e9,
          ", ".join(f"{kind} {rate / 1e12:g}" for kind, rate in each.operations.items()))

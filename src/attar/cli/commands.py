@@ -31,9 +31,9 @@ USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # UsageError, of whichever cli
 RANGE_ERRORS = ("less_than", "less_than_equal", "greater_than", "greater_than_equal")
 
 GROUPS = (
-    "Model", "Recipe", "Mixed precision", "Data", "Calibration", "Comparison", "Prompt", "Constraint", "Tools",
+    "Model", "Recipe", "Mixed precision", "Data", "Task", "Calibration", "Comparison", "Prompt", "Constraint", "Tools",
     "Sampling", "Adapter", "Training", "Server", "Trace", "Synthetic prompts", "Requests", "Load", "Workload", "Goal",
-    "Device", "Cache", "Speculation", "Scheduler", "HTTP", "Security", "Limits", "Output",
+    "Experiments", "Device", "Cache", "Speculation", "Scheduler", "Ray", "HTTP", "Security", "Limits", "Output",
 )  # fmt: skip
 """The groups of options, in the order of help; options without a group are the last one's."""
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from attar.evaluation.draft_quality import DraftQuality
     from attar.evaluation.long_context.report import LongContextReport
     from attar.evaluation.speculation_audit import Audit
-    from attar.evaluation.tasks import TaskReport
+    from attar.evaluation.tasks.run import TaskReport
     from attar.metrics.measure import Report
     from attar.model.decoder import Decoder
     from attar.text.tokenizer import Tokenizer
@@ -31,10 +31,15 @@ class EvalConfig(options.OutputConfig):
 
     model: options.Model
     text: Annotated[Path | None, option("Data", "FILE", "Held-out text (.txt, .jsonl).")] = None
-    task: Annotated[str | None, option(
-        "Data", "NAME=FILE", "Task instead of a text: lambada=FILE.jsonl predicts the last word of each text.",
+    task: Annotated[list[str] | None, option(
+        "Task", "NAME", "Task of lm-eval instead of a text: arc, gsm8k, hellaswag, ifeval, lambada, mmlu, piqa, "
+        "truthfulqa or winogrande. NAME=PATH has its items in files, NAME alone on the Hub. It may be repeated.",
     )] = None  # fmt: skip
-    limit: Annotated[int | None, option("Data", "N", "Items of the task to use at most.", min=1)] = None
+    limit: Annotated[int | None, option("Task", "N", "Items of each task to use at most.", min=1)] = None
+    shots: Annotated[
+        int | None, option("Task", "N", "Examples in front of each item.", min=0, default="the task's own")
+    ] = None
+    record: Annotated[bool, flag("Task", "Add the figures to MODEL's receipt, for `attar report`.", "--record")] = False
     context: Annotated[
         int | None, option("Data", "N", "Tokens of a window.", min=2, default="the model's context, at most 2048")
     ] = None
@@ -72,7 +77,7 @@ def evaluate(config: EvalConfig) -> None:
     A text gives perplexity. --against adds KL divergence, top-1 agreement and the expected acceptance rate (EAR). All
     figures have 95 % intervals, and are measured as by `compress --eval`. --greedy continues each prompt by 64 tokens.
     --kv measures the cost of a KV cache format, against the same model unless --against names another; windows then
-    have up to 4096 tokens. A task gives perplexity of the target and accuracy, as lm-eval defines them. --draft
+    have up to 4096 tokens. A task has the prompts and rules of lm-eval, which the extra [eval] installs. --draft
     continues prompts of the text: it prints distances, rejections, tokens a step and speed, predicted and measured.
     --sparse-attention prints the KL divergence of the last rows of long windows from full attention, and their time.
     --sparse-prefill prints the KL divergence of the tokens behind a prompt from full prefill, and its time. Both ask
@@ -82,7 +87,7 @@ def evaluate(config: EvalConfig) -> None:
     Examples:
       attar eval ./out --against ./model --text heldout.txt
       attar eval ./out --kv int4 --text heldout.txt
-      attar eval ./out --task lambada=lambada.jsonl --limit 500
+      attar eval ./out --task hellaswag --task lambada=lambada.jsonl --limit 500
       attar eval ./large --draft ./small --text heldout.txt
       attar eval ./out --sparse-attention topk:1/16 --text heldout.txt
       attar eval ./out --sparse-prefill tri-shape --text heldout.txt
@@ -102,7 +107,7 @@ def evaluate(config: EvalConfig) -> None:
         elif config.draft is not None:
             report = _of_draft(config, config.draft, bar)
         else:
-            report = _on_text(config, bar) if config.task is None else _on_task(config, config.task, bar)
+            report = _on_task(config, config.task, bar) if config.task else _on_text(config, bar)
         bar.close()
         print(report.table())
         emit(config.as_json, report.to_dict())
@@ -117,7 +122,10 @@ def _of_long_context(config: EvalConfig, bar: Progress) -> LongContextReport:
     from attar.kv.sparse import SparseAttention
     from attar.kv.sparse_prefill import SparsePrefill
 
-    others = (config.task, config.against, config.stride, config.draft, config.limit, config.adapter, config.dtype)
+    others = (
+        config.task, config.against, config.stride, config.draft, config.limit, config.shots, config.adapter,
+        config.dtype,
+    )  # fmt: skip
     if config.greedy or config.device != "cpu" or config.tp * config.pp > 1 or any(each is not None for each in others):
         names = "--text, --context, --max-tokens, --passkeys and --kv"
         message = f"--sparse-attention, --sparse-prefill and --kv-eviction take {names} alone, on a CPU in one process"
@@ -140,7 +148,10 @@ def _of_draft(config: EvalConfig, draft: str, bar: Progress) -> DraftQuality:
     """Measure a draft model. Raises ValueError without a text, and for options of other measurements."""
     from attar.evaluation.draft_quality import measure
 
-    others = (config.task, config.against, config.stride, config.context, config.max_tokens, config.kv, config.adapter)
+    others = (
+        config.task, config.against, config.stride, config.context, config.max_tokens, config.kv, config.adapter,
+        config.shots, config.limit,
+    )  # fmt: skip
     if config.greedy or config.device != "cpu" or config.tp * config.pp > 1 or any(each is not None for each in others):
         raise UserError("option_conflict", "--draft takes --text and --temperature alone, on a CPU in one process")
     if config.text is None:
@@ -154,8 +165,8 @@ def _on_text(config: EvalConfig, bar: Progress) -> Report:
 
     if config.text is None:
         raise UserError("option_missing", "give the text to measure on: --text heldout.txt, or a --task")
-    if config.limit is not None:
-        raise UserError("option_unused", "--limit is of a --task; of a text, --max-tokens")
+    if config.limit is not None or config.shots is not None or config.record:
+        raise UserError("option_unused", "--limit, --shots and --record are of a --task; of a text, --max-tokens")
     subject, tokenizer, beside = _subject(config, bar)
     return run(
         subject, against=config.against, text=config.text, tokenizer=tokenizer, context=config.context,
@@ -164,20 +175,42 @@ def _on_text(config: EvalConfig, bar: Progress) -> Report:
     )  # fmt: skip
 
 
-def _on_task(config: EvalConfig, task: str, bar: Progress) -> TaskReport:
-    """Measure on a task. Raises ValueError for options of a text."""
-    from attar.evaluation.tasks import evaluate_task, parse_task
+def _on_task(config: EvalConfig, tasks: list[str], bar: Progress) -> TaskReport:
+    """Measure on tasks. Raises ValueError for options of a text."""
+    from attar.evaluation.tasks.catalogue import TaskSource
+    from attar.evaluation.tasks.run import evaluate_tasks
 
     others = (config.text, config.against, config.stride, config.max_tokens, config.kv)
     if config.greedy or any(given is not None for given in others):
         message = "--text, --against, --stride, --max-tokens, --greedy and --kv are not for a --task"
         raise UserError("option_conflict", message)
-    name, path = parse_task(task)
+    sources = [TaskSource.parse(task) for task in tasks]
+    if config.record:
+        _check_record(config)
     subject, tokenizer, beside = _subject(config, bar)
-    return evaluate_task(
-        subject, name, path, tokenizer=tokenizer, context=config.context, limit=config.limit, device=config.device,
-        dtype=config.dtype, adapter=beside, progress=bar,
+    found = evaluate_tasks(
+        subject, sources, tokenizer=tokenizer, context=config.context, limit=config.limit, shots=config.shots,
+        device=config.device, dtype=config.dtype, adapter=beside, progress=bar,
     )  # fmt: skip
+    if config.record:
+        from attar.checkpoints.receipts.receipt import record_tasks
+        from attar.checkpoints.sources import hub
+
+        record_tasks(hub.resolve(config.model), found.to_dict()["tasks"])
+    return found
+
+
+def _check_record(config: EvalConfig) -> None:
+    """Raise UserError, before hours of work, where the model has no receipt, or the figures are not its own."""
+    from attar.checkpoints.receipts.receipt import missing, read_receipt
+    from attar.checkpoints.sources import hub
+
+    if config.adapter is not None or config.limit is not None:
+        raise UserError(
+            "option_conflict", "--record is of the model alone and all items: not with --adapter or --limit"
+        )
+    if read_receipt(path := hub.resolve(config.model)) is None:
+        raise UserError("receipt_invalid", f"{path}: {missing(path)}")
 
 
 def _subject(config: EvalConfig, bar: Progress) -> tuple[str | Decoder, Tokenizer | None, Path | None]:

@@ -228,6 +228,9 @@ class ChatConfig(ConstrainedConfig):
     seed: options.SamplingSeed = None
     generation_config: options.GenerationConfig = options.Defaults.attar
     template_date: options.TemplateDate = None
+    image: Annotated[list[Path] | None, option(
+        "Prompt", "FILE", "PNG, JPEG or WebP file that the first turn shows.", "--image",
+    )] = None  # fmt: skip
     tools: Annotated[
         Path | None, option("Tools", "FILE", "Functions of this Python file that the model may call.", "--tools")
     ] = None
@@ -247,10 +250,11 @@ def chat(config: ChatConfig) -> None:
       attar chat ./out
       attar chat ./out --tools functions.py --yes-tools weather
       attar chat ./out --system "Answer in one sentence." --temperature 0
+      attar chat ./vision --image photo.jpg
     """
     with errors(config.as_json), progress(config.quiet) as bar:
         params, constraint = _params(config, {"temperature": 0.7}, ()), config.constraint()
-        make = _with_tools(config, constraint)
+        make, shown = _with_tools(config, constraint), _shown(config.image or ())
         llm = _load(config, bar)
         llm.tokenizer.chat_template()  # a model that cannot chat says so before the first turn
         with_tools = None if make is None else make(llm)
@@ -259,7 +263,8 @@ def chat(config: ChatConfig) -> None:
             messages.append({"role": "system", "content": config.system})
         warnings = []
         for said in _turns():
-            messages.append({"role": "user", "content": said})
+            messages.append({"role": "user", "content": [*shown, {"type": "text", "text": said}] if shown else said})
+            shown = []
             if with_tools is not None:
                 answer = with_tools.turn(messages, params, date=config.template_date)
                 warnings += _cut_short(llm, answer, config.max_tokens)
@@ -286,6 +291,22 @@ def _with_tools(config: ChatConfig, constraint: Grammar | None) -> Callable[[LLM
     functions = Functions(config.tools)
     allowed = allowed_names(config.yes_tools, functions)
     return lambda llm: ToolChat(llm, functions, allowed, ask_terminal)
+
+
+def _shown(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the parts of a message that shows image files. Raises UserError for what is no regular file, and for files
+    that are too many or too large."""
+    from attar.images.decoding import MAX_FILE, check_count
+
+    check_count(len(files))
+    for file in files:
+        if not file.exists():
+            raise UserError("file_not_found", f"--image {file}: no such file")
+        if not file.is_file():
+            raise UserError("file_wrong_kind", f"--image {file} is no regular file")
+        if file.stat().st_size > MAX_FILE:
+            raise UserError("image_too_large", f"--image {file}: an image has at most {MAX_FILE >> 20} MiB")
+    return [{"type": "image", "image": str(file)} for file in files]
 
 
 def _turns() -> Iterator[str]:

@@ -27,6 +27,7 @@ from attar.cli import (
 )
 from attar.cli.commands import Command, Commands, option
 from attar.cli.fleet import route
+from attar.cli.integrations.deploy import deploy
 from attar.cli.options import Json, Overwrite, Quiet
 from attar.cli.terminal import emit, errors, progress
 from attar.version import described
@@ -93,6 +94,7 @@ def demo(
 COMMANDS: dict[str, Callable[..., Any]] = {
     "compress": compression.compress, "eval": evaluation.evaluate, "report": evaluation.report, "lab": evaluation.lab,
     "generate": generation.generate, "chat": generation.chat, "serve": serving.serve, "route": route.route,
+    "deploy": deploy,
     "bench-serve": load_testing.bench_serve, "bench": generation.bench, "plan": planning.plan,
     "inspect": files.inspect, "verify": evaluation.verify, "convert": files.convert, "imatrix": files.imatrix,
     "finetune": compression.finetune, "train-draft": drafting.train_draft,

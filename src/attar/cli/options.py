@@ -26,6 +26,20 @@ def parse_size(text: str) -> int:
     return size
 
 
+def parse_time(text: str) -> float:
+    """Parse a time such as 90s, 15m or 2h to seconds. Raises ValueError for other text, and for less than 10 seconds
+    or more than 30 days."""
+    units = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+    number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
+    unit = text[len(number) :]
+    if unit not in units or not number.replace(".", "", 1).isdecimal() or len(number) > 12:
+        raise UserError("option_malformed", f"{text[:32]!r} is no time: write it like 90s, 15m or 2h")
+    seconds = float(number) * units[unit]
+    if not 10 <= seconds <= 30 * 86400:
+        raise UserError("option_out_of_range", f"{text}: a time is 10 s to 30 days")
+    return seconds
+
+
 def parse_draft_tokens(text: str) -> int | None:
     """Parse a number of drafts; None for `auto`. Raises ValueError for anything else."""
     if text == "auto":

@@ -7,7 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from attar.cli.commands import configured, option
-from attar.cli.options import Json, Memory, OptionalModel, Pp, SparseAttention, Threads, Tp, parse_size
+from attar.cli.options import (
+    CALIBRATION_TEXT,
+    Json,
+    Memory,
+    OptionalModel,
+    Pp,
+    Quiet,
+    SparseAttention,
+    Threads,
+    Tp,
+    parse_size,
+    parse_time,
+)
 from attar.cli.scheduling import SchedulerOptions
 from attar.cli.terminal import emit, errors, require, tell
 from attar.errors import Code, UserError
@@ -15,6 +27,9 @@ from attar.errors import Code, UserError
 if TYPE_CHECKING:
     from attar.plan.comparison import Hardware, Subject
     from attar.protocol.settings import Settings
+
+
+RESUME = "the same command goes on: what was measured and compressed is kept"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +67,20 @@ class PlanConfig(SchedulerOptions):
     outputs: Annotated[list[str] | None, option(
         "Goal", "OUT", "Existing output of this model, whose receipt states its KL.", "--output",
     )] = None  # fmt: skip
+    acceptance: Annotated[float | None, option(
+        "Goal", "SHARE", "Share of drafts that are right, as `attar eval --draft` measures it.", min=0, max=1,
+        default="assumed, 0.3 to 0.8",
+    )] = None  # fmt: skip
+    measure: Annotated[float | None, option(
+        "Experiments", "TIME", "Confirm the plan within this time, such as 15m: compress, measure KL, run load tests. "
+        "The same command goes on.", parser=parse_time,
+    )] = None  # fmt: skip
+    apply: Annotated[Path | None, option(
+        "Experiments", "OUT", "Write the chosen weights to this folder, where the goals are met.",
+    )] = None  # fmt: skip
+    text: Annotated[Path | None, option("Experiments", "FILE", "Held-out text for KL (.txt, .jsonl).")] = None
+    calib: Annotated[str | None, option("Experiments", "FILE", CALIBRATION_TEXT, default="self")] = None
+    samples: Annotated[int, option("Experiments", "N", "Calibration sequences.", min=1)] = 128
     device: Annotated[
         str, option("Device", "DEVICE", "Plan for this machine's cpu or its GPU, cuda; cuda:1 is the second one.")
     ] = "cpu"
@@ -70,6 +99,7 @@ class PlanConfig(SchedulerOptions):
     ] = None
     sparse_attention: SparseAttention = None
     as_json: Json = False
+    quiet: Quiet = False
 
     def check(self) -> None:
         """Raise ValueError for options that contradict each other, and for a device that is not available."""
@@ -92,7 +122,11 @@ class PlanConfig(SchedulerOptions):
     def check_goal(self) -> None:
         """Raise UserError for options of a plan by goals without goals, and for those that such a plan does not take
         yet."""
-        own = {"--rates": self.rates, "--prompt": self.prompt, "--trace": self.trace, "--output": self.outputs}
+        own = {
+            "--rates": self.rates, "--prompt": self.prompt, "--trace": self.trace, "--output": self.outputs,
+            "--acceptance": self.acceptance is not None, "--measure": self.measure, "--apply": self.apply,
+            "--text": self.text, "--calib": self.calib,
+        }  # fmt: skip
         if not self.by_goal:
             if given := [name for name, value in own.items() if value]:
                 raise UserError("option_unused", f"{', '.join(given)}: is of a plan by --goal or --scenario")
@@ -119,6 +153,8 @@ class PlanConfig(SchedulerOptions):
             shape=self.subject() if self.model is None else None, users=self.users, context=self.context,
             prompt=self.prompt, trace=self.trace, rates=self.rates, outputs=self.outputs or (),
             gpu=self.hardware().gpu if by_gpu else None, settings=self.engine(), as_json=self.as_json,
+            measure=self.measure, apply=self.apply, text=self.text, calib=self.calib, samples=self.samples,
+            quiet=self.quiet, acceptance=self.acceptance,
         ))  # fmt: skip
 
     def subject(self) -> Subject:
@@ -177,8 +213,9 @@ def plan(config: PlanConfig) -> None:
       attar plan ./out --memory 4GB --context 512 --users 8
       attar plan --shape llama-3.1-8b --gpu h100 --context 8192 --users 32
       attar plan ./model --goal "kl<=0.05,tpot<=60ms" --users 8 --context 4096
+      attar plan ./model --goal "kl<=0.05" --measure 15m --text a.txt --apply out
     """
-    with errors(config.as_json):
+    with errors(config.as_json, RESUME if config.measure or config.apply else None):
         config.check()
         if config.by_goal:
             config.plan_by_goal()

@@ -15,7 +15,7 @@ import typer
 
 from attar import logs
 from attar.cli import options
-from attar.cli.commands import configured, option
+from attar.cli.commands import configured, flag, option
 from attar.cli.fleet.http_options import HttpOptions, RouterKeyFile
 from attar.cli.scheduling import SchedulerOptions
 from attar.cli.terminal import emit, errors, require_apart, tell, tell_shared
@@ -105,6 +105,9 @@ class ServeConfig(SchedulerOptions, HttpOptions):
         "policy is that of requests which name none. CPUs only.",
         parser=options.parse_kv_eviction, default="none are dropped",
     )] = None  # fmt: skip
+    request_metrics: Annotated[bool, flag(
+        "HTTP", "Tell in answers of chats and completions how long they took, as vLLM's `metrics`.",
+    )] = False  # fmt: skip
     max_requests: Annotated[int | None, option(
         "Limits", "N", "Open HTTP requests; excess requests get 429, as do bodies of over 1 GiB together.", min=1,
         default=f"sequences that run and wait, and {BESIDES} more",
@@ -201,6 +204,7 @@ class ServeConfig(SchedulerOptions, HttpOptions):
         """Make the settings of HTTP for the model at `path`, called `name`, which `engines` engines serve. Raises
         ValueError for a public address without a key, and for wrong names and paths."""
         from attar.checkpoints import generation_config
+        from attar.images.settings import read_settings
         from attar.server.admission.rate_limits import KeyLimits
         from attar.server.options import ServerOptions, check_aliases
 
@@ -214,7 +218,8 @@ class ServeConfig(SchedulerOptions, HttpOptions):
             most if self.max_requests is None else self.max_requests,
             KeyLimits(self.max_requests_per_key, self.tokens_per_minute), self.deadline, self.drain_seconds,
             self.template_date, sampling, check_aliases(self.alias or (), (name, *adapters)), self.root_path,
-            self.response_store or 0, {"on": True, "off": False}.get(self.reasoning), self.routers(),
+            self.response_store or 0, {"on": True, "off": False}.get(self.reasoning), self.request_metrics,
+            read_settings(path), self.routers(),
         )  # fmt: skip
 
 
@@ -246,7 +251,7 @@ def serve(config: ServeConfig) -> None:
 
         name = name_of(config.model) if config.name is None else check_name(config.name)
         logs.begin()
-        keys, origins = _security(config)  # first: it takes the key from what children inherit
+        keys, origins = security(config)  # first: it takes the key from what children inherit
         if config.models:
             return _serve_several(config, keys, origins)
         theirs = _of_triton(config.triton_config) | ({} if config.device is None else {"device": config.device})
@@ -258,7 +263,7 @@ def serve(config: ServeConfig) -> None:
         server_options = config.http(keys, origins, settings.limits(), path, name, config.replicas or 1)
         settings = replace(settings, files=fingerprints(settings.folders))  # first: later changes are noticed
         tokenizer = _tokenizer(path, config.chat_template)
-        told = tokenizer, server_options, ENGINE, _started(bool(tokenizer.chat_templates), config.as_json)
+        told = tokenizer, server_options, ENGINE, teller(bool(tokenizer.chat_templates), config.as_json)
         if config.replicas is None:
             _run(config, lambda: supervisor.run(settings, *told))
         else:
@@ -290,7 +295,7 @@ def _run(config: ServeConfig, server: Callable[[], int]) -> None:
         raise typer.Exit(status)
 
 
-def _security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
+def security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
     """Return the keys and the origins of requests; a router's key makes the secret of salts. Raises UserError for a
     host, origin or key file that is refused."""
     keys, origins = config.security()
@@ -335,11 +340,11 @@ def _serve_several(config: ServeConfig, keys: Keys, origins: frozenset[str]) -> 
         most = len(specs) * (limits.together + limits.max_waiting) + BESIDES
         server_options = dataclasses.replace(server_options, max_requests=most)
     templates = any(each.tokenizer.chat_templates for each in specs)
-    started = _started(templates, config.as_json, "")
+    started = teller(templates, config.as_json, "")
     _run(config, lambda: server.run(specs, sharing.engines, server_options, ENGINE, started))
 
 
-def _started(templates: bool, as_json: bool, more: str = " (the model is loading)") -> Callable[[str], None]:
+def teller(templates: bool, as_json: bool, more: str = " (the model is loading)") -> Callable[[str], None]:
     """Make the function called once the server listens: it prints the address with `more`, and starts the chat template
     process where there are `templates`."""
     from attar.text import template

@@ -79,13 +79,14 @@ def spec(settings: Settings, sharing: Sharing, defaults: Defaults) -> ModelSpec:
     parameters. Raises ValueError for a model without a readable tokenizer."""
     from attar.checkpoints import generation_config, vocabulary
     from attar.checkpoints.fingerprints import fingerprints
+    from attar.images.settings import read_settings
     from attar.server.models.served import ModelSpec
 
     part, path = sharing.parts[settings.name], Path(settings.model)
     files = fingerprints(settings.folders)  # first: later changes are noticed
     settings = msgspec.structs.replace(settings, memory=part.memory, context=part.context, files=files)
     sampling = generation_config.sampling(path) if defaults is Defaults.model else {}
-    return ModelSpec(settings, part.size, vocabulary.tokenizer(path), sampling)
+    return ModelSpec(settings, part.size, vocabulary.tokenizer(path), sampling, read_settings(path))
 
 
 def divide_cores(settings: Settings, count: int, listed: Sequence[str]) -> list[tuple[Settings, tuple[int, ...]]]:

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +175,7 @@ class Compressed:
     selection: Selection | None = None
     tuning: Tuning | None = None
     warnings: tuple[str, ...] = ()  # about texts that say too little
+    tasks: Mapping[str, Figure] = field(default_factory=dict)  # by task and figure, such as `piqa acc`
 
     @property
     def measured_on(self) -> tuple[object, ...] | None:
@@ -229,6 +230,7 @@ def read(output: str | Path, speed: Speed | None = None) -> Compressed:
         _selection(value["selection"], place) if "selection" in value else None,
         _tuning(value["tune"], place) if "tune" in value else None,
         tuple(warnings),
+        _tasks(value.get("tasks", {}), place),
     )  # fmt: skip
 
 
@@ -275,6 +277,18 @@ def _figures(evaluation: Mapping[str, Any], place: str) -> dict[str, Figure]:
         ends = [_finite(end) for end in pair] if isinstance(pair, list) else []
         figures[name] = Figure(number, *ends) if len(ends) == 2 and None not in ends else Figure(number)
     return figures
+
+
+def _tasks(value: object, place: str) -> dict[str, Figure]:
+    """Return every figure of recorded tasks, named by its task and itself."""
+    if not isinstance(value, dict) or not all(isinstance(each, dict) for each in value.values()):
+        raise _damaged(place, "tasks")
+    told = ("items", "shots", "version")  # about the task
+    return {
+        f"{task} {name}": figure
+        for task, each in value.items()
+        for name, figure in _figures({key: each[key] for key in each if key not in told}, place).items()
+    }
 
 
 @contextmanager

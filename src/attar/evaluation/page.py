@@ -58,6 +58,7 @@ def html(contents: Contents) -> str:
         chart_style=Markup(STYLE),
         warnings=_warnings(outputs),
         summary=_summary(outputs),
+        tasks=_task_rows(outputs),
         trade_offs=[_shown_trade_off(chosen, pieces) for chosen, pieces in page_charts.trade_offs(outputs)],
         gains=[_gains(each) for each in outputs if each.selection is not None or each.tuning is not None],
         allocations=[_allocation(each) for each in outputs if each.allocation is not None],
@@ -135,6 +136,19 @@ def _summary(outputs: Sequence[Compressed]) -> dict[str, Any]:
         way = " or ".join(page_charts.plain(outputs))
         note += f"Last: the geometric mean over linears of the error as stored over that of the plain way: {way}."
     return {"names": list(columns), "rows": rows, "note": note}
+
+
+def _task_rows(outputs: Sequence[Compressed]) -> dict[str, Any] | None:
+    """Return names and rows of the figures of recorded tasks; None where no output has any."""
+    names = list(dict.fromkeys(name for each in outputs for name in each.tasks))
+    if not names:
+        return None
+    rows = [[Cell(each.label), *(_task_cell(each.tasks.get(name)) for name in names)] for each in outputs if each.tasks]
+    return {"names": ["model", *names], "rows": rows}
+
+
+def _task_cell(figure: Figure | None) -> Cell:
+    return Cell("-") if figure is None else Cell(f"{figure.value:.4g}", _ends(figure, ".4g"))
 
 
 def _ends(figure: Figure, form: str) -> str:

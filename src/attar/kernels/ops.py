@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from attar.formats.packed import PackedTensor
-from attar.kernels import dispatch, hadamard, operands, ref, ref_attention, ref_prefill, ref_sparse
+from attar.kernels import dispatch, hadamard, operands, ref, ref_attention, ref_prefill, ref_spans, ref_sparse
 from attar.kernels.dispatch import BackendWeights, Table
 from attar.kernels.native import attention as native_attention
 from attar.kernels.native import linear as products
@@ -273,10 +273,19 @@ def paged_attention(
     `ref_sparse.choose` names, each key-value head its own. What a row reads depends on its own query and on the keys
     that it sees, and not on other rows.
 
+    With `AttentionMetadata.spans`, rows of an image see each other in both directions; no kernel of a GPU has that.
+
     With `AttentionMetadata.prompts`, rows of prompts before their last read what `ref_prefill.attend` names. Layers
     with a window read as ever.
     """
     assert pages.keys_rotated, "no kernel rotates keys as it reads them"
+    if place.spans is not None:
+        if want_mass or place.tree is not None or place.key_positions is not None or pages.signs is not None:
+            raise ValueError("rows that see later rows have no mass, tree, positions of keys or one-bit keys")
+        if isinstance(pages, PlainPages):
+            raise ValueError("no kernel of a GPU has rows that see later rows")
+        dense, _ = paged_attention(q, pages, replace(place, spans=None, prompts=None), form)
+        return ref_spans.replace_rows(dense, q, pages, place, form), None
     if place.prompts is not None and form.window is not None:
         place = replace(place, prompts=None)
     if place.prompts is not None:

@@ -53,14 +53,14 @@ def _attend_tiled(q: Tensor, k: Tensor, v: Tensor, at: Tensor, key_at: Tensor, f
     """Attend in sequences of equal positions: q [B, T, H, D], k and v [B, S, G, D] to [B, T, H, D], in memory
     O(T + S)."""
     if form.soft_cap is None and _is_triangle(at, key_at, form.window):
-        return _attend(q, k, v, None, form)
+        return attend(q, k, v, None, form)
     outputs = []
     for first in range(0, max(1, len(at)), QUERY_TILE):
         rows = slice(first, first + QUERY_TILE)
         mask = visible(at[rows], key_at, form.window)
         seen = mask.any(0)
         kept = slice(None) if seen.all() else seen
-        outputs.append(_attend(q[:, rows], k[:, kept], v[:, kept], mask[:, kept], form))
+        outputs.append(attend(q[:, rows], k[:, kept], v[:, kept], mask[:, kept], form))
     return torch.cat(outputs, 1)
 
 
@@ -77,7 +77,7 @@ def _is_triangle(at: Tensor, key_at: Tensor, window: int | None) -> bool:
     return window is None or len(at) == 0 or int(at[-1] - at[0]) < window
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: AttentionForm) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: AttentionForm) -> Tensor:
     """Attend like `_attend_tiled`, by a mask [T, S] or, without one, the lower triangle."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if form.soft_cap is None:
@@ -336,7 +336,7 @@ def _paged_attention(
                 mask[:, length - count :] &= branches[rows]
             seeing = mask.any(-1)  # a query that sees nothing gives zeros
             one = q[first + rows.start : first + rows.stop][seeing]
-            mixed = _attend(one[None], k[None], v[None], mask[seeing], form)[0]
+            mixed = attend(one[None], k[None], v[None], mask[seeing], form)[0]
             out[first + rows.start : first + rows.stop][seeing] = mixed
             if want_mass:
                 weights = _weights(one[None].transpose(1, 2), k[None].transpose(1, 2), mask[seeing], form)[0]

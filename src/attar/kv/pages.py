@@ -186,7 +186,8 @@ class AttentionMetadata:
     one another only what the mask allows, and their keys are at the rows' positions, which may branch. Where the pages
     keep unfinished blocks apart, a call's rows of a sequence are of one block, and `tails` names the unfinished block
     that is theirs. Where the pages have one-bit keys, rows at positions from `dense_until` on choose what they read.
-    With `prompts`, rows in the middle of prompts read few keys in layers without a sliding window.
+    With `prompts`, rows in the middle of prompts read few keys in layers without a sliding window. With `spans`, a row
+    sees the positions from its span's first to its end too, which are those of this call: the image that it is of.
     """
 
     row_starts: Tensor  # [B + 1] int32: the rows of sequence b are row_starts[b] .. row_starts[b + 1]
@@ -199,6 +200,7 @@ class AttentionMetadata:
     tails: Tensor | None = None  # [B] int64
     dense_until: Tensor | None = None  # [B] int32; None: every row reads every key
     prompts: PromptRows | None = None
+    spans: Tensor | None = None  # [N, 2] int32, on the host: first and end; both 0 for none
 
 
 @dataclass(eq=False)

@@ -24,7 +24,7 @@ from attar.kv.pages import AttentionMetadata, Bases, PagedKV, PromptRows, Rotati
 from attar.kv.schemes import SCHEMES, KvScheme
 from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.config import ModelConfig, Rope
-from attar.model.rope import far_rotation, rotation, table
+from attar.model.rope import far_rotation, rotation, sectioned, table
 
 BLOCK = 64  # slots: a head's keys of a block are then 4 KiB or more, which memory delivers at full speed
 ALIGNED = 16  # bytes: alignment of tensors that are copied together
@@ -288,6 +288,8 @@ class ForwardBatch:
     repeated: Repeated | None = None
     watched: Tensor | None = None  # rows [M] whose queries are kept
     features: Features | None = None  # of images; the ids of their rows are any of the vocabulary
+    angles: Tensor | None = None  # [3, N] int64: time, height and width of each row (M-RoPE); None: its position
+    spans: Tensor | None = None  # [N, 2] int32: positions that a row of an image sees besides; needs a cache
     queries: dict[int, Tensor] = field(init=False, default_factory=dict, repr=False, compare=False)
     """Queries of the watched rows, as they read keys, by layer: [M, H, D], once the call is made."""
     again: Tensor | None = field(init=False, default=None, repr=False)  # rows of `repeated`, on the device
@@ -313,6 +315,11 @@ class ForwardBatch:
             device = torch.device(self.device) if self.cache is None else self.cache.device
             numbers = torch.tensor(self.adapters).repeat_interleave(torch.tensor(self.lengths))
             routes = Routes(numbers, partial(sent, device))
+        if self.spans is not None:
+            assert place is not None, "rows that see later rows read them from a cache"
+            for each in (place, sliding):
+                if each is not None:
+                    each.spans = self.spans
         if self.repeated is not None:
             assert place is not None, "rows are repeated in a cache"
             again, slots = sent(place.slot_mapping.device, self.repeated.rows, self.repeated.slots)
@@ -369,6 +376,10 @@ class ForwardBatch:
         if self.cache is not None and self.cache.offsets is not None:
             rows = torch.arange(len(self.positions), dtype=torch.int32, device=self.positions.device)
             return Rotation(*self._moved(rope), self._with_repeated(rows))
+        if self.angles is not None:
+            assert not rope.grows, "angles of three positions do not grow with the sequence"
+            rows = torch.arange(len(self.positions), dtype=torch.int32, device=self.positions.device)
+            return Rotation(*sectioned(rope, self.angles, max(self.horizons)), self._with_repeated(rows))
         if rope.grows and len(set(self.horizons)) > 1:  # sequences turn by angles of their own
             pieces = zip(self.split(self.positions), self.horizons, strict=True)
             cos, sin = zip(*(rotation(rope, at, horizon) for at, horizon in pieces), strict=True)

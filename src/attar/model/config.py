@@ -33,6 +33,9 @@ class Rope:
     attention_factor: float = 1.0  # yarn, longrope: cos and sin are multiplied by it
     short_factor: tuple[float, ...] = ()  # longrope
     long_factor: tuple[float, ...] = ()  # longrope
+    sections: tuple[int, ...] = ()
+    """Pairs that turn by the time, height and width of a token, in this order (M-RoPE); (): a token has one position.
+    The three positions of a text token are equal, so text turns as without sections."""
 
     @property
     def grows(self) -> bool:

@@ -155,13 +155,19 @@ class Decoder:
     ) -> tuple[Tensor, Tensor | None]:
         """Compute `states` in calls that the cache accepts. `watch` receives the pieces."""
         first = list(itertools.accumulate(step.lengths, initial=0))[:-1]
+        if step.spans is not None:
+            scheme = "this scheme" if step.cache is None else step.cache.scheme.name
+            raise UserError("kv_unsupported", f"{scheme} takes images in pieces, whose rows must see each other")
         order, streams, deltas = [], [], []
         kept: list[KeptStates] = []
         for lengths in pieces:
             rows = torch.cat([torch.arange(at, at + n) for at, n in zip(first, lengths, strict=True)])
             first = [at + n for at, n in zip(first, lengths, strict=True)]
             features = None if step.features is None else step.features.of(rows)
-            piece = ForwardBatch(lengths, step.horizon, step.cache, step.adapters, keep=step.keep, features=features)
+            angles = None if step.angles is None else step.angles[:, rows]
+            piece = ForwardBatch(
+                lengths, step.horizon, step.cache, step.adapters, keep=step.keep, features=features, angles=angles
+            )
             stream, delta = self.states(ids[rows], piece, watch)
             kept.append(piece.kept)
             order.append(rows)

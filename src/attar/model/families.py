@@ -22,6 +22,7 @@ from attar.errors import UserError
 from attar.model.config import Activation, Experts, ModelConfig, Names, RopeKind
 from attar.model.fields import COUNT, EPSILON, LENGTH, Fields, nearest
 from attar.model.rope_config import read_gemma3_ropes, read_rope, rope_parameters, scaled_context
+from attar.model.vision.wrappers import WRAPPERS, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,9 @@ MODEL_TYPES: Mapping[str, str] = {
     "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM", "opt": "OPTForCausalLM", "phi3": "Phi3ForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+    "idefics3": "Idefics3ForConditionalGeneration", "llava": "LlavaForConditionalGeneration",
+    "llava_next": "LlavaNextForConditionalGeneration", "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration", "smolvlm": "SmolVLMForConditionalGeneration",
 }  # fmt: skip
 """Architecture of a config.json that states its `model_type` alone."""
 
@@ -101,8 +105,12 @@ def read_config(config: Mapping[str, object], generation: Mapping[str, object] |
     are missing, of the wrong type, out of bounds or contradictory.
     """
     architecture = _architecture(config)
-    found = ARCHITECTURES[architecture]
     text = Fields(config).inner("text_config")
+    wrapper = WRAPPERS.get(architecture)
+    found = ARCHITECTURES[architecture if wrapper is None else wrapper.text_architecture(text)]
+    if wrapper is not None:
+        config = {**config, "tie_word_embeddings": wrapper.tied(config, text)}
+        found = replace(found, defaults={**found.defaults, **wrapper.defaults})
     if text is not None:
         outer = {k: v for k, v in config.items() if k in OUTER and v is not None}
         config = {**{k: v for k, v in text.items() if k != "tie_word_embeddings"}, **outer}
@@ -116,6 +124,8 @@ def read_config(config: Mapping[str, object], generation: Mapping[str, object] |
     keys = ("bos_token_id", "eos_token_id")
     bos, eos = ((own if own.get(key) is not None else fields).integers(key, -LENGTH, LENGTH) for key in keys)
     model = found.read(fields)
+    if wrapper is not None:
+        model = replace(model, names=replace(model.names, prefixes=wrapper.prefixes))
     context = scaled_context(model.context, set(model.ropes))
     return replace(
         model,
@@ -143,10 +153,12 @@ def _architecture(config: Mapping[str, object]) -> str:
     kind = config.get("model_type")
     if not names and isinstance(kind, str) and kind in MODEL_TYPES:  # all that transformers' Auto classes look at
         names = [MODEL_TYPES[kind]]
+    every = ARCHITECTURES.keys() | WRAPPERS.keys()
     for name in names:
-        if isinstance(name, str) and name in ARCHITECTURES:
+        if isinstance(name, str) and name in every:
             return name
-    known = ", ".join(sorted(ARCHITECTURES))
+        refuse(str(name))
+    known = ", ".join(sorted(every))
     if not names:
         raise UserError(
             "config_invalid",
@@ -154,7 +166,7 @@ def _architecture(config: Mapping[str, object]) -> str:
         )
     raise UserError(
         "architecture_unsupported",
-        f"unknown architecture {names[0]!r}: known are {known}{nearest(str(names[0]), ARCHITECTURES)}",
+        f"unknown architecture {names[0]!r}: known are {known}{nearest(str(names[0]), every)}",
     )
 
 

@@ -86,6 +86,22 @@ def far_rotation(rope: Rope, positions: Tensor, horizon: int) -> tuple[Tensor, T
     return cos, sin
 
 
+def sectioned(rope: Rope, angles: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, float32 [N, dims / 2], of rows with positions by time, height and width, `angles` [3, N].
+
+    Pairs turn by the position of their section (M-RoPE; Wang et al. 2024, section 2.1). Rows with three equal positions
+    have the numbers of `table`, to the bit. Raises ValueError where positions lie past the horizon.
+    """
+    if angles.numel() and (int(angles.min()) < 0 or int(angles.max()) >= horizon):
+        raise ValueError(f"positions {int(angles.min())} to {int(angles.max())} do not lie below {horizon}")
+    own = zip(rope.sections, angles, torch.tensor(rope.sections).cumsum(0).tolist(), strict=True)
+    parts = [(at, slice(end - count, end)) for count, at, end in own]
+    cos, sin = (
+        torch.cat([each[at][:, pairs] for at, pairs in parts], 1) for each in table(rope, horizon, angles.device)
+    )
+    return cos, sin
+
+
 def turned_by(rope: Rope, positions: int, horizon: int) -> tuple[Tensor, Tensor]:
     """Return cos and sin, float32 [dims / 2], that turn a key `positions` further; its length stays."""
     angle = positions * frequencies(rope, horizon).double()

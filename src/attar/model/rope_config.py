@@ -14,15 +14,15 @@ from dataclasses import replace
 from typing import get_args
 
 from attar.model.config import Rope, RopeKind
-from attar.model.fields import LENGTH, Fields, nearest
+from attar.model.fields import COUNT, LENGTH, Fields, nearest
 
 logger = logging.getLogger(__name__)
 
-ROPES: Mapping[str, RopeKind] = {kind: kind for kind in get_args(RopeKind)}
+ROPES: Mapping[str, RopeKind] = {**{kind: kind for kind in get_args(RopeKind)}, "mrope": "default"}
 KEYS = frozenset({
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim",
-    "attention_factor", "short_factor", "long_factor",
+    "attention_factor", "short_factor", "long_factor", "mrope_section",
 })  # fmt: skip
 KINDS_OF_LAYER = ("full_attention", "sliding_attention")
 
@@ -67,7 +67,7 @@ def read_rope(
     dims = int(head_dim * share)
     if dims < 2 or dims % 2:
         raise p.error("partial_rotary_factor", f"and head size {head_dim} leave {dims} rotary columns: must be even")
-    rope = Rope(theta, dims, kind)
+    rope = Rope(theta, dims, kind, sections=_sections(p, dims))
     if kind == "default":
         return rope
     context = f.integer("max_position_embeddings", high=LENGTH)
@@ -103,6 +103,16 @@ def read_rope(
         long_factor=p.numbers("long_factor", dims // 2),
         attention_factor=stretched if given is None else given,
     )
+
+
+def _sections(p: Fields, dims: int) -> tuple[int, ...]:
+    """Return the pairs that turn by time, height and width (`Rope.sections`); () where a token has one position."""
+    if p.get("mrope_section") is None and p.get("rope_type") != "mrope":
+        return ()
+    sections = p.integers("mrope_section", 0, COUNT)
+    if len(sections) != 3 or sum(sections) != dims // 2:
+        raise p.error("mrope_section", f"must be three numbers of pairs, {dims // 2} in all")
+    return sections
 
 
 def _stretch(ropes: Collection[Rope | None]) -> float:

@@ -227,7 +227,7 @@ def with_kv(found: Fit, deployment: Deployment, kv: KvScheme, limits: StepLimits
     if gpu is not None:
         each, beside = gpus.block_bytes(config, kv, gpu.float8), 0
     else:
-        each = costs.block_bytes(config, kv)
+        each = costs.block_bytes(config, kv) + (0 if deployment.sparse is None else costs.sign_bytes(config))
         beside = costs.beside_bytes(config, kv, limits.sequences)
         beside -= costs.beside_bytes(config, deployment.kv, limits.sequences)
     rows = limits.rows * (1 if gpu is None else 2)

@@ -20,7 +20,7 @@ MAX_REQUEST_PIXELS = 32_000_000  # of all images of a request, before and after 
 MAX_TILE_BYTES = 48 << 20  # of a request: its message fits into a frame
 
 
-class ImageInput(msgspec.Struct, frozen=True):
+class ImageInput(msgspec.Struct, frozen=True, weakref=True):
     """One image of a prompt as tiles of equal size.
 
     `grid` counts rows and columns of tiles without the global tile, which comes last for Idefics3 and first for

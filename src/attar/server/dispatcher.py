@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from attar.faults import point
 from attar.protocol.grammar import Grammar
+from attar.protocol.images import ImageInput
 from attar.protocol.messages import Embed, Failed, Ready, Submit
 from attar.protocol.reasoning import ReasoningSection
 from attar.protocol.request import SamplingParams
@@ -71,17 +72,24 @@ class Dispatcher:
     def submit(
         self, caller: Caller, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int, model: str,
         priority: int = 0, grammar: Grammar | None = None, reasoning: ReasoningSection | None = None,
+        images: tuple[ImageInput, ...] = (),
     ) -> RequestHandler:  # fmt: skip
         """Submit prompts to be continued, n choices each that keep to `grammar` behind their `reasoning`, by `model`.
-        Where there are keys, a `priority` below 0 counts as 0. Raises APIError."""
+        `images` are those of the one prompt of a chat. Where there are keys, a `priority` below 0 counts as 0. Raises
+        APIError."""
         left = self._admit(caller, prompts, n, params.max_tokens)
         if caller.cache_salt:  # no key goes ahead of another
             priority = max(0, priority)
         adapter = self._adapter(model)
-        commands = [
-            Submit(name, prompt, params.seeded(), n, caller.cache_salt, priority, left, adapter, grammar, reasoning)
-            for name, prompt in _named(caller, prompts)
-        ]
+        salt = caller.cache_salt
+
+        def submitted(name: str, prompt: tuple[int, ...]) -> Submit:
+            seeded = params.seeded()
+            return Submit(
+                name, prompt, seeded, n, salt, priority, left, adapter, grammar, reasoning, images=images
+            )  # fmt: skip
+
+        commands = [submitted(name, prompt) for name, prompt in _named(caller, prompts)]
         made = self._ask(caller, prompts, n, commands, self._share())
         made.expect(len(prompts) * n * params.max_tokens)
         return made

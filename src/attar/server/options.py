@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from attar.errors import UserError
+from attar.images.settings import ImageSettings
 from attar.server.admission.rate_limits import KeyLimits
 from attar.server.fleet.router_key import RouterKeys
 from attar.server.http.security import KEY_VARIABLE, Keys, host_name, is_loopback
@@ -41,8 +42,9 @@ class ServerOptions:
     for requests that do not name them. aliases: further names of the served model, as `pattern`
     reads them. root_path: the prefix of every path, behind a proxy that passes it on; paths without it are served too.
     response_store: bytes of answers that are kept for `previous_response_id`; 0: none are. reasoning: whether models
-    reason where a request does not say; None leaves it to them. router_keys: of routers (`fleet/`) that this server
-    works for.
+    reason where a request does not say; None leaves it to them. request_metrics: whether answers of OpenAI's chats and
+    completions tell how long they took, as vLLM's `metrics` do. images: how the model wants images, where it takes
+    any. router_keys: of routers (`fleet/`) that this server works for.
     """
 
     host: str = "127.0.0.1"
@@ -60,6 +62,8 @@ class ServerOptions:
     root_path: str = ""
     response_store: int = 0
     reasoning: bool | None = None
+    request_metrics: bool = False
+    images: ImageSettings | None = None
     router_keys: RouterKeys = field(default_factory=RouterKeys)
 
     def __post_init__(self) -> None:

@@ -17,13 +17,16 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from attar import strict_json
 from attar.faults import point
+from attar.images.messages import MARK, in_parts
+from attar.protocol.images import ImageInput
 from attar.server.errors import APIError
 from attar.server.fair_thread_pool import TextThreads
+from attar.server.images import ImageReader, has_images, taken
 from attar.text.answers.reasoning import SWITCHES, Place, ReasoningMarkers, switched
 from attar.text.forms.infill import File, Infill
 from attar.text.forms.rerank import Reranker
 from attar.text.literal import LiteralChat, Messages
-from attar.text.template import TemplateError, reads, render_chat
+from attar.text.template import TemplateError, lists_only, reads, render_chat
 from attar.text.token_bounds import TokenBounds
 from attar.text.tokenizer import Detokenizer, Tokenizer
 from attar.text.tools.formats import ToolFormat, detect
@@ -39,6 +42,9 @@ Prompt = str | Sequence[int | str]
 """A prompt: a text, or token ids and texts, one behind the other."""
 DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}
 """Variables by which templates that cannot ask for the day are told, as llama.cpp does: Llama 3's, firefunction's."""
+Cut = Callable[[tuple[int, ...]], tuple[int, ...]]
+MOST_CUT = 1 << 20  # tokens of a prompt that is to be cut
+LAST_TOKENS = 64  # of a prompt: where its markers of reasoning are looked for
 NO_VARIABLES: Mapping[str, Any] = {}
 FEW_IDS = 4096  # checked on the spot, in less time than a thread takes to start
 
@@ -76,21 +82,25 @@ class Turn(Enum):
 
 
 class ChatPrompt(NamedTuple):
-    """A conversation's token ids, and where the answer begins: before, inside or behind its reasoning section."""
+    """A conversation's token ids, where the answer begins: before, inside or behind its reasoning section, and the
+    images that it has."""
 
     ids: tuple[int, ...]
     place: Place
+    images: tuple[ImageInput, ...] = ()
 
 
 class Prompts:
     """The tokenizer and chat template of the served model, for requests of a `key`, or its salt. `date` is what chat
     templates print, by default today. `reasons`: whether models reason where a request does not say; None leaves it to
-    them. Raises APIError for what cannot be a prompt."""
+    them. `images` reads those of messages. Raises APIError for what cannot be a prompt."""
 
     def __init__(
         self, tokenizer: Tokenizer, threads: TextThreads, date: datetime.date | None = None,
-        reasons: bool | None = None,
+        reasons: bool | None = None, images: ImageReader | None = None,
     ) -> None:  # fmt: skip
+        self.images = images
+        self._lists: tuple[str, bool] | None = None
         self.tokenizer, self._date, self._reasons = tokenizer, date, reasons
         self.shortest = 0 if tokenizer.encode("") else 1  # characters of a text that has tokens
         self._threads = threads
@@ -120,16 +130,21 @@ class Prompts:
         return known[1]
 
     async def ids(
-        self, key: bytes, prompts: Sequence[Prompt], vocab: int, name: str, context: int, new: int = 0
+        self, key: bytes, prompts: Sequence[Prompt], room: Room, cut: Cut | None = None
     ) -> list[tuple[int, ...]]:
-        """Return the token ids of prompts, each a text, token ids, or pieces of both kinds; `name` is their field.
-        Refused are those that have no room in the `context` with `new` more, the longest texts by their bytes alone."""
-        size = sum(map(len, prompts))
+        """Return the token ids of prompts, each a text, token ids, or pieces of both kinds, after a `cut` of each.
+        Refused are those that have no room, the longest texts by their bytes alone."""
+        size, vocab, name = sum(map(len, prompts)), room.vocab, room.field
+        most = room.context if cut is None else max(room.context, MOST_CUT)
         if size <= FEW_IDS and all(not isinstance(prompt, str) and _is_ids(prompt) for prompt in prompts):
-            found = self._encoded(prompts, vocab, name, context)
+            found = self._encoded(prompts, vocab, name, most)
         else:
-            found = await self._threads.run(key, size, lambda: self._encoded(prompts, vocab, name, context))
-        _check_room(found, name, context, new)
+            found = await self._threads.run(key, size, lambda: self._encoded(prompts, vocab, name, most))
+        if cut is not None:
+            if (longest := max(map(len, found))) > most:
+                raise _beyond(longest, most, name)
+            found = [cut(prompt) for prompt in found]
+        _check_room(found, name, room.context, room.new)
         return found
 
     async def infill_ids(
@@ -186,13 +201,14 @@ class Prompts:
         variables: Mapping[str, Any] = NO_VARIABLES, tools: Sequence[Tool] = (),
     ) -> ChatPrompt:  # fmt: skip
         """Return a conversation as token ids, with the assistant's `turn` at its end. Messages are in OpenAI's shape,
-        content as text. `variables` are further ones of the template. One that leaves no room in the `context` is
-        refused."""
+        content as text, with marks and `images` where it has any. `variables` are further ones of the template. One
+        that leaves no room in the `context` is refused."""
+        messages, images = await self._decoded(key, messages)
         size = sum(len(message["content"]) + _called(message) for message in messages)
 
         def render() -> ChatPrompt:
             said, more = self._as_said(messages, tools)
-            return self._render(said, context, turn, {**variables, **more})
+            return self._render(said, context, turn, {**variables, **more}, images)
 
         made = await self._threads.run(key, size, render, chat=True)
         if not made.ids:
@@ -200,6 +216,12 @@ class Prompts:
         if context is not None and len(made.ids) >= context:
             raise _beyond(len(made.ids), context, "messages")
         return made
+
+    async def given(self, key: bytes, ids: Sequence[int], room: Room) -> ChatPrompt:
+        """Return a conversation of which another server has made the token ids. Raises APIError as `ids`."""
+        [found] = await self.ids(key, [ids], room)
+        text = await self.text(key, found[-LAST_TOKENS:])
+        return ChatPrompt(found, Place.BEFORE if self.reasoning is None else self.reasoning.place(text))
 
     async def chat_ids(
         self, key: bytes, messages: Sequence[dict[str, Any]], context: int | None = None, turn: Turn = Turn.OPENED,
@@ -213,13 +235,16 @@ class Prompts:
         variables: Mapping[str, Any] = NO_VARIABLES, tools: Sequence[Tool] = (),
     ) -> str:  # fmt: skip
         """Return a conversation as the chat template renders it. The arguments are those of `chat`."""
+        messages, images = await self._decoded(key, messages)
         size = sum(len(message["content"]) + _called(message) for message in messages)
 
         def render() -> str:
             said, more = self._as_said(messages, tools)
             given = {**variables, **more}
             template = self._template(tools=bool(given.get("tools")))
-            return _rendered(lambda: self._text(template, said, turn, given))
+            return _rendered(
+                lambda: self._seen(self._text(template, self._parted(template, said), turn, given), images)
+            )
 
         return await self._threads.run(key, size, render, chat=True)
 
@@ -311,24 +336,50 @@ class Prompts:
         except ToolError as error:
             raise APIError("invalid_value", f"{error.param}: {error}", error.param) from error
 
+    async def _decoded(
+        self, key: bytes, messages: Sequence[dict[str, Any]]
+    ) -> tuple[Sequence[dict[str, Any]], tuple[ImageInput, ...]]:
+        """Return messages without their images, whose places are marked, and the images once they are decoded."""
+        if not has_images(messages):
+            return messages, ()
+        said, sources = taken(messages)
+        if self.images is None:
+            raise APIError("unsupported_field", "messages: this model takes no images", "messages")
+        return said, await self.images.decode(key, sources)
+
+    def _parted(self, template: str, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """Return messages as the template takes them: content in parts where it has images, or takes no texts."""
+        if self._lists is None or self._lists[0] != template:
+            self._lists = (template, lists_only(template))
+        always = self._lists[1]
+        if not always and not any(MARK in message["content"] for message in messages):
+            return messages
+        return [message | {"content": in_parts(message["content"], always)} for message in messages]
+
+    def _seen(self, text: str, images: Sequence[ImageInput]) -> str:
+        """Return a rendered text with the tokens of its images."""
+        return self.images.places.expand(text, images) if self.images is not None and images else text
+
     def _render(
-        self, messages: Sequence[dict[str, Any]], context: int | None, turn: Turn, variables: Mapping[str, Any]
-    ) -> ChatPrompt:
+        self, messages: Sequence[dict[str, Any]], context: int | None, turn: Turn, variables: Mapping[str, Any],
+        images: tuple[ImageInput, ...] = (),
+    ) -> ChatPrompt:  # fmt: skip
         point("prompt.render")
         template = self._template(tools=bool(variables.get("tools")))
+        messages = self._parted(template, messages)
         place, markers = Place.BEFORE, self.reasoning
 
         def render(said: Messages, more: Mapping[str, Any] = NO_VARIABLES) -> str:
             nonlocal place
-            text = self._text(template, said, turn, more)
+            text = self._seen(self._text(template, said, turn, more), images)
             if said is messages:  # else it has placeholders, longer than the text they stand for
                 self._check_length(text, "messages", context)
             if markers is not None:
-                place = markers.place(text, said[-1]["content"] if turn is Turn.CONTINUED else None)
+                place = markers.place(text, _last_text(said) if turn is Turn.CONTINUED else None)
             return text
 
         ids = _rendered(lambda: tuple(self._literal.encode(messages, render, variables or None)))
-        return ChatPrompt(ids, place)
+        return ChatPrompt(ids, place, images)
 
     def _text(self, template: str, said: Messages, turn: Turn, more: Mapping[str, Any]) -> str:
         tokenizer = self.tokenizer
@@ -355,6 +406,12 @@ def _rendered(make: Callable[[], T]) -> T:
         raise APIError("template_error", f"the chat template: {_fit(str(error))}", "messages") from error
     except ValueError as error:
         raise APIError("invalid_value", "messages: not text that this model can read", "messages") from error
+
+
+def _last_text(messages: Messages) -> str:
+    """Return the text that a conversation ends with."""
+    content = messages[-1]["content"]
+    return content if isinstance(content, str) else content[-1].get("text", "") if content else ""
 
 
 def _called(message: Mapping[str, Any]) -> int:

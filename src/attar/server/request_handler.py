@@ -33,7 +33,7 @@ from attar.server.replicas.metrics import ReplicaMetrics
 PROMPT_ANSWER = 1.0  # seconds that a stream's status waits for the engine's first event
 LATE_ANSWER = 10.0  # at most, where the engine may refuse the request: clients wait for a status too
 MAX_PROMPTS = 128  # prompts of a request that are reported: the first
-NAME_DIGITS = 24  # of a request's id
+NAME_DIGITS = 32  # of a request's id
 REMEMBERED = 1000  # ended requests that /why can report
 
 logger = logging.getLogger(__name__)
@@ -95,6 +95,11 @@ class RequestTraces:
         found = [each for each in self._running.values() if each.cache_salt == cache_salt]
         return sorted((each for each in found if each.outcome == "running"), key=lambda each: each.arrived)
 
+    @property
+    def open(self) -> int:
+        """The number of running requests, of all keys."""
+        return sum(each.outcome == "running" for each in self._running.values())
+
     def remember(self, trace: RequestTrace) -> None:
         """Keep the trace of a request that has ended; the oldest is forgotten."""
         point("why.remember", trace.id)
@@ -119,13 +124,21 @@ class RequestTraces:
 
 class RequestContext:
     """State that all requests to one `engine`, or a group of them, share: metrics, traces for /why, Retry-After, and
-    whether the server accepts no more. `http`: metrics of HTTP, of a server that has several engines."""
+    whether the server accepts no more. `http`: metrics of HTTP, of a server that has several engines. `times`: whether
+    answers tell how long they took."""
 
-    def __init__(self, engine: EngineClient | ReplicaGroup, http: HttpMetrics | None = None) -> None:
-        self.engine = engine
+    def __init__(
+        self, engine: EngineClient | ReplicaGroup, http: HttpMetrics | None = None, times: bool = False
+    ) -> None:  # fmt: skip
+        self.engine, self.times = engine, times
         reported = EngineMetrics(engine) if isinstance(engine, EngineClient) else ReplicaMetrics(engine)
         self.metrics, self.backoff, self.traces = Metrics(reported, http), RetryAfter(), RequestTraces()
         self.draining = False
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model takes images."""
+        return self.engine.ready is not None and self.engine.ready.images
 
     def patience(self) -> float:
         """Return the seconds that a stream's status waits: longer where the engine's queue may be full, since the

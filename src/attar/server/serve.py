@@ -28,6 +28,7 @@ from attar.server.grammars import Grammars
 from attar.server.http.limits import KEEP_ALIVE_SECONDS, LimitedProtocol
 from attar.server.http.middleware import Context, Middleware
 from attar.server.http.sockets import BACKLOG, Waiting, allowed, listen
+from attar.server.images import ImageReader
 from attar.server.options import ServerOptions
 from attar.server.prompts import Prompts
 from attar.server.replicas.group import ReplicaGroup
@@ -130,10 +131,11 @@ class Server(HttpServer):
             self.engine = EngineClient(engine, max(STUCK, options.deadline), keys)
         else:
             self.engine = engine
-        self.context = RequestContext(self.engine)
+        self.context = RequestContext(self.engine, times=options.request_metrics)
         self.dispatcher = Dispatcher(self.context, options.deadline, options.aliases)
         self.threads = TextThreads(keys)
-        self.prompts = Prompts(tokenizer, self.threads, options.template_date, options.reasoning)
+        self.images = ImageReader(options.images, tokenizer, keys) if options.images else None
+        self.prompts = Prompts(tokenizer, self.threads, options.template_date, options.reasoning, self.images)
         self.grammars = Grammars(tokenizer)
         self.app = make_app(
             self.dispatcher, self.prompts, self.grammars, self.threads, options.sampling, bool(options.keys.hashes),
@@ -159,6 +161,8 @@ class Server(HttpServer):
         """Release threads and the child process."""
         self.threads.close()
         self.grammars.close()
+        if self.images is not None:
+            self.images.close()
 
 
 class _Uvicorn(uvicorn.Server):

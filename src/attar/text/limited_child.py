@@ -35,14 +35,15 @@ class LimitedChild:
     """The owner of such a process, which runs `main` of `module` with `packages` importable.
 
     It is started on first use, replaced after it was killed, and ended with its owner. `first`, where given, makes the
-    first request of each process. `what` it works on is named in errors, which are made by `error`. Thread-safe;
-    requests wait for each other.
+    first request of each process. `what` it works on is named in errors, which are made by `error`. An answer has at
+    `most` so many bytes. Thread-safe; requests wait for each other.
     """
 
     def __init__(
         self, module: str, packages: tuple[str, ...], what: str, error: Callable[[str, Code | None], UserError],
-        first: Callable[[], bytes] | None = None,
+        first: Callable[[], bytes] | None = None, most: int = MAX_ANSWER,
     ) -> None:  # fmt: skip
+        self._most = most
         self._module, self._packages, self._what, self._error, self._first = module, packages, what, error, first
         self.forget()
         _owners.add(self)
@@ -58,6 +59,10 @@ class LimitedChild:
             self._running()
 
     def ask(self, request: bytes, seconds: float) -> str:
+        """Return the answer to a request, as text. Raises what `ask_bytes` raises."""
+        return self.ask_bytes(request, seconds).decode("utf-8", "replace")
+
+    def ask_bytes(self, request: bytes, seconds: float) -> bytes:
         """Return the answer to a request. Raises the owner's error where it is refused, where none came by the
         deadline, or the child ended instead."""
         with self._lock:
@@ -68,10 +73,9 @@ class LimitedChild:
             finally:
                 if reply[:1] == b"!":  # also at Ctrl-C: an unread answer must not become the next one's
                     self.close()
-        text = reply[1:].decode("utf-8", "replace")
         if reply[:1] != b"+":
-            raise self._error(text, None)
-        return text
+            raise self._error(reply[1:].decode("utf-8", "replace"), None)
+        return reply[1:]
 
     def close(self) -> None:
         """End the process."""
@@ -127,7 +131,7 @@ class LimitedChild:
         try:
             if request is not None:
                 _write(child.stdin.fileno(), framing.frame(request), deadline)
-            return _read(child.stdout.fileno(), deadline)
+            return _read(child.stdout.fileno(), deadline, self._most)
         except (EOFError, BrokenPipeError, TimeoutError, framing.FrameTooLong) as error:
             child.kill()
             status = child.wait()
@@ -179,11 +183,11 @@ def _write(fd: int, data: bytes, deadline: _Deadline) -> None:
                 view = view[os.write(fd, view) :]
 
 
-def _read(fd: int, deadline: _Deadline) -> bytes:
+def _read(fd: int, deadline: _Deadline, most: int) -> bytes:
     """One answer."""
     poll, data = select.poll(), bytearray()
     poll.register(fd, select.POLLIN)
-    while wanted := framing.missing(data, MAX_ANSWER):
+    while wanted := framing.missing(data, most):
         if poll.poll(1000 * deadline.left()):
             more = os.read(fd, wanted)
             if not more:

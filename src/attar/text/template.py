@@ -111,6 +111,24 @@ def _names(template: str) -> frozenset[str]:
     return frozenset(_NAME.findall(template))
 
 
+def lists_only(template: str) -> bool:
+    """Return whether a template leaves out content that is a text, and writes that of a list of parts: those of some
+    vision-language models do."""
+    if "type" not in template:
+        return False
+    word = "attar-content-form"
+    forms: tuple[Any, ...] = (word, [{"type": "text", "text": word}])
+
+    def writes(content: Any) -> bool:
+        with contextlib.suppress(TemplateError):
+            said = [{"role": "user", "content": content}]
+            return word in render_chat(template, said, bos_token="", eos_token="", add_generation_prompt=False)
+        return False
+
+    as_text, as_list = (writes(form) for form in forms)
+    return as_list and not as_text
+
+
 def warm() -> None:
     """Start the rendering process, unless it runs, so that the first conversation does not wait for it.
 

@@ -192,6 +192,21 @@ def test_one_flipped_bit_names_its_file(folder: Path, name: str) -> None:
     assert (verdict.ok, verdict.first_divergence) == (False, name)
 
 
+def test_recorded_tasks_leave_all_else_as_it_was(folder: Path, tiny_decoder: Make, tmp_path: Path) -> None:
+    before, known = receipt.read_receipt(folder), receipt.known(folder)
+    assert before is not None
+    receipt.record_tasks(folder, {"piqa": {"acc": 0.5}, "arc_easy": {"acc": 0.25}})
+    receipt.record_tasks(folder, {"piqa": {"acc": 0.75}})
+    after = receipt.read_receipt(folder)
+    assert after is not None
+    assert after.value["tasks"] == {"piqa": {"acc": 0.75}, "arc_easy": {"acc": 0.25}}
+    assert {key: after.value[key] for key in before.value} == dict(before.value)
+    assert set(known) < set(receipt.known(folder))  # a draft head that names the receipt keeps its model
+    assert receipt.verify(folder, tiny_decoder()).ok
+    with user_error("receipt_invalid"):
+        receipt.record_tasks(tmp_path / "none", {})
+
+
 def test_missing_and_added_files_are_named(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ evil }}")
     verdict = receipt.verify(folder, None, probes="none")

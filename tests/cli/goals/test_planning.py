@@ -150,33 +150,81 @@ def test_text_that_is_no_config_is_a_named_error(tmp_path: Path, rates: Path, te
     assert run(f"plan {path} --goal kl<=1 --rates {rates}")[1]["code"] == "config_invalid"
 
 
-def test_the_largest_model_that_is_accepted_takes_little(tmp_path: Path, rates: Path) -> None:
-    """It runs in a process of its own, without torch, within 5 s of processor time and 1 GB."""
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**CONFIG, "num_hidden_layers": 1400}))
-    command = ["plan", str(path), "--goal", "kl<=0.3", "--rates", str(rates), "--users", "4"]
-    program = (
-        "import sys, resource; from attar.cli.main import app\n"
-        f"try: app({command!r})\nexcept SystemExit: pass\n"
-        "assert 'torch' not in sys.modules, 'torch was imported'\n"
-        "peak = open('/proc/self/status').read().partition('VmHWM:')[2].split()[0]\n"  # wait4 counts the parent's
-        "print('used', resource.getrusage(resource.RUSAGE_SELF).ru_utime, peak)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+PROGRAM = """
+import resource, sys
+from attar.cli.main import app
+status = 0
+try: app(sys.argv[1:])
+except SystemExit as end: status = end.code
+assert "torch" not in sys.modules, "torch was imported"
+peak = open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]  # wait4 counts the parent's
+print("used", status, resource.getrusage(resource.RUSAGE_SELF).ru_utime, peak)
+"""
+
+
+def within_limits(*command: str) -> int:
+    """Run a command in a process of its own, without torch, within 5 s of processor time and 1 GB. Returns its
+    status."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    seconds, kibibytes = map(float, done.stdout.splitlines()[-1].removeprefix("used ").split())
+    status, seconds, kibibytes = map(float, done.stdout.splitlines()[-1].removeprefix("used ").split())
     assert seconds < SECONDS
     assert kibibytes * 1024 < MEMORY
+    return int(status)
+
+
+def test_the_largest_model_that_is_accepted_takes_little(tmp_path: Path, rates: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, "num_hidden_layers": 1400}))
+    assert within_limits("plan", str(path), "--goal", "kl<=0.3", "--rates", str(rates), "--users", "4") == 0
+
+
+@pytest.mark.parametrize(
+    "field", ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"]
+)
+@pytest.mark.parametrize("value", ["-1", "0", "NaN", "1e400", "1" + "0" * 400, "1000000000000", "null", '"x"', "[]"])
+def test_no_number_of_a_config_is_trusted(tmp_path: Path, rates: Path, field: str, value: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, field: "HERE"}).replace('"HERE"', value))
+    since = time.process_time()
+    status, said = run(f"plan {path} --goal kl<=1 --context 512 --rates {rates}")
+    assert time.process_time() - since < SECONDS
+    if status == 2:
+        assert said["code"] in ("config_invalid", "memory_insufficient", "context_exceeded"), said
+    else:
+        json.dumps(said, allow_nan=False)
+
+
+def test_a_billion_layers_take_little(tmp_path: Path, rates: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, "num_hidden_layers": 10**9}))
+    assert within_limits("plan", str(path), "--goal", "kl<=0.3", "--rates", str(rates)) == 2
 
 
 def test_a_million_requests_are_cut(model: Path, rates: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     line = "2024-05-10 00:00:01.000000,100,20\n"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + line * 1_000_000)
-    since = time.perf_counter()
-    status, said = run(f"plan {model} --rates {rates} --trace {trace} --goal kl<=0.5")
-    assert (status, said["traced"]) == (0, 256)
-    assert time.perf_counter() - since < 2 * SECONDS
+    command = ("plan", str(model), "--rates", str(rates), "--trace", str(trace), "--goal", "kl<=0.5")
+    assert within_limits(*command) == 0
+    assert run(shlex.join(command))[1]["traced"] == 256
+
+
+@pytest.mark.parametrize(
+    ("goal", "near"),
+    [("tpto<=1s", "tpot"), ("memroy<=4GB", "memory"), ("tokens_per_secnd>=4", "tokens_per_second"),
+     ("memory<=4Gb", "GB"), ("tpot<=4mss", "ms"), ("ttft_p96<=1s", "ttft")],
+)  # fmt: skip
+def test_unknown_words_and_units_offer_near_ones(model: Path, rates: Path, goal: str, near: str) -> None:
+    status, said = run(f"plan {model} --rates {rates}", "--goal", goal)
+    assert (status, said["code"]) == (2, "name_unknown")
+    assert near in said["error"].rpartition("known are")[2] or near in said["error"]
+
+
+def test_an_impossible_goal_names_the_nearest_miss(model: Path, rates: Path) -> None:
+    status, said = run(f"plan {model} --rates {rates} --memory 8GB", "--goal", "tpot<=1us, kl<=0.5, memory<=3GB")
+    assert (status, said["binding"]) == (1, "tpot")
+    assert said["nearest"]["weights"] in said["answer"]
 
 
 def test_rates_are_of_the_machine_alone(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def question(goals: str, users: int = 1, context: int = 2048, **changes: Any) ->
     return replace(made, **changes)
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(
     st.floats(1e-4, 1.0), st.floats(0.01, 0.3), st.integers(500, 6000), st.sampled_from([1, 4]),
 )  # fmt: skip
@@ -43,7 +43,8 @@ def test_the_answer_is_that_of_an_exhaustive_look(kl: float, tpot: float, megaby
     assert answer.met == bool(meeting)
     if answer.best is not None:
         assert answer.best in meeting
-        fastest = max(each.cells["tokens_per_second"].value for each in meeting)
+        sure = [each for each in meeting if not each.assumed] or meeting
+        fastest = max(each.cells["tokens_per_second"].value for each in sure)
         assert answer.best.cells["tokens_per_second"].value >= fastest / (1 + search.SEPARATE)
     else:
         least = min(max(each.excess(asked.goals).values()) for each in answer.all if each.fits)
@@ -97,7 +98,7 @@ def test_memory_that_nothing_fits_is_said() -> None:
 def test_each_cell_has_a_label_and_lies_in_its_range() -> None:
     for each in search.search(question("kl<=1")).all:
         for name, cell in each.cells.items():
-            assert cell.evidence in ("exact", "measured", "fitted", "unverified"), name
+            assert cell.evidence in ("exact", "measured", "fitted", "assumed", "unverified"), name
             assert cell.low <= cell.value <= cell.high
         assert each.cells["memory"].evidence == "exact"
         assert each.cells["kl"].evidence != "measured"
@@ -169,13 +170,6 @@ def test_size_on_disk_is_a_sum_of_tensors() -> None:
     weights = sum(each.rows * each.columns for each in costs.matrices(CONFIG))
     assert dense == 2 * (weights + costs.norm_weights(CONFIG)), "the embedding is tied"
     assert candidates.disk_bytes(CONFIG, Storage.named("w4g128")) < 0.5 * dense
-
-
-@given(st.floats(0.0, 0.999), st.integers(0, 16))
-def test_expected_tokens_are_a_sum_of_survivals(acceptance: float, drafts: int) -> None:
-    expected = sum(acceptance**depth for depth in range(drafts + 1))
-    assert advice.expected_tokens(acceptance, drafts) == pytest.approx(expected, rel=1e-9)
-    assert advice.expected_tokens(1.0, drafts) == drafts + 1
 
 
 def test_drafts_pay_where_rows_are_cheap() -> None:

@@ -69,7 +69,7 @@ def test_a_clients_own_id_comes_back_and_names_the_request(server: Running) -> N
     assert server.get("/livez", own).headers["x-request-id"] == "my.id-7_"
     for wrong in ("", "a b", "a" * 129, "ä", "a/b"):
         given = server.post("/v1/completions", SAID, {"X-Request-Id": wrong}).headers["x-request-id"]
-        assert re.fullmatch("[0-9a-f]{24}", given), wrong
+        assert re.fullmatch("[0-9a-f]{32}", given), wrong
 
 
 def test_a_request_of_another_key_is_not_found_by_its_id(start: Callable[..., Running]) -> None:

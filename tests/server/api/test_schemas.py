@@ -312,11 +312,11 @@ def test_the_librarys_sentences_are_understood(sentence: str, code: str, param: 
         (ChatBody, {"messages": [*MESSAGES, {"role": "function", "content": "x"}]},
          "messages[1].role: 'function' is not supported by this server: "
          "it takes 'system' or 'developer' or 'user' or 'assistant' or 'tool'"),
-        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-         "messages[0].content[0].type: 'image_url' is not supported by this server: it takes 'text'"),
-        (AnthropicBody, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-         "messages[0].content[0].type: 'image' is not supported by this server: "
-         "it takes 'text' or 'thinking' or 'redacted_thinking' or 'tool_use' or 'tool_result'"),
+        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+         "messages[0].content[0].type: 'input_audio' is not supported by this server: it takes 'text' or 'image_url'"),
+        (AnthropicBody, {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+         "messages[0].content[0].type: 'document' is not supported by this server: "
+         "it takes 'text' or 'image' or 'thinking' or 'redacted_thinking' or 'tool_use' or 'tool_result'"),
         (EmbeddingBody, {"encoding_format": "int8"},
          "encoding_format: 'int8' is not supported by this server: it takes 'float' or 'base64'"),
     ],

@@ -48,7 +48,7 @@ def test_fields_that_change_no_token_are_taken_with_any_value(kind: type[Body]) 
 
 def test_of_several_fields_that_are_not_supported_the_first_is_named() -> None:
     """Not one by the seed of Python's hashes: a client was told of another after each start."""
-    wrong = {"functions": [{}], "function_call": "f", "logits_processors": ["x"], "echo": True}
+    wrong = {"functions": [{}], "function_call": "f", "logits_processors": ["x"], "num_beams": 2}
     for order in itertools.permutations(wrong):
         with pytest.raises(APIError) as error:
             take(ChatBody, **{name: wrong[name] for name in order})
@@ -64,6 +64,6 @@ def test_other_values_of_unbuilt_fields_are_refused_by_name(kind: type[Body]) ->
 
 
 def test_a_harmless_value_of_another_type_is_not_harmless() -> None:
-    for name, value in (("safe_prompt", 0), ("echo", 0), ("length_penalty", True)):
+    for name, value in (("safe_prompt", 0), ("no_stop_trim", 0), ("length_penalty", True)):
         with pytest.raises(APIError, match="unsupported_field"):
             take(ChatBody, **{name: value})

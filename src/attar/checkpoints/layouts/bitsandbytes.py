@@ -58,6 +58,10 @@ def against(schemes: Collection[Scheme]) -> str | None:
     return f"bitsandbytes has no place for {' and '.join(sorted(names))} in one folder"
 
 
+def ignored_within(module: str) -> list[str]:
+    return [module, f"model.{module}"]
+
+
 def quantization_config(
     schemes: Mapping[str, Scheme],
     ignored: Sequence[str],

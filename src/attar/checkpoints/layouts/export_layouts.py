@@ -31,6 +31,9 @@ class Library(Protocol):
     def stored_scale(self, scheme: Scheme) -> str:
         """Return the name, after the module's, of the fixed scale of static activations."""
 
+    def ignored_within(self, module: str) -> list[str]:
+        """Return entries of `ignored` for every linear layer within modules of this name, wherever they stand."""
+
     def quantization_config(
         self,
         schemes: Mapping[str, Scheme],

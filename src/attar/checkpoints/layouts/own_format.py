@@ -40,6 +40,10 @@ def against(schemes: Collection[Scheme]) -> str | None:
     return None
 
 
+def ignored_within(module: str) -> list[str]:
+    return []
+
+
 def quantization_config(
     schemes: Mapping[str, Scheme],
     ignored: Sequence[str],

@@ -42,6 +42,7 @@ NAME = "receipt.json"
 FORMAT = 1
 MAX_BYTES = 64_000_000
 DEEPEST = 32  # levels of a copied receipt; ours have fewer than ten, and each is a space a line
+MAX_EARLIER = 64  # hashes of receipts that a receipt names
 _CHUNK = 1 << 20
 
 FIGURES = ("ppl", "bits_per_byte", "kl_mean", "kl_p999", "top1", "tokens")
@@ -62,6 +63,8 @@ KEYS: Mapping[str, str] = {
     "layers": "Each linear layer: scheme, bits, error as stored, error if only rounded.",
     "bits_per_weight": "Bits per weight of the compressed linear layers.",
     "evaluation": "Figures of `--eval`.",
+    "tasks": "Figures of `attar eval --task --record`, by task.",
+    "earlier": "SHA-256 of the receipt before `--record`, and of those that it names.",
     "files": "SHA-256 of each file beside the receipt.",
     "probes": "Inputs and outputs that `attar verify` replays.",
     "shard": "Largest size of a file, in bytes.",
@@ -76,6 +79,7 @@ KEYS: Mapping[str, str] = {
     "gain": "Comparison with plain rounding on held-out text.",
     "warnings": "Sentences that the run printed as warnings.",
     "original": "Format and schemes of a source that was compressed itself.",
+    "copied": "Modules beside the language model, copied as they are, with their dtypes.",
     "drafts_for": "Hash of the model that this one makes drafts for.",
     "products": "`bfloat16` where products ran on tiles.",
 }
@@ -190,8 +194,9 @@ def carry(
 
 
 def known(output: Path) -> list[str]:
-    """Return the SHA-256 of an output's receipt, and of the receipts of its origins by conversion, which hold the same
-    values. Empty where it has none. Raises CheckpointError where it is no JSON."""
+    """Return the SHA-256 of an output's receipt, of what it was before results were recorded, and of the receipts of
+    its origins by conversion, which hold the same values. Empty where it has none. Raises CheckpointError where it is
+    no JSON."""
     path = receipt_path(output)
     if not path.is_file():
         return []
@@ -201,9 +206,24 @@ def known(output: Path) -> list[str]:
 
 def _known(value: Mapping[str, Any], text: bytes) -> list[str]:
     before = value.get("converted")
-    earlier = before.get("receipts") if isinstance(before, dict) else None
-    others = [each for each in earlier if isinstance(each, str)] if isinstance(earlier, list) else []
+    lists = value.get("earlier"), before.get("receipts") if isinstance(before, dict) else None
+    others = [each for one in lists if isinstance(one, list) for each in one if isinstance(each, str)]
     return [hashlib.sha256(text).hexdigest(), *others]
+
+
+def record_tasks(output: Path, figures: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add figures of tasks, by name, to an output's receipt; a task that is there is replaced.
+
+    What refers to the receipt by its hash, as a draft head does, keeps holding. Raises CheckpointError where the output
+    has no receipt, or a damaged one.
+    """
+    found = read_receipt(output)
+    if found is None:
+        raise CheckpointError("receipt_invalid", f"{output}: {missing(output)}")
+    before = found.value.get("tasks")
+    tasks = {**(before if isinstance(before, dict) else {}), **{name: dict(each) for name, each in figures.items()}}
+    kept = found.known[:MAX_EARLIER]
+    write_whole(receipt_path(output), _text({**found.value, "tasks": tasks, "earlier": kept}))
 
 
 def _text(value: Mapping[str, Any]) -> bytes:

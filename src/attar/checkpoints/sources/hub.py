@@ -49,13 +49,13 @@ def resolve(model: str | os.PathLike[str], *, revision: str | None = None, offli
         )
     match = _HUB_ID.fullmatch(model)
     if path.suffix.lower() == ".gguf" and (match is None or path.parent.is_dir()):
-        raise CheckpointError("file_not_found", f"{model}: no such file{_neighbours(path, files=True)}")
+        raise CheckpointError("file_not_found", f"{model}: no such file{neighbours(path, files=True)}")
     if match is None:
         kind = "and it is not a Hub id (org/name)" if "/" not in model else "at that path"
-        raise CheckpointError("file_not_found", f"no model folder {model!r} {kind}{_neighbours(path)}")
+        raise CheckpointError("file_not_found", f"no model folder {model!r} {kind}{neighbours(path)}")
     if match["revision"] and revision:
         raise CheckpointError("option_conflict", f"{model!r} already names a revision: leave out {revision!r}")
-    return _download(match["repo"], match["revision"] or revision, bool(offline), _neighbours(path))
+    return _download(match["repo"], match["revision"] or revision, bool(offline), neighbours(path))
 
 
 def resolve_draft(draft: str | None) -> str | None:
@@ -82,7 +82,7 @@ def embedded() -> Path:
     return folder
 
 
-def _neighbours(path: Path, files: bool = False) -> str:
+def neighbours(path: Path, files: bool = False) -> str:
     """Return folders (or GGUF files) next to `path` with names like its own, as the end of a sentence."""
     try:
         names = [

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attar.cli.terminal import CHECK_FAILED, emit, tell
+from attar.cli.terminal import CHECK_FAILED, emit, progress, tell
 from attar.errors import UserError
 
 if TYPE_CHECKING:
     from attar.plan.comparison import Subject
     from attar.plan.costs import Storage
+    from attar.plan.goals.halving import Outcome
     from attar.plan.goals.parse import Goal
-    from attar.plan.goals.search import Question, Workload
+    from attar.plan.goals.search import Answer, Question, Workload
     from attar.plan.goals.simulate import Arrival
     from attar.plan.gpus import GpuSpec
+    from attar.progress import Progress
     from attar.protocol.settings import Settings
 
 DEFAULT_CONTEXT = 2048
@@ -40,13 +42,20 @@ class GoalOptions:
     gpu: GpuSpec | None
     settings: Settings
     as_json: bool
+    measure: float | None = None
+    apply: Path | None = None
+    text: Path | None = None
+    calib: str | None = None
+    samples: int = 128
+    quiet: bool = False
+    acceptance: float | None = None
 
 
 def plan_by_goal(config: GoalOptions) -> None:
     """Plan by the goals of the options, print the plan, and end with status 1 where nothing meets them."""
     import typer
 
-    from attar.plan.goals import parse, report
+    from attar.plan.goals import halving_report, parse, report
     from attar.plan.goals.advice import advise
     from attar.plan.goals.search import search
 
@@ -54,13 +63,72 @@ def plan_by_goal(config: GoalOptions) -> None:
     goals = parse.parse(text)
     if config.scenario is not None:
         tell(f'--scenario {config.scenario} is --goal "{text}"')
+    experimental = config.measure is not None or config.apply is not None
+    if experimental:
+        check_experiments(config)
     question, notes = ask(config, goals)
     answer = search(question)
+    outcome, applied = None, None
+    if experimental:
+        with progress(config.quiet) as bar:
+            answer, outcome, applied = experiment(config, answer, bar)
     advice = advise(question, answer.nearest.kv)
     print(report.to_text(answer, config.name, advice, notes))
-    emit(config.as_json, report.to_dict(answer, config.name, advice, notes))
+    told = report.to_dict(answer, config.name, advice, notes)
+    if outcome is not None:
+        print("\n".join(["", *halving_report.to_text(outcome)]))
+        told |= halving_report.to_dict(outcome)
+    if applied is not None:
+        command = report.serving(answer, applied)
+        print(f"\n{applied}: {command}")
+        told |= {"applied": {"path": applied, "command": command}}
+    emit(config.as_json, told)
     if not answer.met:
         raise typer.Exit(CHECK_FAILED)
+
+
+def check_experiments(config: GoalOptions) -> None:
+    """Raise UserError for options that experiments cannot be made with, before anything is measured."""
+    if config.gpu is not None or config.rates is not None:
+        message = "--measure and --apply run on this machine's CPU: leave out --gpu, --device and --rates"
+        raise UserError("option_conflict", message)
+    if config.shape is not None:
+        raise UserError("option_conflict", "a --shape has no weights to compress or to measure: name a model")
+    if config.measure is not None and config.text is None:
+        raise UserError("option_missing", "--measure needs held-out text to measure divergences on: --text FILE")
+    for path in (config.text, None if config.calib in (None, "self") else Path(config.calib)):
+        if path is not None:
+            path.open("rb").close()
+
+
+def experiment(config: GoalOptions, answer: Answer, bar: Progress) -> tuple[Answer, Outcome | None, str | None]:
+    """Measure, where there is a limit of time, and write the best to --apply, where the goals are met. Return the
+    answer, what was measured, and where the weights are."""
+    from attar.checkpoints.sources import hub
+    from attar.cli.goals import experiments
+    from attar.plan.goals.halving import Clock, halve
+    from attar.plan.goals.history import History
+    from attar.plan.rates import store
+
+    clock = None if config.measure is None else Clock(config.measure)
+    path = hub.resolve(config.name)
+    materials = experiments.Materials(
+        model=config.name, path=path, text=config.text, calib=config.calib or "self", samples=config.samples,
+        trace=config.trace,
+    )  # fmt: skip
+    folder = experiments.place(materials, config.apply)
+    lab = experiments.Experiments(answer.question, materials, folder, bar, config.apply)
+    outcome = None
+    if clock is not None:
+        outcome = halve(answer, lab, clock, lab.notes, tell)
+        answer = outcome.answer
+        past = History(store.folder(), store.key())
+        past.add(config.name, answer.question.workload, outcome.pairs)
+        if past.problem is not None:
+            tell(past.problem)
+    if config.apply is None or answer.best is None:
+        return answer, outcome, None
+    return answer, outcome, experiments.apply(lab, answer.best.weights, tell)
 
 
 def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]]:
@@ -69,7 +137,9 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
     from attar.engine import deployment
     from attar.evaluation.planning import questions
     from attar.plan.goals import candidates
+    from attar.plan.goals.history import History
     from attar.plan.goals.search import Question, require_users
+    from attar.plan.rates import store
     from attar.plan.rates.step_time import of_gpu
     from attar.plan.steps import StepLimits
 
@@ -99,12 +169,27 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
         notes.append(f"memory {source if memory is None else f'{memory / 1e9:.3g} GB, {source}'}")
         if limits.threads > profile.key.threads:
             notes.append(f"rates are of {profile.key.threads} threads, memory is planned for {limits.threads}")
+    past = History(store.folder(), store.key())
+    notes += [each for each in (past.sentence() if gpu is None else None, past.problem) if each is not None]
     notes.append("KL ranges that are fitted come from two models (docs/planning.md): measure yours with attar eval")
     if candidates.compressed(subject.config, subject.storage):
         notes.append("KL is against the model as it is stored")
     rows = settings.max_step_tokens
     made = Question(
-        subject.config, subject.storage, tuple(goals), work, profile, memory, limits, gpu, settings.kv, rows, outputs
+        subject.config,
+        subject.storage,
+        tuple(goals),
+        work,
+        profile,
+        memory,
+        limits,
+        gpu,
+        settings.kv,
+        rows,
+        outputs,
+        config.calib or "self",
+        {} if gpu is not None else past.factors(),
+        config.acceptance,
     )
     return made, notes
 

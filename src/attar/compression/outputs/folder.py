@@ -27,7 +27,7 @@ from attar.checkpoints.layouts import compressed_tensors, export_layouts
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.writer import MAX_SHARD, FilePlan, ShardWriter, plan_files
 from attar.compression.block import structured
-from attar.compression.outputs import model_card
+from attar.compression.outputs import model_card, towers
 from attar.compression.recipe.recipe import HEAD, Recipe, naming
 from attar.compression.rotation.rotated import RotatedCheckpoint
 from attar.compression.solvers.rounding import rtn
@@ -37,6 +37,7 @@ from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Part, Scheme, scale_dtype
 from attar.model.assembly import all_compressible, gates
 from attar.model.layers import Block
+from attar.model.vision.wrappers import OUTSIDE
 from attar.progress import Progress
 
 COPY_BYTES = 16 << 20  # bytes of a table copied at once
@@ -124,6 +125,7 @@ class FolderOutput:
             self.notes += (structured.account(config, recipe.structured.percent, self.sizes),)
         if isinstance(checkpoint, RotatedCheckpoint):
             self.notes += checkpoint.notes
+        self.notes += towers.note(towers.copied(checkpoint))
 
     def weighing(self, importances: Mapping[str, Tensor]) -> FolderOutput:
         return self
@@ -240,6 +242,10 @@ class FolderOutput:
         about = self.checkpoint.config
         others = [HEAD] * self.packed_ends + [name for i in range(about.layers) for name in gates(about, i)]
         dense += map(self.checkpoint.stored_name, others)
+        for module in OUTSIDE.get(about.architecture, ()):
+            dense += self._library.ignored_within(module)
+        if about.architecture in OUTSIDE and HEAD not in packed and HEAD not in dense:
+            dense.append(HEAD)  # under the name that transformers 5 gives it
         embeddings = [self._modules[HEAD]] if self.packed_ends else []
         sizes = {self._modules[name]: shape for name, shape in shapes.items()}
         config = self._library.quantization_config(packed, dense, embeddings, sizes)

@@ -18,6 +18,7 @@ from attar.checkpoints.sources import hf, hub
 from attar.compression import device_placement
 from attar.compression.calibration import importance, texts
 from attar.compression.calibration.texts import Calibration
+from attar.compression.outputs import towers
 from attar.compression.outputs.base import Output
 from attar.compression.outputs.folder import FolderOutput
 from attar.compression.outputs.gguf import GgufOutput
@@ -142,6 +143,7 @@ def resolve(
         )
     if request.to_file:
         plan = plan.for_file()
+    towers.check(plan, source)
     checkpoint = source
     if plan.rotate is not None:
         if importances is not None:

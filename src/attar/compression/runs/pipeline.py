@@ -26,6 +26,7 @@ from attar.compression.block.record import Record
 from attar.compression.calibration import domain, texts
 from attar.compression.calibration.texts import Calibration
 from attar.compression.memory import large_blocks_apart
+from attar.compression.outputs import towers
 from attar.compression.recipe.recipe import Recipe
 from attar.compression.request.request import CompressionRequest, Target
 from attar.compression.request.resolve import ResolvedCompression, compressed_original, open_source, resolve
@@ -239,6 +240,8 @@ def _finished(
     if chosen is not None and reached is not None:
         warnings += chosen.warnings(reached)
         about["allocation"] = chosen.finished(reached)
+    if copied := towers.copied(run.source):
+        about["copied"] = copied
     if run.request.as_draft:
         about["drafts_for"] = receipt.combined_hash(hashes)
     if gained is not None:

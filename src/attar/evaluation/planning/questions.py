@@ -1,16 +1,21 @@
 """The question of a plan by goals: the model's shape, this machine's rates, its memory, and receipts of outputs.
 
-A bare config.json, a folder that has nothing else, and the header of a GGUF file are enough. torch is loaded only where
+A bare config.json, a folder that has nothing else, and the header of a GGUF file are enough. So are the headers of a
+model on the Hub, which is not downloaded. torch is loaded only where
 tensors' headers are read or rates are measured: a plan of a config.json with kept rates starts without it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attar import machine, strict_json
+from attar.checkpoints.strict_io import CheckpointError
 from attar.errors import UserError
 from attar.formats.scheme import ITEM_BITS
 from attar.model.config import ModelConfig
@@ -24,6 +29,9 @@ from attar.plan.rates import profile as profiles
 from attar.plan.rates import store
 from attar.plan.rates.profile import MachineProfile
 from attar.plan.rates.step_time import curve_name
+
+if TYPE_CHECKING:
+    from attar.checkpoints.sources.hub_headers import HubName
 
 Told = Callable[[str], None]
 MAX_CONFIG = 16_000_000
@@ -39,8 +47,11 @@ def subject(name: str) -> Subject:
     if bare.is_file() and not weights:
         return _bare(name, bare)
     from attar.checkpoints.sources import hub
+    from attar.checkpoints.sources.hub_headers import HubName
     from attar.checkpoints.sources.opening import stored
 
+    if not path.exists() and (remote := HubName.parse(name)) is not None:
+        return _remote(name, remote)
     found = hub.resolve(name)
     try:
         return Subject(name, *stored(found))
@@ -48,6 +59,18 @@ def subject(name: str) -> Subject:
         if error.code != "checkpoint_incomplete" or found.suffix.lower() != ".gguf":
             raise
         return Subject(name, *stored(found, whole=False))
+
+
+def _remote(name: str, remote: HubName) -> Subject:
+    """Return a model of the Hub: from the local cache where it is whole, else by the headers of its files."""
+    from attar.checkpoints.sources import hub, hub_headers
+    from attar.checkpoints.sources.opening import stored
+
+    if remote.file is None:
+        with contextlib.suppress(CheckpointError):
+            return Subject(name, *stored(hub.resolve(name, offline=True)))
+    with tempfile.TemporaryDirectory(prefix="attar-plan-") as place:
+        return Subject(name, *stored(hub_headers.fetch(remote, Path(place)), whole=False))
 
 
 def _bare(name: str, path: Path) -> Subject:

@@ -20,6 +20,7 @@ from attar.plan.goals.candidates import GROUPS, compressed
 from attar.plan.goals.parse import shown
 from attar.plan.goals.quality import Quality
 from attar.plan.goals.search import Question
+from attar.plan.goals.techniques import changed, expected_tokens, techniques
 from attar.plan.rates.step_time import SHEET, UNREAD, StepModel, fitted, kind
 
 WORTH = 1.05  # a technique pays where a step is so many times as fast
@@ -30,19 +31,17 @@ GUESSED = 0.6  # acceptance that copies of the prompt often reach; a draft that 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One technique: whether it pays here, and the sentence with the number that decides."""
+    """One technique: whether it pays here, the sentence with the number that decides, and the options that ask for
+    it."""
 
     technique: str
     pays: bool
     reason: str
+    how: str = ""
 
-
-def expected_tokens(acceptance: float, drafts: int) -> float:
-    """Return the tokens of one target pass with `drafts` drafts, each right with probability `acceptance`:
-    (1 - p^(K+1)) / (1 - p), K + 1 at p = 1."""
-    if acceptance >= 1.0:
-        return drafts + 1.0
-    return float((1.0 - acceptance ** (drafts + 1)) / (1.0 - acceptance))
+    def __str__(self) -> str:
+        how = f"; {self.how}" if self.pays and self.how else ""
+        return f"{self.technique}: {'yes' if self.pays else 'no'}, {self.reason}{how}"
 
 
 def break_even(relative: dict[int, float]) -> tuple[float, int] | None:
@@ -72,7 +71,7 @@ def crossover(question: Question, scheme: Scheme) -> float:
 
 def advise(question: Question, kv: KvScheme) -> list[Advice]:
     """Return a row for each technique, for decode steps of all users at their context with caches in `kv`."""
-    return [each for rows in (_weights, _cache, _drafts, _sparsity) for each in rows(question, kv)]
+    return [each for rows in (_weights, _cache, _drafts, _sparsity, _attention) for each in rows(question, kv)]
 
 
 def _step(q: Question, storage: Storage, kv: KvScheme) -> tuple[float, float]:
@@ -109,6 +108,7 @@ def _weights(q: Question, kv: KvScheme) -> Iterator[Advice]:
     four, eight = _named(q, "w4g{g}"), _named(q, "w8a8")
     times = {}
     for name, storage, key in (("W4A16", four, "gptq-w4"), ("W8A8", eight, "smoothquant+gptq-w8a8")):
+        method = key.rpartition("-")[0]
         if storage is None or storage.linears is None:
             yield Advice(name, False, "its groups do not divide the model's columns")
             continue
@@ -120,7 +120,8 @@ def _weights(q: Question, kv: KvScheme) -> Iterator[Advice]:
         said = f"step {shown('ttft', now)} -> {shown('ttft', times[name])}"
         if now / times[name] >= WORTH and times[name] <= least * WORTH:
             cost = _range(quality.WEIGHTS[key])
-            yield Advice(name, True, f"{where}; {said}; {bytes_of:+.0%} bytes of weights; {cost}")
+            reason = f"{where}; {said}; {bytes_of:+.0%} bytes of weights; {cost}"
+            yield Advice(name, True, reason, f"attar compress --recipe {method}-{storage.linears.name}")
         elif share > SHARE:
             yield Advice(name, False, f"attention takes {share:.0%} of a step at {q.workload.context:,} tokens; {said}")
         elif now / times[name] >= WORTH:
@@ -146,7 +147,7 @@ def _cache(q: Question, kv: KvScheme) -> Iterator[Advice]:
             f"{shown('ttft', now)} -> {shown('ttft', then)}"
         )
         if saved >= WORTH - 1 or now / then >= WORTH:
-            yield Advice(f"KV {name}", True, f"{said}; {_range(quality.KV[name])}")
+            yield Advice(f"KV {name}", True, f"{said}; {_range(quality.KV[name])}", f"attar serve --kv {name}")
         else:
             yield Advice(f"KV {name}", False, f"attention is {share:.0%} of a step; {said}")
 
@@ -167,16 +168,52 @@ def _drafts(q: Question, kv: KvScheme) -> Iterator[Advice]:
     acceptance, drafts = found
     cost = f"c({drafts + 1}) = {relative[drafts + 1]:.2f}"
     said = f"pays {where} from an acceptance of {acceptance:.2f} on (K = {drafts}, {cost})"
-    yield Advice("speculation", acceptance <= GUESSED, f"{said}; what a draft reaches: attar eval --draft")
+    if (off := _off(model, context, users)) is not None:
+        said += f", and at {GUESSED} no more from {off} sequences on"
+    yield Advice("speculation", acceptance <= GUESSED, said, f"attar serve --draft suffix --draft-tokens {drafts}")
+
+
+def _off(model: StepModel, context: int, users: int) -> int | None:
+    """Return the least power of two of sequences, above `users`, at which drafts of a usual acceptance pay no more."""
+    for power in range(users.bit_length(), 10):
+        found = break_even(dict(model.relative(range(2, MOST_DRAFTS + 2), 1 << power, context)))
+        if found is None or found[0] > GUESSED:
+            return 1 << power
+    return None
 
 
 def _sparsity(q: Question, kv: KvScheme) -> Iterator[Advice]:
-    cost = quality.WEIGHTS["prune-2:4"]
-    yield Advice("2:4 sparsity", False, f"{_range(cost)}: more than 4-bit weights, whose bytes are about the same")
-    _, share = _step(q, q.storage, kv)
-    said = f"attention takes {share:.0%} of a step at {q.workload.context:,} tokens"
-    pays = q.gpu is None and share >= 0.25
-    what = (
-        "; --sparse-attention topk:1/16 reads a sixteenth of the cache: measure its KL with attar eval" if pays else ""
-    )
-    yield Advice("sparse attention", pays, said + what)
+    """Yield the row of 2:4 sparsity, beside 4-bit weights, which have about as many bytes."""
+    if compressed(q.config, q.storage):
+        return
+    cost, four = _range(quality.WEIGHTS["prune-2:4"]), _named(q, "w4g{g}")
+    sparse = Storage.named("sparse24", q.storage.head, q.storage.dtype)
+    try:
+        then, _ = _step(q, sparse, kv)
+    except ValueError as error:
+        yield Advice("2:4 sparsity", False, str(error))
+        return
+    now, _ = _step(q, q.storage, kv)
+    least = min(now, now if four is None else _step(q, four, kv)[0])
+    said = f"step {shown('ttft', now)} -> {shown('ttft', then)}; {cost}"
+    if then <= least / WORTH:
+        yield Advice("2:4 sparsity", True, said, "attar compress --recipe prune-2:4-sparse24")
+    else:
+        other = f"W4A16 takes {shown('ttft', least)}" if least < now else "no faster"
+        yield Advice("2:4 sparsity", False, f"{said}; {other}")
+
+
+def _attention(q: Question, kv: KvScheme) -> Iterator[Advice]:
+    """Yield the rows of sparse attention and KV eviction, on a bfloat16 cache, each of the strongest setting."""
+    work, wide = q.workload, SCHEMES["bfloat16"]
+    found, out = techniques(q.config, q.gpu, work.longest_prompt, work.context, None)
+    yield from (Advice(each.technique, False, each.reason) for each in out)
+    strongest = {each.words[0]: each for each in found if not each.drafts}
+    for each in strongest.values():
+        model = StepModel(q.config, q.storage, wide, q.profile)
+        now = model.decode(_together(q), work.context)
+        then = changed(model, each, work.longest_prompt).decode(_together(q), work.context).total
+        name = "sparse attention" if each.sparse is not None else "KV eviction"
+        share = f"attention takes {now.attention / now.total:.0%} of a step at {work.context:,} tokens"
+        said = f"{share}; {each.name}: step {shown('ttft', now.total)} -> {shown('ttft', then)}; {_range(each.cost)}"
+        yield Advice(name, now.total / then >= WORTH, said, f"attar serve {' '.join(each.words)}")

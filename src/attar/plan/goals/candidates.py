@@ -64,6 +64,7 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("rtn", "w4g{g}", quality.WEIGHTS["rtn-w4"]),
     Recipe("guided", "w3g{g}-asym", quality.WEIGHTS["guided-w3-asym"]),
     Recipe("gptq", "w3g{g}", quality.WEIGHTS["gptq-w3"]),
+    Recipe("prune-2:4", "sparse24", quality.WEIGHTS["prune-2:4"]),
 )
 
 

@@ -70,7 +70,7 @@ WEIGHTS: Mapping[str, Quality] = {
     "guided-w4-asym": ranged(0.0051),
     "gptq-w3": ranged(0.0502),
     "guided-w3-asym": ranged(0.0209),
-    "prune-2:4": ranged(0.659),
+    "prune-2:4": ranged(0.105),
 }
 """Quality of recipes by method, bits and zero points; groups of 32 to 128 columns differ less than models do."""
 

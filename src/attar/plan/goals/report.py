@@ -9,10 +9,17 @@ from typing import Any
 
 from attar.plan.goals.advice import Advice
 from attar.plan.goals.parse import Goal, shown
-from attar.plan.goals.search import Answer, Cell, Configuration
+from attar.plan.goals.search import Answer, Cell, Configuration, Question
 from attar.plan.rates.step_time import Evidence
 
-MARKS: dict[Evidence, str] = {"exact": "=", "measured": "m", "fitted": "f", "data sheet": "d", "unverified": "?"}
+MARKS: dict[Evidence, str] = {
+    "exact": "=",
+    "measured": "m",
+    "fitted": "f",
+    "assumed": "a",
+    "data sheet": "d",
+    "unverified": "?",
+}
 COLUMNS = (
     ("memory", "memory"), ("size", "size"), ("ttft", "ttft_p95"), ("tpot", "tpot_p95"),
     ("tokens/s", "tokens_per_second"), ("KL", "kl"), ("top-1", "top1"),
@@ -51,21 +58,31 @@ def _label(cell: Cell, name: str) -> str:
 
 def commands(answer: Answer, model: str) -> list[str]:
     """Return the commands that realise a configuration: compression, where it needs one, and the server."""
-    of, work = answer.nearest, answer.question.workload
+    of = answer.nearest
     served, made = model, []
     if of.weights.path is not None:
         served = of.weights.path
     elif of.weights.recipe is not None:
         served = f"./{of.weights.recipe.replace('+', '-')}"
-        calib = "" if of.weights.recipe.startswith("rtn-") else " --calib self"
+        calib = "" if of.weights.recipe.startswith("rtn-") else f" --calib {shlex.quote(answer.question.calib)}"
         made.append(f"attar compress {shlex.quote(model)} {served} --recipe {of.weights.recipe}{calib}")
-    limits = f"--context {work.context} --max-running {min(work.users, answer.question.limits.sequences)}"
-    said = f"attar serve {shlex.quote(served)} --kv {of.kv.name} {limits}"
-    said += "" if of.rows == 512 else f" --scheduler max-step-tokens={of.rows}"
-    if any(goal.name == "memory" for goal in answer.question.goals):
-        said += f" --memory {math.ceil(of.cells['memory'].value / 1e6)}MB"
-    said += "" if answer.question.gpu is None else " --device cuda"
-    return [*made, said]
+    return [*made, serving(answer, served)]
+
+
+def serving(answer: Answer, path: str) -> str:
+    """Return the command that serves weights at a path with the chosen configuration's other settings."""
+    return shlex.join(["attar", "serve", path, *settings(answer.nearest, answer.question)])
+
+
+def settings(of: Configuration, question: Question) -> list[str]:
+    """Return the options of `attar serve` that a configuration stands for."""
+    together = min(question.workload.users, question.limits.sequences)
+    words = ["--kv", of.kv.name, "--context", f"{question.workload.context}", "--max-running", f"{together}"]
+    words += [] if of.technique is None else of.technique.words
+    words += [] if of.rows == 512 else ["--scheduler", f"max-step-tokens={of.rows}"]
+    if any(goal.name == "memory" for goal in question.goals):
+        words += ["--memory", f"{math.ceil(of.cells['memory'].value / 1e6)}MB"]
+    return words if question.gpu is None else [*words, "--device", "cuda"]
 
 
 def open_goals(answer: Answer) -> list[Goal]:
@@ -91,7 +108,7 @@ def to_text(answer: Answer, model: str, advice: Sequence[Advice], notes: Sequenc
     lines += ["", "to realise it:" if answer.met else "to realise the nearest:", *_indented(commands(answer, model))]
     lines += ["", "rejected:", *_indented(f"{each.technique}: {each.reason}" for each in answer.rejected)]
     lines += ["", "what each technique would bring:"]
-    lines += _indented(f"{each.technique}: {'yes' if each.pays else 'no'}, {each.reason}" for each in advice)
+    lines += _indented(advice)
     lines += ["", *notes]
     return "\n".join(lines)
 
@@ -120,7 +137,7 @@ def _table(answer: Answer) -> list[str]:
     shown_ones = list(answer.front)
     if answer.nearest not in shown_ones:
         shown_ones.insert(0, answer.nearest)
-    head = ("", "weights", "KV", "rows", *(name for name, _ in COLUMNS))
+    head = ("", "weights", "KV", "beside", "rows", *(name for name, _ in COLUMNS))
     rows = [head, *(_cells(each, each is answer.nearest) for each in shown_ones)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -130,7 +147,14 @@ def _cells(of: Configuration, chosen: bool) -> tuple[str, ...]:
     values = (
         f"{shown(key.removesuffix('_p95'), of.cells[key].value)} {MARKS[of.cells[key].evidence]}" for _, key in COLUMNS
     )
-    return ">" if chosen else "", of.weights.label, of.kv.name, str(of.rows), *values
+    return (
+        ">" if chosen else "",
+        of.weights.label,
+        of.kv.name,
+        of.technique.name if of.technique else "",
+        str(of.rows),
+        *values,
+    )
 
 
 def _marks(answer: Answer) -> str:
@@ -154,7 +178,7 @@ def to_dict(answer: Answer, model: str, advice: Sequence[Advice], notes: Sequenc
             goal.label: None if wider is None else wider.name for goal, wider in answer.relaxed.items()
         },
         "commands": commands(answer, model),
-        "advice": [{"technique": a.technique, "pays": a.pays, "reason": a.reason} for a in advice],
+        "advice": [{"technique": a.technique, "pays": a.pays, "reason": a.reason, "how": a.how} for a in advice],
         "notes": list(notes),
     }  # fmt: skip
 
@@ -169,5 +193,6 @@ def _row(of: Configuration) -> dict[str, Any]:
     }
     return {
         "weights": of.weights.label, "recipe": of.weights.recipe, "path": of.weights.path, "kv": of.kv.name,
-        "rows": of.rows, "fits": of.fits, "fitted": list(of.fitted), **cells,
+        "technique": None if of.technique is None else of.technique.name, "rows": of.rows,
+        "fits": of.fits, "fitted": list(of.fitted), **cells,
     }  # fmt: skip

@@ -18,11 +18,12 @@ from attar.model.config import ModelConfig
 from attar.plan import fit as planning
 from attar.plan.costs import BLOCK, Storage
 from attar.plan.fit import CacheLimits, Deployment, Fit
-from attar.plan.goals import candidates, quality, simulate
+from attar.plan.goals import candidates, quality, simulate, techniques
 from attar.plan.goals.candidates import Rejected, Weights
 from attar.plan.goals.parse import Goal, shown
 from attar.plan.goals.quality import Quality
 from attar.plan.goals.simulate import Arrival, Capacity, Latencies
+from attar.plan.goals.techniques import Changed, Technique
 from attar.plan.gpus import GpuSpec
 from attar.plan.rates.profile import MachineProfile
 from attar.plan.rates.step_time import Evidence, StepModel, weakest
@@ -49,6 +50,11 @@ class Workload:
         return max((each.length for each in self.trace), default=self.prompt + self.answer)
 
     @property
+    def longest_prompt(self) -> int:
+        """Return the tokens of the longest prompt."""
+        return max((each.prompt for each in self.trace), default=self.prompt)
+
+    @property
     def loaded(self) -> bool:
         """Return whether requests compete."""
         return bool(self.trace) or self.users > 1
@@ -69,6 +75,9 @@ class Question:
     kv: str | None = None
     rows: int | None = None  # of a step, where they are set
     outputs: tuple[Weights, ...] = ()
+    calib: str = "self"  # calibration text of recipes that read one
+    factors: Mapping[str, float] = field(default_factory=dict)  # of ranges, by past errors (`history`)
+    acceptance: float | None = None  # of drafts, where it was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +101,22 @@ class Configuration:
     fits: bool
     cells: Mapping[str, Cell]
     fitted: tuple[str, ...] = ()  # curves that the step-time model had to fit
+    tried: bool = False  # whether it ran here: its times and divergence are then those of experiments
+    technique: Technique | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.weights.label} + {self.kv.name} KV"
+        beside = "" if self.technique is None else f" + {self.technique.name}"
+        return f"{self.weights.label} + {self.kv.name} KV{beside}"
+
+    @property
+    def assumed(self) -> bool:
+        """Return whether its speed rests on an acceptance that nothing measured."""
+        return self.technique is not None and self.technique.assumed
+
+    def meets(self, goals: Sequence[Goal]) -> bool:
+        """Return whether it fits and every quantity is within its limit."""
+        return self.fits and all(each <= 1 for each in self.excess(goals).values())
 
     def cell(self, goal: Goal) -> Cell:
         """Return the quantity that a goal limits."""
@@ -117,6 +138,7 @@ class Answer:
     all: tuple[Configuration, ...]
     rejected: tuple[Rejected, ...]
     relaxed: Mapping[Goal, Configuration | None] = field(default_factory=dict)
+    excluded: tuple[Rejected, ...] = ()  # those of `rejected` that no configuration could be made with
 
     @property
     def met(self) -> bool:
@@ -129,28 +151,49 @@ def search(question: Question) -> Answer:
     planning.longest(question.config, question.workload.context)
     chosen, rejected = candidates.weights(question.config, question.storage, question.gpu, question.outputs)
     formats, refused = candidates.kv(question.config, question.gpu, question.kv)
-    found = [each for of in chosen for each in _configurations(question, of, formats)]
+    work = question.workload
+    beside, without = techniques.techniques(
+        question.config, question.gpu, work.longest_prompt, work.context, question.acceptance
+    )
+    found = [each for of in chosen for each in _configurations(question, of, formats, beside)]
+    return judged(question, found, (*rejected, *refused, *without))
+
+
+def judged(question: Question, found: Sequence[Configuration], rejected: Sequence[Rejected] = ()) -> Answer:
+    """Judge configurations by the goals. `rejected` are techniques that none of them uses.
+
+    Where some that ran here meet the goals, the best is one of them.
+    """
     goals = question.goals
     possible = [each for each in found if each.fits]
-    meeting = [each for each in possible if all(x <= 1 for x in each.excess(goals).values())]
-    best = _best(meeting, goals)
+    meeting = [each for each in possible if each.meets(goals)]
+    known = [each for each in meeting if each.tried] or [each for each in meeting if not each.assumed]
+    best = _best(known or meeting, goals)
     nearest = best or min(
         possible or found, key=lambda each: (max(each.excess(goals).values()), sum(each.excess(goals).values()))
     )
-    why = [*rejected, *refused, *_rejections(chosen, formats, found, meeting, goals)]
+    weights = list({id(each.weights): each.weights for each in found}.values())
+    formats = list({each.kv.name: each.kv for each in found}.values())
+    why = [*rejected, *_rejections(weights, formats, found, meeting, goals)]
+    for name in dict.fromkeys(each.technique.name for each in found if each.technique is not None):
+        using = [each for each in found if each.technique is not None and each.technique.name == name]
+        if not any(each.meets(goals) for each in using):
+            why.append(Rejected(name, _why(using, goals)))
     relaxed = {}
     for goal in goals:
         wider = tuple(
             replace(g, limit=g.limit * (1.1 if g.bound == "<=" else 1 / 1.1)) if g is goal else g for g in goals
         )
-        relaxed[goal] = _best([e for e in possible if all(x <= 1 for x in e.excess(wider).values())], goals)
-    return Answer(
-        question, best, nearest, _front(meeting or possible or found, goals), tuple(found), tuple(why), relaxed
-    )
+        relaxed[goal] = _best([each for each in possible if each.meets(wider)], goals)
+    front = _front(meeting or possible or found, goals)
+    return Answer(question, best, nearest, front, tuple(found), tuple(why), relaxed, tuple(rejected))
 
 
-def _configurations(question: Question, weights: Weights, formats: Sequence[KvScheme]) -> list[Configuration]:
-    """Return the configurations of one choice of weights: each KV format with each number of rows of a step.
+def _configurations(
+    question: Question, weights: Weights, formats: Sequence[KvScheme], beside: Sequence[Technique]
+) -> list[Configuration]:
+    """Return the configurations of one choice of weights: each KV format with each number of rows of a step, and with
+    each technique at the first number of rows.
 
     All sums over weights are made once.
     """
@@ -160,18 +203,48 @@ def _configurations(question: Question, weights: Weights, formats: Sequence[KvSc
     size = candidates.disk_bytes(q.config, weights.storage)
     least = min(work.users, q.limits.sequences)
     found = []
-    for each in (q.rows,) if q.rows is not None else ROWS if work.loaded else ROWS[:1]:
+    for number, each in enumerate((q.rows,) if q.rows is not None else ROWS if work.loaded else ROWS[:1]):
         limits = replace(q.limits, rows=max(each, q.limits.sequences) if each < least else each)
         deployment = Deployment(q.config, weights.storage, formats[0], gpu=q.gpu)
         divided = _divided(q, deployment, limits)
         for kv, model in zip(formats, models, strict=True):
-            taken = planning.with_kv(divided, deployment, kv, limits)
             of_kv = quality.KV.get(kv.name)
-            cost = weights.quality + of_kv if of_kv is not None else None
-            cells = _cells(cost, _needed(taken), size, model, _latencies(model, work, limits, taken))
-            fits = q.memory is None or _needed(taken) <= q.memory
-            found.append(Configuration(weights, kv, limits.rows, taken, fits, cells, model.fitted))
+            for technique in (None, *(each for each in beside if number == 0 and each.takes(kv))):
+                taken = planning.with_kv(divided, _sparse(deployment, technique), kv, limits)
+                taken = _shortened(q, taken, technique, limits)
+                cost = weights.quality + of_kv if of_kv is not None else None
+                if cost is not None and technique is not None:
+                    cost += technique.cost
+                seconds = techniques.changed(model, technique, work.longest_prompt)
+                latencies = _latencies(seconds, _fewer(work, technique), limits, taken)
+                cells = _cells(cost, _needed(taken), size, seconds, latencies, technique)
+                fits = q.memory is None or _needed(taken) <= q.memory
+                found.append(Configuration(
+                    weights, kv, limits.rows, taken, fits, widened(cells, q.factors), model.fitted, technique=technique,
+                ))  # fmt: skip
     return found
+
+
+def _sparse(deployment: Deployment, technique: Technique | None) -> Deployment:
+    return deployment if technique is None else replace(deployment, sparse=technique.sparse)
+
+
+def _shortened(q: Question, taken: Fit, technique: Technique | None, limits: StepLimits) -> Fit:
+    """Return the division of a server whose sequences drop keys: their cache has fewer blocks."""
+    if technique is None or technique.eviction is None:
+        return taken
+    each = -(-technique.slots(q.workload.context, q.workload.longest_prompt) // BLOCK)
+    least = 2 * -(-technique.eviction.budget // BLOCK)  # as `Eviction.check_room`
+    return replace(taken, blocks=max(least, planning.blocks_for(q.workload.users, each, limits.headroom)))
+
+
+def _fewer(work: Workload, technique: Technique | None) -> Workload:
+    """Return a workload whose answers have as many tokens as they take steps, with the drafts of a technique."""
+    if technique is None or not technique.drafts:
+        return work
+    _, tokens, _ = technique.tokens
+    trace = tuple(replace(each, answer=math.ceil(each.answer / tokens)) for each in work.trace)
+    return replace(work, answer=math.ceil(work.answer / tokens), trace=trace)
 
 
 def _divided(q: Question, deployment: Deployment, limits: StepLimits) -> Fit:
@@ -187,7 +260,7 @@ def _needed(found: Fit) -> int:
     return found.memory - found.unused
 
 
-def _latencies(model: StepModel, work: Workload, limits: StepLimits, taken: Fit) -> Latencies:
+def _latencies(model: StepModel | Changed, work: Workload, limits: StepLimits, taken: Fit) -> Latencies:
     capacity = Capacity(limits.rows, limits.sequences, taken.tokens)
     if work.trace:
         return simulate.traced(model, work.trace, capacity)
@@ -196,20 +269,31 @@ def _latencies(model: StepModel, work: Workload, limits: StepLimits, taken: Fit)
     return simulate.unloaded(model, work.prompt, work.answer, limits.rows)
 
 
-def _cells(cost: Quality | None, memory: int, size: int, model: StepModel, found: Latencies) -> dict[str, Cell]:
-    """Return every quantity of a configuration with its range and label."""
+def _cells(
+    cost: Quality | None, memory: int, size: int, model: StepModel | Changed, found: Latencies,
+    technique: Technique | None = None,
+) -> dict[str, Cell]:  # fmt: skip
+    """Return every quantity of a configuration with its range and label.
+
+    With drafts, `found` are the latencies of steps: each brings several tokens.
+    """
     times: Evidence = model.evidence
-    near = model.spread
+    near = 1 + model.spread
+    fewest, tokens, most = (1.0, 1.0, 1.0) if technique is None else technique.tokens
 
     def timed(value: float) -> Cell:
-        return Cell(value, value / (1 + near), value * (1 + near), times)
+        return Cell(value, value / near, value * near, times)
 
+    def each_token(value: float) -> Cell:
+        return Cell(value / tokens, value / near / most, value * near / fewest, times)
+
+    rate = found.tokens_per_second
     cells = {
         "memory": Cell(memory, memory, memory, "exact"),
         "size": Cell(size, size, size, "exact"),
-        "tokens_per_second": timed(found.tokens_per_second),
+        "tokens_per_second": Cell(rate * tokens, rate * fewest / near, rate * most * near, times),
         **{f"ttft_{name}": timed(value) for name, value in found.ttft.items()},
-        **{f"tpot_{name}": timed(value) for name, value in found.tpot.items()},
+        **{f"tpot_{name}": each_token(value) for name, value in found.tpot.items()},
     }
     if cost is not None:
         cells["kl"] = Cell(cost.kl, cost.low, cost.high, cost.evidence)
@@ -219,6 +303,18 @@ def _cells(cost: Quality | None, memory: int, size: int, model: StepModel, found
         cells["kl"] = Cell(math.inf, 0.0, math.inf, "unverified")
         cells["top1"] = Cell(0.0, 0.0, 1.0, "unverified")
     return cells
+
+
+def widened(cells: Mapping[str, Cell], factors: Mapping[str, float]) -> dict[str, Cell]:
+    """Return cells whose ranges reach as far as past errors did. Exact ones stay."""
+    found = dict(cells)
+    for name, cell in cells.items():
+        factor = factors.get(name) or factors.get(f"{name.rpartition('_')[0]}_p95", 1.0)
+        if cell.evidence != "exact" and factor > 1 and math.isfinite(cell.value):
+            found[name] = Cell(
+                cell.value, min(cell.low, cell.value / factor), max(cell.high, cell.value * factor), cell.evidence
+            )
+    return found
 
 
 def _best(meeting: Sequence[Configuration], goals: Sequence[Goal]) -> Configuration | None:

@@ -13,7 +13,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from attar.plan.goals.techniques import Changed
 from attar.plan.rates.step_time import StepModel
+
+Steps = StepModel | Changed
 
 AT_ONCE = 32  # decode steps taken together: a context grows little
 MOST_USERS = 64  # that are simulated
@@ -73,7 +76,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
     return {name: ordered[max(0, math.ceil(share * len(ordered)) - 1)] for name, share in shares.items()}
 
 
-def unloaded(model: StepModel, prompt: int, answer: int, rows: int) -> Latencies:
+def unloaded(model: Steps, prompt: int, answer: int, rows: int) -> Latencies:
     """Return the latencies of one request at a time."""
     first = model.prefill(prompt, chunk=rows)
     each = model.decode(1, prompt + answer // 2).total
@@ -81,7 +84,7 @@ def unloaded(model: StepModel, prompt: int, answer: int, rows: int) -> Latencies
     return Latencies(dict.fromkeys(every, first), every, answer / (first + each * (answer - 1)))
 
 
-def closed(model: StepModel, users: int, prompt: int, answer: int, capacity: Capacity) -> Latencies:
+def closed(model: Steps, users: int, prompt: int, answer: int, capacity: Capacity) -> Latencies:
     """Return the latencies of `users` users. Each sends the next request when the last is answered.
 
     More than `MOST_USERS` are not simulated: each then waits for its prompt and one step, and prompts of all others
@@ -100,7 +103,7 @@ def closed(model: StepModel, users: int, prompt: int, answer: int, capacity: Cap
     return _run(model, first_ones, capacity, ROUNDS)
 
 
-def traced(model: StepModel, arrivals: Sequence[Arrival], capacity: Capacity) -> Latencies:
+def traced(model: Steps, arrivals: Sequence[Arrival], capacity: Capacity) -> Latencies:
     """Return the latencies of a trace's first `MOST_REQUESTS` requests."""
     return _run(model, arrivals[:MOST_REQUESTS], capacity, 1)
 
@@ -108,7 +111,7 @@ def traced(model: StepModel, arrivals: Sequence[Arrival], capacity: Capacity) ->
 class _Run:
     """One simulation: requests that wait, that run and that ended, at one moment."""
 
-    def __init__(self, model: StepModel, arrivals: Sequence[Arrival], capacity: Capacity, rounds: int) -> None:
+    def __init__(self, model: Steps, arrivals: Sequence[Arrival], capacity: Capacity, rounds: int) -> None:
         self.model, self.capacity, self.rounds = model, capacity, rounds
         self.waiting = deque(_Request(each, each.prompt, 1) for each in arrivals)
         self.running: list[_Request] = []
@@ -162,7 +165,7 @@ class _Run:
         return True
 
 
-def _run(model: StepModel, arrivals: Sequence[Arrival], capacity: Capacity, rounds: int) -> Latencies:
+def _run(model: Steps, arrivals: Sequence[Arrival], capacity: Capacity, rounds: int) -> Latencies:
     run = _Run(model, arrivals, capacity, rounds)
     while run.waiting or run.running:
         run.admit()

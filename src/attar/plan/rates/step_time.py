@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,10 +30,11 @@ from attar.plan.gpus import GpuSpec
 from attar.plan.rates.profile import DENSE, NO_OVERHEADS, AttentionCost, MachineKey, MachineProfile, ProductCurve, Rate
 from attar.plan.roofline import Chunk, seen
 
-Evidence = Literal["exact", "measured", "fitted", "data sheet", "unverified"]
-"""Where a number comes from: byte counts, this machine or a receipt, a fit, a data sheet, or figures without one."""
+Evidence = Literal["exact", "measured", "fitted", "assumed", "data sheet", "unverified"]
+"""Where a number comes from: byte counts, this machine or a receipt, a fit, an acceptance of drafts that nothing
+measured, a data sheet, or figures without one."""
 
-WORST: tuple[Evidence, ...] = ("exact", "measured", "fitted", "data sheet", "unverified")
+WORST: tuple[Evidence, ...] = ("exact", "measured", "fitted", "assumed", "data sheet", "unverified")
 
 SHEET, UNREAD = "data sheet", "unverified"  # `isa` of profiles that were not measured
 KNOWN = 4096  # numbers of rows whose products are remembered
@@ -130,6 +131,7 @@ class StepModel:
         self.fitted: tuple[str, ...] = tuple(self._efficiencies) + ((kv.name,) if near else ())
         self._windows = Counter(config.windows)
         self._known: dict[tuple[int, int], float] = {}
+        self._own_attention: Callable[[StepModel, int, int], float] | None = None
         self._judge()
 
     def _judge(self) -> None:
@@ -142,6 +144,8 @@ class StepModel:
         curves = [curve.spread for curve in self._curves.values() if curve is not None]
         errors = [efficiency.error for efficiency, _ in self._efficiencies.values()]
         self.spread = max([self.profile.bandwidth.spread, self._kv.spread, *curves, *errors])
+        c, each = self.config, 2 * self.config.kv_heads * self._kv.stored + self.config.heads * self._kv.score
+        self._slot = c.layers * c.head_dim * each if set(self._windows) == {None} else None
 
     def with_kv(self, kv: KvScheme) -> StepModel:
         """Return the model of the same weights with another KV format. Both share what they know of products."""
@@ -195,14 +199,28 @@ class StepModel:
     def of(self, chunks: Iterable[Chunk]) -> StepSeconds:
         """Return the seconds of a step of these rows: (position of the first, number, how many have logits)."""
         total = samples = 0
-        attention = 0.0
+        attention, attended = 0.0, self.full_attention if self._own_attention is None else self._attended
         for start, rows, sampled in chunks:
             total, samples = total + rows, samples + sampled
-            attention += self._attended(start, rows)
+            attention += attended(start, rows)
         return self._step(total, samples, attention)
 
+    def with_attention(self, seconds: Callable[[StepModel, int, int], float]) -> StepModel:
+        """Return the same model whose attention takes `seconds(model, start, rows)` for each chunk."""
+        made = copy.copy(self)
+        made._own_attention = seconds
+        return made
+
     def _attended(self, start: int, rows: int) -> float:
-        """Return the seconds of attention of a chunk of `rows` rows behind `start` positions."""
+        if self._own_attention is not None:
+            return self._own_attention(self, start, rows)
+        return self.full_attention(start, rows)
+
+    def full_attention(self, start: int, rows: int) -> float:
+        """Return the seconds of attention of a chunk of `rows` rows that read all of `start` positions and their
+        own."""
+        if rows == 1 and self._slot is not None:  # most calls of a simulation
+            return self._slot * (start + 1)
         c, cost = self.config, self._kv
         score = cost.prefill_score + (cost.score - cost.prefill_score) / rows
         seconds = 0.0

@@ -13,13 +13,13 @@ import hashlib
 import importlib.util
 import os
 import platform
-import stat
 from collections.abc import Mapping
 from dataclasses import astuple
 from pathlib import Path
 
 from attar import env, machine
 from attar.errors import UserError
+from attar.plan.rates import private
 from attar.plan.rates import profile as profiles
 from attar.plan.rates.profile import MAX_BYTES, MachineKey, MachineProfile
 
@@ -87,47 +87,20 @@ class RatesStore:
         return None if found is None or found.too_old(datetime.datetime.now(datetime.UTC)) else found
 
     def _read(self, of: MachineKey) -> MachineProfile | None:
-        with contextlib.suppress(FileNotFoundError):
-            status = self.at.lstat()
-            if (
-                not stat.S_ISDIR(status.st_mode)
-                or status.st_uid != os.geteuid()
-                or stat.S_IMODE(status.st_mode) & 0o077
-            ):
-                raise PermissionError(f"{self.at} is not a folder of this user alone")
-            number = os.open(self.path(of), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            with os.fdopen(number, "rb") as file:
-                status = os.fstat(number)
-                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                    raise PermissionError(f"{self.path(of)} is not a file of this user")
-                text = file.read(MAX_BYTES + 1)
-            if len(text) > MAX_BYTES:
-                raise UserError("file_too_large", f"{self.path(of)} has more than {MAX_BYTES:,} bytes")
-            found = profiles.decode(text)
-            if found.key != of:
-                raise UserError("file_malformed", f"{self.path(of)} is of another machine")
-            return found
-        return None
+        text = private.read(self.path(of), MAX_BYTES)
+        if text is None:
+            return None
+        found = profiles.decode(text)
+        if found.key != of:
+            raise UserError("file_malformed", f"{self.path(of)} is of another machine")
+        return found
 
     def keep(self, profile: MachineProfile) -> bool:
         """Keep a profile, whole or not at all. Returns whether it was kept; a failure becomes the `problem`."""
         if self.problem is not None:
             return False
         try:
-            self.at.parent.mkdir(parents=True, exist_ok=True)
-            machine.private_folder(self.at)
-            target = self.path(profile.key)
-            temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-            number = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            try:
-                with os.fdopen(number, "wb") as file:
-                    file.write(profiles.encode(profile))
-                    file.flush()
-                    os.fsync(file.fileno())
-                temporary.replace(target)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+            private.write(self.path(profile.key), profiles.encode(profile))
             self._prune()
         except OSError as error:
             self._warn(error)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from attar.server.errors import APIError
+from attar.server.http.limits import MAX_BODY
 
 MINUTE = 60.0  # seconds
 PART = 4  # 1/PART of a minute's worth is a fair answer where no length was asked for
@@ -127,14 +128,15 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A request's id, its arrival time, the cache salt of its API key, the account of that key, and the client's own id
-    of the request."""
+    """A request's id, its arrival time, the cache salt of its API key, the account of that key, the client's own id
+    of the request, and the bytes that its body may have."""
 
     id: str
     arrived: float  # monotonic
     cache_salt: bytes
     account: Account | None = None  # set for requests that can cost tokens
     given: str = ""
+    body_limit: int = MAX_BODY
 
     def allowance(self, prompt: int, n: int) -> int | None:
         """Return the tokens for each of n answers that its key's share has room for; None: any number."""

@@ -19,8 +19,10 @@ from attar.protocol.messages import Delta, Failed, Finished
 from attar.server.api import schemas
 from attar.server.api.answering import AnswerReader
 from attar.server.api.body import Body, Ignored
+from attar.server.api.constraints import Asked, SchemaObject, of_schema, only_one
+from attar.server.api.images.parts import MARK, ImageBlock, placed
 from attar.server.api.openai import collect
-from attar.server.api.reasoning import ReasoningRequest, Thinking
+from attar.server.api.reasoning import Effort, ReasoningRequest, Thinking
 from attar.server.api.schemas import MAX_PARTS, Content, Fraction, Length, Nothing, StopStrings, TopP, text_of
 from attar.server.api.tools.anthropic import AnthropicChoice, AnthropicTools, ToolResultBlock, ToolUseBlock
 from attar.server.api.tools.anthropic import read as read_tools
@@ -65,8 +67,23 @@ class RedactedBlock(
 
 
 Blocks = Annotated[
-    list[TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock], Meta(max_length=MAX_PARTS)
+    list[TextBlock | ImageBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock],
+    Meta(max_length=MAX_PARTS),
 ]
+
+
+class AnthropicFormat(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """JSON by a schema."""
+
+    type: Literal["json_schema"]
+    schema: SchemaObject
+
+
+class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an answer is like: JSON by a schema, and how much effort its reasoning takes."""
+
+    format: AnthropicFormat | None = None
+    effort: Effort | None = None
 
 
 class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,9 +94,11 @@ class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         theirs, name = (ToolResultBlock, "user") if self.role == "assistant" else (ToolUseBlock, "assistant")
-        if not isinstance(self.content, str) and any(isinstance(each, theirs) for each in self.content):
-            kind = theirs.__struct_config__.tag
-            raise APIError("invalid_value", f"messages: a {kind} block belongs to a message of role {name}", "messages")
+        for other in (theirs, ImageBlock) if self.role == "assistant" else (theirs,):
+            if not isinstance(self.content, str) and any(isinstance(each, other) for each in self.content):
+                kind = other.__struct_config__.tag
+                message = f"messages: a {kind} block belongs to a message of role {name}"
+                raise APIError("invalid_value", message, "messages")
 
     def for_template(self) -> list[dict[str, Any]]:
         """Return the message as chat templates expect it: results of tools are messages of their own, before the text
@@ -87,7 +106,8 @@ class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         results = [each.for_template() for each in self.content if isinstance(each, ToolResultBlock)]
-        texts = [each.text for each in self.content if isinstance(each, TextBlock)]
+        seen = [each for each in self.content if isinstance(each, TextBlock | ImageBlock)]
+        texts = [each.text if isinstance(each, TextBlock) else MARK for each in seen]
         if results and not texts:
             return results
         found: dict[str, Any] = {"role": self.role, "content": "".join(texts)}
@@ -95,14 +115,14 @@ class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
             found["reasoning_content"] = reasoned
         if calls := [each.for_template() for each in self.content if isinstance(each, ToolUseBlock)]:
             found["tool_calls"] = calls
-        return [*results, found]
+        return [*results, placed(found, [each.image() for each in seen if isinstance(each, ImageBlock)])]
 
 
 class AnthropicPrompt(Body, frozen=True, kw_only=True):
     """Body of /v1/messages/count_tokens, and the prompt's part of /v1/messages."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "mcp_servers": ([],), "context_management": (), "output_config": (), "output_format": (),
+        "mcp_servers": ([],), "context_management": (),
     }  # fmt: skip
 
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=schemas.MAX_MESSAGES, description=_LAST)]
@@ -110,13 +130,27 @@ class AnthropicPrompt(Body, frozen=True, kw_only=True):
     thinking: Thinking | None = None
     tools: AnthropicTools | None = None
     tool_choice: AnthropicChoice | None = None
+    output_config: OutputConfig | None = None
+    output_format: AnthropicFormat | None = None  # its older name of output_config.format
 
     def __post_init__(self) -> None:
         self.tool_use()
+        self.constraint()
 
     def tool_use(self) -> ToolUse:
         """Return the tools and the choice among them. Raises APIError for tools that are refused."""
         return read_tools(self.tools, self.tool_choice)
+
+    def constraint(self) -> Asked | None:
+        """Return the constraint of the answer; None where there is none. Raises APIError for two, and for a malformed
+        one."""
+        given = {
+            "output_config.format": None if self.output_config is None else self.output_config.format,
+            "output_format": self.output_format,
+        }  # fmt: skip
+        return only_one([
+            of_schema(f"{name}.schema", each.schema, None) for name, each in given.items() if each is not None
+        ])  # fmt: skip
 
     @property
     def turn(self) -> Turn:
@@ -131,7 +165,8 @@ class AnthropicPrompt(Body, frozen=True, kw_only=True):
 
     def reasoning_request(self) -> ReasoningRequest:
         """Return what the request asks of the model's reasoning."""
-        return ReasoningRequest.of(None, thinking=self.thinking)
+        effort = None if self.output_config is None else self.output_config.effort
+        return ReasoningRequest.of(None, thinking=self.thinking, effort=effort)
 
 
 class AnthropicBody(AnthropicPrompt, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from attar.protocol.messages import Delta, Embedding, Failed, Finished
 from attar.protocol.request import TokenLogprob
 from attar.server.api.answering import AnswerReader
 from attar.server.api.dialects.extras import Extras
+from attar.server.api.dialects.vllm import times
 from attar.server.api.logprobs import Columns, Content, Offsets, Turns, rows, values
 from attar.server.api.schemas import EmbeddingBody, StreamOptions
 from attar.server.api.tools.answers import deltas
@@ -87,11 +88,13 @@ class ChatFormat:
 
     def __init__(
         self, tokenizer: Tokenizer, logprobs: bool, extras: Extras, reader: AnswerReader | None = None,
-        no_text: bytes = NO_TEXT,
+        no_text: bytes = NO_TEXT, echo: str = "",
     ) -> None:  # fmt: skip
         self.n = 1  # `Format.n`: one, so `best` leaves no choice out
+        self._echo = echo
         self.extras, self.reader = extras, reader or AnswerReader()
-        self._tokenizer, self._logprobs, self._no_text = tokenizer, logprobs, no_text
+        self._tokenizer, self._logprobs = tokenizer, logprobs
+        self._no_text = encode(echo) if echo else no_text
         self._contents: dict[int, Content] = {}
 
     def add(self, at: int, number: int, logprobs: Sequence[TokenLogprob]) -> None:
@@ -110,7 +113,7 @@ class ChatFormat:
     def whole(self, number: int, choice: Choice) -> Pieces:
         """Return one choice of a whole answer."""
         more = b',"reasoning_content":' + encode(choice.reasoning) if choice.reasoning else b""
-        text: str | None = choice.text
+        text: str | None = self._echo + choice.text
         if choice.calls:
             more += b',"tool_calls":' + encode([call.told(self.reader.calling.new_id) for call in choice.calls])
             text = text or None
@@ -219,7 +222,7 @@ class CompletionFormat:
         if self._logprobs:
             logprobs = self._columns(at, choice.number).json(self._of_prompts.get(at))
         before = b'{"index":%d,"text":%b,"logprobs":' % (number, encode(text))
-        more = self.extras.of_choice(choice.number) + self.extras.of_prompt(at)
+        more = self.extras.of_choice(choice.number) + self.extras.of_whole(at)
         return [before, *logprobs, b',"finish_reason":%b%b}' % (encode(choice.reason), more)]
 
     def opening(self, number: int) -> Pieces:
@@ -317,6 +320,11 @@ def best(choices: Sequence[Choice], made: int, kept: int) -> list[Choice]:
     return found
 
 
+def _times(request: RequestHandler, generated: int) -> bytes:
+    """Return vLLM's times of a request, a field behind a comma; nothing where the server does not tell them."""
+    return b',"metrics":%b' % encode(times(request.reports, generated)) if request.context.times else b""
+
+
 async def whole(request: RequestHandler, model: str, form: Format) -> Pieces:
     """Return the answer as one object, in pieces. Raises APIError."""
     choices = await collect(request, form, form.reader)
@@ -329,7 +337,8 @@ async def whole(request: RequestHandler, model: str, form: Format) -> Pieces:
     for number, choice in enumerate(choices):
         pieces += [b"," if number else b"", *form.whole(number, choice)]
     end = form.extras.of_end(request.reports, generated)
-    end += form.extras.of_prompt(0) if isinstance(form, ChatFormat) else b""
+    end += form.extras.of_whole(0) if isinstance(form, ChatFormat) else b""
+    end += _times(request, generated)
     return [*pieces, b'],"usage":%b%b}' % (encode(usage(request, generated, reader=form.reader)), end)]
 
 
@@ -393,7 +402,7 @@ async def stream(
             yield part
     if options.include_usage:
         told = encode(head | {"choices": [], "usage": usage(request, generated, reader=form.reader)})
-        yield sse.event(told[:-1] + end + b"}")
+        yield sse.event(told[:-1] + end + _times(request, generated) + b"}")
     yield DONE
 
 

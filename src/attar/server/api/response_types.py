@@ -27,6 +27,10 @@ class Version(Answer, frozen=True):
     version: str
 
 
+class Load(Answer, frozen=True):
+    server_load: int  # requests that run or wait
+
+
 class Replica(Answer, frozen=True):
     replica: int
     state: Literal["loading", "ready", "draining", "down", "stuck", "strange", "failed"]
@@ -196,6 +200,16 @@ class Timings(Answer, frozen=True):
     draft_n_accepted: int
 
 
+class RequestMetrics(Answer, frozen=True):
+    """Times of a request as vLLM gives them, where the server tells them."""
+
+    time_to_first_token_ms: float
+    generation_time_ms: float
+    queue_time_ms: float
+    tokens_per_second: float
+    mean_itl_ms: float | UnsetType = UNSET  # of an answer of two tokens or more
+
+
 class RankedToken(Answer, frozen=True):
     """A token of vLLM's `prompt_logprobs`; its rank is null beyond the most probable ones."""
 
@@ -249,7 +263,7 @@ class ChatChoice(Answer, frozen=True):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
-    token_ids: list[int] | UnsetType = UNSET  # this and the other extras: where they were asked for
+    token_ids: list[int] | None  # this and the other extras: null where they were not asked for
 
 
 class ChatCompletion(Answer, frozen=True):
@@ -259,9 +273,10 @@ class ChatCompletion(Answer, frozen=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs | None
     timings: Timings | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
 
 
 class FunctionDelta(Answer, frozen=True):
@@ -299,6 +314,7 @@ class ChatChunk(Answer, frozen=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     timings: Timings | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
@@ -317,9 +333,9 @@ class CompletionChoice(Answer, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs | None
 
 
 class Completion(Answer, frozen=True):
@@ -330,6 +346,7 @@ class Completion(Answer, frozen=True):
     choices: list[CompletionChoice]
     usage: Usage
     timings: Timings | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
 
 
 class CompletionChunkChoice(Answer, frozen=True):
@@ -350,6 +367,7 @@ class CompletionChunk(Answer, frozen=True):
     choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     timings: Timings | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
 
 
 class AnthropicUsage(Answer, frozen=True):

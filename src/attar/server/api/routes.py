@@ -14,6 +14,7 @@ from fastapi.responses import Response
 
 from attar.faults import point
 from attar.protocol.grammar import Grammar
+from attar.protocol.images import ImageInput
 from attar.protocol.messages import Ready
 from attar.protocol.reasoning import ReasoningSection
 from attar.protocol.request import SamplingParams
@@ -43,7 +44,8 @@ from attar.server.fair_thread_pool import TextThreads
 from attar.server.grammars import Grammars
 from attar.server.http import sse
 from attar.server.http.limits import MAX_BODY
-from attar.server.prompts import ChatPrompt, Prompts, Room, Turn
+from attar.server.images import has_images, require_images
+from attar.server.prompts import ChatPrompt, Cut, Prompts, Room, Turn
 from attar.text.answers.events import AnswerParser
 from attar.text.answers.reasoning import ReasoningParser
 from attar.text.grammars import GrammarError
@@ -52,19 +54,21 @@ from attar.text.tools.tool import ToolError
 
 logger = logging.getLogger(__name__)
 
-TOO_LARGE = f"the body is larger than {MAX_BODY} bytes"
 LARGE_BODY = 16 << 10  # bytes: smaller ones are parsed on the spot, in less time than a thread is asked
 
 
 class Chat(NamedTuple):
     """A conversation to be answered, of whichever API: what it asks of the model's reasoning, its tools, the constraint
-    of its answer, and what it ends with."""
+    of its answer, what it ends with, and what cuts its prompt. The `ids` of its prompt are given where another server
+    has made them."""
 
     messages: list[dict[str, Any]]
     reasoning: ReasoningRequest
     use: ToolUse
     asked: Asked | None = None
     turn: Turn = Turn.OPENED
+    cut: Cut | None = None
+    ids: Sequence[int] | None = None
 
 
 class PreparedChat(NamedTuple):
@@ -75,6 +79,7 @@ class PreparedChat(NamedTuple):
     grammar: Grammar | None
     calling: Calling
     reader: AnswerReader
+    images: tuple[ImageInput, ...] = ()
 
 
 class Routes:
@@ -113,14 +118,18 @@ class Routes:
         """Answer a chat. `no_text` is the content of a stream's first delta, as JSON."""
         caller, body, model, ready = await self._read(request, ChatBody)
         turn = Turn.of(body.add_generation_prompt, body.continue_final_message)
-        chat = Chat(body.conversation(), body.reasoning_request(), body.tool_use(), body.constraint(), turn)
-        room = context(body, ready)
-        ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat, room)
+        room, given = context(body, ready), body.kv_transfer_params
+        chat = Chat(
+            body.conversation(), body.reasoning_request(), body.tool_use(), body.constraint(), turn,
+            body.cut(room - max(1, body.most or 0)), None if given is None else given.prompt_token_ids,
+        )  # fmt: skip
+        ids, section, grammar, calling, reader, images = await self._prepared(request, caller, ready, chat, room)
         params = chat_params(body, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
         params, tokenizer = self._showing(params, calling), self._prompts.tokenizer
-        form = openai.ChatFormat(tokenizer, bool(body.logprobs), Extras(body, tokenizer, [ids]), reader, no_text)
+        extras = Extras(body, tokenizer, [ids])
+        form = openai.ChatFormat(tokenizer, bool(body.logprobs), extras, reader, no_text, body.echoed)
         handler = self._dispatcher.submit(
-            caller, [ids], params, body.n or 1, model, body.priority or 0, grammar, section
+            caller, [ids], params, body.n or 1, model, body.priority or 0, grammar, section, images
         )
         if body.stream:
             pieces = openai.stream(handler, model, form, body.stream_options or openai.NO_OPTIONS)
@@ -135,10 +144,9 @@ class Routes:
         caller, body, model, ready = await self._read(request, CompletionBody)
         asked = body.prompts()
         if body.suffix is None:
-            making = self._prompts.ids(
-                caller.cache_salt, asked, ready.vocab_size, "prompt", context(body, ready),
-                new=0 if body.limit == 0 else 1,
-            )  # fmt: skip
+            room = Room("prompt", ready.vocab_size, context(body, ready), 0 if body.limit == 0 else 1)
+            cut = body.cut(room.context - max(room.new, body.limit or 0))
+            making = self._prompts.ids(caller.cache_salt, asked, room, cut)
         else:
             room = Room("suffix", ready.vocab_size, context(body, ready))
             making = self._prompts.infill_ids(caller.cache_salt, asked, body.suffix, room)
@@ -163,13 +171,13 @@ class Routes:
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
         caller, body, model, ready = await self._read(request, AnthropicBody)
-        chat = Chat(body.conversation(), body.reasoning_request(), body.tool_use(), turn=body.turn)
+        chat = Chat(body.conversation(), body.reasoning_request(), body.tool_use(), body.constraint(), body.turn)
         try:
-            ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat)
+            ids, section, grammar, calling, reader, images = await self._prepared(request, caller, ready, chat)
         except APIError as error:
             raise anthropic_refusal(error) from error
         params = self._showing(anthropic_params(body, ready.context - len(ids), self._sampling), calling)
-        handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section)
+        handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section, images)
         if body.stream:
             pieces = anthropic.stream(handler, model, reader)
             answer = await _stream(request, handler, pieces, anthropic.FAILED, anthropic.PING)
@@ -192,7 +200,8 @@ class Routes:
         """OpenAI's embeddings, from the model's final hidden states, each at unit length."""
         caller, body, model, ready = await self._read(request, EmbeddingBody)
         self._check_dimensions(body, ready)
-        making = self._prompts.ids(caller.cache_salt, body.inputs(), ready.vocab_size, "input", ready.context)
+        room = Room("input", ready.vocab_size, ready.context, 0)
+        making = self._prompts.ids(caller.cache_salt, body.inputs(), room, body.cut(room.context))
         ids = await sse.while_wanted(request.receive, making)
         handler = self._dispatcher.embed(caller, ids, body.pooling, model)
         return await _whole(request, handler, openai.embeddings(handler, model, body))
@@ -255,22 +264,35 @@ class Routes:
 
         Raises APIError for what is refused, with the fields of OpenAI's chats: other APIs name their own.
         """
+        require_images(chat.messages, ready, self._prompts.images)
         template, asked = self._prompts.template, chat.asked
-        making = self._prompts.chat(
-            caller.cache_salt,
-            chat.messages,
-            room or ready.context,
-            chat.turn,
-            chat.reasoning.for_template(template),
-            chat.use.tools,
-        )
-        prompt = await sse.while_wanted(request.receive, making)
+        prompt = await sse.while_wanted(request.receive, self._rendered(caller, ready, chat, room or ready.context))
         constrained = "tools" if chat.use.may_call else asked and asked.field
         section = chat.reasoning.section(self._prompts.reasoning, prompt.place, template, constrained)
         grammar = await self._proven(request, caller, ready, asked)
         calling = await self._calling(request, caller, ready, chat.use, asked)
         reader = self._reader(chat.reasoning, prompt, asked is not None, calling)
-        return PreparedChat(prompt.ids, section, calling.grammar or grammar, calling, reader)
+        return PreparedChat(prompt.ids, section, calling.grammar or grammar, calling, reader, prompt.images)
+
+    async def _rendered(self, caller: Caller, ready: Ready, chat: Chat, room: int) -> ChatPrompt:
+        """Return the prompt of a conversation. Raises APIError where it has no room."""
+        if has_images(chat.messages) and (chat.ids is not None or chat.cut is not None):
+            message = "messages: images go neither with truncate_prompt_tokens nor with kv_transfer_params"
+            raise APIError("unsupported_field", message, "messages")
+        if chat.ids is not None:
+            fits = Room("kv_transfer_params.prompt_token_ids", ready.vocab_size, room)
+            return await self._prompts.given(caller.cache_salt, chat.ids, fits)
+        variables = chat.reasoning.for_template(self._prompts.template)
+        context = room if chat.cut is None else None
+        prompt = await self._prompts.chat(
+            caller.cache_salt, chat.messages, context, chat.turn, variables, chat.use.tools
+        )  # fmt: skip
+        if chat.cut is None:
+            return prompt
+        ids = await self._prompts.ids(
+            caller.cache_salt, [prompt.ids], Room("messages", ready.vocab_size, room), chat.cut
+        )
+        return prompt._replace(ids=ids[0])
 
     async def _proven(self, request: Request, caller: Caller, ready: Ready, asked: Asked | None) -> Grammar | None:
         """Return the grammar of a constraint, once it is proven. Raises APIError where it cannot be enforced."""
@@ -334,19 +356,27 @@ class Routes:
         else:
             reading = self._threads.run(caller.cache_salt, len(data), lambda: read(kind, data))
             body = await sse.while_wanted(request.receive, reading)
-        return caller, body, *self._dispatcher.model(body.model)
+        model, ready = self._dispatcher.model(body.model)
+        if len(data) > MAX_BODY and not ready.images:  # several models: this one takes no images
+            raise APIError("body_too_large", _too_large(MAX_BODY))
+        return caller, body, model, ready
+
+
+def _too_large(most: int) -> str:
+    return f"the body is larger than {most} bytes"
 
 
 async def receive_body(request: Request, name: str) -> bytes:
     """Read the body of the request called `name`. Raises APIError for content other than JSON, and for a large body."""
     headers: dict[bytes, bytes] = dict(request.scope["headers"])
+    most = request.scope["attar"].body_limit
     if headers.get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):
         raise APIError("unsupported_media_type", "Content-Encoding is not supported: send plain JSON")
     # A form of a foreign web page can be posted without a preflight, but not as JSON.
     if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
         raise APIError("unsupported_media_type", "send JSON, with Content-Type: application/json")
-    if int(headers.get(b"content-length", b"0")) > MAX_BODY:
-        raise APIError("body_too_large", TOO_LARGE)
+    if int(headers.get(b"content-length", b"0")) > most:
+        raise APIError("body_too_large", _too_large(most))
     body, more = bytearray(), True
     while more:
         point("http.read_body", name)
@@ -354,7 +384,7 @@ async def receive_body(request: Request, name: str) -> bytes:
         if message["type"] == "http.disconnect":
             raise APIError("cancelled", CANCELLED)
         body += message.get("body", b"")
-        if len(body) > MAX_BODY:  # in chunks
-            raise APIError("body_too_large", TOO_LARGE)
+        if len(body) > most:  # in chunks
+            raise APIError("body_too_large", _too_large(most))
         more = message.get("more_body", False)
     return bytes(body)

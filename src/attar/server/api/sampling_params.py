@@ -67,9 +67,7 @@ def chat_params(
     `defaults` are as in `completion_params`. Raises APIError."""
     given = {**defaults, **_common(body, ready.vocab_size)}
     n, room = body.n or 1, context(body, ready) - len(prompt)
-    given_limits = (body.max_completion_tokens, body.limit)
-    wanted = next((limit for limit in given_limits if limit not in (None, ALL_THAT_FIT)), None)
-    wanted = wanted or caller.allowance(len(prompt), n) or min(room, ready.context)
+    wanted = body.most or caller.allowance(len(prompt), n) or min(room, ready.context)
     if body.logprobs:
         given["logprobs"] = 0 if body.logprob_token_ids else body.top_logprobs or 0
     params = SamplingParams(max_tokens=min(wanted, room), **given)

@@ -24,9 +24,12 @@ from attar.server.api.body import Body, Ignored
 from attar.server.api.body import Token as Token
 from attar.server.api.constraints import Constrained, MayConstrain
 from attar.server.api.dialects.llamacpp.inputs import Inputs, Pieces, check_inputs, inputs_of
+from attar.server.api.dialects.vllm import Kept, Side, Transfer, check_kept, cut
+from attar.server.api.images.parts import MARK, ImagePart, placed
 from attar.server.api.reasoning import Budget, Effort, ReasoningOptions, ReasoningRequest, Thinking, Variables
 from attar.server.api.tools.fields import ToolUse, check_alone
 from attar.server.errors import APIError
+from attar.server.prompts import Cut
 from attar.text.tools.openai import CallId, Calls, Choice, Tools
 
 MAX_PROMPTS = 128
@@ -71,6 +74,8 @@ Suffix = Annotated[str, Meta(description="Text behind the answer, for models tha
 Pooling = Literal["mean", "last"]
 _GOES_ON = "The answer goes on from the last message, and no turn is opened: not with add_generation_prompt = true."
 Continue = Annotated[bool, Meta(description=_GOES_ON)]
+_ECHOED = "The answer begins with the last message, where that is the assistant's."
+Echoed = Annotated[bool, Meta(description=_ECHOED)]
 
 
 _TRUST = (
@@ -162,11 +167,14 @@ class Sampling(Constrained, frozen=True, kw_only=True):
     allowed_token_ids: AllowedTokens | None = None
     return_tokens_as_token_ids: bool | None = None  # in log probabilities: `token_id:ID` in the place of texts
     timings_per_token: bool | None = None
+    truncate_prompt_tokens: Kept | None = None  # vLLM's, as the next one
+    truncation_side: Side | None = None
 
     def __post_init__(self) -> None:
         check_stops(self.stop, "stop")
         check_end(self)
         check_limits(self.n_predict, {"max_tokens": self.max_tokens})
+        check_kept(self.truncate_prompt_tokens)
         if self.stream_options is not None and not self.stream:
             raise APIError("invalid_value", "stream_options: only with stream = true", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
@@ -177,6 +185,10 @@ class Sampling(Constrained, frozen=True, kw_only=True):
     def limit(self) -> int | None:
         """The most tokens of an answer; None where the request names no limit."""
         return self.n_predict if self.max_tokens is None else self.max_tokens
+
+    def cut(self, room: int) -> Cut | None:
+        """Return what cuts prompts that have `room` tokens; None where they are taken whole."""
+        return cut(self.truncate_prompt_tokens, self.truncation_side, room)
 
     def _check_scores(self, asked: bool, ranked: bool = False) -> None:
         """Raise APIError for `logprob_token_ids` in a request that has not `asked` for log probabilities, and for one
@@ -193,7 +205,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # of both endpoints, or of other se
     "stop": ("", [""]), "logit_bias": ([],), "tools": ([],),
     "use_beam_search": (False,), "num_beams": (1,), "length_penalty": (1,), "early_stopping": (False,),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True, False), "no_stop_trim": (False,),
-    "include_stop_str_in_output": (False,), "echo": (False,), "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
     "bad_words": ([],),
     "grammar": ("",), "regex": (), "ebnf": (), "logits_processors": ([],), "samplers": (),
     "mirostat": (0,), "mirostat_mode": (0,), "typical_p": (1,), "tfs": (1,), "tfs_z": (1,), "top_a": (0,),
@@ -247,6 +259,9 @@ class CompletionBody(Sampling, frozen=True, kw_only=True):
             raise APIError("out_of_range", "max_tokens: 0 leaves no token for logprob_token_ids", "max_tokens")
         if self.limit == 0 and not self.echo:
             raise APIError("out_of_range", "max_tokens: 0 only with echo = true", "max_tokens")
+        for name, whole in (("echo", self.echo), ("suffix", self.suffix is not None)):
+            if whole and self.truncate_prompt_tokens is not None:
+                raise APIError("invalid_value", f"{name}: not with truncate_prompt_tokens", name)
         if self.suffix is not None and self.echo:
             raise APIError("invalid_value", "suffix: not with echo", "suffix")
         if self.prompt == []:
@@ -258,23 +273,32 @@ class CompletionBody(Sampling, frozen=True, kw_only=True):
         return _prompts(self.prompt)
 
 
-class TextPart(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TextPart(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="text"):
     """A piece of text."""
 
-    type: Literal["text"]
     text: str
     cache_control: Ignored = None
     citations: Nothing | None = None
 
 
 Content = str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)]
+SeenContent = str | Annotated[list[TextPart | ImagePart], Meta(max_length=MAX_PARTS)]
 
 
-def text_of(content: Content | None) -> str:
-    """Return the text of a message or a system prompt."""
+def text_of(content: Content | SeenContent | None) -> str:
+    """Return the text of a message or a system prompt, with a mark for each image."""
     if content is None:
         return ""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    if isinstance(content, str):
+        return content
+    return "".join(part.text if isinstance(part, TextPart) else MARK for part in content)
+
+
+def images_of(content: SeenContent | None) -> list[ImagePart]:
+    """Return the images of a message."""
+    if content is None or isinstance(content, str):
+        return []
+    return [part for part in content if isinstance(part, ImagePart)]
 
 
 _REASONED = "An assistant's reasoning; the chat template decides whether the model reads it again."
@@ -285,7 +309,7 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One message of a conversation. Clients that repeat an answer send the fields that must be null."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
+    content: SeenContent | None = None
     type: Annotated[Literal["text"], Meta(description="lm-eval sends it with every message; it changes nothing.")] = (
         "text"
     )
@@ -310,6 +334,9 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             raise APIError("missing_field", f"messages: a message of role {self.role} needs content", "messages")
         if self.role == "tool" and self.tool_call_id is None:
             raise APIError("missing_field", "messages: a message of role tool needs tool_call_id", "messages")
+        if self.role != "user" and images_of(self.content):
+            message = f"messages: an image belongs to a message of role user, not {self.role}"
+            raise APIError("invalid_value", message, "messages")
         for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, name) and self.role != role:
                 message = f"messages: {name} belongs to a message of role {role}, not {self.role}"
@@ -326,7 +353,8 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             entry["tool_call_id"] = self.tool_call_id
         reasoned = self.reasoning_content or self.reasoning
         entry |= {} if reasoned is None else {"reasoning_content": reasoned}
-        return entry if self.name is None else entry | {"name": self.name}
+        entry |= {} if self.name is None else {"name": self.name}
+        return placed(entry, [part.source() for part in images_of(self.content)])
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -346,6 +374,9 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
 
     messages: Messages
     max_completion_tokens: Limit | None = None
+    echo: Echoed | None = None
+    kv_transfer_params: Transfer | None = None
+    truncation_side: Literal["left"] | None = None  # at the end the answer opens
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
     add_generation_prompt: bool | None = None
@@ -390,6 +421,17 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
         """Return the messages as chat templates expect them."""
         return [message.for_template() for message in self.messages]
 
+    @property
+    def most(self) -> int | None:
+        """The most tokens of an answer; None for as many as fit."""
+        limits = (self.max_completion_tokens, self.limit)
+        return next((limit for limit in limits if limit not in (None, ALL_THAT_FIT)), None)
+
+    @property
+    def echoed(self) -> str:
+        """The text that the answer begins with before the model says more."""
+        return text_of(self.messages[-1].content) if self.echo and self.messages[-1].role == "assistant" else ""
+
     def reasoning_request(self) -> ReasoningRequest:
         """Return what the request asks of the model's reasoning."""
         budgets = (self.thinking_token_budget, self.thinking_budget_tokens, self.thinking_budget)
@@ -406,7 +448,7 @@ class EmbeddingBody(Body, frozen=True, kw_only=True):
     it (Matryoshka)."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "add_special_tokens": (True,), "truncate_prompt_tokens": (), "normalize": (True,), "priority": (0,),
+        "add_special_tokens": (True,), "normalize": (True,), "priority": (0,),
         "embed_dtype": ("float32",),
     }  # fmt: skip
 
@@ -414,9 +456,16 @@ class EmbeddingBody(Body, frozen=True, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     pooling: Pooling = "mean"
     dimensions: Length | None = None
+    truncate_prompt_tokens: Kept | None = None
+    truncation_side: Side | None = None
 
     def __post_init__(self) -> None:
         check_inputs(self.input, "input", MAX_INPUTS)
+        check_kept(self.truncate_prompt_tokens)
+
+    def cut(self, room: int) -> Cut | None:
+        """Return what cuts inputs to `room` tokens at most; None where they are taken whole."""
+        return cut(self.truncate_prompt_tokens, self.truncation_side, room)
 
     def inputs(self) -> Sequence[str | Pieces]:
         """Return the inputs, each a text, or a list of token ids and texts."""

@@ -25,7 +25,7 @@ PAGE = importlib.resources.files("attar.server.pages").joinpath("chat.html").rea
 _DIGEST = hashlib.sha256(PAGE.partition(b"<script>")[2].partition(b"</script>")[0]).digest()
 POLICY = (
     f"default-src 'none'; script-src 'sha256-{base64.b64encode(_DIGEST).decode()}'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 """The page's content security policy: it may run its own script, and connect to this server."""
 
@@ -51,6 +51,7 @@ class StatusRoutes:
         get("/", self.page, response_class=HTMLResponse, include_in_schema=False)
         for path, route in (("/livez", self.livez), ("/readyz", self.readyz), ("/health", self.readyz)):
             get(path, route, openapi_extra=giving(types.Alive))
+        get("/ping", self.readyz, include_in_schema=False)  # SageMaker's
         get("/version", self.version, openapi_extra=giving(types.Version))
         get("/metrics", self.read_metrics, response_class=PlainTextResponse)
         get("/v1/engine", self.engine, openapi_extra=giving(types.Engine))

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import msgspec
 
@@ -54,8 +55,7 @@ class Connection(asyncio.Protocol):
         self._buffer = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
         # The folder may have been cleaned away, and made again by another user, with a socket of the same name.
         peer = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         if int.from_bytes(peer[4:8], sys.byteorder) != os.geteuid():

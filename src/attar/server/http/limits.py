@@ -37,7 +37,14 @@ MAX_HEAD = 16 << 10  # bytes of a request's line and headers
 MAX_HEADERS = 64
 MAX_TARGET = 2 << 10
 MAX_BODY = 4 << 20
-MAX_RECEIVED = MAX_HEAD + 2 * MAX_BODY  # a too large body is read and dropped up to here, so that 413 arrives
+MAX_IMAGE_BODY = 24 << 20  # on routes of conversations, of models that take images, once the request is let in
+IMAGE_PATHS = frozenset((
+    "/v1/chat/completions", "/chat/completions", "/chat/completions/input_tokens", "/v1/messages",
+    "/v1/messages/count_tokens", "/v1/responses", "/api/chat", "/api/generate", "/tokenize", "/apply-template",
+))  # fmt: skip
+"""Routes whose bodies may have images."""
+BODY_LIMIT = "attar.body_limit"
+"""Key of the scope under which a request that was let in has the bytes that its body may have."""
 MAX_BEHIND = 64 << 10  # bytes behind a request that is being answered
 RECEIPT_SECONDS = 10.0
 STALL_SECONDS = 30.0
@@ -115,10 +122,17 @@ class LimitedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
-        if self._received > MAX_RECEIVED:
+        if (
+            self._received > MAX_HEAD + self._body_limit() + MAX_BODY
+        ):  # up to here too much is dropped, for 413 to arrive
             self.transport.abort()
         elif not self.transport.is_closing():
             super().data_received(data)
+
+    def _body_limit(self) -> int:
+        """Return the bytes that the body of the present request may have, larger once it was let in."""
+        cycle: Any = self.cycle  # None before the first request
+        return MAX_BODY if cycle is None else int(cycle.scope.get(BODY_LIMIT, MAX_BODY))
 
     def on_response_complete(self) -> None:
         self.waiting.add(self.transport, len(self.connections))
@@ -184,7 +198,7 @@ class LimitedProtocol(H11Protocol):
             headers = [
                 *self.server_state.default_headers, (b"content-type", b"application/json"),
                 (b"content-length", b"%d" % len(body)), (b"connection", b"close"),
-                (b"x-request-id", secrets.token_hex(12).encode()),
+                (b"x-request-id", secrets.token_hex(16).encode()),
             ]  # fmt: skip
             response = h11.Response(status_code=refusal.kind.status, headers=headers)
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):

@@ -26,14 +26,14 @@ from attar.faults import point
 from attar.server.admission.rate_limits import Account, Caller, Quotas
 from attar.server.errors import ANTHROPIC, INTERNAL, INVALID_KEY, APIError
 from attar.server.fleet.wire import KEY_HEADER, PATHS, REQUESTS
-from attar.server.http.limits import MAX_BODY
+from attar.server.http.limits import BODY_LIMIT, IMAGE_PATHS, MAX_BODY, MAX_IMAGE_BODY
 from attar.server.http.security import host_name
 from attar.server.metrics import HttpMetrics
 from attar.server.options import ServerOptions
 from attar.server.pages.lab_page import LAB, POLICY
 from attar.strict_json import shown
 
-OPEN_TO_ALL = frozenset({"/livez", "/health", "/"})  # the page holds no data
+OPEN_TO_ALL = frozenset({"/livez", "/health", "/ping", "/"})  # the page holds no data
 METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE", "PATCH"})  # methods that a log may repeat
 GONE = 499  # the client had disconnected
 FULL = 429
@@ -55,6 +55,10 @@ class Context(Protocol):
     def metrics(self) -> HttpMetrics:
         """Return the metrics of HTTP."""
 
+    @property
+    def takes_images(self) -> bool:
+        """Return whether a model of the server takes images."""
+
     def full(self) -> APIError:
         """Make the refusal of a request for which there is no room."""
 
@@ -73,11 +77,11 @@ class Middleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        arrived, name, status = time.monotonic(), secrets.token_hex(12), 0
+        arrived, name, status = time.monotonic(), secrets.token_hex(16), 0
         headers: dict[bytes, bytes] = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         given = given if _GIVEN.fullmatch(given) else b""
-        scope = self._below_root(scope)
+        outer, scope = scope, self._below_root(scope)
         extra = [(b"x-request-id", given or name.encode()), *_cors_headers(self.options.origins, headers)]
         if scope["path"].startswith(ANTHROPIC):
             extra.append((b"request-id", name.encode()))  # where Anthropic's clients look for it
@@ -110,11 +114,12 @@ class Middleware:
                 return
             point("http.door", name)
             cache_salt = self._let_in(scope, headers)
+            most = outer[BODY_LIMIT] = self._body_limit(scope)
             if scope["method"] == "POST":
                 account = self.quotas.enter(cache_salt)
-                size = _size(headers)
+                size = _size(headers, most)
                 self.bodies[cache_salt] += size
-            scope["attar"] = Caller(name, arrived, cache_salt, account, given.decode())
+            scope["attar"] = Caller(name, arrived, cache_salt, account, given.decode(), most)
             await self.app(scope, measured, tell)
         except APIError as refusal:
             if refusal.code == "invalid_api_key" and scope["path"] == "/lab" and _wants_page(headers):
@@ -149,6 +154,10 @@ class Middleware:
             return {**scope, "path": scope["path"].removeprefix(root)}
         return scope
 
+    def _body_limit(self, scope: Scope) -> int:
+        """Return the bytes that the body of a request may have."""
+        return MAX_IMAGE_BODY if scope["path"] in IMAGE_PATHS and self.context.takes_images else MAX_BODY
+
     def _let_in(self, scope: Scope, headers: dict[bytes, bytes]) -> bytes:
         """Return the cache salt of the caller's key. Raises APIError."""
         if scope["path"] in OPEN_TO_ALL:
@@ -170,7 +179,7 @@ class Middleware:
         if scope["method"] == "POST":
             if self.context.draining:
                 raise APIError("draining", "the server is shutting down")
-            size = _size(headers)
+            size = _size(headers, self._body_limit(scope))
             own = MAX_BODIES // 2 if len(set(self.options.keys.hashes)) > 1 else MAX_BODIES
             large = self.bodies[cache_salt] + size > own or self.bodies.total() + size > MAX_BODIES
             if large or self.open > self.options.max_requests:
@@ -223,9 +232,9 @@ async def _send_lab(status: int, send: Send) -> None:
     await send({"type": "http.response.body", "body": LAB})
 
 
-def _size(headers: Mapping[bytes, bytes]) -> int:
-    """Return the bytes of the body to be held: 0 for one that is too large, which is not read. One in chunks may become
-    as large as any."""
+def _size(headers: Mapping[bytes, bytes], most: int) -> int:
+    """Return the bytes of the body to be held: 0 for one of more than `most`, which is not read. One in chunks may
+    become as large as any."""
     if b"transfer-encoding" in headers:
-        return MAX_BODY
-    return length if (length := int(headers.get(b"content-length", b"0"))) <= MAX_BODY else 0
+        return most
+    return length if (length := int(headers.get(b"content-length", b"0"))) <= most else 0

@@ -50,7 +50,8 @@ class Front:
                            redirect_slashes=False)  # fmt: skip
         add_errors(self.app)
         own: dict[str, Callable[..., Awaitable[Response]]] = {
-            "/livez": self.livez, "/readyz": self.readyz, "/health": self.readyz, "/version": self.version,
+            "/livez": self.livez, "/readyz": self.readyz, "/health": self.readyz, "/ping": self.readyz,
+            "/load": self.load, "/version": self.version,
             "/v1/models": self.models, "/models": self.models, "/v1/models/{name:path}": self.one_model,
             "/v1/requests/{name}/why": self.why,
             "/openapi.json": self.described, "/api/version": self.api_version, "/api/tags": self.tags,
@@ -130,6 +131,10 @@ class Front:
         if loaded and len(troubles) == len(loaded):
             raise troubles[0]
         return respond({"status": "ready"})
+
+    async def load(self) -> Response:
+        """The number of requests that run or wait, of all models."""
+        return respond({"server_load": sum(model.context.traces.open for model in self._pool.models.values())})
 
     async def version(self) -> Response:
         """The server's version."""

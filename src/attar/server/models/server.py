@@ -33,8 +33,8 @@ from attar.server.supervisor import EngineProcess, private_socket
 class ModelsContext:
     """State that all requests share."""
 
-    def __init__(self) -> None:
-        self.metrics, self.draining = HttpMetrics(), False
+    def __init__(self, takes_images: bool = False) -> None:
+        self.metrics, self.draining, self.takes_images = HttpMetrics(), False, takes_images
         self._backoff = RetryAfter()
 
     def full(self) -> APIError:
@@ -51,7 +51,8 @@ class ModelsServer(HttpServer):
         listener: socket.socket | None = None,
     ) -> None:  # fmt: skip
         keys = len(set(options.keys.hashes))
-        self.context, self.threads = ModelsContext(), TextThreads(keys)
+        self.context = ModelsContext(any(spec.images is not None for spec, _ in models))
+        self.threads = TextThreads(keys)
         http = self.context.metrics
         store = ResponseStore(options.response_store) if options.response_store else None
         self.models = [ServedModel(spec, path, options, self.threads, http, store) for spec, path in models]
@@ -84,6 +85,8 @@ class ModelsServer(HttpServer):
         self.threads.close()
         for each in self.models:
             each.grammars.close()
+            if each.images is not None:
+                each.images.close()
 
 
 def run(

@@ -62,12 +62,17 @@ class Extras:
             await turns.after(len(told))
 
     def of_choice(self, number: int) -> bytes:
-        """Return a whole choice's tokens."""
-        return b',"token_ids":%b' % encode(self._tokens.get(number, [])) if self.token_ids else b""
+        """Return a whole choice's tokens; null where they were not asked for, as vLLM's clients read them."""
+        return b',"token_ids":%b' % (encode(self._tokens.get(number, [])) if self.token_ids else b"null")
 
     def of_delta(self, tokens: Sequence[int]) -> bytes:
         """Return the tokens of a chunk."""
         return b',"token_ids":%b' % encode(tokens) if self.token_ids else b""
+
+    def of_whole(self, at: int) -> bytes:
+        """Return the tokens of prompt `at` of a whole answer, and its log probabilities, null where not asked for."""
+        found = b"" if self.token_ids else b',"prompt_token_ids":null'
+        return found + (b"" if self._scored else b',"prompt_logprobs":null') + self.of_prompt(at)
 
     def of_prompt(self, at: int) -> bytes:
         """Return the tokens of prompt `at`, and its log probabilities."""

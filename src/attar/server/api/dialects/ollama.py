@@ -14,11 +14,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from attar.protocol.images import MAX_IMAGES
 from attar.protocol.messages import Delta, Failed, Finished
 from attar.server.api.answering import AnswerReader
 from attar.server.api.body import Body, Ignored
 from attar.server.api.constraints import NamedSchema, ObjectFormat, ResponseFormat, SchemaFormat, SchemaObject
 from attar.server.api.dialects.llamacpp.inputs import Inputs
+from attar.server.api.images.parts import BareImage
 from attar.server.api.schemas import (
     ALL_THAT_FIT,
     MAX_INPUTS,
@@ -30,14 +32,15 @@ from attar.server.api.schemas import (
     Fraction,
     Length,
     Message,
-    Nothing,
     Penalty,
     Reasoned,
     Repetition,
     Seed,
+    SeenContent,
     StopString,
     StopStrings,
     Temperature,
+    TextPart,
     TopK,
     check_stops,
 )
@@ -59,6 +62,7 @@ _PREDICT = "0 and less: as many as fit."
 
 encode = msgspec.json.encode
 
+Images = Annotated[list[str], Meta(max_length=MAX_IMAGES, description="Base64 of PNG, JPEG or WebP files.")]
 One = Annotated[float, Meta(ge=1, le=1)]
 Think = bool | Annotated[Literal["low", "medium", "high"], Meta(description="Whether to reason, and how much.")]
 JsonFormat = Literal["", "json"] | SchemaObject
@@ -115,7 +119,7 @@ class _Generating(Body, frozen=True, kw_only=True):
     """What both bodies of texts have."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "logprobs": (False,), "top_logprobs": (0,), "images": ([],),
+        "logprobs": (False,), "top_logprobs": (0,),
         "template": ("",), "context": ([],), "width": (0,), "height": (0,), "steps": (0,), "truncate": (True,),
         "shift": (True, False),
     }  # fmt: skip
@@ -146,12 +150,17 @@ class _Generating(Body, frozen=True, kw_only=True):
         return (self.options or _NO_OPTIONS).fields() | {"response_format": shape, "model": self.model}
 
 
+def _seen(text: str, images: Images | None) -> SeenContent:
+    """Return the content of a message with images before its text."""
+    return [*(BareImage(image_url=each) for each in images), TextPart(text=text)] if images else text
+
+
 class OllamaMessage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One message of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
-    images: Nothing | None = None
+    images: Images | None = None
     tool_calls: OllamaCalls | None = None
     tool_name: ToolName | None = None  # of a result, as the older `name`, or `tool_call_id`
     name: ToolName | None = None
@@ -162,7 +171,8 @@ class OllamaMessage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         """Return the message as one of OpenAI's API. Raises APIError."""
         result = calls.answered(self.tool_call_id, self.tool_name or self.name) if self.role == "tool" else None
         return Message(
-            role=self.role, content=self.content or "", reasoning_content=self.thinking or None, tool_call_id=result,
+            role=self.role, content=_seen(self.content or "", self.images), tool_call_id=result,
+            reasoning_content=self.thinking or None,
             tool_calls=calls.add(self.tool_calls) if self.tool_calls else None,
         )  # fmt: skip
 
@@ -187,6 +197,7 @@ class OllamaGenerateBody(_Generating, frozen=True, kw_only=True):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_Generating.neutral, "tools": ([],)}
 
     prompt: str | None = None
+    images: Images | None = None
     system: str | None = None
     suffix: str | None = None
     raw: bool | None = None
@@ -194,13 +205,15 @@ class OllamaGenerateBody(_Generating, frozen=True, kw_only=True):
     def as_chat(self) -> ChatBody:
         """Return the body as a conversation. Raises APIError."""
         said = [Message(role="system", content=self.system)] if self.system else []
-        said.append(Message(role="user", content=self.prompt))
+        said.append(Message(role="user", content=_seen(self.prompt or "", self.images)))
         return ChatBody(messages=said, **self.thinking(), **self.sampling())
 
     def as_completion(self) -> CompletionBody | None:
         """Return the body as a text to be continued; None where it is a conversation. Raises APIError."""
         if not self.raw and not self.suffix:
             return None
+        if self.images:
+            raise APIError("unsupported_field", "images: not with raw or suffix", "images")
         fields = {"max_tokens": ALL_THAT_FIT} | self.sampling()
         return CompletionBody(prompt=self.prompt or "", suffix=self.suffix or None, **fields)
 

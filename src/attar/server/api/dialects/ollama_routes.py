@@ -148,10 +148,10 @@ class OllamaRoutes(Routes):
     ) -> Response:  # fmt: skip
         model, ready = served
         chat = Chat(asked.conversation(), asked.reasoning_request(), asked.tool_use(), asked.constraint())
-        ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat)
+        ids, section, grammar, calling, reader, images = await self._prepared(request, caller, ready, chat)
         params = chat_params(asked, ids, ready, self._dispatcher.engine.places.most, caller, self._sampling)
         params = self._showing(params, calling)
-        handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section)
+        handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section, images)
         answer = await _answer(request, handler, body, model, reader)
         answer.headers.update(headers(calling))
         return answer
@@ -162,7 +162,7 @@ class OllamaRoutes(Routes):
     ) -> Response:  # fmt: skip
         (model, ready), salt, vocab = served, caller.cache_salt, served[1].vocab_size
         if asked.suffix is None:
-            making = self._prompts.ids(salt, asked.prompts(), vocab, "prompt", ready.context, new=1)
+            making = self._prompts.ids(salt, asked.prompts(), Room("prompt", vocab, ready.context))
         else:
             making = self._prompts.infill_ids(salt, asked.prompts(), asked.suffix, Room("suffix", vocab, ready.context))
         ids = await sse.while_wanted(request.receive, making)
@@ -179,7 +179,7 @@ class OllamaRoutes(Routes):
         """Return the embeddings of texts, and the number of their tokens."""
         model, ready = served
         self._check_dimensions(asked, ready)
-        making = self._prompts.ids(caller.cache_salt, asked.inputs(), ready.vocab_size, "input", ready.context)
+        making = self._prompts.ids(caller.cache_salt, asked.inputs(), Room("input", ready.vocab_size, ready.context, 0))
         ids = await sse.while_wanted(request.receive, making)
         handler = self._dispatcher.embed(caller, ids, asked.pooling, model)
         try:

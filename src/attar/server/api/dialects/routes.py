@@ -1,18 +1,24 @@
-"""Jina's and Cohere's routes, which ask the engine for work."""
+"""Routes of other servers and services: Jina's and Cohere's reranking, vLLM's load, SageMaker's one route for all."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from starlette.types import Message
 
+from attar import strict_json
 from attar.protocol.request import SamplingParams
 from attar.server.api.answering import whole
 from attar.server.api.dialects import answers, rerank
 from attar.server.api.dialects.rerank import RerankBody
-from attar.server.api.openapi import taking
-from attar.server.api.routes import Routes
+from attar.server.api.openapi import giving, taking
+from attar.server.api.response_types import Load
+from attar.server.api.routes import Routes, receive_body
+from attar.server.api.status import respond
+from attar.server.errors import APIError
 from attar.server.http import sse
 from attar.server.prompts import Room
 from attar.text.forms.rerank import INSTRUCTION
@@ -27,6 +33,33 @@ class DialectRoutes(Routes):
         app.post("/v1/rerank", openapi_extra=taking(RerankBody, answers.Ranking), **ranked)(self.rerank)
         for path in ("/rerank", "/v2/rerank"):
             app.post(path, include_in_schema=False)(self.rerank)
+        app.get("/load", openapi_extra=giving(Load))(self.load)
+        app.head("/load")(self.load)
+        app.post("/invocations", include_in_schema=False)(self.invoke)
+
+    async def load(self) -> Response:
+        """The number of requests that run or wait, as vLLM tells it."""
+        return respond({"server_load": self._dispatcher.context.traces.open})
+
+    async def invoke(self, request: Request) -> Response:
+        """A request of any kind, as SageMaker passes it on: its body decides which route answers."""
+        data = await receive_body(request, request.scope["attar"].id)
+        bodies = [data]
+
+        async def replayed() -> Message:
+            if bodies:
+                return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+            return await request.receive()
+
+        routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "messages": self.chat, "prompt": self.completions, "input": self.embeddings, "query": self.rerank,
+        }  # fmt: skip
+        reading = self._threads.run(request.scope["attar"].cache_salt, len(data), lambda: _fields(data))
+        fields = await sse.while_wanted(request.receive, reading)
+        for name, route in routes.items():
+            if name in fields:
+                return await route(Request(request.scope, replayed))
+        raise APIError("missing_field", f"the body: one of {', '.join(routes)} says what is asked for")
 
     async def rerank(self, request: Request) -> Response:
         """Jina's rerank: documents by their relevance to a query."""
@@ -41,3 +74,14 @@ class DialectRoutes(Routes):
         params = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=words)
         handler = self._dispatcher.submit(caller, ids, params, 1, model)
         return await whole(request, handler, rerank.whole(handler, model, body, words))
+
+
+def _fields(data: bytes) -> frozenset[str]:
+    """Return the names of a body's fields. Raises APIError for a body that is no JSON object."""
+    try:
+        value = strict_json.loads(data)
+    except strict_json.JSONError as error:
+        raise APIError("invalid_json", str(error)) from error
+    if not isinstance(value, dict):
+        raise APIError("invalid_type", "the body: an object is expected")
+    return frozenset(value)

@@ -97,6 +97,8 @@ class Answer:
                 yield each
             return
         point("responses.delta", event.id)
+        if output.raw is not None:
+            output.raw.add(event.token_ids)
         if event.logprobs and output.scores is not None:
             for token in event.logprobs:
                 output.scores.add(token)
@@ -134,6 +136,8 @@ class Answer:
         more: dict[str, Any] = {"completed_at": int(time.time())}
         if reason == "length":
             more = {"incomplete_details": {"reason": "max_output_tokens"}}
+        if self._output.raw is not None:
+            more |= self._output.raw.told()
         told = self._told(_status(reason), **more, usage=usage)
         made = encode(told)
         if self._keep is not None and not self._keep(self.id, made, self._output.items):

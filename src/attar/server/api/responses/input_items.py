@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 from starlette.datastructures import QueryParams
 
+from attar.server.api.images.parts import InputImage
 from attar.server.api.responses import types
 from attar.server.api.responses.items import (
     CustomToolCall,
@@ -22,6 +23,7 @@ from attar.server.api.responses.items import (
     OutputText,
     ReasoningItem,
     Refusal,
+    TextContent,
 )
 from attar.server.api.responses.schemas import SCORES, Include
 from attar.server.errors import APIError
@@ -131,12 +133,15 @@ def _told(item: Item, id: str, scored: bool) -> types.ListedItem:
             return types.SaidReasoning(id=id, status=status, summary=[], content=content)
 
 
-def _given(content: ItemContent) -> list[types.ListedText]:
-    """Return what a user, the system or a function says."""
-    texts = [content] if isinstance(content, str) else (
-        part.refusal if isinstance(part, Refusal) else part.text for part in content
-    )  # fmt: skip
-    return [types.ListedText(text=text) for text in texts]
+def _given(content: ItemContent | TextContent) -> list[types.ListedText | types.ListedImage]:
+    """Return what a user, the system or a function says or shows."""
+    parts = [InputText(text=content)] if isinstance(content, str) else content
+    return [
+        types.ListedImage(image_url=part.image_url, detail=part.detail or "auto")
+        if isinstance(part, InputImage)
+        else types.ListedText(text=part.refusal if isinstance(part, Refusal) else part.text)
+        for part in parts
+    ]
 
 
 def _said(content: ItemContent, scored: bool) -> list[types.SaidText | types.SaidRefusal]:
@@ -147,6 +152,7 @@ def _said(content: ItemContent, scored: bool) -> list[types.SaidText | types.Sai
         if isinstance(part, Refusal)
         else types.SaidText(annotations=[], logprobs=_scores(part) if scored else [], text=part.text)
         for part in parts
+        if not isinstance(part, InputImage)  # which no assistant's message has
     ]
 
 

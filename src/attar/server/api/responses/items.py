@@ -11,10 +11,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from attar.images.decoding import ImageSource
 from attar.server.api.body import Ignored
+from attar.server.api.images.parts import MARK, InputImage, placed
 from attar.server.api.responses.custom import arguments
 from attar.server.api.responses.tools import ToolName, joined
 from attar.server.api.schemas import MAX_PARTS
+from attar.server.errors import APIError
 
 MAX_ITEMS = 2048
 
@@ -45,14 +48,32 @@ class Refusal(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
     refusal: str
 
 
-Part = InputText | OutputText | Refusal
+Part = InputText | InputImage | OutputText | Refusal
+TextPart = InputText | OutputText | Refusal
+TextContent = str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)]
 ItemContent = str | Annotated[list[Part], Meta(max_length=MAX_PARTS)]
 
 
-def _text(content: ItemContent) -> str:
+def _text(content: ItemContent | TextContent) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in content)
+    return "".join(map(_said, content))
+
+
+def _said(part: Part) -> str:
+    if isinstance(part, InputImage):
+        return MARK
+    return part.refusal if isinstance(part, Refusal) else part.text
+
+
+def _shows(content: ItemContent) -> bool:
+    """Return whether a message has images."""
+    return not isinstance(content, str) and any(isinstance(part, InputImage) for part in content)
+
+
+def _images(content: ItemContent) -> list[ImageSource]:
+    """Return the images of a message. Raises APIError."""
+    return [] if isinstance(content, str) else [part.source() for part in content if isinstance(part, InputImage)]
 
 
 class MessageItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="message"):
@@ -66,9 +87,14 @@ class MessageItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
     end_turn: Ignored = None
     created_by: Ignored = None
 
+    def __post_init__(self) -> None:
+        if self.role != "user" and _shows(self.content):
+            message = f"input: an image belongs to a message of role user, not {self.role}"
+            raise APIError("invalid_value", message, "input")
+
     @property
     def text(self) -> str:
-        """The message's text, its parts joined."""
+        """The message's text, its parts joined, with a mark for each image."""
         return _text(self.content)
 
 
@@ -92,7 +118,7 @@ class FunctionCallOutput(
     """What a called function has returned."""
 
     call_id: CallId
-    output: ItemContent
+    output: TextContent
     id: ItemId | None = None
     status: Status | None = None
     name: Ignored = None
@@ -182,7 +208,7 @@ def conversation(instructions: str | None, items: Iterable[Item]) -> list[dict[s
                 elif role == "assistant" and _goes_on(last):
                     last["content"] += item.text
                 else:
-                    found.append({"role": role, "content": item.text})
+                    found.append(placed({"role": role, "content": item.text}, _images(item.content)))
             case ReasoningItem():
                 if text := "".join(part.text for part in item.content or ()):
                     if last.get("role") != "assistant":

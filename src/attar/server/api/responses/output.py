@@ -14,6 +14,7 @@ import msgspec
 
 from attar.server.api.logprobs import Content
 from attar.server.api.responses.custom import InputReader
+from attar.server.api.responses.raw import RawMessages
 from attar.text.answers.events import AnswerEvent, CallArguments, CallEnd, CallStart, ReasoningDelta, TextDelta
 from attar.text.tools.calling import NO_CALLS
 
@@ -26,14 +27,15 @@ _PREFIXES = {"message": "msg_", "function_call": "fc_", "custom_tool_call": "ctc
 class Output:
     """The output of one answer: `items`, as JSON. `call_id` makes the ids of calls. `spaces` has namespace and name of
     functions that have one, by the names that the model knows; `custom` are the names of custom tools. `scores` has the
-    log probabilities of the tokens behind the events that were added: a message gets those of its text."""
+    log probabilities of the tokens behind the events that were added: a message gets those of its text. `raw`
+    takes all tokens, where the answer tells them."""
 
     def __init__(
         self, call_id: Callable[[], str] = NO_CALLS.new_id, spaces: Mapping[str, tuple[str, str]] = NO_SPACES,
-        scores: Content | None = None, custom: Collection[str] = (),
+        scores: Content | None = None, custom: Collection[str] = (), raw: RawMessages | None = None,
     ) -> None:  # fmt: skip
         self.items: list[dict[str, Any]] = []
-        self.scores = scores
+        self.scores, self.raw = scores, raw
         self._call_id, self._spaces, self._custom = call_id, spaces, custom
         self._input = InputReader()  # of the open call of a custom tool
         self._scored: list[bytes] = []  # of the open message

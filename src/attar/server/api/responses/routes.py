@@ -21,6 +21,7 @@ from attar.server.api.responses.answer import Answer, Keep
 from attar.server.api.responses.input_items import PARAMETERS, Page, identified
 from attar.server.api.responses.items import Item, ItemReference, conversation
 from attar.server.api.responses.output import Output
+from attar.server.api.responses.raw import RawMessages
 from attar.server.api.responses.schemas import ResponsesBody
 from attar.server.api.responses.store import ResponseStore
 from attar.server.api.responses.tools import placing
@@ -68,15 +69,19 @@ class ResponsesRoutes(Routes):
         before = self._before(caller, body.previous_response_id)
         items = [self._found(caller, item) for item in body.items]
         past = await self._past(request, caller, before)
-        said = conversation(body.instructions, [*past, *items])
+        with _of_input():
+            said = conversation(body.instructions, [*past, *items])
         use, spaces, custom = body.toolset()
         chat = Chat(said, body.reasoning_request(), use, body.constraint())
         with _of_input(), placing(body.tools or ()):
-            ids, section, grammar, calling, reader = await self._prepared(request, caller, ready, chat)
+            ids, section, grammar, calling, reader, images = await self._prepared(request, caller, ready, chat)
         most = self._dispatcher.engine.places.most
         params = self._showing(chat_params(body.as_chat(), ids, ready, most, caller, self._sampling), calling)
-        handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section)
-        output = Output(calling.new_id, spaces, Content(self._prompts.tokenizer) if body.scored else None, custom)
+        tokenizer, raw = self._prompts.tokenizer, None
+        if body.enable_response_messages:
+            raw = RawMessages(tokenizer, ids, await self._prompts.text(caller.cache_salt, ids))
+        handler = self._dispatcher.submit(caller, [ids], params, 1, model, 0, grammar, section, images)
+        output = Output(calling.new_id, spaces, Content(tokenizer) if body.scored else None, custom, raw)
         answer = Answer(handler, body, params, model, reader, output, self._keep(caller, body, before, items))
         if body.stream:
             made = await stream(request, handler, answer.stream(), answer.failed)

@@ -36,6 +36,7 @@ _NOTE = Annotated[str, Meta(max_length=512)]
 Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], _NOTE], Meta(max_length=16)]
 _CHAIN = "The conversation goes on behind this answer, which the server has stored."
 ResponseId = Annotated[str, Meta(max_length=128, description=_CHAIN)]
+_RAW = "vLLM's: the answer has the tokens of prompt and answer, in input_messages and output_messages."
 SCORES = "message.output_text.logprobs"
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 Included = Annotated[list[Include], Meta(max_length=16)]
@@ -123,6 +124,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     client_metadata: Ignored = None
+    enable_response_messages: Annotated[bool, Meta(description=_RAW)] | None = None
 
     @classmethod
     def completed(cls, value: dict[str, Any]) -> dict[str, Any]:

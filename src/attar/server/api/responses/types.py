@@ -96,6 +96,13 @@ class Effort(Answer, frozen=True):
     summary: str | None
 
 
+class RawMessage(Answer, frozen=True, tag_field="type", tag="raw_message_tokens"):
+    """A prompt or an answer as the model has it."""
+
+    message: str
+    tokens: list[int]
+
+
 class ResponseObject(Answer, frozen=True):
     """An answer. `store` says whether the server has kept it."""
 
@@ -125,6 +132,8 @@ class ResponseObject(Answer, frozen=True):
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
     metadata: dict[str, str]
+    input_messages: list[RawMessage] | UnsetType = UNSET  # at the end, where enable_response_messages asks for them
+    output_messages: list[RawMessage] | UnsetType = UNSET
 
 
 class DeletedResponse(Answer, frozen=True):
@@ -139,6 +148,11 @@ class ListedText(Answer, frozen=True, tag_field="type", tag="input_text"):
     text: str
 
 
+class ListedImage(Answer, frozen=True, tag_field="type", tag="input_image"):
+    image_url: str
+    detail: str
+
+
 class SaidRefusal(Answer, frozen=True, tag_field="type", tag="refusal"):
     refusal: str
 
@@ -149,7 +163,7 @@ class ListedMessage(Answer, frozen=True, tag_field="type", tag="message"):
     id: str
     status: Status
     role: Literal["system", "developer", "user", "assistant"]
-    content: Sequence[ListedText | SaidText | SaidRefusal]
+    content: Sequence[ListedText | ListedImage | SaidText | SaidRefusal]
 
 
 class ListedOutput(Answer, frozen=True, tag_field="type", tag="function_call_output"):
@@ -158,7 +172,7 @@ class ListedOutput(Answer, frozen=True, tag_field="type", tag="function_call_out
     id: str
     status: Status
     call_id: str
-    output: str | list[ListedText]
+    output: str | list[ListedText | ListedImage]
 
 
 class ListedCustomOutput(Answer, frozen=True, tag_field="type", tag="custom_tool_call_output"):
@@ -167,7 +181,7 @@ class ListedCustomOutput(Answer, frozen=True, tag_field="type", tag="custom_tool
     id: str
     status: Status
     call_id: str
-    output: str | list[ListedText]
+    output: str | list[ListedText | ListedImage]
 
 
 ListedItem = ListedMessage | MadeCall | ListedOutput | MadeCustomCall | ListedCustomOutput | SaidReasoning

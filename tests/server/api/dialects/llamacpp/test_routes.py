@@ -105,6 +105,17 @@ def test_samplers_are_taken_where_they_are_off(server: Running, more: dict[str, 
     assert reply.status == status, reply.body
 
 
+def test_max_tokens_is_another_name_of_n_predict(server: Running) -> None:
+    body = {"prompt": "Once upon", "seed": 1}
+    for limit in (0, 3, -1):
+        named = server.post("/completion", body | {"max_tokens": limit})
+        own = server.post("/completion", body | {"n_predict": limit})
+        assert named.json["content"] == own.json["content"]
+        assert named.json["generation_settings"] == own.json["generation_settings"]
+    both = server.post("/completion", body | {"max_tokens": 2, "n_predict": 2})
+    assert (both.status, both.json["error"]["param"]) == (400, "n_predict")
+
+
 def test_a_penalty_of_all_tokens(server: Running) -> None:
     for last, penalty in ((-1, 1.5), (0, 1.0)):
         server.post("/completion", ASKED | {"repeat_penalty": 1.5, "repeat_last_n": last})

@@ -23,6 +23,7 @@ from attar.server.api.schemas import (
     StopStrings,
     Temperature,
     TopK,
+    check_limits,
     check_stops,
 )  # fmt: skip
 from attar.server.errors import APIError
@@ -57,6 +58,7 @@ class NativeSampling(Body, frozen=True, kw_only=True):
     }  # fmt: skip
 
     n_predict: Limit | None = None
+    max_tokens: Annotated[Limit, Meta(description="Another name of n_predict: not both.")] | None = None
     temperature: Temperature | None = None
     top_k: TopK | None = None
     top_p: Fraction | None = None
@@ -92,6 +94,7 @@ class NativeSampling(Body, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_stops(self.stop, "stop")
+        check_limits(self.n_predict, {"max_tokens": self.max_tokens})
         if self.repeat_penalty not in (None, 1):
             if self.repeat_last_n not in (-1, 0):
                 message = "repeat_penalty: only over all tokens here, so set repeat_last_n = -1"
@@ -101,6 +104,11 @@ class NativeSampling(Body, frozen=True, kw_only=True):
         for _, bias in self.biases():
             if bias is True:
                 raise APIError("invalid_value", "logit_bias: a number, or false for never", "logit_bias")
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of an answer; None where the request names no limit."""
+        return self.max_tokens if self.n_predict is None else self.n_predict
 
     def repetition(self) -> float | None:
         """Return the penalty of tokens that the prompt or the answer has already; None where it is the default."""

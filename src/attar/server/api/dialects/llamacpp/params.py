@@ -48,7 +48,7 @@ def native_params(
     given |= {"seed": None if body.seed == RANDOM else seed_of(body.seed), "repetition_penalty": body.repetition()}
     given |= {"ignore_eos": getattr(body, "ignore_eos", None), "logprobs": getattr(body, "n_probs", None) or None}
     n, room = getattr(body, "n_cmpl", None) or 1, ready.context - max(map(len, prompts))
-    wanted = body.n_predict
+    wanted = body.limit
     if wanted is None or wanted == ALL_THAT_FIT:
         wanted = caller.allowance(sum(map(len, prompts)), n * len(prompts)) or room
     given = {**DEFAULTS, **defaults, **present(given)}

@@ -61,14 +61,14 @@ class LlamaCppRoutes(Routes):
     async def completion(self, request: Request) -> Response:
         """Completions of one prompt or several, in llama.cpp's form."""
         caller, body, model, ready = await self._read(request, NativeCompletionBody)
-        new = 0 if body.n_predict == 0 else 1
-        making = self._prompts.ids(caller.cache_salt, body.prompts(), ready.vocab_size, "prompt", ready.context, new)
+        room = Room("prompt", ready.vocab_size, ready.context, 0 if body.limit == 0 else 1)
+        making = self._prompts.ids(caller.cache_salt, body.prompts(), room)
         ids = await sse.while_wanted(request.receive, making)
         grammar = await self._proven(request, caller, ready, body.constraint())
         params = await self._native(caller, body, ids, ready)
         texts = [await self._prompts.text(caller.cache_salt, prompt) for prompt in ids]
         asked = writing.Asked(
-            model, self._prompts.tokenizer, params, texts, body.n_predict, bool(body.return_tokens),
+            model, self._prompts.tokenizer, params, texts, body.limit, bool(body.return_tokens),
             body.response_fields or (),
         )  # fmt: skip
         handler = self._dispatcher.submit(caller, ids, params, body.n_cmpl or 1, model, 0, grammar)
@@ -83,7 +83,7 @@ class LlamaCppRoutes(Routes):
     async def infill(self, request: Request) -> Response:
         """Text between a prefix and a suffix, as llama.cpp's server fills it in."""
         caller, body, model, ready = await self._read(request, InfillBody)
-        new = 0 if body.n_predict == 0 else 1
+        new = 0 if body.limit == 0 else 1
         room = Room("input_prefix", ready.vocab_size, ready.context, new)
         files = [(file.filename, file.text) for file in body.input_extra or ()]
         prefix = body.input_prefix + (body.prompt or "")
@@ -92,7 +92,7 @@ class LlamaCppRoutes(Routes):
         params = ended(await self._native(caller, body, ids, ready), self._prompts.infill)
         texts = [await self._prompts.text(caller.cache_salt, ids[0])]
         fields = body.response_fields or ()
-        asked = writing.Asked(model, self._prompts.tokenizer, params, texts, body.n_predict, True, fields)
+        asked = writing.Asked(model, self._prompts.tokenizer, params, texts, body.limit, True, fields)
         handler = self._dispatcher.submit(caller, ids, params, 1, model)
         if body.stream:
             return await stream(request, handler, writing.stream(handler, asked), FAILED)
@@ -120,7 +120,8 @@ class LlamaCppRoutes(Routes):
     async def embedding(self, request: Request) -> Response:
         """Embeddings of one text or several, each at unit length, in llama.cpp's form."""
         caller, body, model, ready = await self._read(request, NativeEmbeddingBody)
-        making = self._prompts.ids(caller.cache_salt, body.inputs(), ready.vocab_size, "input", ready.context)
+        room = Room("input", ready.vocab_size, ready.context, 0)
+        making = self._prompts.ids(caller.cache_salt, body.inputs(), room)
         ids = await sse.while_wanted(request.receive, making)
         handler = self._dispatcher.embed(caller, ids, body.pooling, model)
         try:

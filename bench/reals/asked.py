@@ -1,0 +1,103 @@
+"""One recipe on a real model: KL from the original, and how often tasks are answered right.
+
+    PYTHONPATH=bench python -m reals.asked FILE.gguf --place FOLDER [--recipe NAME] [--items N] [--samples N]
+        [--tokens N]
+
+The original is the file's values in bfloat16 (`dense.py`), kept in FOLDER; without a recipe it is asked itself. Recipes
+are calibrated on text of all kinds, and KL is measured on held-out text of these. Items are the first N of HellaSwag,
+PIQA and LAMBADA, asked by lm-eval's rules without examples. Accuracies are those normalized by length where a task has
+both. `values` has the mark of each item, for paired intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bz2
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressors import DATA
+from dense import dense
+
+from attar.checkpoints.sources import hf, opening
+from attar.evaluation.report import evaluate
+from attar.evaluation.tasks.catalogue import TaskSource
+from attar.evaluation.tasks.run import evaluate_tasks
+from attar.text.tokenizer import Tokenizer
+from reals.compression import forget, ours
+from reals.texts import LENGTH, MIXED, calibration, scored
+
+FIGURE = {"hellaswag": "acc_norm", "piqa": "acc_norm", "lambada_openai": "acc"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--place", type=Path, required=True, help="where the dense original is kept")
+    parser.add_argument("--recipe")
+    parser.add_argument("--items", type=int, default=200, help="of each task")
+    parser.add_argument("--samples", type=int, default=32, help=f"calibration sequences of {LENGTH} tokens")
+    parser.add_argument("--tokens", type=int, default=8192, help="to score on")
+    args = parser.parse_args()
+    args.bits, args.seed = None, 0
+    original = dense(args.file, args.place / args.file.stem)
+    tokenizer = Tokenizer.load(original)
+    with tempfile.TemporaryDirectory(dir=args.place) as folder:
+        place = Path(folder)
+        found: dict[str, Any] = {"kl_mean": 0.0}
+        out = original
+        if args.recipe is not None:
+            sequences = calibration(tokenizer, MIXED, args.samples, args.seed)
+            forget(original)
+            made, out = ours(original, place / "out", sequences, args)
+            text = scored(tokenizer, MIXED, args.tokens)
+            windows = [text[at : at + LENGTH] for at in range(0, len(text), LENGTH)]
+            base, model = hf.load(original, torch.float32), opening.load(out, torch.float32)
+            report = evaluate(model, against=base, tokens=windows)
+            found = {"bits": made["bits"], "kl_mean": report.figures["kl_mean"].value}
+            del base, model
+        sources = [TaskSource(name, path) for name, path in items(place).items()]
+        answers = evaluate_tasks(out, sources, tokenizer=tokenizer, limit=args.items, shots=0).answers
+    for name, figure in FIGURE.items():
+        found[name] = answers[name].figures[figure].value
+    print(json.dumps(found | {"values": {name: answers[name].values[key] for name, key in FIGURE.items()}}))
+
+
+def items(folder: Path) -> dict[str, Path]:
+    """Write the items of the test data in the Hub's form, and return the files by task."""
+    given = DATA / "data" / "tasks"
+    rows = {
+        "hellaswag": list(_hellaswag(given / "hellaswag_val_full.txt.bz2")),
+        "piqa": [
+            json.loads(line) | {"label": int(label)}
+            for line, label in zip(
+                (given / "piqa_valid.jsonl").read_text().splitlines(),
+                (given / "piqa_valid-labels.lst").read_text().split(),
+                strict=True,
+            )
+        ],
+    }
+    for name, each in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each))
+    return {name: folder / f"{name}.jsonl" for name in rows} | {"lambada": given / "lambada_test.jsonl"}
+
+
+def _hellaswag(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield items of the file's six lines each: activity and context, the right ending's number, four endings."""
+    with bz2.open(path, "rt", encoding="utf-8") as file:
+        lines = file.read().splitlines()
+    for at in range(0, len(lines) - 5, 6):
+        activity, _, context = lines[at].partition(": ")
+        yield {
+            "ind": at // 6, "activity_label": activity, "ctx_a": context, "ctx_b": "", "ctx": context,
+            "endings": lines[at + 2 : at + 6], "source_id": "", "split": "val", "split_type": "",
+            "label": lines[at + 1],
+        }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The vision tower of a checkpoint folder, read beside its language model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints.folder import Folder, read_config
+from attar.checkpoints.strict_io import naming
+from attar.kernels.dispatch import BackendWeights
+from attar.model.families import read_config as read_model
+from attar.model.vision import assembly
+from attar.model.vision.config import VisionConfig, read_vision
+from attar.model.vision.model import VisionModel
+
+PREPROCESSOR = "preprocessor_config.json"
+
+
+class _Files:
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+
+    def has(self, name: str) -> bool:
+        return self.folder.has(name)
+
+    def shape(self, name: str) -> tuple[str, tuple[int, ...]]:
+        part = self.folder.info(name)
+        return part.dtype, tuple(part.shape)
+
+    def read(self, name: str) -> Tensor:
+        return self.folder.read(name)
+
+
+def vision_config(folder: Folder) -> VisionConfig | None:
+    """Return the tower that a folder's config describes; None for a model without. Raises ValueError as
+    `read_vision`."""
+    path = folder.path / PREPROCESSOR
+    given = read_config(path) if path.exists() else None
+    with naming(folder.path):
+        return read_vision(folder.config, read_model(folder.config).hidden, given)
+
+
+def load_vision(folder: Folder, dtype: torch.dtype, store: BackendWeights | None = None) -> VisionModel | None:
+    """Load the tower and projector of an open folder, to compute in `dtype`; None for a model without.
+
+    With a `store` the weights are laid out for its kernels, as they are stored. Raises ValueError where tensors are
+    missing or of another shape than the config says, before any is read.
+    """
+    config = vision_config(folder)
+    if config is None:
+        return None
+    with naming(folder.path):
+        return assembly.build(config, _Files(folder), dtype, store)

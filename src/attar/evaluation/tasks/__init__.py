@@ -1,0 +1,1 @@
+"""Tasks with right answers: EleutherAI's lm-evaluation-harness asks, a decoder of attar's answers."""

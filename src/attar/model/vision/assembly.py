@@ -1,0 +1,211 @@
+"""Assembly of a vision tower and its projector from a source of named tensors, each checked before it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attar.errors import UserError
+from attar.kernels.dispatch import BackendWeights
+from attar.kernels.operands import Linear, Norm
+from attar.model.vision.config import VisionConfig
+from attar.model.vision.model import VisionModel
+from attar.model.vision.positions import buckets
+from attar.model.vision.projector import Projector
+from attar.model.vision.tower import Tower, VisionLayer
+
+LISTED = 5  # missing tensors that a message names
+STORED = ("float32", "float16", "bfloat16", "float64")
+
+
+class Source(Protocol):
+    """Tensors of a checkpoint's files by their stored names."""
+
+    def has(self, name: str) -> bool:
+        """Return whether the files hold a tensor."""
+
+    def shape(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Return a tensor's dtype name and shape, without reading it."""
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor as it is stored."""
+
+
+def tensors(config: VisionConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield every tensor of tower and projector: the part it belongs to (tower, projector or outer), its name there,
+    and its shape."""
+    names, hidden, wide = config.names, config.hidden, config.intermediate
+    patch = (config.patch, config.patch)
+    merge = config.connector == "merge"
+    yield "tower", f"{names.patch}.weight", (hidden, 3, config.frames, *patch) if merge else (hidden, 3, *patch)
+    if config.patch_bias:
+        yield "tower", f"{names.patch}.bias", (hidden,)
+    if config.rope_theta is None:
+        yield "tower", f"{names.positions}.weight", (config.side**2 + int(config.class_token), hidden)
+    if config.class_token:
+        yield "tower", names.class_token, (hidden,)
+        yield from _norm(config, "tower", names.pre_norm, hidden)
+    for layer in range(config.layers):
+        at = names.layer.format(i=layer)
+        yield from _norm(config, "tower", f"{at}.{names.attention_norm}", hidden)
+        yield from _norm(config, "tower", f"{at}.{names.feed_forward_norm}", hidden)
+        rows = (hidden,) * 3 if len(names.qkv) == 3 else (3 * hidden,)
+        for name, out in zip(names.qkv, rows, strict=True):
+            yield from _linear("tower", f"{at}.{name}", out, hidden)
+        yield from _linear("tower", f"{at}.{names.output}", hidden, hidden)
+        for name in names.up:
+            yield from _linear("tower", f"{at}.{name}", wide, hidden)
+        yield from _linear("tower", f"{at}.{names.down}", hidden, wide)
+    if config.post_norm:
+        yield from _norm(config, "tower", names.post_norm, hidden)
+    yield from _projector(config)
+    if config.newline:
+        yield "outer", "image_newline", (config.out,)
+
+
+def _projector(config: VisionConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    hidden, merged = config.hidden, config.hidden * config.factor**2
+    if config.connector == "shuffle":
+        yield from _linear("projector", "modality_projection.proj", config.out, merged, bias=False)
+    elif config.connector == "mlp":
+        yield from _linear("projector", "linear_1", config.out, hidden, config.projector_bias)
+        yield from _linear("projector", "linear_2", config.out, config.out, config.projector_bias)
+    elif config.connector == "merge":
+        yield from _norm(config, "projector", "ln_q", hidden)
+        yield from _linear("projector", "mlp.0", merged, merged)
+        yield from _linear("projector", "mlp.2", config.out, merged)
+    else:
+        yield "projector", "mm_soft_emb_norm.weight", (hidden,)
+        yield "projector", "mm_input_projection_weight", (hidden, config.out)
+
+
+def _norm(config: VisionConfig, part: str, name: str, size: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    yield part, f"{name}.weight", (size,)
+    if config.norm == "layer":
+        yield part, f"{name}.bias", (size,)
+
+
+def _linear(
+    part: str, name: str, out: int, columns: int, bias: bool = True
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    yield part, f"{name}.weight", (out, columns)
+    if bias:
+        yield part, f"{name}.bias", (out,)
+
+
+class _Weights:
+    """The tensors of one tower by part and name, all of them found and of the right shape before one is read."""
+
+    def __init__(self, config: VisionConfig, source: Source, dtype: torch.dtype, as_stored: bool) -> None:
+        self.source, self.dtype, self.as_stored = source, dtype, as_stored
+        wanted = list(tensors(config))
+        self._prefixes = {
+            part: _prefix(source, prefixes, next((name for own, name, _ in wanted if own == part), ""))
+            for part, prefixes in _prefixes(config).items()
+        }
+        missing = [self.stored(part, name) for part, name, _ in wanted if not source.has(self.stored(part, name))]
+        if missing:
+            more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
+            said = f"the vision tower lacks {', '.join(missing[:LISTED])}{more}"
+            raise UserError("checkpoint_incomplete", said)
+        for part, name, shape in wanted:
+            dtype_name, found = source.shape(self.stored(part, name))
+            if found != shape:
+                said = f"{self.stored(part, name)} is {list(found)}: vision_config makes it {list(shape)}"
+                raise UserError("checkpoint_mismatch", said)
+            if dtype_name not in STORED:
+                said = f"{self.stored(part, name)} is {dtype_name}: towers are read in 16 or 32 bits"
+                raise UserError("quantization_unsupported", said)
+
+    def stored(self, part: str, name: str) -> str:
+        return self._prefixes[part] + name
+
+    def tensor(self, part: str, name: str) -> Tensor:
+        return self.source.read(self.stored(part, name)).to(self.dtype)
+
+    def linear(self, part: str, name: str, bias: bool = True) -> Linear:
+        weight = self.source.read(self.stored(part, f"{name}.weight"))
+        if not self.as_stored or weight.dtype == torch.float64:
+            weight = weight.to(self.dtype)
+        own = self.tensor(part, f"{name}.bias") if bias else None
+        return Linear(self.stored(part, name), weight.flatten(1), own)
+
+    def norm(self, config: VisionConfig, part: str, name: str, eps: float | None = None) -> Norm:
+        at, weight = self.stored(part, name), self.tensor(part, f"{name}.weight")
+        if config.norm == "rms":
+            return Norm("rms", weight, None, eps or config.norm_eps, name=at)
+        return Norm("layer", weight, self.tensor(part, f"{name}.bias"), eps or config.norm_eps, name=at)
+
+
+def _prefixes(config: VisionConfig) -> dict[str, Sequence[str]]:
+    return {"tower": config.names.tower, "projector": config.names.projector, "outer": ("", "model.")}
+
+
+def _prefix(source: Source, prefixes: Sequence[str], probe: str) -> str:
+    return next((each for each in prefixes if source.has(each + probe)), prefixes[0])
+
+
+def build(config: VisionConfig, source: Source, dtype: torch.dtype, store: BackendWeights | None = None) -> VisionModel:
+    """Build the tower and its projector to compute in `dtype`, in `store` where one is given.
+
+    Weights keep their stored dtype in a store, else they are held in `dtype`. Raises ValueError naming tensors that
+    are missing, of another shape than the config says, or compressed, before any is read.
+    """
+    weights, names = _Weights(config, source, dtype, store is not None), config.names
+    positions = None
+    if config.rope_theta is None:
+        positions = weights.tensor("tower", f"{names.positions}.weight")
+    class_row = pre_norm = None
+    if config.class_token:
+        assert positions is not None
+        class_row = weights.tensor("tower", names.class_token) + positions[0]
+        positions = positions[1:]
+        pre_norm = weights.norm(config, "tower", names.pre_norm)
+    if config.buckets and positions is not None:
+        positions = positions[buckets(config.side)]
+    tower = Tower(
+        config,
+        weights.linear("tower", names.patch, config.patch_bias),
+        positions,
+        class_row,
+        pre_norm,
+        [_layer(config, weights, layer) for layer in range(config.layers)],
+        weights.norm(config, "tower", names.post_norm) if config.post_norm else None,
+    )
+    made = VisionModel(config, tower, _build_projector(config, weights), dtype)
+    if store is not None:
+        for linear in made.linears():
+            store.take(linear)
+        for norm in made.norms():
+            store.take_norm(norm)
+    return made
+
+
+def _layer(config: VisionConfig, weights: _Weights, layer: int) -> VisionLayer:
+    names = config.names
+    at = names.layer.format(i=layer)
+    return VisionLayer(
+        weights.norm(config, "tower", f"{at}.{names.attention_norm}"),
+        tuple(weights.linear("tower", f"{at}.{name}") for name in names.qkv),
+        weights.linear("tower", f"{at}.{names.output}"),
+        weights.norm(config, "tower", f"{at}.{names.feed_forward_norm}"),
+        tuple(weights.linear("tower", f"{at}.{name}") for name in names.up),
+        weights.linear("tower", f"{at}.{names.down}"),
+    )
+
+
+def _build_projector(config: VisionConfig, weights: _Weights) -> Projector:
+    if config.connector == "shuffle":
+        return Projector(config, (weights.linear("projector", "modality_projection.proj", bias=False),))
+    if config.connector == "mlp":
+        linears = tuple(weights.linear("projector", name, config.projector_bias) for name in ("linear_1", "linear_2"))
+        return Projector(config, linears, None, weights.tensor("outer", "image_newline") if config.newline else None)
+    if config.connector == "merge":
+        linears = tuple(weights.linear("projector", name) for name in ("mlp.0", "mlp.2"))
+        return Projector(config, linears, weights.norm(config, "projector", "ln_q"))
+    norm = Norm("rms", weights.tensor("projector", "mm_soft_emb_norm.weight"), None, config.norm_eps, 1.0)
+    name = "mm_input_projection_weight"  # stored [in, out]
+    return Projector(config, (Linear(name, weights.tensor("projector", name).T.contiguous()),), norm)

@@ -1,0 +1,204 @@
+"""A vision tower and its projector, ready to turn images into rows of the language model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attar.errors import UserError
+from attar.kernels.operands import Linear, Norm
+from attar.model.vision.config import VisionConfig
+from attar.model.vision.patches import Patches
+from attar.model.vision.positions import axial_angles, mrope, windows
+from attar.model.vision.projector import Projector, joined, margins
+from attar.model.vision.tower import Done, Segments, Tower
+
+Work = Generator[None, None, Tensor]
+
+
+class Image(Protocol):
+    """An image as tiles of equal size; `protocol.images.ImageInput` is one."""
+
+    @property
+    def tiles(self) -> bytes:
+        """uint8 RGB, [T, H, W, 3]."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """T, H, W."""
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of tiles, without one of the whole image; for Qwen2-VL patches of height and width."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width before resizing."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that stand for the image in a prompt."""
+
+
+@dataclass(eq=False)
+class VisionModel:
+    """A tower, a projector, and what the engine reads of them."""
+
+    config: VisionConfig
+    tower: Tower
+    projector: Projector
+    dtype: torch.dtype
+
+    @property
+    def image_token(self) -> int:
+        """Id that stands in a prompt once for each row of an image."""
+        return self.config.image_token
+
+    @property
+    def hidden(self) -> int:
+        """Columns of a row: the language model's hidden size."""
+        return self.config.out
+
+    @property
+    def rotary(self) -> bool:
+        """Return whether tokens have positions by time, height and width (`positions`)."""
+        return self.config.sections
+
+    @property
+    def bidirectional(self) -> bool:
+        """Return whether rows of an image see each other in the language model."""
+        return self.config.bidirectional
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        weights = [each for linear in self.linears() for each in (linear.weight, linear.bias)]
+        vectors = [each for norm in self.norms() for each in (norm.weight, norm.bias)]
+        own = [self.tower.positions, self.tower.class_row, self.projector.newline]
+        return sum(_bytes(each) for each in (*weights, *vectors, *own))
+
+    def linears(self) -> Iterator[Linear]:
+        yield self.tower.patch
+        for layer in self.tower.layers:
+            yield from layer.linears()
+        yield from self.projector.linears
+
+    def norms(self) -> Iterator[Norm]:
+        found = [self.tower.pre_norm, self.tower.post_norm, self.projector.norm]
+        yield from (norm for norm in found if norm is not None)
+        for layer in self.tower.layers:
+            yield from layer.norms()
+
+    def count(self, image: Image) -> int:
+        """Return the rows of an image, by its sizes. Raises ValueError where the tower does not take these sizes."""
+        config, (tiles, height, width) = self.config, image.shape
+        if len(image.tiles) != 3 * tiles * height * width or min(image.shape) < 1:
+            raise UserError("image_invalid", f"{len(image.tiles)} bytes are no {tiles} tiles of {height} x {width}")
+        if not config.image_size:
+            unit = config.unit
+            if (
+                tiles != 1
+                or height % unit
+                or width % unit
+                or image.grid != (height // config.patch, width // config.patch)
+            ):
+                raise UserError(
+                    "image_invalid", f"{tiles} tiles of {height} x {width}: needed is one, of multiples of {unit}"
+                )
+            return (height // unit) * (width // unit)
+        if (height, width) != (config.image_size, config.image_size):
+            said = f"tiles of {height} x {width} pixels: the tower takes {config.image_size} x {config.image_size}"
+            raise UserError("image_invalid", said)
+        side = config.side // config.factor
+        if not config.newline:
+            return tiles * side * side
+        if tiles == 1:
+            return side * side + 1
+        if tiles != 1 + image.grid[0] * image.grid[1] or min(image.size) < 1:
+            raise UserError("image_invalid", f"{tiles} tiles are no grid of {image.grid[0]} x {image.grid[1]} and one")
+        high, wide = (each * side for each in image.grid)
+        top, left = margins((high, wide), image.size)
+        return side * side + (high - 2 * top) * (wide - 2 * left + 1)
+
+    def encode(self, image: Image) -> Tensor:
+        """Return the rows of an image, [rows, hidden] in the model's dtype. Raises ValueError as `count`."""
+        work = self.units(image, lambda: 1 << 30)
+        while True:
+            try:
+                next(work)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+
+    def units(self, image: Image, rows: Callable[[], int]) -> Work:
+        """Yield after each unit of the work on an image; return its rows, [rows, hidden].
+
+        A unit is about `rows()` rows of one half of a layer, asked before each. The bits of the result do not depend on
+        the answers. Raises ValueError as `count`.
+        """
+        if (count := self.count(image)) != image.rows:
+            raise UserError("image_invalid", f"the image has {count} rows, not {image.rows}")
+        found, size = [], len(image.tiles) // image.shape[0]
+        for start in range(0, len(image.tiles), size):
+            tile = torch.frombuffer(bytearray(image.tiles[start : start + size]), dtype=torch.uint8)
+            tile = tile.view(*image.shape[1:], 3)
+            features: Tensor | None = None
+            left = rows()
+            for done in self._tile(tile):
+                if isinstance(done, Tensor):
+                    features = done
+                    continue
+                left -= done.rows
+                if done.last or left <= 0:
+                    yield
+                    left = rows()
+            assert features is not None
+            found.append(features)
+        if self.projector.newline is not None:
+            return joined(self.projector.newline, torch.stack(found), image.grid, image.size)
+        return torch.cat(found)
+
+    def positions(self, ids: Sequence[int], images: Sequence[Image]) -> Tensor:
+        """Return the positions of a prompt by time, height and width, int64 [3, N]; see `positions.mrope`."""
+        assert self.rotary, "a token of this model has one position"
+        return mrope(ids, self.image_token, images, self.config.factor)
+
+    def _tile(self, tile: Tensor) -> Iterator[Done | Tensor]:
+        """Yield what is done, and at last the rows of one tile [H, W, 3] uint8."""
+        config = self.config
+        high, wide = tile.shape[0] // config.patch, tile.shape[1] // config.patch
+        patches = Patches.of(tile, config, self.dtype)
+        lengths = (len(patches) + int(config.class_token),)
+        segments, windowed, back = Segments(lengths), None, None
+        if config.rope_theta is not None:
+            angles = axial_angles(high, wide, config.factor, config.head_dim, config.rope_theta)
+            if config.window:
+                block = config.factor**2
+                order, sizes = windows(high, wide, config.factor, config.window)
+                within = torch.arange(len(patches)).view(-1, block)[order].flatten()
+                patches, angles, back = patches.ordered(within), angles[within], order.argsort()
+                windowed = tuple(size * block for size in sizes)
+            segments = Segments(lengths, (angles.cos(), angles.sin()))
+        apart = None if windowed is None else Segments(windowed, segments.rotation)
+        hidden = yield from _last(self.tower.work(patches, segments, apart))
+        rows = yield from _last(self.projector.work(hidden))
+        yield rows if back is None else rows[back]
+
+
+def _last(work: Iterator[Done | Tensor]) -> Generator[Done, None, Tensor]:
+    """Yield what is done; return the tensor at the end. Gradients are never recorded."""
+    while True:
+        with torch.inference_mode():  # entered anew at each step: a generator must not hold it while it waits
+            done = next(work)
+        if isinstance(done, Tensor):
+            return done
+        yield done
+
+
+def _bytes(weight: object) -> int:
+    if isinstance(weight, Tensor):
+        return weight.nbytes
+    return int(getattr(weight, "read_bytes", 0)) or int(getattr(weight, "bytes", 0))

@@ -1,0 +1,140 @@
+"""The one vision transformer: patches in, rows of hidden states out, in small fixed pieces.
+
+Work goes forward in tiles of `TILE` rows of one half of a layer. A tile is always the same call of the same kernels on
+the same rows, whoever asks and however many tiles one turn takes, so a row's bits do not depend on the turns. Half a
+layer's keys and values are complete before its queries read them. Legend: N rows (patches), I hidden size, H heads,
+D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attar.kernels import ops
+from attar.kernels.operands import Linear, Norm
+from attar.model.vision.config import Activation, VisionConfig
+from attar.model.vision.patches import Patches
+
+TILE = 64  # rows
+
+
+class Done(NamedTuple):
+    """A piece of work that is done: how many rows of how many, counted within one half of a layer."""
+
+    rows: int
+    last: bool  # of this half of the layer
+
+
+@dataclass(eq=False)
+class VisionLayer:
+    """One layer: attention and a feed-forward, each behind a norm, each added to its input."""
+
+    attention_norm: Norm
+    qkv: tuple[Linear, ...]
+    output: Linear
+    feed_forward_norm: Norm
+    up: tuple[Linear, ...]
+    down: Linear
+
+    def linears(self) -> Iterator[Linear]:
+        yield from (*self.qkv, self.output, *self.up, self.down)
+
+    def norms(self) -> Iterator[Norm]:
+        yield from (self.attention_norm, self.feed_forward_norm)
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Which rows see each other: consecutive segments of `lengths` rows. Rotation: cos and sin [N, D / 2], or none."""
+
+    lengths: tuple[int, ...]
+    rotation: tuple[Tensor, Tensor] | None = None
+
+    def bounds(self) -> Iterator[tuple[int, int]]:
+        return pairwise(accumulate(self.lengths, initial=0))
+
+
+def activate(x: Tensor, kind: Activation, gated: bool, reader: Linear) -> Tensor:
+    """Return the rows that `reader` multiplies; see `ops.activate`. quick_gelu is x sigmoid(1.702 x) (Hendrycks and
+    Gimpel 2016, section 2)."""
+    if kind == "quick_gelu":
+        assert not gated, "no tower gates by quick_gelu"
+        return x * torch.sigmoid(1.702 * x)
+    return ops.activate(x, kind, gated, reader)
+
+
+def tiles(length: int) -> Iterator[slice]:
+    """Yield the slices of `length` rows that are computed together."""
+    for start in range(0, length, TILE):
+        yield slice(start, min(start + TILE, length))
+
+
+def normed(x: Tensor, norm: Norm) -> Tensor:
+    return ops.norm(x.contiguous(), None, norm)[1]
+
+
+def layer_work(layer: VisionLayer, config: VisionConfig, x: Tensor, segments: Segments) -> Iterator[Done]:
+    """Replace rows x [N, I] by the layer's output, tile by tile."""
+    heads, size = config.heads, config.head_dim
+    q, k, v = (x.new_empty((len(x), heads, size)) for _ in range(3))
+    for rows in tiles(len(x)):
+        own = ops.linear(normed(x[rows], layer.attention_norm), layer.qkv).view(-1, 3 * heads, size)
+        q[rows], k[rows], v[rows] = own.split(heads, 1)
+        if segments.rotation is not None:
+            cos, sin = (each[rows] for each in segments.rotation)
+            q[rows], k[rows] = ops.rope(q[rows], cos, sin), ops.rope(k[rows], cos, sin)
+        yield Done(rows.stop - rows.start, rows.stop == len(x))
+    for start, end in segments.bounds():
+        keys, values = (each[start:end].transpose(0, 1)[None] for each in (k, v))
+        for rows in tiles(end - start):
+            at = slice(start + rows.start, start + rows.stop)
+            mixed = F.scaled_dot_product_attention(q[at].transpose(0, 1)[None], keys, values)
+            own = x[at] + ops.linear(mixed[0].transpose(0, 1).reshape(-1, heads * size), (layer.output,))
+            wide = ops.linear(normed(own, layer.feed_forward_norm), layer.up)
+            x[at] = own + ops.linear(activate(wide, config.activation, config.gated, layer.down), (layer.down,))
+            yield Done(rows.stop - rows.start, at.stop == len(x))
+
+
+@dataclass(eq=False)
+class Tower:
+    """A vision transformer with its weights."""
+
+    config: VisionConfig
+    patch: Linear  # [I, 3 * frames * patch * patch]: columns by channel, frame, row, column
+    positions: Tensor | None  # [N, I] of a tile's rows
+    class_row: Tensor | None  # [I], with its position
+    pre_norm: Norm | None
+    layers: list[VisionLayer]
+    post_norm: Norm | None
+
+    def work(self, patches: Patches, segments: Segments, windowed: Segments | None) -> Iterator[Done | Tensor]:
+        """Yield what is done, and at last the hidden states [N, I], of the patches of one tile.
+
+        Layers outside of `full_layers` see by `windowed` where it is given.
+        """
+        config, first = self.config, int(self.class_row is not None)
+        x = torch.empty((first + len(patches), config.hidden), dtype=patches.values.dtype)
+        if self.class_row is not None:
+            x[0] = self.class_row
+        for rows in tiles(len(patches)):
+            own = ops.linear(patches.rows(rows), (self.patch,))
+            x[first + rows.start : first + rows.stop] = own if self.positions is None else own + self.positions[rows]
+            yield Done(rows.stop - rows.start, rows.stop == len(patches))
+        if self.pre_norm is not None:
+            for rows in tiles(len(x)):
+                x[rows] = normed(x[rows], self.pre_norm)
+        for number, layer in enumerate(self.layers):
+            full = windowed is None or number in config.full_layers
+            yield from layer_work(layer, config, x, segments if full or windowed is None else windowed)
+        x = x[first:]
+        if self.post_norm is not None:
+            for rows in tiles(len(x)):
+                x[rows] = normed(x[rows], self.post_norm)
+        yield x

@@ -1,0 +1,211 @@
+"""Headers of a model on the Hub, from a loopback server that speaks its API: few bytes, and the same plan."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from attar.checkpoints.convert.run import convert
+from attar.checkpoints.sources import hub_headers
+from attar.checkpoints.sources.hub_headers import MOST_GGUF, MOST_SAFETENSORS, HubName
+from attar.checkpoints.sources.opening import stored
+from attar.evaluation.planning import questions
+from tests.errors import user_error
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+HOLE = 3_000_000_000  # bytes of a file that the server pretends to have
+
+
+class Hub(ThreadingHTTPServer):
+    """Repositories by name, each a dict of files; `padding` bytes follow each weight file, and are never sent."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.repos: dict[str, dict[str, bytes]] = {}
+        self.sent, self.ranges, self.padding = 0, True, 0
+        self.status: int | None = None
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+    def answer(self, status: int, body: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"content-length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+        self.server.sent += len(body)
+
+    def do_GET(self) -> None:
+        hub = self.server
+        if hub.status is not None:
+            return self.answer(hub.status, b"{}")
+        if match := re.fullmatch(r"/api/models/([^/]+/[^/?]+)(?:/revision/([^?]+))?(?:\?.*)?", self.path):
+            if match[1] not in hub.repos:
+                return self.answer(404, b"{}", x_error_code="RepoNotFound")
+            files = [{"rfilename": name} for name in hub.repos[match[1]]]
+            return self.answer(200, json.dumps({"id": match[1], "sha": COMMIT, "siblings": files}).encode())
+        match = re.fullmatch(rf"/([^/]+/[^/]+)/resolve/{COMMIT}/(.+)", self.path)
+        if match is None or match[2] not in hub.repos.get(match[1], {}):
+            return self.answer(404, b"", x_error_code="EntryNotFound")
+        whole = hub.repos[match[1]][match[2]]
+        size = len(whole) + (hub.padding if match[2].endswith(".safetensors") else 0)
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
+        if asked is None or not hub.ranges:
+            return self.answer(200, whole)
+        begin, last = int(asked[1]), min(int(asked[2]), size - 1)
+        part = whole[begin : last + 1]
+        self.answer(206, part, content_range=f"bytes {begin}-{last}/{size}")
+        return None
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    server = Hub()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.chdir(tmp_path)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {each.name: each.read_bytes() for each in folder.iterdir() if each.is_file()}
+
+
+def test_a_plan_needs_the_headers_alone(hub: Hub, demo: Path) -> None:
+    hub.repos["org/demo"] = files(demo)
+    found = questions.subject("org/demo")
+    assert (found.config, found.storage) == stored(demo)
+    assert hub.sent < MOST_SAFETENSORS
+    assert hub.sent < sum(map(len, hub.repos["org/demo"].values())) / 10
+
+
+def test_several_files_have_an_index_of_their_headers(hub: Hub, demo: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(demo / "model.safetensors")
+    names = sorted(tensors)
+    for number, part in ((1, names[::2]), (2, names[1::2])):
+        save_file({name: tensors[name] for name in part}, tmp_path / f"model-{number:05}-of-00002.safetensors")
+    (tmp_path / "config.json").write_bytes((demo / "config.json").read_bytes())
+    hub.repos["org/two"] = files(tmp_path)
+    found = questions.subject("org/two@main")
+    assert (found.config, found.storage) == stored(demo)
+
+
+def test_a_file_of_any_size_costs_its_header(hub: Hub, tmp_path: Path) -> None:
+    """A weight file of 3 GB is a hole here: neither network nor disk has its data."""
+    header = json.dumps({"a": {"dtype": "BF16", "shape": [HOLE // 2], "data_offsets": [0, HOLE]}}).encode()
+    hub.padding = HOLE
+    hub.repos["org/large"] = {
+        "config.json": b"{}", "model.safetensors": len(header).to_bytes(8, "little") + header,
+    }  # fmt: skip
+    (tmp_path / "place").mkdir()
+    hub_headers.fetch(HubName("org/large"), tmp_path / "place")
+    made = (tmp_path / "place/model.safetensors").stat()
+    assert made.st_size == 8 + len(header) + HOLE
+    assert made.st_blocks * 512 < 100_000
+    assert hub.sent < 1000
+
+
+def test_a_gguf_file_by_its_name(hub: Hub, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(demo, tmp_path / "demo.gguf", to="gguf")
+    hub.repos["org/file"] = {"q/demo.gguf": (tmp_path / "demo.gguf").read_bytes()}
+    monkeypatch.setattr(hub_headers, "FIRST_GGUF", 1000)
+    for name in ("org/file/q/demo.gguf", "org/file"):
+        hub.sent = 0
+        found = questions.subject(name)
+        assert (found.config, found.storage) == stored(tmp_path / "demo.gguf")
+        assert hub.sent < MOST_GGUF
+        assert hub.sent < len(hub.repos["org/file"]["q/demo.gguf"])
+
+
+def test_headers_past_the_limit_are_refused(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    length = MOST_SAFETENSORS - 100
+    hub.repos["org/much"] = {"config.json": b"{}" + b" " * 200, "model.safetensors": length.to_bytes(8, "little")}
+    hub.padding = HOLE
+    with user_error("file_too_large"):
+        questions.subject("org/much")
+    monkeypatch.setattr(hub_headers, "FIRST_GGUF", 100)
+    monkeypatch.setattr(hub_headers, "MOST_GGUF", 1000)
+    strings = b"GGUF" + (3).to_bytes(4, "little") + (1).to_bytes(8, "little") + (1).to_bytes(8, "little")
+    key = (1).to_bytes(8, "little") + b"k" + (8).to_bytes(4, "little") + (5000).to_bytes(8, "little")
+    hub.repos["org/long"] = {"a.gguf": strings + key + b"x" * 20_000}
+    with user_error("file_too_large"):
+        questions.subject("org/long")
+    assert hub.sent < MOST_SAFETENSORS
+
+
+@pytest.mark.parametrize("first", [b"", b"\xff" * 8, (10).to_bytes(8, "little") + b"[1, 2, 3, "])
+def test_a_malformed_header_is_named(hub: Hub, first: bytes) -> None:
+    hub.repos["org/bad"] = {"config.json": b"{}", "model.safetensors": first}
+    hub.padding = 100
+    with user_error("checkpoint_malformed"):
+        questions.subject("org/bad")
+
+
+def test_a_server_without_ranges_is_named(hub: Hub, demo: Path) -> None:
+    hub.repos["org/demo"], hub.ranges = files(demo), False
+    with user_error("download_failed"):
+        questions.subject("org/demo")
+
+
+def test_what_the_hub_does_not_have_is_named(hub: Hub, tmp_path: Path) -> None:
+    with user_error("file_not_found"):
+        questions.subject("org/none")
+    hub.repos["org/some"] = {"a.gguf": b"", "b.gguf": b""}
+    with user_error("file_not_found"):
+        questions.subject("org/some/c.gguf")
+    with user_error("checkpoint_incomplete") as named:
+        questions.subject("org/some")
+    assert "org/some/a.gguf" in str(named.value)
+    hub.status = 500
+    with user_error("download_failed"):
+        questions.subject("org/some")
+
+
+def test_offline_is_an_error_that_says_so(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with user_error("download_failed") as named:
+        questions.subject("org/demo")
+    assert "HF_HUB_OFFLINE" in str(named.value)
+    assert hub.sent == 0
+
+
+def test_a_hub_that_cannot_be_reached_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    with user_error("download_failed"):
+        questions.subject("org/demo")
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("org/name", ("org/name", None, None)), ("org/name@v1", ("org/name", None, "v1")),
+        ("org/name/a/b.gguf@v1", ("org/name", "a/b.gguf", "v1")), ("demo", None), ("./org/name", None),
+        ("org/../x.gguf", None), ("dir/file.gguf", None), ("/a/b", None), ("org/name/x.safetensors", None),
+    ],
+)  # fmt: skip
+def test_names(name: str, parts: tuple[str | None, ...] | None) -> None:
+    found = HubName.parse(name)
+    assert (None if found is None else (found.repo, found.file, found.revision)) == parts

@@ -1,0 +1,120 @@
+"""Towers and projectors of every family against transformers, stage by stage, in float32."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attar.model.vision.model import VisionModel, Work
+from attar.model.vision.tower import TILE, Done
+from tests.errors import user_error
+from tests.model.vision import seen, tiny
+
+EQUAL = 1e-4  # max |difference|, float32; values vary by about 1
+
+
+def _hidden(vision: VisionModel, picture: seen.Picture) -> Tensor:
+    """Return the tower's hidden states of all tiles, as the projector gets them."""
+    taken = []
+    work = vision.projector.work
+
+    def watched(x: Tensor) -> Any:
+        taken.append(x.clone())
+        return work(x)
+
+    vision.projector.work = watched  # type: ignore[method-assign]
+    try:
+        vision.encode(picture)
+    finally:
+        del vision.projector.work
+    return torch.cat(taken)
+
+
+@pytest.mark.parametrize("kind", tiny.MODELS)
+def test_the_tower_equals_transformers(kind: str) -> None:
+    vision = seen.vision(kind)
+    for picture in seen.pictures(kind):
+        theirs = seen.tower(kind, picture)
+        assert theirs.std() >= 0.3
+        assert (_hidden(vision, picture) - theirs).abs().max() <= EQUAL
+
+
+@pytest.mark.parametrize("old_names", [True, False])
+@pytest.mark.parametrize("kind", tiny.MODELS)
+def test_rows_equal_transformers(kind: str, old_names: bool) -> None:
+    vision = seen.vision(kind, old_names)
+    for picture in seen.pictures(kind):
+        ours, theirs = vision.encode(picture), seen.features(kind, picture)
+        assert ours.shape == theirs.shape == (picture.rows, vision.hidden)
+        assert theirs.std() >= 0.2
+        assert (ours - theirs).abs().max() <= EQUAL
+
+
+def _finished(work: Work) -> tuple[Tensor, int]:
+    """Return the rows of an image, and the number of units that they took."""
+    units = 0
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value, units
+        units += 1
+
+
+@pytest.mark.parametrize("kind", tiny.MODELS)
+def test_bits_do_not_depend_on_the_slicing(kind: str) -> None:
+    vision, picture = seen.vision(kind), seen.pictures(kind)[-1]
+    whole = vision.encode(picture)
+    draw = random.Random(3)
+    for rows in (lambda: 1, lambda: TILE + 1, lambda: draw.choice([1, 3 * TILE, 1 << 20])):
+        found, units = _finished(vision.units(picture, rows))
+        assert torch.equal(found, whole)
+        assert units >= 2 * len(vision.tower.layers)
+
+
+def test_images_do_not_change_each_other() -> None:
+    vision, (first, second, *_) = seen.vision("qwen2_5_vl"), seen.pictures("qwen2_5_vl")
+    work = vision.units(first, lambda: 1)
+    for _ in range(3):
+        next(work)
+    other = vision.encode(second)
+    assert torch.equal(_finished(work)[0], vision.encode(first))
+    assert torch.equal(other, vision.encode(second))
+
+
+OTHER: list[dict[str, Any]] = [
+    {"rows": 1},
+    {"tiles": b"123"},
+    {"shape": (1, 30, 31)},
+    {"shape": (0, 0, 0), "tiles": b""},
+    {"grid": (9, 9), "shape": (1, 4, 4), "tiles": bytes(48)},
+]
+
+
+@pytest.mark.parametrize("kind", ["smolvlm", "llava_next", "qwen2_vl"])
+@pytest.mark.parametrize("changes", OTHER)
+def test_images_of_other_sizes_are_refused(kind: str, changes: dict[str, Any]) -> None:
+    with user_error("image_invalid"):
+        seen.vision(kind).encode(replace(seen.pictures(kind)[0], **changes))
+
+
+def test_done_counts_each_row_once_a_half_layer() -> None:
+    vision, picture = seen.vision("gemma3"), seen.pictures("gemma3")[0]
+    tile = torch.frombuffer(bytearray(picture.tiles), dtype=torch.uint8).view(32, 32, 3)
+    done = [each for each in vision._tile(tile) if isinstance(each, Done)]
+    assert sum(each.rows for each in done) == 64 + 2 * 64 * len(vision.tower.layers) + picture.rows
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_vl"])
+def test_bytes_are_those_of_the_weights(kind: str) -> None:
+    """LLaVA does without the last layer, and adds the class row's position to it; the last norm of CLIP and SigLIP's
+    head are for other uses."""
+    beside = ["language_model", "lm_head", ".head."]
+    beside += ["layers.2.", "post_", "class_"] if kind == "llava" else []
+    own = [p.numel() for name, p in tiny.model(kind).named_parameters() if not any(part in name for part in beside)]
+    assert seen.vision(kind).nbytes == 4 * sum(own)
