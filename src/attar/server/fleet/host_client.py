@@ -240,7 +240,7 @@ class HostClient(EngineClient):
         if not self.was_ready or self.ready is None:
             self.heartbeat.begin()
             self._is_lost.clear()
-        self._arrived(events)
+        self._arrived([_without_images(each) if isinstance(each, Ready) else each for each in events])
 
     def _lost_host(self, why: str) -> None:
         self._give_up(why)
@@ -251,6 +251,13 @@ class HostClient(EngineClient):
             self._lost()
             self.drop(gone, True)
         self.draining = False
+
+
+def _without_images(ready: Ready) -> Ready:
+    """Return an engine's message as a router passes it on: images are not sent to other hosts."""
+    if not (ready.images or ready.no_images):
+        return ready
+    return msgspec.structs.replace(ready, images=False, no_images="attar route")
 
 
 class _Error(msgspec.Struct):

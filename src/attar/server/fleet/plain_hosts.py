@@ -55,6 +55,9 @@ READ = ("/v1/models", "/models")
 class FleetContext:
     """State that all requests share."""
 
+    takes_images = False
+    """Whether bodies may be longer, for images."""
+
     def __init__(self) -> None:
         self.metrics, self.draining, self.backoff = HttpMetrics(), False, RetryAfter()
         self.hosts: list[PlainHost] = []
