@@ -21,8 +21,9 @@ import llama_server
 ROCM_EXTRA_ARGS: list[str] = []
 ROCM_ENV_OVERRIDES: dict[str, str] = {}
 FLAGS = {"--enable-per-request-metrics": "--request-metrics"}
-SAMPLING = () if llama_server.MODEL == "demo" else ("temperature=0.7", "top_p=0.8")
-"""What Qwen2.5's authors name for vLLM, which reads such values from a model's folder; a GGUF file has none."""
+SAMPLING = () if llama_server.MODEL == "demo" else ("temperature=0.7", "seed=0")
+"""The temperature that Qwen2.5's authors name, which vLLM reads from a model's folder; a GGUF file has none. The seed
+is that of vLLM's engine."""
 VALUES = {"--root-path": "--root-path", "--served-model-name": "--name", "--max-model-len": "--context"}
 
 

@@ -38,12 +38,12 @@ def prefill(at: At) -> None:
 
 
 def tools(at: At) -> None:
-    options: Any = {"model": at.model, "tools": TOOLS, "max_tokens": 100}
+    options: Any = {"model": at.model, "tools": TOOLS, "max_tokens": 100, "temperature": 0}
     answer: Any = made(at).messages.create(
         messages=SAID, tool_choice={"type": "any", "disable_parallel_tool_use": True}, **options
     )
     use = next(each for each in answer.content if each.type == "tool_use")
-    is_city(use.input)
+    is_city(use.input, at)
     result: Any = {"type": "tool_result", "tool_use_id": use.id, "content": "rain"}
     history = [*SAID, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
     assert made(at).messages.create(messages=history, **options).stop_reason

@@ -39,9 +39,9 @@ def models(at: At) -> None:
 
 
 def structured(at: At) -> None:
-    options: Any = {"num_predict": 100}
+    options: Any = {"num_predict": 100, "temperature": 0}
     answer = ollama.Client(host=at.url).chat(model=at.model, messages=SAID, format=SCHEMA, options=options)
-    is_city(answer.message.content)
+    is_city(answer.message.content, at)
 
 
 def tools(at: At) -> None:

@@ -59,10 +59,12 @@ def structured(at: At) -> None:
 
 
 def tools(at: At) -> None:
-    options: Any = {"model": at.model, "tools": TOOLS, "max_tokens": 100, "parallel_tool_calls": False}
+    options: Any = {
+        "model": at.model, "tools": TOOLS, "max_tokens": 100, "parallel_tool_calls": False, "temperature": 0
+    }  # fmt: skip
     answer = made(at).chat.completions.create(messages=SAID, tool_choice="required", **options)
     message: Any = answer.choices[0].message
-    is_city(message.tool_calls[0].function.arguments)
+    is_city(message.tool_calls[0].function.arguments, at)
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
     again = made(at).chat.completions.create(messages=[*SAID, message, result], **options)
     assert again.choices[0].finish_reason in ("stop", "length", "tool_calls")
@@ -70,10 +72,11 @@ def tools(at: At) -> None:
 
 def tools_streamed(at: At) -> None:
     with made(at).chat.completions.stream(
-        model=at.model, messages=SAID, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, max_tokens=100
-    ) as events:
+        model=at.model, messages=SAID, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, max_tokens=100,
+        temperature=0,
+    ) as events:  # fmt: skip
         message: Any = events.get_final_completion().choices[0].message
-    is_city(message.tool_calls[0].function.arguments)
+    is_city(message.tool_calls[0].function.arguments, at)
 
 
 def responses(at: At) -> None:

@@ -235,8 +235,9 @@ class CompletionFormat:
             logprobs = self._of_prompts[at].json()
         return self._choice(number, self._echoes[at].text, logprobs, self.extras.of_prompt(at))
 
-    def deltas(self, number: int, event: Delta) -> list[Pieces]:
-        """Return the choices of chunks with more text; none where there is nothing to tell yet."""
+    def deltas(self, number: int, event: Delta, reason: str | None = None) -> list[Pieces]:
+        """Return the choices of chunks with more text; none where there is nothing to tell yet. The last text of a
+        choice comes with the `reason` of its end."""
         if not (event.text or event.logprobs or self.extras.token_ids):
             return []
         logprobs: Pieces = [b"null"]
@@ -246,7 +247,7 @@ class CompletionFormat:
                 columns.add(each)
             logprobs = columns.json()
             columns.clear()
-        return [self._choice(number, event.text, logprobs, self.extras.of_delta(event.token_ids))]
+        return [self._choice(number, event.text, logprobs, self.extras.of_delta(event.token_ids), reason)]
 
     def closing(self, number: int, reason: str) -> Pieces:
         """Return a chunk's choice with the finish reason."""
@@ -263,9 +264,9 @@ class CompletionFormat:
             self._of_choices[number] = Columns(self._tokenizer, offsets, self.extras.as_ids)
         return self._of_choices[number]
 
-    def _choice(self, number: int, text: str, logprobs: Pieces, more: bytes) -> Pieces:
+    def _choice(self, number: int, text: str, logprobs: Pieces, more: bytes, reason: str | None = None) -> Pieces:
         before = b'{"index":%d,"text":%b,"logprobs":' % (number, encode(text))
-        return [before, *logprobs, b',"finish_reason":null%b}' % more]
+        return [before, *logprobs, b',"finish_reason":%b%b}' % (encode(reason), more)]
 
 
 Format = ChatFormat | CompletionFormat
@@ -320,6 +321,12 @@ def best(choices: Sequence[Choice], made: int, kept: int) -> list[Choice]:
     return found
 
 
+def _lasts(request: RequestHandler, events: Sequence[object]) -> dict[int, Delta]:
+    """Return the last texts of choices that end among these events, by their numbers."""
+    ended = {request.number(event) for event in events if isinstance(event, Finished)}
+    return {request.number(each): each for each in events if isinstance(each, Delta) and request.number(each) in ended}
+
+
 def _times(request: RequestHandler, generated: int) -> bytes:
     """Return vLLM's times of a request, a field behind a comma; nothing where the server does not tell them."""
     return b',"metrics":%b' % encode(times(request.reports, generated)) if request.context.times else b""
@@ -362,6 +369,7 @@ async def stream(
     turns = Turns(request.wanted)
     async for events in request.events():
         pieces: Pieces = []
+        lasts = _lasts(request, events) if isinstance(form, CompletionFormat) else {}
 
         def say(choice: Pieces, more: bytes = b"", pieces: Pieces = pieces) -> None:
             if choice:
@@ -382,7 +390,13 @@ async def stream(
                         ended = event.report is not None and None not in request.reports
                         if ended:
                             end = form.extras.of_end(request.reports, generated)
-                        say(form.closing(number, event.reason), end if ended and not options.include_usage else b"")
+                        closing = form.closing(number, event.reason)
+                        if isinstance(form, CompletionFormat) and (last := lasts.pop(number, None)) is not None:
+                            so_far += len(last.token_ids)
+                            closing = next(iter(form.deltas(number, last, event.reason)), closing)
+                        say(closing, end if ended and not options.include_usage else b"")
+                        continue
+                    if lasts.get(number) is event:
                         continue
                     so_far += len(event.token_ids)
                     for piece in form.deltas(number, event):

@@ -15,6 +15,7 @@ from typing import Any
 
 from attar.protocol.grammar import MAX_GRAMMAR, Grammar
 from attar.text.grammars import GrammarError, json_rule, schema_of
+from attar.text.schemas import recursive
 from attar.text.tools.formats import ARGS, CALL_ID, PYTHON_TAG, ToolFormat
 from attar.text.tools.python_rules import python_rules
 from attar.text.tools.reading import FENCE, KEYS, LANGUAGE, MAX_SPACE
@@ -27,6 +28,7 @@ _ALL = "(?s:.*)"
 _SPACE = r"[ \t\n\r]*"
 _FENCED = rf"{_ALL}{FENCE}({LANGUAGE})?[ \t\r]*\n{_SPACE}"  # up to the object of a block
 _RESPONSE = '{"response": '
+_INPUT, _INPUT_END = '{"input": "', '"}'
 
 Prove = Callable[[Grammar], None]
 
@@ -214,6 +216,12 @@ class _Writer:
 
     def _arguments(self, rule: str, tool: Tool) -> None:
         """Add the rule of a tool's arguments. Raises GrammarError where they cannot be kept."""
+        if tool.grammar is not None:
+            if self._form.tags is not None or self._form.name == "pythonic":
+                raise GrammarError("a grammar with recursion needs a model whose calls are JSON")
+            self._rule(rule, f"{_quoted(_INPUT)} {rule}_start {_quoted(_INPUT_END)}")
+            self._rules += recursive.rules(tool.grammar, rule)
+            return
         schema = ANY if tool.name in self._loosened else schema_of(Grammar.json_schema(tool.schema))
         if self._form.tags is not None:
             tagged = ParameterRules(self._form.tags, self._literal, _pattern, self._special)

@@ -38,13 +38,15 @@ class Tool:
     """A function that the model may call.
 
     `parameters` is a JSON schema of an object; None for a function without arguments. With `strict` the arguments of
-    every call satisfy it, or the request is refused.
+    every call satisfy it, or the request is refused. `grammar` is one in Lark's format, with recursion, of the only
+    argument `input`, which is text.
     """
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = False
+    grammar: str | None = None
 
     @property
     def schema(self) -> dict[str, Any]:

@@ -120,14 +120,31 @@ def test_a_grammar_of_lark_is_in_the_grammar(server: Running, saying: Saying) ->
     mine = asked(server).grammar
     ask(server, tools=[RUN])
     assert mine != asked(server).grammar
-    body = BODY | {"input": USER, "tools": [RUN | {"format": format | {"definition": 'start: start "a"'}}]}
-    reply = server.post(PATH, body)
-    assert (reply.status, reply.json["error"]["param"]) == (400, "tools[0].format.definition")
+    for wrong in ("start: other", 'start: "a" start | /^/', 'start: "a" start\n%ignore " "'):
+        reply = server.post(PATH, BODY | {"input": USER, "tools": [RUN | {"format": format | {"definition": wrong}}]})
+        assert (reply.status, reply.json["error"]["param"]) == (400, "tools[0].format.definition")
     many = [
         RUN | {"name": f"run{at}", "format": format | {"definition": 'start: "a"' + " " * 16_000}} for at in range(3)
     ]
     reply = server.post(PATH, BODY | {"input": USER, "tools": many})
     assert (reply.status, reply.code) == (400, "invalid_length")
+
+
+@pytest.mark.parametrize(
+    "text, fits", [('(a("b\n"))', True), ("()", True), ("(a", False), ("(a))", False), ("", False)]
+)
+def test_a_grammar_with_recursion(server: Running, saying: Saying, caller: Tokenizer, text: str, fits: bool) -> None:
+    lark = 'start: "(" (start | WORD | TEXT)* ")"\nTEXT: /"[^"]*"/\n%import common.WORD'
+    format = {"type": "grammar", "syntax": "lark", "definition": lark}
+    saying(CALL)
+    answer = ask(server, tools=[RUN | {"format": format}], tool_choice="required")
+    assert answer["tools"][0]["format"] == format
+    grammar = asked(server).grammar
+    assert grammar is not None
+    call = f'<tool_call>\n{{"name": "run", "arguments": {json.dumps({"input": text})}}}\n</tool_call>'
+    found = matcher(Vocabulary.of(caller, caller.vocab_size, [caller.eos_id or 0]), grammar)
+    said = caller.encode_chat(call)
+    assert (found.try_consume_tokens(said) == len(said) and found.is_accepting()) == fits
 
 
 @pytest.mark.parametrize("text, fits", [(ADDED, True), (CHANGED, True), (ADDED[1:], False), (ADDED + "\n-", False)])

@@ -1,7 +1,8 @@
 """Custom tools of the Responses API: tools whose input is text rather than a JSON object.
 
 A model knows such a tool as a function with one argument, the text `input`. The grammar of calls keeps it to a regular
-expression where the tool has one, or to a grammar in Lark's format that is one (`text/schemas/regular.py`).
+expression where the tool has one, or to a grammar in Lark's format. One that is regular by its form becomes an
+expression (`text/schemas/regular.py`). Others become rules of texts within JSON (`text/schemas/recursive.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from attar.server.api.body import Ignored
-from attar.text.schemas import regular
+from attar.text.schemas import recursive, regular
 from attar.text.tools.tool import NAME
 
 MAX_PATTERN = 16 << 10  # characters of a regular expression
@@ -33,16 +34,22 @@ class AnyText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type",
 
 
 class TextByGrammar(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="grammar"):
-    """Text that a regular expression in Rust's syntax matches as a whole, or by a grammar in Lark's format without
-    recursion."""
+    """Text that a regular expression in Rust's syntax matches as a whole, or by a grammar in Lark's format."""
 
     syntax: Literal["regex", "lark"]
     definition: Annotated[str, Meta(min_length=1, max_length=MAX_PATTERN)]
 
     @property
-    def expression(self) -> str:
-        """The regular expression of the text. Raises GrammarError for a grammar that is none."""
-        return regular.expression(self.definition) if self.syntax == "lark" else self.definition
+    def expression(self) -> str | None:
+        """The regular expression of the text; None for a grammar with recursion. Raises GrammarError for one that is no
+        grammar of text within JSON."""
+        if self.syntax != "lark":
+            return self.definition
+        try:
+            return regular.expression(self.definition)
+        except regular.RecursionFound:
+            recursive.rules(self.definition, "input")
+            return None
 
 
 class ResponseCustom(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="custom"):
@@ -57,11 +64,18 @@ class ResponseCustom(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def parameters(self) -> dict[str, Any]:
         """The schema of its arguments, as the model knows them. Raises GrammarError as `expression` does."""
         text: dict[str, Any] = {"type": "string"}
-        if isinstance(self.format, TextByGrammar):
-            text["pattern"] = f"^(?:{self.format.expression})$"
+        if isinstance(self.format, TextByGrammar) and (pattern := self.format.expression) is not None:
+            text["pattern"] = f"^(?:{pattern})$"
         return {
             "type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False,
         }  # fmt: skip
+
+    @property
+    def grammar(self) -> str | None:
+        """The grammar of its input, where no regular expression has its texts."""
+        if not isinstance(self.format, TextByGrammar) or self.format.expression is not None:
+            return None
+        return self.format.definition
 
     @property
     def strict(self) -> bool:

@@ -121,7 +121,7 @@ def read_tools(tools: Sequence[ResponseTool] | None, choice: Choice | None, para
         message = f"tools: grammars of {size} characters are more than {MAX_GRAMMARS}"
         raise APIError("invalid_length", message, "tools")
     read = tuple(
-        Tool(joined(space, each.name), each.description, _parameters(place, each), bool(each.strict))
+        Tool(joined(space, each.name), each.description, _parameters(place, each), bool(each.strict), _grammar(each))
         for place, space, each in found
     )
     made = ToolChoice(parallel=parallel is not False)
@@ -144,6 +144,10 @@ def _parameters(place: str, tool: _Function | ResponseCustom) -> dict[str, Any] 
     except GrammarError as error:
         where = f"{place}.format.definition"
         raise APIError("invalid_value", f"{where}: {error}", where) from error
+
+
+def _grammar(tool: _Function | ResponseCustom) -> str | None:
+    return tool.grammar if isinstance(tool, ResponseCustom) else None
 
 
 @contextlib.contextmanager
