@@ -40,6 +40,7 @@ PAGES = {
         "docs/serving.md",
         "docs/replicas.md",
         "docs/ray.md",
+        "docs/kubernetes.md",
         "docs/clients.md",
         "docs/structured_output.md",
         "docs/reasoning.md",

@@ -313,6 +313,74 @@ def test_what_kv_eviction_does_not_go_with_is_refused(options: str, code: str) -
     refused(made, BAD_INPUT, code, as_json=True)
 
 
+def test_a_disk_cache_reaches_the_engine_with_salts_that_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"{'a' * 32}\n{'b' * 32}\n")
+    (tmp_path / "keys").chmod(0o600)
+    options = f"--cache-dir {tmp_path / 'cache'} --cache-bytes 2GB --api-key-file {tmp_path / 'keys'}"
+    first, second = served(monkeypatch, options), served(monkeypatch, options)
+    assert (first.cache_dir, first.cache_bytes) == (str(tmp_path / "cache"), 2 * 10**9)
+    assert first.cache_owners == second.cache_owners
+    assert len(set(first.cache_owners)) == 2
+    assert served(monkeypatch, "").cache_dir is None
+
+
+@pytest.mark.parametrize(
+    "options, code",
+    [
+        ("--cache-dir cache", "option_missing"),
+        ("--cache-bytes 2GB", "option_missing"),
+        ("--cache-dir cache --cache-bytes many", "option_malformed"),
+        ("--cache-dir cache --cache-bytes 2GB --tp 2", "feature_unsupported"),
+        ("--cache-dir cache --cache-bytes 2GB --pp 2", "feature_unsupported"),
+        ("--cache-dir cache --cache-bytes 2GB --device cuda", "feature_unsupported"),
+        ("--cache-dir cache --cache-bytes 2GB --replicas 2", "feature_unsupported"),
+        ("--cache-dir shared --cache-bytes 2GB", "file_unsafe"),
+    ],
+)
+def test_what_a_disk_cache_does_not_go_with_is_refused(
+    options: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o755)
+    made = CliRunner().invoke(app, ["serve", "demo", *options.split(), "--json"])
+    refused(made, BAD_INPUT, code, as_json=True)
+    assert not (tmp_path / "cache").exists()
+
+
+PEERS = "--peer-key-file run/key --peer-ca run/ca --peer-cert run/cert"
+
+
+@pytest.mark.parametrize(
+    "options, code",
+    [
+        ("--role decode", "option_missing"),
+        ("--prefill-peer unix:run/socket", "option_missing"),
+        ("--role other --prefill-peer unix:run/socket", "name_unknown"),
+        ("--role decode --prefill-peer unix:run/socket --tp 2", "feature_unsupported"),
+        ("--role decode --prefill-peer unix:run/socket --replicas 2", "feature_unsupported"),
+        ("--role decode --prefill-peer unix:run/socket --device cuda", "feature_unsupported"),
+        ("--role decode --prefill-peer unix:run/socket --peer-name other", "option_unused"),
+        (f"--role decode --prefill-peer http://127.0.0.1:7000 {PEERS}", "address_invalid"),
+        ("--role decode --prefill-peer tls://127.0.0.1:7000", "option_missing"),
+        ("--role decode --prefill-peer tls://127.0.0.1:7000 --peer-key-file run/key", "option_missing"),
+        (f"--role prefill --prefill-peer tls://127.0.0.1:7000 {PEERS}", "option_missing"),
+        (f"--role decode --prefill-peer tls://127.0.0.1:7000 {PEERS}", "file_not_found"),
+        ("--role prefill --prefill-peer unix:shared/socket", "file_unsafe"),
+        ("--role prefill --prefill-peer unix:nowhere/socket", "file_not_found"),
+    ],
+)
+def test_what_a_role_does_not_go_with_is_refused(
+    options: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir(0o700)
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o755)
+    made = CliRunner().invoke(app, ["serve", "demo", *options.split(), "--json"])
+    refused(made, BAD_INPUT, code, as_json=True)
+
+
 @pytest.mark.parametrize(
     "options, says",
     [

@@ -45,6 +45,8 @@ def make_engine(decoder: Decoder, blocks: int = ROOM, limits: SchedulerConfig | 
             "prefill",
             "sliding_blocks",
             "evictions",
+            "saved",
+            "peer",
             "tower",
             "image_cache",
         )
@@ -69,6 +71,9 @@ def run(made: Engine, asks: Iterable[Submit | Embed] = (), steps: int = 4000) ->
         if made.idle:
             break
     assert made.idle, "it does not come to an end"
+    while made.moves is not None and made.moves.under_way:  # blocks that are being saved
+        made.moves.wait()
+        made.moves.settle()
     made.scheduler.check()
     made.pool.check()
     assert made.pool.active == 0

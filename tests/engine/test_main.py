@@ -363,7 +363,8 @@ def test_an_engine_leaves_alone_what_lies_in_its_folders_place(tmp_path: Path, m
     monkeypatch.setattr(main.signal, "signal", lambda *_: None)
     monkeypatch.setattr(main.gc, "freeze", lambda: None)
     monkeypatch.setattr(main.logs, "begin", lambda _: None)
-    monkeypatch.setattr(main.startup, "start_engine", lambda _: (SimpleNamespace(runner=None, overlaps=False), None))
+    engine = SimpleNamespace(runner=None, overlaps=False, moves=None)
+    monkeypatch.setattr(main.startup, "start_engine", lambda _: (engine, None))
     monkeypatch.setattr(main.Loop, "run", run)
     assert main.main() == 0
     assert (other / "engine").is_file()

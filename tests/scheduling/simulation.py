@@ -4,10 +4,11 @@ A seed makes everything: sizes and limits, the requests (with prefixes in common
 choices, bypass, some that can never fit), when they come and are cancelled, steps that fail for some, what happens
 while a step is under way, in half of all lives steps that are planned ahead of one under way, on a device that may be
 late with both, in half of all lives a group of layers with a sliding window, whose blocks are their own, in many others
-requests that drop keys, in a fourth prompts with images, whose features are late, and in a third of all lives faults at
-the named points (`attar/faults.py`). Only the model is fake: its next token is a function of the sequence's seed and of
-all tokens before it, by way of a cache of fake keys and values. Each slot holds a digest of salt and tokens up to its
-own, slots of free blocks are wiped, and what a step reads must be what the sequence alone would have written.
+requests that drop keys, in half of those without windows blocks that threads fill and read, in a fourth prompts with
+images, whose features are late, and in a third of all lives faults at the named points (`attar/faults.py`). Only the
+model is fake: its next token is a function of the sequence's seed and of all tokens before it, by way of a cache of
+fake keys and values. Each slot holds a digest of salt and tokens up to its own, slots of free blocks are wiped, and
+what a step reads must be what the sequence alone would have written.
 
 After every event these hold:
 
@@ -29,6 +30,7 @@ After every event these hold:
 16. whoever fails was made to: by a step, or by a fault, one sequence or one request's arrival a fault (`check`)
 17. 2, 5, 11 and 21 hold of sliding blocks too, of which a row reads its window alone (`SlidingBlocks.check`, `run`)
 18. no row of an image runs before its features are there, and images are held by sequences and tree alone (`planned`)
+19. a block that a thread fills is nobody else's, and one that it reads stays as it was (`Fetching.check`, `let_go`)
 
 and in the end:
 
@@ -47,13 +49,14 @@ import logging
 import random
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import NamedTuple
 
 import attar.scheduling.block_pool
+import attar.scheduling.fetching
 import attar.scheduling.prefix_cache
 import attar.scheduling.scheduler
 import attar.scheduling.sliding
@@ -169,6 +172,16 @@ class Launched:
     """None until it has been run."""
 
 
+@dataclass(eq=False)
+class Filling:
+    """A thread that fills the blocks of a fetch: those before `count` are whole. It may die, and it may go on although
+    nobody waits."""
+
+    fetch: attar.scheduling.fetching.Fetch
+    states: list[int]  # of each token
+    count: int = 0
+
+
 class Simulation:
     """One life of an engine. The modules can be others, with bugs in them."""
 
@@ -180,6 +193,7 @@ class Simulation:
         prefix_cache: ModuleType = attar.scheduling.prefix_cache,
         scheduler: ModuleType = attar.scheduling.scheduler,
         sliding: ModuleType = attar.scheduling.sliding,
+        fetching: ModuleType = attar.scheduling.fetching,
     ) -> None:
         self.rng = rng = random.Random(seed)
         self.events = events
@@ -233,10 +247,19 @@ class Simulation:
         self.droppers = random.Random(-(2**39) - seed)
         plain = self.window is None and self.whole is None and self.prefill is None and not self.horizons
         self.evicts = plain and self.droppers.random() < 0.8
+        self.threads = random.Random(-(2**40) - seed)
+        self.moves = self.window is None and self.threads.random() < 0.5
+        self.fillings: list[Filling] = []
+        self.readings: list[tuple[attar.scheduling.fetching.Loan, list[list[int | None]]]] = []
+        self.fetched = 0  # blocks that went into the tree
+        self.scheduler.fetching = fetching.Fetching(self.pool, self.cache, self.scheduler._queue_again)
+        if self.moves:
+            self.scheduler.kept = deque()
         self.viewer = random.Random(-(2**41) - seed)
         self.ids = None
         if self.viewer.random() < 1 / 4:
             self.ids = self.cache.images = ImageIds()
+        self.mutual = self.viewer.random() < 0.5  # whether rows of an image see each other
         self.image_keys: dict[int, bytes] = {}  # of all numbers that were ever held
         self.fired = self.suffered = 0  # faults, and what failed for no other reason
         self.spoiled: set[str] = set()
@@ -250,6 +273,7 @@ class Simulation:
         for kind in self.rng.choices(kinds, weights=[4, 1, 1, 12], k=self.events):
             kind()
             self.check()
+            self.move()
         self.drain()
 
     def arrive(self) -> None:
@@ -271,7 +295,7 @@ class Simulation:
             sequence = Sequence(
                 id=f"{self.requests}.{i}", prompt_ids=prompt, max_tokens=longest, priority=priority,
                 deadline=deadline, cache_salt=cache_salt, bypass=bypass and i == 0, horizons=self.horizons,
-                eviction=eviction, images=spans(prompt),
+                eviction=eviction, images=self.spans(prompt),
             )  # fmt: skip
             choices.append(Asked(sequence, rng.getrandbits(32), list(prompt), self.whole, self.prefill))
         self.requests += 1
@@ -282,7 +306,8 @@ class Simulation:
             blocks = -(-len(prompt) // self.pool.size) + -(-kept // self.pool.size)
         elif eviction is not None and not eviction.once and tokens > eviction.budget:
             blocks = 2 * -(-eviction.budget // self.pool.size)
-        waiting = sum(a.sequence.status is Status.QUEUED for a in self.asked.values())
+        queued = (Status.QUEUED, Status.FETCHING)
+        waiting = sum(a.sequence.status in queued for a in self.asked.values())
         fired = self.fired
         answer = self._add(choices)
         if answer is None:
@@ -301,6 +326,80 @@ class Simulation:
         assert answer == verdict, "refused or taken wrongly"
         if verdict is None:
             self.asked.update((choice.sequence.id, choice) for choice in choices)
+            self.fetch([choice.sequence for choice in choices if not choice.sequence.bypass])
+
+    def fetch(self, sequences: list[Sequence]) -> None:
+        """Perhaps blocks of the prompt are elsewhere."""
+        if not self.moves or not sequences or sequences[0].images or self.threads.random() < 0.4:
+            return
+        first, size = sequences[0], self.pool.size
+        most = self.scheduler.reusable(first) // size
+        count = self.threads.randint(0, most)
+        fired = self.fired
+        with contextlib.suppress(faults.InjectedFault), self.mishap():
+            match = self.cache.match(first.salt, first.tokens[: count * size])
+            until = self.now + self.threads.uniform(0, 3)
+            fetch = self.scheduler.fetch(sequences, match, count, until, self.now)
+            if fetch is not None:
+                assert fetch.known < count == len(fetch.blocks), "fetched, although it is there"
+                self.fillings.append(Filling(fetch, self.states(fetch.salt, fetch.tokens)))
+        self.suffered += self.fired - fired
+
+    def move(self) -> None:
+        """Threads do some of their work, and new blocks are lent to them."""
+        if not self.moves:
+            return
+        if self.scheduler.kept:
+            for kept in self.scheduler.kept:
+                assert len(kept.tokens) % self.pool.size == 0, "part of a block is offered"
+            self.scheduler.kept.clear()
+        while self.threads.random() < 0.5:
+            self.let_go() if self.threads.random() < 0.3 else self.fill()
+        nodes = list(self.cache.nodes())
+        if nodes and self.threads.random() < 0.1:
+            salt, before, node = self.threads.choice(nodes)
+            blocks = self.cache.match(salt, before + node.tokens).blocks
+            loan = self.scheduler.fetching.lend(blocks[: self.threads.randint(0, len(blocks))])
+            self.readings.append((loan, [list(self.memory[block]) for block in loan.blocks]))
+        self.check()
+
+    def fill(self) -> None:
+        """One of the threads fills a block of a fetch, dies of it, or lets go."""
+        if not self.fillings:
+            return
+        filling = self.threads.choice(self.fillings)
+        fetch, size = filling.fetch, self.pool.size
+        left = fetch.filled[filling.count :]
+        dies = self.threads.random() < 0.1 or (not fetch.wanted and self.threads.random() < 0.5)
+        if left:
+            at = (fetch.known + filling.count) * size
+            written = self.threads.randrange(size) if dies else size
+            self.memory[left[0]][:written] = filling.states[at : at + written]
+            filling.count += not dies
+        if dies or len(left) <= 1:
+            self.fillings.remove(filling)
+            self.fetched += filling.count
+            fired = self.fired
+            with self.mishap():
+                self.scheduler.received(fetch, filling.count, self.now)
+            self.suffered += self.fired - fired
+
+    def let_go(self) -> None:
+        """One of the threads has read the blocks that it was lent."""
+        if self.readings:
+            loan, before = self.readings.pop(self.threads.randrange(len(self.readings)))
+            assert before == [self.memory[block] for block in loan.blocks], "a block changed while it was read"
+            self.scheduler.fetching.give_back(loan)
+
+    def states(self, salt: bytes, tokens: Iterable[int]) -> list[int]:
+        """What the tree's slots hold for these tokens."""
+        state, found = begin(salt), list[int]()
+        for position, token in enumerate(tokens):
+            if self.prefill is not None and position >= self.prefill.whole:
+                state = digest(state, FEW_OF_PROMPT)
+            state = digest(state, token)
+            found.append(state)
+        return found
 
     def show(self, prompt: list[int]) -> list[int]:
         """Perhaps put an image behind the prompt; give its images the numbers that they have now, and return these,
@@ -324,6 +423,14 @@ class Simulation:
             number = hold(bytes([self.viewer.randrange(4)]))
             prompt += [*row_ids(number, self.viewer.randint(1, 5)), *[1] * self.viewer.randrange(3)]
         return taken
+
+    def spans(self, prompt: list[int]) -> tuple[ImageSpan, ...]:
+        """The images of a prompt; whole ones where a step has room for them."""
+        found, limits = spans(prompt), self.limits
+        for span in found:
+            room = limits.max_step_tokens - limits.together - limits.max_drafts
+            span.whole = self.mutual and span.end - span.start <= room
+        return found
 
     def encode(self) -> None:
         """Features come for those that run, and go from those that do not."""
@@ -471,12 +578,15 @@ class Simulation:
         assert len(self.scheduler.running) <= self.limits.together, "too many run"
         assert not (ahead and (step.preempted or step.started_over)), "somebody gives way to a step ahead"
         if self.limits.policy == "continuous":
-            fed = {chunk.sequence for chunk in step.chunks} | {each for each in step.admitted if gated(each)}
+            late = {each for each in step.admitted if each.gated or any(span.whole for span in each.images)}
+            fed = {chunk.sequence for chunk in step.chunks} | late
             assert set(step.admitted) <= fed, "let in, and nothing left for it"
         for chunk in step.chunks:
             for span in chunk.sequence.images:
                 apart = chunk.start + chunk.rows <= span.start or chunk.start >= span.end
                 assert span.ready or apart, "a row of an image without features"
+                inside = any(span.start < at < span.end for at in (chunk.start, chunk.start + chunk.rows))
+                assert not (span.whole and inside), "an image is cut whose rows see each other"
         for sequence in step.admitted:
             assert not sequence.bypass or sequence.reused == 0, "reused in spite of bypass"
             assert sequence.reused % self.cache.round_to == 0, "part of a group was reused"
@@ -489,9 +599,12 @@ class Simulation:
             asked.preempted += 1
             assert asked.preempted <= self.limits.max_preemptions, "preempted too often"
         assert all(asked.passed <= self.limits.max_passed for asked in self.asked.values()), "passed too often"
-        if not step.chunks and self.scheduler.sequences and not ahead and not any(map(gated, self.scheduler.running)):
+        waits = any(each.gated for each in self.scheduler.running)
+        if not step.chunks and self.scheduler.sequences and not ahead and not waits:
             wake = self.scheduler.wake()
             assert not self.scheduler.running, "running, and nothing to run"
+            if self.fillings or self.readings:
+                return  # there may be no room, or nobody but those that wait for blocks
             assert self.limits.policy == "dynamic", "an empty step, and sequences that wait"
             assert wake is not None and wake > self.now, "nobody will wake the scheduler"  # noqa: PT018
 
@@ -648,6 +761,8 @@ class Simulation:
         for step in self.steps:
             holders.update(copy.source for copy in step.plan.copies)
             holders.update(step.plan.held)
+        for moved in (*self.scheduler.fetching.fetches, *self.scheduler.fetching.loans):
+            holders.update(moved.blocks)
         keepers = Counter(block for _, _, node in self.cache.nodes() for block in node.blocks)
         assert not keepers or max(keepers.values()) == 1, "a block is in two nodes"
         for block, state in enumerate(pool.states()):
@@ -665,18 +780,8 @@ class Simulation:
 
     def tags(self) -> None:
         for cache_salt, before, node in self.cache.nodes():
-            state = begin(cache_salt)
-
-            def after(state: int, position: int, token: int) -> int:
-                """The digest of a row in the middle of a prompt: the tree has no others where these differ."""
-                if self.prefill is not None and position >= self.prefill.whole:
-                    state = digest(state, FEW_OF_PROMPT)
-                return digest(state, token)
-
-            for at, token in enumerate(before):
-                state = after(state, at, token)
-            for at, token in enumerate(node.tokens):
-                state = after(state, len(before) + at, token)
+            # Those of rows in the middle of a prompt: the tree has no others where these differ.
+            for at, state in enumerate(self.states(cache_salt, before + node.tokens)[len(before) :]):
                 block = node.blocks[at // self.pool.size]
                 assert self.memory[block][at % self.pool.size] == state, f"block {block} is not what the tree says"
                 if self.sliding is not None and (own := self.sliding.beside(block)) is not None:
@@ -684,6 +789,8 @@ class Simulation:
 
     def deadlines(self) -> None:
         assert not any(map(self.late, self.scheduler.sequences.values())), "a deadline passed unnoticed"
+        fetches = self.scheduler.fetching.fetches
+        assert not any(each.wanted and each.until <= self.now for each in fetches), "a fetch is waited for too long"
 
     def late(self, sequence: Sequence) -> bool:
         return sequence.deadline is not None and sequence.deadline <= self.now
@@ -698,8 +805,14 @@ class Simulation:
             assert steps > 0, "it goes on for ever"
             self.advance()
             self.check()
+            self.fill()
+            self.let_go()
             if self.steps and not self.steps[0].plan.chunks:
                 self.now = max(self.now, self.scheduler.wake() or 0.0)
+        while self.fillings or self.readings:
+            self.fill()
+            self.let_go()
+        self.check()
         for asked in self.asked.values():
             sequence = asked.sequence
             assert len(asked.endings) == 1, f"{sequence.id} ended {len(asked.endings)} times"
@@ -726,11 +839,6 @@ def spans(prompt: list[int]) -> tuple[ImageSpan, ...]:
             else:
                 found.append(ImageSpan(number_of(token), at, at + 1))
     return tuple(found)
-
-
-def gated(sequence: Sequence) -> bool:
-    """Whether its next row waits for features."""
-    return sequence.gate == sequence.planned
 
 
 def failing(

@@ -33,7 +33,8 @@ RANGE_ERRORS = ("less_than", "less_than_equal", "greater_than", "greater_than_eq
 GROUPS = (
     "Model", "Recipe", "Mixed precision", "Data", "Task", "Calibration", "Comparison", "Prompt", "Constraint", "Tools",
     "Sampling", "Adapter", "Training", "Server", "Trace", "Synthetic prompts", "Requests", "Load", "Workload", "Goal",
-    "Experiments", "Device", "Cache", "Speculation", "Scheduler", "Ray", "HTTP", "Security", "Limits", "Output",
+    "Experiments", "Device", "Cache", "KV transfer", "Speculation", "Scheduler", "Ray", "HTTP", "Security", "Limits",
+    "Output",
 )  # fmt: skip
 """The groups of options, in the order of help; options without a group are the last one's."""
 

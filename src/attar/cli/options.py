@@ -210,6 +210,14 @@ class Defaults(StrEnum):
     model = "model"
 
 
+class Role(StrEnum):
+    """What a server does: it computes prompts for others, has them computed, or neither."""
+
+    both = "both"
+    prefill = "prefill"
+    decode = "decode"
+
+
 class Switch(StrEnum):
     """Whether a model reasons: `auto` leaves it to the model and to requests."""
 

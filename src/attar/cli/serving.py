@@ -18,7 +18,7 @@ from attar.cli import options
 from attar.cli.commands import configured, flag, option
 from attar.cli.fleet.http_options import HttpOptions, RouterKeyFile
 from attar.cli.scheduling import SchedulerOptions
-from attar.cli.terminal import emit, errors, require_apart, tell, tell_shared
+from attar.cli.terminal import emit, errors, parse_bytes, require_apart, tell, tell_shared
 from attar.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,6 +39,13 @@ SINGLE = (
     "chat_template",
     "replicas",
     "replica_cores",
+    "cache_dir",
+    "cache_bytes",
+    "prefill_peer",
+    "peer_key_file",
+    "peer_ca",
+    "peer_cert",
+    "peer_name",
     "router_key_file",
 )  # options of a server with one model
 ENGINE = (sys.executable, "-m", "attar.engine.main")  # the command line of its process
@@ -105,6 +112,39 @@ class ServeConfig(SchedulerOptions, HttpOptions):
         "policy is that of requests which name none. CPUs only.",
         parser=options.parse_kv_eviction, default="none are dropped",
     )] = None  # fmt: skip
+    image_cache: Annotated[int | None, option(
+        "Images", "SIZE", "Memory for what a vision tower makes of images, such as 512MB. With 0 it is not loaded, and "
+        "the model takes text alone.", parser=parse_bytes, default="256 MiB, where the model has a tower",
+    )] = None  # fmt: skip
+    cache_dir: Annotated[Path | None, option(
+        "KV transfer", "DIR", "Folder of a disk cache. A server that is started again finds prompts there that it has "
+        "computed before. The files hold what prompts say.", default="none is kept",
+    )] = None  # fmt: skip
+    cache_bytes: Annotated[int | None, option(
+        "KV transfer", "SIZE", "Most bytes of the files in --cache-dir, such as 20GB.", parser=options.parse_size,
+    )] = None  # fmt: skip
+    role: Annotated[options.Role, option(
+        "KV transfer", "ROLE", "prefill: compute prompts for the servers that ask at --prefill-peer. decode: have "
+        "prompts computed there, and compute what does not come.", "--role",
+    )] = options.Role.both  # fmt: skip
+    prefill_peer: Annotated[str | None, option(
+        "KV transfer", "URL", "Where a server of the role prefill answers those of the role decode: unix:PATH in a "
+        "folder of mode 700, or tls://HOST:PORT with the options --peer-*.",
+    )] = None  # fmt: skip
+    peer_key_file: Annotated[list[Path] | None, option(
+        "KV transfer", "FILE", "Key that both sides know: 32 random bytes or more, mode 600. A second one is accepted "
+        "too, while keys are changed.",
+    )] = None  # fmt: skip
+    peer_ca: Annotated[Path | None, option(
+        "KV transfer", "FILE", "Certificate of your own authority, in PEM; no other is trusted.",
+    )] = None  # fmt: skip
+    peer_cert: Annotated[Path | None, option(
+        "KV transfer", "FILE", "Certificate of this server and its private key, in PEM, mode 600.",
+    )] = None  # fmt: skip
+    peer_name: Annotated[str | None, option(
+        "KV transfer", "NAME", "Name that the other side's certificate must have.",
+        default="for the role decode the host of --prefill-peer",
+    )] = None  # fmt: skip
     request_metrics: Annotated[bool, flag(
         "HTTP", "Tell in answers of chats and completions how long they took, as vLLM's `metrics`.",
     )] = False  # fmt: skip
@@ -131,6 +171,8 @@ class ServeConfig(SchedulerOptions, HttpOptions):
             if getattr(self, field):
                 name = "--" + field.replace("_", "-")
                 raise UserError("option_unused", f"{name} is of a server with one MODEL, and not of --model NAME=PATH")
+        if self.role is not options.Role.both:
+            raise UserError("option_unused", f"--role {self.role} is of a server with one MODEL")
         if (self.device or "cpu") != "cpu" or self.tp > 1 or self.pp > 1:
             message = "several models are served on a CPU, each in one process: a GPU's need is known once it is loaded"
             raise UserError("option_conflict", message)
@@ -153,6 +195,49 @@ class ServeConfig(SchedulerOptions, HttpOptions):
                 message = f"--replicas with --{name} {size}: each replica is one process; choose one of the two"
                 raise UserError("option_conflict", message)
 
+    def check_processes(self, device: str) -> None:
+        """Raise ValueError for options of several engines, and of moved blocks, that do not go with others."""
+        self.check_replicas(device)
+        self.check_disk_cache(device)
+        self.check_role(device)
+
+    def check_disk_cache(self, device: str) -> None:
+        """Raise ValueError for options that do not go with --cache-dir, and for one of two that belong together."""
+        if self.cache_dir is None or self.cache_bytes is None:
+            if self.cache_dir is not None or self.cache_bytes is not None:
+                raise UserError("option_missing", "--cache-dir DIR and --cache-bytes SIZE go together")
+            return
+        self._check_alone("--cache-dir", device)
+
+    def check_role(self, device: str) -> None:
+        """Raise ValueError for options that do not go with --role, and for one of two that belong together."""
+        if (self.role is options.Role.both) != (self.prefill_peer is None):
+            message = "--role prefill or --role decode, and --prefill-peer unix:PATH, go together"
+            raise UserError("option_missing", message)
+        given: dict[str, object] = {
+            "--peer-key-file": self.peer_key_file, "--peer-ca": self.peer_ca, "--peer-cert": self.peer_cert,
+        }  # fmt: skip
+        if self.role is options.Role.prefill or self.peer_name:  # the role decode takes it from the address
+            given["--peer-name"] = self.peer_name
+        if self.prefill_peer is None or self.prefill_peer.startswith("unix:"):
+            if (unused := next((name for name, value in given.items() if value), None)) is not None:
+                raise UserError("option_unused", f"{unused} is for --prefill-peer tls://HOST:PORT")
+        elif (missing := next((name for name, value in given.items() if not value), None)) is not None:
+            message = f"a prefill peer on a network needs TLS and a key: {missing} is missing"
+            raise UserError("option_missing", message)
+        if self.prefill_peer is not None:
+            self._check_alone("--role", device)
+            _check_peer(self)
+
+    def _check_alone(self, option: str, device: str) -> None:
+        for name, unlike in (
+            ("--device", device != "cpu"), ("--tp", self.tp > 1), ("--pp", self.pp > 1),
+            ("--replicas", self.replicas is not None),
+        ):  # fmt: skip
+            if unlike:
+                message = f"{option} is for one engine in one process on a CPU: not with {name}"
+                raise UserError("feature_unsupported", message)
+
     def routers(self) -> RouterKeys:
         """Return the keys of routers, none where there are none. Raises UserError for a file that is refused."""
         from attar.server.fleet.router_key import RouterKeys
@@ -170,7 +255,7 @@ class ServeConfig(SchedulerOptions, HttpOptions):
         from attar.checkpoints.sources import hub
         from attar.kv.schemes import check_name
         from attar.plan.fit import check_fraction
-        from attar.protocol.settings import Settings
+        from attar.protocol.settings import IMAGE_CACHE, Settings
         from attar.server.options import parse_adapters
 
         check_name(self.kv)
@@ -187,6 +272,12 @@ class ServeConfig(SchedulerOptions, HttpOptions):
                 draft_tree=self.draft_tree, sparse_attention=self.sparse_attention,
                 sparse_prefill=self.sparse_prefill,
                 kv_eviction=tuple(self.kv_eviction or ()), tells_cache=self.router_key_file is not None,
+                image_cache=IMAGE_CACHE if self.image_cache is None else self.image_cache,
+                cache_dir=None if self.cache_dir is None else str(self.cache_dir), cache_bytes=self.cache_bytes,
+                role=self.role.value, prefill_peer=self.prefill_peer,
+                peer_keys=tuple(map(str, self.peer_key_file or ())),
+                peer_ca=None if self.peer_ca is None else str(self.peer_ca),
+                peer_cert=None if self.peer_cert is None else str(self.peer_cert), peer_name=self.peer_name or "",
             ),
             **theirs | given,
         )  # fmt: skip
@@ -240,9 +331,6 @@ def serve(config: ServeConfig) -> None:
       attar serve ./out --host 0.0.0.0 --api-key-file keys.txt
     """
     with errors(config.as_json):
-        from msgspec.structs import replace
-
-        from attar.checkpoints.fingerprints import fingerprints
         from attar.checkpoints.sources import hub
         from attar.cli import several
         from attar.server import supervisor
@@ -251,17 +339,16 @@ def serve(config: ServeConfig) -> None:
 
         name = name_of(config.model) if config.name is None else check_name(config.name)
         logs.begin()
-        keys, origins = security(config)  # first: it takes the key from what children inherit
+        keys, origins = _security(config)  # first: it takes the key from what children inherit
         if config.models:
             return _serve_several(config, keys, origins)
         theirs = _of_triton(config.triton_config) | ({} if config.device is None else {"device": config.device})
-        config.check_replicas(theirs["device"])
+        config.check_processes(theirs["device"])
         require_apart(theirs["device"])
         path = hub.resolve(config.model)
-        settings = config.engine(path, name, theirs)
+        keys, settings = _marked(_same_salts(config, keys), config.engine(path, name, theirs))
         tell_shared(settings.device, config.tp, config.pp)
         server_options = config.http(keys, origins, settings.limits(), path, name, config.replicas or 1)
-        settings = replace(settings, files=fingerprints(settings.folders))  # first: later changes are noticed
         tokenizer = _tokenizer(path, config.chat_template)
         told = tokenizer, server_options, ENGINE, teller(bool(tokenizer.chat_templates), config.as_json)
         if config.replicas is None:
@@ -295,12 +382,36 @@ def _run(config: ServeConfig, server: Callable[[], int]) -> None:
         raise typer.Exit(status)
 
 
-def security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
+def _security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
     """Return the keys and the origins of requests; a router's key makes the secret of salts. Raises UserError for a
     host, origin or key file that is refused."""
     keys, origins = config.security()
     routers = config.routers()
     return (dataclasses.replace(keys, secret=routers.secret) if routers.hashes else keys), origins
+
+
+def _marked(keys: Keys, settings: Settings) -> tuple[Keys, Settings]:
+    """Return the keys, and settings with the salts of these and fingerprints of the model's files, by which an engine
+    notices later changes."""
+    from msgspec.structs import replace
+
+    from attar.checkpoints.fingerprints import fingerprints
+
+    return keys, replace(settings, files=fingerprints(settings.folders), cache_owners=keys.owners)
+
+
+def _same_salts(config: ServeConfig, keys: Keys) -> Keys:
+    """Return the keys, with salts that a server with a disk cache has again after a restart: a router's key makes such,
+    and else the folder's. Raises UserError and OSError for a folder that is no private one."""
+    from attar.transfer.folder import PrivateFolder
+
+    if config.cache_dir is None or config.router_key_file is not None:
+        return keys
+    opened = PrivateFolder(config.cache_dir)
+    try:
+        return dataclasses.replace(keys, secret=opened.secret("salts of API keys"))
+    finally:
+        opened.close()
 
 
 def _check_reads(settings: Settings, trees: bool) -> None:
@@ -319,6 +430,21 @@ def _check_reads(settings: Settings, trees: bool) -> None:
     sparse = bool(settings.sparse_attention or settings.sparse_prefill)
     for policy in parse_all(settings.kv_eviction):
         policy.check(kv, settings.device, processes, trees=trees, sparse=sparse)
+
+
+def _check_peer(config: ServeConfig) -> None:
+    """Raise UserError for an address of --prefill-peer, and for files of --peer-*, that cannot be used; OSError for
+    those that are not there."""
+    from attar.transfer import credentials
+    from attar.transfer.wire import Address
+
+    address = Address.parse(config.prefill_peer or "")
+    if address.path is not None:
+        address.check(None)
+        return
+    assert config.peer_ca is not None
+    assert config.peer_cert is not None
+    credentials.load(config.peer_key_file or (), config.peer_ca, config.peer_cert, config.peer_name or address.host)
 
 
 def _serve_several(config: ServeConfig, keys: Keys, origins: frozenset[str]) -> None:

@@ -34,8 +34,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from attar.engine.blocks.moves import BlockMoves, PeerBlocks, SavedBlocks
 from attar.engine.bottleneck import Bottlenecks
-from attar.engine.images.images import IMAGE_CACHE, Images, Prompt
+from attar.engine.images.images import Images, Prompt
 from attar.engine.images.limits import check_drafter
 from attar.engine.images.tower import VisionTower
 from attar.engine.inflight import InflightStep, Launcher, Taker
@@ -53,10 +54,11 @@ from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.decoder import Decoder
 from attar.model.sparse_layers import SparseLayers
 from attar.plan.sliding import window_of
-from attar.protocol.block_digests import packed, salt_of
-from attar.protocol.messages import CachedBlocks, Embed, Event, Stats, StepTimes, Submit
+from attar.protocol.block_digests import horizon_of, packed, salt_of
+from attar.protocol.messages import CachedBlocks, Embed, Event, Failed, Stats, StepTimes, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
+from attar.protocol.settings import IMAGE_CACHE
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
 from attar.sampling.drafters.drafter import Drafter
 from attar.sampling.drafters.first_of import reader_of
@@ -77,7 +79,9 @@ from attar.scheduling.sliding import SlidingBlocks
 from attar.scheduling.step_plan import Outcome, StepPlan
 from attar.text.grammars import Vocabulary
 from attar.text.tokenizer import Detokenizer, Tokenizer
+from attar.transfer.listener import PrefillAsked
 
+OWN = "\0peer "  # what ids of the engine's own requests begin with, and no others
 RECENT = 256  # steps whose times are kept until they are told
 
 logger = logging.getLogger(__name__)
@@ -96,7 +100,8 @@ class EngineConfig:
     keys; None where they read all. sliding_blocks: blocks of layers with a sliding window, which are released behind
     it; by default those have `blocks` too. evictions: policies of KV eviction that requests may name; the first is
     that of requests which name none. tower: what computes the features of images, of which `image_cache` bytes are
-    kept; without one, requests have no images.
+    kept; without one, requests have no images. saved: where finished blocks are saved, and fetched from; None: nowhere.
+    peer: the engine that computes prompts for this one, or the place where this one does so for others; None: neither.
     """
 
     blocks: int
@@ -114,6 +119,8 @@ class EngineConfig:
     sliding_blocks: int = 0
     tells_cache: bool = False
     evictions: tuple[Eviction, ...] = ()
+    saved: SavedBlocks | None = None
+    peer: PeerBlocks | None = None
     tower: VisionTower | None = None
     image_cache: int = IMAGE_CACHE
 
@@ -199,12 +206,21 @@ class Engine:
         self.images: Images | None = None
         if config.tower is not None and images is not None:
             check_drafter(config.drafter)
-            self.images = Images(config.tower, config.image_cache, decoder.dtype, images, self.cache.flush)
-            self.runner.features = self.images.rows
+            assert config.saved is None, "ids of images are this process's own: its blocks stay here"
+            assert config.peer is None, "ids of images are this process's own: its blocks stay here"
+            rows = limits.max_step_tokens - limits.together + 1 - limits.max_drafts
+            self.images = Images(config.tower, config.image_cache, decoder.dtype, images, self.cache.flush, rows)
+            self.runner.take_images(self.images.rows, config.tower.rotary)
         whole = None if config.sparse is None else config.sparse.settings.whole
         self.scheduler = Scheduler(self.pool, self.cache, limits, whole, self.sliding, config.prefill)
+        self.moves: BlockMoves | None = None
+        if config.saved is not None or config.peer is not None:
+            self.moves = BlockMoves(
+                self.scheduler, self.runner.pages, config.saved, config.peer, clock, self._compute, self.cancel
+            )
         self.context = config.context
         self.adapters = {"": 0, **{name: number for number, name in enumerate(config.adapters, 1)}}
+        self._own = itertools.count()  # numbers of the engine's own requests
         self.steps = self.generated = 0
         self.step_seconds = 0.0
         self._recent: deque[tuple[int, int, int, float]] = deque(maxlen=RECENT)
@@ -255,6 +271,8 @@ class Engine:
                 self.images.begin(choice.sequence for choice in request.choices)
         except Exception as error:
             self.requests.refuse(ask.id, error)
+        else:
+            self._fetch(request, ask)
         finally:
             if self.images is not None and prompt is not None:
                 self.images.settle(prompt)
@@ -268,6 +286,8 @@ class Engine:
             self.requests.add(request)
         except Exception as error:
             self.requests.refuse(ask.id, error)
+        else:
+            self._fetch(request, ask)
 
     def cancel(self, id: str) -> None:
         """Cancel a request; its `Failed` comes with the next events."""
@@ -281,6 +301,8 @@ class Engine:
     def step(self) -> list[Event]:
         """Do one step, if there is one to do; returns all new events. Plan and launch, sample tokens, launch the next
         step behind them where it need not wait, commit."""
+        if self.moves is not None:
+            self.moves.settle()
         if self.images is not None and (failed := self.images.advance(self.scheduler.running)) is not None:
             self.requests.fail(self.requests.choices[failed].request.id, "internal")
         inflight, self._inflight = self._inflight or self._planned(), None
@@ -324,6 +346,8 @@ class Engine:
             keys_seen=self.sparse.seen if self.sparse else 0, keys_read=self.sparse.read if self.sparse else 0,
             prompt_keys_seen=self.prefill.seen if self.prefill else 0,
             prompt_keys_read=self.prefill.read if self.prefill else 0,
+            disk_cache=None if self.moves is None else self.moves.disk_counts(),
+            prefill_peer=None if self.moves is None else self.moves.peer_counts(),
         )  # fmt: skip
 
     def cached(self, whole: bool = False) -> list[Event]:
@@ -343,6 +367,17 @@ class Engine:
         return taken
 
     # ---- taking requests
+
+    def _fetch(self, request: Request, ask: Submit | Embed) -> None:
+        """Let a request that was queued wait for blocks of its prompt, where there are some; a failure is logged."""
+        if self.moves is not None:
+            try:
+                sequences = [choice.sequence for choice in request.choices]
+                self.moves.consider(sequences, ask.cache_salt, ask.adapter)
+            except AssertionError:
+                raise
+            except Exception:
+                logger.exception("request %s fetches nothing", request.id)
 
     def _eviction(self, name: str | None) -> Eviction | None:
         """Return the policy of a request that names one, or none. Raises Refused for one that is not offered."""
@@ -403,19 +438,19 @@ class Engine:
 
     def _choice(
         self, request: Request, number: int, longest: int, ask: Submit | Embed, bypass: bool,
-        prompt: Prompt | None = None,
+        given: Prompt | None = None,
     ) -> Choice:  # fmt: skip
+        prompt = Prompt(ask.prompt) if given is None else given
         if ask.adapter not in self.adapters:
             raise Refused("invalid", f"the engine has no adapter {ask.adapter[:80]!r}")
         adapter = self.adapters[ask.adapter]
         sequence = Tokens(
-            id=f"{request.id}#{number}", prompt_ids=request.prompt if prompt is None else prompt.ids,
-            max_tokens=longest, bypass=bypass, adapter=adapter,
+            id=f"{request.id}#{number}", prompt_ids=prompt.ids, max_tokens=longest, bypass=bypass, adapter=adapter,
             priority=ask.priority if isinstance(ask, Submit) else 0,
             deadline=None if ask.deadline is None else self.clock() + ask.deadline,
             cache_salt=salt_of(adapter, ask.cache_salt),
             horizons=self.runner.horizons, eviction=request.eviction,
-            images=() if prompt is None else prompt.own_spans(),
+            images=prompt.own_spans(), positions=prompt.positions, shift=prompt.shift,
         )  # fmt: skip
         point("engine.choice", sequence.id)
         params = request.params
@@ -443,6 +478,21 @@ class Engine:
             raise Refused("invalid", f"a reasoning marker lies outside the model's vocabulary 0..{vocab - 1}")
         return ReasoningMask(section, vocab, grammar, ending)
 
+    def _compute(self, asked: PrefillAsked) -> None:
+        """Compute a peer's prompt as a request of the engine's own, and lend the peer its blocks."""
+        ask, id = asked.ask, f"{OWN}{next(self._own)}"
+
+        def done(event: Event) -> None:
+            moves = self.moves
+            if moves is None or isinstance(event, Failed):
+                asked.reply.put(None)
+                return
+            horizon = horizon_of(self.runner.horizons, len(asked.tokens))
+            moves.lend(asked, salt_of(self.adapters[ask.adapter], ask.salt, horizon))
+
+        self.requests.own[id], asked.request = done, id
+        self.embed(Embed(id, tuple(asked.tokens), "last", ask.seconds, ask.adapter, ask.salt))
+
     # ---- a step
 
     def _planned(self) -> InflightStep | None:
@@ -451,9 +501,13 @@ class Engine:
             with self.speculation.gains.drafting():
                 self.speculation.propose(map(self._choice_of, self.scheduler.running))
         plan = self.scheduler.plan(began := self.clock())
-        inflight = self._launched(plan, began) if plan.chunks else None
+        # One that waits for its image may begin with a copy, and no row.
+        work = plan.chunks or plan.copies or plan.sliding_copies
+        inflight = self._launched(plan, began) if work else None
         if inflight is None:
             self.scheduler.commit(plan, {}, self.clock())
+            if self.moves is not None:
+                self.moves.wait()  # for blocks, or for room that fetches and loans have
         self._settle()  # no earlier: an ending sequence frees its blocks, which the launch reads
         return inflight
 

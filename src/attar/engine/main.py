@@ -32,6 +32,7 @@ import msgspec
 from attar import env, faults, logs, machine
 from attar.checkpoints.fingerprints import ChangedError
 from attar.engine import startup
+from attar.engine.blocks.moves import BlockMoves
 from attar.engine.engine import Engine
 from attar.engine.outbox import Outbox, framed
 from attar.execution.parallel.executor import ParallelRunner, polled
@@ -59,6 +60,8 @@ class Loop:
         self._selector.register(listener, selectors.EVENT_READ)
         if parent is not None:
             self._selector.register(parent, selectors.EVENT_READ)
+        if engine.moves is not None:
+            self._selector.register(engine.moves.descriptor, selectors.EVENT_READ, engine.moves)
         self._server: socket.socket | None = None
         self._outbox: Outbox | None = None
         self._decoder = msgspec.msgpack.Decoder(list[Command])
@@ -88,6 +91,8 @@ class Loop:
         finally:
             self._stopped.set()
             heart.join()
+            if self.engine.moves is not None:
+                self.engine.moves.close()
 
     def _beat(self) -> None:
         last, busy, alone = None, 0.0, 0.0
@@ -123,6 +128,9 @@ class Loop:
         for key, ready in self._selector.select(patience):
             if key.fileobj is self.listener:
                 self._accept()
+            elif isinstance(key.data, BlockMoves):
+                key.data.settle()
+                self._say([])  # of what was saved
             elif key.fileobj is self._server:
                 if ready & selectors.EVENT_READ:
                     self._read(seconds)

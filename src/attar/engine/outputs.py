@@ -188,7 +188,8 @@ class Request:
             return max(choice.sequence.spent(status, now) for choice in self.choices)
 
         return Report(
-            queued=leader.spent(Status.QUEUED, now), prefill=leader.spent(Status.PREFILL, now),
+            queued=leader.spent(Status.QUEUED, now), fetching=leader.spent(Status.FETCHING, now),
+            fetched_tokens=leader.fetched, prefill=leader.spent(Status.PREFILL, now),
             decode=longest(Status.DECODE), preempted=longest(Status.PREEMPTED),
             preemptions=sum(choice.sequence.preemptions for choice in self.choices), prompt_tokens=len(self.prompt),
             reused_tokens=min(leader.reused, len(self.prompt)), reuse_ended=leader.reuse_ended,

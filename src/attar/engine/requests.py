@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from attar.engine.outputs import Choice, Request
-from attar.protocol.messages import Event, Failed, RequestStatus
+from attar.protocol.messages import Embedding, Event, Failed, RequestStatus
 from attar.sampling.sampler import BAD, BadLogits, SampledToken
 from attar.scheduling.scheduler import Refused, Scheduler
 from attar.scheduling.sequence import Sequence
@@ -34,6 +34,8 @@ class RequestTable:
         self.requests: dict[str, Request] = {}
         self.choices: dict[str, Choice] = {}
         self.events: list[Event] = []
+        self.own: dict[str, Callable[[Event], None]] = {}
+        """Requests of the engine itself, by id, with what takes the event of their end; no other event is told."""
         self._late: list[tuple[Choice, SampledToken]] = []  # of the last step: their text is made while the next runs
         self._scheduler, self._clock = scheduler, clock
 
@@ -125,4 +127,12 @@ class RequestTable:
     def take(self) -> list[Event]:
         """Return the events since the last call, and forget them."""
         events, self.events = self.events, []
-        return events
+        if not self.own:
+            return events
+        found = list[Event]()
+        for event in events:
+            if isinstance(event, Embedding | Failed) and (done := self.own.pop(event.id, None)) is not None:
+                done(event)
+            else:
+                found.append(event)
+        return found

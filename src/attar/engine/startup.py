@@ -28,10 +28,13 @@ from attar.checkpoints.fingerprints import require_unchanged
 from attar.checkpoints.sources import hub
 from attar.checkpoints.sources.opening import stored
 from attar.engine import bottleneck
+from attar.engine.blocks import opening
+from attar.engine.blocks.moves import PeerBlocks, SavedBlocks
 from attar.engine.bottleneck import Bottlenecks, KernelMeter, StreamMeter
 from attar.engine.draft_head import memory_bytes as head_bytes
 from attar.engine.draft_model import memory_bytes
 from attar.engine.engine import Engine, EngineConfig
+from attar.engine.images.limits import NO_TENSORS, no_images, tower_bytes, tower_of
 from attar.engine.loader import LoadedModel, Parallel, load_model
 from attar.engine.memory_profile import GpuMemory, MemoryProfile, ProfileRun, measure
 from attar.engine.speculation import drafter
@@ -73,16 +76,25 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     limits, threads = settings.limits(), settings.threads or machine.cores()
     sparse(settings)  # before anything is read
     evictions(settings)
+    peer = opening.peer_of(settings)
+    saved = opening.open_saved(settings)
     path = hub.resolve(settings.model)
     require_unchanged(settings.files, settings.folders)
     config, storage = stored(path)
     held = deployment(settings, config, storage)
     for policy in evictions(settings):
         policy.check_model(*kv_cache.against_eviction(config), settings.context or config.context)
+    vision, against = tower_of(path)
+    if vision is not None:
+        against = no_images(settings, vision) or ""
     if settings.device != "cpu":
-        return _on_gpu(settings, path, held, limits, threads)
+        made, ready = _on_gpu(settings, path, held, limits, threads)
+        return made, replace_settings(ready, no_images=against)
+    seeing = vision is not None and not against
     folders = [Path(folder) for _, folder in settings.adapters]
-    found = fit(settings, held, limits, threads, lora.memory(folders, config, limits.max_step_tokens, held.share))
+    beside = lora.memory(folders, config, limits.max_step_tokens, held.share)
+    images = tower_bytes(vision, storage.dtype) + settings.image_cache if seeing and vision is not None else 0
+    found = fit(settings, held, limits, threads, beside, images)
     if held.share.count > 1:
         logs.say(f"the first of {held.share.count} processes, which holds the most:")
     _tell(settings, limits, found, held.kv)
@@ -91,7 +103,7 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     rates = bottleneck.cpu_rates(found.weights, settings.activations)
     model = load_model(
         path, dtype=settings.computes_in, activations=settings.activations, verify=settings.verify,
-        parallel=Parallel(settings.tp, settings.pp, threads),
+        parallel=Parallel(settings.tp, settings.pp, threads), images=seeing,
     )  # fmt: skip
     _install(model, settings)
     for sentence in without_kernels(model.decoder):
@@ -99,7 +111,8 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     torch.set_num_threads(each)  # which loading may have changed
     # The time of one stage of several says nothing of the step (`bottleneck.py`).
     judge = Bottlenecks(_roof(held, rates), KernelMeter()) if settings.pp == 1 else None
-    made, ready = _made(settings, held, limits, model, found, judge)
+    made, ready = _made(settings, held, limits, model, found, judge, (saved, peer))
+    ready = replace_settings(ready, no_images=NO_TENSORS if seeing and made.images is None else against)
     if held.share.count > 1:
         return made, ready  # sizes and rates of one process say nothing of the step
     shape = described(settings.served_as, config, storage, held.kv.name, StepLimits.of(limits, threads))
@@ -138,8 +151,12 @@ def _made(
     model: LoadedModel,
     found: Fit,
     judge: Bottlenecks | None,
+    moved: tuple[SavedBlocks | None, PeerBlocks | None] = (None, None),
 ) -> tuple[Engine, Ready]:  # fmt: skip
     """Make an engine over a loaded model, and its first message."""
+    if any(moved) and not bits_of(settings, model):
+        message = f"--cache-dir and --role: a linear of this model is computed {BY_REFERENCE}"
+        raise UserError("feature_unsupported", message)
     names = tuple(name for name, _ in settings.adapters)
     drafts = drafter(
         settings.draft, model, found.context, limits.together, activations=settings.activations,
@@ -159,7 +176,9 @@ def _made(
     config = EngineConfig(
         found.blocks, found.context, limits, model.eos_ids, held.kv, names, drafter=drafts,
         draft_tokens=settings.draft_tokens, draft_tree=settings.draft_tree, sparse=layers, prefill=few,
-        sliding_blocks=found.sliding_blocks, tells_cache=settings.tells_cache, evictions=dropping,
+        sliding_blocks=found.sliding_blocks, tells_cache=settings.tells_cache, evictions=dropping, tower=model.tower,
+        image_cache=settings.image_cache,
+        saved=moved[0], peer=moved[1],
     )  # fmt: skip
     made = Engine(model.decoder, model.tokenizer, config, bounds=judge, runner=model.runner)
     require_unchanged(settings.files, settings.folders)  # nor while it was read
@@ -167,7 +186,7 @@ def _made(
         settings.served_as, found.context, held.config.vocab_size, found.blocks, found.block, limits.max_waiting,
         found.table(), names, limits.together, held.config.hidden, bits_of(settings, model),
         kv_evictions=tuple((str(each), each.longest(found.context)) for each in dropping),
-        horizons=made.runner.horizons,
+        horizons=made.runner.horizons, images=made.images is not None,
     )  # fmt: skip
     return made, ready
 
@@ -180,7 +199,8 @@ def bits_of(settings: Settings, model: LoadedModel) -> str:
         return ""
     files = [(Path(path).name, mark) for path, mark in settings.files.items()]  # in the order of the folders
     same = replace_settings(
-        settings, socket="", memory=None, threads=None, preset=None, policy=None, name="", tells_cache=False,
+        opening.plain(settings), socket="", memory=None, threads=None, preset=None, policy=None, name="",
+        tells_cache=False,
         **({} if not files else {
             "files": {}, "model": "", "adapters": tuple((name, "") for name, _ in settings.adapters),
             "draft": settings.draft and ("model" if settings.draft_model else settings.draft),
@@ -312,23 +332,28 @@ def on_gpu(
     return found
 
 
-def fit(settings: Settings, held: Deployment, limits: SchedulerConfig, threads: int, adapters: int = 0) -> Fit:
-    """Divide the memory before a start on CPUs. Raises ValueError, saying by how much, where the model does not fit."""
+def fit(
+    settings: Settings, held: Deployment, limits: SchedulerConfig, threads: int, adapters: int = 0, images: int = 0
+) -> Fit:
+    """Divide the memory before a start on CPUs; `images` are the bytes of a vision tower and its features. Raises
+    ValueError, saying by how much, where the model does not fit."""
     here, share, most = machine.examine(), held.share, held.config.context
     memory, source = settings.memory, "--memory"
     if memory is None:
         memory, source = here.budget if settings.kv_fraction is None else here.memory, here.limited_by
+    beside: list[tuple[str, int]] = [("vision tower", images)] if images else []
     if settings.draft_model is not None:
-        needed = draft_bytes(settings, limits, threads, settings.context or most)
+        beside.append(("draft model", draft_bytes(settings, limits, threads, settings.context or most)))
+    for what, needed in beside:
         if needed > memory:
             raise UserError(
                 "memory_insufficient",
-                f"the draft model needs {planning.size(needed)}, but there are {planning.size(memory)} ({source}): "
+                f"the {what} needs {planning.size(needed)}, but there are {planning.size(memory)} ({source}): "
                 f"{planning.size(needed - memory)} too little",
             )
-        logs.say(f"draft model     {planning.size(needed)}")
+        logs.say(f"{what:<15} {planning.size(needed)}")
         memory -= needed
-        source += f", less {planning.size(needed)} of the draft model"
+        source += f", less {planning.size(needed)} of the {what}"
     memory //= share.count
     source += f", of which each of {share.count} processes has its part" if share.count > 1 else ""
     cache = CacheLimits(settings.max_cached_tokens, settings.kv_fraction)

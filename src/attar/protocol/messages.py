@@ -107,6 +107,8 @@ class Report(msgspec.Struct, frozen=True):
     sparse_prefill: str = ""  # how rows of prompts read few keys, such as skip:0.01; "": they read all
     prompt_keys_seen: int = 0  # by rows of the prompt, with sparse prefill: the sum of their lengths
     prompt_keys_read: int = 0  # of these, in each layer without a sliding window
+    fetching: float = 0.0  # seconds of waiting for blocks of the prompt from a disk or a prefill peer
+    fetched_tokens: int = 0  # whose keys and values came from there; reused where still there on admission
 
 
 REUSE_ENDS = ("complete", "differs", "evicted", "rounded", "no_room", "bypassed")
@@ -248,6 +250,27 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     prompt_keys_read: int = 0  # counter: of these, in each layer without a sliding window
     sliding_blocks: tuple[int, int, int] | None = None
     """Free, active and cached blocks of layers with a sliding window, where those have blocks of their own."""
+    disk_cache: tuple[int, ...] | None = None  # what was moved, in the order of DISK_CACHE; None without one
+    prefill_peer: tuple[int, ...] | None = None  # what was passed on, in the order of PREFILL_PEER; None without a peer
+
+
+DISK_CACHE = (
+    "loaded_blocks", "loaded_bytes", "saved_blocks", "saved_bytes", "refused", "failed", "dropped", "skipped", "late",
+    "blocks", "bytes",
+)  # fmt: skip
+"""Fields of `Stats.disk_cache`: counters, but for the last two.
+
+loaded, saved: blocks read and written, with their bytes. refused: files that were not what they had to be, and were
+deleted. failed: reads and writes that failed. dropped: files deleted to make room. skipped: prompts' beginnings that
+were not saved, since too many waited, or the disk had failed. late: fetches for which no request waited any more.
+blocks, bytes: those in the cache now.
+"""
+PREFILL_PEER = ("pulled_blocks", "pulled_bytes", "sent_blocks", "sent_bytes", "refused", "failed", "busy")
+"""Fields of `Stats.prefill_peer`, which are counters.
+
+pulled: by a decode engine. sent: by a prefill engine. refused: answers, or connections, of another kind than was asked
+for. failed: answers that broke off or never came. busy: questions that the peer had no blocks for.
+"""
 
 
 class StepTimes(msgspec.Struct, frozen=True, tag="steps"):

@@ -17,6 +17,7 @@ from attar.errors import UserError
 from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
 from attar.protocol.speculation import DRAFTERS, FORCED_STEP_DRAFTS, MATCH_FIRST, MAX_STEP_DRAFTS, check_draft
 
+IMAGE_CACHE = 256 << 20  # bytes
 HOPELESS, CHANGED = 2, 3
 """Exit statuses of an engine that cannot serve its model, and of one whose files differ from the server's."""
 
@@ -52,8 +53,18 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sparse_attention: str | None = None  # how many keys rows of outputs read (kv/sparse.py); None: all
     sparse_prefill: str | None = None  # what rows of prompts read (kv/sparse_prefill.py); None: all
     kv_eviction: tuple[str, ...] = ()  # policies that requests may name (kv/eviction.py), the default first
+    image_cache: int = IMAGE_CACHE  # bytes of features of images; 0: a model's vision tower is not loaded
     name: str = ""  # what requests call the model; empty: its folder's name
     tells_cache: bool = False  # whether changes of the prefix cache are told (`messages.CachedBlocks`)
+    cache_dir: str | None = None  # folder of the disk cache; None: there is none
+    cache_bytes: int | None = None  # most bytes of its files
+    cache_owners: tuple[str, ...] = ("",)  # salts of all API keys, in hexadecimal; that of no key is empty
+    role: str = "both"  # or prefill, or decode
+    prefill_peer: str | None = None  # address at which an engine of the role prefill answers one of the role decode
+    peer_keys: tuple[str, ...] = ()  # files of keys, of which the first makes proofs
+    peer_ca: str | None = None  # file of the authority of certificates
+    peer_cert: str | None = None  # file of the own certificate and its private key
+    peer_name: str = ""  # that the other side's certificate must have; empty: the address's
     files: dict[str, str] = {}  # `fingerprints` of the files to serve; empty: any files
 
     @property

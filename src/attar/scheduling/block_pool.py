@@ -14,7 +14,7 @@ A block is free within the call that removes its last owner; no sweep comes late
 taken, because it may still be in the processor's caches; it also makes every run repeatable.
 
 One pool is one group of layers whose blocks come and go together. Layers with a sliding window may be a second pool
-(`sliding.py`). A block received from another process would be allocated here, filled, and kept.
+(`sliding.py`). Blocks received from another process are allocated here, too (`fetching.py`).
 """
 
 from __future__ import annotations

@@ -53,11 +53,12 @@ only where both pools have room.
 *Eviction.* A sequence may drop keys before tokens of fixed index (`evicting.py`). A chunk ends before such a token, and
 the plan that runs it evicts first.
 
-*Images.* A running sequence may have to wait for the features of an image (`Sequence.gate`). No chunk crosses the
-image's first token until then. It keeps its blocks, takes no budget, and all others go on.
+*Images.* A running sequence may have to wait for the features of an image (`Sequence.reach`). No chunk crosses the
+image's first token until then. It keeps its blocks, takes no budget, and all others go on. Where rows of an image see
+each other, no chunk and no match ends within one.
 
-The design allows for prefill elsewhere: `commit` at the end of a prompt is where its blocks could be sent away, `_room`
-where they would be received.
+*Blocks from elsewhere.* A sequence may wait for blocks before it is queued, and others are lent to threads
+(`fetching.py`). `kept` lists what went into the tree, where it is set.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ import itertools
 import logging
 from array import array
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter
 
@@ -77,11 +79,13 @@ from attar.protocol.scheduler_config import SchedulerConfig
 from attar.scheduling import evicting
 from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.draft_tree import DraftTree, branches, cut, depth_of, depths
+from attar.scheduling.fetching import Fetch, Fetching, Kept
 from attar.scheduling.prefix_cache import NOTHING, Match, PrefixCache, common
 from attar.scheduling.sequence import Sequence, SequenceGroup, Status
 from attar.scheduling.sliding import Beside, SlidingBlocks
 from attar.scheduling.step_plan import Copy, Outcome, ScheduledTokens, StepPlan
 
+ADAPTER = 4  # bytes of a salt that name the adapter (`block_digests.salt_of`)
 MANY_ENDED = 256  # deadlines of ended sequences that may be kept
 _NOTHING_NEW = Outcome()
 _rank = attrgetter("rank")
@@ -126,6 +130,9 @@ class Scheduler:
         self._deadlines: list[tuple[float, str]] = []  # a heap; sequences in it may have ended
         self._orders = itertools.count()
         self._steps: list[StepPlan] = []  # under way, in their order
+        self.fetching = Fetching(pool, cache, self._queue_again)
+        self.kept: deque[Kept] | None = None
+        """Beginnings that went into the tree, the newest last; its reader removes them. None: they are not wanted."""
 
     def add(self, choices: Collection[Sequence], now: float) -> None:
         """Take the choices of one request, all or none; all have the same prompt. Raises Refused: `too_long` where one
@@ -156,7 +163,7 @@ class Scheduler:
     def require_room(self, count: int) -> None:
         """Raise Refused where the queue cannot take `count` more. Preempted sequences were admitted already and do not
         count."""
-        waiting = sum(each.status is Status.QUEUED for each in self.waiting)
+        waiting = sum(each.status is Status.QUEUED for each in self.waiting) + len(self.fetching.waiting)
         room = self.limits.max_waiting
         if waiting + count > room:
             raise Refused("full", f"{waiting} are waiting and the queue holds {room}: no room for {count}")
@@ -168,11 +175,51 @@ class Scheduler:
 
     def expire(self, now: float) -> None:
         """End all sequences whose deadline has come."""
+        self.fetching.expire(now)
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, id = heapq.heappop(self._deadlines)
             sequence = self.sequences.get(id)
             if sequence is not None and sequence.deadline == deadline:
                 self._end(sequence, "deadline", now)
+
+    def reusable(self, sequence: Sequence) -> int:
+        """Return how many of a sequence's first tokens may come from the tree, where it bypasses nothing."""
+        alike = self._alike(sequence, len(sequence.tokens) - 1)  # the last has to be run, for its logits
+        return alike if sequence.eviction is None else min(alike, sequence.eviction.reusable(sequence.prompt))
+
+    def fetch(
+        self, sequences: Collection[Sequence], match: Match, count: int, until: float, now: float
+    ) -> Fetch | None:
+        """Let queued sequences of one prompt wait for its first `count` blocks, until `until` at most.
+
+        `match` is what the tree has of them at this moment. Returns a fetch whose blocks are to be filled; None where
+        there is no room for them, or another fetch brings them.
+        """
+        salt, tokens = (first := next(iter(sequences))).salt, first.tokens[: count * self.pool.size]
+        found = self.fetching.join(salt, tokens)
+        begun = None
+        if found is None:
+            known = match.blocks
+            missing = count - len(known)
+            if missing < 1 or not self.fetching.room(known, missing, bool(self.running), self.limits.headroom):
+                return None
+            found = begun = self.fetching.begin(salt, tokens, known, until, self._allocate)
+        for sequence in sequences:
+            assert sequence.status is Status.QUEUED
+            del self.waiting[bisect_left(self.waiting, sequence.rank, key=_rank)]
+            sequence.enter(Status.FETCHING, now)
+            found.sequences.append(sequence)
+        return begun
+
+    def received(self, fetch: Fetch, count: int, now: float) -> None:
+        """End a fetch whose thread has let go, and has filled and verified the first `count` of its blocks. A failure
+        to remember these is logged, and their sequences compute them."""
+        try:
+            self.fetching.end(fetch, count, now)
+        except AssertionError:
+            raise
+        except Exception:
+            logger.exception("fetched blocks were lost")
 
     def collect(self) -> list[Sequence]:
         """Return the sequences that have ended since the last call. Each is returned once, with its `ending`."""
@@ -185,6 +232,8 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][1] not in self.sequences:
             heapq.heappop(self._deadlines)  # it has ended: waking for its deadline would find nothing to do, for ever
         times = [deadline for deadline, _ in self._deadlines[:1]]
+        if (fetched := self.fetching.wake) is not None:
+            times.append(fetched)
         if self.waiting:
             times.append(self._opens())
         return min(times, default=None)
@@ -229,7 +278,7 @@ class Scheduler:
         spare = min(budget, self.limits.max_drafts)
         for sequence in decoding:
             try:
-                self._cover(sequence, min(sequence.expected, sequence.gate))
+                self._cover(sequence, sequence.reach(sequence.planned, 1))
                 drafts, tree = self._drafts(sequence, spare)
             except Exception as error:
                 self._give_up(sequence, now, error)
@@ -240,7 +289,7 @@ class Scheduler:
         budget -= step.drafts
         for sequence in prefills:
             try:
-                self._cover(sequence, min(sequence.planned + min(sequence.pending, budget), sequence.gate))
+                self._cover(sequence, sequence.reach(sequence.planned, budget))
             except Exception as error:
                 self._give_up(sequence, now, error)
                 continue
@@ -330,7 +379,7 @@ class Scheduler:
         """Plan up to `budget` of the sequence's pending tokens, and drafts behind the last of them; return the number
         of pending ones."""
         pending = sequence.pending
-        rows = min(pending, budget, sequence.cut - sequence.planned, sequence.gate - sequence.planned)
+        rows = min(sequence.reach(sequence.planned, budget), sequence.cut) - sequence.planned
         if rows:
             samples = 1 + len(drafts) if rows == pending else 0
             step.chunks.append(ScheduledTokens(sequence, sequence.planned, rows + len(drafts), samples, drafts, tree))
@@ -465,18 +514,16 @@ class Scheduler:
         match = NOTHING
         sequence.settle()
         if not sequence.bypass:
-            alike = self._alike(sequence, len(sequence.tokens) - 1)  # the last has to be run, for its logits
-            if sequence.eviction is not None:
-                alike = min(alike, sequence.eviction.reusable(sequence.prompt))
+            alike = self.reusable(sequence)
             prompt = sequence.tokens[:alike]
             match = self.cache.match(sequence.salt, prompt)
+            while (start := sequence.within(match.length)) is not None:
+                match = self.cache.match(sequence.salt, prompt[:start])
             if self._soon_more(sequence.salt, prompt, match):
                 return False
         room = self._room(sequence, match, budget)
         if room is None and match.source is not None:  # the block to copy from may be the one that is missing
-            length = len(match.blocks) * self.pool.size
-            if self.sliding is not None:
-                length = self.sliding.reach(match.blocks, length)
+            length = self._reached(sequence, match.blocks)
             whole = match.blocks[: length // self.pool.size]
             match = match._replace(length=length, blocks=whole, source=None, ended="no_room")
             room = self._room(sequence, match, budget)
@@ -502,6 +549,17 @@ class Scheduler:
         insort(self.running, sequence, key=_rank)
         step.admitted.append(sequence)
         return True
+
+    def _reached(self, sequence: Sequence, blocks: list[int]) -> int:
+        """Return how many tokens of these blocks a sequence can share in whole blocks."""
+        length = len(blocks) * self.pool.size
+        while True:
+            length -= length % self.pool.size
+            if self.sliding is not None:
+                length = self.sliding.reach(blocks[: length // self.pool.size], length)
+            if (start := sequence.within(length)) is None:
+                return length
+            length = start
 
     def _soon_more(self, salt: bytes, prompt: array[int], match: Match) -> bool:
         """Return whether a prompt being computed will bring a block more of this one into the tree, or all of it.
@@ -533,8 +591,7 @@ class Scheduler:
         try:
             if needed + spare <= self.pool.available:
                 if self.sliding is not None:
-                    end = min(sequence.expected, match.length + budget, sequence.gate_from(match.length))
-                    beside = self.sliding.take(match, end)
+                    beside = self.sliding.take(match, sequence.reach(match.length, budget))
                 room = self._allocate(needed)
         finally:
             if room is None:
@@ -584,6 +641,10 @@ class Scheduler:
         self.cache.insert(sequence.salt, tokens, sequence.blocks, self._let_go(sequence))
         if self.sliding is not None:
             self.sliding.remember(sequence, self.pool)
+        whole = len(tokens) - len(tokens) % self.pool.size
+        if self.kept is not None and whole > sequence.offered and not sequence.images:  # whose ids are this process's
+            sequence.offered = whole
+            self.kept.append(Kept(sequence.cache_salt[ADAPTER:], sequence.salt, tokens[:whole]))
 
     def _let_go(self, sequence: Sequence) -> Callable[[list[int]], None]:
         """Return the function that takes blocks given up: a step that may still use them releases them at its
@@ -629,15 +690,22 @@ class Scheduler:
                 logger.exception("sequence %s failed at its end", sequence.id)
                 sequence.ending = "internal"
             self.running.remove(sequence)
+        elif sequence.status is Status.FETCHING:
+            self.fetching.leave(sequence)
         else:
             del self.waiting[bisect_left(self.waiting, sequence.rank, key=_rank)]
         sequence.enter(Status.ENDED, now)
         del self.sequences[sequence.id]
         self._ended.append(sequence)
 
+    def _queue_again(self, sequence: Sequence, now: float) -> None:
+        """Queue a sequence that waited for blocks, in the order of its arrival."""
+        sequence.enter(Status.QUEUED, now)
+        insort(self.waiting, sequence, key=_rank)
+
     def check(self) -> None:
         """Assert every invariant of this module. Linear in the sequences: for tests."""
-        places = [*self.waiting, *self.running]
+        places = [*self.waiting, *self.running, *self.fetching.waiting]
         assert len(places) == len(set(places)) == len(self.sequences), "a sequence in two places, or in none"
         assert set(places) == set(self.sequences.values()), "a place for a sequence that has ended"
         assert self.waiting == sorted(self.waiting, key=_rank), "the queue is out of order"
@@ -652,6 +720,7 @@ class Scheduler:
             within = sum(sequence in step.sequences for step in self._steps)
             assert sequence.under_way == within, "in a step that is over, or not in one that is under way"
             assert sequence.ending is None, "ended and still here"
+        self.fetching.check(self.sequences.values())
         if self.sliding is not None:
             self.sliding.check(self.running, self.pool)
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from attar.protocol.messages import Stats
+from attar.protocol.messages import DISK_CACHE, PREFILL_PEER, Stats
 from attar.server.engine_client.client import EngineClient
 
 BEAT = 0.05  # seconds between two measurements of the loop's lag
@@ -110,6 +110,40 @@ def held_choices(count: int) -> Metric:
     )
 
 
+def _of_peer(counts: Sequence[int]) -> Iterator[Metric]:
+    """Yield the metrics of a prefill peer, of counts as `Stats.prefill_peer` has them."""
+    helps = (
+        "Blocks taken from the prefill engine", "Bytes of those", "Blocks sent to decode engines", "Bytes of those",
+        "Answers or connections of another kind than was asked for", "Answers that broke off or never came",
+        "Questions that the prefill engine had no blocks for",
+    )  # fmt: skip
+    for name, help_, value in zip(PREFILL_PEER, helps, counts, strict=True):
+        yield CounterMetricFamily(f"attar_prefill_peer_{name}", help_, value=value)
+
+
+def _of_disk_cache(counts: Sequence[int]) -> Iterator[Metric]:
+    """Yield the metrics of a disk cache, of counts as `Stats.disk_cache` has them."""
+    told = dict(zip(DISK_CACHE, counts, strict=True))
+    for name, help_ in (
+        ("blocks", "Blocks of the KV cache on disk"),
+        ("bytes", "Bytes of their files"),
+    ):
+        yield GaugeMetricFamily(f"attar_disk_cache_{name}", help_, value=told.pop(name))
+    for name, help_ in (
+        ("loaded_blocks", "Blocks read from disk"),
+        ("loaded_bytes", "Bytes read from disk"),
+        ("saved_blocks", "Blocks written to disk"),
+        ("saved_bytes", "Bytes written to disk"),
+        ("refused", "Files deleted because they were not what they had to be"),
+        ("failed", "Reads and writes that failed"),
+        ("dropped", "Files deleted to make room"),
+        ("skipped", "Beginnings of prompts that were not saved"),
+        ("late", "Fetches for which no request waited any more"),
+    ):
+        yield CounterMetricFamily(f"attar_disk_cache_{name}", help_, value=told.pop(name))
+    assert not told, "counts without a metric"
+
+
 class EngineMetrics(Collector):
     """The metrics that one engine reports; `held` are choices that wait in this process, by default its client's."""
 
@@ -161,6 +195,10 @@ class EngineMetrics(Collector):
             ("attar_steps_ahead", "Steps launched before the last one's tokens were known", stats.steps_ahead),
         ):
             yield CounterMetricFamily(name, help_, value=value)
+        if stats.disk_cache is not None:
+            yield from _of_disk_cache(stats.disk_cache)
+        if stats.prefill_peer is not None:
+            yield from _of_peer(stats.prefill_peer)
         for name, help_, counts in (
             ("attar_draft_tokens_by_position", "Drafts verified, a step's first at 1", stats.drafted_by_position),
             ("attar_draft_tokens_accepted_by_position", "Of those, the right ones", stats.accepted_by_position),

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import attar
+from attar.checkpoints.convert.run import convert
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.sources import hf
 from attar.model.cache import ForwardBatch
@@ -39,3 +41,18 @@ def test_transformers_reads_the_output_with_the_tower_as_it_was(kind: str, tmp_p
 def test_rotations_are_refused(tmp_path: Path) -> None:
     with user_error("feature_unsupported", "LlavaForConditionalGeneration"):
         attar.compress(str(tiny.folder("llava")), str(tmp_path / "out"), recipe="rotate+rtn-w4g32")
+
+
+def test_conversions_name_what_stays_uncompressed(tmp_path: Path) -> None:
+    source = tiny.folder("llava")
+    (tmp_path / "half").mkdir()
+    halves = {name: tensor.half() for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(halves, tmp_path / "half" / "model.safetensors")
+    (tmp_path / "half" / "config.json").write_text((source / "config.json").read_text())
+    attar.compress(str(tmp_path / "half"), str(tmp_path / "first"), recipe="rtn-w4g32")
+    convert(tmp_path / "first", tmp_path / "gptq", to="gptq")
+    convert(tmp_path / "gptq", tmp_path / "back", to="compressed-tensors")
+    one, two = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("first", "back"))
+    tower = {name for name in one["quantization_config"]["ignore"] if name.startswith("re:")}
+    assert len(tower) == 2
+    assert tower <= set(two["quantization_config"]["ignore"])

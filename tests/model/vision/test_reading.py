@@ -152,3 +152,14 @@ def test_native_kernels_keep_the_stored_dtype_and_give_the_same_rows(kind: str, 
     assert ours.nbytes < 0.75 * plain.nbytes
     for picture in seen.pictures(kind):
         assert (ours.encode(picture) - plain.encode(picture)).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("kind", ["llava_next", "qwen2_5_vl", "gemma3"])
+def test_a_tower_in_bfloat16_takes_half_and_gives_nearly_the_same_rows(kind: str) -> None:
+    ours, exact = load_vision(Folder(tiny.folder(kind)), torch.bfloat16), seen.vision(kind)
+    assert ours is not None
+    assert 2 * ours.nbytes == exact.nbytes
+    for picture in seen.pictures(kind):
+        rows, theirs = ours.encode(picture), exact.encode(picture)
+        assert rows.dtype == torch.bfloat16
+        assert (rows - theirs).norm() <= 0.05 * theirs.norm()

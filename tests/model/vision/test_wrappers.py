@@ -86,7 +86,7 @@ def _sections(*sections: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "kind, changes, code",
     [
-        ("llava", {"architectures": list(REFUSED)}, "architecture_unsupported"),
+        *(("llava", {"architectures": [name]}, "architecture_unsupported") for name in REFUSED),
         ("llava", {"text_config": {"model_type": "gemma"}}, "feature_unsupported"),
         ("llava", {"text_config": 3}, "config_invalid"),
         ("qwen2_vl", {"text_config": _sections(2, 3)}, "config_invalid"),

@@ -34,6 +34,7 @@ from attar.checkpoints.convert.to_dense import DENSE, to_dense
 from attar.checkpoints.convert.to_gguf import folder_to_file
 from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
+from attar.checkpoints.layouts import compressed_tensors
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources import hub
 from attar.checkpoints.sources.hf import Checkpoint
@@ -42,6 +43,7 @@ from attar.checkpoints.writer import MAX_SHARD, ShardWriter, atomic_folder, plan
 from attar.errors import UserError
 from attar.formats.scheme import Part
 from attar.model.families import DTYPES
+from attar.model.vision.wrappers import OUTSIDE
 from attar.progress import Progress
 
 FORMATS = (GGUF, *TARGETS, DENSE)
@@ -148,6 +150,9 @@ def folder_to_folder(
     placed = {checkpoint.stored_linear(name): each for name, each in planned.items()}
     kept = dense_names(checkpoint, linears)
     settings = target.config(placed, _dense_linears(checkpoint, linears, kept))
+    if target.name == compressed_tensors.METHOD:
+        for module in OUTSIDE.get(checkpoint.config.architecture, ()):
+            settings["ignore"] += compressed_tensors.ignored_within(module)
     layout: dict[str, Part] = {name: folder.info(name) for name in kept}
     for module, each in placed.items():
         layout |= target.declared(module, each)

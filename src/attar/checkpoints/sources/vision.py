@@ -46,6 +46,7 @@ def load_vision(folder: Folder, dtype: torch.dtype, store: BackendWeights | None
     With a `store` the weights are laid out for its kernels, as they are stored. Raises ValueError where tensors are
     missing or of another shape than the config says, before any is read.
     """
+    assert store is None or dtype == store.dtype, f"these kernels compute in {store.dtype}, not {dtype}"
     config = vision_config(folder)
     if config is None:
         return None

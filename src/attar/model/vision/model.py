@@ -25,11 +25,11 @@ class Image(Protocol):
 
     @property
     def tiles(self) -> bytes:
-        """uint8 RGB, [T, H, W, 3]."""
+        """RGB as uint8, [T, H, W, 3]."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """T, H, W."""
+        """Number, height and width of the tiles."""
 
     @property
     def grid(self) -> tuple[int, int]:

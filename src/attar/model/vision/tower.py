@@ -52,7 +52,7 @@ class VisionLayer:
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Which rows see each other: consecutive segments of `lengths` rows. Rotation: cos and sin [N, D / 2], or none."""
+    """Rows that see each other: consecutive segments of `lengths` rows. Rotation: cos and sin [N, D / 2], or none."""
 
     lengths: tuple[int, ...]
     rotation: tuple[Tensor, Tensor] | None = None

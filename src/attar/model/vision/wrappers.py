@@ -84,6 +84,8 @@ OUTSIDE: Mapping[str, tuple[str, ...]] = {
 
 REFUSED: Mapping[str, str] = {
     "PaliGemmaForConditionalGeneration": "PaliGemma reads the whole prompt in both directions",
+    "LlavaLlamaModel": "VILA's folders, one each for language model, tower and projector, are not read",
+    "LlavaTopDownLlamaModel": "VILA's folders, one each for language model, tower and projector, are not read",
 }
 """Architectures that are known and not supported, each with the reason."""
 

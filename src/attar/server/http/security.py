@@ -57,7 +57,10 @@ def checked_keys(lines: Iterable[str], source: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Keys:
-    """API keys, kept as hashes; with none the server is open. `secret` makes salts that no client can compute."""
+    """API keys, kept as hashes; with none the server is open. `secret` makes salts that no client can compute.
+
+    Another process with the same `secret` has the same salts.
+    """
 
     hashes: tuple[bytes, ...] = ()
     secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
@@ -66,6 +69,11 @@ class Keys:
     def of(cls, keys: Iterable[str]) -> Keys:
         """Hash keys given in plain text."""
         return cls(tuple(hashlib.sha256(key.encode()).digest() for key in keys))
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The cache salts of all keys, in hexadecimal; the empty one where there are none."""
+        return tuple(self._salt(each).hex() for each in self.hashes) or ("",)
 
     @staticmethod
     def given(headers: Mapping[bytes, bytes]) -> bytes:
@@ -81,7 +89,10 @@ class Keys:
         known = False
         for each in self.hashes:  # all of them, in constant time
             known |= hmac.compare_digest(digest, each)
-        return hmac.digest(self.secret, digest, "sha256") if known else None
+        return self._salt(digest) if known else None
+
+    def _salt(self, digest: bytes) -> bytes:
+        return hmac.digest(self.secret, digest, "sha256")
 
 
 def is_loopback(host: str) -> bool:

@@ -1,0 +1,4 @@
+"""Blocks of the KV cache that an engine saves, and fetches from elsewhere.
+
+`moves.py` joins the scheduler's fetches and loans with the thread that copies bytes.
+"""
