@@ -113,6 +113,13 @@ def test_compression_stops_when_its_layers_take_too_long_and_goes_on(lab: Experi
     assert lab.made(RTN)
 
 
+def test_calibration_text_is_ids_of_one_length(lab: Experiments, text: Path) -> None:
+    lab.materials = replace(lab.materials, calib=str(text), samples=1)
+    (ids,) = lab.calibration(quiet)
+    assert len(ids) == 512
+    assert all(isinstance(each, int) for each in ids)
+
+
 def test_a_divergence_is_measured(lab: Experiments) -> None:
     lab.make(RTN, None)
     before = lab.token_seconds(RTN)

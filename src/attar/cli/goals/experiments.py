@@ -131,23 +131,25 @@ class Experiments:
             seconds, left = known
             clock.require(seconds * left + reserve)
         told = self._told(clock, key, reserve)
-        given = None if weights.recipe.startswith("rtn-") else self._calibration(told)
+        given = None if weights.recipe.startswith("rtn-") else self.calibration(told)
         request = CompressionRequest(
             self.materials.model, self.path(weights), recipe=weights.recipe, calibration=given,
             samples=self.materials.samples, evaluation=self.materials.text, eval_tokens=TOKENS,
         )  # fmt: skip
         compress_request(request, told)
 
-    def _calibration(self, told: Progress) -> str | list[list[int]]:
-        """Return the calibration text. What the model writes itself is kept: all recipes read the same."""
-        if self.materials.calib != "self":
-            return self.materials.calib
+    def calibration(self, told: Progress) -> list[list[int]]:
+        """Return the calibration text as token ids, the same for all recipes; what the model writes itself is kept.
+
+        Of ids no more text is at hand, so compression does not compare itself with plain rounding: that takes time.
+        """
         from attar.compression.calibration import texts
 
-        checkpoint = _source(self.materials.path)
+        path, calib = self.materials.path, self.materials.calib
         amount = texts.Amount(samples=self.materials.samples)
         kept = self.folder / f"self-{amount.samples}x{amount.length}.i32"
-        return texts.written(checkpoint, amount, kept, partial(told, "sampling")).tolist()
+        tokenizer = texts.tokenizer_for(calib, path)
+        return texts.tokens(calib, _source(path), tokenizer, amount, kept, partial(told, "sampling")).tolist()
 
     def _told(self, clock: Clock | None, key: str, reserve: float) -> Progress:
         since: tuple[float, int] | None = None
