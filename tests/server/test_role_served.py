@@ -10,7 +10,7 @@ from typing import Any
 from soaks.served import Served
 
 BODY: dict[str, Any] = {
-    "prompt": 8 * "Once upon a time there was a little fox. ", "max_tokens": 12, "seed": 5, "temperature": 0.9,
+    "prompt": 20 * "Once upon a time there was a little fox. ", "max_tokens": 12, "seed": 5, "temperature": 0.9,
     "ignore_eos": True, "logprobs": 1,
 }  # fmt: skip
 
