@@ -19,7 +19,6 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +32,6 @@ MAX_CONNECTIONS = 16
 GREETING_SECONDS = 2.0
 LEASE_SECONDS = 30.0  # that blocks are held for one answer, at most
 MAX_SECONDS = 600.0  # of computing one prompt, at most
-Buffers = tuple[bytearray, bytearray]  # one is filled while the other is sent
 
 logger = logging.getLogger(__name__)
 
@@ -141,9 +139,9 @@ class PrefillListener:
             if not isinstance(theirs, Greeting):
                 raise BlockMismatch("no greeting")
             mine.check(theirs)
-            buffers = bytearray(self._origin.size), bytearray(self._origin.size)
+            buffer = bytearray(self._origin.size)
             while True:
-                self._answer(wire, wire.receive(math.inf), buffers)
+                self._answer(wire, wire.receive(math.inf), buffer)
         except BlockMismatch as error:
             logger.warning("a peer is refused: %s", error)
             self.sent.refused += 1
@@ -176,7 +174,7 @@ class PrefillListener:
             raise
         return wire
 
-    def _answer(self, wire: Wire, ask: object, buffers: Buffers) -> None:
+    def _answer(self, wire: Wire, ask: object, buffer: bytearray) -> None:
         """Have a prompt computed, and send its blocks."""
         if not isinstance(ask, Prefill) or not 0 < ask.seconds <= MAX_SECONDS or ask.first < 0:
             raise BlockMismatch("no question")
@@ -190,7 +188,7 @@ class PrefillListener:
             until = time.monotonic() + LEASE_SECONDS
             wire.send(Blocks(count, "" if count else "busy"), until)
             if lent is not None and count:
-                self._send(wire, asked, lent, buffers, until)
+                self._send(wire, asked, lent, buffer, until)
         except (OSError, Gone):
             self.sent.failed += 1
             raise
@@ -210,27 +208,19 @@ class PrefillListener:
                 self._tell(GivenUp(asked))  # that thread also takes back what it has lent by then
                 raise Gone("nobody waits for the blocks")
 
-    def _send(self, wire: Wire, asked: PrefillAsked, lent: LentBlocks, buffers: Buffers, until: float) -> None:
+    def _send(self, wire: Wire, asked: PrefillAsked, lent: LentBlocks, buffer: bytearray, until: float) -> None:
         names, size = Names(b"", self._origin), self._origin.tokens
         chain, salt = names.chain(asked.ask.block_salt, asked.tokens, size), names.salt(asked.ask.block_salt)
-        first, end = asked.ask.first, len(lent.blocks)
-
-        def read(at: int) -> int:
-            self._read(lent.blocks[at], buffers[at % 2])
-            return zlib.crc32(buffers[at % 2])
-
-        with ThreadPoolExecutor(1, thread_name_prefix="send") as ahead:  # it reads nothing more where this is left
-            coming = ahead.submit(read, first)
-            for at in range(first, end):
-                checksum, buffer = coming.result(), buffers[at % 2]
-                if at + 1 < end:
-                    coming = ahead.submit(read, at + 1)  # while this one is sent
-                tokens, before = asked.tokens[at * size : (at + 1) * size], chain[at - 1] if at else b""
-                header = BlockHeader.of(self._origin, salt, before, tokens, checksum)
-                wire.send_bytes(frame(header.encode()), until)
-                wire.send_bytes(buffer, until)
-                self.sent.blocks += 1
-                self.sent.bytes += len(buffer)
+        for at in range(asked.ask.first, len(lent.blocks)):
+            self._read(lent.blocks[at], buffer)
+            tokens = asked.tokens[at * size : (at + 1) * size]
+            header = BlockHeader.of(
+                self._origin, salt, chain[at - 1] if at else b"", tokens, zlib.crc32(buffer)
+            )  # fmt: skip
+            wire.send_bytes(frame(header.encode()), until)
+            wire.send_bytes(buffer, until)
+            self.sent.blocks += 1
+            self.sent.bytes += len(buffer)
 
 
 def _listen(address: Address) -> socket.socket:

@@ -12,7 +12,6 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from attar.errors import UserError
@@ -51,7 +50,7 @@ class Puller:
         self.pulled = Pulled()
         self._wire: Wire | None = None
         self._paused = 0.0
-        self._buffers = bytearray(origin.size), bytearray(origin.size)  # one is filled while the other is checked
+        self._buffer = bytearray(origin.size)
 
     @property
     def usable(self) -> bool:
@@ -67,16 +66,6 @@ class Puller:
         `tokens` are those of the question. Once `wanted` is false, or anything is in doubt, no more are passed on.
         """
         count, size = 0, self._origin.tokens
-
-        def accept(at: int, data: bytearray, checksum: int) -> None:
-            nonlocal count
-            if zlib.crc32(data) != checksum:
-                raise BlockMismatch("another checksum")
-            write(at, data)
-            count += 1
-            self.pulled.blocks += 1
-            self.pulled.bytes += len(data)
-
         try:
             wire = self._connected(wanted)
             until = time.monotonic() + ask.seconds
@@ -87,19 +76,17 @@ class Puller:
             self.pulled.busy += not answer.count
             chain, salt = self._names.chain(ask.block_salt, tokens, size), self._names.salt(ask.block_salt)
             until = time.monotonic() + BLOCKS_SECONDS
-            with ThreadPoolExecutor(1, thread_name_prefix="pull") as beside:  # its work is over where this is left
-                under_way: Future[None] | None = None
-                for at in range(ask.first, ask.first + answer.count):
-                    header = BlockHeader.decode(bytes(wire.receive_frame(MAX_HEADER, until)))
-                    own = tokens[at * size : (at + 1) * size]
-                    header.check(self._origin, salt, chain[at - 1] if at else b"", own)
-                    buffer = self._buffers[at % 2]
-                    wire.receive_into(buffer, until)
-                    if under_way is not None:
-                        under_way.result()  # a block is passed on only behind those before it
-                    under_way = beside.submit(accept, at, buffer, header.checksum)
-                if under_way is not None:
-                    under_way.result()
+            for at in range(ask.first, ask.first + answer.count):
+                header = BlockHeader.decode(bytes(wire.receive_frame(MAX_HEADER, until)))
+                own = tokens[at * size : (at + 1) * size]
+                header.check(self._origin, salt, chain[at - 1] if at else b"", own)
+                wire.receive_into(self._buffer, until)
+                if zlib.crc32(self._buffer) != header.checksum:
+                    raise BlockMismatch("another checksum")
+                write(at, self._buffer)
+                count += 1
+                self.pulled.blocks += 1
+                self.pulled.bytes += len(self._buffer)
         except BlockMismatch as error:
             logger.warning("the prefill peer's answer is refused: %s", error)
             self.pulled.refused += 1
