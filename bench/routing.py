@@ -28,6 +28,7 @@ from tests.routing.simulation import (
     PREFILL,
     Arrival,
     ByCost,
+    ConsistentHash,
     LeastLoaded,
     Outcome,
     Policy,
@@ -94,7 +95,7 @@ def main() -> None:
             one = simulate(timed, 1, engines * asked.blocks, RoundRobin(1))
             policies: dict[str, Policy] = {
                 "cost": ByCost(engines, asked.blocks), "round robin": RoundRobin(engines),
-                "least loaded": LeastLoaded(engines),
+                "least loaded": LeastLoaded(engines), "consistent hashing": ConsistentHash(engines),
             }  # fmt: skip
             for policy, made in policies.items():
                 began = time.perf_counter()

@@ -53,7 +53,7 @@ def options(command: Any) -> list[Any]:
 
 
 def test_the_table_is_whole() -> None:
-    assert len(COMMANDS) == 23
+    assert len(COMMANDS) == 24
     assert {path for path in COMMANDS if len(path) == 2} == {
         ("tritonserver", name) for name in ("import", "export", "fill")
     }

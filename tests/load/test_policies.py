@@ -47,6 +47,11 @@ def test_a_server_that_does_not_start_says_why() -> None:
     assert "nonsense" in str(raised.value)
 
 
+def test_a_server_that_is_late_is_ended() -> None:
+    with user_error("server_unreachable"), policies.served("demo", [], limit=0.0):
+        pytest.fail("it was in time")
+
+
 @pytest.mark.slow
 def test_each_policy_answers_the_same_requests() -> None:
     command = f"bench-serve --batching none,static,dynamic,continuous --model demo {SMALL} --json"

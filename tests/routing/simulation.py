@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+import zlib
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -108,6 +109,20 @@ class LeastLoaded(Policy):
 
     def ended(self, id: str) -> None:
         self._loads[self._at.pop(id)] -= 1
+
+
+class ConsistentHash(Policy):
+    """By the hash of a prompt's first FIRST blocks, each on the engine whose own hash is the highest with it."""
+
+    FIRST = 16
+
+    def __init__(self, engines: int) -> None:
+        self._engines = engines
+
+    def choose(self, id: str, asked: Asked, now: float) -> int:
+        digests = asked.digests[: self.FIRST]
+        key = digests[-1] if len(digests) else zlib.crc32(id.encode())
+        return max(range(self._engines), key=lambda engine: zlib.crc32(f"{key} {engine}".encode()))
 
 
 class ByCost(Policy):

@@ -259,6 +259,7 @@ class Simulation:
         self.ids = None
         if self.viewer.random() < 1 / 4:
             self.ids = self.cache.images = ImageIds()
+        self.mutual = self.viewer.random() < 0.5  # whether rows of an image see each other
         self.image_keys: dict[int, bytes] = {}  # of all numbers that were ever held
         self.fired = self.suffered = 0  # faults, and what failed for no other reason
         self.spoiled: set[str] = set()
@@ -294,7 +295,7 @@ class Simulation:
             sequence = Sequence(
                 id=f"{self.requests}.{i}", prompt_ids=prompt, max_tokens=longest, priority=priority,
                 deadline=deadline, cache_salt=cache_salt, bypass=bypass and i == 0, horizons=self.horizons,
-                eviction=eviction, images=spans(prompt),
+                eviction=eviction, images=self.spans(prompt),
             )  # fmt: skip
             choices.append(Asked(sequence, rng.getrandbits(32), list(prompt), self.whole, self.prefill))
         self.requests += 1
@@ -422,6 +423,14 @@ class Simulation:
             number = hold(bytes([self.viewer.randrange(4)]))
             prompt += [*row_ids(number, self.viewer.randint(1, 5)), *[1] * self.viewer.randrange(3)]
         return taken
+
+    def spans(self, prompt: list[int]) -> tuple[ImageSpan, ...]:
+        """The images of a prompt; whole ones where a step has room for them."""
+        found, limits = spans(prompt), self.limits
+        for span in found:
+            room = limits.max_step_tokens - limits.together - limits.max_drafts
+            span.whole = self.mutual and span.end - span.start <= room
+        return found
 
     def encode(self) -> None:
         """Features come for those that run, and go from those that do not."""
@@ -569,12 +578,15 @@ class Simulation:
         assert len(self.scheduler.running) <= self.limits.together, "too many run"
         assert not (ahead and (step.preempted or step.started_over)), "somebody gives way to a step ahead"
         if self.limits.policy == "continuous":
-            fed = {chunk.sequence for chunk in step.chunks} | {each for each in step.admitted if gated(each)}
+            late = {each for each in step.admitted if each.gated or any(span.whole for span in each.images)}
+            fed = {chunk.sequence for chunk in step.chunks} | late
             assert set(step.admitted) <= fed, "let in, and nothing left for it"
         for chunk in step.chunks:
             for span in chunk.sequence.images:
                 apart = chunk.start + chunk.rows <= span.start or chunk.start >= span.end
                 assert span.ready or apart, "a row of an image without features"
+                inside = any(span.start < at < span.end for at in (chunk.start, chunk.start + chunk.rows))
+                assert not (span.whole and inside), "an image is cut whose rows see each other"
         for sequence in step.admitted:
             assert not sequence.bypass or sequence.reused == 0, "reused in spite of bypass"
             assert sequence.reused % self.cache.round_to == 0, "part of a group was reused"
@@ -587,7 +599,8 @@ class Simulation:
             asked.preempted += 1
             assert asked.preempted <= self.limits.max_preemptions, "preempted too often"
         assert all(asked.passed <= self.limits.max_passed for asked in self.asked.values()), "passed too often"
-        if not step.chunks and self.scheduler.sequences and not ahead and not any(map(gated, self.scheduler.running)):
+        waits = any(each.gated for each in self.scheduler.running)
+        if not step.chunks and self.scheduler.sequences and not ahead and not waits:
             wake = self.scheduler.wake()
             assert not self.scheduler.running, "running, and nothing to run"
             if self.fillings or self.readings:
@@ -826,11 +839,6 @@ def spans(prompt: list[int]) -> tuple[ImageSpan, ...]:
             else:
                 found.append(ImageSpan(number_of(token), at, at + 1))
     return tuple(found)
-
-
-def gated(sequence: Sequence) -> bool:
-    """Whether its next row waits for features."""
-    return sequence.gate == sequence.planned
 
 
 def failing(

@@ -26,6 +26,7 @@ from attar.protocol.grammar import Grammar
 from attar.server.api import constraints, sampling_params, schemas
 from attar.server.api.dialects import tokenizing
 from attar.server.api.dialects.llamacpp import completion, params, template
+from attar.server.api.dialects.llamacpp import fields as native
 from attar.server.api.tools import fields
 from attar.server.api.tools.ollama import OpenCalls
 from attar.server.http.limits import MAX_BODY
@@ -72,7 +73,8 @@ def test_the_server_does_what_its_document_says(
     monkeypatch.setattr(sampling_params, "MAX_LOGPROBS", 2**60)
     monkeypatch.setattr(params, "MAX_BIASES", 2**60)  # of the tokens of texts
     monkeypatch.setattr(constraints, "_check_one", lambda found: None)
-    monkeypatch.setattr(schemas, "check_limits", lambda predicted, others: None)
+    for module in (schemas, native):
+        monkeypatch.setattr(module, "check_limits", lambda predicted, others: None)
     for module in (schemas, tokenizing, template):
         monkeypatch.setattr(module, "check_turn", lambda opened, continued: None)
     for module in (schemas, completion):
@@ -106,7 +108,7 @@ def test_the_server_does_what_its_document_says(
     ]  # fmt: skip
     done = subprocess.run(program, capture_output=True, text=True, timeout=SECONDS, cwd=tmp_path)
     assert not done.returncode, done.stdout[-20_000:] + done.stderr[-2000:]
-    assert "53 selected / 53 total" in done.stdout
+    assert "55 selected / 55 total" in done.stdout
     rates = json.loads((tmp_path / "report.json").read_text())["valid_rates"]
     posts = {name.removeprefix("POST "): rate for name, rate in rates.items() if name.startswith("POST ")}
     taken = {path: rate["coverage"]["accepted"] for path, rate in posts.items()}

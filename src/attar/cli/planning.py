@@ -159,11 +159,11 @@ class PlanConfig(SchedulerOptions):
 
     def subject(self) -> Subject:
         """Find the model, by name or shape. Raises ValueError where there is none."""
-        from attar.engine import deployment
+        from attar.evaluation.planning import questions
         from attar.plan.comparison import Subject
 
         if self.model is not None:
-            return deployment.checkpoint(self.model)
+            return questions.subject(self.model)
         return Subject.shape(str(self.shape), self.head)
 
     def hardware(self) -> Hardware:

@@ -18,7 +18,7 @@ from attar.cli import options
 from attar.cli.commands import configured, flag, option
 from attar.cli.fleet.http_options import HttpOptions, RouterKeyFile
 from attar.cli.scheduling import SchedulerOptions
-from attar.cli.terminal import emit, errors, require_apart, tell, tell_shared
+from attar.cli.terminal import emit, errors, parse_bytes, require_apart, tell, tell_shared
 from attar.errors import UserError
 
 if TYPE_CHECKING:
@@ -111,6 +111,10 @@ class ServeConfig(SchedulerOptions, HttpOptions):
         "tokens and the newest 2,044; snapkv:2048, h2o:2048 and expected:2048 keep so many of a prompt. The first "
         "policy is that of requests which name none. CPUs only.",
         parser=options.parse_kv_eviction, default="none are dropped",
+    )] = None  # fmt: skip
+    image_cache: Annotated[int | None, option(
+        "Images", "SIZE", "Memory for what a vision tower makes of images, such as 512MB. With 0 it is not loaded, and "
+        "the model takes text alone.", parser=parse_bytes, default="256 MiB, where the model has a tower",
     )] = None  # fmt: skip
     cache_dir: Annotated[Path | None, option(
         "KV transfer", "DIR", "Folder of a disk cache. A server that is started again finds prompts there that it has "
@@ -251,7 +255,7 @@ class ServeConfig(SchedulerOptions, HttpOptions):
         from attar.checkpoints.sources import hub
         from attar.kv.schemes import check_name
         from attar.plan.fit import check_fraction
-        from attar.protocol.settings import Settings
+        from attar.protocol.settings import IMAGE_CACHE, Settings
         from attar.server.options import parse_adapters
 
         check_name(self.kv)
@@ -268,6 +272,7 @@ class ServeConfig(SchedulerOptions, HttpOptions):
                 draft_tree=self.draft_tree, sparse_attention=self.sparse_attention,
                 sparse_prefill=self.sparse_prefill,
                 kv_eviction=tuple(self.kv_eviction or ()), tells_cache=self.router_key_file is not None,
+                image_cache=IMAGE_CACHE if self.image_cache is None else self.image_cache,
                 cache_dir=None if self.cache_dir is None else str(self.cache_dir), cache_bytes=self.cache_bytes,
                 role=self.role.value, prefill_peer=self.prefill_peer,
                 peer_keys=tuple(map(str, self.peer_key_file or ())),
@@ -305,7 +310,7 @@ class ServeConfig(SchedulerOptions, HttpOptions):
             KeyLimits(self.max_requests_per_key, self.tokens_per_minute), self.deadline, self.drain_seconds,
             self.template_date, sampling, check_aliases(self.alias or (), (name, *adapters)), self.root_path,
             self.response_store or 0, {"on": True, "off": False}.get(self.reasoning), self.request_metrics,
-            read_settings(path), self.routers(),
+            None if self.image_cache == 0 else read_settings(path), self.routers(),
         )  # fmt: skip
 
 
@@ -334,7 +339,7 @@ def serve(config: ServeConfig) -> None:
 
         name = name_of(config.model) if config.name is None else check_name(config.name)
         logs.begin()
-        keys, origins = security(config)  # first: it takes the key from what children inherit
+        keys, origins = _security(config)  # first: it takes the key from what children inherit
         if config.models:
             return _serve_several(config, keys, origins)
         theirs = _of_triton(config.triton_config) | ({} if config.device is None else {"device": config.device})
@@ -377,7 +382,7 @@ def _run(config: ServeConfig, server: Callable[[], int]) -> None:
         raise typer.Exit(status)
 
 
-def security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
+def _security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
     """Return the keys and the origins of requests; a router's key makes the secret of salts. Raises UserError for a
     host, origin or key file that is refused."""
     keys, origins = config.security()

@@ -86,7 +86,8 @@ def spec(settings: Settings, sharing: Sharing, defaults: Defaults) -> ModelSpec:
     files = fingerprints(settings.folders)  # first: later changes are noticed
     settings = msgspec.structs.replace(settings, memory=part.memory, context=part.context, files=files)
     sampling = generation_config.sampling(path) if defaults is Defaults.model else {}
-    return ModelSpec(settings, part.size, vocabulary.tokenizer(path), sampling, read_settings(path))
+    images = read_settings(path) if settings.image_cache else None
+    return ModelSpec(settings, part.size, vocabulary.tokenizer(path), sampling, images)
 
 
 def divide_cores(settings: Settings, count: int, listed: Sequence[str]) -> list[tuple[Settings, tuple[int, ...]]]:

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field, replace
 
 from attar.engine.blocks.moves import BlockMoves, PeerBlocks, SavedBlocks
 from attar.engine.bottleneck import Bottlenecks
-from attar.engine.images.images import IMAGE_CACHE, Images, Prompt
+from attar.engine.images.images import Images, Prompt
 from attar.engine.images.limits import check_drafter
 from attar.engine.images.tower import VisionTower
 from attar.engine.inflight import InflightStep, Launcher, Taker
@@ -58,6 +58,7 @@ from attar.protocol.block_digests import horizon_of, packed, salt_of
 from attar.protocol.messages import CachedBlocks, Embed, Event, Failed, Stats, StepTimes, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
+from attar.protocol.settings import IMAGE_CACHE
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
 from attar.sampling.drafters.drafter import Drafter
 from attar.sampling.drafters.first_of import reader_of
@@ -205,8 +206,11 @@ class Engine:
         self.images: Images | None = None
         if config.tower is not None and images is not None:
             check_drafter(config.drafter)
-            self.images = Images(config.tower, config.image_cache, decoder.dtype, images, self.cache.flush)
-            self.runner.features = self.images.rows
+            assert config.saved is None, "ids of images are this process's own: its blocks stay here"
+            assert config.peer is None, "ids of images are this process's own: its blocks stay here"
+            rows = limits.max_step_tokens - limits.together + 1 - limits.max_drafts
+            self.images = Images(config.tower, config.image_cache, decoder.dtype, images, self.cache.flush, rows)
+            self.runner.take_images(self.images.rows, config.tower.rotary)
         whole = None if config.sparse is None else config.sparse.settings.whole
         self.scheduler = Scheduler(self.pool, self.cache, limits, whole, self.sliding, config.prefill)
         self.moves: BlockMoves | None = None
@@ -434,19 +438,19 @@ class Engine:
 
     def _choice(
         self, request: Request, number: int, longest: int, ask: Submit | Embed, bypass: bool,
-        prompt: Prompt | None = None,
+        given: Prompt | None = None,
     ) -> Choice:  # fmt: skip
+        prompt = Prompt(ask.prompt) if given is None else given
         if ask.adapter not in self.adapters:
             raise Refused("invalid", f"the engine has no adapter {ask.adapter[:80]!r}")
         adapter = self.adapters[ask.adapter]
         sequence = Tokens(
-            id=f"{request.id}#{number}", prompt_ids=request.prompt if prompt is None else prompt.ids,
-            max_tokens=longest, bypass=bypass, adapter=adapter,
+            id=f"{request.id}#{number}", prompt_ids=prompt.ids, max_tokens=longest, bypass=bypass, adapter=adapter,
             priority=ask.priority if isinstance(ask, Submit) else 0,
             deadline=None if ask.deadline is None else self.clock() + ask.deadline,
             cache_salt=salt_of(adapter, ask.cache_salt),
             horizons=self.runner.horizons, eviction=request.eviction,
-            images=() if prompt is None else prompt.own_spans(),
+            images=prompt.own_spans(), positions=prompt.positions, shift=prompt.shift,
         )  # fmt: skip
         point("engine.choice", sequence.id)
         params = request.params
@@ -497,7 +501,9 @@ class Engine:
             with self.speculation.gains.drafting():
                 self.speculation.propose(map(self._choice_of, self.scheduler.running))
         plan = self.scheduler.plan(began := self.clock())
-        inflight = self._launched(plan, began) if plan.chunks else None
+        # One that waits for its image may begin with a copy, and no row.
+        work = plan.chunks or plan.copies or plan.sliding_copies
+        inflight = self._launched(plan, began) if work else None
         if inflight is None:
             self.scheduler.commit(plan, {}, self.clock())
             if self.moves is not None:

@@ -10,15 +10,19 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from attar.checkpoints import vocabulary
+from attar.checkpoints.folder import Folder
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.receipts.receipt import Receipt
 from attar.checkpoints.sources import hf, opening
+from attar.checkpoints.sources.vision import load_vision
 from attar.checkpoints.strict_io import VerificationError
+from attar.errors import UserError
 from attar.execution.model_runner import Runner
 from attar.execution.parallel.executor import ParallelExecutor
 from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 from attar.model.split import Share
+from attar.model.vision.model import VisionModel
 from attar.progress import Progress
 from attar.text.tokenizer import Tokenizer
 
@@ -41,13 +45,15 @@ class Parallel:
 @dataclass
 class LoadedModel:
     """A checkpoint with loaded weights. `executor` has the processes that share it, where there are several;
-    `receipt` is the folder's, or None. `reading` is the tokenizer, where a thread began to read it."""
+    `receipt` is the folder's, or None. `reading` is the tokenizer, where a thread began to read it. `tower` computes
+    the features of images, where they were asked for and the model takes them."""
 
     path: Path
     decoder: Decoder
     executor: ParallelExecutor | None
     receipt: Receipt | None
     reading: Future[Tokenizer] | None = None
+    tower: VisionModel | None = None
 
     @property
     def runner(self) -> Callable[..., Runner]:
@@ -84,9 +90,10 @@ def load_model(
     activations: str = "int8g128",
     parallel: Parallel | None = None,
     verify: bool = True,
+    images: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Load a checkpoint's weights. `LLM` documents the arguments.
+    """Load a checkpoint's weights, with `images` also its vision tower, where it has one. `LLM` documents the others.
 
     Raises ValueError where it cannot be loaded or the device cannot compute, VerificationError (a ValueError) where it
     fails its probe.
@@ -107,6 +114,15 @@ def load_model(
             threads=parallel.threads, progress=loading,
         )  # fmt: skip
         decoder = executor.decoder
+    tower = None
+    if images and not vocabulary.is_gguf(path):
+        store = None if computed is None else dispatch.store(activations, device, computed)
+        try:
+            tower = load_vision(Folder(path), decoder.dtype, store)
+        except UserError as error:
+            if error.code != "checkpoint_incomplete":
+                raise
+            logger.warning("%s: the model takes no images", error)
     found = receipt.read_receipt(path)
     if verify and found is not None and executor is not None:
         logger.warning("the receipt's probe is not replayed in several processes: `attar verify` does so in one")
@@ -118,7 +134,7 @@ def load_model(
                 f"{path} does not compute what its receipt says: it diverges at {verdict.first_divergence}. "
                 "`attar verify` checks the files; --no-verify loads it all the same",
             )
-    return LoadedModel(path, decoder, executor, found, reading)
+    return LoadedModel(path, decoder, executor, found, reading, tower)
 
 
 def _read_tokenizer(path: Path) -> Future[Tokenizer] | None:

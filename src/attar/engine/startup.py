@@ -34,6 +34,7 @@ from attar.engine.bottleneck import Bottlenecks, KernelMeter, StreamMeter
 from attar.engine.draft_head import memory_bytes as head_bytes
 from attar.engine.draft_model import memory_bytes
 from attar.engine.engine import Engine, EngineConfig
+from attar.engine.images.limits import NO_TENSORS, no_images, tower_bytes, tower_of
 from attar.engine.loader import LoadedModel, Parallel, load_model
 from attar.engine.memory_profile import GpuMemory, MemoryProfile, ProfileRun, measure
 from attar.engine.speculation import drafter
@@ -83,10 +84,17 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     held = deployment(settings, config, storage)
     for policy in evictions(settings):
         policy.check_model(*kv_cache.against_eviction(config), settings.context or config.context)
+    vision, against = tower_of(path)
+    if vision is not None:
+        against = no_images(settings, vision) or ""
     if settings.device != "cpu":
-        return _on_gpu(settings, path, held, limits, threads)
+        made, ready = _on_gpu(settings, path, held, limits, threads)
+        return made, replace_settings(ready, no_images=against)
+    seeing = vision is not None and not against
     folders = [Path(folder) for _, folder in settings.adapters]
-    found = fit(settings, held, limits, threads, lora.memory(folders, config, limits.max_step_tokens, held.share))
+    beside = lora.memory(folders, config, limits.max_step_tokens, held.share)
+    images = tower_bytes(vision, storage.dtype) + settings.image_cache if seeing and vision is not None else 0
+    found = fit(settings, held, limits, threads, beside, images)
     if held.share.count > 1:
         logs.say(f"the first of {held.share.count} processes, which holds the most:")
     _tell(settings, limits, found, held.kv)
@@ -95,7 +103,7 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     rates = bottleneck.cpu_rates(found.weights, settings.activations)
     model = load_model(
         path, dtype=settings.computes_in, activations=settings.activations, verify=settings.verify,
-        parallel=Parallel(settings.tp, settings.pp, threads),
+        parallel=Parallel(settings.tp, settings.pp, threads), images=seeing,
     )  # fmt: skip
     _install(model, settings)
     for sentence in without_kernels(model.decoder):
@@ -104,6 +112,7 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     # The time of one stage of several says nothing of the step (`bottleneck.py`).
     judge = Bottlenecks(_roof(held, rates), KernelMeter()) if settings.pp == 1 else None
     made, ready = _made(settings, held, limits, model, found, judge, (saved, peer))
+    ready = replace_settings(ready, no_images=NO_TENSORS if seeing and made.images is None else against)
     if held.share.count > 1:
         return made, ready  # sizes and rates of one process say nothing of the step
     shape = described(settings.served_as, config, storage, held.kv.name, StepLimits.of(limits, threads))
@@ -167,7 +176,8 @@ def _made(
     config = EngineConfig(
         found.blocks, found.context, limits, model.eos_ids, held.kv, names, drafter=drafts,
         draft_tokens=settings.draft_tokens, draft_tree=settings.draft_tree, sparse=layers, prefill=few,
-        sliding_blocks=found.sliding_blocks, tells_cache=settings.tells_cache, evictions=dropping,
+        sliding_blocks=found.sliding_blocks, tells_cache=settings.tells_cache, evictions=dropping, tower=model.tower,
+        image_cache=settings.image_cache,
         saved=moved[0], peer=moved[1],
     )  # fmt: skip
     made = Engine(model.decoder, model.tokenizer, config, bounds=judge, runner=model.runner)
@@ -176,7 +186,7 @@ def _made(
         settings.served_as, found.context, held.config.vocab_size, found.blocks, found.block, limits.max_waiting,
         found.table(), names, limits.together, held.config.hidden, bits_of(settings, model),
         kv_evictions=tuple((str(each), each.longest(found.context)) for each in dropping),
-        horizons=made.runner.horizons,
+        horizons=made.runner.horizons, images=made.images is not None,
     )  # fmt: skip
     return made, ready
 
@@ -322,23 +332,28 @@ def on_gpu(
     return found
 
 
-def fit(settings: Settings, held: Deployment, limits: SchedulerConfig, threads: int, adapters: int = 0) -> Fit:
-    """Divide the memory before a start on CPUs. Raises ValueError, saying by how much, where the model does not fit."""
+def fit(
+    settings: Settings, held: Deployment, limits: SchedulerConfig, threads: int, adapters: int = 0, images: int = 0
+) -> Fit:
+    """Divide the memory before a start on CPUs; `images` are the bytes of a vision tower and its features. Raises
+    ValueError, saying by how much, where the model does not fit."""
     here, share, most = machine.examine(), held.share, held.config.context
     memory, source = settings.memory, "--memory"
     if memory is None:
         memory, source = here.budget if settings.kv_fraction is None else here.memory, here.limited_by
+    beside: list[tuple[str, int]] = [("vision tower", images)] if images else []
     if settings.draft_model is not None:
-        needed = draft_bytes(settings, limits, threads, settings.context or most)
+        beside.append(("draft model", draft_bytes(settings, limits, threads, settings.context or most)))
+    for what, needed in beside:
         if needed > memory:
             raise UserError(
                 "memory_insufficient",
-                f"the draft model needs {planning.size(needed)}, but there are {planning.size(memory)} ({source}): "
+                f"the {what} needs {planning.size(needed)}, but there are {planning.size(memory)} ({source}): "
                 f"{planning.size(needed - memory)} too little",
             )
-        logs.say(f"draft model     {planning.size(needed)}")
+        logs.say(f"{what:<15} {planning.size(needed)}")
         memory -= needed
-        source += f", less {planning.size(needed)} of the draft model"
+        source += f", less {planning.size(needed)} of the {what}"
     memory //= share.count
     source += f", of which each of {share.count} processes has its part" if share.count > 1 else ""
     cache = CacheLimits(settings.max_cached_tokens, settings.kv_fraction)

@@ -18,6 +18,7 @@ sequence's tokens.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ from attar.execution.recorded_step import Decoding
 from attar.execution.watched import Watched, watched
 from attar.faults import InjectedFault, point
 from attar.kernels import dispatch, ops
+from attar.kernels.ref_spans import spans_of
 from attar.kv.moving import move_sinks
 from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
@@ -207,13 +209,13 @@ class Runner:
         self.waits = waits(decoder)
         """Reason why a step is complete when it returns; None where it may still be under way."""
         self._reads_few = self._evicts = False
+        self._moves = False  # whether rows may turn by other angles than those of their slots
         self._prefill: SparsePrefill | None = None
         self.skipped = Counter[str]()
         """Keys whose values rows of prompts skipped, those of each head and layer, by sequences; the engine takes
         them."""
         self._watch = Watched(decoder, self.pages)
-        self.features: Callable[[List[int]], Tensor] | None = None
-        """Returns the rows [M, I] of images that these negative ids stand for; None where there are no images."""
+        self._features_of: Callable[[List[int]], Tensor] | None = None
 
     def read_few(self, found: SparseLayers) -> None:
         """Have rows of outputs choose which keys they read, from now on; called before the first step.
@@ -236,7 +238,16 @@ class Runner:
 
         Rows of the others have the same bits as before.
         """
-        self._evicts = True
+        self._evicts = self._moves = True
+
+    def take_images(self, features: Callable[[List[int]], Tensor], turns: bool) -> None:
+        """Let sequences have images, from now on; called before the first step.
+
+        `features` returns the rows [M, I] that negative ids stand for. With `turns` tokens behind an image have other
+        positions than their indexes. Rows of other sequences have the same bits as before.
+        """
+        self._features_of = features
+        self._moves = self._moves or turns
 
     @torch.inference_mode()
     def record_all(self) -> None:
@@ -333,7 +344,7 @@ class Runner:
                 batch.cache.sliding_tables.numpy()[row, : len(own)] = own
             batch.cache.filled[row] = chunk.slot
             if batch.cache.offsets is not None:
-                batch.cache.offsets[row] = chunk.sequence.dropped
+                batch.cache.offsets[row] = chunk.sequence.dropped + chunk.sequence.shift
             if batch.cache.dense_until is not None:
                 batch.cache.dense_until[row] = chunk.sequence.prompt
         ids = rows.ids
@@ -359,7 +370,7 @@ class Runner:
         view = KVCache.over(self.pages, tables, [0] * sequences, sliding=sliding)
         if self._reads_few:
             view.dense_until = [0] * sequences
-        if self._evicts:
+        if self._moves:
             view.offsets = [0] * sequences
         decoding = Decoding(self.decoder, view, self.context, rows=rows, keep=self.keep)
         batch = _Batch(decoding, view, [[]] * sequences, [[]] * sequences)
@@ -393,15 +404,17 @@ class Runner:
             view.dense_until = [part.chunk.sequence.prompt for part in parts]
         if self._prefill is not None:
             view.read_few(self._prefill, [part.chunk.sequence.prompt for part in parts])
-        if self._evicts:
-            view.offsets = [part.chunk.sequence.dropped for part in parts]
+        angles = self._angles(chunks)
+        if self._moves and angles is None:
+            view.offsets = [part.chunk.sequence.dropped + part.chunk.sequence.shift for part in parts]
         horizons = tuple(part.chunk.sequence.horizon for part in parts) if self.horizons else self.context
         adapters = tuple(part.chunk.sequence.adapter for part in parts)
         lengths = tuple(part.rows for part in parts)
         ranking = self._watch.rows(chunks) if self._evicts else None
         step = ForwardBatch(
-            lengths, horizons, view, adapters, keep=self.keep, repeated=repeated, watched=ranking, features=features
-        )
+            lengths, horizons, view, adapters, keep=self.keep, repeated=repeated, watched=ranking, features=features,
+            angles=angles, spans=_spans(chunks),
+        )  # fmt: skip
         stream, delta = self.decoder.states(ids, step)
         if ranking is not None:
             self._watch.take(chunks, step.queries)
@@ -435,14 +448,23 @@ class Runner:
         own = [chunk for chunk in chunks if _of_image(chunk)]
         if not own:
             return None
-        assert self.features is not None, "rows of images without features"
+        assert self._features_of is not None, "rows of images without features"
         for chunk in own:
             point("runner.features", chunk.sequence.id)
         rows = [row for row, token in enumerate(ids) if token < 0]
-        values = self.features([ids[row] for row in rows])
+        values = self._features_of([ids[row] for row in rows])
         for row in rows:
             ids[row] = 0
         return Features(*sent(self.device, torch.tensor(rows), values))
+
+    def _angles(self, chunks: List[ScheduledTokens]) -> Tensor | None:
+        """Return the positions [3, N] of a step's rows; None where all have their indexes, moved by one number."""
+        if not any(chunk.sequence.positions and chunk.start < chunk.sequence.prompt for chunk in chunks):
+            return None
+        rows = [chunk.sequence.axes(chunk.start, chunk.rows) for chunk in chunks]
+        axes = [list(itertools.chain.from_iterable(axis)) for axis in zip(*rows, strict=True)]
+        (angles,) = sent(self.device, torch.tensor(axes))
+        return angles
 
     def _no_logits(self) -> Tensor:
         return torch.empty((0, self.decoder.config.vocab_size), device=self.device)
@@ -469,6 +491,14 @@ def _of_image(chunk: ScheduledTokens) -> bool:
     if not sequence.images or chunk.start >= sequence.images[-1].end:
         return False
     return any(token < 0 for token in chunk.ids)
+
+
+def _spans(chunks: List[ScheduledTokens]) -> Tensor | None:
+    """Return what rows of images see beside the rows before them (`ForwardBatch.spans`); None where it is nothing."""
+    if not any(image.whole for chunk in chunks for image in chunk.sequence.images if _of_image(chunk)):
+        return None
+    images = [[(image.start, image.end) for image in chunk.sequence.images if image.whole] for chunk in chunks]
+    return torch.cat([spans_of(own, chunk.start, chunk.rows) for own, chunk in zip(images, chunks, strict=True)])
 
 
 def _rows(stream: Tensor, delta: Tensor | None, start: int, end: int) -> tuple[Tensor, Tensor | None]:

@@ -59,7 +59,7 @@ def _png(data: bytes) -> Container:
             raise Refused("has a damaged header")
         if kind == b"IHDR":
             width, height = _unpack(">II", data, at + 8)
-        elif kind == b"eXIf":
+        elif kind == b"eXIf" and turned == 1:  # the first that says something
             turned = _orientation(data[at + 8 : end - 4])
         if kind in _PIXELS:
             kept.append(data[at:end])

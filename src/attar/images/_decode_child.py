@@ -49,7 +49,6 @@ def answer(body: bytes) -> bytes:
     length = int.from_bytes(body[:4], "little")
     request = json.loads(body[4 : 4 + length])
     data = body[4 + length :]
-    del body
     try:
         if request["base64"]:
             try:

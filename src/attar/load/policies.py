@@ -6,6 +6,7 @@ for one policy on a free port and ended before the next one starts, so no policy
 
 from __future__ import annotations
 
+import math
 import socket
 import subprocess
 import sys
@@ -61,8 +62,9 @@ def compare(
 
 
 @contextmanager
-def served(model: str, settings: Sequence[str]) -> Iterator[str]:
-    """Run a server of `model` and yield its address once it is ready. Raises ValueError where it ends before that."""
+def served(model: str, settings: Sequence[str], limit: float = math.inf) -> Iterator[str]:
+    """Run a server of `model` and yield its address once it is ready. Raises ValueError where it ends before that, or
+    is not ready after `limit` seconds."""
     with socket.socket() as free:
         free.bind((HOST, 0))
         port = free.getsockname()[1]
@@ -70,7 +72,7 @@ def served(model: str, settings: Sequence[str]) -> Iterator[str]:
         command = [sys.executable, "-m", "attar", "serve", model, "--host", HOST, "--port", f"{port}", *settings]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
-            yield _ready(process, log, f"http://{HOST}:{port}")
+            yield _ready(process, log, f"http://{HOST}:{port}", limit)
         finally:
             process.terminate()
             try:
@@ -80,9 +82,12 @@ def served(model: str, settings: Sequence[str]) -> Iterator[str]:
                 process.wait()
 
 
-def _ready(process: subprocess.Popen[bytes], log: IO[bytes], url: str) -> str:
+def _ready(process: subprocess.Popen[bytes], log: IO[bytes], url: str, limit: float) -> str:
+    end = time.monotonic() + limit
     while process.poll() is None:
         time.sleep(POLL)
+        if time.monotonic() > end:
+            raise UserError("server_unreachable", f"the server was not ready after {limit:.0f} s")
         with suppress(OSError):  # not listening yet, or 503
             urllib.request.urlopen(f"{url}/readyz", timeout=5).close()
             return url

@@ -17,6 +17,7 @@ from attar.errors import UserError
 from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
 from attar.protocol.speculation import DRAFTERS, FORCED_STEP_DRAFTS, MATCH_FIRST, MAX_STEP_DRAFTS, check_draft
 
+IMAGE_CACHE = 256 << 20  # bytes
 HOPELESS, CHANGED = 2, 3
 """Exit statuses of an engine that cannot serve its model, and of one whose files differ from the server's."""
 
@@ -52,6 +53,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sparse_attention: str | None = None  # how many keys rows of outputs read (kv/sparse.py); None: all
     sparse_prefill: str | None = None  # what rows of prompts read (kv/sparse_prefill.py); None: all
     kv_eviction: tuple[str, ...] = ()  # policies that requests may name (kv/eviction.py), the default first
+    image_cache: int = IMAGE_CACHE  # bytes of features of images; 0: a model's vision tower is not loaded
     name: str = ""  # what requests call the model; empty: its folder's name
     tells_cache: bool = False  # whether changes of the prefix cache are told (`messages.CachedBlocks`)
     cache_dir: str | None = None  # folder of the disk cache; None: there is none

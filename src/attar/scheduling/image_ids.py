@@ -29,13 +29,15 @@ class ImagesExhausted(RuntimeError):
 class ImageSpan:
     """An image in a sequence: its rows lie among the tokens `start` to `end - 1`, perhaps with markers between them.
 
-    `ready`: its features are there, and stay until they are no longer needed. No row of it can be run before.
+    `ready`: its features are there, and stay until they are no longer needed. No row of it can be run before. `whole`:
+    its rows see each other, so all of them are run in one step.
     """
 
     number: int
     start: int
     end: int
     ready: bool = False
+    whole: bool = False
 
 
 def row_ids(number: int, rows: int) -> range:

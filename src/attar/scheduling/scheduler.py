@@ -53,8 +53,9 @@ only where both pools have room.
 *Eviction.* A sequence may drop keys before tokens of fixed index (`evicting.py`). A chunk ends before such a token, and
 the plan that runs it evicts first.
 
-*Images.* A running sequence may have to wait for the features of an image (`Sequence.gate`). No chunk crosses the
-image's first token until then. It keeps its blocks, takes no budget, and all others go on.
+*Images.* A running sequence may have to wait for the features of an image (`Sequence.reach`). No chunk crosses the
+image's first token until then. It keeps its blocks, takes no budget, and all others go on. Where rows of an image see
+each other, no chunk and no match ends within one.
 
 *Blocks from elsewhere.* A sequence may wait for blocks before it is queued, and others are lent to threads
 (`fetching.py`). `kept` lists what went into the tree, where it is set.
@@ -277,7 +278,7 @@ class Scheduler:
         spare = min(budget, self.limits.max_drafts)
         for sequence in decoding:
             try:
-                self._cover(sequence, min(sequence.expected, sequence.gate))
+                self._cover(sequence, sequence.reach(sequence.planned, 1))
                 drafts, tree = self._drafts(sequence, spare)
             except Exception as error:
                 self._give_up(sequence, now, error)
@@ -288,7 +289,7 @@ class Scheduler:
         budget -= step.drafts
         for sequence in prefills:
             try:
-                self._cover(sequence, min(sequence.planned + min(sequence.pending, budget), sequence.gate))
+                self._cover(sequence, sequence.reach(sequence.planned, budget))
             except Exception as error:
                 self._give_up(sequence, now, error)
                 continue
@@ -378,7 +379,7 @@ class Scheduler:
         """Plan up to `budget` of the sequence's pending tokens, and drafts behind the last of them; return the number
         of pending ones."""
         pending = sequence.pending
-        rows = min(pending, budget, sequence.cut - sequence.planned, sequence.gate - sequence.planned)
+        rows = min(sequence.reach(sequence.planned, budget), sequence.cut) - sequence.planned
         if rows:
             samples = 1 + len(drafts) if rows == pending else 0
             step.chunks.append(ScheduledTokens(sequence, sequence.planned, rows + len(drafts), samples, drafts, tree))
@@ -516,13 +517,13 @@ class Scheduler:
             alike = self.reusable(sequence)
             prompt = sequence.tokens[:alike]
             match = self.cache.match(sequence.salt, prompt)
+            while (start := sequence.within(match.length)) is not None:
+                match = self.cache.match(sequence.salt, prompt[:start])
             if self._soon_more(sequence.salt, prompt, match):
                 return False
         room = self._room(sequence, match, budget)
         if room is None and match.source is not None:  # the block to copy from may be the one that is missing
-            length = len(match.blocks) * self.pool.size
-            if self.sliding is not None:
-                length = self.sliding.reach(match.blocks, length)
+            length = self._reached(sequence, match.blocks)
             whole = match.blocks[: length // self.pool.size]
             match = match._replace(length=length, blocks=whole, source=None, ended="no_room")
             room = self._room(sequence, match, budget)
@@ -548,6 +549,17 @@ class Scheduler:
         insort(self.running, sequence, key=_rank)
         step.admitted.append(sequence)
         return True
+
+    def _reached(self, sequence: Sequence, blocks: list[int]) -> int:
+        """Return how many tokens of these blocks a sequence can share in whole blocks."""
+        length = len(blocks) * self.pool.size
+        while True:
+            length -= length % self.pool.size
+            if self.sliding is not None:
+                length = self.sliding.reach(blocks[: length // self.pool.size], length)
+            if (start := sequence.within(length)) is None:
+                return length
+            length = start
 
     def _soon_more(self, salt: bytes, prompt: array[int], match: Match) -> bool:
         """Return whether a prompt being computed will bring a block more of this one into the tree, or all of it.
@@ -579,8 +591,7 @@ class Scheduler:
         try:
             if needed + spare <= self.pool.available:
                 if self.sliding is not None:
-                    end = min(sequence.expected, match.length + budget, sequence.gate_from(match.length))
-                    beside = self.sliding.take(match, end)
+                    beside = self.sliding.take(match, sequence.reach(match.length, budget))
                 room = self._allocate(needed)
         finally:
             if room is None:

@@ -14,6 +14,7 @@ same contents; from then on it only gains blocks, or takes those of a branch who
 from __future__ import annotations
 
 import enum
+import itertools
 from array import array
 from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
@@ -50,7 +51,8 @@ class Sequence:
     computed. `adapter` is the number of its adapter, 0 for none; the caller makes the salt differ by adapter.
     `horizons` are the lengths, ascending, past each of which all of its keys are others, and last one that it never
     exceeds; () where its keys never change. `eviction` says which of its keys are dropped (`evicting.py`). `images` are
-    those of its prompt, in order.
+    those of its prompt, in order. Where they give tokens positions by time, height and width (M-RoPE), `positions` are
+    the prompt's, and a later token has its index and `shift` in all three.
     """
 
     id: str
@@ -64,6 +66,8 @@ class Sequence:
     horizons: tuple[int, ...] = ()
     eviction: Eviction | None = None
     images: tuple[ImageSpan, ...] = ()
+    positions: tuple[array[int], ...] = ()
+    shift: int = 0
 
     horizon: int = field(init=False, default=0)  # that of the keys in the blocks; 0: they never change
     tokens: array[int] = field(init=False)
@@ -149,12 +153,29 @@ class Sequence:
         return NEVER if self.eviction is None else self.eviction.cut(self.prompt, self.dropped)
 
     @property
-    def gate(self) -> int:
-        """Index of the first token that cannot be run yet, since it waits for the features of an image."""
-        return self.gate_from(self.planned)
+    def gated(self) -> bool:
+        """Return whether its next row waits for the features of an image."""
+        return self.gate_from(self.planned) == self.planned
+
+    def reach(self, at: int, budget: int) -> int:
+        """Return the index before which a chunk of at most `budget` rows from index `at` ends."""
+        end = min(self.expected, at + budget, self.gate_from(at))
+        start = self.within(end)
+        return end if start is None else max(start, at)
+
+    def within(self, at: int) -> int | None:
+        """Return the start of the image whose rows see each other and in which index `at` lies; None outside."""
+        return next((image.start for image in self.images if image.whole and image.start < at < image.end), None)
+
+    def axes(self, start: int, rows: int) -> tuple[Iterable[int], ...]:
+        """Return the positions of `rows` tokens from index `start` on, by time, height and width."""
+        later = range(max(start, self.prompt) + self.shift, start + rows + self.shift)
+        if not self.positions:
+            return (range(start + self.shift, start + rows + self.shift),) * 3
+        return tuple(itertools.chain(axis[start : start + rows], later) for axis in self.positions)
 
     def gate_from(self, at: int) -> int:
-        """Return what `gate` is once the first `at` tokens are planned."""
+        """Return the index of the first token from `at` on that waits for the features of an image."""
         for image in self.images:
             if not image.ready and image.end > at:
                 return max(image.start, at)

@@ -63,6 +63,7 @@ CATALOGUE: dict[str, Kind] = {
     "draining": _BUSY,
     "engine_down": _BUSY,
     "busy": _BUSY,
+    "loop_detected": Kind(508, "invalid_request_error", "api_error", vain=True),
     "deadline": Kind(503, "service_unavailable_error", "overloaded_error", vain=True),  # it would take as long again
 }  # fmt: skip
 

@@ -172,18 +172,22 @@ class Prompts:
         return found
 
     async def rerank_ids(
-        self, key: bytes, query: str, documents: Sequence[str], instruction: str, room: Room
+        self, key: bytes, query: str, documents: Sequence[str], instruction: str, room: Room, most: int | None = None
     ) -> list[tuple[int, ...]]:
-        """Return a reranker's prompt for each document. Raises APIError as `ids`, and where the model is none."""
+        """Return a reranker's prompt for each document, of which `most` tokens are read. Raises APIError as `ids`, and
+        where the model is none."""
         reranker = self.reranker
         if reranker is None:
             message = "model: it is no causal reranker, which needs the tokens `yes` and `no` and Qwen3's chat markup"
             raise APIError("unsupported_field", message, "model")
 
         def encode() -> list[tuple[int, ...]]:
-            for text in (query, instruction, *documents):
+            for text in (query, instruction, *(documents if most is None else ())):
                 self._check_length(text, room.field, room.context)
-            return _tokenized(lambda: [reranker.ids(query, document, instruction) for document in documents])
+            for text in documents:
+                self._check_length(text, room.field, MOST_CUT)
+            read = documents if most is None else [self._beginning(document, most) for document in documents]
+            return _tokenized(lambda: [reranker.ids(query, document, instruction) for document in read])
 
         size = sum(map(len, documents)) + len(documents) * (len(query) + len(instruction))
         found = await self._threads.run(key, size, encode)
@@ -305,6 +309,11 @@ class Prompts:
 
     def _encode_piece(self, text: str, first: bool) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=first)
+
+    def _beginning(self, text: str, most: int) -> str:
+        """Return the text of the first tokens of a text, without a character that they break."""
+        ids = self._literal.text_ids(text)
+        return text if len(ids) <= most else self._decode(ids[:most]).rstrip("\ufffd")
 
     def _check_length(self, text: str, name: str, context: int | None) -> None:
         if context is not None and (least := self._bounds.at_least(text)) > context:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,6 +23,7 @@ class SeededTower:
 
     def __init__(self, hidden: int = 64, image_token: int = TOKEN) -> None:
         self.hidden, self.image_token = hidden, image_token
+        self.rotary = self.bidirectional = False
         self.slices: list[int] = []
         self.seen: list[bytes] = []
 
@@ -40,6 +41,26 @@ class SeededTower:
                 yield
             state = out
         return state
+
+    def count(self, image: ImageInput) -> int:
+        return image.rows
+
+    def positions(self, ids: Sequence[int], images: Sequence[ImageInput]) -> Tensor:
+        """Each image's rows stand in two lines, side by side; text goes on behind the wider side."""
+        axes, at, start = [[], [], []], 0, 0
+        left = iter(images)
+        while at < len(ids):
+            if ids[at] != self.image_token:
+                for axis in axes:
+                    axis.append(start)
+                at, start = at + 1, start + 1
+                continue
+            wide = -(-(rows := next(left).rows) // 2)
+            axes[0] += [start] * rows
+            axes[1] += [start + row // wide for row in range(rows)]
+            axes[2] += [start + row % wide for row in range(rows)]
+            at, start = at + rows, start + max(2, wide)
+        return torch.tensor(axes)
 
     def encode(self, image: ImageInput) -> Tensor:
         """All at once."""

@@ -108,6 +108,16 @@ def test_a_hit_ends_exactly_before_another_image(decoder: Decoder) -> None:
     assert tower.seen == [A.digest, B.digest, C.digest]
 
 
+def test_a_hit_that_ends_right_before_an_image_is_copied(decoder: Decoder) -> None:
+    """Nothing else runs in the step that copies part of a block, and the sequence itself waits for its image."""
+    engine, tower = seeing(decoder)
+    run(engine, [submit("a", *TEXT[:5], 50)])
+    ask = submit("b", *TEXT[:5], A, 7)
+    events = run(engine, [ask])
+    assert reused(events) == 5
+    assert tokens(events, "b") == alone(decoder, tower, ask)
+
+
 def reused(events: Iterable[Event]) -> int:
     report = next(event.report for event in events if isinstance(event, Finished))
     assert report is not None
@@ -159,7 +169,7 @@ def test_text_goes_on_while_the_tower_works(decoder: Decoder) -> None:
     said = 0
     while not engine.images.encoded:
         said += sum(isinstance(event, Delta) for event in engine.step())
-    assert len(tower.slices) - before == 3 * -(-150 // 16)
+    assert len(tower.slices) - before == 3 * -(-150 // 64)
     assert said >= len(tower.slices) - before - 2
     events = run(engine)
     assert tokens(events, "image") == alone(decoder, tower, submit("image", big, 5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.sources.vision import load_vision
 from attar.model.vision.config import CLIP_MEAN, CLIP_STD, HALF
-from attar.model.vision.model import VisionModel
+from attar.model.vision.model import VisionModel, Work
 from tests.model.vision import tiny
 
 
@@ -106,3 +107,19 @@ def features(kind: str, picture: Picture) -> Tensor:
     else:
         found = model.get_image_features(values, return_dict=True).pooler_output
     return torch.cat([each.reshape(-1, each.shape[-1]) for each in found])
+
+
+def finished(work: Work) -> tuple[Tensor, int]:
+    """Return the rows of an image, and the number of units that were left."""
+    units = 0
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value, units
+        units += 1
+
+
+def in_units(vision: VisionModel, picture: Picture, rows: Callable[[], int] = lambda: 1) -> tuple[Tensor, int]:
+    """Return the rows of an image, computed in units of about `rows()` rows, and the number of units."""
+    return finished(vision.units(picture, rows))

@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attar.checkpoints.folder import Folder
+from attar.checkpoints.sources import vision as vision_source
 from attar.checkpoints.sources.vision import load_vision
 from attar.kernels import dispatch
+from attar.kernels.native.store import CpuWeights
 from attar.model.vision.assembly import tensors
 from attar.model.vision.config import CLIP_MEAN, VisionConfig, read_vision
+from attar.model.vision.model import VisionModel
 from tests.errors import user_error
 from tests.model.vision import seen, tiny
 
@@ -136,16 +139,24 @@ def test_every_listed_tensor_is_read_once(kind: str) -> None:
     assert len(seen_names) == len(set(seen_names)) == len(list(tensors(vision.config)))
 
 
+def _halves(kind: str, at: Path) -> Folder:
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(tiny.folder(kind) / "model.safetensors").items()}
+    save_file(tensors, at / "model.safetensors")
+    (at / "config.json").write_text((tiny.folder(kind) / "config.json").read_text())
+    return Folder(at)
+
+
 @pytest.mark.parametrize("kind", ["smolvlm", "qwen2_5_vl", "gemma3"])
-def test_native_kernels_keep_the_stored_dtype_and_give_the_same_rows(kind: str, tmp_path: Path) -> None:
+def test_native_kernels_keep_the_stored_dtype_and_give_the_same_rows(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = dispatch.store()
     if store is None:
         pytest.skip("the native kernels are off or do not load")
-    tensors = {name: tensor.bfloat16() for name, tensor in load_file(tiny.folder(kind) / "model.safetensors").items()}
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((tiny.folder(kind) / "config.json").read_text())
-    folder = Folder(tmp_path)
+    monkeypatch.setattr(vision_source, "faster", lambda: False)
+    folder = _halves(kind, tmp_path)
     ours, plain = load_vision(folder, torch.float32, store), load_vision(folder, torch.float32)
+    assert isinstance(store, CpuWeights)
     assert ours is not None
     assert plain is not None
     assert not store.refused
@@ -154,12 +165,31 @@ def test_native_kernels_keep_the_stored_dtype_and_give_the_same_rows(kind: str, 
         assert (ours.encode(picture) - plain.encode(picture)).abs().max() <= 1e-3
 
 
+def _near(vision: VisionModel, kind: str, exact: VisionModel) -> None:
+    for picture in seen.pictures(kind):
+        rows, theirs = vision.encode(picture), exact.encode(picture)
+        assert rows.dtype == vision.rows_dtype
+        assert (rows - theirs).norm() <= 0.05 * theirs.norm()
+        assert torch.equal(seen.in_units(vision, picture)[0], rows)
+
+
+def test_tiles_compute_a_tower_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dispatch.store()
+    if store is None:
+        pytest.skip("the native kernels are off or do not load")
+    monkeypatch.setattr(vision_source, "faster", lambda: True)
+    found = load_vision(_halves("qwen2_5_vl", tmp_path), torch.float32, store)
+    assert found is not None
+    assert (found.dtype, found.rows_dtype) == (torch.bfloat16, torch.float32)
+    _near(found, "qwen2_5_vl", seen.vision("qwen2_5_vl"))
+    wide = load_vision(Folder(tiny.folder("smolvlm")), torch.float32, store)
+    assert wide is not None
+    assert wide.dtype == torch.float32, "what is stored in float32 stays exact"
+
+
 @pytest.mark.parametrize("kind", ["llava_next", "qwen2_5_vl", "gemma3"])
 def test_a_tower_in_bfloat16_takes_half_and_gives_nearly_the_same_rows(kind: str) -> None:
     ours, exact = load_vision(Folder(tiny.folder(kind)), torch.bfloat16), seen.vision(kind)
     assert ours is not None
     assert 2 * ours.nbytes == exact.nbytes
-    for picture in seen.pictures(kind):
-        rows, theirs = ours.encode(picture), exact.encode(picture)
-        assert rows.dtype == torch.bfloat16
-        assert (rows - theirs).norm() <= 0.05 * theirs.norm()
+    _near(ours, kind, exact)

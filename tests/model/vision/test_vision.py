@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attar.model.vision.model import VisionModel, Work
+from attar.model.vision.model import VisionModel
 from attar.model.vision.tower import TILE, Done
 from tests.errors import user_error
 from tests.model.vision import seen, tiny
@@ -55,24 +55,13 @@ def test_rows_equal_transformers(kind: str, old_names: bool) -> None:
         assert (ours - theirs).abs().max() <= EQUAL
 
 
-def _finished(work: Work) -> tuple[Tensor, int]:
-    """Return the rows of an image, and the number of units that they took."""
-    units = 0
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            return end.value, units
-        units += 1
-
-
 @pytest.mark.parametrize("kind", tiny.MODELS)
 def test_bits_do_not_depend_on_the_slicing(kind: str) -> None:
     vision, picture = seen.vision(kind), seen.pictures(kind)[-1]
     whole = vision.encode(picture)
     draw = random.Random(3)
     for rows in (lambda: 1, lambda: TILE + 1, lambda: draw.choice([1, 3 * TILE, 1 << 20])):
-        found, units = _finished(vision.units(picture, rows))
+        found, units = seen.in_units(vision, picture, rows)
         assert torch.equal(found, whole)
         assert units >= 2 * len(vision.tower.layers)
 
@@ -83,7 +72,8 @@ def test_images_do_not_change_each_other() -> None:
     for _ in range(3):
         next(work)
     other = vision.encode(second)
-    assert torch.equal(_finished(work)[0], vision.encode(first))
+    rest = seen.finished(work)[0]
+    assert torch.equal(rest, vision.encode(first))
     assert torch.equal(other, vision.encode(second))
 
 

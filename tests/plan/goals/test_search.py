@@ -146,6 +146,15 @@ def test_ten_percent_more_buys_something_or_nothing() -> None:
     assert set(answer.relaxed) == set(answer.question.goals)
 
 
+def test_presets_are_tried_where_prompts_fill_their_steps() -> None:
+    def rows(users: int, context: int) -> set[int]:
+        return {each.rows for each in search.search(question("kl<=1", users, context)).all}
+
+    assert rows(1, 2048) == {512}
+    assert rows(2, 256) == {512, 128}
+    assert rows(4, 2048) == set(search.ROWS) == {128, 512, 1024, 2048}
+
+
 def test_json_has_no_infinity() -> None:
     for goals, kv in (("kl<=1", None), ("kl<=1", "nuq4")):
         asked = question(goals, kv=kv)

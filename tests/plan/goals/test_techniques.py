@@ -33,6 +33,11 @@ def having(answer: search.Answer, name: str) -> list[Configuration]:
     return [each for each in answer.all if each.technique is not None and each.technique.name.startswith(name)]
 
 
+def beside(answer: search.Answer) -> dict[tuple[str, str, int], Configuration]:
+    """Return the configurations without a technique, by weights, KV format and rows."""
+    return {(each.weights.label, each.kv.name, each.rows): each for each in answer.all if each.technique is None}
+
+
 def test_sparse_attention_shortens_decoding_and_leaves_prompts_alone() -> None:
     changed = Changed(MODEL, TOPK, 8000)
     assert changed.decode(1, LONG).attention < 0.5 * MODEL.decode(1, LONG).attention
@@ -54,21 +59,21 @@ def test_eviction_holds_fewer_slots() -> None:
     assert SNAPKV.slots(LONG, 12_000) == 12_000, "the prompt is whole until it is ranked"
     assert SNAPKV.slots(LONG, 100) == LONG
     answer = search.search(question("kl<=1", users=8, context=LONG))
-    plain = {(each.weights.label, each.kv.name): each for each in answer.all if each.technique is None}
+    plain = beside(answer)
     for each in having(answer, "sink"):
-        beside = plain[each.weights.label, each.kv.name]
-        assert each.cells["memory"].value < beside.cells["memory"].value
-        assert each.cells["kl"].value > beside.cells["kl"].value
+        without = plain[each.weights.label, each.kv.name, each.rows]
+        assert each.cells["memory"].value < without.cells["memory"].value
+        assert each.cells["kl"].value > without.cells["kl"].value
         assert each.cells["kl"].evidence == "fitted"
 
 
 def test_one_bit_keys_take_memory() -> None:
     answer = search.search(question("kl<=1", users=8, context=LONG))
-    plain = {(each.weights.label, each.kv.name): each for each in answer.all if each.technique is None}
+    plain = beside(answer)
     found = having(answer, "topk")
     assert found
     for each in found:
-        assert each.cells["memory"].value > plain[each.weights.label, each.kv.name].cells["memory"].value
+        assert each.cells["memory"].value > plain[each.weights.label, each.kv.name, each.rows].cells["memory"].value
 
 
 @given(st.floats(0, 1), st.integers(0, 16))
@@ -110,9 +115,9 @@ def test_an_assumed_acceptance_is_no_promise() -> None:
 def test_a_useless_acceptance_is_rejected_with_a_number() -> None:
     asked = question("kl<=0.2, tpot<=50ms", acceptance=0.0)
     answer = search.search(asked)
-    plain = {(each.weights.label, each.kv.name): each for each in answer.all if each.technique is None}
+    plain = beside(answer)
     for each in having(answer, "7 drafts"):
-        assert each.cells["tpot_p95"].value > plain[each.weights.label, each.kv.name].cells["tpot_p95"].value
+        assert each.cells["tpot_p95"].value > plain[each.weights.label, each.kv.name, each.rows].cells["tpot_p95"].value
     tight = search.search(replace(asked, goals=parse("kl<=0.000001")))
     reasons = {each.technique: each.reason for each in tight.rejected}
     assert all(any(c.isdigit() for c in reason) for name, reason in reasons.items() if "draft" in name)

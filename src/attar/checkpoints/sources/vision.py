@@ -8,6 +8,7 @@ from torch import Tensor
 from attar.checkpoints.folder import Folder, read_config
 from attar.checkpoints.strict_io import naming
 from attar.kernels.dispatch import BackendWeights
+from attar.kernels.tiles import faster
 from attar.model.families import read_config as read_model
 from attar.model.vision import assembly
 from attar.model.vision.config import VisionConfig, read_vision
@@ -43,12 +44,16 @@ def vision_config(folder: Folder) -> VisionConfig | None:
 def load_vision(folder: Folder, dtype: torch.dtype, store: BackendWeights | None = None) -> VisionModel | None:
     """Load the tower and projector of an open folder, to compute in `dtype`; None for a model without.
 
-    With a `store` the weights are laid out for its kernels, as they are stored. Raises ValueError where tensors are
-    missing or of another shape than the config says, before any is read.
+    With a `store` the weights are laid out for its kernels, as they are stored. A tower that is stored in bfloat16 is
+    computed in bfloat16, as models are run, where the processor's tiles make that several times as fast. Raises
+    ValueError where tensors are missing or of another shape than the config says, before any is read.
     """
     assert store is None or dtype == store.dtype, f"these kernels compute in {store.dtype}, not {dtype}"
     config = vision_config(folder)
     if config is None:
         return None
+    files = _Files(folder)
     with naming(folder.path):
-        return assembly.build(config, _Files(folder), dtype, store)
+        if store is not None and faster() and assembly.stored_dtypes(config, files) == {"bfloat16"}:
+            return assembly.build(config, files, torch.bfloat16, rows_dtype=dtype)
+        return assembly.build(config, files, dtype, store)

@@ -55,22 +55,30 @@ def route(config: RouteConfig) -> None:
     it costs the least, by its tokens and by what each host has cached. When a host dies, its answers go on at another,
     with the same tokens.
 
+    Without it the hosts are any servers that speak OpenAI's API, such as vLLM's and llama.cpp's. What they have cached
+    is guessed from texts, and an answer that has begun ends with its host.
+
     Examples:
       attar route http://host1:8000 http://host2:8000 --router-key-file r.key
+      attar route http://host1:8000 http://host2:8080
     """
     with errors(config.as_json):
-        from attar.server.fleet import attar_hosts
+        from attar.server.fleet import attar_hosts, plain_hosts
         from attar.server.http.security import read_keys
         from attar.server.http.sockets import explained
 
         logs.begin()
         http = config.http()
         urls = attar_hosts.check_urls(config.urls)
-        if config.router_key_file is None:
-            raise UserError("option_missing", "--router-key-file is needed: that of the hosts")
-        key = read_keys(config.router_key_file)[0]
+        key = None if config.router_key_file is None else read_keys(config.router_key_file)[0]
+        if key is None and config.response_store is not None:
+            raise UserError("option_unused", "--response-store needs --router-key-file: others keep their own answers")
+        started = _started(config.as_json)
         try:
-            attar_hosts.run(urls, key, http, _started(config.as_json))
+            if key is None:
+                plain_hosts.run(urls, http, started)
+            else:
+                attar_hosts.run(urls, key, http, started)
         except OSError as error:
             raise explained(error, config.host, config.port) from None
 

@@ -215,8 +215,8 @@ class Experiments:
         work, first, each = self.question.workload, of.cells["ttft_p95"].value, of.cells["tpot_p95"].value
         answer = min(work.answer, max(LEAST_ANSWER, int((seconds - first) / each)))
         rounds = max(1, int(seconds / (first + answer * each)))
-        begun = time.monotonic()
-        with policies.served(str(self.path(of.weights)), report.settings(of, self.question)) as url:
+        begun, settings = time.monotonic(), report.settings(of, self.question)
+        with policies.served(str(self.path(of.weights)), settings, max(1.0, clock.left)) as url:
             self._start = time.monotonic() - begun
             options = sweep.Options(
                 url, synthetic=Synthetic(work.prompt, answer), vocabulary=self.question.config.vocab_size,

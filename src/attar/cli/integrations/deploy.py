@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from attar.integrations.ray.config import Size
     from attar.integrations.ray.settings import Arguments
 
-NOT_HERE = ("models", "replicas", "replica_cores", "triton_config")  # options of `serve` that make no replica of Ray's
+NOT_HERE = ("models", "replicas", "replica_cores", "triton_config", "router_key_file")
+"""Options of `serve` that make no replica of Ray's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class DeployConfig(serving.ServeConfig):
 
 @configured(DeployConfig)
 def deploy(config: DeployConfig) -> None:
-    """Write a model's engines and HTTP server as an application of Ray Serve.
+    """Write a model as an application of Ray Serve.
 
     Replicas run the engines of `serve`, and one of them the HTTP server. The options are those of `serve`; --memory
     and --threads are of each replica. Every node needs attar, and the model at the same path.
@@ -106,7 +107,7 @@ def _arguments(config: DeployConfig, size: Size) -> tuple[Arguments, dict[str, A
     from attar.text.template import read_template
 
     name = name_of(config.model) if config.name is None else check_name(config.name)
-    keys, origins = serving.security(config)
+    keys, origins = config.security()
     path = hub.resolve(config.model).resolve()
     settings, reserved = placed(config.engine(path, name, {"device": config.device or "cpu"}), size)
     adapters = tuple((each, os.path.abspath(folder)) for each, folder in settings.adapters)

@@ -39,7 +39,6 @@ from attar.scheduling.scheduler import Refused
 from attar.scheduling.sequence import Sequence as Tokens
 
 MAX_TILES = 256 << 20  # bytes of the tiles of all open requests
-IMAGE_CACHE = 256 << 20  # bytes of features, by default
 SHARE = 0.4  # of a step's time, for the tower before the next one
 ALONE_SECONDS = 0.05  # for the tower at a time, where no step waits: commands are read in between
 
@@ -48,26 +47,33 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Prompt:
-    """A prompt with the ids of its images' rows, and the images; `spans` are made anew for each choice."""
+    """A prompt with the ids of its images' rows, and the images; `spans` are made anew for each choice.
+
+    `positions` and `shift` are those of `Sequence`.
+    """
 
     ids: Sequence[int]
     spans: tuple[ImageSpan, ...] = ()
+    positions: tuple[array[int], ...] = ()
+    shift: int = 0
 
     def own_spans(self) -> tuple[ImageSpan, ...]:
         """Return spans for one sequence."""
-        return tuple(ImageSpan(span.number, span.start, span.end) for span in self.spans)
+        return tuple(ImageSpan(span.number, span.start, span.end, whole=span.whole) for span in self.spans)
 
 
 class Images:
     """Images of one engine, whose features take at most `limit` bytes, as rows of `dtype`. `room` frees the ids that
-    only the prefix cache holds."""
+    only the prefix cache holds. A step has `step_rows` rows for one prompt at least."""
 
     def __init__(
-        self, tower: VisionTower, limit: int, dtype: torch.dtype, ids: ImageIds, room: Callable[[], None]
-    ) -> None:
+        self, tower: VisionTower, limit: int, dtype: torch.dtype, ids: ImageIds, room: Callable[[], None],
+        step_rows: int,
+    ) -> None:  # fmt: skip
         self.tower, self.dtype, self.ids, self.store = tower, dtype, ids, FeatureStore(limit)
         self.encoded = 0  # images that the tower computed
         self.seconds = 0.0  # of the tower
+        self._step_rows = step_rows
         self._row_bytes = dtype.itemsize * tower.hidden
         self._room = room
         self._tiles: dict[int, ImageInput] = {}  # by number, while a sequence has the image
@@ -87,6 +93,9 @@ class Images:
         self._refuse_too_much(ask)
         if not ask.images:
             return Prompt(ask.prompt)
+        if any(self.tower.count(image) != image.rows for image in ask.images):
+            raise Refused("invalid", "an image has another number of rows than the vision tower makes")
+        positions, shift = self._positions(ask)
         numbers: list[int] = []
         try:
             for image in ask.images:
@@ -102,12 +111,20 @@ class Images:
         ends = list(itertools.accumulate(image.rows for image in ask.images))
         starts = [0, *ends]
         spans = tuple(
-            ImageSpan(number, places[first], places[end - 1] + 1)
+            ImageSpan(number, places[first], places[end - 1] + 1, whole=self.tower.bidirectional)
             for number, first, end in zip(numbers, starts, ends, strict=False)
         )
         for number, image in zip(numbers, ask.images, strict=True):
             self._tiles.setdefault(number, image)
-        return Prompt(ids, spans)
+        return Prompt(ids, spans, positions, shift)
+
+    def _positions(self, ask: Submit) -> tuple[tuple[array[int], ...], int]:
+        """Return the positions of a prompt's tokens, and how much less than their indexes those of later tokens are."""
+        if not self.tower.rotary:
+            return (), 0
+        found = self.tower.positions(ask.prompt, ask.images)
+        axes = tuple(array("i", axis) for axis in found.tolist())
+        return axes, max(map(max, axes)) + 1 - len(ask.prompt)
 
     def begin(self, sequences: Iterable[Tokens]) -> None:
         """Hold the images of sequences that were queued."""
@@ -152,6 +169,9 @@ class Images:
         if (needed := sum(sizes.values())) > self.store.limit:
             message = f"features of the images take {needed} bytes; --image-cache gives {self.store.limit}"
             raise Refused("too_long", message)
+        if self.tower.bidirectional and any(image.rows > self._step_rows for image in ask.images):
+            message = f"rows of an image are computed in one step, which has {self._step_rows} for them"
+            raise Refused("too_long", f"{message}: raise --max-step-tokens, or lower --max-running")
         held = sum(len(image.tiles) for image in self._tiles.values())
         if ask.images and held + sum(len(image.tiles) for image in ask.images) > MAX_TILES:
             raise Refused("full", f"images of open requests take {held} bytes of {MAX_TILES}: no room for more")
@@ -173,7 +193,7 @@ class Images:
     def advance(self, running: Sequence[Tokens]) -> str | None:
         """Have the tower work before the next step; return the id of the sequence for which it raised."""
         self._hold(running)
-        waits = any(sequence.gate > sequence.planned and sequence.pending for sequence in running)
+        waits = any(sequence.pending and not sequence.gated for sequence in running)
         seconds = SHARE * median(self._steps) if waits and self._steps else ALONE_SECONDS
         if self._encoding is None and not self._begin(running):
             return None

@@ -1,21 +1,84 @@
-"""What images do not go with yet, said in one place: of a server's settings, and of an engine's."""
+"""What images do not go with yet, said in one place, and the memory that they take."""
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from attar.checkpoints import vocabulary
+from attar.checkpoints.folder import Folder
+from attar.checkpoints.sources.vision import vision_config
 from attar.errors import UserError
+from attar.formats.scheme import ITEM_BITS
+from attar.kv import schemes
+from attar.kv.schemes import KvScheme
+from attar.model.vision.assembly import tensors
+from attar.model.vision.config import VisionConfig
+from attar.protocol.settings import Settings
 from attar.protocol.speculation import DRAFTERS
 from attar.sampling.drafters.drafter import Drafter
 
+NO_TENSORS = "the model's files lack the vision tower"
 
-def against_images(device: str, processes: int, draft: str | None) -> str | None:
-    """Return the sentence that says with which setting requests have no images; None where they may have some."""
+
+class Beside(NamedTuple):
+    """Settings that some towers do not go with: whether requests may drop keys, whether rows read few keys, and the
+    scheme of the KV cache, None for the lossless one."""
+
+    evicts: bool = False
+    few: bool = False
+    scheme: KvScheme | None = None
+
+
+def against_images(config: VisionConfig, device: str, processes: int, draft: str | None, other: Beside) -> str | None:
+    """Return a clause that says why requests have no images, such as a setting; None where they may have some.
+
+    `processes` are those that share the model.
+    """
     if device != "cpu":
         return f"--device {device}: images are computed on CPUs only"
     if processes > 1:
         return "--tp and --pp: images are computed in one process only"
     if draft is not None and draft not in DRAFTERS:
         return f"--draft {draft}: with images drafts come from {' or '.join(DRAFTERS)}"
+    if config.sections and other.evicts:
+        return "--kv-eviction: not with tokens that have positions by time, height and width"
+    if config.bidirectional and other.few:
+        return "--sparse-attention and --sparse-prefill: not with rows of one image that see each other"
+    if config.bidirectional and other.scheme is not None and other.scheme.recent:
+        return f"--kv {other.scheme.name}: not with rows of one image that see each other"
     return None
+
+
+def tower_of(path: Path) -> tuple[VisionConfig | None, str]:
+    """Return the vision tower that a checkpoint has, None without one and for GGUF files, and why one that there is
+    cannot be used."""
+    if vocabulary.is_gguf(path):
+        return None, ""
+    try:
+        return vision_config(Folder(path)), ""
+    except UserError as error:
+        return None, str(error)
+
+
+def no_images(settings: Settings, config: VisionConfig) -> str | None:
+    """Return why an engine of these settings takes no images, where the model has a tower; None where it does."""
+    if not settings.image_cache:
+        return "--image-cache 0"
+    # Ids of images are one process's own, so no block with an image may leave it.
+    if settings.cache_dir is not None:
+        return "--cache-dir: blocks of images stay in their engine"
+    if settings.role != "both":
+        return f"--role {settings.role}: blocks of images stay in their engine"
+    few = bool(settings.sparse_attention or settings.sparse_prefill)
+    other = Beside(bool(settings.kv_eviction), few, None if settings.kv is None else schemes.scheme(settings.kv))
+    return against_images(config, settings.device, settings.tp * settings.pp, settings.draft, other)
+
+
+def tower_bytes(config: VisionConfig, dtype: str) -> int:
+    """Return the bytes of the weights of a tower and its projector, stored in `dtype`."""
+    return sum(math.prod(shape) for _, _, shape in tensors(config)) * ITEM_BITS[dtype] // 8
 
 
 def check_drafter(drafter: Drafter | None) -> None:

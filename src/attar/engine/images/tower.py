@@ -7,7 +7,7 @@ allows, and the engine has its steps in between. How an image is sliced changes 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -15,17 +15,34 @@ from torch import Tensor
 from attar.faults import point
 from attar.protocol.images import ImageInput
 
-FEWEST, MOST = 16, 4096  # rows of a slice
+FEWEST, MOST = 64, 4096  # rows of a slice
 SLICE_SECONDS = 0.02  # of a slice, where nobody waits for the next step
 
 
 class VisionTower(Protocol):
-    """A vision tower with its projector, as the engine sees it (`model/vision/`)."""
+    """A vision tower with its projector, as the engine sees it: `model.vision.model.VisionModel` is one."""
 
-    image_token: int
-    """The token that stands in a prompt once for each row of an image."""
-    hidden: int
-    """Numbers of a row, those of the decoder's rows."""
+    @property
+    def image_token(self) -> int:
+        """Return the token that stands in a prompt once for each row of an image."""
+
+    @property
+    def hidden(self) -> int:
+        """Return the numbers of a row, those of the decoder's rows."""
+
+    @property
+    def rotary(self) -> bool:
+        """Return whether tokens have positions by time, height and width."""
+
+    @property
+    def bidirectional(self) -> bool:
+        """Return whether rows of an image see each other in the decoder."""
+
+    def count(self, image: ImageInput) -> int:
+        """Return the rows of an image, by its sizes. Raises ValueError where the tower does not take these sizes."""
+
+    def positions(self, ids: Sequence[int], images: Sequence[ImageInput]) -> Tensor:
+        """Return the positions of a prompt by time, height and width, int64 [3, N], where there are such."""
 
     def units(self, image: ImageInput, rows: Callable[[], int]) -> Generator[None, None, Tensor]:
         """Compute the features of an image, [image.rows, hidden]: a generator that returns them.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from attar.errors import UserError
 from attar.protocol.grammar import Grammar
+from attar.protocol.images import ImageInput
 from attar.protocol.messages import Delta, Failed, Finished, PromptLogprobs
 from attar.protocol.reasoning import ReasoningSection
 from attar.protocol.request import Completion, FinishReason, SamplingParams, TokenLogprob, ToolCall
@@ -33,6 +34,7 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     of_prompt: tuple[TokenLogprob, ...] | None = None
     reason: FinishReason | None = None
+    images: tuple[ImageInput, ...] = ()
 
     def take(self, event: Said) -> None:
         """Add an event. Raises ValueError where the request has failed."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from attar.engine.llm.images import ImagePrompts
+from attar.protocol.images import ImageInput
 from attar.text.answers.events import AnswerParser
 from attar.text.answers.reasoning import Place, ReasoningMarkers, ReasoningParser
 from attar.text.forms.infill import Infill
@@ -27,10 +29,10 @@ TAIL = 64  # tokens at the end of a prompt that show whether a reasoning section
 
 
 class Chats:
-    """The conversations of a model with this tokenizer."""
+    """The conversations of a model with this tokenizer, and with `images` where it has a vision tower."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, images: ImagePrompts | None = None) -> None:
+        self._tokenizer, self._images = tokenizer, images
         self._literal = LiteralChat(tokenizer)
         self.infill = Infill.of(tokenizer, self._literal.text_ids)
         self.reranker = Reranker.of(tokenizer, self._literal.text_ids)
@@ -48,25 +50,32 @@ class Chats:
             self._format = template, detect(self._tokenizer, template)
         return self._format[1]
 
-    def ids(self, messages: Sequence[Message], template: Mapping[str, Any]) -> list[int]:
-        """Return the token ids of messages as the template takes them, with the assistant's turn opened. Raises
-        ValueError where there is no template, or it fails."""
+    def ids(
+        self, messages: Sequence[Message], template: Mapping[str, Any], images: Sequence[ImageInput] = ()
+    ) -> list[int]:
+        """Return the token ids of messages as the template takes them, with the assistant's turn opened. `images` are
+        those of the marks in messages. Raises ValueError where there is no template, or it fails."""
         tokenizer = self._tokenizer
         source = tokenizer.chat_template(bool(template.get("tools")))
 
         def render(said: Sequence[Message], more: Mapping[str, Any]) -> str:
-            return render_chat(source, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **more)
+            text = render_chat(source, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **more)
+            return self._images.expand(text, images) if self._images is not None and images else text
 
-        return self._literal.encode(messages, render, template)
+        said = messages if self._images is None else self._images.parted(source, messages)
+        return self._literal.encode(said, render, template)
 
-    def with_tools(self, messages: Sequence[Message], tools: Sequence[Tool], template: Mapping[str, Any]) -> list[int]:
+    def with_tools(
+        self, messages: Sequence[Message], tools: Sequence[Tool], template: Mapping[str, Any],
+        images: Sequence[ImageInput] = (),
+    ) -> list[int]:  # fmt: skip
         """Return the token ids of messages in OpenAI's shape, calls and results among them, with tools shown. Raises
         ToolError for calls and results that do not belong together, and ValueError as `ids`."""
         said = conversation(messages)
         if not tools and not has_calls(said):
-            return self.ids(said, template)
+            return self.ids(said, template, images)
         as_shown, more = shown(self.tool_format(), said, tools)
-        return self.ids(as_shown, {**template, **more})
+        return self.ids(as_shown, {**template, **more}, images)
 
     def place(self, markers: ReasoningMarkers, prompt: Sequence[int]) -> Place:
         """Return where the answer to a prompt begins: before, inside or behind its reasoning section."""

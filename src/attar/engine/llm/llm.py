@@ -9,22 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from attar.checkpoints import vocabulary
 from attar.checkpoints.adapters import lora
 from attar.checkpoints.generation_config import sampling as recommended
 from attar.checkpoints.sources import hub
+from attar.engine.images.limits import NO_TENSORS, Beside, against_images, tower_of
 from attar.engine.llm.answer import Answer
 from attar.engine.llm.chats import Chats, Message
+from attar.engine.llm.images import ImagePrompts, taken
 from attar.engine.llm.running import TOGETHER, Running
 from attar.engine.loader import Parallel, load_model
 from attar.engine.speculation import drafter
 from attar.errors import UserError
 from attar.execution import kv_cache
+from attar.images.settings import read_settings
 from attar.kernels import dispatch
 from attar.kv.eviction import parse_all
 from attar.kv.schemes import scheme
@@ -33,6 +38,7 @@ from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.cache import ForwardBatch
 from attar.progress import Progress
 from attar.protocol.grammar import Constraint, Grammar
+from attar.protocol.images import ImageInput
 from attar.protocol.request import Completion, SamplingParams
 from attar.protocol.speculation import check_draft
 from attar.text.answers.events import AnswerEvent
@@ -128,11 +134,20 @@ class LLM:
             eviction.check(scheme("float32"), device, processes, trees=draft_tree is not None, sparse=reads_few)
         draft = hub.resolve_draft(draft)
         path = hub.resolve(model)
+        config, why = tower_of(path)
+        self.no_images = why or "this model has no vision tower"
+        """Why calls have no images; empty where they may have some."""
+        if config is not None:
+            shared = parallel or Parallel()
+            other = Beside(bool(self.evictions), few is not None or of_prompts is not None)
+            self.no_images = against_images(config, device, shared.tp * shared.pp, draft, other) or ""
         self.sampling = recommended(path) if generation_config == "model" else {}
         self.model = load_model(
             path, device=device, dtype=dtype, activations=activations, parallel=parallel, verify=verify,
-            progress=progress,
+            images=not self.no_images, progress=progress,
         )  # fmt: skip
+        if not self.no_images and self.model.tower is None:
+            self.no_images = NO_TENSORS
         self.decoder = self.model.decoder
         for eviction in self.evictions:
             kv_cache.check_eviction(self.decoder, self.decoder.lossless, eviction, self.context)
@@ -186,15 +201,26 @@ class LLM:
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | None = None, *,
-        constraint: Constraint | None = None,
+        constraint: Constraint | None = None, images: Sequence[Any] | None = None,
     ) -> list[Completion]:  # fmt: skip
         """Continue each prompt (text or token ids); one completion a prompt, in order. They run together.
+
+        `images` are those of a text prompt, in order, or a sequence of them for each of several prompts: paths, bytes
+        of files, data: URLs or PIL images. The text has the model's image token, such as `<image>`, once for each.
 
         With a `constraint` (`protocol/grammar.py`), each text that ends with `stop` satisfies it, and one cut by
         `max_tokens` begins like one that does. Raises UserError for a constraint that cannot be enforced.
         """
         several: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
-        answers = [self._answer(prompt, params, constraint) for prompt in several]
+        seen: Sequence[Sequence[Any]] = [()] * len(several)
+        if images is not None:
+            seen = [images] if _is_prompt(prompts) else images
+        if len(seen) != len(several):
+            raise UserError("image_invalid", f"images of {len(seen)} prompts, of which there are {len(several)}")
+        answers = [
+            self._answer(*self._seeing(prompt, own), params, constraint)
+            for prompt, own in zip(several, seen, strict=True)
+        ]
         for _ in self.running.run(answers):
             pass
         return [answer.completion() for answer in answers]
@@ -225,7 +251,7 @@ class LLM:
         infill = self._chats.infill
         if infill is None:
             raise UserError("feature_unsupported", "this model has no tokens to fill in the middle of a text")
-        answer = self._answer(infill.ids(prefix, suffix, files), params, None)
+        answer = self._answer(infill.ids(prefix, suffix, files), (), params, None)
         answer.params = replace(answer.params, stop_token_ids=(*answer.params.stop_token_ids, *infill.ends))
         for _ in self.running.run([answer]):
             pass
@@ -238,7 +264,8 @@ class LLM:
     ) -> Completion:  # fmt: skip
         """Answer a conversation of messages in OpenAI's shape through the model's chat template. `template` are further
         variables of the template, such as `enable_thinking`. What the model says in its reasoning section is the
-        completion's `reasoning`; a constraint holds behind it.
+        completion's `reasoning`; a constraint holds behind it. Content may be a list of parts, images among them:
+        `{"type": "image", "image": ...}`, which is a path, the bytes of a file, a data: URL or a PIL image.
 
         `tools` are functions that the model may call: OpenAI's objects, or Python functions, described by docstring and
         type hints. Calls are the completion's `tool_calls`, and its text is without them; no function is run. They
@@ -279,7 +306,9 @@ class LLM:
         template: Mapping[str, Any],
     ) -> Answer:  # fmt: skip
         chats = self._chats
-        answer = self._answer(chats.with_tools(messages, use.tools, template), params, constraint)
+        said, given = taken(messages)
+        images = self._decoded(given)
+        answer = self._answer(chats.with_tools(said, use.tools, template, images), images, params, constraint)
         if use.may_call:
             final = answer.grammar
             if final is not None and final.kind not in ("json_object", "json_schema"):
@@ -303,8 +332,33 @@ class LLM:
     @property
     def _chats(self) -> Chats:
         if self._known_chats is None:
-            self._known_chats = Chats(self.tokenizer)
+            self._known_chats = Chats(self.tokenizer, self._image_prompts)
         return self._known_chats
+
+    @cached_property
+    def _image_prompts(self) -> ImagePrompts | None:
+        settings = None if vocabulary.is_gguf(self.model.path) else read_settings(self.model.path)
+        return None if settings is None else ImagePrompts(settings, self.tokenizer)
+
+    def _decoded(self, given: Sequence[Any]) -> tuple[ImageInput, ...]:
+        """Return images as the engine takes them. Raises UserError also where the model takes none."""
+        if not given:
+            return ()
+        if self.no_images:
+            raise UserError("feature_unsupported", f"no images: {self.no_images}")
+        if self._image_prompts is None:
+            raise UserError("feature_unsupported", "no images: the model's folder has no preprocessor_config.json")
+        return self._image_prompts.decode(given)
+
+    def _seeing(self, prompt: Prompt, given: Sequence[Any]) -> tuple[Prompt, tuple[ImageInput, ...]]:
+        """Return a text prompt with the tokens of its images, and the images."""
+        if not given:
+            return prompt, ()
+        if not isinstance(prompt, str):
+            raise UserError("image_invalid", "a prompt with images is text, with the image token once for each")
+        images = self._decoded(given)
+        assert self._image_prompts is not None
+        return self._image_prompts.expand(prompt, images), images
 
     def encode_chat(self, messages: Sequence[Message], **template: Any) -> list[int]:
         """Return the token ids of a conversation, with the assistant's turn opened, as `chat` gives them to the model.
@@ -316,7 +370,7 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, *, constraint: Constraint | None = None
     ) -> Generator[str, None, Completion]:
         """Yield the text piece by piece, never half a character; the generator's return value is the Completion."""
-        return (yield from self._pieces(self._answer(prompt, params, constraint)))
+        return (yield from self._pieces(self._answer(prompt, (), params, constraint)))
 
     def _pieces(self, answer: Answer) -> Generator[str, None, Completion]:
         for delta in self.running.run([answer]):
@@ -346,14 +400,18 @@ class LLM:
             self._prover = Prover(Vocabulary.of(self.tokenizer, self.decoder.config.vocab_size, ends))
         self._prover.prove(grammar)
 
-    def _answer(self, prompt: Prompt, params: SamplingParams | None, constraint: Constraint | None) -> Answer:
+    def _answer(
+        self, prompt: Prompt, images: tuple[ImageInput, ...], params: SamplingParams | None,
+        constraint: Constraint | None,
+    ) -> Answer:  # fmt: skip
         ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         own = (params or SamplingParams(**self.sampling)).seeded()
         if len(ids) >= (most := self._room(own)):
             raise UserError(
                 "context_exceeded", f"the prompt has {len(ids)} tokens and the model a context of {most}: shorten it"
             )
-        return Answer(tuple(ids), own, None if constraint is None else self._proven(constraint, own))
+        grammar = None if constraint is None else self._proven(constraint, own)
+        return Answer(tuple(ids), own, grammar, images=images)
 
     def _room(self, params: SamplingParams) -> int:
         """Return the tokens that prompt and output may have together."""

@@ -77,9 +77,11 @@ class Running:
             with self._alone():
                 self.calls |= dict.fromkeys(call.answers, call)
                 for id, answer in call.answers.items():
-                    engine.submit(
-                        Submit(id, answer.prompt, answer.params, grammar=answer.grammar, reasoning=answer.section)
-                    )
+                    ask = Submit(
+                        id, answer.prompt, answer.params, grammar=answer.grammar, reasoning=answer.section,
+                        images=answer.images,
+                    )  # fmt: skip
+                    engine.submit(ask)
             del engine  # a larger one may replace it before all is read
             while left:
                 while not call.said:
@@ -177,7 +179,7 @@ class Running:
             config = EngineConfig(
                 blocks + spare, context, limits, self._model.eos_ids, drafter=self._drafter,
                 draft_tokens=self._draft_tokens, draft_tree=self._draft_tree, sparse=self._sparse,
-                prefill=self._prefill, evictions=self._evictions,
+                prefill=self._prefill, evictions=self._evictions, tower=self._model.tower,
                 sliding_blocks=self._sliding_blocks(blocks, context, together, spare),
             )  # fmt: skip
             self.engine = Engine(self._model.decoder, tokenizer, config, runner=self._model.runner)

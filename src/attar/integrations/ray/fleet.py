@@ -73,7 +73,12 @@ class ReplicaClient(EngineClient):
         self._asking: set[asyncio.Task[None]] = set()
         self._heard, self._gone = asyncio.Event(), asyncio.Event()
 
-    def take(self, told: Told) -> None:
+    @property
+    def told(self) -> dict[str, Any]:
+        """Where the engine is, for JSON."""
+        return {"ray_replica": self.replica}
+
+    def hear(self, told: Told) -> None:
         """Take what the replica tells."""
         if told.lost:
             self.lose()
@@ -147,15 +152,10 @@ class Fleet(ReplicaGroup):
     """The replicas behind `handle`, at most `places` at a time. `stuck` and `keys` are `EngineClient`'s."""
 
     def __init__(self, handle: Handle, places: int, stuck: float = STUCK, keys: int = 0) -> None:
-        super().__init__([Path()] * places, stuck, keys)
+        self._clients = [ReplicaClient(handle, stuck, f"replica {at}") for at in range(places)]
+        super().__init__(self._clients, stuck, keys)
         self._ends: Mapping[str, Callable[[], Any]] = {}
         self._releases: dict[str, asyncio.Task[None]] = {}
-        self._clients: list[ReplicaClient] = []
-        for replica in self.replicas:
-            client = ReplicaClient(handle, stuck, f"replica {replica.number}")
-            replica.client = client
-            self._clients.append(client)
-            self._attach(replica)
 
     def known(self, replicas: Iterable[str], leave: Mapping[str, Callable[[], Any]]) -> None:
         """Take the ids of all replicas that Serve sends requests to. `leave` has ends of watches."""
@@ -176,7 +176,7 @@ class Fleet(ReplicaGroup):
         """Take what a replica tells."""
         for client in self._clients:
             if client.replica == replica:
-                client.take(told)
+                client.hear(told)
 
     async def close(self) -> None:
         """End open requests."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from attar.images.settings import read_settings
 from attar.protocol.settings import Settings
 from attar.server.admission.rate_limits import KeyLimits
 from attar.server.http.security import Keys, find_keys
@@ -37,6 +38,7 @@ class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     root_path: str = ""
     response_store: int = 0
     reasoning: bool | None = None
+    request_metrics: bool = False
 
     def options(self) -> ServerOptions:
         """Return the options of the server, with the keys of the file. Raises UserError for a key file that is not
@@ -46,7 +48,7 @@ class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.host, self.port, Keys.of(find_keys(file, {})), frozenset(self.hosts), frozenset(self.origins),
             self.max_requests, KeyLimits(self.requests_per_key, self.tokens_per_minute), self.deadline,
             self.drain_seconds, self.template_date, self.sampling, self.aliases, self.root_path, self.response_store,
-            self.reasoning,
+            self.reasoning, self.request_metrics, read_settings(Path(self.path)),
         )  # fmt: skip
 
     @classmethod
@@ -58,7 +60,7 @@ class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             tuple(sorted(options.hosts)), tuple(sorted(options.origins)), options.max_requests,
             options.limits.requests, options.limits.tokens_per_minute, options.deadline, options.drain_seconds,
             options.template_date, chat_template, dict(options.sampling), options.aliases, options.root_path,
-            options.response_store, options.reasoning,
+            options.response_store, options.reasoning, options.request_metrics,
         )  # fmt: skip
 
 

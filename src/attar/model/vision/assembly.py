@@ -111,6 +111,7 @@ class _Weights:
             more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
             said = f"the vision tower lacks {', '.join(missing[:LISTED])}{more}"
             raise UserError("checkpoint_incomplete", said)
+        self.dtypes = set[str]()
         for part, name, shape in wanted:
             dtype_name, found = source.shape(self.stored(part, name))
             if found != shape:
@@ -119,6 +120,7 @@ class _Weights:
             if dtype_name not in STORED:
                 said = f"{self.stored(part, name)} is {dtype_name}: towers are read in 16 or 32 bits"
                 raise UserError("quantization_unsupported", said)
+            self.dtypes.add(dtype_name)
 
     def stored(self, part: str, name: str) -> str:
         return self._prefixes[part] + name
@@ -148,11 +150,23 @@ def _prefix(source: Source, prefixes: Sequence[str], probe: str) -> str:
     return next((each for each in prefixes if source.has(each + probe)), prefixes[0])
 
 
-def build(config: VisionConfig, source: Source, dtype: torch.dtype, store: BackendWeights | None = None) -> VisionModel:
+def stored_dtypes(config: VisionConfig, source: Source) -> set[str]:
+    """Return the dtypes of the tower's and the projector's tensors. Raises ValueError as `build`."""
+    return _Weights(config, source, torch.float32, True).dtypes
+
+
+def build(
+    config: VisionConfig,
+    source: Source,
+    dtype: torch.dtype,
+    store: BackendWeights | None = None,
+    rows_dtype: torch.dtype | None = None,
+) -> VisionModel:
     """Build the tower and its projector to compute in `dtype`, in `store` where one is given.
 
-    Weights keep their stored dtype in a store, else they are held in `dtype`. Raises ValueError naming tensors that
-    are missing, of another shape than the config says, or compressed, before any is read.
+    Rows of images are given in `rows_dtype`, by default the same. Weights keep their stored dtype in a store, else they
+    are held in `dtype`. Raises ValueError naming tensors that are missing, of another shape than the config says, or
+    compressed, before any is read.
     """
     weights, names = _Weights(config, source, dtype, store is not None), config.names
     positions = None
@@ -175,7 +189,7 @@ def build(config: VisionConfig, source: Source, dtype: torch.dtype, store: Backe
         [_layer(config, weights, layer) for layer in range(config.layers)],
         weights.norm(config, "tower", names.post_norm) if config.post_norm else None,
     )
-    made = VisionModel(config, tower, _build_projector(config, weights), dtype)
+    made = VisionModel(config, tower, _build_projector(config, weights), dtype, rows_dtype or dtype)
     if store is not None:
         for linear in made.linears():
             store.take(linear)

@@ -25,7 +25,7 @@ class Image(Protocol):
 
     @property
     def tiles(self) -> bytes:
-        """RGB as uint8, [T, H, W, 3]."""
+        """Bytes of RGB, uint8 [T, H, W, 3]."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -51,7 +51,8 @@ class VisionModel:
     config: VisionConfig
     tower: Tower
     projector: Projector
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the arithmetic
+    rows_dtype: torch.dtype  # of the language model
 
     @property
     def image_token(self) -> int:
@@ -158,8 +159,10 @@ class VisionModel:
             assert features is not None
             found.append(features)
         if self.projector.newline is not None:
-            return joined(self.projector.newline, torch.stack(found), image.grid, image.size)
-        return torch.cat(found)
+            whole = joined(self.projector.newline, torch.stack(found), image.grid, image.size)
+        else:
+            whole = torch.cat(found)
+        return whole.to(self.rows_dtype)
 
     def positions(self, ids: Sequence[int], images: Sequence[Image]) -> Tensor:
         """Return the positions of a prompt by time, height and width, int64 [3, N]; see `positions.mrope`."""

@@ -52,7 +52,7 @@ class VisionLayer:
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Rows that see each other: consecutive segments of `lengths` rows. Rotation: cos and sin [N, D / 2], or none."""
+    """Consecutive segments of `lengths` rows, which see each other. `rotation`: cos and sin [N, D / 2], or none."""
 
     lengths: tuple[int, ...]
     rotation: tuple[Tensor, Tensor] | None = None

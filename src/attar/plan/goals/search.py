@@ -28,9 +28,12 @@ from attar.plan.gpus import GpuSpec
 from attar.plan.rates.profile import MachineProfile
 from attar.plan.rates.step_time import Evidence, StepModel, weakest
 from attar.plan.steps import StepLimits
+from attar.protocol.scheduler_config import PRESETS
 
 SEPARATE = 0.02  # relative difference of two times that counts, at least
-ROWS = (512, 128)  # of a step: large steps make prompts cheap, small ones keep gaps between tokens even
+ROWS = tuple(dict.fromkeys((512, *(each.max_step_tokens for each in PRESETS.values()))))
+"""Rows of a step, by default and of the scheduler's presets: large steps make prompts cheap, small ones keep gaps
+between tokens even."""
 FRONT = 8  # rows of the Pareto set that are shown
 
 
@@ -155,8 +158,14 @@ def search(question: Question) -> Answer:
     beside, without = techniques.techniques(
         question.config, question.gpu, work.longest_prompt, work.context, question.acceptance
     )
-    found = [each for of in chosen for each in _configurations(question, of, formats, beside)]
-    return judged(question, found, (*rejected, *refused, *without))
+    rows = (question.rows,) if question.rows is not None else _rows(work)
+    found = [each for of in chosen for each in _configurations(question, of, formats, beside, rows[:2])]
+    out = (*rejected, *refused, *without)
+    answer = judged(question, found, out)
+    if rows[2:]:  # the memory of a step is a sum over all layers: further presets are tried with the best weights alone
+        found += _configurations(question, answer.nearest.weights, formats, (), rows[2:])
+        answer = judged(question, found, out)
+    return answer
 
 
 def judged(question: Question, found: Sequence[Configuration], rejected: Sequence[Rejected] = ()) -> Answer:
@@ -190,10 +199,10 @@ def judged(question: Question, found: Sequence[Configuration], rejected: Sequenc
 
 
 def _configurations(
-    question: Question, weights: Weights, formats: Sequence[KvScheme], beside: Sequence[Technique]
+    question: Question, weights: Weights, formats: Sequence[KvScheme], beside: Sequence[Technique], rows: Sequence[int]
 ) -> list[Configuration]:
-    """Return the configurations of one choice of weights: each KV format with each number of rows of a step, and with
-    each technique at the first number of rows.
+    """Return the configurations of one choice of weights: each KV format with each number of `rows` of a step, and with
+    each technique at the first of these.
 
     All sums over weights are made once.
     """
@@ -203,7 +212,7 @@ def _configurations(
     size = candidates.disk_bytes(q.config, weights.storage)
     least = min(work.users, q.limits.sequences)
     found = []
-    for number, each in enumerate((q.rows,) if q.rows is not None else ROWS if work.loaded else ROWS[:1]):
+    for number, each in enumerate(rows):
         limits = replace(q.limits, rows=max(each, q.limits.sequences) if each < least else each)
         deployment = Deployment(q.config, weights.storage, formats[0], gpu=q.gpu)
         divided = _divided(q, deployment, limits)
@@ -223,6 +232,12 @@ def _configurations(
                     weights, kv, limits.rows, taken, fits, widened(cells, q.factors), model.fitted, technique=technique,
                 ))  # fmt: skip
     return found
+
+
+def _rows(work: Workload) -> tuple[int, ...]:
+    """Return the numbers of rows to try: one that all prompts together do not fill is as the next smaller one."""
+    together = work.longest_prompt * work.users
+    return ROWS[:1] if not work.loaded else tuple(each for each in ROWS if each == ROWS[0] or each <= together)
 
 
 def _sparse(deployment: Deployment, technique: Technique | None) -> Deployment:

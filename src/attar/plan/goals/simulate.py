@@ -19,9 +19,10 @@ from attar.plan.rates.step_time import StepModel
 Steps = StepModel | Changed
 
 AT_ONCE = 32  # decode steps taken together: a context grows little
-MOST_USERS = 64  # that are simulated
+MOST_USERS = 24  # that are simulated
 MOST_REQUESTS = 256  # of a trace
 ROUNDS = 3  # requests of each user without a trace; the first of each is not counted
+MANY, FEWER = 8, 2  # users from which so many requests of each are enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def closed(model: Steps, users: int, prompt: int, answer: int, capacity: Capacit
     alone = unloaded(model, prompt, answer, capacity.rows)
     length = alone.ttft["p50"] + answer * alone.tpot["p50"]
     first_ones = [Arrival(length * number / users, prompt, answer) for number in range(users)]
-    return _run(model, first_ones, capacity, ROUNDS)
+    return _run(model, first_ones, capacity, ROUNDS if users < MANY else FEWER)
 
 
 def traced(model: Steps, arrivals: Sequence[Arrival], capacity: Capacity) -> Latencies:

@@ -276,6 +276,8 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
     completion["not"]["not"]["allOf"].append({"anyOf": told_once})
     before_middle = [_may(echo={"enum": [None, False]}), _may(suffix={"enum": [None, ""]})]
     completion["not"]["not"]["allOf"].append({"anyOf": before_middle})
+    uncut = _may(truncate_prompt_tokens={"type": "null"})
+    completion["not"]["not"]["allOf"] += [{"anyOf": [uncut, each]} for each in before_middle]
     for found in list(_parts(schemas)):
         if found.get("title") == "StopString":
             found.pop("maxLength")

@@ -61,6 +61,7 @@ class HostClient(EngineClient):
         self._decoder, self._answers = msgspec.msgpack.Decoder(Told), msgspec.msgpack.Decoder(list[AnswerEvent])
         self._epoch, self._seq = "", 0
         self._carried: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # those that were dropped and have not ended as well
         self._is_lost = asyncio.Event()
         self._full_until = 0.0
 
@@ -76,7 +77,7 @@ class HostClient(EngineClient):
 
     async def close(self) -> None:
         """End open requests and the stream of events."""
-        for task in self._carried.values():
+        for task in self._tasks:
             task.cancel()
         await super().close()
 
@@ -88,6 +89,8 @@ class HostClient(EngineClient):
             self.open[command.id] = answer
             task = asyncio.get_running_loop().create_task(self._carry(command, answer))
             self._carried[command.id] = task
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     def drop(self, requests: Iterable[str], tell: bool) -> None:
         """Forget requests that have ended here, and `tell` the host by hanging up."""
@@ -122,7 +125,7 @@ class HostClient(EngineClient):
                         self._hand_on(failed)
                 else:
                     over = await self._hand_on_all(id, reply)
-        except (httpx2.HTTPError, httpx2.StreamError, OSError, ValueError) as error:
+        except Exception as error:  # of HTTP or not: the request is not to wait for its deadline
             logger.warning("%s: %s broke off: %s", self.name, id, type(error).__name__)
         if not over and self.open.get(id) is answer:
             await self._broken(id, answer)
@@ -189,8 +192,8 @@ class HostClient(EngineClient):
                     self._lost_host(str(error))
                 except (httpx2.HTTPError, httpx2.StreamError, OSError) as error:
                     self._give_up(type(error).__name__)
-                except ValueError:
-                    self._lost_host("what it tells is not of events")
+                except Exception as error:  # frames that are too long, or not of events
+                    self._lost_host(f"what it tells cannot be used ({type(error).__name__})")
                 self.deaf = True
                 attempt = 0 if heard != (self._seq, self._epoch) else attempt + 1
                 await asyncio.sleep(WAITS[min(attempt, len(WAITS) - 1)])
@@ -237,7 +240,7 @@ class HostClient(EngineClient):
         if not self.was_ready or self.ready is None:
             self.heartbeat.begin()
             self._is_lost.clear()
-        self._arrived(events)
+        self._arrived([_without_images(each) if isinstance(each, Ready) else each for each in events])
 
     def _lost_host(self, why: str) -> None:
         self._give_up(why)
@@ -248,6 +251,13 @@ class HostClient(EngineClient):
             self._lost()
             self.drop(gone, True)
         self.draining = False
+
+
+def _without_images(ready: Ready) -> Ready:
+    """Return an engine's message as a router passes it on: images are not sent to other hosts."""
+    if not (ready.images or ready.no_images):
+        return ready
+    return msgspec.structs.replace(ready, images=False, no_images="attar route")
 
 
 class _Error(msgspec.Struct):

@@ -127,6 +127,8 @@ class InternalRoutes:
         """Raise APIError for choices of no number, and for a grammar that cannot be kept."""
         if command.n < 1:
             raise APIError("out_of_range", "n: at least one choice is asked for", "n")
+        if command.images:
+            raise APIError("unsupported_field", "images: a router sends none", "images")
         if command.grammar is not None:
             ready = self._dispatcher.ready()
             proof = self._grammars.prove(caller.cache_salt, command.grammar, ready.vocab_size)

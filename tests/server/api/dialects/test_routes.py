@@ -94,6 +94,28 @@ def test_a_stop_string_ends_a_middle(served: Running) -> None:
     assert (answer["stop_type"], answer["stopping_word"], answer["content"]) == ("word", text[2:4], text[:2])
 
 
+def test_documents_are_read_up_to_a_length(served: Running, able: Tokenizer) -> None:
+    documents = ["the dog barks at the car", "a cat", "né né né né"]
+    body: dict[str, Any] = {"query": "a pet", "documents": documents}
+
+    def read(more: dict[str, Any]) -> list[str]:
+        served.engine.commands.clear()
+        assert served.post("/v1/rerank", body | more).status == 200
+        said = [able.decode(command.prompt, skip_special_tokens=False) for command in served.engine.commands]
+        return [text.partition("<Document>: ")[2].partition("<|im_end|>")[0] for text in said]
+
+    assert read({}) == read({"max_tokens_per_doc": 0}) == documents
+    for most in (1, 2, 4):
+        for short, text in zip(read({"max_tokens_per_doc": most}), documents, strict=True):
+            assert text.startswith(short)
+            assert len(able.encode(short)) <= most
+    long = {"documents": ["word " * 2000]}
+    assert served.post("/v1/rerank", body | long).code == "context_length_exceeded"
+    assert served.post("/v1/rerank", body | long | {"max_tokens_per_doc": 8}).status == 200
+    wrong = served.post("/v1/rerank", body | {"max_tokens_per_doc": -1}).json["error"]
+    assert wrong["param"] == "max_tokens_per_doc"
+
+
 def test_rerank(served: Running, able: Tokenizer) -> None:
     body = {"query": "a pet", "documents": ["a cat", {"text": "a car"}, "the dog barks", "a cat"]}
     reply = served.post("/v1/rerank", body)

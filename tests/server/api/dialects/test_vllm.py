@@ -80,6 +80,15 @@ def test_inputs_of_embeddings_are_cut(server: Running) -> None:
     assert prompts(server, EMBEDDINGS, body) == [tuple(IDS[:3]), tuple(IDS[:2])]
 
 
+def test_ollamas_inputs_are_cut_where_that_is_asked_for(server: Running, tokenizer: Tokenizer) -> None:
+    text = "Once upon a time " * 200
+    ids = tokenizer.encode(text)
+    assert len(ids) > CONTEXT
+    assert prompts(server, "/api/embed", {"input": text, "truncate": True}) == [tuple(ids[:CONTEXT])]
+    assert server.post("/api/embed", {"input": text, "truncate": False}).status == 400
+    assert server.post("/api/embed", {"input": text}).status == 400
+
+
 @pytest.mark.parametrize(
     "path, said", [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER}), (EMBEDDINGS, {"input": "a"})]
 )

@@ -165,6 +165,11 @@ def image(data: bytes, kind: str = "png") -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url(data, kind)}}
 
 
+def picture_file(side: int) -> bytes:
+    """Return a square picture as a PNG, of nearly 3 bytes a pixel."""
+    return file(picture(side, side))
+
+
 def word(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
@@ -246,8 +251,7 @@ def declared(running: Running, path: str, length: int) -> int:
 
 
 def test_large_bodies_are_for_images_of_models_that_take_them(seeing: Running, server: Running) -> None:
-    large = file(picture(1900, 1900))  # noise: 10 MiB
-    body = said(image(large))
+    body = said(image(picture_file(1900)))
     assert MAX_BODY < len(body) < MAX_IMAGE_BODY
     assert seeing.post(CHAT, body).status == 200
     assert declared(seeing, "/v1/completions", len(body)) == 413
@@ -262,7 +266,7 @@ def test_large_bodies_are_for_images_of_models_that_take_them(seeing: Running, s
 def test_a_large_body_comes_after_its_key(serve: Callable[..., Running]) -> None:
     key = "k" * 32
     running = serve(options={"keys": Keys.of([key])})
-    body = said(image(file(picture(1300, 1300))))
+    body = said(image(picture_file(1300)))
     assert len(body) > MAX_BODY
     try:
         status = running.post(CHAT, body).status

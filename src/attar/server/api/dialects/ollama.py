@@ -20,6 +20,7 @@ from attar.server.api.answering import AnswerReader
 from attar.server.api.body import Body, Ignored
 from attar.server.api.constraints import NamedSchema, ObjectFormat, ResponseFormat, SchemaFormat, SchemaObject
 from attar.server.api.dialects.llamacpp.inputs import Inputs
+from attar.server.api.dialects.vllm import FITTING
 from attar.server.api.images.parts import BareImage
 from attar.server.api.schemas import (
     ALL_THAT_FIT,
@@ -219,18 +220,22 @@ class OllamaGenerateBody(_Generating, frozen=True, kw_only=True):
 
 
 class OllamaEmbedBody(Body, frozen=True, kw_only=True):
-    """Body of /api/embed. A text that is too long is refused, not truncated."""
-
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"truncate": (True, False)}
+    """Body of /api/embed. The end of a text that is too long is dropped where `truncate` asks for it, not by
+    default."""
 
     input: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
     dimensions: Length | None = None
     options: Options | None = None
+    truncate: bool | None = None
 
     def as_embedding(self) -> EmbeddingBody:
         """Return the body as one of OpenAI's API. Raises APIError."""
         texts: Inputs = self.input if isinstance(self.input, str) else [*self.input]
-        return EmbeddingBody(input=texts, dimensions=self.dimensions, model=self.model)
+        kept = FITTING if self.truncate else None
+        return EmbeddingBody(
+            input=texts, dimensions=self.dimensions, model=self.model, truncate_prompt_tokens=kept,
+            truncation_side="right",
+        )  # fmt: skip
 
 
 class OllamaEmbeddingsBody(Body, frozen=True, kw_only=True):

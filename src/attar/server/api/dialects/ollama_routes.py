@@ -179,7 +179,8 @@ class OllamaRoutes(Routes):
         """Return the embeddings of texts, and the number of their tokens."""
         model, ready = served
         self._check_dimensions(asked, ready)
-        making = self._prompts.ids(caller.cache_salt, asked.inputs(), Room("input", ready.vocab_size, ready.context, 0))
+        room = Room("input", ready.vocab_size, ready.context, 0)
+        making = self._prompts.ids(caller.cache_salt, asked.inputs(), room, asked.cut(room.context))
         ids = await sse.while_wanted(request.receive, making)
         handler = self._dispatcher.embed(caller, ids, asked.pooling, model)
         try:

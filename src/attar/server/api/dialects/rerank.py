@@ -8,13 +8,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 from attar.protocol.messages import Delta, Failed
-from attar.server.api.body import Body
+from attar.server.api.body import MAX_TOKENS, Body
 from attar.server.api.schemas import Length
 from attar.server.errors import APIError
 from attar.server.request_handler import RequestHandler
 from attar.text.forms.rerank import score
 
 MAX_DOCUMENTS = 1024
+_PER_DOC = "Most tokens of a document, whose end is dropped; 0 sets no limit."
 
 
 class Document(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -35,6 +36,7 @@ class RerankBody(Body, frozen=True, kw_only=True):
     top_n: Length | None = None
     return_documents: bool | None = None
     instruction: str | None = None
+    max_tokens_per_doc: Annotated[int, Meta(ge=0, le=MAX_TOKENS, description=_PER_DOC)] | None = None
 
     def texts(self) -> list[str]:
         """Return the documents' texts."""

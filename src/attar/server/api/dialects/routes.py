@@ -66,7 +66,9 @@ class DialectRoutes(Routes):
         caller, body, model, ready = await self._read(request, RerankBody)
         room = Room("documents", ready.vocab_size, ready.context)
         instruction = INSTRUCTION if body.instruction is None else body.instruction
-        making = self._prompts.rerank_ids(caller.cache_salt, body.query, body.texts(), instruction, room)
+        making = self._prompts.rerank_ids(
+            caller.cache_salt, body.query, body.texts(), instruction, room, body.max_tokens_per_doc or None
+        )
         ids = await sse.while_wanted(request.receive, making)
         reranker = self._prompts.reranker
         assert reranker is not None
