@@ -94,10 +94,8 @@ class InternalRoutes:
         events: list[Event] = [] if engine.ready is None else [engine.ready]
         resumed = journal.since(epoch, seq) is not None
         first = True
-        while not left.is_set() and engine.ready is not None and journal.epoch == own:
-            if self._dispatcher.context.draining:
-                yield wire.framed(Told(own, seq, draining=True))
-                return
+        context = self._dispatcher.context
+        while not (left.is_set() or context.draining or engine.ready is None or journal.epoch != own):
             changed = journal.changed
             changes = journal.since(own, seq) if resumed or not first else None
             events += [journal.whole()] if changes is None else changes
@@ -112,6 +110,8 @@ class InternalRoutes:
                 async with asyncio.timeout(wire.BEAT_SECONDS):
                     await changed.wait()
             await asyncio.sleep(GATHER_SECONDS)
+        if context.draining:  # also where the engine has ended meanwhile: the host did not die
+            yield wire.framed(Told(own, seq, draining=True))
 
     async def requests(self, request: Request) -> Response:
         """One request of the engine, and its events."""
