@@ -38,7 +38,8 @@ def prefill(at: At) -> None:
 
 
 def tools(at: At) -> None:
-    options: Any = {"model": at.model, "tools": TOOLS, "max_tokens": 100, "temperature": 0}
+    greedy = {"temperature": 0}  # a field of the API that this version has no argument for
+    options: Any = {"model": at.model, "tools": TOOLS, "max_tokens": 100, "extra_body": greedy}
     answer: Any = made(at).messages.create(
         messages=SAID, tool_choice={"type": "any", "disable_parallel_tool_use": True}, **options
     )
