@@ -214,12 +214,14 @@ def test_a_served_model_is_judged_by_this_machine(demo: Path, monkeypatch: pytes
 def test_one_stage_of_several_on_cpus_is_not_judged(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judges: list[Bottlenecks | None] = []
     decoder = SimpleNamespace(store=SimpleNamespace(refused={}))
-    model = SimpleNamespace(decoder=decoder, tokenizer=None, eos_ids=frozenset(), runner=None, executor=object())
+    model = SimpleNamespace(
+        decoder=decoder, tokenizer=None, eos_ids=frozenset(), runner=None, executor=object(), tower=None
+    )
     monkeypatch.setattr(startup, "load_model", lambda *args, **kwargs: model)
 
     def engine(*args: object, bounds: Bottlenecks | None, **kwargs: object) -> SimpleNamespace:
         judges.append(bounds)
-        return SimpleNamespace(runner=SimpleNamespace(horizons=()))
+        return SimpleNamespace(runner=SimpleNamespace(horizons=()), images=None)
 
     monkeypatch.setattr(startup, "Engine", engine)
     monkeypatch.setattr(bottleneck, "cpu_rates", lambda *args: None)

@@ -244,7 +244,13 @@ def test_an_engine_is_loaded_there(tiny: Path, fullest: int | None, monkeypatch:
         executor = None if fullest is None else SimpleNamespace(workers=SimpleNamespace(free=fullest))
         decoder = moved(opening.load(path, torch.float32), torch.device(device))
         return SimpleNamespace(
-            decoder=decoder, tokenizer=None, eos_ids=frozenset(), path=path, runner=Runner, executor=executor
+            decoder=decoder,
+            tokenizer=None,
+            eos_ids=frozenset(),
+            path=path,
+            runner=Runner,
+            executor=executor,
+            tower=None,
         )
 
     monkeypatch.setattr(dispatch, "require", lambda device: None)

@@ -420,7 +420,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "yarm"}}, "feature_unsupported"),
     ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "linear"}}, "config_invalid"),
     ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "config_invalid"),
-    ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "mrope", "mrope_section": [1, 2]}}, "feature_unsupported"),
+    ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "mrope", "mrope_section": [1, 2]}}, "config_invalid"),
     ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "feature_unsupported"),
     ("Llama-3.2-1B", {"partial_rotary_factor": 0.5}, "feature_unsupported"),
     (

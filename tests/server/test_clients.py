@@ -112,7 +112,7 @@ def test_messages(seen: dict[str, Any]) -> None:
     assert found["usage"] == 8
     assert "tools" in found["refused"]
     assert found["counted"] == found["read"]
-    assert all(len(name) == 24 for name in found["named"])
+    assert all(len(name) == 32 for name in found["named"])
 
 
 STREAMING = """

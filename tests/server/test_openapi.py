@@ -73,6 +73,8 @@ def test_the_server_does_what_its_document_says(
     monkeypatch.setattr(sampling_params, "MAX_LOGPROBS", 2**60)
     monkeypatch.setattr(params, "MAX_BIASES", 2**60)  # of the tokens of texts
     monkeypatch.setattr(constraints, "_check_one", lambda found: None)
+    spaced = constraints.check_whitespace
+    monkeypatch.setattr(constraints, "check_whitespace", lambda prefix, *of: prefix == "guided_" or spaced(prefix, *of))
     for module in (schemas, native):
         monkeypatch.setattr(module, "check_limits", lambda predicted, others: None)
     for module in (schemas, tokenizing, template):

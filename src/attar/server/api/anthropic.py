@@ -23,7 +23,7 @@ from attar.server.api.constraints import Asked, SchemaObject, of_schema, only_on
 from attar.server.api.images.parts import MARK, ImageBlock, placed
 from attar.server.api.openai import collect
 from attar.server.api.reasoning import Effort, ReasoningRequest, Thinking
-from attar.server.api.schemas import MAX_PARTS, Content, Fraction, Length, Nothing, StopStrings, TopP, text_of
+from attar.server.api.schemas import MAX_PARTS, Fraction, Length, Nothing, StopStrings, TopP
 from attar.server.api.tools.anthropic import AnthropicChoice, AnthropicTools, ToolResultBlock, ToolUseBlock
 from attar.server.api.tools.anthropic import read as read_tools
 from attar.server.api.tools.fields import ToolUse
@@ -118,6 +118,15 @@ class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
         return [*results, placed(found, [each.image() for each in seen if isinstance(each, ImageBlock)])]
 
 
+class SystemText(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A piece of a system prompt."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: Ignored = None
+    citations: Nothing | None = None
+
+
 class AnthropicPrompt(Body, frozen=True, kw_only=True):
     """Body of /v1/messages/count_tokens, and the prompt's part of /v1/messages."""
 
@@ -126,7 +135,7 @@ class AnthropicPrompt(Body, frozen=True, kw_only=True):
     }  # fmt: skip
 
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=schemas.MAX_MESSAGES, description=_LAST)]
-    system: Content | None = None
+    system: str | Annotated[list[SystemText], Meta(max_length=MAX_PARTS)] | None = None
     thinking: Thinking | None = None
     tools: AnthropicTools | None = None
     tool_choice: AnthropicChoice | None = None
@@ -159,7 +168,9 @@ class AnthropicPrompt(Body, frozen=True, kw_only=True):
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the system prompt and the messages as chat templates expect them."""
-        system = text_of(self.system)
+        system = self.system or ""
+        if not isinstance(system, str):
+            system = "".join(part.text for part in system)
         head: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         return head + [entry for message in self.messages for entry in message.for_template()]
 

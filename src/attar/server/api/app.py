@@ -53,7 +53,7 @@ def make_app(
         engine = dispatcher.engine
         return document(app, Served(
             keyed, engine.ready, prompts.shortest, engine.places.most, dispatcher.aliases, root_path,
-            prompts.infill is not None,
+            prompts.infill is not None, prompts.images is not None,
         ))  # fmt: skip
 
     app.openapi = described  # type: ignore[method-assign]

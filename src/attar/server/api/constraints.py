@@ -131,12 +131,17 @@ _MAKERS: dict[str, Callable[[Any, str | None], Grammar]] = {
 
 def _made(prefix: str, given: Mapping[str, Any], whitespace: str | None) -> Iterator[Asked]:
     """Yield the constraints among vLLM's fields, whose names begin with `prefix`. Raises APIError."""
-    if whitespace is not None and given["json"] is None and not given.get("json_object"):
-        name = prefix + "whitespace_pattern"
-        raise APIError("invalid_value", f"{name}: only with JSON", name)
+    check_whitespace(prefix, given, whitespace)
     for name, value in given.items():
         if value is not None and not (name == "json_object" and value is False):
             yield _asked(prefix + name, _MAKERS[name], value, whitespace)
+
+
+def check_whitespace(prefix: str, given: Mapping[str, Any], whitespace: str | None) -> None:
+    """Raise APIError for a pattern of whitespace where none of the fields asks for JSON."""
+    if whitespace is not None and given["json"] is None and not given.get("json_object"):
+        name = prefix + "whitespace_pattern"
+        raise APIError("invalid_value", f"{name}: only with JSON", name)
 
 
 def of_llamacpp(grammar: str | None, schema: dict[str, Any] | None) -> Iterator[Asked]:

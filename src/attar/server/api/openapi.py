@@ -4,8 +4,9 @@ Two things that the types cannot express are added here: rules between fields, a
 whose name and vocabulary the document has once it is loaded. The document is exact: a body that fits it is accepted,
 any other is refused, and schemathesis tests that. Some limits have no schema. Whether a constraint can be kept is
 known once it is compiled. That a request has one at most, and then no `ignore_eos` or `min_tokens`, is said in words:
-generators of test cases give up on rules of eight fields. So are `n_predict` beside `max_tokens`, and
-`add_generation_prompt` beside `continue_final_message`. The same holds for tools that may be called. Their names
+generators of test cases give up on rules of eight fields. So are `n_predict` beside `max_tokens`,
+`add_generation_prompt` beside `continue_final_message`, and `guided_whitespace_pattern` without `guided_json`:
+generators give up on a fifth rule of a chat's 120 fields. The same holds for tools that may be called. Their names
 differ, a call is required of some alone, a choice names one of them, their size in bytes is bounded, and results belong
 to calls. A prompt's length is counted in tokens, so a text that fits here may exceed the model's context, or have more
 log probabilities than an answer may hold. A stop string's length is counted in bytes, and stated here in characters of
@@ -31,6 +32,7 @@ from attar.server.api.body import Body
 from attar.server.api.dialects.answers import OllamaError
 from attar.server.api.dialects.llamacpp.answers import NativeError
 from attar.server.api.dialects.llamacpp.fields import NAMED_BIASES
+from attar.server.api.images.document import describe_images
 from attar.server.api.response_types import Answer
 from attar.server.api.schemas import (
     ALL_THAT_FIT,
@@ -113,7 +115,7 @@ _EXAMPLES: dict[str, list[Schema]] = {
 class Served:
     """Facts of this server for its document. `shortest`: characters of the shortest text that has a token; `most`:
     choices of a prompt that can wait together; `aliases`: further names of the model; `root_path`: prefix of paths;
-    `infill`: whether the model can fill in the middle."""
+    `infill`: whether the model can fill in the middle; `images`: whether it takes images."""
 
     keyed: bool = False
     ready: Ready | None = None
@@ -122,6 +124,7 @@ class Served:
     aliases: Sequence[str] = ()
     root_path: str = ""
     infill: bool = False
+    images: bool = False
 
 
 class Form(Enum):
@@ -166,6 +169,7 @@ def document(app: FastAPI, served: Served) -> Schema:
             if "kv_eviction" in fields:
                 fields["kv_eviction"] = {"enum": [None, "none", *(policy for policy, _ in served.ready.kv_evictions)]}
     _add_rules(schemas, served.shortest)
+    describe_images(schemas, served.images)
     if not served.infill:
         for name in ("CompletionBody", "OllamaGenerateBody"):
             schemas[name]["properties"]["suffix"] = {"enum": [None, ""]}
@@ -251,7 +255,6 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
         {"anyOf": [untrusting, _may(logprobs={"type": "null"}, best_of={"enum": [None, 1]})]},
         {"anyOf": [unnamed, _given("logprobs")]},
         {"anyOf": [unnamed, _may(max_tokens=some, n_predict=some)]},
-        {"anyOf": [_may(guided_whitespace_pattern={"type": "null"}), _given("guided_json")]},
         {"anyOf": streamed},
         {"anyOf": [_has(echo={"const": True}), _may(max_tokens=some, n_predict=some)]},
         {"anyOf": enough},
@@ -262,7 +265,6 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
         chat["properties"][field] = {**some, "default": None}
     none: Schema = {"type": "null"}
     chat |= _all(
-        {"anyOf": [_may(guided_whitespace_pattern={"type": "null"}), _given("guided_json")]},
         {"anyOf": streamed},
         {"anyOf": [_has(logprobs={"const": True}), _may(top_logprobs={"type": "null"})]},
         {"anyOf": [_has(logprobs={"const": True}), unnamed]},

@@ -281,12 +281,11 @@ class TextPart(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, ta
     citations: Nothing | None = None
 
 
-Content = str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)]
 SeenContent = str | Annotated[list[TextPart | ImagePart], Meta(max_length=MAX_PARTS)]
 
 
-def text_of(content: Content | SeenContent | None) -> str:
-    """Return the text of a message or a system prompt, with a mark for each image."""
+def text_of(content: SeenContent | None) -> str:
+    """Return the text of a message, with a mark for each image."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -167,7 +167,9 @@ class Front:
         """The OpenAPI document: of a server with one model, but for the name of that."""
         models = list(self._pool.models.values())
         shortest, infill = max(each.prompts.shortest for each in models), any(each.prompts.infill for each in models)
-        made = document(models[0].app, Served(self._keyed, None, shortest, root_path=self._root_path, infill=infill))
+        images = any(each.images is not None for each in models)
+        served = Served(self._keyed, None, shortest, root_path=self._root_path, infill=infill, images=images)
+        made = document(models[0].app, served)
         for schema in made["components"]["schemas"].values():
             if "model" in schema.get("properties", {}) and "user" in schema["properties"]:  # a request's body
                 schema["properties"]["model"] = {"type": "string", "enum": list(self._pool.models)}
