@@ -38,7 +38,6 @@ help:
 	@echo "make bench-hostile     read 20,000 damaged model files: each must be refused or read correctly"
 	@echo "make bench-peers       compare speed with llama.cpp and OpenVINO (LLAMACPP=, OPENVINO=ENVIRONMENT; options in BENCH=)"
 	@echo "make bench-serving     compare serving with llama.cpp's server and OpenVINO GenAI (options in BENCH=)"
-	@echo "make     TASK=FILE: compare LAMBADA perplexity with lm-eval over HTTP (LMEVAL=ENVIRONMENT)"
 	@echo "make real-models       SCRIPT=FILE: fetch the real models that tests and benches read; without SCRIPT, list them"
 	@echo "make bench-real        TABLE=NAME: print a table of figures on the real models; without TABLE, list them"
 	@echo "make docs              build the documentation site into build/manual/site, and check it (.venv-docs)"
