@@ -294,6 +294,8 @@ def test_a_prompt_goes_where_its_beginning_was(fleet: Callable[..., Fleet]) -> N
     assert [len(host.seen) for host in made.hosts] == [1, 6]
     made.hosts[1].health = 500
     made.ready("ready", "down")
+    made.hosts[1].health = 503  # as while it loads its model
+    made.ready("ready", "busy")
     made.hosts[1].health = 200
     made.ready()
     made.post(COMPLETIONS, body(prompts[0]))

@@ -34,12 +34,12 @@ class HostFailed(Exception):
 
 @dataclass
 class PlainHost:
-    """The server at `url`. `ready_again` is called when it is ready after it was down."""
+    """The server at `url`. `went_down` is called when it has gone down."""
 
     number: int
     url: str
     label: str
-    ready_again: Callable[[], None] = lambda: None
+    went_down: Callable[[], None] = lambda: None
     state: str = "loading"
     open: int = 0
     requests: int = 0
@@ -54,8 +54,8 @@ class PlainHost:
         if state != self.state:
             level = logging.INFO if state == "ready" else logging.WARNING
             logger.log(level, "%s is %s; open requests: %d", self.url, state, self.open)
-            if state == "ready" and self.state == "down":
-                self.ready_again()
+            if state == "down":
+                self.went_down()
             self.state = state
         if state in ("down", "slow"):
             self.trouble.set()

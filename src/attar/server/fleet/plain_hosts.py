@@ -76,7 +76,7 @@ class ProxyRoutes:
         self._router, self._name = TextRouter(len(context.hosts)), proxy.name()
         self._closing: set[asyncio.Task[None]] = set()
         for host in context.hosts:
-            host.ready_again = lambda number=host.number: self._router.forget(number)  # type: ignore[misc]
+            host.went_down = lambda number=host.number: self._router.forget(number)  # type: ignore[misc]
 
     def add_to(self, app: FastAPI) -> None:
         """Register the routes."""

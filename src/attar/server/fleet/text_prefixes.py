@@ -64,7 +64,7 @@ class TextRouter:
             self.forget(host)
 
     def forget(self, host: int) -> None:
-        """Forget what a host has cached: it was started anew."""
+        """Forget what a host has cached: its process has ended."""
         self._recent[host].clear()
         self.router.begin(host, PIECES, PLACES)
 
