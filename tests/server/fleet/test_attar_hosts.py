@@ -5,16 +5,19 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import threading
 import time
 from array import array
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from attar.errors import UserError
-from attar.protocol import block_digests
-from attar.protocol.messages import CachedBlocks, encode
+from attar.protocol import block_digests, framing
+from attar.protocol.messages import MAX_FRAME, CachedBlocks, encode
+from attar.server.engine_client import heartbeat as heartbeat_module
 from attar.server.fleet import attar_hosts, host_client, wire
 from attar.server.fleet.router_key import PassedKeys, salt_secret
 from attar.server.replicas.group import MAX_REPLAYS
@@ -98,6 +101,29 @@ def test_a_silent_host_is_left_and_comes_back(fleet: Callable[..., Hosts], monke
     assert made.states()[at] == "stuck"
     made.call(made.wires[at].free.set)
     made.wait(lambda: made.states() == ["ready", "ready"])
+
+
+def test_a_silent_engine_is_told_of_once_it_is_heard(fleet: Callable[..., Hosts]) -> None:
+    made = fleet(1)
+    heartbeat = made.hosts[0].dispatcher.engine.heartbeat
+    silence = threading.Event()
+
+    def keep() -> None:
+        heartbeat.silent = heartbeat_module.SILENCE
+        if not silence.is_set():
+            made.loop.call_later(0, keep)
+
+    made.call(keep)
+    connection = http.client.HTTPConnection("127.0.0.1", made.wires[0].target, timeout=60)
+    connection.request("GET", wire.EVENTS, headers={"X-Attar-Router-Key": ROUTER_KEY})
+    time.sleep(3 * wire.BEAT_SECONDS)
+    silence.set()
+    reply, buffer = connection.getresponse(), bytearray()
+    while (body := framing.take(buffer, MAX_FRAME)) is None:
+        buffer += reply.read1(1 << 16)
+    told = msgspec.msgpack.decode(body, type=wire.Told)
+    assert [type(each) for each in told.events].count(CachedBlocks) == 1, "and not once a beat"
+    connection.close()
 
 
 def test_a_request_ends_after_its_replays(fleet: Callable[..., Hosts]) -> None:

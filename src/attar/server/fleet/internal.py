@@ -90,22 +90,20 @@ class InternalRoutes:
     async def _follow(self, epoch: str, seq: int, left: asyncio.Event) -> AsyncIterator[bytes]:
         """Yield frames until the router has left, the server drains or the engine is gone."""
         engine, journal, known = self._engine, self._journal, None
-        own = journal.epoch
-        events: list[Event] = [] if engine.ready is None else [engine.ready]
-        resumed = journal.since(epoch, seq) is not None
-        first = True
+        own, first = journal.epoch, True
         context = self._dispatcher.context
         while not (left.is_set() or context.draining or engine.ready is None or journal.epoch != own):
             changed = journal.changed
-            changes = journal.since(own, seq) if resumed or not first else None
-            events += [journal.whole()] if changes is None else changes
-            seq = journal.seq
-            if engine.stats is not known:
-                known = engine.stats
-                events += [] if known is None else [_brief(known)]
             if engine.heartbeat.silent < SILENCE:  # else the router is to see the silence
-                yield wire.framed(Told(own, seq, [*events, Beat(engine.heartbeat.busy)], resumed and first))
-                events, first = [], False
+                changes = journal.since(epoch, seq)
+                resumed = first and changes is not None
+                events: list[Event] = [engine.ready] if first else []
+                events += [journal.whole()] if changes is None else changes
+                if engine.stats is not known:
+                    known = engine.stats
+                    events += [] if known is None else [_brief(known)]
+                epoch, seq, first = own, journal.seq, False
+                yield wire.framed(Told(own, seq, [*events, Beat(engine.heartbeat.busy)], resumed))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wire.BEAT_SECONDS):
                     await changed.wait()
