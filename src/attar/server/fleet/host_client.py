@@ -36,10 +36,11 @@ DOUBT = 0.25
 AGAIN_SECONDS = 1.0  # until a host that failed a request may get it once more
 WAITS = (0.05, 0.1, 0.2, 0.5, 1.0)  # seconds before the next attempt to reach a host
 MAX_REFUSAL = 64 << 10  # bytes of a refusal, and of a greeting
-_SHOWN = {"too_long": "context_length_exceeded", "grammar_limit": "grammar_limit", "deadline": "deadline"}
-_CODES = {theirs: ours for ours, theirs in _SHOWN.items()} | {
+_CODES = {
+    "context_length_exceeded": "too_long", "grammar_limit": "grammar_limit", "deadline": "deadline",
     "overloaded": "full", "rate_limit_exceeded": "full", "invalid_api_key": "key", "bad_logits": "bad_logits",
 }  # fmt: skip
+"""Codes of an engine's failures by those of the errors that hosts answer."""
 
 logger = logging.getLogger(__name__)
 
