@@ -122,9 +122,8 @@ class LimitedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
-        if (
-            self._received > MAX_HEAD + self._body_limit() + MAX_BODY
-        ):  # up to here too much is dropped, for 413 to arrive
+        most = MAX_HEAD + self._body_limit() + MAX_BODY  # up to here too much is dropped, so that 413 arrives
+        if self._received > most:
             self.transport.abort()
         elif not self.transport.is_closing():
             super().data_received(data)
