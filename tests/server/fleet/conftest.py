@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,8 @@ from attar.server.options import ServerOptions
 from attar.server.replicas.group import ReplicaGroup
 from attar.server.serve import Server
 from attar.text.tokenizer import Tokenizer
-from tests.server.conftest import Running
 from tests.server.fake_engine import FakeEngine
+from tests.server.several import Several, all_stopped
 
 ROUTER_KEY = "router-key-of-at-least-32-characters"
 
@@ -80,7 +78,7 @@ class Wire:
         writer.close()
 
 
-class Hosts(Running):
+class Hosts(Several):
     """A router and its hosts. `engine` is the first host's."""
 
     def __init__(
@@ -88,15 +86,9 @@ class Hosts(Running):
         each: Callable[[int], dict[str, Any]],
     ) -> None:  # fmt: skip
         self._made = folder, tokenizer, count, options, keys, each
-        self.engines: list[FakeEngine] = []
         self.hosts: list[Server] = []
         self.wires: list[Wire] = []
-        self.port = 0
-        self._begun = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
-        self._thread.start()
-        assert self._begun.wait(60)
-        self.wait(lambda: all(replica.client.ready is not None for replica in self.group.replicas))
+        self._start()
 
     async def _main(self) -> None:
         folder, tokenizer, count, options, keys, each = self._made
@@ -128,12 +120,7 @@ class Hosts(Running):
             self.server = attar_hosts.make(self.urls, ROUTER_KEY, options, http, greeting, read)
             assert isinstance(self.server.engine, ReplicaGroup)
             self.group = self.server.engine
-
-            def started(url: str) -> None:
-                self.port = int(url.rpartition(":")[2])
-                self._begun.set()
-
-            await self.server.run(started, signals=False)
+            await self.server.run(self._started, signals=False)
         for wire in self.wires:
             wire.free.set()
             wire.close()
@@ -143,10 +130,6 @@ class Hosts(Running):
         await asyncio.gather(*tasks)
         for engine in self.engines:
             await engine.stop()
-
-    def with_work(self) -> list[int]:
-        """The hosts whose engines have requests."""
-        return [at for at, engine in enumerate(self.engines) if engine.open]
 
     def half_way(self, tokens: int = 20, over: Callable[[], bool] = lambda: False) -> int:
         """Wait until some of an answer was told, or all is over; return the number of the host that makes it."""
@@ -160,18 +143,6 @@ class Hosts(Running):
         self.wait(looked)
         return found[0] if found else 0
 
-    def post_beside(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Callable[[], Any]:
-        """Ask in another thread; returns what waits for the answer."""
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(self.post(path, body, headers)))
-        thread.start()
-
-        def joined() -> Any:
-            thread.join(60)
-            return found[0] if found else 0
-
-        return joined
-
     def kill(self, at: int) -> None:
         """Let a host die: its connections end, and it takes no others."""
 
@@ -183,11 +154,6 @@ class Hosts(Running):
 
     def states(self) -> list[str]:
         return [each.state for each in self.group.replicas]
-
-
-@pytest.fixture(scope="session")
-def tokenizer(demo: Path) -> Tokenizer:
-    return Tokenizer.load(demo)
 
 
 @pytest.fixture
@@ -208,8 +174,4 @@ def fleet(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Callable[..., Hosts]
         return running[-1]
 
     yield make
-    ended = []
-    for made in running:
-        with contextlib.suppress(RuntimeError):
-            ended.append(made.stop())
-    assert all(ended)
+    assert all_stopped(running)

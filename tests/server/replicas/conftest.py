@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,11 @@ from attar.server.options import ServerOptions
 from attar.server.replicas.group import ReplicaGroup
 from attar.server.serve import Server
 from attar.text.tokenizer import Tokenizer
-from tests.server.conftest import Running
 from tests.server.fake_engine import FakeEngine
+from tests.server.several import Several, all_stopped
 
 
-class Fleet(Running):
+class Fleet(Several):
     """A server and its engines. `engine` is the first."""
 
     def __init__(
@@ -27,14 +25,8 @@ class Fleet(Running):
         each: Callable[[int], dict[str, Any]],
     ) -> None:  # fmt: skip
         self.sockets = [folder / f"engine{at}.sock" for at in range(count)]
-        self.engines: list[FakeEngine] = []
         self._made = tokenizer, options, each
-        self.port = 0
-        self._begun = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
-        self._thread.start()
-        assert self._begun.wait(60)
-        self.wait(lambda: all(replica.client.ready is not None for replica in self.group.replicas))
+        self._start()
 
     async def _main(self) -> None:
         tokenizer, options, each = self._made
@@ -45,35 +37,9 @@ class Fleet(Running):
         self.engine = self.engines[0]
         self.group = ReplicaGroup(self.sockets)
         self.server = Server(self.group, tokenizer, options)
-
-        def started(url: str) -> None:
-            self.port = int(url.rpartition(":")[2])
-            self._begun.set()
-
-        await self.server.run(started, signals=False)
+        await self.server.run(self._started, signals=False)
         for engine in self.engines:
             await engine.stop()
-
-    def with_work(self) -> list[int]:
-        """The engines that have requests."""
-        return [at for at, engine in enumerate(self.engines) if engine.open]
-
-    def post_beside(self, path: str, body: Any) -> Callable[[], Any]:
-        """Ask in another thread; returns what waits for the answer."""
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(self.post(path, body)))
-        thread.start()
-
-        def joined() -> Any:
-            thread.join(60)
-            return found[0]
-
-        return joined
-
-
-@pytest.fixture(scope="session")
-def tokenizer(demo: Path) -> Tokenizer:
-    return Tokenizer.load(demo)
 
 
 @pytest.fixture
@@ -94,8 +60,4 @@ def fleet(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Callable[..., Fleet]
         return running[-1]
 
     yield make
-    ended = []
-    for made in running:
-        with contextlib.suppress(RuntimeError):
-            ended.append(made.stop())
-    assert all(ended)
+    assert all_stopped(running)
