@@ -91,3 +91,9 @@ def test_every_process_that_is_known_stands_in_security_md() -> None:
     assert {exposure._name(each.split(" ")) for each in commands} == listed
     assert exposure._name(["python", "/home/ray/monitor.py"]) in ("", "monitor")
     assert exposure._name(["/usr/bin/vim"]) == ""
+
+
+def test_only_an_address_beyond_loopback_widens_what_ray_listens_to() -> None:
+    assert exposure.environment("127.0.0.1") == exposure.START_ENVIRONMENT
+    wide = exposure.environment("10.0.0.7")
+    assert exposure.START_ENVIRONMENT.items() - wide.items() == {(exposure.LOOPBACK_CLUSTER, "0")}

@@ -11,7 +11,7 @@ import yaml
 
 from attar import machine
 from attar.errors import UserError
-from attar.integrations.ray.exposure import START_ENVIRONMENT
+from attar.integrations.ray import exposure
 from attar.integrations.ray.settings import Arguments
 from attar.protocol.settings import Settings
 from attar.server.http.security import is_loopback
@@ -97,10 +97,7 @@ def write(file: Path, found: dict[str, Any], address: str, overwrite: bool) -> N
     replaced."""
     if file.exists() and not overwrite:
         raise UserError("output_exists", f"{file} exists: give another name, or --overwrite")
-    names = START_ENVIRONMENT if is_loopback(address) else {
-        name: value for name, value in START_ENVIRONMENT.items() if name != "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-    }  # fmt: skip
-    environment = " ".join(f"{name}={value}" for name, value in names.items())
+    environment = " ".join(f"{name}={value}" for name, value in exposure.environment(address).items())
     head = f"# Written by attar {__version__}. `attar deploy --start` runs it on this machine; or:\n"
     head += f"#   export {environment}\n"
     head += f"#   ray start --head --node-ip-address {address} --include-dashboard false --disable-usage-stats\n"

@@ -18,13 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attar.errors import UserError
+from attar.server.http.security import is_loopback
 
 TOKEN_BITS = 256
+LOOPBACK_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 START_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     # The name is that of the systems for which Ray made loopback clusters; 0 makes one on Linux too.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    LOOPBACK_CLUSTER: "0",
     "RAY_SERVE_ENABLE_HA_PROXY": "0",
 }
 """Environment of a cluster that listens on loopback alone."""
@@ -74,6 +76,14 @@ def require(insecure: bool, http: int = 0, root: Path = Path("/proc")) -> None:
             message = f"Ray's {each.process} listens at {each.address} port {each.port}, beyond loopback: whoever "
             message += "reaches it with the cluster's token runs code; start Ray on loopback, or give --ray-insecure"
             raise UserError("ray_exposed", message)
+
+
+def environment(address: str) -> dict[str, str]:
+    """Return the environment of a cluster whose node has this address; beyond loopback, Ray listens on every one."""
+    names = dict(START_ENVIRONMENT)
+    if not is_loopback(address):
+        del names[LOOPBACK_CLUSTER]
+    return names
 
 
 def token_required() -> bool:

@@ -36,10 +36,8 @@ def run(found: dict[str, Any], address: str, insecure: bool, started: Callable[[
         token = folder / "token"
         with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(exposure.TOKEN_BITS // 8))
-        environment = dict(exposure.START_ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(token))
-        if insecure:
-            del environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]
-        os.environ.update(environment)  # before Ray is imported, which reads it once
+        # Before Ray is imported, which reads it once:
+        os.environ.update(exposure.environment(address), RAY_AUTH_TOKEN_PATH=str(token))
         os.environ.pop("RAY_AUTH_TOKEN", None)
         return _run(found, address, insecure, folder, started)
     finally:
