@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from attar.text.tokenizer import Tokenizer
 
 BESIDES = 64  # HTTP requests open besides those that run or wait: being read or refused, or other routes
+KV_TRANSFER = ("cache_dir", "cache_bytes", "prefill_peer", "peer_key_file", "peer_ca", "peer_cert", "peer_name")
 SINGLE = (
     "name",
     "alias",
@@ -39,13 +40,7 @@ SINGLE = (
     "chat_template",
     "replicas",
     "replica_cores",
-    "cache_dir",
-    "cache_bytes",
-    "prefill_peer",
-    "peer_key_file",
-    "peer_ca",
-    "peer_cert",
-    "peer_name",
+    *KV_TRANSFER,
     "router_key_file",
 )  # options of a server with one model
 ENGINE = (sys.executable, "-m", "attar.engine.main")  # the command line of its process

@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from attar.integrations.ray.config import Size
     from attar.integrations.ray.settings import Arguments
 
-NOT_HERE = (
-    "models", "replicas", "replica_cores", "triton_config", "router_key_file", "cache_dir", "cache_bytes",
-    "prefill_peer", "peer_key_file", "peer_ca", "peer_cert", "peer_name",
-)  # fmt: skip
+NOT_HERE = ("models", "replicas", "replica_cores", "triton_config", "router_key_file", *serving.KV_TRANSFER)
 """Options of `serve` that Ray's replicas do not have."""
 
 
