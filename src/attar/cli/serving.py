@@ -468,10 +468,11 @@ def _serve_several(config: ServeConfig, keys: Keys, origins: frozenset[str]) -> 
 def teller(templates: bool, as_json: bool, more: str = " (the model is loading)") -> Callable[[str], None]:
     """Make the function called once the server listens: it prints the address with `more`, and starts the chat template
     process where there are `templates`."""
-    from attar.text import template
 
     def started(url: str) -> None:
         if templates:  # so that the first conversation does not wait for it
+            from attar.text import template
+
             threading.Thread(target=template.warm, name="template-start", daemon=True).start()
         tell(f"listening at {url}{more}")
         emit(as_json, {"url": url, "pid": os.getpid()})

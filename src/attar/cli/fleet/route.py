@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attar import logs
-from attar.cli import options
+from attar.cli import options, serving
 from attar.cli.commands import configured, option
 from attar.cli.fleet.http_options import HttpOptions
-from attar.cli.terminal import emit, errors, tell
+from attar.cli.terminal import errors
 from attar.errors import UserError
 
 if TYPE_CHECKING:
@@ -73,7 +71,7 @@ def route(config: RouteConfig) -> None:
         key = None if config.router_key_file is None else read_keys(config.router_key_file)[0]
         if key is None and config.response_store is not None:
             raise UserError("option_unused", "--response-store needs --router-key-file: others keep their own answers")
-        started = _started(config.as_json)
+        started = serving.teller(False, config.as_json, "")
         try:
             if key is None:
                 plain_hosts.run(urls, http, started)
@@ -81,11 +79,3 @@ def route(config: RouteConfig) -> None:
                 attar_hosts.run(urls, key, http, started)
         except OSError as error:
             raise explained(error, config.host, config.port) from None
-
-
-def _started(as_json: bool) -> Callable[[str], None]:
-    def started(url: str) -> None:
-        tell(f"listening at {url}")
-        emit(as_json, {"url": url, "pid": os.getpid()})
-
-    return started

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from attar import logs
 from attar.cli import options, serving
 from attar.cli.commands import configured, flag, option
@@ -92,8 +90,7 @@ def deploy(config: DeployConfig) -> None:
         from attar.integrations.ray import start
 
         started = serving.teller(False, config.as_json, "")
-        if status := start.run(found, config.ray_address, config.ray_insecure, started):
-            raise typer.Exit(status)
+        start.run(found, config.ray_address, config.ray_insecure, started)
 
 
 def _arguments(config: DeployConfig, size: Size) -> tuple[Arguments, dict[str, Any]]:

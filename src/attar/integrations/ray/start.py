@@ -25,11 +25,12 @@ OBJECT_STORE = 128 << 20  # bytes: what replicas tell each other is small
 FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 
 
-def run(found: dict[str, Any], address: str, insecure: bool, started: Callable[[str], None]) -> int:
+def run(found: dict[str, Any], address: str, insecure: bool, started: Callable[[str], None]) -> None:
     """Start Ray at `address`, deploy the application `found`, call `started` with the address of its HTTP server, and
-    wait for SIGTERM or Ctrl-C. Returns the exit status: 0, or 1 where the application fails.
+    wait for SIGTERM or Ctrl-C.
 
-    Raises UserError where Ray is not installed, or listens beyond loopback in a start that is not `insecure`.
+    Raises UserError where Ray is not installed, where the application cannot start, and where Ray listens beyond
+    loopback in a start that is not `insecure`.
     """
     folder = Path(tempfile.mkdtemp(prefix="attar-"))  # its mode is 0700
     try:
@@ -39,12 +40,12 @@ def run(found: dict[str, Any], address: str, insecure: bool, started: Callable[[
         # Before Ray is imported, which reads it once:
         os.environ.update(exposure.environment(address), RAY_AUTH_TOKEN_PATH=str(token))
         os.environ.pop("RAY_AUTH_TOKEN", None)
-        return _run(found, address, insecure, folder, started)
+        _run(found, address, insecure, folder, started)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(found: dict[str, Any], address: str, insecure: bool, folder: Path, started: Callable[[str], None]) -> int:
+def _run(found: dict[str, Any], address: str, insecure: bool, folder: Path, started: Callable[[str], None]) -> None:
     try:
         import ray
         from ray import serve
@@ -72,7 +73,6 @@ def _run(found: dict[str, Any], address: str, insecure: bool, folder: Path, star
                 started(serve.get_deployment_handle("Http", NAME).address.remote().result())
                 break
         stop.wait()
-        return 0
     finally:
         serve.shutdown()
         ray.shutdown()

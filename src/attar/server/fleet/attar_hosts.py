@@ -79,8 +79,8 @@ async def greet(http: httpx2.AsyncClient, urls: Sequence[str], key: str) -> tupl
         await asyncio.sleep(WAITS[-1])
 
 
-def run(urls: Sequence[str], key: str, options: ServerOptions, started: Callable[[str], None]) -> int:
-    """Route requests to the hosts at `urls`, with their router key, until told to stop; return the exit status, 0.
+def run(urls: Sequence[str], key: str, options: ServerOptions, started: Callable[[str], None]) -> None:
+    """Route requests to the hosts at `urls`, with their router key, until told to stop.
 
     `options` are those of the router's own HTTP; what hosts greet with is added. Raises OSError where the address is
     not available, ValueError for unknown faults to be armed (`attar/faults.py`).
@@ -91,7 +91,6 @@ def run(urls: Sequence[str], key: str, options: ServerOptions, started: Callable
         gc.freeze()
         with contextlib.suppress(asyncio.CancelledError):
             asyncio.run(_run(urls, key, options, listener, started))
-    return 0
 
 
 async def _run(

@@ -300,9 +300,9 @@ class FleetServer(HttpServer):
         """Release nothing."""
 
 
-def run(urls: Sequence[str], options: ServerOptions, started: Callable[[str], None]) -> int:
-    """Route requests to the servers at `urls` until told to stop; return the exit status, 0. Raises OSError where the
-    address is not available, ValueError for unknown faults to be armed (`attar/faults.py`)."""
+def run(urls: Sequence[str], options: ServerOptions, started: Callable[[str], None]) -> None:
+    """Route requests to the servers at `urls` until told to stop. Raises OSError where the address is not available,
+    ValueError for unknown faults to be armed (`attar/faults.py`)."""
     faults.arm_from(env.get().faults)
     sockets.allow(2 * options.max_requests)
     with sockets.listen(options.host, options.port) as listener:
@@ -314,4 +314,3 @@ def run(urls: Sequence[str], options: ServerOptions, started: Callable[[str], No
         gc.freeze()
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(main())
-    return 0
