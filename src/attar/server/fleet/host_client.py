@@ -154,7 +154,7 @@ class HostClient(EngineClient):
     async def _refusal(self, id: str, reply: httpx2.Response) -> Failed:
         """Return a refusal as an engine's failure: `shutdown` for one that is no fault of the request."""
         try:
-            error = msgspec.json.decode(await _read(reply, MAX_REFUSAL), type=_Refusal).error
+            error = msgspec.json.decode(await read_body(reply, MAX_REFUSAL), type=_Refusal).error
         except (httpx2.HTTPError, ValueError):
             return Failed(id, "shutdown", "")
         if error.code == "draining":
@@ -288,13 +288,13 @@ async def fetch(http: httpx2.AsyncClient, url: str, headers: Mapping[str, str], 
         if reply.status_code != 200:
             raise NoHost(f"it answers with status {reply.status_code}")
         try:
-            return msgspec.json.decode(await _read(reply, most), type=kind)
+            return msgspec.json.decode(await read_body(reply, most), type=kind)
         except ValueError:
             raise NoHost("its greeting cannot be read") from None
 
 
-async def _read(reply: httpx2.Response, most: int) -> bytes:
-    """Read a body. Raises ValueError for one of more than `most` bytes."""
+async def read_body(reply: httpx2.Response, most: int) -> bytes:
+    """Return the body of an answer. Raises ValueError for one of more than `most` bytes."""
     data = bytearray()
     async for piece in reply.aiter_raw():
         data += piece

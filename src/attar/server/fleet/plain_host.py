@@ -23,6 +23,9 @@ loading: it was not looked at yet. busy: it answers 503, since it loads, drains 
 answer, or not as a server of models does. slow: it answers too late.
 """
 
+BROKEN = (httpx2.HTTPError, httpx2.StreamError, OSError, ValueError)
+"""What is raised where a host does not answer, breaks off, speaks no HTTP, or answers too much."""
+
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -99,7 +102,7 @@ class PlainHost:
                     self.path = HEALTH[1]
         except (httpx2.TimeoutException, TimeoutError):
             return "slow"
-        except (httpx2.HTTPError, httpx2.StreamError, OSError, ValueError):
+        except BROKEN:
             return "down"
         if status in (200, 401, 403):  # a server that wants a key is well
             return "ready"

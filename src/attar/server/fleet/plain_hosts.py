@@ -34,7 +34,7 @@ from attar.server.api.status import respond
 from attar.server.errors import FULL, APIError
 from attar.server.fleet import proxy
 from attar.server.fleet.host_client import CONNECT_SECONDS, client
-from attar.server.fleet.plain_host import STATES, HostFailed, PlainHost
+from attar.server.fleet.plain_host import BROKEN, STATES, HostFailed, PlainHost
 from attar.server.fleet.proxy import Answer
 from attar.server.fleet.router_key import PassedKeys
 from attar.server.fleet.text_prefixes import PromptBody, TextRouter
@@ -194,7 +194,7 @@ class ProxyRoutes:
                 async for piece in answer.pieces:
                     answer.events += piece.count(b"data: ")
                     yield piece
-            except (httpx2.HTTPError, httpx2.StreamError, OSError, ValueError):
+            except BROKEN:
                 if not left:
                     host.failures += 1
                     yield proxy.broken(request.url.path)

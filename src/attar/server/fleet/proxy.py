@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import httpx2
 
 from attar.server.errors import ANTHROPIC, APIError
-from attar.server.fleet.host_client import seconds_of
-from attar.server.fleet.plain_host import HostFailed, PlainHost
+from attar.server.fleet.host_client import read_body, seconds_of
+from attar.server.fleet.plain_host import BROKEN, HostFailed, PlainHost
 from attar.server.http import sse
 
 MAX_TRIES = 3
@@ -95,7 +95,7 @@ async def ask(http: httpx2.AsyncClient, host: PlainHost, request: httpx2.Request
     except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
         host.become("down")
         raise HostFailed from error
-    except (httpx2.HTTPError, httpx2.StreamError, OSError, ValueError) as error:
+    except BROKEN as error:
         raise HostFailed from error
     answer = Answer(host, reply, sent=sent)
     try:
@@ -114,25 +114,19 @@ async def ask(http: httpx2.AsyncClient, host: PlainHost, request: httpx2.Request
         return answer
     except BaseException as error:
         await answer.close()
-        if isinstance(error, httpx2.HTTPError | httpx2.StreamError | OSError | ValueError):
+        if isinstance(error, BROKEN):
             raise HostFailed from error
         raise
 
 
 async def _begin(answer: Answer) -> None:
     """Read the first event of a stream, or all of another answer. Raises ValueError for one that is too long."""
-    raw = answer.reply.aiter_raw()
     if answer.streams:
-        answer.pieces = whole_events(raw)
+        answer.pieces = whole_events(answer.reply.aiter_raw())
         answer.first = await anext(answer.pieces, b"")
         answer.events = answer.first.count(b"data: ")
         return
-    data = bytearray()
-    async for piece in raw:
-        data += piece
-        if len(data) > MAX_ANSWER:
-            raise ValueError("an answer is too long")
-    answer.first = bytes(data)
+    answer.first = await read_body(answer.reply, MAX_ANSWER)
 
 
 async def whole_events(raw: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
