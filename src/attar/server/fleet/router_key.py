@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from attar.server.http.security import Keys
+from attar.server.http.security import Keys, is_among
 
 MAX_CREDENTIAL = 1 << 10  # bytes of a header with an API key
 CREDENTIALS = 4096  # API keys that a router remembers
@@ -30,14 +30,11 @@ class RouterKeys:
     def of(cls, keys: Iterable[str]) -> RouterKeys:
         """Hash keys given in plain text. The first one makes the secret."""
         keys = tuple(keys)
-        return cls(tuple(hashlib.sha256(key.encode()).digest() for key in keys), salt_secret(keys[0]) if keys else b"")
+        return cls(Keys.of(keys).hashes, salt_secret(keys[0]) if keys else b"")
 
     def accept(self, given: bytes) -> bool:
         """Return whether a header's key is one of them, in constant time."""
-        digest, known = hashlib.sha256(given).digest(), False
-        for each in self.hashes:
-            known |= hmac.compare_digest(digest, each)
-        return known
+        return is_among(hashlib.sha256(given).digest(), self.hashes)
 
 
 def salt_secret(key: str) -> bytes:

@@ -86,13 +86,18 @@ class Keys:
         if not self.hashes:
             return b""
         digest = hashlib.sha256(self.given(headers)).digest()
-        known = False
-        for each in self.hashes:  # all of them, in constant time
-            known |= hmac.compare_digest(digest, each)
-        return self._salt(digest) if known else None
+        return self._salt(digest) if is_among(digest, self.hashes) else None
 
     def _salt(self, digest: bytes) -> bytes:
         return hmac.digest(self.secret, digest, "sha256")
+
+
+def is_among(digest: bytes, hashes: Iterable[bytes]) -> bool:
+    """Return whether a key's hash is one of some, in constant time."""
+    known = False
+    for each in hashes:
+        known |= hmac.compare_digest(digest, each)
+    return known
 
 
 def is_loopback(host: str) -> bool:
