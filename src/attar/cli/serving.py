@@ -341,7 +341,8 @@ def serve(config: ServeConfig) -> None:
         config.check_processes(theirs["device"])
         require_apart(theirs["device"])
         path = hub.resolve(config.model)
-        keys, settings = _marked(_same_salts(config, keys), config.engine(path, name, theirs))
+        keys = _same_salts(config, keys)
+        settings = _marked(keys, config.engine(path, name, theirs))
         tell_shared(settings.device, config.tp, config.pp)
         server_options = config.http(keys, origins, settings.limits(), path, name, config.replicas or 1)
         tokenizer = _tokenizer(path, config.chat_template)
@@ -385,14 +386,14 @@ def _security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
     return (dataclasses.replace(keys, secret=routers.secret) if routers.hashes else keys), origins
 
 
-def _marked(keys: Keys, settings: Settings) -> tuple[Keys, Settings]:
-    """Return the keys, and settings with the salts of these and fingerprints of the model's files, by which an engine
+def _marked(keys: Keys, settings: Settings) -> Settings:
+    """Return settings with the salts of the keys, and with fingerprints of the model's files, by which an engine
     notices later changes."""
     from msgspec.structs import replace
 
     from attar.checkpoints.fingerprints import fingerprints
 
-    return keys, replace(settings, files=fingerprints(settings.folders), cache_owners=keys.owners)
+    return replace(settings, files=fingerprints(settings.folders), cache_owners=keys.owners)
 
 
 def _same_salts(config: ServeConfig, keys: Keys) -> Keys:
