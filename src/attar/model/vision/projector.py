@@ -7,7 +7,7 @@ and ends each row of it with a learned one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from attar.kernels import ops
 from attar.kernels.operands import Linear, Norm
 from attar.model.vision.config import VisionConfig
-from attar.model.vision.tower import Done, activate, normed, tiles
+from attar.model.vision.tower import activate, normed, tiles
 
 
 @dataclass(eq=False)
@@ -48,8 +48,8 @@ class Projector:
             return normed(means, self.norm)
         return x
 
-    def work(self, x: Tensor) -> Iterator[Done | Tensor]:
-        """Yield what is done, and at last the rows [M, out] of hidden states [N, I]."""
+    def work(self, x: Tensor) -> Generator[None, None, Tensor]:
+        """Yield after each unit of work; return the rows [M, out] of hidden states [N, I]."""
         rows = self.merged(x)
         out = rows.new_empty((len(rows), self.config.out))
         for part in tiles(len(rows)):
@@ -59,8 +59,8 @@ class Projector:
                     own = activate(own, self.config.projector_activation, False, linear)
                 own = ops.linear(own, (linear,))
             out[part] = own
-            yield Done(part.stop - part.start, part.stop == len(rows))
-        yield out
+            yield
+        return out
 
 
 def joined(newline: Tensor, rows: Tensor, grid: tuple[int, int], size: tuple[int, int]) -> Tensor:
