@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from attar.errors import UserError
+from attar.images.geometry import margins
 from attar.kernels.operands import Linear, Norm
 from attar.model.vision.config import VisionConfig
 from attar.model.vision.patches import Patches
 from attar.model.vision.positions import axial_angles, mrope, windows
-from attar.model.vision.projector import Projector, joined, margins
+from attar.model.vision.projector import Projector, joined
 from attar.model.vision.tower import Segments, Tower
 
 Work = Generator[None, None, Tensor]
