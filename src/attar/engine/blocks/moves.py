@@ -248,7 +248,8 @@ class BlockMoves:
         return None
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Save what waits to be saved, for so many seconds at most, and end the threads."""
+        """Save what waits to be saved, for so many seconds at most, and end the threads. What a thread that hangs uses
+        is left open: the folder is not another process's as long as this one may write there."""
         end = self._clock() + seconds
         if self.listener is not None:
             self.listener.close()
@@ -256,9 +257,9 @@ class BlockMoves:
         while (self._saving or self._offered) and self._clock() < end:
             self.worker.wait(max(0.0, end - self._clock()))
             self.settle()
-        for each in (self.pulls, self.worker):
-            each.close(max(0.0, end - self._clock()) if each is self.worker else 0.0)
-        if self.disk is not None:
+        if self.pulls.close(0.0) and self.puller is not None:
+            self.puller.close()
+        if self.worker.close(max(0.0, end - self._clock())) and self.disk is not None:
             self.disk.close()
 
     def _give_up(self, asked: PrefillAsked) -> None:
