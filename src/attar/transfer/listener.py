@@ -26,7 +26,7 @@ from attar.errors import UserError
 from attar.protocol.framing import frame
 from attar.transfer.credentials import Credentials
 from attar.transfer.header import BlockHeader, BlockMismatch, Names, Origin
-from attar.transfer.wire import LOOK_SECONDS, MAX_FIRST, PREFILL, Address, Blocks, Gone, Greeting, Prefill, Wire, prove
+from attar.transfer.wire import LOOK_SECONDS, PREFILL, Address, Blocks, Gone, Prefill, Wire, greet, prove
 
 MAX_CONNECTIONS = 16
 GREETING_SECONDS = 2.0
@@ -132,13 +132,9 @@ class PrefillListener:
     def _serve(self, connected: socket.socket) -> None:
         wire: Wire | None = None
         try:
-            mine, until = Greeting.of(self._origin), time.monotonic() + GREETING_SECONDS
+            until = time.monotonic() + GREETING_SECONDS
             wire = self._known(connected, until)
-            wire.send(mine, until)
-            theirs = wire.receive(until, MAX_FIRST)
-            if not isinstance(theirs, Greeting):
-                raise BlockMismatch("no greeting")
-            mine.check(theirs)
+            greet(wire, self._origin, until)
             buffer = bytearray(self._origin.size)
             while True:
                 self._answer(wire, wire.receive(math.inf), buffer)
