@@ -30,6 +30,7 @@ from attar.transfer.wire import LOOK_SECONDS, PREFILL, Address, Blocks, Gone, Pr
 
 MAX_CONNECTIONS = 16
 GREETING_SECONDS = 2.0
+KEEPALIVE_SECONDS = 60  # without a byte, after which TCP asks whether the other host is still there
 LEASE_SECONDS = 30.0  # that blocks are held for one answer, at most
 MAX_SECONDS = 600.0  # of computing one prompt, at most
 
@@ -160,6 +161,8 @@ class PrefillListener:
             return Wire(connected, lambda: not self._closed)
         connected.settimeout(GREETING_SECONDS)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # else a host that lost power keeps its place
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
         secured = self._credentials.answers.wrap_socket(connected, server_side=True)
         try:
             self._credentials.check_client(secured.getpeercert())
