@@ -103,7 +103,6 @@ class BlockMoves:
     def __init__(
         self, scheduler: Scheduler, pages: Sequence[PagedKV], saved: SavedBlocks | None, peer: PeerBlocks | None,
         clock: Callable[[], float], compute: Callable[[PrefillAsked], None], cancel: Callable[[str], None],
-        seconds: float = FETCH_SECONDS,
     ) -> None:  # fmt: skip
         if scheduler.sliding is not None:
             raise UserError(
@@ -111,7 +110,7 @@ class BlockMoves:
                 "layers with a sliding window have blocks of their own, which are not moved: --cache-dir and --role "
                 "are for models whose layers all read the whole context",
             )
-        self.scheduler, self._clock, self._seconds = scheduler, clock, seconds
+        self.scheduler, self._clock, self._seconds = scheduler, clock, FETCH_SECONDS
         self._compute, self._cancel = compute, cancel
         self._bytes, self._size = BlockBytes(pages), scheduler.pool.size
         layout, size = self._bytes.layout_id, self._bytes.nbytes
@@ -189,7 +188,7 @@ class BlockMoves:
             match done:
                 case _Filled():
                     self._pulling -= done.pulled
-                    self.late += not done.fetch.wanted
+                    self.late += not (done.pulled or done.fetch.wanted)  # a count of the disk cache
                     self.scheduler.received(done.fetch, done.count, self._clock())
                 case _Saved(loan=None):
                     self._saving = False
@@ -209,7 +208,7 @@ class BlockMoves:
                 self._save_next(self.disk)
             except AssertionError:
                 raise
-            except Exception:
+            except Exception:  # whatever it is, it costs these blocks' saving alone: they can be computed again
                 logger.exception("blocks were not saved")
                 self.skipped += 1
 
