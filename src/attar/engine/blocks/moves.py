@@ -117,7 +117,7 @@ class BlockMoves:
         self.worker, self.pulls = Worker(), Worker("pulls")
         self.late = self.skipped = self._pulling = 0
         self._offered: deque[tuple[Kept, int]] = deque()  # with the first block that was not tried yet
-        self._saving = False
+        self._saving = self._closing = False
         staged = min(MAX_STAGED, max(1, STAGED_BYTES // size))
         self._staged = [bytearray(size) for _ in range(staged if saved is not None else 0)]
         self.disk: DiskCache | None = None
@@ -194,7 +194,7 @@ class BlockMoves:
                     self._saving = False
                 case _Saved(loan=Loan() as loan):
                     self.scheduler.fetching.give_back(loan)
-                case PrefillAsked():
+                case PrefillAsked() if not self._closing:  # else its thread gives up by itself: the listener is closed
                     self._compute(done)
                 case GivenBack():
                     self.scheduler.fetching.give_back(done.lent.loan)
@@ -249,7 +249,7 @@ class BlockMoves:
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Save what waits to be saved, for so many seconds at most, and end the threads. What a thread that hangs uses
         is left open: the folder is not another process's as long as this one may write there."""
-        end = self._clock() + seconds
+        end, self._closing = self._clock() + seconds, True
         if self.listener is not None:
             self.listener.close()
         self.settle()
