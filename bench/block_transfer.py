@@ -89,7 +89,7 @@ def main() -> None:
     moved, beside = list[float](), list[float]()
     with tempfile.TemporaryDirectory() as name:
         folder, ready = Path(name), multiprocessing.get_context("spawn").Event()
-        other = multiprocessing.get_context("spawn").Process(target=serve, args=(folder, options, ready))
+        other = multiprocessing.get_context("spawn").Process(target=serve, args=(folder, options, ready), daemon=True)
         other.start()
         assert ready.wait(120)
         puller, ask = Puller(Address(folder / "prefill"), origin), Prefill(tokens.tobytes(), b"", b"", "", 0, 30.0)

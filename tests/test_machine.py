@@ -245,3 +245,19 @@ def test_no_garbage_is_collected_meanwhile_also_where_two_meet() -> None:
     with pytest.raises(ValueError), machine.uncollected():
         raise ValueError
     assert gc.isenabled()
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, killed = tmp_path / "file", tmp_path / f"file.{os.getpid()}.tmp"
+    killed.write_bytes(b"of a killed process with this number")
+    machine.write_whole(path, b"old", 0o600)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+    def full(descriptor: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        machine.write_whole(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]

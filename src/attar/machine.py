@@ -99,6 +99,25 @@ def private_folder(path: Path) -> None:
         raise PermissionError(f"{path} is not a folder of this user alone")
 
 
+def write_whole(path: Path, text: bytes, mode: int = 0o666) -> None:
+    """Write a file whole or not at all: to a temporary one beside it, which is flushed to the disk and renamed.
+
+    `mode` are its permissions, less what the umask takes away.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)  # of a killed process with this number
+    try:
+        number = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+        with os.fdopen(number, "wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def remove_private_folder(path: Path, file: str) -> None:
     """Remove the folder that `private_folder` made, and the one file expected in it.
 

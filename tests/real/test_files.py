@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from attar.checkpoints.inspect import inspect
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources import hf
 from attar.checkpoints.sources.opening import stored
+from attar.compression.recipe.recipe_file import load_recipe
 from attar.engine.llm.llm import LLM
 from attar.kernels.operands import Prepared
 from attar.plan.costs import step_bytes, weight_bytes
@@ -28,6 +30,15 @@ HELD = {"smollm2-135m": 1.0, "qwen2.5-coder-0.5b": 1.02}
 
 RTN_KL = (0.2, 0.6)
 """SmolLM2 rounded to 4 bits in groups of 64, over little text; 0.41 over 8,192 tokens."""
+
+
+def test_readme_compresses_the_model_that_it_names(real_model: Callable[[str], Path]) -> None:
+    """README's first command had a group size that does not divide the model's 576 columns."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (recipe,) = re.findall(r"attar compress HuggingFaceTB/SmolLM2-135M-Instruct .*--recipe (\S+)", readme)
+    config, _ = stored(real_model("smollm2-135m"))
+    for columns in (config.hidden, config.intermediate):
+        load_recipe(recipe).scheme.check(columns)
 
 
 def test_inspect_counts_every_number(name: str, path: Path) -> None:

@@ -205,7 +205,7 @@ def test_files_that_others_can_read_are_refused(folder: Path, tmp_path: Path) ->
     (tmp_path / "key").chmod(0o600)
     assert read_key(tmp_path / "key") == KEY
     (tmp_path / "link").symlink_to(tmp_path / "key")
-    with pytest.raises(OSError):
+    with user_error("file_unsafe"):
         read_key(tmp_path / "link")
     (tmp_path / "short").write_bytes(KEY[:31] + b"\n")
     (tmp_path / "short").chmod(0o600)

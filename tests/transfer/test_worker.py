@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import threading
 
@@ -44,3 +45,13 @@ def test_the_end_waits_for_so_long_and_drops_the_rest() -> None:
     worker._thread.join(10)
     assert not worker._thread.is_alive()
     assert done == []
+
+
+def test_what_is_told_after_the_end_is_written_to_no_other_file() -> None:
+    worker = Worker()
+    assert worker.close(0)
+    reads, writes = os.pipe()  # has the numbers of the worker's
+    worker.tell("late")
+    assert not select.select([reads], [], [], 0)[0]
+    os.close(reads)
+    os.close(writes)

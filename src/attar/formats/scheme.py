@@ -133,7 +133,7 @@ class Grid:
             raise UserError(
                 "group_size_indivisible",
                 f"group size {self.group_size} does not divide {columns} input columns"
-                + (f"; {', '.join(map(str, divisors))} would" if divisors else ""),
+                + (f"; {', '.join(map(str, divisors))} would: end the scheme in g{divisors[0]}" if divisors else ""),
             )
         return columns // self.group_size
 

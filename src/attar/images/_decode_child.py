@@ -16,7 +16,6 @@ import base64
 import binascii
 import io
 import json
-import math
 import resource
 import sys
 from typing import Any
@@ -27,10 +26,11 @@ from attar.errors import UserError
 from attar.images._containers import Container, Refused, parse
 from attar.images.geometry import Layout, layout
 from attar.images.settings import PixelSettings
-from attar.protocol.framing import frame, read
+from attar.protocol.framing import read
+from attar.text._child_process import NO_FILES, allow_more_cpu, limit, send
 
 MEMORY = 512 << 20  # bytes of address space
-CPU_SECONDS = 1  # at least; up to one more, as the limit counts whole seconds
+CPU_SECONDS = 1
 MAX_FRAME = 25 << 20
 BAND = 256  # rows that are composed with white at a time
 OPENERS: dict[str, Any] = {
@@ -150,35 +150,19 @@ def _grid(image: Image.Image, tile: tuple[int, int]) -> list[bytes]:
     ]
 
 
-def limit_resources() -> None:
-    """Limit this process once everything is imported: no further files or sockets, and bounded memory."""
-    limits = {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_AS: MEMORY, resource.RLIMIT_NOFILE: 0}
-    if sys.platform != "linux":  # macOS does not enforce it
-        del limits[resource.RLIMIT_AS]
-    for what, limit in limits.items():
-        resource.setrlimit(what, (limit, limit))
-
-
-def allow_more_cpu() -> None:
-    """Give the next request its share of processor time."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = math.ceil(usage.ru_utime + usage.ru_stime) + CPU_SECONDS
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-
-
-def send(body: bytes) -> None:
-    """Write one answer."""
-    sys.stdout.buffer.write(frame(body))
-    sys.stdout.buffer.flush()
+def limits() -> dict[int, int]:
+    """Return the limits of this process once everything is imported: no files or sockets, and bounded memory."""
+    memory = {resource.RLIMIT_AS: MEMORY} if sys.platform == "linux" else {}  # macOS does not enforce it
+    return {**NO_FILES, resource.RLIMIT_NOFILE: 0, **memory}
 
 
 def main() -> None:
     """Answer requests until stdin ends."""
     Image._initialized = 2  # Pillow's own word for "all decoders are loaded": it loads no others
-    limit_resources()
+    limit(limits())
     send(b"+")
     while (body := read(sys.stdin.buffer, MAX_FRAME)) is not None:
-        allow_more_cpu()
+        allow_more_cpu(CPU_SECONDS)
         try:
             reply = answer(body)
         except MemoryError:

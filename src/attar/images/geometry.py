@@ -139,8 +139,16 @@ def unpadded(settings: PixelSettings, grid: tuple[int, int], height: int, width:
     """Return the rows and columns of LLaVA-NeXT's patches that are not padding, in all tiles but the global one."""
     side = settings.tile // settings.patch
     high, wide = side * grid[0], side * grid[1]
-    if width / height > wide / high:
-        high -= (high - int(round(height * (wide / width), 7))) // 2 * 2
-    else:
-        wide -= (wide - int(round(width * (high / height), 7))) // 2 * 2
-    return high, wide
+    top, left = margins((high, wide), (height, width))
+    return high - 2 * top, wide - 2 * left
+
+
+def margins(picture: tuple[int, ...], size: tuple[int, int]) -> tuple[int, int]:
+    """Return how many rows at top and bottom, and columns at both sides, are margins of a picture of `picture` rows
+    and columns that an image of `size` was fitted into (transformers' `unpad_image`)."""
+    (height, width), (current_height, current_width) = size, picture
+    if width / height > current_width / current_height:
+        new_height = int(round(height * (current_width / width), 7))
+        return (current_height - new_height) // 2, 0
+    new_width = int(round(width * (current_height / height), 7))
+    return 0, (current_width - new_width) // 2

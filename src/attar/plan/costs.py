@@ -145,6 +145,7 @@ def against(scheme: Scheme | None) -> str | None:
     return None if scheme is None else weight_against(scheme)
 
 
+@functools.lru_cache(4096)  # the layers of a model have few shapes
 def read_bytes(rows: int, columns: int, scheme: Scheme | None, dtype: str = "bfloat16") -> int:
     """Return the bytes that one product reads of a weight [rows, columns], which is also what it occupies in memory.
 

@@ -113,9 +113,10 @@ def held_choices(count: int) -> Metric:
 def _of_peer(counts: Sequence[int]) -> Iterator[Metric]:
     """Yield the metrics of a prefill peer, of counts as `Stats.prefill_peer` has them."""
     helps = (
-        "Blocks taken from the prefill engine", "Bytes of those", "Blocks sent to decode engines", "Bytes of those",
-        "Answers or connections of another kind than was asked for", "Answers that broke off or never came",
-        "Questions that the prefill engine had no blocks for",
+        "Blocks pulled from the prefill engine", "Bytes of blocks pulled from the prefill engine",
+        "Blocks sent to decode engines", "Bytes of blocks sent to decode engines",
+        "Answers or connections refused: model, settings, credentials or contents were not those expected",
+        "Answers that broke off or never came", "Prompts for which the prefill engine had no blocks",
     )  # fmt: skip
     for name, help_, value in zip(PREFILL_PEER, helps, counts, strict=True):
         yield CounterMetricFamily(f"attar_prefill_peer_{name}", help_, value=value)
@@ -134,11 +135,11 @@ def _of_disk_cache(counts: Sequence[int]) -> Iterator[Metric]:
         ("loaded_bytes", "Bytes read from disk"),
         ("saved_blocks", "Blocks written to disk"),
         ("saved_bytes", "Bytes written to disk"),
-        ("refused", "Files deleted because they were not what they had to be"),
+        ("refused", "Files deleted because they were damaged or of another block"),
         ("failed", "Reads and writes that failed"),
         ("dropped", "Files deleted to make room"),
-        ("skipped", "Beginnings of prompts that were not saved"),
-        ("late", "Fetches for which no request waited any more"),
+        ("skipped", "Prefixes of prompts not saved: too many waited, or a write had failed"),
+        ("late", "Fetches from disk that ended after their requests had stopped waiting"),
     ):
         yield CounterMetricFamily(f"attar_disk_cache_{name}", help_, value=told.pop(name))
     assert not told, "counts without a metric"

@@ -100,7 +100,6 @@ class Prompts:
         reasons: bool | None = None, images: ImageReader | None = None,
     ) -> None:  # fmt: skip
         self.images = images
-        self._lists: tuple[str, bool] | None = None
         self.tokenizer, self._date, self._reasons = tokenizer, date, reasons
         self.shortest = 0 if tokenizer.encode("") else 1  # characters of a text that has tokens
         self._threads = threads
@@ -358,9 +357,7 @@ class Prompts:
 
     def _parted(self, template: str, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """Return messages as the template takes them: content in parts where it has images, or takes no texts."""
-        if self._lists is None or self._lists[0] != template:
-            self._lists = (template, lists_only(template))
-        always = self._lists[1]
+        always = lists_only(template)
         if not always and not any(MARK in message["content"] for message in messages):
             return messages
         return [message | {"content": in_parts(message["content"], always)} for message in messages]

@@ -19,9 +19,10 @@ import threading
 from typing import Any
 
 from attar.errors import UserError
-from attar.protocol.framing import frame, read
+from attar.protocol.framing import read
 from attar.protocol.grammar import Grammar
 from attar.text import grammars
+from attar.text._child_process import NO_FILES, limit, memory_with, send
 
 MAX_FRAME = 64 << 20
 EXTRA_MEMORY = 384 << 20  # bytes of address space above what the idle process has
@@ -69,20 +70,10 @@ def answer(vocabulary: grammars.Vocabulary, body: bytes) -> bytes:
     return b"+"
 
 
-def limit_files() -> None:
-    """Let this process open no file or socket, and write none."""
-    for what, limit in {resource.RLIMIT_NOFILE: 3, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}.items():
-        resource.setrlimit(what, (limit, limit))
-
-
 def limit_work() -> None:
     """Limit the memory and processor time of this process, and the stack of its next thread."""
-    if sys.platform == "linux":
-        with open("/proc/self/statm") as statm:
-            most = int(statm.read().split()[0]) * resource.getpagesize() + EXTRA_MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    limit({**NO_FILES, **memory_with(EXTRA_MEMORY)})
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
-    limit_files()
     threading.stack_size(STACK)
 
 
@@ -95,11 +86,6 @@ def work(vocabulary: grammars.Vocabulary, body: bytes) -> None:
     thread.join()
     send(said[0])
     os._exit(0)
-
-
-def send(body: bytes) -> None:
-    sys.stdout.buffer.write(frame(body))
-    sys.stdout.buffer.flush()
 
 
 def main() -> None:

@@ -17,9 +17,7 @@ from __future__ import annotations
 import datetime
 import encodings.unicode_escape
 import json
-import math
 import pprint
-import resource
 import sys
 import unicodedata
 from collections import OrderedDict
@@ -33,12 +31,13 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from attar.protocol.framing import frame, read
+from attar.protocol.framing import read
+from attar.text._child_process import NO_FILES, allow_more_cpu, limit, memory_with, send
 
 IMPORTED_EARLY = (encodings.unicode_escape, jinja2.debug, pprint, unicodedata)
 
 EXTRA_MEMORY = 256 << 20  # bytes of address space above what the idle process has
-CPU_SECONDS = 1  # at least; up to one more, as the limit counts whole seconds
+CPU_SECONDS = 1
 MAX_OUTPUT = 4 << 20  # bytes of UTF-8
 MAX_MESSAGE = 300  # characters of an error
 KEPT_TEMPLATES = 8
@@ -124,34 +123,13 @@ def answer(environment: Sandbox, known: OrderedDict[str, jinja2.Template], body:
         return b"-" + f"the chat template failed: {type(error).__name__}: {words}{place}".encode("utf-8", "replace")
 
 
-def limit_resources() -> None:
-    """Limit this process once everything is imported: little more memory, no new files, sockets or core dumps."""
-    limits = {resource.RLIMIT_NOFILE: 3, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
-    if sys.platform == "linux":
-        with open("/proc/self/statm") as statm:
-            limits[resource.RLIMIT_AS] = int(statm.read().split()[0]) * resource.getpagesize() + EXTRA_MEMORY
-    for what, limit in limits.items():
-        resource.setrlimit(what, (limit, limit))
-
-
-def allow_more_cpu() -> None:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = math.ceil(usage.ru_utime + usage.ru_stime) + CPU_SECONDS
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-
-
-def send(body: bytes) -> None:
-    sys.stdout.buffer.write(frame(body))
-    sys.stdout.buffer.flush()
-
-
 def main() -> None:
     environment = make_environment()
     known: OrderedDict[str, jinja2.Template] = OrderedDict()
-    limit_resources()
+    limit({**NO_FILES, **memory_with(EXTRA_MEMORY)})
     send(b"+")
     while (body := read(sys.stdin.buffer)) is not None:
-        allow_more_cpu()
+        allow_more_cpu(CPU_SECONDS)
         try:
             reply = answer(environment, known, body)
         except MemoryError:

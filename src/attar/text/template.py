@@ -111,6 +111,7 @@ def _names(template: str) -> frozenset[str]:
     return frozenset(_NAME.findall(template))
 
 
+@lru_cache(8)
 def lists_only(template: str) -> bool:
     """Return whether a template leaves out content that is a text, and writes that of a list of parts: those of some
     vision-language models do."""

@@ -11,6 +11,7 @@ Keys lie in files of this user alone, of mode 600. They are never in arguments, 
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import ssl
@@ -95,7 +96,12 @@ def read_key(file: Path) -> bytes:
 def private(file: Path) -> bytes:
     """Return the first bytes of a file. Raises UserError where it is a link or no file, belongs to another user, or may
     be read by others; OSError where it is not there."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UserError("file_unsafe", f"{file} is a symbolic link: name the file itself") from None
+        raise
     try:
         status = os.fstat(descriptor)
         own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()

@@ -7,8 +7,7 @@ that does not hold what its name says is deleted too.
 
 The index of files is in memory, in order of use; the dates of files keep that order for the next process. A block is
 used when it is read or written, and so are all before it. So those at the end of a prompt are deleted first, and no
-block stays whose predecessors are gone. Files are read and written by one
-thread, and another may ask the index.
+block stays whose predecessors are gone. Files are read and written by one thread, and another may ask the index.
 
 A disk that fails keeps nothing from being served: reading what cannot be read is a miss, and writing pauses for a
 while.
@@ -138,8 +137,8 @@ class DiskCache:
     ) -> bool:
         """Write block `at` of a prompt; return whether it was written. `owner` is the API key's salt, `tokens` are the
         block's."""
-        if not self.writable or self.holds(names[at]) or not all(map(self.holds, names[:at])):
-            return False  # a block is of no use without those before it
+        if not self.writable or self.missing(names[: at + 1]) != [at]:
+            return False  # it is there, or is of no use without those before it
         before = names[at - 1] if at else b""
         header = BlockHeader.of(self.origin, self.names.salt(salt), before, tokens, zlib.crc32(data))
         try:
@@ -214,15 +213,17 @@ class DiskCache:
     def _make_room(self, size: int, kept: Collection[bytes] = ()) -> bool:
         """Delete the least recently used files until `size` bytes more fit; return whether they do. None of `kept` is
         deleted."""
+        files = list[str]()
         with self._lock:
-            while self._index and self._bytes + size > self.limit:
-                if next(iter(self._index)) in kept:
-                    return False
+            while self._index and self._bytes + size > self.limit and next(iter(self._index)) not in kept:
                 _, (file, freed) = self._index.popitem(last=False)
                 self._bytes -= freed
-                self.folder.remove(file)
-                self.moved.dropped += 1
-            return self._bytes + size <= self.limit
+                files.append(file)
+            fits = self._bytes + size <= self.limit
+        for file in files:  # without the lock, for which the engine's thread waits between steps
+            self.folder.remove(file)
+        self.moved.dropped += len(files)
+        return fits
 
     def _use(self, names: Sequence[bytes]) -> None:
         """Note the use of a prompt's blocks, of which the first is deleted last. The lock is held."""

@@ -26,10 +26,11 @@ from attar.errors import UserError
 from attar.protocol.framing import frame
 from attar.transfer.credentials import Credentials
 from attar.transfer.header import BlockHeader, BlockMismatch, Names, Origin
-from attar.transfer.wire import LOOK_SECONDS, MAX_FIRST, PREFILL, Address, Blocks, Gone, Greeting, Prefill, Wire, prove
+from attar.transfer.wire import LOOK_SECONDS, PREFILL, Address, Blocks, Gone, Prefill, Wire, greet, prove
 
 MAX_CONNECTIONS = 16
 GREETING_SECONDS = 2.0
+KEEPALIVE_SECONDS = 60  # without a byte, after which TCP asks whether the other host is still there
 LEASE_SECONDS = 30.0  # that blocks are held for one answer, at most
 MAX_SECONDS = 600.0  # of computing one prompt, at most
 
@@ -132,13 +133,9 @@ class PrefillListener:
     def _serve(self, connected: socket.socket) -> None:
         wire: Wire | None = None
         try:
-            mine, until = Greeting.of(self._origin), time.monotonic() + GREETING_SECONDS
+            until = time.monotonic() + GREETING_SECONDS
             wire = self._known(connected, until)
-            wire.send(mine, until)
-            theirs = wire.receive(until, MAX_FIRST)
-            if not isinstance(theirs, Greeting):
-                raise BlockMismatch("no greeting")
-            mine.check(theirs)
+            greet(wire, self._origin, until)
             buffer = bytearray(self._origin.size)
             while True:
                 self._answer(wire, wire.receive(math.inf), buffer)
@@ -164,6 +161,8 @@ class PrefillListener:
             return Wire(connected, lambda: not self._closed)
         connected.settimeout(GREETING_SECONDS)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # else a host that lost power keeps its place
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
         secured = self._credentials.answers.wrap_socket(connected, server_side=True)
         try:
             self._credentials.check_client(secured.getpeercert())

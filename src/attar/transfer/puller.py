@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from attar.errors import UserError
 from attar.transfer.credentials import Credentials
 from attar.transfer.header import MAX_HEADER, BlockHeader, BlockMismatch, Names, Origin
-from attar.transfer.wire import MAX_FIRST, Address, Blocks, Greeting, Prefill, Wire, dial
+from attar.transfer.wire import Address, Blocks, Prefill, Wire, dial, greet
 
 PAUSE_SECONDS = 2.0  # without questions, after one failed
 CONNECT_SECONDS = 2.0
@@ -114,12 +114,7 @@ class Puller:
             self._address.check(self._credentials)
             wire = dial(self._address, self._credentials, CONNECT_SECONDS)
             try:
-                mine, until = Greeting.of(self._origin), time.monotonic() + CONNECT_SECONDS
-                wire.send(mine, until)
-                theirs = wire.receive(until, MAX_FIRST)
-                if not isinstance(theirs, Greeting):
-                    raise BlockMismatch("no greeting")
-                mine.check(theirs)
+                greet(wire, self._origin, time.monotonic() + CONNECT_SECONDS)
             except BaseException:
                 wire.close()
                 raise

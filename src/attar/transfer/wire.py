@@ -234,6 +234,16 @@ def dial(address: Address, credentials: Credentials | None, seconds: float) -> W
         raise
 
 
+def greet(wire: Wire, origin: Origin, until: float) -> None:
+    """Greet the other side, as it does. Raises BlockMismatch where its blocks are of another kind."""
+    mine = Greeting.of(origin)
+    wire.send(mine, until)
+    theirs = wire.receive(until, MAX_FIRST)
+    if not isinstance(theirs, Greeting):
+        raise BlockMismatch("no greeting")
+    mine.check(theirs)
+
+
 def prove(wire: Wire, credentials: Credentials, role: str, until: float) -> None:
     """Prove to the other side that this one knows the key, and the reverse. Raises BlockMismatch where it does not."""
     other, mine = PREFILL if role == DECODE else DECODE, os.urandom(CHALLENGE)

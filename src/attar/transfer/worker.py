@@ -40,10 +40,12 @@ class Worker:
             self._thread.start()
 
     def tell(self, what: Any) -> None:
-        """Leave something for the engine's thread, and wake it. Called within a job."""
+        """Leave something for the engine's thread, and wake it. Any thread may call it, also one that outlives `close`:
+        the number of a closed descriptor may be another file's by then, so nothing is written."""
         self._told.append(what)
-        with contextlib.suppress(BlockingIOError):  # full: it is readable anyhow
-            os.write(self._writes, b"!")
+        with self._changed, contextlib.suppress(BlockingIOError):  # full: it is readable anyhow
+            if not self._closing:
+                os.write(self._writes, b"!")
 
     def take(self) -> list[Any]:
         """Return what jobs have said since the last call."""
@@ -60,8 +62,9 @@ class Worker:
         with self._changed:
             return self._changed.wait_for(lambda: not (self._urgent or self._jobs or self._busy), seconds)
 
-    def close(self, seconds: float) -> None:
-        """Do what was put for `seconds` at most, drop the rest, and end the thread. One that hangs in a job is left."""
+    def close(self, seconds: float) -> bool:
+        """Do what was put for `seconds` at most, drop the rest, and end the thread; return whether it has ended. One
+        that hangs in a job is left."""
         self.wait(seconds)
         with self._changed:
             self._closing = True
@@ -70,9 +73,9 @@ class Worker:
             self._changed.notify_all()
         if self._thread.ident is not None:
             self._thread.join(0.1)
-        if not self._thread.is_alive():
-            for each in (self.descriptor, self._writes):
-                os.close(each)
+        for each in (self.descriptor, self._writes):
+            os.close(each)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while True:

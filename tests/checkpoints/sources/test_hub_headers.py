@@ -156,11 +156,19 @@ def test_headers_past_the_limit_are_refused(hub: Hub, monkeypatch: pytest.Monkey
     assert hub.sent < MOST_SAFETENSORS
 
 
-@pytest.mark.parametrize("first", [b"", b"\xff" * 8, (10).to_bytes(8, "little") + b"[1, 2, 3, "])
-def test_a_malformed_header_is_named(hub: Hub, first: bytes) -> None:
+@pytest.mark.parametrize(
+    ("first", "code"),
+    [
+        (b"", "checkpoint_malformed"),
+        (b"\xff" * 8, "checkpoint_malformed"),
+        ((10).to_bytes(8, "little") + b"[1, 2, 3, ", "file_wrong_kind"),
+        ((10).to_bytes(8, "little") + b'{"a": 1}  ', "checkpoint_malformed"),
+    ],
+)
+def test_a_malformed_header_is_named(hub: Hub, first: bytes, code: str) -> None:
     hub.repos["org/bad"] = {"config.json": b"{}", "model.safetensors": first}
     hub.padding = 100
-    with user_error("checkpoint_malformed"):
+    with user_error(code, "org/bad", "model.safetensors"):
         questions.subject("org/bad")
 
 
@@ -176,6 +184,12 @@ def test_what_the_hub_does_not_have_is_named(hub: Hub, tmp_path: Path) -> None:
     hub.repos["org/some"] = {"a.gguf": b"", "b.gguf": b""}
     with user_error("file_not_found"):
         questions.subject("org/some/c.gguf")
+    (tmp_path / "org" / "some").mkdir(parents=True)
+    sent = hub.sent
+    with user_error("file_not_found", "no such file"):
+        questions.subject("org/some/c.gguf")
+    assert hub.sent == sent, "a file of a folder that is here is no model of the Hub"
+    (tmp_path / "org" / "some").rmdir()
     with user_error("checkpoint_incomplete") as named:
         questions.subject("org/some")
     assert "org/some/a.gguf" in str(named.value)

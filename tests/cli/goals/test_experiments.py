@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -183,6 +184,9 @@ def test_experiments_lie_beside_the_output_or_with_the_rates(lab: Experiments, k
     cached = experiments.place(lab.materials, None)
     assert cached.parent == kept / "plans"
     assert experiments.place(lab.materials, tmp_path / "model") == cached, "what was begun goes on"
+    shutil.rmtree(kept)
+    assert experiments.place(lab.materials, None).is_dir()
+    assert not kept.stat().st_mode & 0o077
 
 
 def test_old_folders_of_plans_go(lab: Experiments, kept: Path) -> None:

@@ -314,7 +314,12 @@ def test_the_end_does_not_wait_for_a_disk_that_hangs(decoder: Decoder, full: tup
     began = time.monotonic()
     made.moves.close(0.1)
     assert time.monotonic() - began < 5
+    with user_error("output_locked"):  # the thread may still write there
+        saved(path)
     slow.gate.set()
+    made.moves.worker._thread.join(30)
+    assert made.moves.disk is not None
+    made.moves.disk.close()
 
 
 if dispatch.store() is None:

@@ -408,6 +408,16 @@ def test_a_wrong_question_harms_nothing(ask: Any, decoder: Decoder, path: Path) 
         end(made)
 
 
+def test_what_is_asked_at_the_end_is_not_begun(decoder: Decoder, path: Path) -> None:
+    made = engine_of(decoder, peer=peer(path, serves=True))
+    assert made.moves is not None
+    ask = question()
+    made.moves.worker.tell(listener.PrefillAsked(ask, array("i", ask.tokens)))
+    made.moves.close()
+    assert made.idle
+    assert not made.requests.own
+
+
 @pytest.mark.parametrize("when", ["at once", "before the blocks", "within the blocks", "never reads"])
 def test_a_decode_engine_that_dies_leaves_nothing_behind(
     when: str, decoder: Decoder, path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,26 +18,27 @@ TOKEN = 96  # the last of the tiny decoder's vocabulary
 GREEDY = SamplingParams(max_tokens=12, temperature=0, seed=0)
 
 
+UNIT = 64  # rows
+
+
 class SeededTower:
     """Three layers over the bytes of an image. A row depends on its own bytes, and behind the first layer on all."""
 
     def __init__(self, hidden: int = 64, image_token: int = TOKEN) -> None:
         self.hidden, self.image_token = hidden, image_token
         self.rotary = self.bidirectional = False
-        self.slices: list[int] = []
+        self.units_done = 0
         self.seen: list[bytes] = []
 
-    def units(self, image: ImageInput, rows: Callable[[], int]) -> Generator[None, None, Tensor]:
+    def units(self, image: ImageInput) -> Generator[None, None, Tensor]:
         self.seen.append(image.digest)
         seed = int.from_bytes(image.digest[:7], "little")
         state = torch.rand((image.rows, self.hidden), generator=torch.Generator().manual_seed(seed)) * 4 - 2
         for _ in range(3):
-            mean, out, first = state.mean(0), torch.empty_like(state), 0
-            while first < image.rows:
-                taken = min(rows(), image.rows - first)
-                self.slices.append(taken)
-                out[first : first + taken] = torch.sin(state[first : first + taken] + mean)
-                first += taken
+            mean, out = state.mean(0), torch.empty_like(state)
+            for first in range(0, image.rows, UNIT):
+                self.units_done += 1
+                out[first : first + UNIT] = torch.sin(state[first : first + UNIT] + mean)
                 yield
             state = out
         return state
@@ -64,7 +65,7 @@ class SeededTower:
 
     def encode(self, image: ImageInput) -> Tensor:
         """All at once."""
-        features = all_of(self.units(image, lambda: 1 << 20))
+        features = all_of(self.units(image))
         self.seen.pop()
         return features
 

@@ -15,7 +15,7 @@ from attar.protocol.messages import Delta, Event, Failed, Finished, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from tests.engine.conftest import answers, make_engine, run, run_as_they_come
-from tests.engine.images.seeing import GREEDY, TOKEN, SeededTower, all_of, alone, image, prompt, submit
+from tests.engine.images.seeing import GREEDY, TOKEN, UNIT, SeededTower, alone, image, prompt, submit
 
 A, B, C = image(1), image(2), image(3, 20)
 TEXT = tuple(range(1, 30))
@@ -161,26 +161,17 @@ def test_text_goes_on_while_the_tower_works(decoder: Decoder) -> None:
     engine.submit(submit("text", *TEXT, params=replace(GREEDY, max_tokens=60)))
     while not engine.scheduler.running or engine.scheduler.running[0].output < 3:
         engine.step()
-    engine.images._pace.took = lambda seconds: None  # slices stay as small as they begin
     engine.images.took = lambda seconds: None
-    engine.images._steps = [1e-9]  # a slice a step
+    engine.images._steps = [1e-9]  # a unit a step
     engine.submit(submit("image", big, 5))
-    before = len(tower.slices)
+    before = tower.units_done
     said = 0
     while not engine.images.encoded:
         said += sum(isinstance(event, Delta) for event in engine.step())
-    assert len(tower.slices) - before == 3 * -(-150 // 64)
-    assert said >= len(tower.slices) - before - 2
+    assert tower.units_done - before == 3 * -(-150 // UNIT)
+    assert said >= tower.units_done - before - 2
     events = run(engine)
     assert tokens(events, "image") == alone(decoder, tower, submit("image", big, 5))
-
-
-def test_slices_change_no_bit(decoder: Decoder) -> None:
-    tower = SeededTower()
-    whole = tower.encode(C)
-    draw = random.Random(0)
-    work = tower.units(C, lambda: draw.choice([1, 3, 7]))
-    assert all_of(work).equal(whole)
 
 
 @pytest.mark.parametrize(
@@ -233,14 +224,13 @@ def test_tiles_of_open_requests_are_bounded(decoder: Decoder, monkeypatch: pytes
 def test_an_end_while_the_tower_works_leaves_nothing(decoder: Decoder, way: str) -> None:
     now = [0.0]
     engine, tower = seeing(decoder, clock=lambda: now[0])
-    engine.images._pace.took = lambda seconds: None
     engine.images._steps = [1e-9]
     deadline = 5.0 if way == "deadline" else None
     engine.submit(submit("text", *TEXT, params=replace(GREEDY, max_tokens=40)))
     engine.submit(submit("image", 1, 2, image(9, 150), deadline=deadline))
     other = submit("other", 1, 2, image(9, 150), 3)
     engine.submit(other)
-    while len(tower.slices) < 5:
+    while tower.units_done < 5:
         engine.step()
     if way == "cancel":
         engine.cancel("image")

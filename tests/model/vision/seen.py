@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,8 +117,3 @@ def finished(work: Work) -> tuple[Tensor, int]:
         except StopIteration as end:
             return end.value, units
         units += 1
-
-
-def in_units(vision: VisionModel, picture: Picture, rows: Callable[[], int] = lambda: 1) -> tuple[Tensor, int]:
-    """Return the rows of an image, computed in units of about `rows()` rows, and the number of units."""
-    return finished(vision.units(picture, rows))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attar.model.vision.model import VisionModel
-from attar.model.vision.tower import TILE, Done
+from attar.model.vision.tower import TILE
 from tests.errors import user_error
 from tests.model.vision import seen, tiny
 
@@ -57,18 +57,23 @@ def test_rows_equal_transformers(kind: str, old_names: bool) -> None:
 
 @pytest.mark.parametrize("kind", tiny.MODELS)
 def test_bits_do_not_depend_on_the_slicing(kind: str) -> None:
-    vision, picture = seen.vision(kind), seen.pictures(kind)[-1]
-    whole = vision.encode(picture)
-    draw = random.Random(3)
-    for rows in (lambda: 1, lambda: TILE + 1, lambda: draw.choice([1, 3 * TILE, 1 << 20])):
-        found, units = seen.in_units(vision, picture, rows)
-        assert torch.equal(found, whole)
-        assert units >= 2 * len(vision.tower.layers)
+    vision, pictures = seen.vision(kind), seen.pictures(kind)
+    whole = [vision.encode(picture) for picture in pictures]
+    draw, under_way = random.Random(3), [vision.units(picture) for picture in pictures]
+    found: dict[int, Tensor] = {}
+    while len(found) < len(pictures):  # in turns of units that belong to other images
+        number = draw.choice([each for each in range(len(pictures)) if each not in found])
+        try:
+            for _ in range(draw.choice([1, 2, 30])):
+                next(under_way[number])
+        except StopIteration as end:
+            found[number] = end.value
+    assert all(torch.equal(found[number], rows) for number, rows in enumerate(whole))
 
 
 def test_images_do_not_change_each_other() -> None:
     vision, (first, second, *_) = seen.vision("qwen2_5_vl"), seen.pictures("qwen2_5_vl")
-    work = vision.units(first, lambda: 1)
+    work = vision.units(first)
     for _ in range(3):
         next(work)
     other = vision.encode(second)
@@ -93,11 +98,14 @@ def test_images_of_other_sizes_are_refused(kind: str, changes: dict[str, Any]) -
         seen.vision(kind).encode(replace(seen.pictures(kind)[0], **changes))
 
 
-def test_done_counts_each_row_once_a_half_layer() -> None:
-    vision, picture = seen.vision("gemma3"), seen.pictures("gemma3")[0]
-    tile = torch.frombuffer(bytearray(picture.tiles), dtype=torch.uint8).view(32, 32, 3)
-    done = [each for each in vision._tile(tile) if isinstance(each, Done)]
-    assert sum(each.rows for each in done) == 64 + 2 * 64 * len(vision.tower.layers) + picture.rows
+@pytest.mark.parametrize("kind", ["gemma3", "llava", "qwen2_5_vl"])
+def test_a_unit_is_one_tile_of_a_third_of_a_layer_or_less(kind: str) -> None:
+    vision, picture = seen.vision(kind), seen.pictures(kind)[-1]
+    config, (count, high, wide) = vision.config, picture.shape
+    patches = (high // config.patch) * (wide // config.patch)
+    tiles = -(-patches // TILE)
+    units = count * (tiles + 3 * len(vision.tower.layers) * tiles) + picture.rows // TILE
+    assert seen.finished(vision.units(picture))[1] >= units
 
 
 @pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_vl"])

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,6 +27,7 @@ from typing import Any, Literal
 
 import torch
 
+from attar import machine
 from attar.checkpoints.folder import json_object, read_bytes
 from attar.checkpoints.gguf.parts import part_paths
 from attar.checkpoints.receipts.probes import EXACT, NO_FLOOR, Probes, kernel_path, unrounded
@@ -145,7 +145,7 @@ def write(
         "probes": probes,
     }
     assert set(value) <= set(KEYS), f"a conversion would leave out {sorted(set(value) - set(KEYS))}"
-    write_whole(path, _text(value))
+    machine.write_whole(path, _text(value))
     return path
 
 
@@ -189,7 +189,7 @@ def carry(
     value |= {} if bits_per_weight is None else {"bits_per_weight": bits_per_weight}
     path, text = receipt_path(output), _text(value)
     json_object(text, path)  # it may exceed the limits that the source's receipt met
-    write_whole(path, text)
+    machine.write_whole(path, text)
     return None
 
 
@@ -223,7 +223,7 @@ def record_tasks(output: Path, figures: Mapping[str, Mapping[str, Any]]) -> None
     before = found.value.get("tasks")
     tasks = {**(before if isinstance(before, dict) else {}), **{name: dict(each) for name, each in figures.items()}}
     kept = found.known[:MAX_EARLIER]
-    write_whole(receipt_path(output), _text({**found.value, "tasks": tasks, "earlier": kept}))
+    machine.write_whole(receipt_path(output), _text({**found.value, "tasks": tasks, "earlier": kept}))
 
 
 def _text(value: Mapping[str, Any]) -> bytes:
@@ -246,20 +246,6 @@ def _deeper(value: object, levels: int) -> bool:
             return False
         level = [each for inner in nested for each in (inner.values() if isinstance(inner, dict) else inner)]
     return True
-
-
-def write_whole(path: Path, text: bytes) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 @dataclass(frozen=True, eq=False)

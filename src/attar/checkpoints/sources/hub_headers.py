@@ -7,12 +7,12 @@ tokens, client and offline mode (HF_HUB_OFFLINE). Redirects of files to other ho
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from attar.checkpoints.safetensors import parse_header
 from attar.checkpoints.sources import hub
 from attar.checkpoints.strict_io import CheckpointError
 
@@ -150,8 +150,6 @@ def _fetch(name: HubName, folder: Path) -> Path:
 
 def _safetensors(remote: _Remote, files: list[str], folder: Path) -> None:
     """Write weight files of real headers and holes, and the index of several."""
-    import json
-
     places: dict[str, str] = {}
     for file in sorted(files):
         first, size = remote.read(file, 0, 8)
@@ -162,20 +160,10 @@ def _safetensors(remote: _Remote, files: list[str], folder: Path) -> None:
         with (folder / file).open("wb") as out:
             out.write(first + header)
             out.truncate(size)
-        places |= dict.fromkeys(_tensors(remote, file, header), file)
+        tensors, _ = parse_header(header, size - 8 - len(header), f"{remote.name}: {file}")
+        places |= dict.fromkeys(tensors, file)
     if len(files) > 1:
         (folder / INDEX).write_text(json.dumps({"weight_map": places}))
-
-
-def _tensors(remote: _Remote, file: str, header: bytes) -> list[str]:
-    import json
-
-    try:
-        found: Mapping[str, Any] = json.loads(header)
-        return [each for each in found if each != "__metadata__"]
-    except (ValueError, TypeError, RecursionError) as error:
-        message = f"{remote.name}: the header of {file} is no JSON: {str(error)[:100]}"
-        raise CheckpointError("checkpoint_malformed", message) from None
 
 
 def _gguf(remote: _Remote, file: str, folder: Path) -> Path:

@@ -67,15 +67,12 @@ def _state(path: Path) -> list[tuple[str, int, int]]:
 
 def place(materials: Materials, output: Path | None) -> Path:
     """Return the folder of experiments: one that exists, else beside the output, else in the folder of kept rates."""
-    from attar import machine
-    from attar.plan.rates import store
+    from attar.plan.rates import private, store
 
     kept = store.folder() / "plans" / materials.key()
     if output is None or kept.is_dir():
-        kept.parent.parent.mkdir(parents=True, exist_ok=True)
-        machine.private_folder(kept.parent.parent)
-        kept.parent.mkdir(exist_ok=True)
-        kept.mkdir(exist_ok=True)
+        private.make_folder(store.folder())
+        kept.mkdir(parents=True, exist_ok=True)
         _prune(kept)
         return kept
     beside = output.with_name(f"{output.name}{SUFFIX}") / materials.key()

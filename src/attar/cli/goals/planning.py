@@ -176,21 +176,10 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
         notes.append("KL is against the model as it is stored")
     rows = settings.max_step_tokens
     made = Question(
-        subject.config,
-        subject.storage,
-        tuple(goals),
-        work,
-        profile,
-        memory,
-        limits,
-        gpu,
-        settings.kv,
-        rows,
-        outputs,
-        config.calib or "self",
-        {} if gpu is not None else past.factors(),
-        config.acceptance,
-    )
+        subject.config, subject.storage, tuple(goals), work, profile, memory, limits, gpu, kv=settings.kv, rows=rows,
+        outputs=outputs, calib=config.calib or "self", factors={} if gpu is not None else past.factors(),
+        acceptance=config.acceptance,
+    )  # fmt: skip
     return made, notes
 
 

@@ -11,7 +11,7 @@ def measure_rates(output: Path | None, as_json: bool) -> None:
     """Measure the rates, print them, keep them, and write them to `output`. Raises UserError where no kernels load."""
     import msgspec
 
-    from attar.checkpoints.receipts.receipt import write_whole
+    from attar import machine
     from attar.evaluation.planning import machine_rates
     from attar.plan.rates import profile, store
 
@@ -21,5 +21,5 @@ def measure_rates(output: Path | None, as_json: bool) -> None:
     if not kept.keep(made) and kept.problem is not None:
         tell(kept.problem)
     if output is not None:
-        write_whole(output, profile.encode(made))
+        machine.write_whole(output, profile.encode(made))
     emit(as_json, msgspec.to_builtins(made))

@@ -103,7 +103,6 @@ class BlockMoves:
     def __init__(
         self, scheduler: Scheduler, pages: Sequence[PagedKV], saved: SavedBlocks | None, peer: PeerBlocks | None,
         clock: Callable[[], float], compute: Callable[[PrefillAsked], None], cancel: Callable[[str], None],
-        seconds: float = FETCH_SECONDS,
     ) -> None:  # fmt: skip
         if scheduler.sliding is not None:
             raise UserError(
@@ -111,14 +110,14 @@ class BlockMoves:
                 "layers with a sliding window have blocks of their own, which are not moved: --cache-dir and --role "
                 "are for models whose layers all read the whole context",
             )
-        self.scheduler, self._clock, self._seconds = scheduler, clock, seconds
+        self.scheduler, self._clock, self._seconds = scheduler, clock, FETCH_SECONDS
         self._compute, self._cancel = compute, cancel
         self._bytes, self._size = BlockBytes(pages), scheduler.pool.size
         layout, size = self._bytes.layout_id, self._bytes.nbytes
         self.worker, self.pulls = Worker(), Worker("pulls")
         self.late = self.skipped = self._pulling = 0
         self._offered: deque[tuple[Kept, int]] = deque()  # with the first block that was not tried yet
-        self._saving = False
+        self._saving = self._closing = False
         staged = min(MAX_STAGED, max(1, STAGED_BYTES // size))
         self._staged = [bytearray(size) for _ in range(staged if saved is not None else 0)]
         self.disk: DiskCache | None = None
@@ -189,13 +188,13 @@ class BlockMoves:
             match done:
                 case _Filled():
                     self._pulling -= done.pulled
-                    self.late += not done.fetch.wanted
+                    self.late += not (done.pulled or done.fetch.wanted)  # a count of the disk cache
                     self.scheduler.received(done.fetch, done.count, self._clock())
                 case _Saved(loan=None):
                     self._saving = False
                 case _Saved(loan=Loan() as loan):
                     self.scheduler.fetching.give_back(loan)
-                case PrefillAsked():
+                case PrefillAsked() if not self._closing:  # else its thread gives up by itself: the listener is closed
                     self._compute(done)
                 case GivenBack():
                     self.scheduler.fetching.give_back(done.lent.loan)
@@ -209,7 +208,7 @@ class BlockMoves:
                 self._save_next(self.disk)
             except AssertionError:
                 raise
-            except Exception:
+            except Exception:  # whatever it is, it costs these blocks' saving alone: they can be computed again
                 logger.exception("blocks were not saved")
                 self.skipped += 1
 
@@ -248,17 +247,18 @@ class BlockMoves:
         return None
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Save what waits to be saved, for so many seconds at most, and end the threads."""
-        end = self._clock() + seconds
+        """Save what waits to be saved, for so many seconds at most, and end the threads. What a thread that hangs uses
+        is left open: the folder is not another process's as long as this one may write there."""
+        end, self._closing = self._clock() + seconds, True
         if self.listener is not None:
             self.listener.close()
         self.settle()
         while (self._saving or self._offered) and self._clock() < end:
             self.worker.wait(max(0.0, end - self._clock()))
             self.settle()
-        for each in (self.pulls, self.worker):
-            each.close(max(0.0, end - self._clock()) if each is self.worker else 0.0)
-        if self.disk is not None:
+        if self.pulls.close(0.0) and self.puller is not None:
+            self.puller.close()
+        if self.worker.close(max(0.0, end - self._clock())) and self.disk is not None:
             self.disk.close()
 
     def _give_up(self, asked: PrefillAsked) -> None:

@@ -36,7 +36,7 @@ def open_saved(settings: Settings) -> SavedBlocks | None:
         folder.lock()
         owners = tuple(map(bytes.fromhex, settings.cache_owners))
         return SavedBlocks(folder, settings.cache_bytes, owners, model_of(settings), settings_of(settings))
-    except BaseException:
+    except BaseException:  # whatever it is: nobody else gives up the folder and its lock
         folder.close()
         raise
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from attar.engine.images.store import FeatureStore
-from attar.engine.images.tower import Encoding, TowerPace, VisionTower
+from attar.engine.images.tower import Encoding, VisionTower
 from attar.protocol.images import ImageInput, check_images
 from attar.protocol.messages import Submit
 from attar.scheduling.image_ids import (
@@ -81,7 +82,6 @@ class Images:
         self._holding: dict[Tokens, tuple[bytes, ...]] = {}  # keys of the features that it holds
         self._encoding: Encoding | None = None
         self._key = b""  # of the image under way
-        self._pace = TowerPace()
         self._steps: list[float] = []  # seconds of the last steps
 
     # ---- requests
@@ -199,7 +199,7 @@ class Images:
             return None
         encoding = self._encoding
         assert encoding is not None
-        began = self._pace.clock()
+        began = time.perf_counter()
         try:
             features = encoding.advance(seconds)
         except Exception:
@@ -207,7 +207,7 @@ class Images:
             self._encoding = None
             return encoding.id
         finally:
-            self.seconds += self._pace.clock() - began
+            self.seconds += time.perf_counter() - began
         if features is not None:
             self._encoding = None
             self.encoded += 1
@@ -254,7 +254,7 @@ class Images:
             for span in sequence.images if sequence in self._holding else ():
                 if not span.ready and span.end > sequence.computed:
                     self._key = self.ids.key_of(span.number)
-                    self._encoding = Encoding(self.tower, self._tiles[span.number], sequence.id, self._pace)
+                    self._encoding = Encoding(self.tower, self._tiles[span.number], sequence.id)
                     return True
         return False
 

@@ -26,7 +26,6 @@ class ImagePrompts:
     def __init__(self, settings: ImageSettings, tokenizer: Tokenizer) -> None:
         self._settings, self._tokenizer = settings, tokenizer
         self._places: Placeholders | None = None
-        self._lists: tuple[str, bool] | None = None
 
     def decode(self, given: Sequence[Any]) -> tuple[ImageInput, ...]:
         """Return images as the engine takes them. Raises UserError: `image_invalid`, `image_too_large`,
@@ -35,9 +34,7 @@ class ImagePrompts:
 
     def parted(self, template: str, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return messages as the template takes them: content in parts where it has images, or takes no texts."""
-        if self._lists is None or self._lists[0] != template:
-            self._lists = template, lists_only(template)
-        always = self._lists[1]
+        always = lists_only(template)
         contents = ((each, each.get("content")) for each in messages)
         return [
             {**each, "content": in_parts(content, always)} if isinstance(content, str) else each

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from attar.errors import UserError
-from attar.evaluation.long_context.windows import PIECE, Subject
+from attar.evaluation.long_context.windows import PIECE, RowLosses, Subject, loss_lines
 from attar.execution import kv_cache
 from attar.execution.model_runner import Runner, Wanted
 from attar.kv.eviction import Eviction
-from attar.metrics import bootstrap
 from attar.metrics.bootstrap import Interval
 from attar.model.cache import BLOCK
 from attar.progress import Progress
@@ -60,11 +59,9 @@ class EvictionReport:
 
     def table(self) -> str:
         """Return the figures as lines of text."""
-        sure = "" if self.kl.low is None else f" (95 %: {self.kl.low:.5f} to {self.kl.high:.5f})"
         lines = (
             f"KV eviction {self.settings}, {self.rows} rows behind prompts of {self.context - ROWS:,} tokens",
-            f"  KL divergence    {self.kl.value:.5f} nats{sure}, worst row {self.worst:.4f}",
-            f"  same top token   {100 * self.top1:.1f} %",
+            *loss_lines(self.kl, self.worst, self.top1),
             f"  perplexity       {self.perplexity:.3f}, of the full cache {self.full_perplexity:.3f}",
             f"  cache            {self.kept_bytes / 1e6:,.1f} MB of {self.full_bytes / 1e6:,.1f} MB",
             f"  time of a row    {self.kept_ms:.1f} ms, with the full cache {self.full_ms:.1f} ms",
@@ -111,17 +108,16 @@ def measure(
         told("evaluating", 2 * number + 1, 2 * len(windows))
         found.append((full, _run(runner, window, eviction)))
         told("evaluating", 2 * number + 2, 2 * len(windows))
-    losses = torch.cat([(full.chances.exp() * (full.chances - kept.chances)).sum(-1) for full, kept in found])
-    agree = torch.cat([full.chances.argmax(-1) == kept.chances.argmax(-1) for full, kept in found]).double()
+    losses = RowLosses()
+    for full, kept in found:
+        losses.add(full.chances, kept.chances)
     own = [[_of_text(run[i].chances, w) for run, w in zip(found, windows, strict=True)] for i in range(2)]
     full_perplexity, perplexity = (float(torch.cat(each).mean().neg().exp()) for each in own)
     full_bytes, kept_bytes = (max(run[i].blocks for run in found) * each for i in range(2))
     full_ms, kept_ms = (1e3 * min(run[i].seconds for run in found) for i in range(2))
-    numbers = torch.arange(len(windows)).repeat_interleave(ROWS)
     return EvictionReport(
-        str(eviction), context, len(losses), bootstrap.mean(losses.numpy(), numbers.numpy()), float(losses.max()),
-        float(agree.mean()), full_perplexity, perplexity, full_bytes, kept_bytes, full_ms, kept_ms,
-    )  # fmt: skip
+        str(eviction), context, *losses.means(), full_perplexity, perplexity, full_bytes, kept_bytes, full_ms, kept_ms
+    )
 
 
 def _run(runner: Runner, window: List[int], eviction: Eviction | None) -> _Run:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from attar.errors import UserError
-from attar.evaluation.long_context.windows import Subject, log_chances, run
+from attar.evaluation.long_context.windows import RowLosses, Subject, log_chances, loss_lines, run
 from attar.execution import kv_cache
 from attar.execution.recorded_step import Decoding
 from attar.kv.sparse import SparseAttention
-from attar.metrics import bootstrap
 from attar.metrics.bootstrap import Interval
 from attar.model import sparse_layers
 from attar.model.cache import KVCache
@@ -57,11 +56,9 @@ class SparseAttentionReport:
         """Return the figures as lines of text."""
         dense = ", ".join(map(str, self.dense)) or "none"
         read = f"{self.keys_read:,.0f} of {self.keys_seen:,.0f}"
-        sure = "" if self.kl.low is None else f" (95 %: {self.kl.low:.5f} to {self.kl.high:.5f})"
         lines = (
             f"sparse attention {self.settings}, {self.rows} rows at the end of windows of {self.context:,} tokens",
-            f"  KL divergence    {self.kl.value:.5f} nats{sure}, worst row {self.worst:.4f}",
-            f"  same top token   {100 * self.top1:.1f} %",
+            *loss_lines(self.kl, self.worst, self.top1),
             f"  keys read        {read}; dense layers of {self.layers}: {dense}",
             f"  cache            {self.cache_bytes / 1e6:,.1f} MB, and {self.sign_bytes / 1e6:,.1f} MB of one-bit keys",
             f"  time of a row    {self.sparse_ms:.1f} ms, with all keys {self.full_ms:.1f} ms",
@@ -92,7 +89,7 @@ def measure(
     decoder, scheme, windows = subject.decoder, subject.scheme, subject.windows()
     settings.check(scheme, decoder.device.type)
     found = kv_cache.sparse_layers_of(decoder, settings, told)
-    losses, agree, seconds = [], [], [0.0, 0.0]
+    losses, seconds = RowLosses(), [0.0, 0.0]
     cache, first = decoder.cache(context, scheme=scheme), context - ROWS
     sparse_layers.attach(cache.layers, decoder, found, context)
     with torch.inference_mode():
@@ -101,19 +98,15 @@ def measure(
             cache.dense_until = None
             run(decoder, cache, window[:first], told, number * context, len(windows) * context)
             full, sparse = (_chances(decoder, cache, window[first:], until) for until in (context, first))
-            losses.append((full.exp() * (full - sparse)).sum(-1))
-            agree.append((full.argmax(-1) == sparse.argmax(-1)).double())
+            losses.add(full, sparse)
             for i, until in enumerate((context, first)):
                 seconds[i] += _time(decoder, cache, window[first:], until) / len(windows)
-    each = torch.cat(losses)
     lengths = range(context - ROWS + 1, context + 1)
-    numbers = torch.arange(len(windows)).repeat_interleave(ROWS)
     signs = sum(
         pages.signs.bits.nbytes + pages.signs.scales.nbytes for pages in cache.layers if pages.signs is not None
     )
     return SparseAttentionReport(
-        str(settings), context, len(each), bootstrap.mean(each.numpy(), numbers.numpy()), float(each.max()),
-        float(torch.cat(agree).mean()), sum(map(settings.tokens_read, lengths)) / ROWS, sum(lengths) / ROWS,
+        str(settings), context, *losses.means(), sum(map(settings.tokens_read, lengths)) / ROWS, sum(lengths) / ROWS,
         len(found.statistics), found.dense, sum(pages.nbytes for pages in cache.layers) - signs, signs,
         1e3 * seconds[0], 1e3 * seconds[1],
     )  # fmt: skip

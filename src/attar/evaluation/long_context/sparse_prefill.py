@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from attar.errors import UserError
-from attar.evaluation.long_context.windows import PIECE, Subject, log_chances, run
+from attar.evaluation.long_context.windows import PIECE, RowLosses, Subject, log_chances, loss_lines, run
 from attar.kv.sparse_prefill import SparsePrefill
-from attar.metrics import bootstrap
 from attar.metrics.bootstrap import Interval
 from attar.progress import Progress
 
@@ -53,13 +52,11 @@ class SparsePrefillReport:
 
     def table(self) -> str:
         """Return the figures as lines of text."""
-        sure = "" if self.kl.low is None else f" (95 %: {self.kl.low:.5f} to {self.kl.high:.5f})"
         times = f"{self.sparse_seconds:.1f} s, of full prefill {self.full_seconds:.1f} s: {self.speedup:.2f} times"
         lines = (
             f"sparse prefill {self.settings}, {self.rows} rows behind prompts of {self.prompt:,} tokens",
             f"  bound            {self.bound}",
-            f"  KL divergence    {self.kl.value:.5f} nats{sure}, worst row {self.worst:.4f}",
-            f"  same top token   {100 * self.top1:.1f} %",
+            *loss_lines(self.kl, self.worst, self.top1),
             f"  keys read        {self.keys_read:,.0f} of {self.keys_seen:,.0f}",
             f"  time of a prompt {times} as fast",
         )
@@ -91,7 +88,7 @@ def measure(
     )
     decoder, windows = subject.decoder, subject.windows()
     cache = decoder.cache(context, scheme=subject.scheme)
-    losses, agree, seconds, skipped = [], [], [0.0, 0.0], 0
+    losses, seconds, skipped = RowLosses(), [0.0, 0.0], 0
     with torch.inference_mode():
         run(decoder, cache, windows[0][:PIECE])  # memory that is touched for the first time would be timed
         for number, window in enumerate(windows):
@@ -105,17 +102,12 @@ def measure(
                 run(decoder, cache, window[:first], told, (2 * number + i) * context, 2 * len(windows) * context)
                 seconds[i] += (time.perf_counter() - begun) / len(windows)
                 chances.append(log_chances(decoder, cache, window[first:]))
-            full, sparse = chances
-            losses.append((full.exp() * (full - sparse)).sum(-1))
-            agree.append((full.argmax(-1) == sparse.argmax(-1)).double())
+            losses.add(*chances)
             skipped += 0 if cache.skipped is None else int(cache.skipped)
-    each = torch.cat(losses)
-    numbers = torch.arange(len(windows)).repeat_interleave(ROWS)
     config = decoder.config
     heads = config.heads * sum(window is None for window in config.windows) or 1
     whole = sum(n if n > settings.until(first) else settings.tokens_read(n) for n in range(1, first + 1))
     read = whole - skipped / heads / len(windows)
     return SparsePrefillReport(
-        str(settings), settings.bound(), first, len(each), bootstrap.mean(each.numpy(), numbers.numpy()),
-        float(each.max()), float(torch.cat(agree).mean()), read / first, (first + 1) / 2, *seconds,
-    )  # fmt: skip
+        str(settings), settings.bound(), first, *losses.means(), read / first, (first + 1) / 2, *seconds
+    )

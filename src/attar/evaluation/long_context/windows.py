@@ -18,6 +18,8 @@ from attar.kv.eviction import Eviction
 from attar.kv.schemes import KvScheme
 from attar.kv.sparse import SparseAttention
 from attar.kv.sparse_prefill import SparsePrefill
+from attar.metrics import bootstrap
+from attar.metrics.bootstrap import Interval
 from attar.model.cache import ForwardBatch, KVCache
 from attar.model.decoder import Decoder
 from attar.progress import Progress
@@ -79,6 +81,34 @@ class Subject:
         """Return the first windows of the text, up to `WINDOWS`."""
         ends = range(self.context, len(self.ids) + 1, self.context)
         return [torch.tensor(self.ids[end - self.context : end]) for end in ends][:WINDOWS]
+
+
+class RowLosses:
+    """What rows of windows lose: their KL divergence in nats, and whether the most probable token stays."""
+
+    def __init__(self) -> None:
+        self._kl: list[Tensor] = []
+        self._agree: list[Tensor] = []
+
+    def add(self, full: Tensor, other: Tensor) -> None:
+        """Add the rows of one window, as log probabilities [N, V]: of full attention, and of what is measured."""
+        self._kl.append((full.exp() * (full - other)).sum(-1))
+        self._agree.append((full.argmax(-1) == other.argmax(-1)).double())
+
+    def means(self) -> tuple[int, Interval, float, float]:
+        """Return the number of rows, their mean KL divergence, the worst, and the share with the same top token."""
+        kl, agree = torch.cat(self._kl), torch.cat(self._agree)
+        windows = torch.arange(len(self._kl)).repeat_interleave(torch.tensor([len(each) for each in self._kl]))
+        return len(kl), bootstrap.mean(kl.numpy(), windows.numpy()), float(kl.max()), float(agree.mean())
+
+
+def loss_lines(kl: Interval, worst: float, top1: float) -> tuple[str, str]:
+    """Return the lines of a report's table that say what rows lose."""
+    sure = "" if kl.low is None else f" (95 %: {kl.low:.5f} to {kl.high:.5f})"
+    return (
+        f"  KL divergence    {kl.value:.5f} nats{sure}, worst row {worst:.4f}",
+        f"  same top token   {100 * top1:.1f} %",
+    )
 
 
 def run(

@@ -1,8 +1,8 @@
 """The question of a plan by goals: the model's shape, this machine's rates, its memory, and receipts of outputs.
 
 A bare config.json, a folder that has nothing else, and the header of a GGUF file are enough. So are the headers of a
-model on the Hub, which is not downloaded. torch is loaded only where
-tensors' headers are read or rates are measured: a plan of a config.json with kept rates starts without it.
+model on the Hub, which is not downloaded. torch is loaded only where tensors' headers are read or rates are measured: a
+plan of a config.json with kept rates starts without it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def subject(name: str) -> Subject:
     from attar.checkpoints.sources.hub_headers import HubName
     from attar.checkpoints.sources.opening import stored
 
-    if not path.exists() and (remote := HubName.parse(name)) is not None:
+    here = path.exists() or (path.suffix.lower() == ".gguf" and path.parent.is_dir())  # as `hub.resolve`
+    if not here and (remote := HubName.parse(name)) is not None:
         return _remote(name, remote)
     found = hub.resolve(name)
     try:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from attar.formats import weight_formats
@@ -134,6 +135,7 @@ def _of_codes(grid: Grid, group: int | None, scheme: Scheme) -> Layout:
     return Layout(number, bits, group, scheme.scale_dtype, zeros=not grid.symmetric)
 
 
+@lru_cache(4096)  # a plan asks about each layer of a model, under each recipe
 def weight_against(scheme: Scheme) -> str | None:
     """Return a readable reason why the reference multiplies by such a weight, or None where a kernel does."""
     grid, rounding = scheme.weight, scheme.activation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from attar.errors import UserError
+from attar.images.geometry import margins
 from attar.kernels.operands import Linear, Norm
 from attar.model.vision.config import VisionConfig
 from attar.model.vision.patches import Patches
 from attar.model.vision.positions import axial_angles, mrope, windows
-from attar.model.vision.projector import Projector, joined, margins
-from attar.model.vision.tower import Done, Segments, Tower
+from attar.model.vision.projector import Projector, joined
+from attar.model.vision.tower import Segments, Tower
 
 Work = Generator[None, None, Tensor]
 
@@ -127,18 +128,17 @@ class VisionModel:
 
     def encode(self, image: Image) -> Tensor:
         """Return the rows of an image, [rows, hidden] in the model's dtype. Raises ValueError as `count`."""
-        work = self.units(image, lambda: 1 << 30)
+        work = self.units(image)
         while True:
             try:
                 next(work)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
 
-    def units(self, image: Image, rows: Callable[[], int]) -> Work:
-        """Yield after each unit of the work on an image; return its rows, [rows, hidden].
+    def units(self, image: Image) -> Work:
+        """Yield after each unit of the work on an image, a few milliseconds long; return its rows, [rows, hidden].
 
-        A unit is about `rows()` rows of one half of a layer, asked before each. The bits of the result do not depend on
-        the answers. Raises ValueError as `count`.
+        Raises ValueError as `count`.
         """
         if (count := self.count(image)) != image.rows:
             raise UserError("image_invalid", f"the image has {count} rows, not {image.rows}")
@@ -146,18 +146,7 @@ class VisionModel:
         for start in range(0, len(image.tiles), size):
             tile = torch.frombuffer(bytearray(image.tiles[start : start + size]), dtype=torch.uint8)
             tile = tile.view(*image.shape[1:], 3)
-            features: Tensor | None = None
-            left = rows()
-            for done in self._tile(tile):
-                if isinstance(done, Tensor):
-                    features = done
-                    continue
-                left -= done.rows
-                if done.last or left <= 0:
-                    yield
-                    left = rows()
-            assert features is not None
-            found.append(features)
+            found.append((yield from _without_gradients(self._tile(tile))))
         if self.projector.newline is not None:
             whole = joined(self.projector.newline, torch.stack(found), image.grid, image.size)
         else:
@@ -169,8 +158,8 @@ class VisionModel:
         assert self.rotary, "a token of this model has one position"
         return mrope(ids, self.image_token, images, self.config.factor)
 
-    def _tile(self, tile: Tensor) -> Iterator[Done | Tensor]:
-        """Yield what is done, and at last the rows of one tile [H, W, 3] uint8."""
+    def _tile(self, tile: Tensor) -> Work:
+        """Yield after each unit; return the rows of one tile [H, W, 3] uint8."""
         config = self.config
         high, wide = tile.shape[0] // config.patch, tile.shape[1] // config.patch
         patches = Patches.of(tile, config, self.dtype)
@@ -186,19 +175,20 @@ class VisionModel:
                 windowed = tuple(size * block for size in sizes)
             segments = Segments(lengths, (angles.cos(), angles.sin()))
         apart = None if windowed is None else Segments(windowed, segments.rotation)
-        hidden = yield from _last(self.tower.work(patches, segments, apart))
-        rows = yield from _last(self.projector.work(hidden))
-        yield rows if back is None else rows[back]
+        hidden = yield from self.tower.work(patches, segments, apart)
+        rows = yield from self.projector.work(hidden)
+        return rows if back is None else rows[back]
 
 
-def _last(work: Iterator[Done | Tensor]) -> Generator[Done, None, Tensor]:
-    """Yield what is done; return the tensor at the end. Gradients are never recorded."""
+def _without_gradients(work: Work) -> Work:
+    """Do the work, and record no gradients."""
     while True:
-        with torch.inference_mode():  # entered anew at each step: a generator must not hold it while it waits
-            done = next(work)
-        if isinstance(done, Tensor):
-            return done
-        yield done
+        with torch.inference_mode():  # entered anew for each unit: a generator must not hold it while it waits
+            try:
+                next(work)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+        yield
 
 
 def _bytes(weight: object) -> int:

@@ -7,17 +7,18 @@ and ends each row of it with a learned one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attar.images.geometry import margins
 from attar.kernels import ops
 from attar.kernels.operands import Linear, Norm
 from attar.model.vision.config import VisionConfig
-from attar.model.vision.tower import Done, activate, normed, tiles
+from attar.model.vision.tower import activate, normed, tiles
 
 
 @dataclass(eq=False)
@@ -48,8 +49,8 @@ class Projector:
             return normed(means, self.norm)
         return x
 
-    def work(self, x: Tensor) -> Iterator[Done | Tensor]:
-        """Yield what is done, and at last the rows [M, out] of hidden states [N, I]."""
+    def work(self, x: Tensor) -> Generator[None, None, Tensor]:
+        """Yield after each unit of work; return the rows [M, out] of hidden states [N, I]."""
         rows = self.merged(x)
         out = rows.new_empty((len(rows), self.config.out))
         for part in tiles(len(rows)):
@@ -59,8 +60,8 @@ class Projector:
                     own = activate(own, self.config.projector_activation, False, linear)
                 own = ops.linear(own, (linear,))
             out[part] = own
-            yield Done(part.stop - part.start, part.stop == len(rows))
-        yield out
+            yield
+        return out
 
 
 def joined(newline: Tensor, rows: Tensor, grid: tuple[int, int], size: tuple[int, int]) -> Tensor:
@@ -78,14 +79,3 @@ def joined(newline: Tensor, rows: Tensor, grid: tuple[int, int], size: tuple[int
     picture = picture[top : len(picture) - top, left : picture.shape[1] - left]
     ends = newline.to(picture.dtype).expand(len(picture), 1, -1)
     return torch.cat((whole, torch.cat((picture, ends), 1).flatten(0, 1)))
-
-
-def margins(picture: tuple[int, ...], size: tuple[int, int]) -> tuple[int, int]:
-    """Return how many rows at top and bottom, and columns at both sides, are margins of a picture of `picture` rows
-    and columns that an image of `size` was fitted into (transformers' `unpad_image`)."""
-    (height, width), (current_height, current_width) = size, picture
-    if width / height > current_width / current_height:
-        new_height = int(round(height * (current_width / width), 7))
-        return (current_height - new_height) // 2, 0
-    new_width = int(round(width * (current_height / height), 7))
-    return 0, (current_width - new_width) // 2

@@ -1,17 +1,17 @@
 """The one vision transformer: patches in, rows of hidden states out, in small fixed pieces.
 
-Work goes forward in tiles of `TILE` rows of one half of a layer. A tile is always the same call of the same kernels on
-the same rows, whoever asks and however many tiles one turn takes, so a row's bits do not depend on the turns. Half a
-layer's keys and values are complete before its queries read them. Legend: N rows (patches), I hidden size, H heads,
+Work goes forward in tiles of `TILE` rows. A generator yields after each projection to queries, keys and values, each
+attention and each feed-forward of a tile. These are always the same calls of the same kernels on the same rows, so a
+row's bits do not depend on when the generator is resumed. A layer's keys and values are complete before its queries
+read them. Legend: N rows (patches), I hidden size, H heads,
 D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +23,6 @@ from attar.model.vision.config import Activation, VisionConfig
 from attar.model.vision.patches import Patches
 
 TILE = 64  # rows
-
-
-class Done(NamedTuple):
-    """A piece of work that is done: how many rows of how many, counted within one half of a layer."""
-
-    rows: int
-    last: bool  # of this half of the layer
 
 
 @dataclass(eq=False)
@@ -80,7 +73,7 @@ def normed(x: Tensor, norm: Norm) -> Tensor:
     return ops.norm(x.contiguous(), None, norm)[1]
 
 
-def layer_work(layer: VisionLayer, config: VisionConfig, x: Tensor, segments: Segments) -> Iterator[Done]:
+def layer_work(layer: VisionLayer, config: VisionConfig, x: Tensor, segments: Segments) -> Iterator[None]:
     """Replace rows x [N, I] by the layer's output, tile by tile."""
     heads, size = config.heads, config.head_dim
     q, k, v = (x.new_empty((len(x), heads, size)) for _ in range(3))
@@ -90,16 +83,17 @@ def layer_work(layer: VisionLayer, config: VisionConfig, x: Tensor, segments: Se
         if segments.rotation is not None:
             cos, sin = (each[rows] for each in segments.rotation)
             q[rows], k[rows] = ops.rope(q[rows], cos, sin), ops.rope(k[rows], cos, sin)
-        yield Done(rows.stop - rows.start, rows.stop == len(x))
+        yield
     for start, end in segments.bounds():
         keys, values = (each[start:end].transpose(0, 1)[None] for each in (k, v))
         for rows in tiles(end - start):
             at = slice(start + rows.start, start + rows.stop)
             mixed = F.scaled_dot_product_attention(q[at].transpose(0, 1)[None], keys, values)
             own = x[at] + ops.linear(mixed[0].transpose(0, 1).reshape(-1, heads * size), (layer.output,))
+            yield
             wide = ops.linear(normed(own, layer.feed_forward_norm), layer.up)
             x[at] = own + ops.linear(activate(wide, config.activation, config.gated, layer.down), (layer.down,))
-            yield Done(rows.stop - rows.start, at.stop == len(x))
+            yield
 
 
 @dataclass(eq=False)
@@ -114,8 +108,8 @@ class Tower:
     layers: list[VisionLayer]
     post_norm: Norm | None
 
-    def work(self, patches: Patches, segments: Segments, windowed: Segments | None) -> Iterator[Done | Tensor]:
-        """Yield what is done, and at last the hidden states [N, I], of the patches of one tile.
+    def work(self, patches: Patches, segments: Segments, windowed: Segments | None) -> Generator[None, None, Tensor]:
+        """Yield after each unit of work; return the hidden states [N, I] of the patches of one tile.
 
         Layers outside of `full_layers` see by `windowed` where it is given.
         """
@@ -126,7 +120,7 @@ class Tower:
         for rows in tiles(len(patches)):
             own = ops.linear(patches.rows(rows), (self.patch,))
             x[first + rows.start : first + rows.stop] = own if self.positions is None else own + self.positions[rows]
-            yield Done(rows.stop - rows.start, rows.stop == len(patches))
+            yield
         if self.pre_norm is not None:
             for rows in tiles(len(x)):
                 x[rows] = normed(x[rows], self.pre_norm)
@@ -137,4 +131,4 @@ class Tower:
         if self.post_norm is not None:
             for rows in tiles(len(x)):
                 x[rows] = normed(x[rows], self.post_norm)
-        yield x
+        return x

@@ -161,12 +161,8 @@ def halve(
     return Outcome(judged(answer.question, found, answer.excluded), tuple(pairs), tuple(run.left), clock.spent)
 
 
-def _pair(of: Configuration) -> str:
-    return of.name
-
-
 def _key(of: Configuration) -> str:
-    return f"{_pair(of)}|{of.rows}"
+    return f"{of.name}|{of.rows}"
 
 
 class _Run:
@@ -215,7 +211,7 @@ class _Run:
         best = (meeting or ranked)[:SECOND]
         if len(best) < 2 and not meeting:
             return
-        share = self.clock.left / (2 * max(1, len(best)))
+        share = self.clock.left / (2 * len(best))
         for of in best:
             tokens = min(MOST_TOKENS, int(share / self.bench.token_seconds(of.weights)))
             if tokens >= 2 * self._tokens(of.weights):
@@ -248,17 +244,16 @@ class _Run:
 
     def _divergence(self, of: Configuration, tokens: int) -> None:
         """Measure a divergence, unless it is exactly that of the model as it is stored, or known on as many tokens."""
-        pair = _pair(of)
-        if of.cells["kl"].evidence == "exact" or (pair in self.costs and self.costs[pair][0] >= tokens):
+        if of.cells["kl"].evidence == "exact" or (of.name in self.costs and self.costs[of.name][0] >= tokens):
             return
-        known = self.notes.get(f"kl|{pair}")
+        known = self.notes.get(f"kl|{of.name}")
         if known is None or known[0] < tokens:
             self.clock.require(tokens * self.bench.token_seconds(of.weights))
             found = self.bench.divergence(of.weights, of.kv.name, tokens, self.clock)
             known = [tokens, found.kl, found.low, found.high, found.top1]
-            self.notes.put(f"kl|{pair}", known)
+            self.notes.put(f"kl|{of.name}", known)
         counted, kl, low, high, top1 = known
-        self.costs[pair] = counted, Quality(kl, low, high, "measured", f"{counted} tokens", top1)
+        self.costs[of.name] = counted, Quality(kl, low, high, "measured", f"{counted} tokens", top1)
 
     def _load(self, of: Configuration, seconds: float, number: int) -> None:
         work = self.work
@@ -276,7 +271,7 @@ class _Run:
         for name in loads[0] if loads else ():
             values = [each[name] for each in loads if name in each]
             cells[name] = Cell(statistics.median(values), min(values), max(values), "measured")
-        if (known := self.costs.get(_pair(of))) is not None:
+        if (known := self.costs.get(of.name)) is not None:
             cost = known[1]
             cells["kl"] = Cell(cost.kl, cost.low, cost.high, "measured")
             share = cost.agreement

@@ -6,10 +6,8 @@ import math
 from typing import Any
 
 from attar.plan.goals.halving import Outcome, Unmeasured
+from attar.plan.goals.history import QUANTITIES
 from attar.plan.goals.parse import shown
-
-QUANTITIES = ("kl", "ttft_p95", "tpot_p95", "tokens_per_second")
-"""Quantities that are predicted and measured."""
 
 
 def to_text(outcome: Outcome) -> list[str]:

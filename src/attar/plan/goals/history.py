@@ -27,7 +27,7 @@ FILE = "history.json"
 MAX_BYTES, MOST = 4_000_000, 1000
 ENOUGH = 3  # measurements from which ranges are widened
 HELD = 0.9  # share of the past measurements that a widened range would have held
-QUANTITIES = ("kl", "ttft_p95", "tpot_p95", "tokens_per_second")
+QUANTITIES = ("kl", "ttft_p95", "tpot_p95", "tokens_per_second")  # that are predicted and measured
 EVERYWHERE = "every machine"
 
 

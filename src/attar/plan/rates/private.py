@@ -39,16 +39,11 @@ def read(path: Path, most: int) -> bytes | None:
 
 def write(path: Path, text: bytes) -> None:
     """Write a file, whole or not at all. Raises OSError where the folder is not this user's alone."""
-    path.parent.parent.mkdir(parents=True, exist_ok=True)
-    machine.private_folder(path.parent)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    number = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    try:
-        with os.fdopen(number, "wb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    make_folder(path.parent)
+    machine.write_whole(path, text, 0o600)
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder, and those above it, unless it exists. Raises OSError where it is not this user's alone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    machine.private_folder(path)
