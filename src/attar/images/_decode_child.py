@@ -26,8 +26,8 @@ from attar.errors import UserError
 from attar.images._containers import Container, Refused, parse
 from attar.images.geometry import Layout, layout
 from attar.images.settings import PixelSettings
+from attar.protocol.child_process import NO_FILES, allow_more_cpu, limit, send
 from attar.protocol.framing import read
-from attar.text._child_process import NO_FILES, allow_more_cpu, limit, send
 
 MEMORY = 512 << 20  # bytes of address space
 CPU_SECONDS = 1

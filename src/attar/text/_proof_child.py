@@ -19,10 +19,10 @@ import threading
 from typing import Any
 
 from attar.errors import UserError
+from attar.protocol.child_process import NO_FILES, limit, memory_with, send
 from attar.protocol.framing import read
 from attar.protocol.grammar import Grammar
 from attar.text import grammars
-from attar.text._child_process import NO_FILES, limit, memory_with, send
 
 MAX_FRAME = 64 << 20
 EXTRA_MEMORY = 384 << 20  # bytes of address space above what the idle process has

@@ -31,8 +31,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from attar.protocol.child_process import NO_FILES, allow_more_cpu, limit, memory_with, send
 from attar.protocol.framing import read
-from attar.text._child_process import NO_FILES, allow_more_cpu, limit, memory_with, send
 
 IMPORTED_EARLY = (encodings.unicode_escape, jinja2.debug, pprint, unicodedata)
 
