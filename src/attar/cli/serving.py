@@ -191,7 +191,7 @@ class ServeConfig(SchedulerOptions, HttpOptions):
                 raise UserError("option_conflict", message)
 
     def check_processes(self, device: str) -> None:
-        """Raise ValueError for options of several engines, and of moved blocks, that do not go with others."""
+        """Raise ValueError for options of replicas, KV transfer and the disk cache that do not go with others."""
         self.check_replicas(device)
         self.check_disk_cache(device)
         self.check_role(device)

@@ -2,12 +2,12 @@
 
 *In.* A sequence whose prompt continues elsewhere (on disk, in another engine) waits for those blocks before it is
 admitted (`Status.FETCHING`). It has no place in a batch. A `Fetch` holds the blocks of the tree that precede them, and
-private ones that a transfer thread fills. Only when the thread has let go, the filled ones go into the tree. Then the
-sequence is queued, in its old order, and its admission finds them like any others. Where fewer blocks come, or none,
-the rest is computed, to the same bits.
+private ones that a transfer thread fills. Once the thread has released them, the filled ones go into the tree. Then
+the sequence is queued, in its old order, and its admission finds them like any others. Where fewer blocks come, or
+none, the rest is computed, to the same bits.
 
-*Time.* A fetch has a deadline. At that time its sequences are queued. The blocks stay until the thread lets go, which
-may still write to them. The same holds for a fetch whose sequences have all ended. So no block is ever written that the
+*Time.* A fetch has a deadline. At that time its sequences are queued. The blocks stay until the thread, which may
+still write to them, releases them. The same holds for a fetch whose sequences have all ended. So no block is ever written that the
 pool has given to another.
 
 *Out.* A `Loan` holds blocks of the tree, from a prompt's first on, while a thread reads them.
@@ -114,7 +114,7 @@ class Fetching:
         return fetch
 
     def end(self, fetch: Fetch, count: int, now: float) -> None:
-        """End a fetch whose thread has let go, after it has filled and verified the first `count` blocks. The tree
+        """End a fetch whose thread has released its blocks, of which it has filled and verified the first `count`. The tree
         gains these. What raises there loses them, and nothing else."""
         self.fetches.remove(fetch)
         tokens = fetch.tokens[: (fetch.known + count) * self._pool.size]
@@ -149,7 +149,7 @@ class Fetching:
         return loan
 
     def give_back(self, loan: Loan) -> None:
-        """End a loan whose thread has let go."""
+        """End a loan whose thread has released its blocks."""
         self.loans.remove(loan)
         self._pool.drop(loan.blocks)
 

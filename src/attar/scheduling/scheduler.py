@@ -212,7 +212,7 @@ class Scheduler:
         return begun
 
     def received(self, fetch: Fetch, count: int, now: float) -> None:
-        """End a fetch whose thread has let go, and has filled and verified the first `count` of its blocks. A failure
+        """End a fetch whose thread has released its blocks, the first `count` of them filled and verified. A failure
         to remember these is logged, and their sequences compute them."""
         try:
             self.fetching.end(fetch, count, now)
@@ -732,7 +732,7 @@ def _divided(blocks: list[int], counts: list[int]) -> tuple[tuple[int, ...], ...
 
 
 def _take_branch(step: StepPlan, sequence: Sequence, tree: DraftTree, row: int) -> None:
-    """Give the sequence the blocks of the branch that holds the last row that stays; the step lets go its own."""
+    """Give the sequence the blocks of the branch that holds the last row that stays; the step releases its own."""
     branch = next(i for i, rows in enumerate(branches(tree.parents)) if row in rows)
     for place, block in enumerate(tree.blocks[branch - 1] if branch else (), tree.first):
         step.held.remove(block)

@@ -2,7 +2,7 @@
 
 Each connection has a thread, which asks the engine's thread to compute a prompt and then reads the blocks that it was
 lent. A loan ends when the last block is sent, and also when the other side goes, is too slow, or after `LEASE_SECONDS`:
-always by the thread that reads, once it has let go.
+always by the thread that reads, once it has released them.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ MIN_PULLED = 2  # blocks; fewer are computed sooner than asked for
 MAX_PULLS = 4  # requests that wait for a peer; others compute their prompts
 MAX_OFFERED = 256  # prompts' beginnings that wait to be saved; more are not saved
 STAGED_BYTES, MAX_STAGED = 16 << 20, 8  # of blocks that are copied together before they are written, and blocks
-WAIT_SECONDS = 0.01  # for blocks to be let go, where nothing else can be done
+WAIT_SECONDS = 0.01  # for blocks to be released, where nothing else can be done
 CLOSE_SECONDS = 5.0  # for blocks to be saved at the engine's end
 
 logger = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ class BlockMoves:
             self.pulls.put(partial(self._pull, puller, fetch, ask))
 
     def wait(self) -> None:
-        """Wait a moment for the thread to let go of blocks, where it holds any."""
+        """Wait a moment for the thread to release blocks, where it holds any."""
         if self.under_way:
             select.select([self.descriptor], [], [], WAIT_SECONDS)
 

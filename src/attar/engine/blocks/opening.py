@@ -100,7 +100,7 @@ def settings_of(settings: Settings) -> str:
 
 
 def plain(settings: Settings) -> Settings:
-    """Return settings without those of moved blocks, on which no bits depend."""
+    """Return settings without those of KV transfer and the disk cache, on which no bits depend."""
     return replace(
         settings, cache_dir=None, cache_bytes=None, cache_owners=(), role="both", prefill_peer=None, peer_keys=(),
         peer_ca=None, peer_cert=None, peer_name="",

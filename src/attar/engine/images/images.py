@@ -134,12 +134,12 @@ class Images:
                 self._open[span.number] += 1
 
     def settle(self, prompt: Prompt) -> None:
-        """Let go what `take` held: from now on the images are those of their sequences."""
+        """Release what `take` held: from now on the images are those of their sequences."""
         for span in prompt.spans:
             self._let_go(span.number)
 
     def forget(self, sequence: Tokens) -> None:
-        """Let go the images of a sequence that has ended."""
+        """Release the images of a sequence that has ended."""
         self._drop(sequence)
         for span in sequence.images:
             self._open[span.number] -= 1
@@ -216,7 +216,7 @@ class Images:
         return None
 
     def _hold(self, running: Sequence[Tokens]) -> None:
-        """Let go features that are not needed any more, and hold those of the next sequences: in order, none is
+        """Release features that are not needed any more, and hold those of the next sequences: in order, none is
         passed."""
         now = {sequence for sequence in running if sequence.images and sequence.computed < sequence.images[-1].end}
         for sequence in [each for each in self._holding if each not in now]:
