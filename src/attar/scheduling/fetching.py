@@ -7,8 +7,8 @@ the sequence is queued, in its old order, and its admission finds them like any 
 none, the rest is computed, to the same bits.
 
 *Time.* A fetch has a deadline. At that time its sequences are queued. The blocks stay until the thread, which may
-still write to them, releases them. The same holds for a fetch whose sequences have all ended. So no block is ever written that the
-pool has given to another.
+still write to them, releases them. The same holds for a fetch whose sequences have all ended. So no block is ever
+written that the pool has given to another.
 
 *Out.* A `Loan` holds blocks of the tree, from a prompt's first on, while a thread reads them.
 """
@@ -114,8 +114,8 @@ class Fetching:
         return fetch
 
     def end(self, fetch: Fetch, count: int, now: float) -> None:
-        """End a fetch whose thread has released its blocks, of which it has filled and verified the first `count`. The tree
-        gains these. What raises there loses them, and nothing else."""
+        """End a fetch whose thread has released its blocks, of which it has filled and verified the first `count`. The
+        tree gains these. What raises there loses them, and nothing else."""
         self.fetches.remove(fetch)
         tokens = fetch.tokens[: (fetch.known + count) * self._pool.size]
         try:
