@@ -14,7 +14,7 @@ import torch
 from attar.engine import inflight
 from attar.engine.engine import Engine
 from attar.engine.llm.llm import LLM
-from attar.engine.outputs import Choice, Request
+from attar.engine.requests.outputs import Choice, Request
 from attar.kernels import dispatch, ops
 from attar.kv.schemes import SCHEMES
 from attar.model.cache import ForwardBatch

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from attar.engine.bottleneck import Bottlenecks
-from attar.engine.outputs import Choice, Request
+from attar.engine.requests.outputs import Choice, Request
 from attar.execution.model_runner import InflightTokens, Runner, Wanted
 from attar.model.cache import sent
 from attar.protocol.messages import Event

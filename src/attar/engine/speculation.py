@@ -22,7 +22,7 @@ from attar.checkpoints.drafts.files import kind_of
 from attar.engine.draft_head import load_head
 from attar.engine.draft_model import load_drafter
 from attar.engine.loader import LoadedModel
-from attar.engine.outputs import Choice, Request
+from attar.engine.requests.outputs import Choice, Request
 from attar.errors import UserError
 from attar.faults import point
 from attar.model.cache import KeptStates

@@ -31,9 +31,10 @@ from attar.engine import bottleneck
 from attar.engine.blocks import opening
 from attar.engine.blocks.moves import PeerBlocks, SavedBlocks
 from attar.engine.bottleneck import Bottlenecks, KernelMeter, StreamMeter
+from attar.engine.config import EngineConfig
 from attar.engine.draft_head import memory_bytes as head_bytes
 from attar.engine.draft_model import memory_bytes
-from attar.engine.engine import Engine, EngineConfig
+from attar.engine.engine import Engine
 from attar.engine.images.limits import NO_TENSORS, no_images, tower_bytes, tower_of
 from attar.engine.loader import LoadedModel, Parallel, load_model
 from attar.engine.memory_profile import GpuMemory, MemoryProfile, ProfileRun, measure

@@ -22,7 +22,8 @@ from attar import faults
 from attar.checkpoints.adapters import lora
 from attar.checkpoints.sources.hub import embedded
 from attar.engine import startup
-from attar.engine.engine import Engine, EngineConfig
+from attar.engine.config import EngineConfig
+from attar.engine.engine import Engine
 from attar.engine.llm.llm import LLM
 from attar.engine.loader import Parallel
 from attar.execution.parallel import executor
