@@ -388,12 +388,15 @@ def _security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
 
 def _marked(keys: Keys, settings: Settings) -> Settings:
     """Return settings with the salts of the keys, and with fingerprints of the model's files, by which an engine
-    notices later changes."""
+    notices later changes. Where engines of other hosts or of later starts compare files, their contents are hashed."""
     from msgspec.structs import replace
 
-    from attar.checkpoints.fingerprints import fingerprints
+    from attar.checkpoints.fingerprints import content_hashes, fingerprints
 
-    return replace(settings, files=fingerprints(settings.folders), cache_owners=keys.owners)
+    compared = settings.tells_cache or settings.role != "both" or settings.cache_dir is not None
+    contents = content_hashes(settings.folders) if compared else ()
+    files = fingerprints(settings.folders)
+    return replace(settings, files=files, contents=contents, cache_owners=keys.owners)
 
 
 def _same_salts(config: ServeConfig, keys: Keys) -> Keys:

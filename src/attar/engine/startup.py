@@ -194,16 +194,17 @@ def _made(
 
 def bits_of(settings: Settings, model: LoadedModel) -> str:
     """Return a digest of all that the bits of an answer depend on, but the request: versions, instruction set, model
-    and settings. Folders may differ, with files of the same names, sizes, dates and contents. Empty where bits depend
-    on what else runs: on GPUs, in several processes, and by the reference."""
+    and settings. Folders may differ: files count by `Settings.contents`, without it by name, size, date and samples.
+    Empty where bits depend on what else runs: on GPUs, in several processes, and by the reference."""
     if settings.device != "cpu" or model.executor is not None or without_kernels(model.decoder):
         return ""
-    files = [(Path(path).name, mark) for path, mark in settings.files.items()]  # in the order of the folders
+    marks = [(Path(path).name, mark) for path, mark in settings.files.items()]  # in the order of the folders
+    files = settings.contents or marks
     same = replace_settings(
         opening.plain(settings), socket="", memory=None, threads=None, preset=None, policy=None, name="",
         tells_cache=False,
         **({} if not files else {
-            "files": {}, "model": "", "adapters": tuple((name, "") for name, _ in settings.adapters),
+            "files": {}, "contents": (), "model": "", "adapters": tuple((name, "") for name, _ in settings.adapters),
             "draft": settings.draft and ("model" if settings.draft_model else settings.draft),
         }),
     )  # fmt: skip

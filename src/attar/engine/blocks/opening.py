@@ -82,8 +82,9 @@ def check(settings: Settings, option: str) -> None:
 
 
 def model_of(settings: Settings) -> str:
-    """Return a digest of the model's and the adapters' files."""
-    told = msgspec.json.encode(settings.files, order="sorted")
+    """Return a digest of the contents of the model's and the adapters' files, or of their fingerprints where the
+    settings have no contents."""
+    told = msgspec.json.encode(settings.contents[: 1 + len(settings.adapters)] or settings.files, order="sorted")
     return hashlib.blake2b(told, digest_size=16).hexdigest()
 
 
@@ -94,7 +95,8 @@ def settings_of(settings: Settings) -> str:
     """
     told = (
         __version__, str(torch.__version__), extension.cpu_level(), settings.computes_in, settings.activations,
-        settings.kv, settings.context, settings.adapters, settings.sparse_attention, settings.sparse_prefill,
+        settings.kv, settings.context, [name for name, _ in settings.adapters], settings.sparse_attention,
+        settings.sparse_prefill,
     )  # fmt: skip
     return hashlib.blake2b(msgspec.json.encode(told), digest_size=16).hexdigest()
 
