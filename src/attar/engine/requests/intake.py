@@ -44,8 +44,8 @@ class Intake:
     ) -> None:  # fmt: skip
         self._vocab_size = decoder.config.vocab_size
         self._tokenizer, self._eos_ids, self._context = tokenizer, config.eos_ids, config.context
-        self._adapters = {"": 0, **{name: number for number, name in enumerate(config.adapters, 1)}}
-        self._evictions = {str(eviction): eviction for eviction in config.evictions}
+        self.adapters = {"": 0, **{name: number for number, name in enumerate(config.adapters, 1)}}
+        self.evictions = {str(eviction): eviction for eviction in config.evictions}
         self._sparse, self._prefill = config.sparse, config.prefill
         self._requests, self._images, self._horizons, self._clock = requests, images, horizons, clock
         self.masks = GrammarMasks(self._vocabulary, self._vocab_size)
@@ -100,15 +100,15 @@ class Intake:
 
     def block_salt(self, adapter: str, salt: bytes, tokens: int) -> bytes:
         """Return the salt of the blocks of a prompt of so many tokens, whose API key has `salt`."""
-        return salt_of(self._adapters[adapter], salt, horizon_of(self._horizons, tokens))
+        return salt_of(self.adapters[adapter], salt, horizon_of(self._horizons, tokens))
 
     def _eviction(self, name: str | None) -> Eviction | None:
         """Return the policy of a request that names one, or none. Raises Refused for one that is not offered."""
         if name is None:
-            return next(iter(self._evictions.values()), None)
-        if name != NONE and name not in self._evictions:
-            raise Refused("invalid", f"KV eviction {name[:80]!r}: offered are {', '.join((NONE, *self._evictions))}")
-        return self._evictions.get(name)
+            return next(iter(self.evictions.values()), None)
+        if name != NONE and name not in self.evictions:
+            raise Refused("invalid", f"KV eviction {name[:80]!r}: offered are {', '.join((NONE, *self.evictions))}")
+        return self.evictions.get(name)
 
     def _longest(self, eviction: Eviction | None) -> int:
         """Return the tokens that prompt and output may have together."""
@@ -158,9 +158,9 @@ class Intake:
     def _choice(
         self, request: Request, number: int, longest: int, ask: Submit | Embed, bypass: bool, prompt: Prompt
     ) -> Choice:
-        if ask.adapter not in self._adapters:
+        if ask.adapter not in self.adapters:
             raise Refused("invalid", f"the engine has no adapter {ask.adapter[:80]!r}")
-        adapter = self._adapters[ask.adapter]
+        adapter = self.adapters[ask.adapter]
         sequence = Tokens(
             id=f"{request.id}#{number}", prompt_ids=prompt.ids, max_tokens=longest, bypass=bypass, adapter=adapter,
             priority=ask.priority if isinstance(ask, Submit) else 0,
