@@ -88,6 +88,8 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     vision, against = tower_of(path)
     if vision is not None:
         against = no_images(settings, vision) or ""
+    if against:
+        logs.say(f"images are refused: {against}")
     if settings.device != "cpu":
         made, ready = _on_gpu(settings, path, held, limits, threads)
         return made, replace_settings(ready, no_images=against)
