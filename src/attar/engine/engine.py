@@ -43,7 +43,8 @@ from attar.engine.requests.table import RequestTable
 from attar.engine.sparse_reads import PrefillReads, SparseReads
 from attar.engine.speculation import Speculation
 from attar.execution import cuda_graphs, kv_cache
-from attar.execution.model_runner import BlockCounts, InflightTokens, Runner
+from attar.execution.model_runner import BlockCounts, Runner
+from attar.execution.step_inputs import InflightTokens
 from attar.model.decoder import Decoder
 from attar.plan.sliding import window_of
 from attar.protocol.block_digests import packed
@@ -127,7 +128,7 @@ class Engine:
         if config.drafter is not None:
             config.drafter.reset()
             if (reader := reader_of(config.drafter)) is not None:
-                self.runner.keep = reader.layers
+                self.runner.kind.keep = reader.layers
         forces = limits.max_drafts > 0 and tokenizer is not None and not self.overlaps
         if config.drafter is not None or forces:
             nodes = config.draft_tree

@@ -46,11 +46,12 @@ from torch import Tensor
 from attar import machine
 from attar.checkpoints.sources import shards
 from attar.errors import UserError
-from attar.execution.model_runner import BlockCounts, InflightTokens, Runner, Wanted, waits
+from attar.execution.model_runner import BlockCounts, Runner, Wanted, waits
 from attar.execution.parallel import commands
 from attar.execution.parallel.commands import Job, Pool, Run
 from attar.execution.parallel.part import job_groups, load, meet_again
 from attar.execution.parallel.worker_group import WorkerGroup
+from attar.execution.step_inputs import InflightTokens
 from attar.kernels import dispatch
 from attar.kernels.operands import Routes
 from attar.kv import schemes
