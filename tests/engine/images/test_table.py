@@ -300,7 +300,10 @@ def page() -> str:
     """The table in Markdown."""
     lines = ["| feature | with images |", "|---|---|"]
     for words, cell in TABLE.values():
-        where = {REFUSED_OF_A_REQUEST: "for requests with images", REFUSED_AT_THE_START: "images are, at the start"}
-        told = f"refused {where[cell]}, `{cell}`" if isinstance(cell, str) else "equal"
+        refusals = {
+            REFUSED_OF_A_REQUEST: "requests with images are",
+            REFUSED_AT_THE_START: "images are, from the start,",
+        }
+        told = f"{refusals[cell]} refused (`{cell}`)" if isinstance(cell, str) else "equal"
         lines.append(f"| {words} | {told} |")
     return "\n".join(lines) + "\n"

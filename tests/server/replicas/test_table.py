@@ -133,7 +133,7 @@ def page() -> str:
     """The table in Markdown."""
     lines = [["feature", *COLUMNS.values()], ["---"] * (1 + len(COLUMNS))]
     for row, cells in TABLE.items():
-        told = (cell if cell == EQUAL else f"refused, `{cell}`" for cell in (cells[column] for column in COLUMNS))
+        told = (cell if cell == EQUAL else f"refused (`{cell}`)" for cell in (cells[column] for column in COLUMNS))
         lines.append([ROWS[row], *told])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("| --- |", "|---|").replace(" --- |", "---|")
 
