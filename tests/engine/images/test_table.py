@@ -300,10 +300,10 @@ def page() -> str:
     """The table in Markdown."""
     lines = ["| feature | with images |", "|---|---|"]
     for words, cell in TABLE.values():
-        refusals = {
-            REFUSED_OF_A_REQUEST: "requests with images are",
-            REFUSED_AT_THE_START: "images are, from the start,",
+        told = {
+            REFUSED_OF_A_REQUEST: f"requests with images are refused (`{cell}`)",
+            REFUSED_AT_THE_START: f"images are refused from the start (`{cell}`)",
         }
-        told = f"{refusals[cell]} refused (`{cell}`)" if isinstance(cell, str) else "equal"
-        lines.append(f"| {words} | {told} |")
+        shown = told[cell] if isinstance(cell, str) else "equal"
+        lines.append(f"| {words} | {shown} |")
     return "\n".join(lines) + "\n"
