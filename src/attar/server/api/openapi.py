@@ -27,13 +27,14 @@ from fastapi.openapi.utils import get_openapi
 
 from attar.protocol.grammar import WHITESPACE
 from attar.protocol.messages import Ready
-from attar.server.api import response_types
 from attar.server.api.body import Body
 from attar.server.api.dialects.answers import OllamaError
 from attar.server.api.dialects.llamacpp.answers import NativeError
 from attar.server.api.dialects.llamacpp.fields import NAMED_BIASES
 from attar.server.api.images.document import describe_images
-from attar.server.api.response_types import Answer
+from attar.server.api.response_types import anthropic as anthropic_types
+from attar.server.api.response_types import openai as openai_types
+from attar.server.api.response_types.answer import Answer
 from attar.server.api.schemas import (
     ALL_THAT_FIT,
     MAX_CHOICES,
@@ -51,7 +52,7 @@ Schema = dict[str, Any]
 _REF = "#/components/schemas/{name}"
 _BODIES: dict[str, type[Body]] = {}
 _ANSWERS: set[type[Answer]] = {
-    response_types.Error, response_types.AnthropicError, OllamaError, NativeError
+    openai_types.Error, anthropic_types.AnthropicError, OllamaError, NativeError
 }  # fmt: skip
 
 _NAMED: Schema = {"X-Request-Id": {"required": True, "schema": {"type": "string"}}}
@@ -212,7 +213,7 @@ def _event(kinds: tuple[type[Answer], ...]) -> Schema:
     """Describe one server-sent event, as OpenAPI 3.1 does streams. OpenAI's streams end with one that is no JSON."""
     one_of = {"anyOf": [_ref(kind) for kind in kinds]}
     data: Schema = {"type": "string", "contentMediaType": "application/json", "contentSchema": one_of}
-    if response_types.Error in kinds:
+    if openai_types.Error in kinds:
         data = {"anyOf": [{"const": "[DONE]"}, data]}
     return {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
 
@@ -428,15 +429,15 @@ def _add_errors(operation: Schema, path: str, posting: bool, keyed: bool) -> Non
     if keyed and path not in OPEN_TO_ALL:
         statuses.append(401)
     theirs = path.startswith(ANTHROPIC)
-    own: type[Answer] = response_types.AnthropicError if theirs else response_types.Error
+    own: type[Answer] = anthropic_types.AnthropicError if theirs else openai_types.Error
     if path.startswith(OLLAMA):
         own = OllamaError
     elif path in LLAMACPP:
         own = NativeError
     for status in sorted(statuses):
         shapes: list[type[Answer]] = [own]
-        if status in _BY_CONNECTION and own is not response_types.Error:
-            shapes.append(response_types.Error)
+        if status in _BY_CONNECTION and own is not openai_types.Error:
+            shapes.append(openai_types.Error)
         content = {"application/json": {"schema": {"anyOf": [_ref(shape) for shape in shapes]}}}
         codes = sorted(code for code, kind in CATALOGUE.items() if kind.status == status)
         responses[str(status)] = {"description": " or ".join(codes), "content": content}

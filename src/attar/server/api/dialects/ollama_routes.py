@@ -26,7 +26,7 @@ from attar.server.api.dialects.ollama import (
     OllamaShowBody,
 )
 from attar.server.api.openapi import giving, taking
-from attar.server.api.response_types import Answer
+from attar.server.api.response_types.answer import Answer
 from attar.server.api.routes import Chat, Routes
 from attar.server.api.sampling_params import chat_params, completion_params, ended
 from attar.server.api.schemas import ChatBody, CompletionBody, EmbeddingBody

@@ -23,7 +23,7 @@ from attar.server.api.dialects.llamacpp.params import biases, native_params, set
 from attar.server.api.dialects.llamacpp.template import TemplateBody
 from attar.server.api.openai import FAILED
 from attar.server.api.openapi import Form, giving, taking
-from attar.server.api.response_types import Error
+from attar.server.api.response_types.openai import Error
 from attar.server.api.routes import Routes
 from attar.server.api.sampling_params import ended
 from attar.server.api.schemas import ChatBody, EmbeddingBody
