@@ -176,5 +176,6 @@ def test_a_grammar_is_read_once(server: Running, saying: Saying, monkeypatch: py
 
     monkeypatch.setattr(regular, "expression", counted)
     saying(CALL)
-    ask(server, tools=[RUN | {"format": {"type": "grammar", "syntax": "lark", "definition": PATCH}}])
-    assert read == [PATCH]
+    format = {"type": "grammar", "syntax": "lark", "definition": 'start: "a" | "b"'}
+    ask(server, tools=[RUN | {"format": format}])
+    assert read == [format["definition"]]
