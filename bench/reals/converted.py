@@ -1,6 +1,7 @@
 """A compressed file as a dense folder, or compressed anew: how near its logits come to the file's own.
 
-    PYTHONPATH=bench python -m reals.converted FILE.gguf --place FOLDER (--dtype NAME | --requantize RECIPE) [--tokens N]
+    PYTHONPATH=bench python -m reals.converted FILE.gguf --place FOLDER (--dtype NAME | --requantize RECIPE)
+        [--tokens N]
 
 The base is the file's own values in float32, with no row rounded, in windows of 512 tokens of prose. `kl_transformers`
 is that of a dense folder as transformers loads it, in float32: code that shares nothing with attar's reads it there.
