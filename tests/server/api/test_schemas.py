@@ -35,11 +35,7 @@ from attar.server.api.dialects.ollama import (
 from attar.server.api.dialects.rerank import RerankBody
 from attar.server.api.dialects.tokenizing import DetokenizeBody, TokenizeBody
 from attar.server.api.responses.schemas import ResponsesBody
-from attar.server.api.schemas import (
-    ChatBody,
-    CompletionBody,
-    EmbeddingBody,
-)
+from attar.server.api.schemas import ChatBody, CompletionBody, EmbeddingBody
 from attar.server.api.validation import read
 from attar.server.errors import APIError
 from attar.server.prompts import Turn

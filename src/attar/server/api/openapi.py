@@ -35,14 +35,7 @@ from attar.server.api.images.document import describe_images
 from attar.server.api.response_types import anthropic as anthropic_types
 from attar.server.api.response_types import openai as openai_types
 from attar.server.api.response_types.answer import Answer
-from attar.server.api.schemas import (
-    ALL_THAT_FIT,
-    MAX_CHOICES,
-    MAX_INPUTS,
-    MAX_PROMPTS,
-    MAX_STOP_BYTES,
-    MAX_TOKENS,
-)
+from attar.server.api.schemas import ALL_THAT_FIT, MAX_CHOICES, MAX_INPUTS, MAX_PROMPTS, MAX_STOP_BYTES, MAX_TOKENS
 from attar.server.errors import ANTHROPIC, CATALOGUE, LLAMACPP, OLLAMA
 from attar.server.http.middleware import OPEN_TO_ALL
 from attar.server.options import pattern

@@ -47,7 +47,8 @@ from attar.server.grammars import Grammars
 from attar.server.http import sse
 from attar.server.http.limits import MAX_BODY
 from attar.server.images import has_images, require_images
-from attar.server.prompts import ChatPrompt, Cut, Prompts, Room, Turn
+from attar.server.prompt_room import Room
+from attar.server.prompts import ChatPrompt, Cut, Prompts, Turn
 from attar.text.answers.events import AnswerParser
 from attar.text.answers.reasoning import ReasoningParser
 from attar.text.grammars import GrammarError

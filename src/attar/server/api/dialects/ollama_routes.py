@@ -34,7 +34,7 @@ from attar.server.api.status import respond
 from attar.server.api.tools.answers import headers
 from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
-from attar.server.prompts import Room
+from attar.server.prompt_room import Room
 
 MANAGED = (
     ("POST", "/api/pull"), ("POST", "/api/push"), ("POST", "/api/create"), ("POST", "/api/copy"),

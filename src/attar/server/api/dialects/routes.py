@@ -20,7 +20,7 @@ from attar.server.api.routes import Routes, receive_body
 from attar.server.api.status import respond
 from attar.server.errors import APIError
 from attar.server.http import sse
-from attar.server.prompts import Room
+from attar.server.prompt_room import Room
 from attar.text.forms.rerank import INSTRUCTION
 
 

@@ -29,7 +29,8 @@ from attar.server.api.sampling_params import ended
 from attar.server.api.schemas import ChatBody, EmbeddingBody
 from attar.server.api.status import respond
 from attar.server.http import sse
-from attar.server.prompts import Room, Turn
+from attar.server.prompt_room import Room
+from attar.server.prompts import Turn
 from attar.version import __version__
 
 
