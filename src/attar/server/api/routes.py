@@ -27,7 +27,7 @@ from attar.server.api.anthropic import AnthropicBody, AnthropicPrompt
 from attar.server.api.constraints import Asked, refused
 from attar.server.api.dialects.extras import Extras
 from attar.server.api.dialects.tokenizing import DetokenizeBody, TokenizeBody
-from attar.server.api.openapi import giving, taking
+from attar.server.api.openapi.document import giving, taking
 from attar.server.api.reasoning import ReasoningRequest
 from attar.server.api.response_types import anthropic as anthropic_types
 from attar.server.api.response_types import openai as openai_types

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 
 from attar.protocol.messages import Ready
-from attar.server.api.openapi import giving
+from attar.server.api.openapi.document import giving
 from attar.server.api.response_types import state as state_types
 from attar.server.dispatcher import Dispatcher
 from attar.server.replicas.group import ReplicaGroup

@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
 
 from attar.lab.facts import facts
-from attar.server.api.openapi import giving
+from attar.server.api.openapi.document import giving
 from attar.server.api.response_types import state as state_types
 from attar.server.api.status import respond
 from attar.server.dispatcher import Dispatcher

@@ -25,7 +25,7 @@ from attar.server.api.dialects.ollama import (
     OllamaGenerateBody,
     OllamaShowBody,
 )
-from attar.server.api.openapi import giving, taking
+from attar.server.api.openapi.document import giving, taking
 from attar.server.api.response_types.answer import Answer
 from attar.server.api.routes import Chat, Routes
 from attar.server.api.sampling_params import chat_params, completion_params, ended
