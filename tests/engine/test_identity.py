@@ -9,9 +9,8 @@ import msgspec
 import pytest
 
 from attar.checkpoints.fingerprints import content_hashes, fingerprints
-from attar.engine.blocks import opening
+from attar.engine.identity import bits_of, model_of, settings_of
 from attar.engine.loader import LoadedModel, load_model
-from attar.engine.startup import bits_of
 from attar.protocol.settings import Settings
 
 
@@ -41,8 +40,8 @@ def loaded(demo: Path) -> LoadedModel:
 
 def test_copies_in_other_folders_are_the_same_model(two: tuple[Settings, Settings], loaded: LoadedModel) -> None:
     one, other = two
-    assert opening.model_of(one) == opening.model_of(other)
-    assert opening.settings_of(one) == opening.settings_of(other)
+    assert model_of(one) == model_of(other)
+    assert settings_of(one) == settings_of(other)
     assert bits_of(one, loaded) == bits_of(other, loaded)
 
 
@@ -51,7 +50,7 @@ def test_other_contents_are_another_model(two: tuple[Settings, Settings], loaded
     for folder in (other.model, other.adapters[0][1]):
         (Path(folder) / "config.json").write_text("{} ")
         changed = started(Path(other.model), Path(other.adapters[0][1]))
-        assert opening.model_of(one) != opening.model_of(changed)
+        assert model_of(one) != model_of(changed)
         assert bits_of(one, loaded) != bits_of(changed, loaded)
 
 
@@ -59,7 +58,7 @@ def test_other_settings_are_told_apart(two: tuple[Settings, Settings], loaded: L
     one, _ = two
     for change in ({"kv": "int8"}, {"activations": "float32"}, {"context": 64}, {"sparse_attention": "topk:32"}):
         changed = msgspec.structs.replace(one, **change)
-        assert opening.settings_of(one) != opening.settings_of(changed)
+        assert settings_of(one) != settings_of(changed)
         assert bits_of(one, loaded) != bits_of(changed, loaded)
 
 
@@ -70,5 +69,5 @@ def test_a_draft_model_changes_answers_and_no_blocks(
     shutil.copytree(one.model, tmp_path / "draft")
     plain = msgspec.structs.replace(one, draft=str(tmp_path / "draft"))
     drafting = msgspec.structs.replace(plain, contents=content_hashes(plain.folders))
-    assert opening.model_of(one) == opening.model_of(drafting)
+    assert model_of(one) == model_of(drafting)
     assert bits_of(one, loaded) != bits_of(drafting, loaded)
