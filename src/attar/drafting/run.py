@@ -38,9 +38,9 @@ from attar.drafting.eagle import EagleLearner
 from attar.drafting.early_exit import ExitLearner
 from attar.drafting.medusa import MedusaLearner
 from attar.drafting.small import STEP, SmallLearner
-from attar.drafting.target import Target, frequent
+from attar.drafting.lessons import Lessons
+from attar.drafting.target import States, Target, frequent
 from attar.errors import UserError
-from attar.model.cache import KeptStates
 from attar.progress import Progress
 
 Kind = Literal["medusa", "eagle3", "exit", "small"]
@@ -54,7 +54,8 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
 OWN = ("depths", "layers", "width", "draft_vocab")  # settings that not every kind has
 RECEIPT = "training.json"
 CLIP = 1.0  # limit of the gradient's norm
-COMPARED = 2048  # tokens of the held-out text at most
+COMPARED = 8192  # tokens of the held-out text at most
+STATES = 4 << 30  # bytes of states that are kept on disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +140,17 @@ class Learner(Protocol):
 
     layers: tuple[int, ...]
 
+    @property
+    def needs_predictions(self) -> bool:
+        """Return whether learning reads the target's predictions over all tokens."""
+
     def parameters(self) -> list[Tensor]: ...
 
-    def learn(self, ids: Tensor, states: KeptStates) -> float:
+    def learn(self, ids: Tensor, states: States) -> float:
         """Add the gradients of the loss on token ids [S, L], given the target's hidden states [S * L, I]; return the
         loss."""
 
-    def agreement(self, ids: Tensor, states: KeptStates) -> list[tuple[int, int]]:
+    def agreement(self, ids: Tensor, states: States) -> list[tuple[int, int]]:
         """Return, for each depth, how many of the head's best tokens are the target's, and of how many."""
 
     def write(self, folder: Path) -> None:
@@ -191,7 +196,11 @@ def train_draft(
         learner = _learner(target, options, tokens)
         saves = Saves(work.state, about, resume)
         with torch.inference_mode(False), torch.enable_grad():
-            losses = _train(learner, target, ids[:-held], ids[-held:], options, saves, report)
+            kept = STATES if options.epochs > 1 else 0
+            lessons = Lessons(target, ids[:-held], learner.layers, learner.needs_predictions, work.state, kept)
+            losses = _train(
+                learner, lessons, target.states(ids[-held:], learner.layers), ids[-held:], options, saves, report
+            )
         learner.write(work.out)
         count = sum(p.numel() for p in learner.parameters())
         curve = [(int(at), tuple(shares)) for at, shares in saves.figures["curve"]]
@@ -226,8 +235,8 @@ def _write_receipt(folder: Path, about: Mapping[str, Any], found: Mapping[str, A
 
 def _train(
     learner: Learner,
-    target: Target,
-    ids: Tensor,
+    lessons: Lessons,
+    seen: States,
     held: Tensor,
     options: DraftTraining,
     saves: Saves,
@@ -235,7 +244,7 @@ def _train(
 ) -> list[float]:
     """Train from the beginning, or from the save of an earlier run; return the loss of every step."""
     parameters = learner.parameters()
-    adam = torch.optim.Adam(parameters, lr=options.rate)
+    adam, ids = torch.optim.Adam(parameters, lr=options.rate, fused=True), lessons.ids
     losses = saves.resume(parameters, adam)
     sequences = max(1, options.batch // ids.shape[1])
     plan = [
@@ -244,13 +253,12 @@ def _train(
         for order in [shuffled(range(len(ids)), options.seed, epoch)]
         for at in range(0, len(order), sequences)
     ]
-    curve = saves.figures.setdefault("curve", [[0, _shares(learner, target, held)]])
+    curve = saves.figures.setdefault("curve", [[0, _shares(learner, seen, held)]])
     for step in range(len(losses), len(plan)):
-        some = ids[plan[step]]
         for group in adam.param_groups:
             group["lr"] = options.rate * schedule((step + 0.5) / len(plan))
         adam.zero_grad(set_to_none=True)
-        losses.append(learner.learn(some, target.states(some, learner.layers)))
+        losses.append(learner.learn(*lessons.of(plan[step])))
         if not math.isfinite(losses[-1]):
             raise UserError(
                 "training_diverged", f"the loss of step {step + 1} is {losses[-1]}: a smaller rate may help"
@@ -259,15 +267,15 @@ def _train(
         adam.step()
         last = step + 1 == len(plan)
         if last or (step + 1) % options.save_every == 0:
-            curve.append([_tokens(plan[: step + 1], ids), _shares(learner, target, held)])
+            curve.append([_tokens(plan[: step + 1], ids), _shares(learner, seen, held)])
             if not last:
                 saves.put(parameters, adam, losses)
         report("training", step + 1, len(plan))
     return losses
 
 
-def _shares(learner: Learner, target: Target, held: Tensor) -> list[float]:
-    return [right / max(1, count) for right, count in learner.agreement(held, target.states(held, learner.layers))]
+def _shares(learner: Learner, seen: States, held: Tensor) -> list[float]:
+    return [right / max(1, count) for right, count in learner.agreement(held, seen)]
 
 
 def _tokens(plan: Sequence[Sequence[int]], ids: Tensor) -> int:
