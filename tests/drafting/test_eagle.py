@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attar.checkpoints.drafts import eagle
 from attar.checkpoints.drafts.files import kind_of
-from attar.drafting.eagle import DECAY, EagleLearner
+from attar.drafting.eagle import DECAY, STRIDE, EagleLearner
 from attar.drafting.run import DraftTraining, train_draft
 from attar.drafting.target import Target, frequent
 from attar.engine.llm.llm import LLM
@@ -39,7 +39,7 @@ def test_unrolled_steps_are_what_the_head_drafts(target: Target, ids: Tensor, tm
     learner, some = learner_of(target, ids), ids[:1, :12]
     states = target.states(some, learner.layers)
     with torch.no_grad():
-        unrolled = learner._unrolled(some, states)
+        unrolled = [x @ learner.weights["lm_head.weight"].T for _, x in learner._unrolled(some, states)]
     learner.write(tmp_path)
     head = eagle.read(tmp_path, target.decoder)
     raw = head.fuse(torch.cat([states.of(layer) for layer in head.layers], 1))
@@ -50,10 +50,20 @@ def test_unrolled_steps_are_what_the_head_drafts(target: Target, ids: Tensor, tm
         hidden, x = head.forward(some[0, 1 : row + 2], raw[: row + 1], step)
         for depth in range(3):
             found = head.logits(x[-1:])[0, learner.tokens]
-            assert (found - unrolled[depth][0, row]).abs().max() < CLOSE
+            assert (found - unrolled[depth][row]).abs().max() < CLOSE
             step = ForwardBatch((1,), 64, KVCache.over(pages, tables, [row + depth + 1]))
             if depth < 2:
                 hidden, x = head.forward(some[0, row + depth + 2][None], hidden[-1:], step)
+
+
+def test_chains_of_some_rows_are_those_of_all(target: Target, ids: Tensor) -> None:
+    learner, some = learner_of(target, ids), ids[:2, :14]
+    states = target.states(some, learner.layers)
+    with torch.no_grad():
+        every, found = learner._unrolled(some, states), learner._unrolled(some, states, 2, STRIDE)
+    for depth, ((rows, wanted), (mine, x)) in enumerate(zip(every, found, strict=True)):
+        assert mine.tolist() == [r for r in rows.tolist() if depth == 0 or (r % 14 - depth - 1) % STRIDE == 2]
+        assert (x - wanted[torch.isin(rows, mine)]).abs().max() < CLOSE
 
 
 @pytest.mark.parametrize("loss", ["published", "acceptance"])
@@ -61,13 +71,13 @@ def test_the_loss_is_the_sum_over_rows(target: Target, ids: Tensor, loss: str) -
     learner, some = learner_of(target, ids, loss, depths=2), ids[:2, :10]
     states = target.states(some, learner.layers)
     p = torch.softmax(target.decoder.logits(states.of(3)), -1).view(2, 10, -1)
+    first, total = int(some.sum()) % STRIDE, 0.0
     with torch.no_grad():
         unrolled = learner._unrolled(some, states)
-    total = 0.0
-    for depth, logits in enumerate(unrolled):
-        q, terms = logits.softmax(-1), []
+    for depth, (_, x) in enumerate(unrolled):
+        q, terms = (x @ learner.weights["lm_head.weight"].T).softmax(-1).view(2, 9 - depth, -1), []
         for s in range(2):
-            for row in range(logits.shape[1]):
+            for row in range(first if depth else 0, 9 - depth, STRIDE if depth else 1):
                 wanted = p[s, row + depth + 1]
                 kept = wanted[learner.tokens]
                 if loss == "acceptance":

@@ -130,7 +130,7 @@ def test_agreement_is_the_share_of_equal_best_tokens(target: Target, ids: Tensor
     """Untrained heads of all tokens are the LM head itself: head k says at a row what the target says there."""
     learner = MedusaLearner(target, 2, None, "published")
     states = target.states(ids[:2], learner.layers)
-    best = target.best(states.of(3)).view(2, -1)
+    best = states.best.view(2, -1)
     wanted = [(int((best[:, : 31 - k] == best[:, k + 1 :]).sum()), 2 * (31 - k)) for k in range(2)]
     assert learner.agreement(ids[:2], states) == wanted
 

@@ -141,14 +141,16 @@ def train_draft(config: TrainDraftConfig) -> None:
         if config.text is not None:
             tokenizer = vocabulary.tokenizer(path)
             ids = texts.windows(texts.read(config.text, tokenizer), config.samples, config.length, tokenizer.added_bos)
+        print("best token equal to the model's on held-out text, by depth:")
         made = run(
-            path, config.output, ids, training, overwrite=config.overwrite, resume=not config.restart, progress=bar
-        )
+            path, config.output, ids, training, overwrite=config.overwrite, resume=not config.restart, progress=bar,
+            watch=lambda tokens, shares, seconds: print(
+                f"  after {tokens:>9,} tokens, {seconds:>7,.0f} s  " + "  ".join(f"{share:.3f}" for share in shares),
+                flush=True,
+            ),
+        )  # fmt: skip
         bar.close()
         print(f"{made.path}: {made.parameters:,} parameters, {len(made.losses)} step{'s' * (len(made.losses) != 1)}")
-        print("best token equal to the model's on held-out text, by depth:")
-        for tokens, shares in made.curve:
-            print(f"  after {tokens:>9,} tokens  " + "  ".join(f"{share:.3f}" for share in shares))
         for sentence in made.notes:
             tell(sentence)
         emit(config.as_json, made.to_dict())

@@ -85,7 +85,7 @@ class EagleLearner:
     def learn(self, ids: Tensor, states: States) -> float:
         """Add the gradients of the loss on token ids [S, L]; return the loss."""
         known = torch.isin(states.best, self.tokens) if self.loss.name == "published" else None
-        first = int(ids.sum()) % STRIDE  # differs by step, and not by where a run was resumed
+        first = int(ids.sum()) % min(STRIDE, ids.shape[1] - self.depths)  # by step, and not by where a run resumed
         total = torch.zeros(())
         for depth, (rows, x) in enumerate(self._unrolled(ids, states, first, STRIDE)):
             counted = None if known is None else known[rows]
