@@ -75,7 +75,8 @@ def test_the_loss_is_the_sum_over_rows(target: Target, ids: Tensor, loss: str) -
     with torch.no_grad():
         unrolled = learner._unrolled(some, states)
     for depth, (_, x) in enumerate(unrolled):
-        q, terms = (x @ learner.weights["lm_head.weight"].T).softmax(-1).view(2, 9 - depth, -1), []
+        head = learner.weights["lm_head.weight"].detach()
+        q, terms = (x @ head.T).softmax(-1).view(2, 9 - depth, -1), []
         for s in range(2):
             for row in range(first if depth else 0, 9 - depth, STRIDE if depth else 1):
                 wanted = p[s, row + depth + 1]

@@ -61,7 +61,7 @@ class Distillation:
             right = torch.minimum(p, q).sum(-1)
             less = q * (q < p)
             slope = less.sub_(q * less.sum(-1, keepdim=True))
-            return -right.clamp_min(LEAST).log(), slope.mul_(-(right > LEAST) / right.clamp_min(LEAST)[:, None])
+            return -right.clamp_min(LEAST).log(), slope.mul_(torch.where(right > LEAST, -1 / right, 0)[:, None])
 
         return _mean(x, head, torch.ones(len(x), dtype=torch.bool) if counted is None else counted, slopes)
 
