@@ -26,7 +26,7 @@ CLOSE = 1e-4  # of logits around 5, float32
 
 
 def learner_of(target: Target, ids: Tensor, loss: str = "published", depths: int = 3) -> EagleLearner:
-    made = EagleLearner(target, depths, frequent(ids, 64, 256), loss, 0)
+    made = EagleLearner(target, depths, frequent(ids, 64, 256), loss, 0, ids)
     with torch.no_grad():
         for name, weight in made.weights.items():
             if "norm" not in name:
@@ -54,6 +54,17 @@ def test_unrolled_steps_are_what_the_head_drafts(target: Target, ids: Tensor, tm
             step = ForwardBatch((1,), 64, KVCache.over(pages, tables, [row + depth + 1]))
             if depth < 2:
                 hidden, x = head.forward(some[0, row + depth + 2][None], hidden[-1:], step)
+
+
+def test_states_of_any_size_enter_the_head_in_one(target: Target, ids: Tensor) -> None:
+    """The first row's may be a hundred times as large as others, so the median counts."""
+    made = EagleLearner(target, 2, None, "published", 0, ids[:1])
+    states = target.states(ids[:1], made.layers)
+    raw = torch.cat([states.of(layer) for layer in made.aux], 1)
+    with torch.no_grad():
+        entered = raw @ made.weights["fc.weight"].T
+    assert entered.square().mean(1).sqrt().median() == pytest.approx(1, rel=1e-3)
+    assert torch.nn.functional.cosine_similarity(entered, states.of(made.aux[2])).min() > 1 - CLOSE
 
 
 def test_chains_of_some_rows_are_those_of_all(target: Target, ids: Tensor) -> None:

@@ -204,7 +204,7 @@ def train_draft(
         about |= {"written": asdict(text)} if isinstance(text, Amount) else {}
         held = max(1, min(len(ids) // 10, COMPARED // ids.shape[1]))
         tokens = frequent(ids[:-held], options.draft_vocab or target.config.vocab_size, target.config.vocab_size)
-        learner = _learner(target, options, tokens)
+        learner = _learner(target, options, tokens, ids[:2])
         saves = Saves(work.state, about, resume)
         with torch.inference_mode(False), torch.enable_grad():
             most = min(STATES, shutil.disk_usage(work.state).free // 4) if options.epochs > 1 else 0
@@ -224,12 +224,13 @@ def _written(target: Target, amount: Amount, hashes: Mapping[str, str], state: P
     return kept_or_drawn(lambda: target.decoder, target.config, amount, at, partial(report, "sampling"))
 
 
-def _learner(target: Target, options: DraftTraining, tokens: Tensor | None) -> Learner:
+def _learner(target: Target, options: DraftTraining, tokens: Tensor | None, sample: Tensor) -> Learner:
     depths, layers = options.depths or 0, options.layers or 0
     if options.kind == "medusa":
         return MedusaLearner(target, depths, tokens, options.loss)
     if options.kind == "eagle3":
-        return EagleLearner(target, depths, tokens, options.loss, options.seed, options.layout == "speculators")
+        speculators = options.layout == "speculators"
+        return EagleLearner(target, depths, tokens, options.loss, options.seed, sample, speculators)
     if options.kind == "exit":
         return ExitLearner(target, layers, tokens, options.loss)
     return SmallLearner(target, layers, options.width or 0, options.loss, options.seed)
