@@ -25,7 +25,7 @@ from torch import Tensor
 
 from attar.checkpoints.drafts import eagle
 from attar.drafting.distillation import Distillation
-from attar.drafting.initial import normal
+from attar.drafting.initial import normal, stored
 from attar.drafting.small import turned
 from attar.drafting.target import States, Target, quick
 from attar.errors import UserError
@@ -110,7 +110,8 @@ class EagleLearner:
         return [self.loss.agreement(x, head, states.best[rows]) for rows, x in self._unrolled(ids, states)]
 
     def write(self, folder: Path) -> None:
-        shape, parts = eagle.shape_of(self.target.config, self.rope.theta, len(self.tokens), self.aux), self.weights
+        shape = eagle.shape_of(self.target.config, self.rope.theta, len(self.tokens), self.aux)
+        parts = stored(self.weights)
         if self.speculators:
             eagle.write_speculators(folder, shape, parts, self.tokens, self.target.path.stem, self.depths)
         else:

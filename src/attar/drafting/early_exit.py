@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attar.checkpoints.drafts import early_exit
 from attar.drafting.distillation import Distillation
+from attar.drafting.initial import stored
 from attar.drafting.target import States, Target
 from attar.errors import UserError
 
@@ -61,7 +62,7 @@ class ExitLearner:
         tensors = {"norm.weight": self.weight, "linear.weight": self.linear}
         tensors |= {} if self.bias is None else {"norm.bias": self.bias}
         tensors |= {} if self.tokens is None else {"lm_head.weight": self.head}
-        early_exit.write(folder, self.target.config, self.exit, tensors, self.tokens)
+        early_exit.write(folder, self.target.config, self.exit, stored(tensors), self.tokens)
 
     def _x(self, states: States) -> Tensor:
         """Return the inputs of the LM head, [N, I]."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attar.checkpoints.drafts import medusa
 from attar.drafting.distillation import NO_LABEL, Distillation
+from attar.drafting.initial import stored
 from attar.drafting.target import States, Target
 
 DECAY = 0.8
@@ -76,7 +77,7 @@ class MedusaLearner:
         tensors = {"lm_heads.0.weight": self.head}
         for k, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             tensors |= {f"blocks.{k}.layers.0.weight": weight, f"blocks.{k}.layers.0.bias": bias}
-        medusa.write(folder, self.target.config, 1, tensors, self.tokens)
+        medusa.write(folder, self.target.config, 1, stored(tensors), self.tokens)
 
     def _inputs(self, k: int, x: Tensor) -> Tensor:
         """Return head k's inputs of the LM head, [N, I]."""

@@ -188,7 +188,7 @@ def write_speculators(
             "verifier": {"name_or_path": target, "architectures": []},
         },
         "transformer_layer_config": block, **{name: shape[name] for name in outer}, "norm_before_fc": False,
-        "tie_word_embeddings": False, "torch_dtype": "float32",
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     }  # fmt: skip
     renamed = {name.replace("midlayer.", "layers.0."): each for name, each in tensors.items()}
     write_head(folder, config, {**renamed, **_maps(tokens, shape["vocab_size"])})
