@@ -15,7 +15,8 @@ from attar.kernels import tiles
 
 LAYERS = (0, 1, 3)
 ROUNDED = 2**-8  # relative, of bfloat16
-CLOSE = 0.03  # relative, of products in bfloat16
+CLOSE = 0.03  # relative, of a loss by products in bfloat16
+ALONG = 0.9  # cosine of gradients by such products, of a model of random weights
 
 
 @pytest.mark.parametrize("kept", [0, 2, 6])
@@ -63,4 +64,4 @@ def test_products_in_bfloat16_learn_the_same(
     for mine, theirs in zip(*gradients, strict=True):
         assert mine is not None
         assert theirs is not None
-        assert torch.nn.functional.cosine_similarity(mine.flatten(), theirs.flatten(), 0) > 1 - CLOSE
+        assert torch.nn.functional.cosine_similarity(mine.flatten(), theirs.flatten(), 0) > ALONG

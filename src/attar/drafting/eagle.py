@@ -127,7 +127,7 @@ class EagleLearner:
         places, keys, found = torch.arange(length - 1), Keys(), list[tuple[Tensor, Tensor]]()
         learns = torch.is_grad_enabled()
         with torch.autocast("cpu", torch.bfloat16, enabled=learns and quick(self.weights["fc.weight"])):
-            hidden = raw[:, :-1] @ self.weights["fc.weight"].T
+            hidden = (raw[:, :-1] @ self.weights["fc.weight"].T).float()
             for depth in range(self.depths):
                 if depth == 1:
                     places = torch.arange(first, length - 1, stride)
@@ -137,7 +137,7 @@ class EagleLearner:
                 keys = [*keys[:1], *((k[:, :, : len(places)], v[:, :, : len(places)]) for k, v in keys[1:])]
                 embedded = self.embedding[ids[:, places + depth + 1]]
                 hidden = self._block(embedded, hidden, keys, places, depth)
-                x = self._norm("norm", hidden.float())
+                x = self._norm("norm", hidden)
                 found.append(((begins + places + depth + 1).reshape(-1), x.flatten(0, 1)))
         return found
 
