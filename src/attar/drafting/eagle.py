@@ -7,9 +7,10 @@ the mean cross-entropy with the target's prediction, restricted to the draft voc
 best token lies outside of it do not count. `acceptance` is the mean of -log sum min(p, q) (arXiv 2602.23881), with p
 not normed.
 
-fc begins as [0 0 c], which passes the highest of the three states on, and the LM head as the target's own rows. c makes
-the root mean square of a row 1: states of deep layers are large (14 to 24 in SmolLM2-135M), and what the block adds to
-them would count for nothing for thousands of steps.
+States of deep layers are large (in SmolLM2-135M a row's root mean square is 14 to 24), so a run learns fc for states
+that are divided by their size, and fc is stored for states as they are. Else what the block adds to them would count
+for nothing for thousands of steps, or fc would change by far too much in one. fc begins as [0 0 1], which passes the
+highest of the three states on, and the LM head as the target's own rows.
 
 Steps behind the first run every fourth row alone. Their keys are their own and those of step 0, so that each chain is
 what it would be beside all others, at a quarter of the cost.
@@ -75,9 +76,11 @@ class EagleLearner:
         for name in ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm"):
             self.weights[f"{name}.weight"] = torch.ones(width)
         self.weights["norm.weight"] = target.decoder.final_norm.weight.detach().float().clone()
-        sizes = target.quick_states(sample, self.layers).of(aux[2]).square().mean(1).sqrt()
-        passed = torch.eye(width) / sizes.median()  # not the mean: the first row's may be far larger
-        self.weights["fc.weight"] = torch.cat((torch.zeros(width, 2 * width), passed), 1)
+        states = target.quick_states(sample, self.layers)
+        # Medians, because the first row's may be a hundred times as large.
+        sizes = [states.of(layer).square().mean(1).sqrt().median() for layer in aux]
+        self.sizes = torch.stack(sizes).repeat_interleave(width)
+        self.weights["fc.weight"] = torch.cat((torch.zeros(width, 2 * width), torch.eye(width)), 1)
         self.weights["lm_head.weight"] = head[self.tokens].clone()
         for each in self.weights.values():
             each.requires_grad_()
@@ -111,7 +114,7 @@ class EagleLearner:
 
     def write(self, folder: Path) -> None:
         shape = eagle.shape_of(self.target.config, self.rope.theta, len(self.tokens), self.aux)
-        parts = stored(self.weights)
+        parts = stored({**self.weights, "fc.weight": self.weights["fc.weight"] / self.sizes})
         if self.speculators:
             eagle.write_speculators(folder, shape, parts, self.tokens, self.target.path.stem, self.depths)
         else:
@@ -123,7 +126,7 @@ class EagleLearner:
         first run every `stride`-th row, from `first` on."""
         sequences, length = ids.shape
         begins = torch.arange(sequences)[:, None] * length
-        raw = torch.cat([states.of(layer) for layer in self.aux], 1).view(sequences, length, -1)
+        raw = (torch.cat([states.of(layer) for layer in self.aux], 1) / self.sizes).view(sequences, length, -1)
         places, keys, found = torch.arange(length - 1), Keys(), list[tuple[Tensor, Tensor]]()
         learns = torch.is_grad_enabled()
         with torch.autocast("cpu", torch.bfloat16, enabled=learns and quick(self.weights["fc.weight"])):
