@@ -84,9 +84,13 @@ class Target:
             return self.decoder
         made = opening.load(self.path, torch.float32)
         for each in _linears(made):
-            dtype = torch.bfloat16 if each.shape[0] * each.shape[1] >= tiles.LEAST else torch.float32
-            each.product_dtype = dtype if dtype == torch.bfloat16 else None
-            each.dense = _dense(each.weight).to(dtype)
+            large = each.shape[0] * each.shape[1] >= tiles.LEAST
+            each.product_dtype = torch.bfloat16 if large else None
+            weight = _dense(each.weight)
+            if isinstance(each.weight, PackedTensor):  # its scheme may round rows
+                each.dense = weight.bfloat16() if large else weight
+            else:
+                each.weight = weight.bfloat16() if large else weight
         return made
 
     @cached_property
@@ -102,7 +106,8 @@ class Target:
 
     def quick_states(self, ids: Tensor, layers: tuple[int, ...]) -> States:
         """Return the same to learn from. Sequences are run one by one, so that none's bits depend on others."""
-        found = [_states(self.quick, one[None], layers) for one in ids]
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.quick is not self.decoder):  # attention
+            found = [_states(self.quick, one[None], layers) for one in ids]
         return States(self.quick, {layer: torch.cat([each.of(layer) for each in found]) for layer in layers})
 
     @torch.no_grad()
