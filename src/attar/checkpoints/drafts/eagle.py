@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoints.drafts.files import HeadFolder, write_head
+from attar.checkpoints.drafts.files import HeadFolder, take, write_head
 from attar.checkpoints.strict_io import CheckpointError
 from attar.kernels.dispatch import BackendWeights
 from attar.kernels.operands import AttentionForm, Linear, Norm
@@ -70,7 +70,7 @@ def read(path: Path, target: Decoder, store: BackendWeights | None = None) -> Ea
     if store is not None:
         for each in made.linears():
             if each is not target.head:
-                store.take(each)
+                take(store, each)
         for one in made.norms():
             store.take_norm(one)
     return made
