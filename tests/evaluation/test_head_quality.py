@@ -29,7 +29,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(demo: Path) -> None:
     found = measure(demo, str(demo), ROOT / "LICENSE")
     assert found.acceptance == (1.0,) * module.DEPTHS
     assert found.speeds[1].tokens > 2.8  # the last step of a text has fewer
-    assert 0.3 < found.draft_cost < 3
+    assert found.draft_cost > 0.3  # steps of a draft model are not recorded
 
 
 def test_counts_of_a_head_are_those_of_its_texts(demo: Path, tmp_path: Path) -> None:

@@ -34,21 +34,18 @@ class Steps:
     steps: int
     tried: tuple[int, ...]
     right: tuple[int, ...]
-    drafts: int
-    drafting: float  # seconds
 
     def tokens(self, count: int) -> float:
         """Return the mean tokens of a step with `count` drafts."""
         return 1 + sum(self.right[:count]) / max(1, self.steps)
 
-    def __add__(self, other: Steps) -> Steps:
-        pairs = zip(
-            (self.steps, *self.tried, *self.right, self.drafts, self.drafting),
-            (other.steps, *other.tried, *other.right, other.drafts, other.drafting), strict=True,
-        )  # fmt: skip
-        steps, *rest, drafts, drafting = (a + b for a, b in pairs)
-        depths = len(self.tried)
-        return Steps(int(steps), tuple(map(int, rest[:depths])), tuple(map(int, rest[depths:])), int(drafts), drafting)
+    def combined(self, other: Steps, sign: int = 1) -> Steps:
+        """Return the sums of both, or with -1 the differences."""
+        return Steps(
+            self.steps + sign * other.steps,
+            tuple(a + sign * b for a, b in zip(self.tried, other.tried, strict=True)),
+            tuple(a + sign * b for a, b in zip(self.right, other.right, strict=True)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +99,9 @@ def measure(
     first = _counted(target, prompts[: PROMPTS // 2], params, 0)
     told("texts", 1, 2 + len(COUNTS))
     second = _counted(target, prompts[PROMPTS // 2 :], params, PROMPTS // 2)
-    both = first + second
+    both = first.combined(second)
     rows = row_costs.measure(target.decoder, target.decoder.lossless, greedy.PROMPT, range(1, DEPTHS + 2))
-    drafting = both.drafting / max(1, both.drafts)
+    drafting = _speculation(target).draft_cost
     speeds, alone = [], 0.0
     for place, count in enumerate(COUNTS):
         took = seconds_of(target, prompts[PROMPTS // 2 :], replace(params, draft_tokens=count))
@@ -128,11 +125,7 @@ def _counted(target: LLM, prompts: Sequence[Sequence[int]], params: SamplingPara
     before = _so_far(target)
     for place, prompt in enumerate(prompts, number):
         target.generate([prompt], replace(params, seed=place))
-    after = _so_far(target)
-    return after + replace(
-        before, steps=-before.steps, tried=tuple(-n for n in before.tried), right=tuple(-n for n in before.right),
-        drafts=-before.drafts, drafting=-before.drafting,
-    )  # fmt: skip
+    return _so_far(target).combined(before, -1)
 
 
 def _speculation(target: LLM) -> Speculation:
@@ -147,4 +140,4 @@ def _so_far(target: LLM) -> Steps:
     right = tuple(gains.accepted[depth] for depth in range(DEPTHS))
     drafted = [gains.drafted[depth] for depth in range(DEPTHS)]
     tried = tuple(min(a, b) for a, b in zip(drafted, (gains.steps, *right[:-1]), strict=True))
-    return Steps(gains.steps, tried, right, sum(drafted), gains.seconds)
+    return Steps(gains.steps, tried, right)
