@@ -88,7 +88,7 @@ def quality(setting: Setting) -> Table:
         if model not in CALIBRATED:
             return
         for kind, seed in CALIBRATED[model]:
-            given = ("--calib", kind, "--seed", seed, "--tokens", SCORED[model])
+            given = ("--calib", kind, "--seed", seed, *amounts(setting, model))
             for lane, recipes in LANES.items():
                 if model != "smollm2-135m" and lane not in FEWER:
                     continue
@@ -99,8 +99,9 @@ def quality(setting: Setting) -> Table:
             if model == "smollm2-135m":
                 bits = ("--recipe", "gptq-w4g64", "--bits", 3.5, *given)
                 yield Row(model, f"{kind}/{seed} 3.5 bits gptq", (_made(setting, path, *bits),))
+        tokens = setting.scored or SCORED[model]
         for kv in CACHES:
-            yield Row(model, f"KV {kv}", (_made(setting, path, "--kv", kv, "--tokens", SCORED[model]),))
+            yield Row(model, f"KV {kv}", (_made(setting, path, "--kv", kv, "--tokens", tokens),))
 
     def peers(model: str, path: Path, lane: str, at: str, given: tuple[object, ...]) -> Iterator[Row]:
         if lane not in PEERS:
@@ -122,6 +123,12 @@ def quality(setting: Setting) -> Table:
          Column("ppl of original", ".2f"), Column("top-1", ".2%"), Column("seconds", ".0f")),
         each(setting, rows),
     )  # fmt: skip
+
+
+def amounts(setting: Setting, model: str) -> tuple[object, ...]:
+    """The options that say how much text a compression is calibrated and scored on."""
+    samples = () if setting.samples is None else ("--samples", setting.samples)
+    return (*samples, "--tokens", setting.scored or SCORED[model])
 
 
 def tasks(setting: Setting) -> Table:
