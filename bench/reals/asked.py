@@ -23,12 +23,12 @@ import torch
 from compressors import DATA
 from dense import dense
 
-from attar.checkpoints.sources import hf, opening
-from attar.evaluation.report import evaluate
+from attar.checkpoints.sources import opening
 from attar.evaluation.tasks.catalogue import TaskSource
 from attar.evaluation.tasks.run import evaluate_tasks
 from attar.text.tokenizer import Tokenizer
 from reals.compression import forget, ours
+from reals.scoring import score
 from reals.texts import LENGTH, MIXED, calibration, scored
 
 FIGURE = {"hellaswag": "acc_norm", "piqa": "acc_norm", "lambada_openai": "acc"}
@@ -56,10 +56,8 @@ def main() -> None:
             made, out = ours(original, place / "out", sequences, args)
             text = scored(tokenizer, MIXED, args.tokens)
             windows = [text[at : at + LENGTH] for at in range(0, len(text), LENGTH)]
-            base, model = hf.load(original, torch.float32), opening.load(out, torch.float32)
-            report = evaluate(model, against=base, tokens=windows)
-            found = {"bits": made["bits"], "kl_mean": report.figures["kl_mean"].value}
-            del base, model
+            figures = score(opening.load(out, torch.float32), original, args.place, windows)
+            found = {"bits": made["bits"], "kl_mean": figures["kl_mean"].value}
         sources = [TaskSource(name, path) for name, path in items(place).items()]
         answers = evaluate_tasks(out, sources, tokenizer=tokenizer, limit=args.items, shots=0).answers
     for name, figure in FIGURE.items():

@@ -29,13 +29,13 @@ from compressors import ROOT
 from dense import dense
 
 import attar
-from attar.checkpoints.sources import hf, opening
+from attar.checkpoints.sources import opening
 from attar.compression.calibration import importance
 from attar.compression.request.request import CompressionRequest, Target
 from attar.compression.runs.pipeline import compress_request
-from attar.evaluation.report import evaluate
 from attar.formats.codecs.ggml_mix import MIXES, find
 from attar.text.tokenizer import Tokenizer
+from reals.scoring import score
 from reals.texts import KINDS, LENGTH, MIXED, calibration, scored
 
 Made = dict[str, Any]
@@ -75,13 +75,12 @@ def main() -> None:
                 made = peer(original, out, sequences, args)
             else:
                 made, out = llama_quantize(original, Path(folder), sequences, args)
-        base = hf.load(original, torch.float32)
-        model = base if args.kv else opening.load(out, torch.float32)
+        model = opening.load(out, torch.float32)
         windows = [text[at : at + LENGTH] for at in range(0, len(text), LENGTH)]
-        report = evaluate(model, against=base, tokens=windows, kv=args.kv)
+        figures = score(model, original, args.place, windows, args.kv)
     if "seconds" in made:
-        made["layer_s"] = made["seconds"] / base.config.layers
-    print(json.dumps(made | {name: each.value for name, each in report.figures.items()}))
+        made["layer_s"] = made["seconds"] / model.config.layers
+    print(json.dumps(made | {name: each.value for name, each in figures.items()}))
 
 
 def forget(folder: Path) -> None:
