@@ -1,7 +1,7 @@
 """Scores of compressed models whose original is run over a text once, not once for every model.
 
-The original's blocks are four fifths of its work. Their outputs are kept in a file, and the LM head runs anew: a text of
-32,768 tokens takes 76 MB for a width of 576, where its logits would take 6.4 GB. Figures are the same as without.
+The original's blocks are four fifths of its work. Their outputs are kept in a file, and the LM head runs anew: a text
+of 32,768 tokens takes 76 MB for a width of 576, where its logits would take 6.4 GB. Figures are the same as without.
 """
 
 from __future__ import annotations
