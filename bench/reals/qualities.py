@@ -11,14 +11,20 @@ from reals.framework import ROOT, Column, Fills, Measurement, Row, Table, python
 from reals.setting import NO_LLAMACPP, WAITING, Setting, each
 from reals.texts import KINDS
 
+
+def integers(bits: int) -> tuple[str, ...]:
+    """Recipes on a grid of so many bits in groups of 64, symmetric or, as some peers, with zero points."""
+    symmetric = tuple(f"{method}-w{bits}g64" for method in ("rtn", "gptq", "guided", "gptq+tune"))
+    return (*symmetric, *(f"{method}-w{bits}g64-asym" for method in ("gptq", "guided", "guided+tune")))
+
+
 CALIBRATED: Mapping[str, tuple[tuple[str, int], ...]] = {
     "smollm2-135m": tuple((kind, seed) for kind in KINDS for seed in (0, 1)),
     "qwen2.5-coder-0.5b": (("mixed", 0),),
 }
 SCORED = {"smollm2-135m": 32768, "qwen2.5-coder-0.5b": 16384}  # tokens
 LANES: Mapping[str, tuple[str, ...]] = {
-    "INT4": ("rtn-w4g64", "gptq-w4g64", "guided-w4g64"),
-    "INT3": ("rtn-w3g64", "gptq-w3g64", "guided-w3g64"),
+    **{f"INT{bits}": integers(bits) for bits in (4, 3)},
     "W8A8": ("rtn-w8a8", "smoothquant+gptq-w8a8", "quarot+gptq-w8a8", "spinquant+gptq-w8a8"),
     **{mix.upper(): (mix, f"gptq-{mix}", f"guided-{mix}") for mix in ("q4_k_m", "iq4_xs", "q3_k_m", "q2_k")},
     "2:4": ("prune-2:4", "sparsegpt-2:4", "prune+tune-2:4"),
