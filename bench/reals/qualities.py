@@ -51,8 +51,10 @@ ASKED = (
     "rtn-w4g64", "gptq-w4g64", "guided-w4g64", "rtn-w3g64", "gptq-w3g64", "guided-w3g64", "smoothquant+gptq-w8a8",
     "q4_k_m", "q3_k_m", "q2_k", "prune-2:4", "sparsegpt-2:4",
 )  # fmt: skip
+WRITES_CODE, PROBLEMS = ("qwen2.5-coder-0.5b",), 164
 POINTS: Fills = {
     "bits": "bits", "KL": "kl_mean", "HellaSwag": "hellaswag", "PIQA": "piqa", "LAMBADA": "lambada_openai",
+    "HumanEval": "humaneval",
 }  # fmt: skip
 STAGES = ("inputs", "solve", "outputs", "probes", "write")
 SHORT = ("--calib", "mixed", "--tokens", 8192)
@@ -143,16 +145,17 @@ def tasks(setting: Setting) -> Table:
             return
         for recipe in ("", *ASKED):
             options = ("--recipe", recipe) if recipe else ()
+            options += ("--problems", PROBLEMS) if model in WRITES_CODE else ()
             command = python("reals.asked", path, "--place", setting.out / "dense", *options)
             yield Row(model, recipe or "original", (Measurement(command, POINTS),))
 
     return Table(
         "tasks",
-        f"points of tasks beside KL, over {len(ASKED)} recipes; HumanEval: {WAITING}",
+        f"points of tasks beside KL, over {len(ASKED)} recipes; HumanEval of models that write code",
         (
             Column("bits", ".3f"),
             Column("KL", ".5f"),
-            *(Column(name, ".1%") for name in ("HellaSwag", "PIQA", "LAMBADA")),
+            *(Column(name, ".1%") for name in ("HellaSwag", "PIQA", "LAMBADA", "HumanEval")),
         ),
         each(setting, rows),
     )
