@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import bz2
 import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from attar.evaluation.tasks.catalogue import TaskSource
 from attar.evaluation.tasks.run import evaluate_tasks
 from attar.text.tokenizer import Tokenizer
 from reals import humaneval
-from reals.compression import forget, ours
+from reals.compression import forget, kept, ours
 from reals.scoring import score
 from reals.texts import LENGTH, MIXED, calibration, scored
 
@@ -49,8 +48,7 @@ def main() -> None:
     args.bits, args.seed = None, 0
     original = dense(args.file, args.place / args.file.stem)
     tokenizer = Tokenizer.load(original)
-    with tempfile.TemporaryDirectory(dir=args.place) as folder:
-        place = Path(folder)
+    with kept(args) as place:
         found: dict[str, Any] = {"kl_mean": 0.0}
         out = original
         if args.recipe is not None:
@@ -61,7 +59,7 @@ def main() -> None:
             windows = [text[at : at + LENGTH] for at in range(0, len(text), LENGTH)]
             figures = score(opening.load(out, torch.float32), original, args.place, windows)
             found = {"bits": made["bits"], "kl_mean": figures["kl_mean"].value}
-        sources = [TaskSource(name, path) for name, path in items(place).items()]
+        sources = [TaskSource(name, path) for name, path in items(args.place).items()]
         answers = evaluate_tasks(out, sources, tokenizer=tokenizer, limit=args.items, shots=0).answers
         solved = humaneval.solved(out, args.problems) if args.problems else {}
     for name, figure in FIGURE.items():
