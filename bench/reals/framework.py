@@ -317,5 +317,14 @@ def chosen(table: Table, models: Sequence[str], only: Sequence[str]) -> Table:
         if (not models or row.model in models or not row.model)
         and (not only or any(part in row.label for part in only))
     )
+    return _of_rows(table, rows)
+
+
+def filled(table: Table, runs: Runs) -> Table:
+    """The table without the rows of which nothing was run."""
+    return _of_rows(table, tuple(row for row in table.rows if any(runs.of(each) for each in row.measurements)))
+
+
+def _of_rows(table: Table, rows: tuple[Row, ...]) -> Table:
     kept = tuple(each for each in table.ratios if each.row in rows and each.over in rows)
     return Table(table.name, table.about, table.columns, rows, kept)
