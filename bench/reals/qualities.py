@@ -8,7 +8,7 @@ from pathlib import Path
 import lanes
 
 from reals.framework import ROOT, Column, Fills, Measurement, Row, Table, python
-from reals.setting import NO_LLAMACPP, WAITING, Setting, each
+from reals.setting import NO_LLAMACPP, Setting, each
 from reals.texts import KINDS
 
 
