@@ -10,7 +10,6 @@ from pathlib import Path
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from reals.framework import Fills, Measurement, Row
 
-WAITING = "attar cannot do it yet"
 NO_LLAMACPP = "llama.cpp is measured with --llamacpp PYTHON"
 RATES: Fills = {"prefill": "prefill_tok_s", "decode": "decode_tok_s"}
 
