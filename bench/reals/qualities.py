@@ -155,7 +155,7 @@ def tasks(setting: Setting) -> Table:
         if model not in CALIBRATED:
             return
         for recipe in ("", *ASKED):
-            options = ("--recipe", recipe) if recipe else ()
+            options: tuple[object, ...] = ("--recipe", recipe) if recipe else ()
             options += ("--problems", PROBLEMS) if model in WRITES_CODE else ()
             command = python("reals.asked", path, "--place", setting.out / "dense", *options)
             yield Row(model, recipe or "original", (Measurement(command, POINTS),))
