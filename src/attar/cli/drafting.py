@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -144,13 +145,16 @@ def train_draft(config: TrainDraftConfig) -> None:
         print("best token equal to the model's on held-out text, by depth:")
         made = run(
             path, config.output, ids, training, overwrite=config.overwrite, resume=not config.restart, progress=bar,
-            watch=lambda tokens, shares, seconds: print(
-                f"  after {tokens:>9,} tokens, {seconds:>7,.0f} s  " + "  ".join(f"{share:.3f}" for share in shares),
-                flush=True,
-            ),
+            watch=_print_point,
         )  # fmt: skip
         bar.close()
         print(f"{made.path}: {made.parameters:,} parameters, {len(made.losses)} step{'s' * (len(made.losses) != 1)}")
         for sentence in made.notes:
             tell(sentence)
         emit(config.as_json, made.to_dict())
+
+
+def _print_point(tokens: int, shares: Sequence[float], seconds: float) -> None:
+    """Print a point of the curve."""
+    found = "  ".join(f"{share:.3f}" for share in shares)
+    print(f"  after {tokens:>9,} tokens, {seconds:>7,.0f} s  {found}", flush=True)
