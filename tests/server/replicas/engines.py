@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections import Counter
@@ -49,7 +50,10 @@ class Member:
         self._thread.start()
 
     def end(self) -> None:
-        """Wait for the end, which the group has asked for."""
+        """End it, also where no group is connected that could ask for it."""
+        self.loop.ended = True
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as knock:  # the loop sleeps until one comes
+            knock.connect(str(self.path))
         self._thread.join(SECONDS)
         assert not self._thread.is_alive()
         self._listener.close()
