@@ -30,6 +30,7 @@ from tests.errors import user_error
 SINK = Eviction.parse("sink:4+124")
 SNAP = Eviction("snapkv", 64)  # smaller than one that may be asked for
 POLICIES = ("sink:4+124", "snapkv:128", "h2o:128", "expected:128")
+KV = ("float32", "bfloat16", "int8", "fp8", "int4")  # int4 is stored as klt4 is, and needs no calibration
 TIGHT = 8  # blocks: requests have to give way to each other
 
 
@@ -71,13 +72,13 @@ def alone(decoder: Decoder, asks: list[Submit], *evictions: Eviction, **how: Any
 
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 10_000))
-def test_no_bit_depends_on_company_chunks_or_preemption(decoder: Decoder, policy: str, seed: int) -> None:
+@given(seed=st.integers(0, 10_000), kv=st.sampled_from(KV))
+def test_no_bit_depends_on_company_chunks_or_preemption(decoder: Decoder, policy: str, seed: int, kv: str) -> None:
     draw, eviction = random.Random(seed), Eviction.parse(policy)
     asks = submits(draw, 5, eviction)
-    expected = alone(decoder, asks, eviction)
+    expected = alone(decoder, asks, eviction, kv=kv)
     for blocks, rows in ((ROOM, draw.choice([8, 33, 200])), (TIGHT, 48)):
-        made = engine(decoder, eviction, blocks=blocks, rows=rows)
+        made = engine(decoder, eviction, blocks=blocks, rows=rows, kv=kv)
         assert answers(run_as_they_come(made, asks, draw)) == expected, f"{blocks} blocks, steps of {rows} rows"
         made.scheduler.check()
         assert made.pool.active == 0
@@ -158,7 +159,7 @@ def test_an_answer_runs_past_the_context_in_few_blocks(decoder: Decoder) -> None
 
 
 def test_combinations_that_cannot_work_are_refused(decoder: Decoder, tiny_decoder: Callable[..., Decoder]) -> None:
-    for how in ({"kv": "int8"}, {"draft_tree": 4}):
+    for how in ({"kv": "klt2"}, {"draft_tree": 4}):
         with user_error("option_conflict"):
             engine(decoder, SINK, **how)
     with user_error("context_exceeded"):

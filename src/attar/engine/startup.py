@@ -83,7 +83,8 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     config, storage = stored(path)
     held = deployment(settings, config, storage)
     for policy in evictions(settings):
-        policy.check_model(*kv_cache.against_eviction(config), settings.context or config.context)
+        context = settings.context or config.context
+        policy.check_model(config.windows, config.learned_positions, config.angles_grow, context)
     vision, against = tower_of(path)
     if vision is not None:
         against = no_images(settings, vision) or ""
