@@ -88,14 +88,16 @@ class Eviction:
         """Return the most tokens that prompt and output have together, with a model of this context."""
         return max(STREAM, context) if self.streams else context
 
-    def most_slots(self, context: int) -> int:
-        """Return the most slots that a sequence of `context` tokens holds at a time, whatever part of it is prompt.
+    def most_slots(self, context: int, prompt: int | None = None) -> int:
+        """Return the most slots that a sequence of `context` tokens holds at a time.
 
-        A stream holds a block of first tokens besides. A policy that drops once holds what it keeps beside the prompt.
+        A stream holds a block of first tokens besides. A policy that drops once holds a `prompt` and what it keeps of
+        it. None: the prompt takes the context.
         """
-        if context <= self.budget:
-            return context
-        return (context if self.once else BLOCK) + self.budget
+        prompt = context if prompt is None else min(prompt, context)
+        if self.once:
+            return context if prompt <= self.budget else self.budget + max(prompt, context - prompt)
+        return min(context, self.budget + BLOCK)
 
     def slots_read(self, context: int) -> int:
         """Return the most slots that a row reads behind `context` tokens, if they are a prompt."""
