@@ -104,7 +104,7 @@ def snapkv(layer: Layer, kept: int, rows: int, pool: str, last: int) -> Tensor:
 
 
 def expected(subject: Subject, number: int, layer: Layer, kept: int, recent: int = 0) -> Tensor:
-    """Expected Attention, as eviction has it, and with the newest kept."""
+    """Expected Attention as published, and with the newest kept."""
     rope = subject.decoder.blocks[number].attention.rope
     assert rope is not None
     count, rows = len(layer.keys), len(layer.queries)
@@ -114,9 +114,9 @@ def expected(subject: Subject, number: int, layer: Layer, kept: int, recent: int
     c, s = cos[:rows, None], sin[:rows, None]
     before = torch.cat((a * c + b * s, b * c - a * s, layer.queries[..., 2 * half :]), -1)
     turn = cos[rows:].mean(0), sin[rows:].mean(0)
-    old = count - recent
-    best = ranking.expected(before, layer.keys[:old], layer.values[:old], turn, kept - recent, layer.scale)
-    return torch.cat((best, torch.arange(old, count).expand(len(best), -1)), 1)
+    scores = ranking.expected_scores(before, layer.keys, layer.values, turn, layer.scale)[:, : count - recent]
+    scores[:, : ranking.SINKS] = torch.inf
+    return ranking._with_last(scores, kept, recent)
 
 
 def choices(subject: Subject, layers: list[Layer], kept: int) -> Iterator[tuple[str, list[Tensor]]]:

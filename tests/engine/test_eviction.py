@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from attar.engine.engine import Engine
 from attar.kernels import ops
+from attar.kv import ranking
 from attar.kv.eviction import Eviction
 from attar.kv.pages import Rotation
 from attar.model.cache import BLOCK
@@ -170,8 +171,9 @@ def test_combinations_that_cannot_work_are_refused(decoder: Decoder, tiny_decode
         engine(tiny_decoder(rope=Rope(1e4, 16, kind="dynamic", factor=2.0, original_context=64)), SINK)
 
 
-def published_snapkv(decoder: Decoder, ids: list[int], prompt: int, budget: int) -> torch.Tensor:
-    """Logits [N, V] with SnapKV's cache behind a prompt, token by token, from lists of keys for each head."""
+def published_snapkv(decoder: Decoder, ids: list[int], prompt: int, budget: int, heads: set[bool]) -> torch.Tensor:
+    """Logits [N, V] with SnapKV's cache behind a prompt, token by token, from lists of keys for each head; diffuse
+    heads keep the first and newest. `heads` takes whether each is diffuse."""
     cached = [([], []) for _ in decoder.blocks]  # keys [D] and values [D] of each head, at their own angles
     seen = [torch.zeros(0) for _ in decoder.blocks]  # sums [G, prompt] of the last rows' weights
     found = []
@@ -192,6 +194,10 @@ def published_snapkv(decoder: Decoder, ids: list[int], prompt: int, budget: int)
                     pooled = [max(early[max(0, n - 3) : n + 4]) for n in range(len(early))]
                     best = sorted(range(len(early)), key=lambda n, of=pooled: (-of[n], n))[: budget - 32]
                     kept = [*sorted(best), *range(prompt - 32, prompt)]
+                    diffuse = float(seen[i][g, kept].sum()) < ranking.LEAST * float(seen[i][g].sum())
+                    heads.add(diffuse)
+                    if diffuse:
+                        kept = [*range(ranking.SINKS), *range(prompt - budget + ranking.SINKS, prompt)]
                     keys[g], values[g] = [keys[g][n] for n in kept], [values[g][n] for n in kept]
             mixed = []
             for head in range(form.heads):
@@ -208,15 +214,20 @@ def published_snapkv(decoder: Decoder, ids: list[int], prompt: int, budget: int)
     return torch.cat(found)
 
 
-def test_what_snapkv_keeps_is_what_was_published(tiny_decoder: Callable[..., Decoder]) -> None:
+def test_what_snapkv_keeps_is_what_was_published(
+    tiny_decoder: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder = tiny_decoder()
+    monkeypatch.setattr(ranking, "LEAST", 0.38)  # by the usual share every head of random weights is diffuse
     ask = submit("0", [i * 31 % 89 for i in range(150)], 12, SNAP)
     deltas = [event for event in run(engine(decoder, SNAP), [ask]) if isinstance(event, Delta)]
     said = [token for event in deltas for token in event.token_ids]
     told = [each.logprob for event in deltas for each in event.logprobs or ()]
-    logits = published_snapkv(decoder, [*ask.prompt, *said], len(ask.prompt), SNAP.budget)
+    heads = set[bool]()
+    logits = published_snapkv(decoder, [*ask.prompt, *said], len(ask.prompt), SNAP.budget, heads)
     rows = logits.log_softmax(-1)[len(ask.prompt) - 1 : -1]
     torch.testing.assert_close(torch.tensor(told), rows.gather(1, torch.tensor(said)[:, None])[:, 0], atol=1e-4, rtol=0)
+    assert heads == {True, False}
     assert alone(decoder, [ask], SNAP) != alone(decoder, plain([ask]))
 
 

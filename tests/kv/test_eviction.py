@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from attar.kernels import ref_attention
@@ -20,6 +20,7 @@ from tests.errors import user_error
 
 HEADS, SIZE = 2, 20  # a head size that no vector register divides
 MOVABLE = [name for name, each in SCHEMES.items() if moves(each)]
+ROUNDING = 0.02  # of a share, where sums that are nearly equal change places
 ULPS = 1e-6  # of numbers near 1 that are multiplied and added once
 
 
@@ -146,6 +147,13 @@ def test_snapkv_keeps_what_sums_one_by_one_say(seed: int, count: int, group: int
                     sums[n] += math.exp(score) / total
         early = sums[: count - rows]
         pooled = [max(early[max(0, n - ranking.POOL // 2) : n + ranking.POOL // 2 + 1]) for n in range(len(early))]
+        best = sorted(range(len(early)), key=lambda n, of=pooled: (-of[n], n))[: budget - rows]
+        held = (sum(sums) - sum(early[n] for n in range(len(early)) if n not in best)) / (rows * group)
+        assume(abs(held - ranking.LEAST) > ROUNDING)
+        if held < ranking.LEAST:
+            first = min(ranking.SINKS, budget)
+            assert kept[g].tolist() == [*range(first), *range(count - budget + first, count)]
+            continue
         lost = set(range(count)) - set(kept[g].tolist())
         assert lost <= set(range(count - rows))
         least = min((pooled[n] for n in kept[g].tolist() if n < count - rows), default=0.0)
@@ -163,13 +171,24 @@ def test_expected_attention_ranks_by_the_mean_weight_of_gaussian_queries() -> No
     queries = torch.randn(4000, 2, 4, generator=made) * 0.4 + torch.randn(2, 4, generator=made)
     keys, values = torch.randn(40, 1, 4, generator=made), torch.randn(40, 1, 4, generator=made)
     angles = torch.tensor([0.3, 0.05])
-    turn = angles.cos(), angles.sin()
-    kept = ranking.expected(queries, keys, values, turn, 12, 0.5)
+    found = ranking.expected_scores(queries, keys, values, (angles.cos(), angles.sin()), 0.5)
     turned = ref_attention.rope(queries, angles.cos()[None], angles.sin()[None])
     weights = (0.5 * turned.transpose(0, 1) @ keys[:, 0].T).exp().mean(1)  # of one key beside no other
     scores = (weights / weights.sum(-1, keepdim=True)).mean(0) * values[:, 0].norm(dim=-1)
-    scores[: ranking.SINKS] = torch.inf
-    best = scores.topk(12).indices.sort().values
-    assert kept.shape == (1, 12)
-    assert len(set(kept[0].tolist()) & set(best.tolist())) >= 11  # the draws are a sample
-    assert kept[0, : ranking.SINKS].tolist() == [0, 1, 2, 3]
+    best = scores.topk(12).indices.tolist()
+    assert found.shape == (1, 40)
+    assert len(set(found[0].topk(12).indices.tolist()) & set(best)) >= 11  # the draws are a sample
+
+
+def test_expected_attention_keeps_the_first_the_newest_and_the_best() -> None:
+    scores, even = torch.tensor([[0.0, 0, 0, 0, 5, 1, 9, 2, 0, 0]]), torch.full((1, 10), 0.1)
+    held = torch.zeros(1, 10).index_fill(1, torch.tensor([4, 6]), 0.5)  # by keys that are kept
+    assert ranking.expected(scores, held, 8).tolist() == [[0, 1, 2, 3, 4, 6, 8, 9]]
+    assert ranking.expected(scores, even, 6).tolist() == [[0, 1, 2, 3, 8, 9]], "a diffuse head"
+
+
+@pytest.mark.parametrize("share, kept", [(0.9, [0, 4, 5, 6, 7]), (0.3, [0, 1, 2, 3, 7])])
+def test_a_diffuse_head_keeps_the_first_and_the_newest(share: float, kept: list[int]) -> None:
+    each = torch.full((1, 8), (1 - share) / 7).index_fill(1, torch.tensor([5]), share)
+    own = torch.tensor([[0, 4, 5, 6, 7]])
+    assert ranking._or_newest(own, each).tolist() == [kept]

@@ -124,7 +124,9 @@ class Watched:
                 kept = ranking.snapkv(queries, keys, eviction.budget, form.scale, form.soft_cap)
             else:
                 before, turn = _turned_back(queries, one.rope, sequence, eviction, context)
-                kept = ranking.expected(before, keys, values, turn, eviction.budget, form.scale)
+                shares = ranking.shares(queries[-ranking.ROWS :], keys, form.scale, form.soft_cap)
+                scores = ranking.expected_scores(before, keys, values, turn, form.scale)
+                kept = ranking.expected(scores, shares, eviction.budget)
             moving.keep(pages, evicted.sources, evicted.targets, kept)
 
 
