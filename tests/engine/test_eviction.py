@@ -35,6 +35,12 @@ KV = ("float32", "bfloat16", "int8", "fp8", "int4")  # int4 is stored as klt4 is
 TIGHT = 8  # blocks: requests have to give way to each other
 
 
+@pytest.fixture(autouse=True)
+def mixed_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some heads choose, and others are diffuse: by the usual share every head of random weights is."""
+    monkeypatch.setattr(ranking, "LEAST", 0.38)
+
+
 def engine(decoder: Decoder, *evictions: Eviction, blocks: int = ROOM, rows: int = 48, **how: Any) -> Engine:
     limits = SchedulerConfig(max_running=4, max_step_tokens=rows, headroom=0.0)
     return make_engine(decoder, blocks, limits, evictions=evictions, **how)
@@ -214,11 +220,8 @@ def published_snapkv(decoder: Decoder, ids: list[int], prompt: int, budget: int,
     return torch.cat(found)
 
 
-def test_what_snapkv_keeps_is_what_was_published(
-    tiny_decoder: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_snapkv_keeps_is_what_was_published(tiny_decoder: Callable[..., Decoder]) -> None:
     decoder = tiny_decoder()
-    monkeypatch.setattr(ranking, "LEAST", 0.38)  # by the usual share every head of random weights is diffuse
     ask = submit("0", [i * 31 % 89 for i in range(150)], 12, SNAP)
     deltas = [event for event in run(engine(decoder, SNAP), [ask]) if isinstance(event, Delta)]
     said = [token for event in deltas for token in event.token_ids]
