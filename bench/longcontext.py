@@ -228,7 +228,7 @@ def front(args: argparse.Namespace, every: list[SparseAttention]) -> dict[str, A
         shares.append(share_of(*of))
         return shares[-1]
 
-    sparse_layers._share, sparse_layers.DIFFUSE = told, 2.0  # every layer has statistics
+    sparse_layers._share, sparse_layers.DIFFUSE = told, 2.0  # type: ignore[assignment]  # every layer has statistics
     means = list(kv_cache.sparse_layers_of(decoder, every[0]).statistics)
     sparse_layers._share, sparse_layers.DIFFUSE = share_of, diffuse
     texts = len(shares) // len(means)
@@ -246,8 +246,8 @@ def front(args: argparse.Namespace, every: list[SparseAttention]) -> dict[str, A
     for settings in every:
         for dense in sorted({usual, *map(int, args.front.split(","))}):
             for layer, (pages, own) in enumerate(zip(cache.layers, signs, strict=True)):
-                few = layer not in order[:dense] and own is not None
-                pages.signs = replace(own, settings=settings) if few else None
+                whole = layer in order[:dense] or own is None
+                pages.signs = None if whole else replace(own, settings=settings)  # type: ignore[type-var]
             cache.truncate(0, first)
             cache.dense_until = [first]
             step = ForwardBatch((args.rows,), cache.capacity, cache)
