@@ -17,11 +17,13 @@ from attar.errors import UserError
 from attar.execution.recorded_step import Decoding
 from attar.kv import schemes
 from attar.kv.eviction import Eviction
+from attar.kv.kvquant_published import PublishedCode
 from attar.kv.pages import Bases
+from attar.kv.published import PublishedFormat
 from attar.kv.schemes import LENGTH, RANDOM, WRITTEN, KvScheme
 from attar.kv.sparse import SparseAttention
-from attar.model import kv_basis, sparse_layers
-from attar.model.cache import BLOCK
+from attar.model import kv_basis, kvquant_calibration, sparse_layers
+from attar.model.cache import BLOCK, KVCache
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.parallel import SplitDecoder
@@ -35,6 +37,28 @@ FEW_WRITTEN, FEW_RANDOM, SHORT = 4, 1, 96  # texts from which sparse attention i
 def bases(decoder: Decoder, scheme: KvScheme) -> list[Bases] | None:
     """Return the bases for caches of this model and scheme; None where the scheme is not calibrated."""
     return kv_basis.calibrate(decoder, sample(decoder), scheme) if scheme.calibrated else None
+
+
+def published(decoder: Decoder, form: PublishedFormat, ids: Tensor | None = None) -> Callable[..., KVCache]:
+    """Return a factory of caches that simulate a format as published: it takes a capacity and a batch.
+
+    `ids` [S, L] are calibration texts, by default those of `sample`. Raises ValueError elsewhere than on a CPU in one
+    process, and where the format does not support the model's heads.
+    """
+    if isinstance(decoder, SplitDecoder) or decoder.device.type != "cpu":
+        raise UserError("kv_unsupported", f"{form.name} is measured on a CPU in one process")
+    form.check(decoder.config.head_dim)
+    codes = [PublishedCode(form) for _ in range(decoder.config.layers)]
+    if form.calibrated:
+        codes = kvquant_calibration.calibrate(decoder, sample(decoder) if ids is None else ids, form)
+
+    def made(capacity: int, batch: int = 1) -> KVCache:
+        cache = KVCache(decoder.config, capacity, batch)
+        for pages, code in zip(cache.layers, codes, strict=True):
+            pages.published = code
+        return cache
+
+    return made
 
 
 def resolve(decoder: Decoder, name: str | None) -> KvScheme:
