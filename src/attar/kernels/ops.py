@@ -30,9 +30,8 @@ import torch
 from torch import Tensor
 
 from attar.formats.packed import PackedTensor
-from attar.kernels import (
-    dispatch, hadamard, operands, ref, ref_attention, ref_prefill, ref_published, ref_spans, ref_sparse,
-)  # fmt: skip
+from attar.kernels import dispatch, hadamard, operands, ref, ref_attention, ref_prefill, ref_spans, ref_sparse
+from attar.kernels import ref_published as published
 from attar.kernels.dispatch import BackendWeights, Table
 from attar.kernels.native import attention as native_attention
 from attar.kernels.native import linear as products
@@ -235,7 +234,7 @@ def write_kv(
     pages' own basis where they have one (`kv/bit_planes.py`). int8 pages are rounded symmetrically per token and head:
     scale = max|x| / 127, code = round-half-even(x / scale); others follow `kv/schemes.py`. A value that is not finite
     makes its scale NaN, which the reader sees. q, k and v may be columns of one matrix. One-bit keys are written beside
-    them where the pages have such (`kv/signs.py`). Pages that simulate a cache as published are the reference's. Raises ValueError on slots or angles outside their arrays.
+    them where the pages have such (`kv/signs.py`). Raises ValueError on slots or angles outside their arrays.
     """
     assert pages.keys_rotated, "keys that are rotated when they are read must be written as they are"
     if pages.signs is not None and not dispatch.is_native("write_kv", q):
@@ -249,7 +248,7 @@ def write_kv(
         q, k = norm(q, None, q_norm)[1], norm(k, None, k_norm)[1]
         q_norm = k_norm = None
     if pages.published is not None:
-        return ref_published.write_kv(q, k, v, pages, place, rotation)
+        return published.write_kv(q, k, v, pages, place, rotation)
     if isinstance(pages, PlainPages):
         turned: Tensor = dispatch.triton("kv_write").write_kv(q, k, v, pages, place, rotation, q_norm, k_norm)
         return turned
@@ -286,7 +285,7 @@ def paged_attention(
     if pages.published is not None and pages.published.format.method == "kivi":
         if want_mass or place.spans is not None or place.prompts is not None:
             raise ValueError("a cache as published has no mass, images or rows that read few keys")
-        return ref_published.attend_kivi(q, pages, place, form), None
+        return published.attend_kivi(q, pages, place, form), None
     if place.spans is not None:
         if want_mass or place.tree is not None or place.key_positions is not None or pages.signs is not None:
             raise ValueError("rows that see later rows have no mass, tree, positions of keys or one-bit keys")

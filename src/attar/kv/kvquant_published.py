@@ -2,8 +2,8 @@
 
 Keys are rounded before they are rotated, when each channel keeps to a range of its own. Calibration gives each channel
 the quantiles between which all but a hundredth of its numbers lie. What lies outside is an outlier, stored in 16 bits.
-The rest is mapped to -1 .. 1 and rounded to the nearest of 2^b levels. Values are rounded token by token, over all heads
-of the layer: quantiles, centre and range are those of the token itself.
+The rest is mapped to -1 .. 1 and rounded to the nearest of 2^b levels. Values are rounded token by token, over all
+heads of the layer: quantiles, centre and range are those of the token itself.
 
 Levels minimise squared errors weighted by squared gradients of the loss (the diagonal of the Fisher information), over
 a calibration text. With 2 bits, levels are then read shifted and scaled, so that mean and spread stay (Q-Norm).
@@ -106,9 +106,7 @@ def _normalised(x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, T
     return (x - centre) / torch.where(half > 0, half, 1.0), centre, half
 
 
-def calibrate(
-    k: Tensor, v: Tensor, k_weights: Tensor, v_weights: Tensor, published: PublishedFormat
-) -> PublishedCode:
+def calibrate(k: Tensor, v: Tensor, k_weights: Tensor, v_weights: Tensor, published: PublishedFormat) -> PublishedCode:
     """Return the code of a layer from its unrotated keys and its values, [N, G, D] float32, and the weight of each
     number's error, of the same shapes."""
     flat = k.flatten(1)

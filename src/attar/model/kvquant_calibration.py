@@ -32,7 +32,9 @@ def calibrate(decoder: Decoder, ids: Tensor, published: PublishedFormat) -> list
     """
     sequences, length = ids.shape
     if not 2 < length <= decoder.config.context:
-        raise UserError("context_exceeded", f"calibration texts have 3 to {decoder.config.context} tokens, not {length}")
+        raise UserError(
+            "context_exceeded", f"calibration texts have 3 to {decoder.config.context} tokens, not {length}"
+        )
     shape = (decoder.config.layers, sequences, length - 1, decoder.config.kv_heads, decoder.config.head_dim)
     keys, values, of_keys, of_values = (torch.empty(shape) for _ in range(4))
     for s, text in enumerate(ids):
@@ -43,7 +45,8 @@ def calibrate(decoder: Decoder, ids: Tensor, published: PublishedFormat) -> list
             of_keys[layer, s], of_values[layer, s] = k.grad[1:].square(), v.grad[1:].square()
     if not all(each.isfinite().all() for each in (keys, values, of_keys, of_values)):
         raise UserError(
-            "not_finite", "keys, values or gradients hold a NaN or an infinity: caches that are calibrated cannot be had"
+            "not_finite",
+            "keys, values or gradients hold a NaN or an infinity: caches that are calibrated cannot be had",
         )
     numbers = (each.flatten(1, 2) for each in (keys, values, of_keys, of_values))
     return [calibrate_layer(*each, published) for each in zip(*numbers, strict=True)]
