@@ -300,8 +300,8 @@ def compared(
             with keeping(way):
                 ours = states(decoder, inputs, caches[way.name])[window.first :: args.every]
             seconds[way.name] += time.process_time() - begin
-            parts = zip(*(each.split(ROWS_AT_ONCE) for each in (base, ours, targets)), strict=True)
-            for one, other, wanted in parts:
+            runs = zip(*(each.split(ROWS_AT_ONCE) for each in (base, ours, targets)), strict=True)
+            for one, other, wanted in runs:
                 with torch.inference_mode():
                     columns[way.name].append(compare(decoder.logits(one), decoder.logits(other), wanted))
             done = torch.cat([part.kl for part in columns[way.name]]).mean()

@@ -57,7 +57,7 @@ def test_gradients_are_those_of_the_loss(decoder: Decoder) -> None:
                 if i == layer:
                     patch.setattr(type(attention), "heads", moved)
                 hidden = kvquant_calibration._run(block, hidden, step, [])
-        return float(functional.cross_entropy(decoder.logits(hidden[:-1]), ids[1:]))
+        return functional.cross_entropy(decoder.logits(hidden[:-1]), ids[1:]).item()
 
     for layer, pair in enumerate(kept):
         for side, one in enumerate(pair, 1):

@@ -128,7 +128,7 @@ class PagedKV:
             shape = (tails, kv_heads, block, head_dim)
             recent = Recent(*(torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2)))
         more = {name: made.pop(name) for name in list(made) if name not in PARTS}
-        return cls(head_dim, **made, scheme=scheme, bases=bases, recent=recent, more=more, signs=None)
+        return cls(head_dim, **made, scheme=scheme, bases=bases, recent=recent, more=more, signs=None, published=None)
 
     @functools.cached_property
     def channels(self) -> Tensor:

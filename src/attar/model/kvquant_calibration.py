@@ -48,8 +48,8 @@ def calibrate(decoder: Decoder, ids: Tensor, published: PublishedFormat) -> list
             "not_finite",
             "keys, values or gradients hold a NaN or an infinity: caches that are calibrated cannot be had",
         )
-    numbers = (each.flatten(1, 2) for each in (keys, values, of_keys, of_values))
-    return [calibrate_layer(*each, published) for each in zip(*numbers, strict=True)]
+    parts = zip(*(each.flatten(1, 2) for each in (keys, values, of_keys, of_values)), strict=True)
+    return [calibrate_layer(k, v, k_weights, v_weights, published) for k, v, k_weights, v_weights in parts]
 
 
 def _backward(decoder: Decoder, text: Tensor) -> Kept:
