@@ -48,6 +48,9 @@ ASKED = (
 POINTS: Fills = {
     "bits": "bits", "KL": "kl_mean", "HellaSwag": "hellaswag", "PIQA": "piqa", "LAMBADA": "lambada_openai",
 }  # fmt: skip
+DTYPES = ("float32", "bfloat16", "float16")
+REQUANTIZED = ("q8_0", "rtn-w4g64")
+CONVERTED: Fills = {"bits": "bits", "KL": "kl_attar", "KL, transformers": "kl_transformers", "seconds": "seconds"}
 STAGES = ("inputs", "solve", "outputs", "probes", "write")
 SHORT = ("--calib", "mixed", "--tokens", 8192)
 NO_PEERS = "its environment is set up by `make bench-quality` and named with --peers PYTHON"
@@ -73,13 +76,21 @@ def _peer(
 
 
 def dense(setting: Setting) -> Table:
-    rows = tuple(Row(model, "convert --to dense", (), WAITING) for model in setting.models)
-    more = tuple(Row(model, "compress --requantize", (), WAITING) for model in setting.models)
+    def rows(model: str, path: Path) -> Iterator[Row]:
+        def made(*options: str) -> Measurement:
+            return Measurement(python("reals.converted", path, "--place", setting.out, *options), CONVERTED)
+
+        for dtype in DTYPES:
+            yield Row(model, f"convert --to dense, {dtype}", (made("--dtype", dtype),))
+        for recipe in REQUANTIZED:
+            yield Row(model, f"compress --requantize, {recipe}", (made("--requantize", recipe),))
+
     return Table(
         "dense",
-        "dense folders from compressed sources, and outputs from those",
-        (Column("equal", ".0%"), Column("KL", ".5f"), Column("seconds")),
-        (*rows, *more),
+        "dense folders from compressed files, and outputs from those: KL from the file's own values on 4,096 tokens "
+        "of prose, in attar and in transformers",
+        (Column("bits", ".3f"), Column("KL", ".2e"), Column("KL, transformers", ".2e"), Column("seconds")),
+        each(setting, rows),
     )
 
 
