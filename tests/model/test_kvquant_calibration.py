@@ -87,6 +87,5 @@ def test_a_model_calibrates_on_its_own_text_and_is_measured(decoder: Decoder) ->
 
 
 def test_texts_that_do_not_fit(decoder: Decoder) -> None:
-    form = PUBLISHED["nuq3-published"]
     with user_error("context_exceeded"):
-        kvquant_calibration.calibrate(decoder, torch.zeros((1, decoder.config.context + 1), dtype=torch.int64), form)
+        kvquant_calibration.measure(decoder, torch.zeros((1, decoder.config.context + 1), dtype=torch.int64))

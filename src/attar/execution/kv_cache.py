@@ -105,7 +105,7 @@ def calibrated(
     form.check(decoder.config.head_dim)
     codes = [PublishedCode(form) for _ in range(decoder.config.layers)]
     if form.calibrated:
-        codes = kvquant_calibration.calibrate(decoder, ids(), form)
+        codes = kvquant_calibration.measure(decoder, ids()).codes(form)
     return MeasuredCache(decoder, form, codes=codes)
 
 

@@ -7,6 +7,8 @@ keys before rotation, values and both gradients are kept.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -24,8 +26,23 @@ Kept = list[tuple[Tensor, Tensor]]
 """Keys before rotation and values [L, G, D] of each layer."""
 
 
-def calibrate(decoder: Decoder, ids: Tensor, published: PublishedFormat) -> list[PublishedCode]:
-    """Return the code of every layer from token ids [S, L] that the model finds likely.
+@dataclass(eq=False)
+class Statistics:
+    """Keys before rotation and values of every layer, and squared gradients of the loss at both: [layers, N, G, D]."""
+
+    keys: Tensor
+    values: Tensor
+    of_keys: Tensor
+    of_values: Tensor
+
+    def codes(self, published: PublishedFormat) -> list[PublishedCode]:
+        """Return the code of every layer in a format."""
+        layers = zip(self.keys, self.values, self.of_keys, self.of_values, strict=True)
+        return [calibrate_layer(k, v, k_weights, v_weights, published) for k, v, k_weights, v_weights in layers]
+
+
+def measure(decoder: Decoder, ids: Tensor) -> Statistics:
+    """Return the statistics of token ids [S, L] that the model finds likely.
 
     Each text begins a sequence: its first token is an attention sink and is left out. Raises ValueError where a text is
     longer than the model's context, and on a NaN or an infinity in keys, values or gradients.
@@ -48,8 +65,7 @@ def calibrate(decoder: Decoder, ids: Tensor, published: PublishedFormat) -> list
             "not_finite",
             "keys, values or gradients hold a NaN or an infinity: caches that are calibrated cannot be had",
         )
-    parts = zip(*(each.flatten(1, 2) for each in (keys, values, of_keys, of_values)), strict=True)
-    return [calibrate_layer(k, v, k_weights, v_weights, published) for k, v, k_weights, v_weights in parts]
+    return Statistics(*(each.flatten(1, 2) for each in (keys, values, of_keys, of_values)))
 
 
 def _backward(decoder: Decoder, text: Tensor) -> Kept:
