@@ -188,7 +188,8 @@ class Cascade(Nothing):
 def patched(decoder: Decoder, method: Nothing) -> Iterator[Callable[[Linear, Tensor], None]]:
     """Have attention without a cache and activations go through a method; yield the hook of linears' inputs."""
     plain = ops.attention, ops.activate
-    kinds, layers, now = {}, {}, {"layer": 0, "x": torch.empty(0)}
+    kinds, layers = dict[str, str](), dict[str, int]()
+    at_layer, entered = 0, torch.empty(0)
     for layer, block in enumerate(decoder.blocks):
         assert isinstance(block.feed_forward, FeedForward)
         parts = ("qkv", block.attention.qkv), ("o", (block.attention.output,)), ("up", block.feed_forward.up)
@@ -197,22 +198,28 @@ def patched(decoder: Decoder, method: Nothing) -> Iterator[Callable[[Linear, Ten
                 kinds[each.name], layers[each.name] = kind, layer
 
     def attention(
-        q: Tensor, keys: Any, values: Any, at: Sequence[Tensor], key_at: Sequence[Tensor], form: AttentionForm
+        q: Tensor,
+        keys: Sequence[Tensor] | Tensor,
+        values: Sequence[Tensor] | Tensor,
+        query_positions: Sequence[Tensor],
+        key_positions: Sequence[Tensor],
+        form: AttentionForm,
     ) -> Tensor:
         k, v = (x[0].transpose(0, 1).repeat_interleave(form.heads // form.kv_heads, 0) for x in (keys, values))
         scores = q.transpose(0, 1) @ k.mT * form.scale
-        scores.masked_fill_(at[0][:, None] < key_at[0], -torch.inf)
-        return method.attention(now["layer"], scores.softmax(-1), v).transpose(0, 1).flatten(1)
+        scores.masked_fill_(query_positions[0][:, None] < key_positions[0], -torch.inf)
+        return method.attention(at_layer, scores.softmax(-1), v).transpose(0, 1).flatten(1)
 
     def activate(x: Tensor, kind: Activation, gated: bool, reader: Linear) -> Tensor:
         a, b = x.chunk(2, -1)
         gate = functional.silu(a) if kind == "silu" else functional.gelu(a, approximate="tanh")
-        return method.neurons(layers[reader.name], gate, gate * b, now["x"])
+        return method.neurons(layers[reader.name], gate, gate * b, entered)
 
     def hook(each: Linear, x: Tensor) -> None:
-        now["layer"] = layers[each.name]
+        nonlocal at_layer, entered
+        at_layer = layers[each.name]
         if kinds[each.name] == "up":
-            now["x"] = x
+            entered = x
         method.linear_input(each, kinds[each.name], x)
 
     ops.attention, ops.activate = attention, activate
@@ -237,20 +244,19 @@ def reduced(moments: Sequence[Tensor], rank: int | None) -> Tensor:
     """The best linear map [I + 1, F] of a rank, by the moments of inputs and targets."""
     own, cross = moments
     own = own + RIDGE * own.diagonal().mean() * torch.eye(len(own), dtype=own.dtype)
-    whole = torch.linalg.solve(own, cross)
+    whole: Tensor = torch.linalg.solve(own, cross)
     if rank is None:
         return whole.float()
-    values, axes = torch.linalg.eigh(cross.T @ whole if len(cross) > cross.shape[1] else _outer(own, whole))
-    top = axes[:, values.argsort(descending=True)[:rank]]
-    if len(cross) > cross.shape[1]:
-        return (whole @ top @ top.T).float()
+    values, axes = torch.linalg.eigh(_outer(own, whole))
+    top: Tensor = axes[:, values.argsort(descending=True)[:rank]]
     root = torch.linalg.cholesky(own)
-    return torch.linalg.solve_triangular(root.T, top @ (top.T @ (root.T @ whole)), upper=True).float()
+    found: Tensor = torch.linalg.solve_triangular(root.T, top @ (top.T @ (root.T @ whole)), upper=True)
+    return found.float()
 
 
 def _outer(own: Tensor, whole: Tensor) -> Tensor:
     """[I + 1, I + 1]: its eigenvectors are the left singular vectors of the fitted targets."""
-    fitted = torch.linalg.cholesky(own).T @ whole
+    fitted: Tensor = torch.linalg.cholesky(own).T @ whole
     return fitted @ fitted.T
 
 
