@@ -175,7 +175,6 @@ def test_eval_of_keys_and_values_in_few_bits(out: str) -> None:
 
 def test_generate(out: str) -> None:
     args = ["generate", out, "--prompt", "Once upon a time", "--max-tokens", "8", "--temperature", "0"]
-    refused(attar(*args, "--kv", "nuq4-published"), BAD_INPUT, "kv_unsupported")  # `eval` alone knows it
     result = attar(*args, "--json")
     done = last_json(result)
     assert {"text", "token_ids", "finish_reason"} <= done.keys()
