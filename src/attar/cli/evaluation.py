@@ -17,6 +17,7 @@ from attar.protocol.speculation import MAX_DRAFT_TOKENS
 if TYPE_CHECKING:
     from attar.checkpoints.receipts.receipt import Verdict
     from attar.evaluation.draft_quality import DraftQuality
+    from attar.evaluation.head_quality import HeadQuality
     from attar.evaluation.long_context.report import LongContextReport
     from attar.evaluation.speculation_audit import Audit
     from attar.evaluation.tasks.run import TaskReport
@@ -52,7 +53,7 @@ class EvalConfig(options.OutputConfig):
         "Comparison", "N", "Continue N prompts of the text greedily and count the tokens that agree.", min=0,
     )] = 0  # fmt: skip
     draft: Annotated[str | None, option(
-        "Comparison", "MODEL", "Instead: how often this draft model guesses MODEL's tokens, and what it gains.",
+        "Comparison", "MODEL", "Instead: how often this draft model or head guesses MODEL's tokens, and what it gains.",
     )] = None  # fmt: skip
     temperature: Annotated[float, option("Comparison", "T", "Temperature of --draft.", min=0)] = 1.0
     kv: options.Kv = None
@@ -101,7 +102,7 @@ def evaluate(config: EvalConfig) -> None:
             from attar.checkpoints.sources import hub
 
             tell_doubt(config.adapter, hub.resolve(config.model))
-        report: DraftQuality | LongContextReport | Report | TaskReport
+        report: DraftQuality | HeadQuality | LongContextReport | Report | TaskReport
         if (config.sparse_attention, config.sparse_prefill, config.kv_eviction) != (None, None, None):
             report = _of_long_context(config, bar)
         elif config.passkeys is not None:
@@ -146,9 +147,10 @@ def _of_long_context(config: EvalConfig, bar: Progress) -> LongContextReport:
     )  # fmt: skip
 
 
-def _of_draft(config: EvalConfig, draft: str, bar: Progress) -> DraftQuality:
-    """Measure a draft model. Raises ValueError without a text, and for options of other measurements."""
-    from attar.evaluation.draft_quality import measure
+def _of_draft(config: EvalConfig, draft: str, bar: Progress) -> DraftQuality | HeadQuality:
+    """Measure a draft model or head. Raises ValueError without a text, and for options of other measurements."""
+    from attar.checkpoints.drafts.files import kind_of
+    from attar.evaluation import draft_quality, head_quality
 
     others = (
         config.task, config.against, config.stride, config.context, config.max_tokens, config.kv, config.adapter,
@@ -158,6 +160,7 @@ def _of_draft(config: EvalConfig, draft: str, bar: Progress) -> DraftQuality:
         raise UserError("option_conflict", "--draft takes --text and --temperature alone, on a CPU in one process")
     if config.text is None:
         raise UserError("option_missing", "give the text whose prompts are continued: --text heldout.txt")
+    measure = draft_quality.measure if kind_of(Path(draft)) is None else head_quality.measure
     return measure(config.model, draft, config.text, temperature=config.temperature, progress=bar)
 
 
