@@ -26,12 +26,15 @@ CASES = {
     "27_max_tokens_minus_one.sh": "demo", "28_store_and_tier.sh": "demo", "29_continue_final_message.sh": "demo",
     "31_suffix.sh": "qwen", "32_embedding_dimensions.sh": "demo", "33_rerank.sh": "reranker",
     "34_tokenize_options.sh": "demo", "40_text_offset_sentencepiece.py": "llama2", "42_todays_date.py": "dated",
-    "44_chunked_body.sh": "demo", "50_context_message.sh": "demo", "51_no_route_says_which.sh": "demo",
+    "44_chunked_body.sh": "demo", "50_context_message.sh": "demo",
     "52_model_not_found_says_which.sh": "demo", "53_host_refusal_says_how.sh": "demo", "55_head.sh": "demo",
     "60_page_reload.py": "demo", "61_page_base_model.py": "base",
 }  # fmt: skip
 """Each case with the model that it wants."""
-ELSEWHERE = {"46_same_field_named.sh"}  # it imports modules that have moved; tests/server/api/test_validation.py
+ELSEWHERE = {
+    "46_same_field_named.sh",  # imports modules that have moved: tests/server/api/test_validation.py
+    "51_no_route_says_which.sh",  # asks for what is a route of llama.cpp's now: tests/server/api/test_app.py
+}
 RERANKS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "yes", "no")
 
 
