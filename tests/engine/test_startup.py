@@ -136,6 +136,7 @@ def test_smaller_numbers_hold_more_tokens() -> None:
         ({"context": 131072}, "plan_does_not_fit"),
         ({"context": 4096, "max_cached_tokens": 10**7}, "memory_insufficient"),
         ({"kv": "int5"}, "kv_unknown"),
+        ({"kv": "kivi2-published"}, "kv_unsupported"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_numbers(changed: dict[str, object], sentence: str) -> None:

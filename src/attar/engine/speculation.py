@@ -121,6 +121,11 @@ class Speculation:
     def __post_init__(self) -> None:
         self.gains = DraftGains(self.pace.costs)
 
+    @property
+    def draft_cost(self) -> float:
+        """The median seconds of a draft lately, of drafters whose drafts cost something; 0 where none was made."""
+        return median(self._drafting) if self._drafting else 0.0
+
     def propose(self, choices: Iterable[Choice]) -> None:
         """Set the drafts of each decoding choice's sequence; none where they do not pay."""
         asked, decoding = list[DraftRequest](), 0
@@ -232,7 +237,7 @@ class Speculation:
             list(account.chances.survivals(1, request.limit)) for account, request in zip(accounts, asked, strict=True)
         ]
         found = [request for request in matched.values() if request.limit]
-        counts = self.pace.counts(likely, median(self._drafting) if self._drafting else 0.0)
+        counts = self.pace.counts(likely, self.draft_cost)
         for request, account, count in zip(asked, accounts, counts, strict=True):
             if count:
                 account.pause = 1
