@@ -6,8 +6,9 @@ One document is computed once. Each method then keeps as many of its keys in eve
 figure is that of 64 rows that follow, teacher-forced: the text simply goes on. Beside the policies of `--kv-eviction`
 stand variants of SnapKV (`snapkv/WINDOW/POOL`), its ranking with the newest quarter of the budget kept
 (`snapkv+recent`), with diffuse layers that keep the newest instead (`snapkv+diffuse`), with diffuse heads as eviction
-has them, by other shares of weight (`SHARE held`), and the first 4 and newest keys in their own positions (`newest`). A layer is diffuse where 0.9 of the weight of its last rows takes more than half of
-the keys. Caches are float32, so that what the figures show is the choice alone. `--json` adds a line to a file.
+has them, by other shares of weight (`SHARE held`), and the first 4 and newest keys in their own positions (`newest`). A
+layer is diffuse where 0.9 of the weight of its last rows takes more than half of the keys. Caches are float32, so that
+what the figures show is the choice alone. `--json` adds a line to a file.
 """
 
 from __future__ import annotations
