@@ -126,7 +126,7 @@ def main() -> None:
                     rows.append({"kind": name, "tokens": seen, "seconds": each.seconds, "agreement": found})
                 took = clock() - since
                 print(
-                    f"{took:.0f} s, {time.process_time() - begun:.0f} of processor, {seen / took:.0f} tokens/s of all"
+                    f"{took:.0f} s, {time.process_time() - begun:.0f} of processor; {seen / took:.0f} tokens/s of all"
                 )
                 sys.stdout.flush()
                 for name, each in made.items():
