@@ -3,9 +3,9 @@
     python bench/drafts.py MODEL --draft eagle3=FOLDER --draft copy=FILE.gguf [...] --text prose=FILE --text chat=FILE
 
 For each draft and text: the share of right drafts at depths 1 to 3, the draft's bytes, what a draft costs in steps of
-the model (D), and tokens a step with three drafts, E(3). K is the best number of drafts by measured costs; then come the
-speed that these costs predict for it, and the measured one. Last comes the speed with --draft-tokens auto over that without drafts, prompt by prompt in
-turns.
+the model (D), and tokens a step with three drafts, E(3). K is the best number of drafts by measured costs; then come
+the speed that these costs predict for it, and the measured one. The last column is the speed with --draft-tokens auto
+over that without drafts, prompt by prompt in turns.
 """
 
 from __future__ import annotations
