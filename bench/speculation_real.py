@@ -10,7 +10,7 @@ prompt counts as drafting. Before each round the drafter forgets all texts, so t
 one of the same prompt. --draft-tokens is `auto`, or always so many.
 
 Printed are tokens a second by wall clock, the ratios of seconds and of processor seconds with their 95 % intervals
-(bootstrap over pairs), the share of right drafts by position, tokens a pass, D (seconds of drafting for each draft, over
+(bootstrap over pairs), right drafts by position, tokens a pass, D (seconds of drafting for each draft, over
 a step of one row), the speed that c(r) and the passes allow, and the best fixed number of drafts by c(r), D and the
 shares. The last line is a JSON object. Exit status 1 where a text differs.
 
@@ -27,14 +27,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from speculating import texts
+from speculating.runs import CONTEXT, Run, answer, engine
+from speculating.tables import ROWS, Pair, RowCosts, summary, table
+
 from attar.engine.engine import Engine
 from attar.engine.llm.llm import LLM
 from attar.engine.speculation import drafter
 from attar.evaluation import row_costs
 from attar.protocol.request import SamplingParams
-from speculating import texts
-from speculating.runs import CONTEXT, Run, answer, engine
-from speculating.tables import ROWS, Pair, RowCosts, summary, table
 
 COST_PROMPT = 192  # tokens before the rows whose costs are measured
 COST_ROUNDS = 5

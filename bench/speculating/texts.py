@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from compressors import DATA
+from reals.chat import conversations
 
 from attar.engine.llm.llm import LLM
-from reals.chat import conversations
 
 KINDS = ("code", "edit", "chat", "prose", "novel")
 LENGTH = 128  # tokens of a prompt that is prose
@@ -40,7 +40,7 @@ def prompts(llm: LLM, kind: str, count: int) -> list[tuple[int, ...]]:
     if kind not in KINDS:
         raise ValueError(f"there are no prompts of the kind {kind}: there are {', '.join(KINDS)}")
     text = DATA / "data" / "text" / ("novels_valid.jsonl" if kind == "novel" else "wikitext2_test.txt")
-    words = text.read_text(encoding="utf-8")[: 400_000]
+    words = text.read_text(encoding="utf-8")[:400_000]
     ids = llm.tokenizer.encode(json.loads(words.splitlines()[0])["text"] if kind == "novel" else words)
     if len(ids) < count * LENGTH:
         raise ValueError(f"{text} has {len(ids):,} tokens, and {count * LENGTH:,} are needed")
