@@ -2,6 +2,7 @@
 
     python bench/speculation_real.py MODEL --draft suffix|DRAFT|suffix,DRAFT [--kinds code edit chat]
         [--temperatures 0 0.8] [--top-p 0.95] [--prompts 8] [--tokens 96] [--batch 1] [--rounds 3] [--out FILE]
+        [--llama-server PROGRAM [--llama-draft FILE]]
 
 MODEL is a file or folder that attar reads. Prompts are those of `speculating/texts.py`, from ATTAR_TEST_DATA. Each
 prompt, or batch of prompts, is answered without drafts and with, by two engines that share the weights; which comes
@@ -14,6 +15,9 @@ Printed are tokens a second by wall clock, the ratios of seconds and of processo
 a step of one row), the speed that c(r) and the passes allow, and the best fixed number of drafts by c(r), D and the
 shares. The last line is a JSON object. Exit status 1 where a text differs.
 
+With --llama-server, llama.cpp's server of the same file answers each prompt too, without drafts and with each of its
+settings (`speculating/llama_server.py`). Its best setting for a kind of texts counts, none included.
+
 With --out rounds are appended to a file, and what there is of the same setting is summed up: --rounds 0 prints it.
 """
 
@@ -24,18 +28,22 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from speculating import texts
+from speculating.llama_server import Peer, serving
 from speculating.runs import CONTEXT, Run, answer, engine
-from speculating.tables import ROWS, Pair, RowCosts, summary, table
+from speculating.tables import ROWS, Pair, RowCosts, beside, summary, table
 
 from attar.engine.engine import Engine
 from attar.engine.llm.llm import LLM
 from attar.engine.speculation import drafter
 from attar.evaluation import row_costs
 from attar.protocol.request import SamplingParams
+from attar.sampling.drafters.drafter import Drafter
 
 COST_PROMPT = 192  # tokens before the rows whose costs are measured
 COST_ROUNDS = 5
@@ -54,6 +62,8 @@ def main() -> int:
     for name, default in (("prompts", 8), ("tokens", 96), ("batch", 1), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--llama-server", type=Path)
+    parser.add_argument("--llama-draft", help="its draft model, a GGUF file")
     args = parser.parse_args()
     kept = read(args) if args.out is not None and args.out.exists() else []
     rounds = list(measured(args)) if args.rounds else []
@@ -62,6 +72,8 @@ def main() -> int:
             file.writelines(json.dumps(setting(args) | each) + "\n" for each in rounds)
     found = figures([*kept, *rounds], args.batch)
     print(table([(name, each) for name, each in found["texts"].items()]))
+    if any("llama.cpp" in each for each in found["texts"].values()):
+        print(beside([(name, each) for name, each in found["texts"].items()]))
     costs = zip(ROWS, found["row_costs"], strict=True)
     print("c(r): " + ", ".join(f"{rows}: {cost / found['row_costs'][0]:.2f}" for rows, cost in costs))
     print(json.dumps(found))
@@ -91,6 +103,23 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     count = None if args.draft_tokens == "auto" else int(args.draft_tokens)
     off, on = engine(llm, args.batch, None), engine(llm, args.batch, drafts, count)
     prompts = {kind: texts.prompts(llm, kind, args.prompts + args.batch) for kind in args.kinds}
+    with ExitStack() as stack:
+        peers: list[Peer] = []
+        if args.llama_server is not None:
+            threads = torch.get_num_threads()
+            peers = stack.enter_context(serving(args.llama_server, args.model, args.llama_draft, threads))
+        yield from pairs(args, prompts, (off, on), drafts, peers)
+
+
+def pairs(
+    args: argparse.Namespace,
+    prompts: dict[str, list[tuple[int, ...]]],
+    engines: tuple[Engine, Engine],
+    drafts: Drafter,
+    peers: Sequence[Peer],
+) -> Iterator[dict[str, Any]]:
+    """Yield each pair of each round, behind a first answer of each kind that is not counted."""
+    off, on = engines
     for kind in args.kinds:  # records steps, and shows what drafts cost
         for each in (off, on):
             answer(each, asks(args, prompts[kind][args.prompts :], args.temperatures[-1], 10_000))
@@ -103,9 +132,11 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     first = (turn + at // args.batch) % 2
                     found = dict(answers(off, on, asked, first))
                     (without, said), (with_drafts, drafted) = found["off"], found["on"]
+                    theirs = {peer.name: peer.answer(*asked[0]).to_dict() for peer in peers}
                     yield {
                         "kind": kind, "temperature": temperature, "at": at, "off": without.to_dict(),
                         "on": with_drafts.to_dict(), "same": said == drafted,
+                        "llama.cpp": theirs,
                     }  # fmt: skip
                 progress(f"round {turn + 1}, {kind} at {temperature:g}")
 
@@ -134,7 +165,8 @@ def figures(lines: Sequence[dict[str, Any]], batch: int) -> dict[str, Any]:
     for each in lines:
         if "kind" in each:
             name = f"{each['kind']}, T {each['temperature']:g}"
-            pairs.setdefault(name, []).append(Pair(Run(**each["off"]), Run(**each["on"])))
+            theirs = {setting: Run(**run) for setting, run in each.get("llama.cpp", {}).items()}
+            pairs.setdefault(name, []).append(Pair(Run(**each["off"]), Run(**each["on"]), theirs))
     return {
         "texts": {name: summary(each, costs, batch) for name, each in pairs.items()},
         "row_costs": costs.seconds,

@@ -93,21 +93,27 @@ def _served(program: Path, name: str, model: str, options: Sequence[str], thread
         str(program), "--model", model, "--host", "127.0.0.1", "--port", str(port), "--parallel", "1", "--no-ui",
         "--ctx-size", str(CONTEXT), "--threads", str(threads), "--threads-batch", str(threads), *options,
     ]  # fmt: skip
-    log = tempfile.TemporaryFile()
-    process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        peer, until = Peer(name, f"http://127.0.0.1:{port}", process.pid), time.monotonic() + READY
-        while True:
-            try:
-                _post(f"{peer.url}/health", None)
-                break
-            except (urllib.error.URLError, ConnectionError):
-                if process.poll() is not None or time.monotonic() > until:
-                    log.seek(0)
-                    said = log.read().decode(errors="replace")[-2000:]
-                    raise RuntimeError(f"{program} with {options} did not start\n{said}") from None
-                time.sleep(0.2)
-        yield peer
-    finally:
-        process.terminate()
-        process.wait()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            peer = Peer(name, f"http://127.0.0.1:{port}", process.pid)
+            if not _ready(peer, process):
+                log.seek(0)
+                said = log.read().decode(errors="replace")[-2000:]
+                raise RuntimeError(f"{program} with {options} did not start\n{said}")
+            yield peer
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _ready(peer: Peer, process: subprocess.Popen[bytes]) -> bool:
+    until = time.monotonic() + READY
+    while process.poll() is None and time.monotonic() < until:
+        try:
+            _post(f"{peer.url}/health", None)
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.2)
+        else:
+            return True
+    return False

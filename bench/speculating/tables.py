@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from attar.metrics import bootstrap
 from attar.metrics.bootstrap import Interval
+from speculating.llama_server import OFF
 from speculating.runs import Run
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 17)  # whose costs are measured
@@ -17,10 +18,11 @@ ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 17)  # whose costs are measured
 
 @dataclass(frozen=True)
 class Pair:
-    """One round of one prompt, or of one batch of prompts, without drafts and with."""
+    """One round of one prompt, or of one batch of prompts, without drafts and with, and by llama.cpp's settings."""
 
     off: Run
     on: Run
+    theirs: Mapping[str, Run] = field(default_factory=dict)
 
 
 class RowCosts:
@@ -60,6 +62,8 @@ def summary(pairs: Sequence[Pair], costs: RowCosts, batch: int) -> dict[str, Any
         "draft_cost": on.drafting / max(1, sum(on.drafted)) / costs.seconds[0],
         "without": 1 - on.drafted[0] / max(1, on.passes),  # share of passes with no drafts
     }
+    if pairs[0].theirs:
+        found["llama.cpp"] = _theirs(pairs)
     if batch == 1:
         found["allowed"] = allowed(on, costs)
         found["best_fixed"] = best_fixed(shares, costs, found["draft_cost"])
@@ -82,6 +86,41 @@ def best_fixed(shares: Sequence[float], costs: RowCosts, draft_cost: float) -> t
         speed = tokens / (costs.ratio(1 + count) + count * draft_cost)
         best = max(best, (count, speed), key=lambda each: each[1])
     return best
+
+
+def _theirs(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """llama.cpp's tokens a second by its settings, and our best over its best with the interval of that."""
+    runs = {name: [pair.theirs[name] for pair in pairs] for name in pairs[0].theirs}
+    speeds = {name: sum(run.tokens for run in each) / sum(run.seconds for run in each) for name, each in runs.items()}
+    best = max(speeds, key=lambda name: speeds[name])
+    # Texts differ, in length too, so seconds a token are compared.
+    ratio = _ratio(_paces(runs[best]), _paces([pair.on for pair in pairs]))
+    gain = _ratio(_paces(runs[OFF]), _paces(runs[best]))
+    return {
+        "tok_s": speeds, "best": best, "ratio": [ratio.value, ratio.low, ratio.high],
+        "gain": [gain.value, gain.low, gain.high],
+    }  # fmt: skip
+
+
+def _paces(runs: Sequence[Run]) -> list[float]:
+    return [run.seconds / max(1, run.tokens) for run in runs]
+
+
+def beside(rows: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Markdown: both programs' tokens a second, and what drafts gain each."""
+    names = [*rows[0][1]["llama.cpp"]["tok_s"]]
+    lines = [
+        f"| texts | attar without, with | llama.cpp {', '.join(names)} | its best | attar over it | gain | its gain |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, each in rows:
+        theirs = each["llama.cpp"]
+        speeds = ", ".join(f"{theirs['tok_s'][setting]:.1f}" for setting in names)
+        lines.append(
+            f"| {name} | {each['off_tok_s']:.1f}, {each['on_tok_s']:.1f} | {speeds} | {theirs['best']} "
+            f"| {interval(theirs['ratio'])} | {interval(each['ratio'])} | {interval(theirs['gain'])} |"
+        )
+    return "\n".join(lines)
 
 
 def _ratio(off: Sequence[float], on: Sequence[float]) -> Interval:

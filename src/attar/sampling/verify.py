@@ -71,6 +71,6 @@ def draw_reached(logits: Tensor, samplers: Sequence[Sampler], chains: Sequence[t
         reached = [
             (row + 1, left[1:])
             for row, left in reached
-            if left and isinstance(draw := draws[row], SampledToken) and draw.token_id == left[0]
+            if left and isinstance(drawn := draws[row], SampledToken) and drawn.token_id == left[0]
         ]
     return draws
