@@ -150,7 +150,7 @@ def test_one_draft_more_pays_where_it_brings_tokens_faster_than_the_rest() -> No
     pace = Pace()
     for rows, seconds in enumerate((1.0, 1.1, 1.2, 1.3, 2.1, 2.1), 1):
         known(pace.costs, rows, seconds)
-    assert pace.counts([[0.8, 0.6, 0.5]], drafting=0.2) == [2]
+    assert pace.counts([[0.8, 0.6, 0.4]], drafting=0.2) == [2]
     assert pace.gained == pytest.approx(1 - (1.2 + 0.4) / 2.4)
     speed = 2.4 / 1.6
     assert pace.continues(1.01 * speed * 0.3, 1, 1, 0.2)
