@@ -30,6 +30,7 @@ class Run:
     drafting: float = 0.0  # seconds
     drafted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)  # by position
     accepted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
+    brought: list[int] = field(default_factory=list)  # tokens of each pass, in order
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -40,6 +41,7 @@ class Run:
             self.steps + other.steps, self.passes + other.passes, self.drafting + other.drafting,
             [a + b for a, b in zip(self.drafted, other.drafted, strict=True)],
             [a + b for a, b in zip(self.accepted, other.accepted, strict=True)],
+            [*self.brought, *other.brought],
         )  # fmt: skip
 
 
@@ -63,7 +65,7 @@ def answer(engine: Engine, asks: Sequence[tuple[tuple[int, ...], SamplingParams]
     since, begun = (time.perf_counter(), time.process_time()), engine.steps
     gains = None if engine.speculation is None else engine.speculation.gains
     before = (0, 0.0, [0] * MAX_DRAFT_TOKENS, [0] * MAX_DRAFT_TOKENS) if gains is None else _counters(engine)
-    first = 0
+    first, brought = 0, list[int]()
     while not engine.idle:
         for event in engine.step():
             if isinstance(event, Failed):
@@ -71,12 +73,14 @@ def answer(engine: Engine, asks: Sequence[tuple[tuple[int, ...], SamplingParams]
             if isinstance(event, Delta):
                 started = len(said) < len(asks)
                 said.setdefault(event.id, []).extend(event.token_ids)
+                brought.append(len(event.token_ids))
                 if started:  # prompts are still being read
                     since, begun = (time.perf_counter(), time.process_time()), engine.steps
                     first = sum(map(len, said.values()))
+                    brought.clear()
     run = Run(
         time.perf_counter() - since[0], time.process_time() - since[1],
-        sum(map(len, said.values())) - first, engine.steps - begun,
+        sum(map(len, said.values())) - first, engine.steps - begun, brought=brought,
     )  # fmt: skip
     if gains is not None:
         after = _counters(engine)
