@@ -302,7 +302,7 @@ class Speculation:
                 self.drafter.refuse(request.sequence)
                 account.refused = draft  # compared with the next token all the same
                 continue
-            account.draft = draft  # it is compared with the next token, where it is not verified
+            account.draft, account.unread = draft, 0  # compared with the next token, where it is not verified
             likely.append(survivals)
             found[request.sequence] = request
         counts = self.pace.counts(likely)
