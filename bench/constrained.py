@@ -1,24 +1,27 @@
 """What a constraint costs and what forced tokens bring: JSON extraction by schema with a real model.
 
-    python bench/constrained.py MODEL [--texts N] [--tokens N] [--threads N]
+    python bench/constrained.py MODEL [--texts N] [--tokens N] [--threads N] [--valid-only] [--answers FILE]
 
 The same prompts are answered four ways in turn: free, constrained, constrained with the tokens that the schema forces
 as drafts, and with these trusted, whatever the model draws in their place. Times are processor seconds of decoding, so
 that other programs disturb them less, and ratios are medians over the prompts. The share of masks is that of masks,
 forced bytes and consumed tokens in a constrained step. Every constrained answer that ends is checked against the
-schema, and the two without trust with each other. The output ends with one line of JSON.
+schema, and the two without trust with each other. `--valid-only` answers with forced tokens alone: that is enough to
+check answers, on a machine that is busy as well. The output ends with one line of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -26,6 +29,7 @@ import torch
 
 from attar import LLM, SamplingParams
 from attar.kernels import ops
+from attar.protocol.messages import Stats
 from attar.protocol.request import Completion
 from attar.sampling.masks import GrammarMask
 
@@ -105,67 +109,121 @@ def answer(llm: LLM, prompt: str, params: SamplingParams, constraint: Any) -> tu
         since = since or time.process_time()
 
 
+class Asker:
+    """Answers one prompt in four ways, or constrained with forced tokens alone, as a row of figures."""
+
+    def __init__(self, model: str, tokens: int, valid_only: bool) -> None:
+        self.llm, self.meter, self.valid_only = LLM(model), Meter(), valid_only
+        for name in ("allowed", "consume", "forced"):
+            self.meter.watch(GrammarMask, name)
+        self.meter.watch(ops, "mask")
+        self.forcing = SamplingParams(max_tokens=tokens, temperature=0, seed=0)
+        answer(self.llm, "Hello", replace(self.forcing, max_tokens=4), SCHEMA)  # what is made once
+
+    def row(self, prompt: str) -> dict[str, Any]:
+        """The figures of a prompt. Seconds are those of a token."""
+        before = self.stats()
+        forced, quick = answer(self.llm, prompt, self.forcing, SCHEMA)
+        check(forced)
+        row = {
+            "prompt": prompt, "text": forced.text, "end": forced.finish_reason, "tokens": len(forced.token_ids),
+            "forced": quick, "saved": self.stats().forced_tokens - before.forced_tokens,
+        }  # fmt: skip
+        if self.valid_only:
+            return row
+        plain = replace(self.forcing, draft_tokens=0)
+        _, row["free"] = answer(self.llm, prompt, plain, None)
+        self.meter.on, self.meter.seconds = True, 0.0
+        constrained, row["constrained"] = answer(self.llm, prompt, plain, SCHEMA)
+        self.meter.on, row["masks"] = False, self.meter.seconds
+        assert constrained.token_ids == forced.token_ids, "forced tokens changed an answer"
+        before = self.stats()
+        trusting, row["trusting"] = answer(self.llm, prompt, replace(self.forcing, trust_forced=True), SCHEMA)
+        check(trusting)
+        row["trusted"] = self.stats().forced_tokens - before.forced_tokens
+        row["overruled"] = self.stats().overruled_tokens - before.overruled_tokens
+        row["differs"] = trusting.text != forced.text
+        return row
+
+    def stats(self) -> Stats:
+        assert self.llm.running.engine is not None
+        return self.llm.running.engine.stats()
+
+
+def check(found: Completion) -> None:
+    """Raise ValidationError or ValueError where an answer that ended does not satisfy the schema."""
+    if found.finish_reason == "stop":
+        jsonschema.validate(json.loads(found.text), SCHEMA)
+
+
+def kept(file: Path | None, setting: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a file of this setting, without a last one that broke off; the file begins with the setting."""
+    if file is None:
+        return []
+    found: list[dict[str, Any]] = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    found = found or [setting]
+    if found[0] != setting:
+        raise SystemExit(f"{file} has answers of {found[0]}, not of {setting}")
+    file.write_text("".join(json.dumps(each) + "\n" for each in found))
+    return found[1:]
+
+
+def report(rows: Sequence[dict[str, Any]], whole: bool) -> dict[str, Any]:
+    """The figures of all rows; `whole` ones have all four ways."""
+
+    def total(name: str) -> Any:
+        return sum(row[name] for row in rows)
+
+    tokens, ends = sum(row["tokens"] for row in rows), Counter(row["end"] for row in rows)
+    told = {
+        "texts": len(rows), "tokens": tokens, "ends": dict(ends), "longest": max(row["tokens"] for row in rows),
+        "steps_saved": round(total("saved") / tokens, 3),
+    }  # fmt: skip
+    if not whole:
+        return told
+    without = sum(row["constrained"] * row["tokens"] for row in rows)
+    over_free = {
+        f"{way}_over_free": round(statistics.median(row["free"] / row[way] for row in rows), 3)
+        for way in ("constrained", "forced", "trusting")
+    }
+    return {
+        **told, **over_free,
+        "forced_over_constrained": round(without / sum(row["forced"] * row["tokens"] for row in rows), 3),
+        "mask_share": round(total("masks") / without, 4), "mask_us": round(total("masks") / tokens * 1e6),
+        "trusted": total("trusted"), "overruled": total("overruled"), "answers_that_differ": total("differs"),
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--texts", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--valid-only", action="store_true", help="answer with forced tokens alone, and tell no times")
+    parser.add_argument("--answers", type=Path, help="rows, a line each; a run that was broken off goes on behind them")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    llm, meter = LLM(args.model), Meter()
-    for name in ("allowed", "consume", "forced"):
-        meter.watch(GrammarMask, name)
-    meter.watch(ops, "mask")
-    plain = SamplingParams(max_tokens=args.tokens, temperature=0, seed=0, draft_tokens=0)
-    forcing = SamplingParams(max_tokens=args.tokens, temperature=0, seed=0)
-    answer(llm, "Hello", SamplingParams(max_tokens=4, temperature=0, seed=0), SCHEMA)  # what is made once
-    reasons, masked, forced, without, tokens, saved = Counter[str](), 0.0, 0.0, 0.0, 0, 0
-    slower, faster, trusting = [], [], []
-    overruled, trusted, other = 0, 0, 0  # trusted tokens that were not drawn, all of them, and answers that differ
-    for prompt in prompts(args.texts):
-        meter.on = False
-        _, alone = answer(llm, prompt, plain, None)
-        meter.on, meter.seconds = True, 0.0
-        one, each = answer(llm, prompt, plain, SCHEMA)
-        without += each * len(one.token_ids)
-        masked += meter.seconds
-        assert llm.running.engine is not None
-        before = llm.running.engine.stats().forced_tokens
-        meter.on = False
-        two, quick = answer(llm, prompt, forcing, SCHEMA)
-        forced += quick * len(two.token_ids)
-        saved += llm.running.engine.stats().forced_tokens - before
-        assert one.token_ids == two.token_ids, "forced tokens changed an answer"
-        stats = llm.running.engine.stats()
-        three, quickest = answer(llm, prompt, replace(forcing, trust_forced=True), SCHEMA)
-        trusted += llm.running.engine.stats().forced_tokens - stats.forced_tokens
-        overruled += llm.running.engine.stats().overruled_tokens - stats.overruled_tokens
-        other += three.text != two.text
-        trusting.append(alone / quickest)
-        if three.finish_reason == "stop":
-            jsonschema.validate(json.loads(three.text), SCHEMA)
-        tokens += len(one.token_ids)
-        reasons[one.finish_reason] += 1
-        if one.finish_reason == "stop":
-            jsonschema.validate(json.loads(one.text), SCHEMA)
-        slower.append(alone / each)
-        faster.append(alone / quick)
-        print(f"{len(one.token_ids)} tokens, over free {alone / each:.3f}, with forced {alone / quick:.3f}", flush=True)
-    print(f"{args.model}: {args.texts} texts, {tokens} tokens, ends {dict(reasons)}, each `stop` is valid")
-    ratios = statistics.median(slower), statistics.median(faster)
-    print(f"tokens/s over free: constrained {ratios[0]:.3f}, with forced {ratios[1]:.3f}")
-    print(f"with forced over without: {without / forced:.3f}; steps saved {saved / tokens:.1%}")
-    difference = f"{overruled} of {trusted} forced tokens were not drawn; {other} of {args.texts} answers differ"
-    print(f"trusted: {statistics.median(trusting):.3f} over free; {difference}")
-    print(f"masks: {masked / without:.2%} of a constrained step, {masked / tokens * 1e6:.0f} us a token")
-    told = {
-        "texts": args.texts, "tokens": tokens, "ends": dict(reasons), "constrained_over_free": round(ratios[0], 3),
-        "forced_over_free": round(ratios[1], 3), "forced_over_constrained": round(without / forced, 3),
-        "steps_saved": round(saved / tokens, 3), "trusted_over_free": round(statistics.median(trusting), 3),
-        "overruled": overruled, "trusted": trusted, "mask_share": round(masked / without, 4),
-    }  # fmt: skip
-    print(json.dumps(told))
+    setting = {"model": Path(args.model).name, **{name: getattr(args, name) for name in ("tokens", "threads")}}
+    rows = kept(args.answers, {**setting, "valid_only": args.valid_only})[: args.texts]
+    asker = Asker(args.model, args.tokens, args.valid_only) if len(rows) < args.texts else None
+    with contextlib.ExitStack() as stack:
+        out = None if args.answers is None else stack.enter_context(args.answers.open("a"))
+        for prompt in prompts(args.texts)[len(rows) :]:
+            assert asker is not None
+            row = asker.row(prompt)
+            rows.append(row)
+            if out is not None:
+                print(json.dumps(row), file=out, flush=True)
+            told = [f"{way} {row['free'] / row[way]:.3f} of free" for way in ("constrained", "forced") if "free" in row]
+            print(", ".join([row["end"], f"{row['tokens']} tokens", *told]), flush=True)
+    print(f"{args.model}, {args.threads} thread(s): each answer that ended `stop` is valid")
+    print(json.dumps({**setting, **report(rows, not args.valid_only)}))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -185,23 +185,24 @@ def _on_task(config: EvalConfig, tasks: list[str], bar: Progress) -> TaskReport:
         message = "--text, --against, --stride, --max-tokens, --greedy and --kv are not for a --task"
         raise UserError("option_conflict", message)
     sources = [TaskSource.parse(task) for task in tasks]
-    if config.record:
-        _check_record(config)
+    recorded = _recorded(config) if config.record else None
+    if recorded is not None:
+        config = replace(config, model=str(recorded))
     subject, tokenizer, beside = _subject(config, bar)
     found = evaluate_tasks(
         subject, sources, tokenizer=tokenizer, context=config.context, limit=config.limit, shots=config.shots,
         device=config.device, dtype=config.dtype, adapter=beside, progress=bar,
     )  # fmt: skip
-    if config.record:
+    if recorded is not None:
         from attar.checkpoints.receipts.receipt import record_tasks
-        from attar.checkpoints.sources import hub
 
-        record_tasks(hub.resolve(config.model), found.to_dict()["tasks"])
+        record_tasks(recorded, found.to_dict()["tasks"])
     return found
 
 
-def _check_record(config: EvalConfig) -> None:
-    """Raise UserError, before hours of work, where the model has no receipt, or the figures are not its own."""
+def _recorded(config: EvalConfig) -> Path:
+    """Return the output whose receipt gets the figures. Raises UserError, before hours of work, where the model has no
+    receipt, or the figures are not its own."""
     from attar.checkpoints.receipts.receipt import missing, read_receipt
     from attar.checkpoints.sources import hub
 
@@ -211,6 +212,7 @@ def _check_record(config: EvalConfig) -> None:
         )
     if read_receipt(path := hub.resolve(config.model)) is None:
         raise UserError("receipt_invalid", f"{path}: {missing(path)}")
+    return path
 
 
 def _subject(config: EvalConfig, bar: Progress) -> tuple[str | Decoder, Tokenizer | None, Path | None]:

@@ -11,7 +11,10 @@ import pytest
 from lm_eval import evaluator
 from typer.testing import CliRunner
 
+from attar.checkpoints.receipts.receipt import read_receipt
+from attar.checkpoints.sources import hub
 from attar.cli.main import app
+from attar.compression.runs.pipeline import compress
 from attar.evaluation.tasks import run
 from attar.evaluation.tasks.catalogue import TaskSource
 from attar.evaluation.tasks.run import evaluate_tasks
@@ -81,6 +84,30 @@ def test_the_command(demo: Path, tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == expected
     for more in (["--task", f"piqa={path}", "--text", str(path)], ["--text", str(path), "--limit", "2"]):
         assert invoke(app, ["eval", "demo", "--quiet", *more]).exit_code == 2
+
+
+def test_the_command_records_figures_of_the_model_that_it_has_found_once(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = compress(demo, tmp_path / "out", recipe="rtn-w4g32").path
+    asked, resolve = [], hub.resolve
+
+    def of_hub(model: Any, **given: Any) -> Path:
+        if str(model) != "org/name":
+            return resolve(model, **given)
+        asked.append(model)
+        return output
+
+    monkeypatch.setattr(hub, "resolve", of_hub)
+    command = ["eval", "org/name", "--task", f"piqa={write(tmp_path, 'piqa')}", "--record", "--quiet", "--json"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    receipt = read_receipt(output)
+    assert receipt is not None
+    assert receipt.value["tasks"] == json.loads(done.stdout.splitlines()[-1])["tasks"]
+    assert asked == ["org/name"]
+    assert CliRunner().invoke(app, [*command, "--limit", "2"]).exit_code == 2
+    assert CliRunner().invoke(app, ["eval", "demo", *command[2:]]).exit_code == 2  # it has no receipt
 
 
 def test_refused(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

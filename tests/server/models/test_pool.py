@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from attar import faults
 from attar.faults import Fault
 from attar.protocol.settings import CHANGED, HOPELESS, Settings
+from attar.server.errors import APIError
 from attar.server.http.security import Keys
 from attar.server.models import load_scheduler
 from attar.server.models.load_scheduler import State
@@ -237,6 +238,50 @@ def test_a_busy_model_is_not_unloaded(several: Several, monkeypatch: pytest.Monk
         assert running[0].result().json["model"] == "a"
         several.engines["b"].held = False
         assert running[1].result().json["model"] == "b"
+
+
+def test_the_load_counts_requests_of_all_models_and_those_that_wait_for_one(several: Several) -> None:
+    def load() -> int:
+        return int(several.get("/load").json["server_load"])
+
+    assert (load(), several.request("HEAD", "/load").status) == (0, 200)
+    for name in "ab":
+        several.ask(name)
+        several.engines[name].held = True
+    with ThreadPoolExecutor(3) as threads:
+        asking = [threads.submit(several.ask, name) for name in "ab"]
+        several.wait(lambda: load() == 2)
+        asking.append(threads.submit(several.ask, "c"))  # waits: there is memory for two, and both are busy
+        several.wait(lambda: load() == 3)
+        assert "c" not in several.engines
+        for name in "ab":
+            several.engines[name].held = False
+        assert [each.result().status for each in asking] == [200] * 3
+    several.wait(lambda: load() == 0)
+
+
+def test_ping_needs_no_key_and_fails_where_every_loaded_engine_does(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trouble() -> None:
+        raise APIError("engine_down", "the engine makes no progress")
+
+    several = Several(tmp_path, tokenizer, ServerOptions(port=0, keys=Keys.of(("k" * 32,))))
+    key = {"Authorization": "Bearer " + "k" * 32}
+    assert several.get("/ping").json == {"status": "ready"}  # nothing is loaded yet, and anything can be
+    assert several.get("/load").status == 401
+    for name in "ab":
+        assert several.post(COMPLETIONS, {"model": name, "prompt": "a", "max_tokens": 2}, key).status == 200
+    for name, status in (("a", 200), ("b", 503)):
+        monkeypatch.setattr(several.pool.models[name].dispatcher, "getting_on", trouble)
+        assert several.get("/ping").status == several.request("HEAD", "/ping").status == status
+    assert several.stop()
+
+
+def test_one_route_for_all_picks_the_model_too(several: Several) -> None:
+    for name in "ab":
+        assert several.post("/invocations", {"model": name, "prompt": "a", "max_tokens": 2}).json["model"] == name
+    assert several.post("/invocations", {"prompt": "a"}).code == "missing_field"
 
 
 def test_metrics_tell_models_apart_and_why_finds_a_request_of_any(several: Several) -> None:

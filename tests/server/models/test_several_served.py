@@ -131,6 +131,11 @@ def test_three_models_take_turns_in_memory_for_two(served: Served) -> None:
     run(served, 48, 1)
 
 
+def test_a_loaded_server_answers_its_monitors(served: Served) -> None:
+    assert served.get("/load") == (200, {"server_load": 0})
+    assert served.get("/ping") == (200, {"status": "ready"})
+
+
 @pytest.mark.slow
 def test_a_thousand_random_requests_get_their_own_models_answers(served: Served) -> None:
     run(served, 1000, 2)

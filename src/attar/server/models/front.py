@@ -133,8 +133,10 @@ class Front:
         return respond({"status": "ready"})
 
     async def load(self) -> Response:
-        """The number of requests that run or wait, of all models."""
-        return respond({"server_load": sum(model.context.traces.open for model in self._pool.models.values())})
+        """The number of requests that run or wait, of all models, those included that wait for a load."""
+        waiting = sum(len(model.waiting) for model in self._pool.scheduler.models.values())
+        running = sum(model.context.traces.open for model in self._pool.models.values())
+        return respond({"server_load": waiting + running})
 
     async def version(self) -> Response:
         """The server's version."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from attar.protocol.grammar import Grammar
 from attar.server.api.responses.custom import InputReader, ResponseCustom, TextByGrammar
 from attar.text.grammars import Vocabulary, matcher
+from attar.text.schemas import regular
 from attar.text.tokenizer import Tokenizer
 from tests.server.api.responses.test_calls import BODY, TOOLS, ask
 from tests.server.api.responses.test_routes import PATH, events, types
@@ -76,7 +77,7 @@ def test_calls_and_outputs_are_sent_back(server: Running, saying: Saying) -> Non
     saying(CALL)
     output = ask(server, **CUSTOM)["output"]
     custom = ResponseCustom(name="run", description="Runs Python.")
-    function = {"type": "function", "name": "run", "description": "Runs Python.", "parameters": custom.parameters}
+    function = {"type": "function", "name": "run", "description": "Runs Python.", "parameters": custom.arguments()[0]}
     call = {
         "type": "function_call", "call_id": output[1]["call_id"], "name": "run",
         "arguments": json.dumps({"input": CODE}, ensure_ascii=False),
@@ -151,7 +152,7 @@ def test_a_grammar_with_recursion(server: Running, saying: Saying, caller: Token
 def test_a_patch_by_the_grammar_of_codex(caller: Tokenizer, text: str, fits: bool) -> None:
     custom = ResponseCustom(name="apply_patch", format=TextByGrammar(syntax="lark", definition=PATCH))
     vocabulary = Vocabulary.of(caller, caller.vocab_size, [caller.eos_id or 0])
-    found = matcher(vocabulary, Grammar.json_schema(custom.parameters))
+    found = matcher(vocabulary, Grammar.json_schema(custom.arguments()[0]))
     said = caller.encode(json.dumps({"input": text}), add_special_tokens=False)
     assert (found.try_consume_tokens(said) == len(said) and found.is_accepting()) == fits
 
@@ -160,6 +161,21 @@ def test_a_patch_by_the_grammar_of_codex(caller: Tokenizer, text: str, fits: boo
 def test_an_input_matches_as_a_whole(caller: Tokenizer, text: str, fits: bool) -> None:
     custom = ResponseCustom(name="run", format=TextByGrammar(syntax="regex", definition=r"a|b\n+"))
     vocabulary = Vocabulary.of(caller, caller.vocab_size, [caller.eos_id or 0])
-    found = matcher(vocabulary, Grammar.json_schema(custom.parameters))
+    found = matcher(vocabulary, Grammar.json_schema(custom.arguments()[0]))
     said = caller.encode(json.dumps({"input": text}), add_special_tokens=False)
     assert (found.try_consume_tokens(said) == len(said) and found.is_accepting()) == fits
+
+
+def test_a_grammar_is_read_once(server: Running, saying: Saying, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar is read in the event loop, where a long one takes milliseconds."""
+    read, expression = [], regular.expression
+
+    def counted(text: str) -> str:
+        read.append(text)
+        return expression(text)
+
+    monkeypatch.setattr(regular, "expression", counted)
+    saying(CALL)
+    format = {"type": "grammar", "syntax": "lark", "definition": 'start: "a" | "b"'}
+    ask(server, tools=[RUN | {"format": format}])
+    assert read == [format["definition"]]

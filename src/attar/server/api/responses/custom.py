@@ -39,10 +39,9 @@ class TextByGrammar(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     syntax: Literal["regex", "lark"]
     definition: Annotated[str, Meta(min_length=1, max_length=MAX_PATTERN)]
 
-    @property
     def expression(self) -> str | None:
-        """The regular expression of the text; None for a grammar with recursion. Raises GrammarError for one that is no
-        grammar of text within JSON."""
+        """Return the regular expression of the text, or None for a grammar with recursion. Raises GrammarError for one
+        that is no grammar of text within JSON."""
         if self.syntax != "lark":
             return self.definition
         try:
@@ -60,22 +59,20 @@ class ResponseCustom(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     format: AnyText | TextByGrammar | None = None
     cache_control: Ignored = None
 
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """The schema of its arguments, as the model knows them. Raises GrammarError as `expression` does."""
+    def arguments(self) -> tuple[dict[str, Any], str | None]:
+        """Return the schema of its arguments, as the model knows them, and the grammar of its input where no regular
+        expression has its texts. Raises GrammarError as `expression` does."""
         text: dict[str, Any] = {"type": "string"}
-        if isinstance(self.format, TextByGrammar) and (pattern := self.format.expression) is not None:
-            text["pattern"] = f"^(?:{pattern})$"
-        return {
+        grammar = None
+        if isinstance(self.format, TextByGrammar):
+            if (pattern := self.format.expression()) is not None:
+                text["pattern"] = f"^(?:{pattern})$"
+            else:
+                grammar = self.format.definition
+        schema = {
             "type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False,
         }  # fmt: skip
-
-    @property
-    def grammar(self) -> str | None:
-        """The grammar of its input, where no regular expression has its texts."""
-        if not isinstance(self.format, TextByGrammar) or self.format.expression is not None:
-            return None
-        return self.format.definition
+        return schema, grammar
 
     @property
     def strict(self) -> bool:

@@ -139,7 +139,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
             raise APIError("unsupported_field", f"{where}: not supported by this server", where)
         if self.top_logprobs and not self.scored:
             raise APIError("invalid_value", f"top_logprobs: only with include = [{SCORES}]", "top_logprobs")
-        if self.toolset().use.may_call and self.ignore_eos:
+        if self.ignore_eos and self.toolset().use.may_call:
             fields.check_alone(None, ["ignore_eos"])
         schemas.check_stops(self.stop, "stop")
         schemas.check_end(self)

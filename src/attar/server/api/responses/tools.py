@@ -121,8 +121,9 @@ def read_tools(tools: Sequence[ResponseTool] | None, choice: Choice | None, para
         message = f"tools: grammars of {size} characters are more than {MAX_GRAMMARS}"
         raise APIError("invalid_length", message, "tools")
     read = tuple(
-        Tool(joined(space, each.name), each.description, _parameters(place, each), bool(each.strict), _grammar(each))
+        Tool(joined(space, each.name), each.description, schema, bool(each.strict), grammar)
         for place, space, each in found
+        for schema, grammar in (_arguments(place, each),)
     )
     made = ToolChoice(parallel=parallel is not False)
     match choice:
@@ -138,16 +139,15 @@ def read_tools(tools: Sequence[ResponseTool] | None, choice: Choice | None, para
     return Toolset(use, spaces, frozenset(each.name for _, _, each in found if isinstance(each, ResponseCustom)))
 
 
-def _parameters(place: str, tool: _Function | ResponseCustom) -> dict[str, Any] | None:
+def _arguments(place: str, tool: _Function | ResponseCustom) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the schema of a tool's arguments, and the grammar of its input where it has one. Raises APIError."""
+    if not isinstance(tool, ResponseCustom):
+        return tool.parameters, None
     try:
-        return tool.parameters
+        return tool.arguments()
     except GrammarError as error:
         where = f"{place}.format.definition"
         raise APIError("invalid_value", f"{where}: {error}", where) from error
-
-
-def _grammar(tool: _Function | ResponseCustom) -> str | None:
-    return tool.grammar if isinstance(tool, ResponseCustom) else None
 
 
 @contextlib.contextmanager
