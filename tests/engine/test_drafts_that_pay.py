@@ -86,7 +86,7 @@ def engine_of(decoder: Decoder, drafter: Model, monkeypatch: pytest.MonkeyPatch,
         drafter.now += cost(plan.tokens)
         return real(plan, *given)
 
-    made.runner.run = timed  # type: ignore[method-assign]
+    made.runner.run = timed  # type: ignore[assignment, method-assign]
     return made
 
 

@@ -6,7 +6,8 @@ chances, its survival. Of all drafts of all sequences the n with the best surviv
     (sequences + sum of the n survivals) / c(sequences + n),
 
 none included. c is neither linear nor monotone, so all n are tried. A sequence's survivals fall with depth, so the n
-best are the first few of each.
+best are the first few of each. A step of one sequence has one of a few numbers of rows (`SIZES`): each is recorded
+before it is replayed (`execution/recorded_step.py`), and the last few recordings are kept.
 
 *Costs* are medians of the last steps by number of rows, measured as they run. The first step of a size is not counted:
 it may record the step, or compile kernels for it. Between measured numbers of rows the cost
@@ -31,6 +32,7 @@ from statistics import median
 
 from attar.protocol.speculation import MAX_DRAFT_TOKENS, MAX_STEP_DRAFTS
 
+SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # rows of a step of one sequence
 SAMPLES = 9  # steps of one size whose median counts
 ROW = 0.1  # cost of a further row as a share of the first, where none is measured
 REMEASURED = 64  # steps with drafts between two without any
@@ -195,6 +197,8 @@ class Pace:
         best, taken = tokens / self.costs.of(sequences), 0
         for n, survival in enumerate(survivals, 1):
             tokens += survival
+            if sequences == 1 and 1 + n not in SIZES:
+                continue
             if (speed := tokens / (self.costs.of(sequences + n) + n * drafting)) > best:
                 best, taken = speed, n
         return best, taken
