@@ -66,10 +66,12 @@ def main() -> int:
     parser.add_argument("--llama-draft", help="its draft model, a GGUF file")
     args = parser.parse_args()
     kept = read(args) if args.out is not None and args.out.exists() else []
-    rounds = list(measured(args)) if args.rounds else []
-    if args.out is not None:
-        with args.out.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(setting(args) | each) + "\n" for each in rounds)
+    rounds = []
+    for each in measured(args) if args.rounds else ():
+        rounds.append(each)
+        if args.out is not None:  # at once: what was measured is kept where the run is broken off
+            with args.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(setting(args) | each) + "\n")
     found = figures([*kept, *rounds], args.batch)
     print(table([(name, each) for name, each in found["texts"].items()]))
     if any("llama.cpp" in each for each in found["texts"].values()):

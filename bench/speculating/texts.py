@@ -18,6 +18,7 @@ from reals.chat import conversations
 from attar.engine.llm.llm import LLM
 
 KINDS = ("code", "edit", "chat", "prose", "novel")
+CHARACTERS = 400_000  # of a text, from which prompts are taken
 LENGTH = 128  # tokens of a prompt that is prose
 EDIT = (
     "Repeat this Python code with one change: rename the function `{0}` to `{0}_checked`, wherever it occurs. Answer "
@@ -40,8 +41,10 @@ def prompts(llm: LLM, kind: str, count: int) -> list[tuple[int, ...]]:
     if kind not in KINDS:
         raise ValueError(f"there are no prompts of the kind {kind}: there are {', '.join(KINDS)}")
     text = DATA / "data" / "text" / ("novels_valid.jsonl" if kind == "novel" else "wikitext2_test.txt")
-    words = text.read_text(encoding="utf-8")[:400_000]
-    ids = llm.tokenizer.encode(json.loads(words.splitlines()[0])["text"] if kind == "novel" else words)
+    words = text.read_text(encoding="utf-8")
+    if kind == "novel":
+        words = json.loads(words.splitlines()[0])["text"]
+    ids = llm.tokenizer.encode(words[:CHARACTERS])
     if len(ids) < count * LENGTH:
         raise ValueError(f"{text} has {len(ids):,} tokens, and {count * LENGTH:,} are needed")
     apart = len(ids) // count
