@@ -21,17 +21,12 @@ from speculating.runs import CONTEXT, Run
 
 READY = 120.0  # seconds
 OFF = "off"
+NGRAMS = ("--spec-ngram-simple-size-n", "4", "--spec-ngram-simple-size-m", "12")
+SURE = ("--spec-draft-n-max", "8", "--spec-draft-p-min", "0.75")
 SETTINGS = {
-    "ngram-simple": (
-        "--spec-type",
-        "ngram-simple",
-        "--spec-ngram-simple-size-n",
-        "4",
-        "--spec-ngram-simple-size-m",
-        "12",
-    ),
-    "draft": ("--spec-draft-n-max", "3"),
-    "draft, p-min": ("--spec-draft-n-max", "8", "--spec-draft-p-min", "0.75"),
+    "ngram-simple": ("--spec-type", "ngram-simple", *NGRAMS),
+    "draft": ("--spec-type", "draft-simple", *SURE),
+    "draft and ngram-simple": ("--spec-type", "ngram-simple,draft-simple", *NGRAMS, *SURE),
 }
 
 
