@@ -46,7 +46,7 @@ from attar.protocol.request import SamplingParams
 from attar.sampling.drafters.drafter import Drafter
 
 COST_PROMPT = 192  # tokens before the rows whose costs are measured
-COST_ROUNDS = 5
+COST_ROUNDS = 3
 
 Asks = Sequence[tuple[tuple[int, ...], SamplingParams]]
 
@@ -98,8 +98,7 @@ def read(args: argparse.Namespace) -> list[dict[str, Any]]:
 def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the costs of rows, then each pair of each round."""
     llm = LLM(args.model, verify=False)
-    costs = row_costs.measure(llm.decoder, llm.decoder.lossless, COST_PROMPT, ROWS, COST_ROUNDS)
-    yield {"row_costs": costs, "load": os.getloadavg()[0]}
+    yield costs_of(llm)
     drafts = drafter(args.draft, llm.model, CONTEXT, args.batch, activations="int8g128", verify=False)
     assert drafts is not None
     count = None if args.draft_tokens == "auto" else int(args.draft_tokens)
@@ -111,6 +110,13 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             threads = torch.get_num_threads()
             peers = stack.enter_context(serving(args.llama_server, args.model, args.llama_draft, threads))
         yield from pairs(args, prompts, (off, on), drafts, peers)
+    yield costs_of(llm)
+
+
+def costs_of(llm: LLM) -> dict[str, Any]:
+    """Seconds of a step by its rows, and the machine's load."""
+    costs = row_costs.measure(llm.decoder, llm.decoder.lossless, COST_PROMPT, ROWS, COST_ROUNDS)
+    return {"row_costs": costs, "load": os.getloadavg()[0]}
 
 
 def pairs(
@@ -162,7 +168,7 @@ def asks(args: argparse.Namespace, prompts: Sequence[tuple[int, ...]], temperatu
 def figures(lines: Sequence[dict[str, Any]], batch: int) -> dict[str, Any]:
     """The figures of all rounds, by kind and temperature."""
     measured = [each["row_costs"] for each in lines if "row_costs" in each]
-    costs = RowCosts([sorted(own)[len(own) // 2] for own in zip(*measured, strict=True)])
+    costs = RowCosts(min(measured, key=lambda own: own[0]))  # the quietest
     pairs: dict[str, list[Pair]] = {}
     for each in lines:
         if "kind" in each:

@@ -43,7 +43,7 @@ START = 0.5  # share of right drafts, and its weight of one draft, before any is
 SOURCE = 1 << 10  # evidences of one source of drafts; those of another are a multiple of it more
 KINDS = 8  # of evidence, of one source
 TRIED = 0.01  # share of time that drafts take which are made to learn
-SAVED = 2.0  # seconds that may be left for such drafts, at most
+SAVED = 3.0  # seconds that may be left for such drafts, at most, and to begin with: to read a prompt takes some
 
 
 class Costs:
@@ -133,7 +133,7 @@ class Trials:
     """Seconds that may be spent on drafts which are made only to learn what drafts are worth: a share of all."""
 
     def __init__(self) -> None:
-        self._left = 0.0
+        self._left = SAVED
 
     def passed(self, seconds: float) -> None:
         """Count the seconds of a step."""
