@@ -94,10 +94,15 @@ def test_a_killed_run_resumes_to_the_same_bytes(tiny: Path, ids: Tensor, tmp_pat
     with user_error("resume_mismatch", "rate"):
         train_draft(tiny, tmp_path / "killed", ids, DraftTraining(depths=2, draft_vocab=64, rate=0.5))
     steps: list[int] = []
+    points: list[tuple[int, tuple[float, ...]]] = []
     found = train_draft(
         tiny, tmp_path / "killed", ids, OPTIONS,
         progress=lambda stage, done, total: steps.append(done) if stage == "training" else None,
+        watch=lambda tokens, shares, seconds: points.append((tokens, tuple(shares))),
     )  # fmt: skip
+    assert tuple(points) == found.curve
+    assert len(found.seconds) == len(points)
+    assert list(found.seconds) == sorted(found.seconds)
     assert steps[0] == 8
     assert (found.losses, found.curve) == (whole.losses, whole.curve)
     for name in ("model.safetensors", "config.json", "training.json"):
@@ -130,7 +135,7 @@ def test_agreement_is_the_share_of_equal_best_tokens(target: Target, ids: Tensor
     """Untrained heads of all tokens are the LM head itself: head k says at a row what the target says there."""
     learner = MedusaLearner(target, 2, None, "published")
     states = target.states(ids[:2], learner.layers)
-    best = target.best(states.of(3)).view(2, -1)
+    best = states.best.view(2, -1)
     wanted = [(int((best[:, : 31 - k] == best[:, k + 1 :]).sum()), 2 * (31 - k)) for k in range(2)]
     assert learner.agreement(ids[:2], states) == wanted
 

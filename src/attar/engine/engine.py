@@ -69,11 +69,12 @@ from attar.sampling.reasoning import ReasoningMask
 from attar.sampling.sampler import BadLogits, Mask, Sampler, distinct
 from attar.sampling.stop_strings import StopChecker
 from attar.sampling.verify import Drawn, confirmed
+from attar.scheduling.admission import Refused
 from attar.scheduling.block_journal import BlockJournal
 from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.image_ids import ImageIds
 from attar.scheduling.prefix_cache import PrefixCache
-from attar.scheduling.scheduler import Refused, Scheduler
+from attar.scheduling.scheduler import Scheduler
 from attar.scheduling.sequence import Sequence as Tokens
 from attar.scheduling.sliding import SlidingBlocks
 from attar.scheduling.step_plan import Outcome, StepPlan

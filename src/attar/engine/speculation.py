@@ -138,6 +138,11 @@ class Speculation:
     def __post_init__(self) -> None:
         self.gains = DraftGains(self.pace.costs)
 
+    @property
+    def draft_cost(self) -> float:
+        """The median seconds of a draft lately, of drafters whose drafts cost something; 0 where none was made."""
+        return median(self._drafting) if self._drafting else 0.0
+
     def propose(self, choices: Iterable[Choice]) -> None:
         """Set the drafts of each decoding choice's sequence; none where they do not pay."""
         choices = list(choices)
@@ -245,7 +250,7 @@ class Speculation:
     def _affordable(self, asked: list[DraftRequest]) -> list[DraftRequest]:
         """Return the requests for which drafts pay, each with the number that does, and those for which some are made
         to learn."""
-        drafting = median(self._drafting) if self._drafting else 0.0
+        drafting = self.draft_cost
         matched = self._matched(asked, drafting)
         found = [request for request in matched.values() if request.limit]
         asked = [request for request in asked if request.sequence not in matched]
@@ -349,7 +354,7 @@ class Speculation:
         if not unread:
             self._drafting.append(seconds / made)
         elif self._drafting and unread > MAX_DRAFT_TOKENS:
-            self._reading.append(max(0.0, seconds - made * median(self._drafting)) / unread)
+            self._reading.append(max(0.0, seconds - made * self.draft_cost) / unread)
 
     def _checked(self, draft: Draft, request: DraftRequest) -> Draft:
         """Return a draft up to its first token that is no token, and nothing of what is no tree."""

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 SINKS = 4  # first tokens, which Expected Attention keeps
+LEAST = 0.75  # share of weight: a head whose chosen keys hold less keeps the newest ones instead
+ROWS = 32  # last rows of a prompt whose weights say so
 POOL = 7  # neighbours that share the greatest score among them: what follows a match stays beside it
 
 
@@ -25,16 +27,23 @@ def weights(q: Tensor, keys: Tensor, scale: float, soft_cap: float | None = None
     return found
 
 
+def shares(q: Tensor, keys: Tensor, scale: float, soft_cap: float | None = None) -> Tensor:
+    """Return the shares [G, N] of the weight that each key has, of the last rows and a head's queries together."""
+    return weights(q, keys, scale, soft_cap).mean((1, 2))
+
+
 def snapkv(q: Tensor, keys: Tensor, budget: int, scale: float, soft_cap: float | None = None) -> Tensor:
     """Choose the `budget` keys that SnapKV keeps, int64 [G, budget], ascending in each head.
 
     q: queries [w, H, D] of the prompt's last rows; keys: [N, G, D], of the whole prompt. These rows' keys stay. Of the
     others those stay that the rows weigh most: weights are summed over rows and the queries of a key-value head, and
-    each key takes the greatest sum among its `POOL` neighbours. Of equal ones the first stays.
+    each key takes the greatest sum among its `POOL` neighbours. Of equal ones the first stays. A diffuse head, whose
+    rows spread their weight over more keys than the budget has, keeps the first and the newest.
     """
     rows = len(q)
-    sums = weights(q, keys, scale, soft_cap).sum((1, 2))[:, :-rows]
-    return _with_last(functional.max_pool1d(sums, POOL, 1, POOL // 2), budget, rows)
+    each = shares(q, keys, scale, soft_cap)
+    kept = _with_last(functional.max_pool1d(each[:, :-rows], POOL, 1, POOL // 2), budget, rows)
+    return _or_newest(kept, each)
 
 
 def h2o(sums: Tensor, budget: int) -> Tensor:
@@ -47,15 +56,25 @@ def h2o(sums: Tensor, budget: int) -> Tensor:
     return _with_last(sums[:, : sums.shape[1] - newest], budget, newest)
 
 
-def expected(
-    queries: Tensor, keys: Tensor, values: Tensor, turn: tuple[Tensor, Tensor], budget: int, scale: float
-) -> Tensor:
+def expected(scores: Tensor, each: Tensor, budget: int) -> Tensor:
     """Choose the `budget` keys that Expected Attention keeps, int64 [G, budget], ascending in each head.
+
+    scores: `expected_scores` [G, N]; `each`: `shares` of the last rows. The first `SINKS` stay, and the newest quarter,
+    because the mean turn of so many positions tells no near key from a far one. Of equal ones the first stays. A
+    diffuse head keeps what it does in `snapkv`.
+    """
+    newest = budget // 4
+    early = scores[:, : scores.shape[1] - newest].clone()
+    early[:, :SINKS] = torch.inf
+    return _or_newest(_with_last(early, budget, newest), each)
+
+
+def expected_scores(queries: Tensor, keys: Tensor, values: Tensor, turn: tuple[Tensor, Tensor], scale: float) -> Tensor:
+    """Return the scores [G, N] of keys by Expected Attention.
 
     queries: [w, H, D] of a prompt's rows, before rotation; keys and values: [N, G, D]; `turn`: means of cos and sin
     [R / 2] over the positions to come. Queries are taken for Gaussian. A key's score is the mean weight that it then
-    gets from the queries of its head, times the length of its value. The first `SINKS` stay. Of equal ones the first
-    stays.
+    gets from the queries of its head, times the length of its value.
     """
     heads, size = keys.shape[1:]
     future = _rotated(torch.eye(size), *turn)  # row vectors: x @ future is x turned
@@ -66,9 +85,8 @@ def expected(
     covariance = spread.transpose(2, 3) @ spread / (len(queries) - 1)  # [G, H / G, D, D]
     variance = ((k[:, None] @ covariance) * k[:, None]).sum(-1)
     scores = scale * (k[:, None] @ mean[..., None])[..., 0] + scale**2 / 2 * variance
-    found = scores.softmax(-1).mean(1) * values.float().norm(dim=-1).T
-    found[:, :SINKS] = torch.inf
-    return _with_last(found, budget, 0)
+    found: Tensor = scores.softmax(-1).mean(1) * values.float().norm(dim=-1).T
+    return found
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -76,6 +94,18 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turned = 2 * len(cos)
     a, b = x[:, :turned].chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin, x[:, turned:]), -1)
+
+
+def _or_newest(kept: Tensor, each: Tensor) -> Tensor:
+    """Return the indices `kept` [G, budget], in heads where these keys hold most of the weight by its shares [G, N].
+
+    Others get the first and the newest. A sum over most keys is hardly changed by which of them it is over, and much by
+    taking only the greatest: their weights then stand for all the others'.
+    """
+    (heads, budget), count = kept.shape, each.shape[1]
+    sinks = min(SINKS, budget)
+    newest = torch.cat((torch.arange(sinks), torch.arange(count - budget + sinks, count)))
+    return torch.where((each.gather(1, kept).sum(1) < LEAST)[:, None], newest.expand(heads, -1), kept)
 
 
 def _with_last(scores: Tensor, budget: int, last: int) -> Tensor:
