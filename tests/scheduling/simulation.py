@@ -300,13 +300,14 @@ class Simulation:
         deadline = self.now + rng.uniform(0, 8) if rng.random() < 0.15 else None
         cache_salt, priority = rng.choice([b"", b"", b"", b"a", b"b"]), rng.choice([0, 0, 0, 1, -1])
         bypass, longest = rng.random() < 0.1, rng.choice([0, 1, 6, 15, 25, 40])
-        eviction = self.eviction()
+        eviction, images = self.eviction(), self.spans(prompt)
+        eviction = None if images else eviction  # the engine refuses both in one request
         choices = []
         for i in range(rng.choice([1, 1, 1, 2, 3])):
             sequence = Sequence(
                 id=f"{self.requests}.{i}", prompt_ids=prompt, max_tokens=longest, priority=priority,
                 deadline=deadline, cache_salt=cache_salt, bypass=bypass and i == 0, horizons=self.horizons,
-                eviction=eviction, images=self.spans(prompt),
+                eviction=eviction, images=images if i == 0 else self.spans(prompt),
             )  # fmt: skip
             choices.append(Asked(sequence, rng.getrandbits(32), list(prompt), self.whole, self.prefill))
         self.requests += 1

@@ -50,6 +50,7 @@ from attar.plan.sliding import window_of
 from attar.protocol.block_digests import packed
 from attar.protocol.messages import CachedBlocks, Embed, Event, Stats, StepTimes, Submit
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
+from attar.sampling.drafters.drafter import TrialReader
 from attar.sampling.drafters.first_of import reader_of
 from attar.sampling.drafters.forced import ForcedDrafter
 from attar.sampling.pace import Pace
@@ -127,6 +128,7 @@ class Engine:
         self.speculation: Speculation | None = None
         if config.drafter is not None:
             config.drafter.reset()
+            self.launcher.draws_all = isinstance(config.drafter, TrialReader)
             if (reader := reader_of(config.drafter)) is not None:
                 self.runner.kind.keep = reader.layers
         forces = limits.max_drafts > 0 and tokenizer is not None and not self.overlaps
