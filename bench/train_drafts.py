@@ -33,8 +33,8 @@ from attar.drafting.run import Learner, Optimizer
 from attar.drafting.small import SmallLearner
 from attar.drafting.target import States, Target, frequent
 
-LENGTH, SEQUENCES, POINTS = 512, 2, 6
-HELD = 6  # sequences of each held-out text
+LENGTH, SEQUENCES, POINTS = 512, 2, 4
+HELD = 4  # sequences of each held-out text
 PROBED = 3  # steps whose times choose the number of sequences
 
 
