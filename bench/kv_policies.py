@@ -5,10 +5,10 @@
 One document is computed once. Each method then keeps as many of its keys in every layer and key-value head, and the
 figure is that of 64 rows that follow, teacher-forced: the text simply goes on. Beside the policies of `--kv-eviction`
 stand variants of SnapKV (`snapkv/WINDOW/POOL`), its ranking with the newest quarter of the budget kept
-(`snapkv+recent`), with diffuse layers that keep the newest instead (`snapkv+diffuse`), with heads that keep the
-newest where what they would keep holds less than some share of weight (`SHARE held`), and the first 4 and newest keys
-in their own positions (`newest`). A layer is diffuse where 0.9 of the weight of its last rows takes more than half of
-the keys. Caches are float32, so that what the figures show is the choice alone. `--json` adds a line to a file.
+(`snapkv+recent`), with diffuse layers that keep the newest instead (`snapkv+diffuse`), with diffuse heads as eviction
+has them, by other shares of weight (`SHARE held`), and the first 4 and newest keys in their own positions (`newest`). A
+layer is diffuse where 0.9 of the weight of its last rows takes more than half of the keys. Caches are float32, so that
+what the figures show is the choice alone. `--json` adds a line to a file.
 """
 
 from __future__ import annotations
@@ -83,9 +83,13 @@ def held(layer: Layer, kept: Tensor) -> Tensor:
     return weights.gather(1, kept).sum(1)
 
 
-def or_newest(layer: Layer, kept: Tensor, least: float) -> Tensor:
-    """The kept keys, or the newest where a head's kept ones hold less than this share of weight."""
-    return torch.where((held(layer, kept) < least)[:, None], newest(layer, kept.shape[1]), kept)
+def settled(layer: Layer, kept: Tensor, least: float) -> Tensor:
+    """The kept keys, and in diffuse heads, whose kept ones hold less than `least` of weight, those of eviction."""
+    usual, ranking.LEAST = ranking.LEAST, least
+    try:
+        return ranking._settled(kept, ranking.Seen.by(layer.queries[-ranking.ROWS :], layer.keys, layer.scale))
+    finally:
+        ranking.LEAST = usual
 
 
 def newest(layer: Layer, kept: int) -> Tensor:
@@ -130,11 +134,11 @@ def choices(subject: Subject, layers: list[Layer], kept: int) -> Iterator[tuple[
     mixed = [newest(each, kept) if diffuse(each) else snapkv(each, kept, 32, "max7", 32) for each in layers]
     yield "snapkv+diffuse", mixed
     for least in (0.7, 0.8, 0.9, 0.95):
-        own = [or_newest(each, snapkv(each, kept, 32, "max7", 32), least) for each in layers]
+        own = [settled(each, snapkv(each, kept, 32, "max7", 32), least) for each in layers]
         yield f"snapkv, {least} held", own
-    own = [or_newest(each, snapkv(each, kept, 32, "max7", kept // 4), 0.9) for each in layers]
+    own = [settled(each, snapkv(each, kept, 32, "max7", kept // 4), 0.9) for each in layers]
     yield "snapkv+recent, 0.9 held", own
-    own = [or_newest(each, snapkv(each, kept, 32, "max1", 32), 0.9) for each in layers]
+    own = [settled(each, snapkv(each, kept, 32, "max1", 32), 0.9) for each in layers]
     yield "snapkv/32/max1, 0.9 held", own
     yield "h2o", [ranking.h2o(each.sums, kept) for each in layers]
     yield "expected", [expected(subject, i, each, kept) for i, each in enumerate(layers)]
@@ -142,9 +146,9 @@ def choices(subject: Subject, layers: list[Layer], kept: int) -> Iterator[tuple[
     yield "expected+recent", recents
     yield "expected+half", [expected(subject, i, each, kept, kept // 2) for i, each in enumerate(layers)]
     for least in (0.7, 0.8):
-        own = [or_newest(each, one, least) for each, one in zip(layers, recents, strict=True)]
+        own = [settled(each, one, least) for each, one in zip(layers, recents, strict=True)]
         yield f"expected+recent, {least} held", own
-    yield "h2o, 0.9 held", [or_newest(each, ranking.h2o(each.sums, kept), 0.9) for each in layers]
+    yield "h2o, 0.9 held", [settled(each, ranking.h2o(each.sums, kept), 0.9) for each in layers]
 
 
 def compacted(subject: Subject, layers: list[Layer], kept: list[Tensor], room: int) -> KVCache:

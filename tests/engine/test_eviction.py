@@ -27,6 +27,7 @@ from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from tests.engine.conftest import CONTEXT, ROOM, Answers, answers, make_engine, run, run_as_they_come
 from tests.errors import user_error
+from tests.kv.test_eviction import kept_when_diffuse
 
 SINK = Eviction.parse("sink:4+124")
 SNAP = Eviction("snapkv", 64)  # smaller than one that may be asked for
@@ -182,6 +183,7 @@ def published_snapkv(decoder: Decoder, ids: list[int], prompt: int, budget: int,
     heads keep the first and newest. `heads` takes whether each is diffuse."""
     cached = [([], []) for _ in decoder.blocks]  # keys [D] and values [D] of each head, at their own angles
     seen = [torch.zeros(0) for _ in decoder.blocks]  # sums [G, prompt] of the last rows' weights
+    peaks = [torch.zeros(0) for _ in decoder.blocks]  # the greatest of them
     found = []
     for at, token in enumerate(ids):
         stream, delta = decoder.embedding.forward(torch.tensor([token]), torch.tensor([at])), None
@@ -193,7 +195,7 @@ def published_snapkv(decoder: Decoder, ids: list[int], prompt: int, budget: int,
             if not keys:
                 keys += [[] for _ in range(form.kv_heads)]
                 values += [[] for _ in range(form.kv_heads)]
-                seen[i] = torch.zeros(form.kv_heads, prompt)
+                seen[i], peaks[i] = torch.zeros(form.kv_heads, prompt), torch.zeros(form.kv_heads, prompt)
             if at == prompt:
                 for g in range(form.kv_heads):
                     early = seen[i][g, : prompt - 32].tolist()
@@ -203,7 +205,7 @@ def published_snapkv(decoder: Decoder, ids: list[int], prompt: int, budget: int,
                     diffuse = float(seen[i][g, kept].sum()) < ranking.LEAST * float(seen[i][g].sum())
                     heads.add(diffuse)
                     if diffuse:
-                        kept = [*range(ranking.SINKS), *range(prompt - budget + ranking.SINKS, prompt)]
+                        kept = kept_when_diffuse(seen[i][g].tolist(), peaks[i][g].tolist(), budget)
                     keys[g], values[g] = [keys[g][n] for n in kept], [values[g][n] for n in kept]
             mixed = []
             for head in range(form.heads):
@@ -214,6 +216,7 @@ def published_snapkv(decoder: Decoder, ids: list[int], prompt: int, budget: int,
                 mixed.append(weights @ torch.stack(values[g]))
                 if prompt - 32 <= at < prompt:
                     seen[i][g, : at + 1] += weights
+                    peaks[i][g, : at + 1] = torch.maximum(peaks[i][g, : at + 1], weights)
             stream, x = ops.norm(stream, ops.linear(torch.cat(mixed)[None], (one.output,)), block.feed_forward_norm)
             delta = block.feed_forward.forward(x)
         found.append(decoder.logits(stream, delta))

@@ -97,15 +97,18 @@ def test_in_much_memory_all_that_may_run_together_do(limits: SchedulerConfig) ->
     assert admitted(made, limits, 511) == (limits.together, limits.together * 511)
 
 
-@pytest.mark.parametrize("preset", [None, "latency"])
+@pytest.mark.parametrize("preset, dropping", [(None, ()), ("latency", ()), (None, ("sink:4+508",))])
 @pytest.mark.parametrize("left", [20 * GB, 5 * GB])
-def test_a_plan_says_what_a_server_will(left: int, preset: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_says_what_a_server_will(
+    left: int, preset: str | None, dropping: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the same container, with the same options."""
     monkeypatch.setattr(machine, "examine", lambda: machine.Machine({"left in control group (v2)": left}, 2))
-    settings = Settings("model", "socket", context=2048, preset=preset)
+    settings = Settings("model", "socket", context=2048, preset=preset, kv_eviction=dropping)
     server = fit(settings, deployment(settings, CONFIG, Storage()), settings.limits(), 2)
     asked = "plan --shape llama-3.2-1b --context 2048 --users 2 --kv float32 --bandwidth 20GB --json"
     asked += f" --preset {preset}" if preset else ""
+    asked += "".join(f" --kv-eviction {each}" for each in dropping)
     plan = json.loads(CliRunner().invoke(app, asked.split()).stdout.splitlines()[-1])
     row = plan["rows"][0]
     assert plan["memory_source"] == "left in control group (v2)"

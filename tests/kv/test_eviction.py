@@ -125,6 +125,20 @@ def test_sinks_turn_with_their_new_place(kind: str) -> None:
     assert torch.equal(moving.read(pages, [2], 64)[0], found)
 
 
+def around(x: list[float]) -> list[float]:
+    """The greatest of each one's neighbours."""
+    return [max(x[max(0, n - ranking.POOL // 2) : n + ranking.POOL // 2 + 1]) for n in range(len(x))]
+
+
+def kept_when_diffuse(sums: list[float], peaks: list[float], budget: int) -> list[int]:
+    """The keys that a diffuse head keeps: the first, then those near a peak by their sums, then the newest."""
+    peak, weight = around(peaks), around(sums)
+    first = list(range(ranking.SINKS))
+    high = [n for n in range(ranking.SINKS, len(sums)) if peak[n] >= ranking.PEAK]
+    rest = [n for n in reversed(range(ranking.SINKS, len(sums))) if peak[n] < ranking.PEAK]
+    return sorted([*first, *sorted(high, key=lambda n: (-weight[n], n)), *rest][:budget])
+
+
 @given(
     seed=st.integers(0, 1000), count=st.integers(9, 60), group=st.integers(1, 3), rows=st.integers(1, 6),
     cap=st.sampled_from([None, 5.0]),
@@ -137,7 +151,7 @@ def test_snapkv_keeps_what_sums_one_by_one_say(seed: int, count: int, group: int
     assert kept.shape == (HEADS, budget)
     assert (kept.diff() > 0).all()
     for g in range(HEADS):
-        sums = [0.0] * count
+        sums, peaks = [0.0] * count, [0.0] * count
         for row in range(rows):
             for head in range(g * group, (g + 1) * group):
                 scores = [0.5 * float(q[row, head] @ keys[n, g]) for n in range(count - rows + row + 1)]
@@ -145,14 +159,15 @@ def test_snapkv_keeps_what_sums_one_by_one_say(seed: int, count: int, group: int
                 total = sum(map(math.exp, scores))
                 for n, score in enumerate(scores):
                     sums[n] += math.exp(score) / total
+                    peaks[n] = max(peaks[n], math.exp(score) / total)
         early = sums[: count - rows]
-        pooled = [max(early[max(0, n - ranking.POOL // 2) : n + ranking.POOL // 2 + 1]) for n in range(len(early))]
+        pooled = around(early)
         best = sorted(range(len(early)), key=lambda n, of=pooled: (-of[n], n))[: budget - rows]
         held = (sum(sums) - sum(early[n] for n in range(len(early)) if n not in best)) / (rows * group)
         assume(abs(held - ranking.LEAST) > ROUNDING)
+        assume(all(abs(peak - ranking.PEAK) > ULPS for peak in peaks))
         if held < ranking.LEAST:
-            first = min(ranking.SINKS, budget)
-            assert kept[g].tolist() == [*range(first), *range(count - budget + first, count)]
+            assert kept[g].tolist() == kept_when_diffuse(sums, peaks, budget)
             continue
         lost = set(range(count)) - set(kept[g].tolist())
         assert lost <= set(range(count - rows))
@@ -183,12 +198,15 @@ def test_expected_attention_ranks_by_the_mean_weight_of_gaussian_queries() -> No
 def test_expected_attention_keeps_the_first_the_newest_and_the_best() -> None:
     scores, even = torch.tensor([[0.0, 0, 0, 0, 5, 1, 9, 2, 0, 0]]), torch.full((1, 10), 0.1)
     held = torch.zeros(1, 10).index_fill(1, torch.tensor([4, 6]), 0.5)  # by keys that are kept
-    assert ranking.expected(scores, held, 8).tolist() == [[0, 1, 2, 3, 4, 6, 8, 9]]
-    assert ranking.expected(scores, even, 6).tolist() == [[0, 1, 2, 3, 8, 9]], "a diffuse head"
+    assert ranking.expected(scores, ranking.Seen(held, even), 8).tolist() == [[0, 1, 2, 3, 4, 6, 8, 9]]
+    assert ranking.expected(scores, ranking.Seen(even, 0.9 * even), 6).tolist() == [[0, 1, 2, 3, 8, 9]], "diffuse"
 
 
-@pytest.mark.parametrize("share, kept", [(0.9, [0, 4, 5, 6, 7]), (0.3, [0, 1, 2, 3, 7])])
-def test_a_diffuse_head_keeps_the_first_and_the_newest(share: float, kept: list[int]) -> None:
-    each = torch.full((1, 8), (1 - share) / 7).index_fill(1, torch.tensor([5]), share)
-    own = torch.tensor([[0, 4, 5, 6, 7]])
-    assert ranking._or_newest(own, each).tolist() == [kept]
+def test_a_diffuse_head_keeps_what_one_row_looks_up() -> None:
+    """A question's row finds its key; the rows before it look at everything alike."""
+    made = torch.Generator().manual_seed(3)
+    keys = torch.randn(400, 1, 16, generator=made)
+    q = 0.1 * torch.randn(8, 1, 16, generator=made)
+    q[-1] = 10 * keys[123]
+    (kept,) = ranking.snapkv(q, keys, 40, 1.0).tolist()
+    assert kept == [0, 1, 2, 3, *range(120, 127), *range(400 - 29, 400)]

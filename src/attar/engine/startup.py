@@ -376,8 +376,8 @@ def draft_bytes(settings: Settings, limits: SchedulerConfig, threads: int, conte
 
 def deployment(settings: Settings, config: ModelConfig, storage: Storage) -> Deployment:
     """Return the deployment of a model by settings. Raises ValueError for an unknown KV scheme."""
-    share = Share(0, settings.tp, settings.pp)
-    return Deployment(config, storage, kv_scheme(settings), share, sparse=sparse(settings))
+    share, dropping = Share(0, settings.tp, settings.pp), next(iter(evictions(settings)), None)
+    return Deployment(config, storage, kv_scheme(settings), share, sparse=sparse(settings), eviction=dropping)
 
 
 def sparse(settings: Settings) -> SparseAttention | None:

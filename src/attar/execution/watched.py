@@ -124,9 +124,9 @@ class Watched:
                 kept = ranking.snapkv(queries, keys, eviction.budget, form.scale, form.soft_cap)
             else:
                 before, turn = _turned_back(queries, one.rope, sequence, eviction, context)
-                shares = ranking.shares(queries[-ranking.ROWS :], keys, form.scale, form.soft_cap)
+                last = ranking.Seen.by(queries[-ranking.ROWS :], keys, form.scale, form.soft_cap)
                 scores = ranking.expected_scores(before, keys, values, turn, form.scale)
-                kept = ranking.expected(scores, shares, eviction.budget)
+                kept = ranking.expected(scores, last, eviction.budget)
             moving.keep(pages, evicted.sources, evicted.targets, kept)
 
 

@@ -99,6 +99,11 @@ class Eviction:
             return context if prompt <= self.budget else self.budget + max(prompt, context - prompt)
         return min(context, self.budget + BLOCK)
 
+    def longest_in(self, slots: int) -> int:
+        """Return the tokens of the longest prompt whose sequence holds no more than so many slots; 0: no prompt that a
+        policy drops keys of."""
+        return max(0, slots - self.budget) if self.once else slots
+
     def slots_read(self, context: int) -> int:
         """Return the most slots that a row reads behind `context` tokens, if they are a prompt."""
         return min(context, self.budget)

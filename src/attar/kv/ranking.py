@@ -5,12 +5,15 @@ Legend: N keys, w watched rows, H query heads, G key-value heads, D head size.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-SINKS = 4  # first tokens, which Expected Attention keeps
-LEAST = 0.75  # share of weight: a head whose chosen keys hold less keeps the newest ones instead
+SINKS = 4  # first tokens, which Expected Attention and diffuse heads keep
+LEAST = 0.75  # share of weight: a head is diffuse whose chosen keys hold less
+PEAK = 0.1  # weight that a single row gives a key which a diffuse head keeps
 ROWS = 32  # last rows of a prompt whose weights say so
 POOL = 7  # neighbours that share the greatest score among them: what follows a match stays beside it
 
@@ -27,9 +30,20 @@ def weights(q: Tensor, keys: Tensor, scale: float, soft_cap: float | None = None
     return found
 
 
-def shares(q: Tensor, keys: Tensor, scale: float, soft_cap: float | None = None) -> Tensor:
-    """Return the shares [G, N] of the weight that each key has, of the last rows and a head's queries together."""
-    return weights(q, keys, scale, soft_cap).mean((1, 2))
+class Seen(NamedTuple):
+    """What the last rows of a prompt weigh in each key-value head, all float32 [G, N].
+
+    shares: of their weight together. peaks: the greatest weight of a row.
+    """
+
+    shares: Tensor
+    peaks: Tensor
+
+    @classmethod
+    def by(cls, q: Tensor, keys: Tensor, scale: float, soft_cap: float | None = None) -> Seen:
+        """Take the weights of the last rows' queries [w, H, D] over keys [N, G, D]."""
+        found = weights(q, keys, scale, soft_cap)
+        return cls(found.mean((1, 2)), found.amax((1, 2)))
 
 
 def snapkv(q: Tensor, keys: Tensor, budget: int, scale: float, soft_cap: float | None = None) -> Tensor:
@@ -37,13 +51,12 @@ def snapkv(q: Tensor, keys: Tensor, budget: int, scale: float, soft_cap: float |
 
     q: queries [w, H, D] of the prompt's last rows; keys: [N, G, D], of the whole prompt. These rows' keys stay. Of the
     others those stay that the rows weigh most: weights are summed over rows and the queries of a key-value head, and
-    each key takes the greatest sum among its `POOL` neighbours. Of equal ones the first stays. A diffuse head, whose
-    rows spread their weight over more keys than the budget has, keeps the first and the newest.
+    each key takes the greatest sum among its `POOL` neighbours. Of equal ones the first stays. Diffuse heads keep what
+    `_settled` says.
     """
     rows = len(q)
-    each = shares(q, keys, scale, soft_cap)
-    kept = _with_last(functional.max_pool1d(each[:, :-rows], POOL, 1, POOL // 2), budget, rows)
-    return _or_newest(kept, each)
+    seen = Seen.by(q, keys, scale, soft_cap)
+    return _settled(_with_last(_pooled(seen.shares[:, :-rows]), budget, rows), seen)
 
 
 def h2o(sums: Tensor, budget: int) -> Tensor:
@@ -56,17 +69,17 @@ def h2o(sums: Tensor, budget: int) -> Tensor:
     return _with_last(sums[:, : sums.shape[1] - newest], budget, newest)
 
 
-def expected(scores: Tensor, each: Tensor, budget: int) -> Tensor:
+def expected(scores: Tensor, seen: Seen, budget: int) -> Tensor:
     """Choose the `budget` keys that Expected Attention keeps, int64 [G, budget], ascending in each head.
 
-    scores: `expected_scores` [G, N]; `each`: `shares` of the last rows. The first `SINKS` stay, and the newest quarter,
-    because the mean turn of so many positions tells no near key from a far one. Of equal ones the first stays. A
-    diffuse head keeps what it does in `snapkv`.
+    scores: `expected_scores` [G, N]; seen: what the last rows weigh. The first `SINKS` stay, and the newest quarter,
+    because the mean turn of so many positions tells no near key from a far one. Of equal ones the first stays. Diffuse
+    heads keep what `_settled` says.
     """
     newest = budget // 4
     early = scores[:, : scores.shape[1] - newest].clone()
     early[:, :SINKS] = torch.inf
-    return _or_newest(_with_last(early, budget, newest), each)
+    return _settled(_with_last(early, budget, newest), seen)
 
 
 def expected_scores(queries: Tensor, keys: Tensor, values: Tensor, turn: tuple[Tensor, Tensor], scale: float) -> Tensor:
@@ -96,16 +109,24 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin, x[:, turned:]), -1)
 
 
-def _or_newest(kept: Tensor, each: Tensor) -> Tensor:
-    """Return the indices `kept` [G, budget], in heads where these keys hold most of the weight by its shares [G, N].
+def _settled(kept: Tensor, seen: Seen) -> Tensor:
+    """Return the indices `kept` [G, budget] of heads in which these keys hold most of the weight, and others elsewhere.
 
-    Others get the first and the newest. A sum over most keys is hardly changed by which of them it is over, and much by
-    taking only the greatest: their weights then stand for all the others'.
+    A head is diffuse whose rows spread their weight over many more keys. Its sum is hardly changed by which keys it is
+    over, and much by taking the greatest weights alone: these would stand for all the others'. Such a head keeps the
+    first `SINKS`, keys that a single row weighs much, with their neighbours, and the newest.
     """
-    (heads, budget), count = kept.shape, each.shape[1]
-    sinks = min(SINKS, budget)
-    newest = torch.cat((torch.arange(sinks), torch.arange(count - budget + sinks, count)))
-    return torch.where((each.gather(1, kept).sum(1) < LEAST)[:, None], newest.expand(heads, -1), kept)
+    count = seen.shares.shape[1]
+    ranks = torch.arange(count) / count
+    ranks = torch.where(_pooled(seen.peaks) >= PEAK, 1 + _pooled(seen.shares), ranks)
+    ranks[:, :SINKS] = torch.inf
+    diffuse = seen.shares.gather(1, kept).sum(1, keepdim=True) < LEAST
+    return torch.where(diffuse, _with_last(ranks, kept.shape[1], 0), kept)
+
+
+def _pooled(x: Tensor) -> Tensor:
+    """Return the greatest among the `POOL` neighbours of each of x [G, N]."""
+    return functional.max_pool1d(x, POOL, 1, POOL // 2)
 
 
 def _with_last(scores: Tensor, budget: int, last: int) -> Tensor:

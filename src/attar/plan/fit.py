@@ -278,7 +278,8 @@ def start(
     `ROOM` times what `limits.sequences` full requests need to run together.
 
     Where no `context` is given and the cache holds less than one request of the model's, the context becomes what the
-    cache holds. Raises ValueError as `fit` and `longest`; `require` reports what does not fit.
+    cache holds, less what a policy keeps of a prompt beside it. Raises ValueError as `fit` and `longest`; `require`
+    reports what does not fit.
     """
     most = longest(deployment.config, context)
     found = fit(deployment, memory, most, cache, limits, adapters=adapters)
@@ -286,9 +287,10 @@ def start(
     most_blocks = useful(limits.sequences, found.blocks_each, limits.headroom)
     if cache.max_tokens is None and found.blocks > most_blocks:
         found = fit(deployment, memory, most, replace(cache, max_tokens=most_blocks * BLOCK), limits, adapters=adapters)
-    if context is None and 0 < found.tokens < most:
-        kept = replace(cache, max_tokens=found.tokens)
-        found = fit(deployment, memory, found.tokens, kept, limits, adapters=adapters)
+    if context is None and 0 < found.blocks < found.blocks_each:
+        kept, dropping = replace(cache, max_tokens=found.tokens), deployment.eviction
+        length = found.tokens if dropping is None else dropping.longest_in(found.tokens) or found.tokens
+        found = fit(deployment, memory, min(length, most), kept, limits, adapters=adapters)
     return replace(found, kept_by=kept_by)
 
 
