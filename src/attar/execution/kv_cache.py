@@ -26,7 +26,6 @@ from attar.kv.schemes import LENGTH, RANDOM, WRITTEN, KvScheme
 from attar.kv.sparse import SparseAttention
 from attar.model import kv_basis, kvquant_calibration, sparse_layers
 from attar.model.cache import BLOCK, KVCache
-from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.parallel import SplitDecoder
 from attar.model.sparse_layers import SparseLayers
@@ -142,13 +141,8 @@ def check_eviction(decoder: Decoder, scheme: KvScheme, eviction: Eviction, conte
     """Raise ValueError where KV eviction does not go with a model, its device and processes, or a cache's scheme."""
     processes = decoder.split.share.count if isinstance(decoder, SplitDecoder) else 1
     eviction.check(scheme, decoder.device.type, processes)
-    eviction.check_model(*against_eviction(decoder.config), context)
-
-
-def against_eviction(config: ModelConfig) -> tuple[tuple[int | None, ...], int, bool]:
-    """Return what of a model may stand against eviction, as `Eviction.check_model` takes it."""
-    grows = any(rope is not None and rope.grows for rope in config.ropes)
-    return config.windows, config.learned_positions, grows
+    config = decoder.config
+    eviction.check_model(config.windows, config.learned_positions, config.angles_grow, context)
 
 
 def sparse_layers_of(decoder: Decoder, settings: SparseAttention, progress: Progress | None = None) -> SparseLayers:
