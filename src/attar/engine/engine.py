@@ -60,7 +60,7 @@ from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import IMAGE_CACHE
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
-from attar.sampling.drafters.drafter import Drafter
+from attar.sampling.drafters.drafter import Drafter, TrialReader
 from attar.sampling.drafters.first_of import reader_of
 from attar.sampling.drafters.forced import ForcedDrafter
 from attar.sampling.masks import AllowedMask, GrammarMasks
@@ -183,6 +183,7 @@ class Engine:
         self.speculation: Speculation | None = None
         if config.drafter is not None:
             config.drafter.reset()
+            self.launcher.draws_all = isinstance(config.drafter, TrialReader)
             if (reader := reader_of(config.drafter)) is not None:
                 self.runner.keep = reader.layers
         forces = limits.max_drafts > 0 and tokenizer is not None and not self.overlaps
