@@ -275,7 +275,7 @@ def _largest_allowed(logits: Tensor, samplers: Sequence[Sampler]) -> list[Sample
         if sampler.mask is None:
             continue
         allowed = sampler.mask.allowed(sampler.ahead)
-        if math.isfinite(tops[i]) and int(allowed[tokens[i] // 32]) >> tokens[i] % 32 & 1:
+        if int(allowed[tokens[i] // 32]) >> tokens[i] % 32 & 1:
             continue
         row = logits[i : i + 1].to(torch.float64, copy=True)
         ops.mask(row, *sent(row.device, torch.tensor([0]), allowed[None]))
