@@ -130,7 +130,8 @@ soak-schemas: $(VENV)/.installed-dev
 
 # This takes some forty minutes on one core. A schedule that fails is run again by TEST_SPECULATION_FIRST and a count of one.
 soak-speculation: $(VENV)/.installed-dev
-	@TEST_SPECULATION_SEEDS=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q tests/engine/test_speculation_schedules.py
+	@TEST_SPECULATION_SEEDS=2000 TEST_DRAFT_REQUESTS=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q \
+	  tests/engine/test_speculation_schedules.py tests/sampling/drafters/test_leaks.py
 
 sanitize: $(VENV)/.installed-dev
 	@tools/sanitize.sh

@@ -39,7 +39,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, help="of a program; default: as many as there are cores")
     parser.add_argument("--tokens", type=int, default=4096, help="of each text that arithmetic is scored on")
+    parser.add_argument("--samples", type=int, help="calibration sequences of a compression; default: the table's own")
+    parser.add_argument("--scored", type=int, help="tokens that a compression is scored on; default: the table's own")
     parser.add_argument("--out", type=Path, default=real_models.ROOT / "build" / "real", metavar="FOLDER")
+    parser.add_argument("--filled", action="store_true", help="show only rows of which something was run")
     parser.add_argument("--json", action="store_true", help="print nothing but the object that comes last otherwise")
     for name, program in (
         ("llamacpp", "PYTHON"),
@@ -63,6 +66,8 @@ def main() -> int:
         llama_cli=args.llama_cli,
         openvino=args.openvino,
         peers=args.peers,
+        samples=args.samples,
+        scored=args.scored,
     )
     every = tables(setting)
     if args.list or args.table is None:
@@ -81,6 +86,7 @@ def main() -> int:
     try:
         failed = framework.fill(table, runs, args.rounds, framework.progress)
     finally:  # what was measured is shown also where the run is broken off
+        table = framework.filled(table, runs) if args.filled else table
         if not args.json:
             print(framework.shown(table, runs, failed))
         print(json.dumps(framework.as_json(table, runs, failed)), flush=True)

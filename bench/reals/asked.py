@@ -1,12 +1,13 @@
 """One recipe on a real model: KL from the original, and how often tasks are answered right.
 
     PYTHONPATH=bench python -m reals.asked FILE.gguf --place FOLDER [--recipe NAME] [--items N] [--samples N]
-        [--tokens N]
+        [--tokens N] [--problems N]
 
 The original is the file's values in bfloat16 (`dense.py`), kept in FOLDER; without a recipe it is asked itself. Recipes
 are calibrated on text of all kinds, and KL is measured on held-out text of these. Items are the first N of HellaSwag,
 PIQA and LAMBADA, asked by lm-eval's rules without examples. Accuracies are those normalized by length where a task has
-both. `values` has the mark of each item, for paired intervals.
+both; of HumanEval (`humaneval.py`), where asked for, the share of problems solved. `values` has the mark of each item,
+for paired intervals.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import bz2
 import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,13 @@ import torch
 from compressors import DATA
 from dense import dense
 
-from attar.checkpoints.sources import hf, opening
-from attar.evaluation.report import evaluate
+from attar.checkpoints.sources import opening
 from attar.evaluation.tasks.catalogue import TaskSource
 from attar.evaluation.tasks.run import evaluate_tasks
 from attar.text.tokenizer import Tokenizer
-from reals.compression import forget, ours
+from reals import humaneval
+from reals.compression import forget, kept, ours
+from reals.scoring import score
 from reals.texts import LENGTH, MIXED, calibration, scored
 
 FIGURE = {"hellaswag": "acc_norm", "piqa": "acc_norm", "lambada_openai": "acc"}
@@ -42,12 +43,12 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=200, help="of each task")
     parser.add_argument("--samples", type=int, default=32, help=f"calibration sequences of {LENGTH} tokens")
     parser.add_argument("--tokens", type=int, default=8192, help="to score on")
+    parser.add_argument("--problems", type=int, default=0, help="of HumanEval")
     args = parser.parse_args()
     args.bits, args.seed = None, 0
     original = dense(args.file, args.place / args.file.stem)
     tokenizer = Tokenizer.load(original)
-    with tempfile.TemporaryDirectory(dir=args.place) as folder:
-        place = Path(folder)
+    with kept(args) as place:
         found: dict[str, Any] = {"kl_mean": 0.0}
         out = original
         if args.recipe is not None:
@@ -56,15 +57,16 @@ def main() -> None:
             made, out = ours(original, place / "out", sequences, args)
             text = scored(tokenizer, MIXED, args.tokens)
             windows = [text[at : at + LENGTH] for at in range(0, len(text), LENGTH)]
-            base, model = hf.load(original, torch.float32), opening.load(out, torch.float32)
-            report = evaluate(model, against=base, tokens=windows)
-            found = {"bits": made["bits"], "kl_mean": report.figures["kl_mean"].value}
-            del base, model
-        sources = [TaskSource(name, path) for name, path in items(place).items()]
+            figures = score(opening.load(out, torch.float32), original, args.place, windows)
+            found = {"bits": made["bits"], "kl_mean": figures["kl_mean"].value}
+        sources = [TaskSource(name, path) for name, path in items(args.place).items()]
         answers = evaluate_tasks(out, sources, tokenizer=tokenizer, limit=args.items, shots=0).answers
+        solved = humaneval.solved(out, args.problems) if args.problems else {}
     for name, figure in FIGURE.items():
         found[name] = answers[name].figures[figure].value
-    print(json.dumps(found | {"values": {name: answers[name].values[key] for name, key in FIGURE.items()}}))
+    values = {name: answers[name].values[key] for name, key in FIGURE.items()}
+    values["humaneval"] = solved.pop("values", [])
+    print(json.dumps(found | solved | {"values": values}))
 
 
 def items(folder: Path) -> dict[str, Path]:

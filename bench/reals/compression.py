@@ -14,12 +14,16 @@ the page cache when a compression begins. `inputs_s`, `solve_s` and others are a
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import resource
+import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +33,14 @@ from compressors import ROOT
 from dense import dense
 
 import attar
-from attar.checkpoints.sources import hf, opening
+from attar.checkpoints import inspect
+from attar.checkpoints.sources import opening
 from attar.compression.calibration import importance
 from attar.compression.request.request import CompressionRequest, Target
 from attar.compression.runs.pipeline import compress_request
-from attar.evaluation.report import evaluate
 from attar.formats.codecs.ggml_mix import MIXES, find
 from attar.text.tokenizer import Tokenizer
+from reals.scoring import score
 from reals.texts import KINDS, LENGTH, MIXED, calibration, scored
 
 Made = dict[str, Any]
@@ -62,26 +67,39 @@ def main() -> None:
     original = dense(args.file, args.place / args.file.stem)
     tokenizer = Tokenizer.load(original)
     text = scored(tokenizer, args.calib, args.tokens)
-    with tempfile.TemporaryDirectory(dir=args.place) as folder:
+    with kept(args) as folder:
         if args.kv is not None:
             made, out = Made(), original
         else:
             sequences = calibration(tokenizer, args.calib, args.samples, args.seed)
             forget(original)
-            out = Path(folder) / "out"
+            out = folder / "out"
             if args.recipe is not None:
                 made, out = ours(original, out, sequences, args)
             elif args.peer is not None:
                 made = peer(original, out, sequences, args)
             else:
-                made, out = llama_quantize(original, Path(folder), sequences, args)
-        base = hf.load(original, torch.float32)
-        model = base if args.kv else opening.load(out, torch.float32)
+                made, out = llama_quantize(original, folder, sequences, args)
+        model = opening.load(out, torch.float32)
         windows = [text[at : at + LENGTH] for at in range(0, len(text), LENGTH)]
-        report = evaluate(model, against=base, tokens=windows, kv=args.kv)
+        figures = score(model, original, args.place, windows, args.kv)
     if "seconds" in made:
-        made["layer_s"] = made["seconds"] / base.config.layers
-    print(json.dumps(made | {name: each.value for name, each in report.figures.items()}))
+        made["layer_s"] = made["seconds"] / model.config.layers
+    print(json.dumps(made | {name: each.value for name, each in figures.items()}))
+
+
+@contextmanager
+def kept(args: argparse.Namespace) -> Iterator[Path]:
+    """Yield a folder for outputs. One of attar's that was killed on the way is found there by the same command."""
+    if args.recipe is None:
+        with tempfile.TemporaryDirectory(dir=args.place) as name:
+            yield Path(name)
+        return
+    told = hashlib.sha256(repr(sorted(vars(args).items())).encode()).hexdigest()
+    folder = args.place / f"made-{told[:16]}"
+    folder.mkdir(exist_ok=True)
+    yield folder
+    shutil.rmtree(folder)
 
 
 def forget(folder: Path) -> None:
@@ -97,13 +115,19 @@ def peak_mb(of: int = resource.RUSAGE_SELF) -> float:
 
 
 def ours(original: Path, out: Path, sequences: list[list[int]], args: argparse.Namespace) -> tuple[Made, Path]:
-    """attar's output. A recipe of a mix of GGUF's types writes a file."""
+    """attar's output. A recipe of a mix of GGUF's types writes a file. An interrupted run goes on, and its times are
+    not told: they would be of its end alone."""
     if args.recipe.rpartition("-")[2] in MIXES:
         out = out.with_suffix(".gguf")
+    if out.exists():
+        return {"bits": inspect.inspect(out).bits_per_weight}, out
     target = None if args.bits is None else Target(bits=args.bits)
+    whole = not any(out.parent.iterdir())
     done = compress_request(CompressionRequest(
-        original, out, recipe=args.recipe, target=target, calibration=sequences, seed=args.seed, resume=False,
+        original, out, recipe=args.recipe, target=target, calibration=sequences, seed=args.seed,
     ))  # fmt: skip
+    if not whole:
+        return {"bits": done.bits_per_weight}, out
     stages = {f"{name}_s": seconds for name, seconds in done.block_seconds.items()}
     return {"seconds": done.seconds, "bits": done.bits_per_weight, "peak_mb": peak_mb(), **stages}, out
 

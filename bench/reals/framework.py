@@ -8,6 +8,7 @@ that was not run is printed empty.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -136,12 +137,17 @@ class Runs:
         return cls(path, here, known["runs"])
 
     def add(self, key: str, figures: Figures) -> None:
-        """Keep a run. The file is replaced as a whole, so that it is never half written."""
-        self.runs.setdefault(key, []).append(figures)
+        """Keep a run. The file is replaced as a whole, so that it is never half written. Several programs may fill one
+        file: what others have added since is kept."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.path.with_suffix(".tmp")
-        draft.write_text(json.dumps({"machine": self.machine, "runs": self.runs}, indent=1) + "\n")
-        draft.replace(self.path)
+        with self.path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if self.path.exists():
+                self.runs = json.loads(self.path.read_text())["runs"]
+            self.runs.setdefault(key, []).append(figures)
+            draft = self.path.with_suffix(".tmp")
+            draft.write_text(json.dumps({"machine": self.machine, "runs": self.runs}, indent=1) + "\n")
+            draft.replace(self.path)
 
     def of(self, measurement: Measurement) -> list[Figures]:
         return self.runs.get(measurement.key, [])
@@ -311,5 +317,14 @@ def chosen(table: Table, models: Sequence[str], only: Sequence[str]) -> Table:
         if (not models or row.model in models or not row.model)
         and (not only or any(part in row.label for part in only))
     )
+    return _of_rows(table, rows)
+
+
+def filled(table: Table, runs: Runs) -> Table:
+    """The table without the rows of which nothing was run."""
+    return _of_rows(table, tuple(row for row in table.rows if any(runs.of(each) for each in row.measurements)))
+
+
+def _of_rows(table: Table, rows: tuple[Row, ...]) -> Table:
     kept = tuple(each for each in table.ratios if each.row in rows and each.over in rows)
     return Table(table.name, table.about, table.columns, rows, kept)

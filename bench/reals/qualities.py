@@ -8,8 +8,15 @@ from pathlib import Path
 import lanes
 
 from reals.framework import ROOT, Column, Fills, Measurement, Row, Table, python
-from reals.setting import NO_LLAMACPP, WAITING, Setting, each
+from reals.setting import NO_LLAMACPP, Setting, each
 from reals.texts import KINDS
+
+
+def integers(bits: int) -> tuple[str, ...]:
+    """Recipes on a grid of so many bits in groups of 64, symmetric or, as some peers, with zero points."""
+    symmetric = tuple(f"{method}-w{bits}g64" for method in ("rtn", "gptq", "guided", "gptq+tune"))
+    return (*symmetric, *(f"{method}-w{bits}g64-asym" for method in ("gptq", "guided", "guided+tune")))
+
 
 CALIBRATED: Mapping[str, tuple[tuple[str, int], ...]] = {
     "smollm2-135m": tuple((kind, seed) for kind in KINDS for seed in (0, 1)),
@@ -17,8 +24,7 @@ CALIBRATED: Mapping[str, tuple[tuple[str, int], ...]] = {
 }
 SCORED = {"smollm2-135m": 32768, "qwen2.5-coder-0.5b": 16384}  # tokens
 LANES: Mapping[str, tuple[str, ...]] = {
-    "INT4": ("rtn-w4g64", "gptq-w4g64", "guided-w4g64"),
-    "INT3": ("rtn-w3g64", "gptq-w3g64", "guided-w3g64"),
+    **{f"INT{bits}": integers(bits) for bits in (4, 3)},
     "W8A8": ("rtn-w8a8", "smoothquant+gptq-w8a8", "quarot+gptq-w8a8", "spinquant+gptq-w8a8"),
     **{mix.upper(): (mix, f"gptq-{mix}", f"guided-{mix}") for mix in ("q4_k_m", "iq4_xs", "q3_k_m", "q2_k")},
     "2:4": ("prune-2:4", "sparsegpt-2:4", "prune+tune-2:4"),
@@ -45,8 +51,10 @@ ASKED = (
     "rtn-w4g64", "gptq-w4g64", "guided-w4g64", "rtn-w3g64", "gptq-w3g64", "guided-w3g64", "smoothquant+gptq-w8a8",
     "q4_k_m", "q3_k_m", "q2_k", "prune-2:4", "sparsegpt-2:4",
 )  # fmt: skip
+WRITES_CODE, PROBLEMS = ("qwen2.5-coder-0.5b",), 164
 POINTS: Fills = {
     "bits": "bits", "KL": "kl_mean", "HellaSwag": "hellaswag", "PIQA": "piqa", "LAMBADA": "lambada_openai",
+    "HumanEval": "humaneval",
 }  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16")
 REQUANTIZED = ("q8_0", "rtn-w4g64")
@@ -99,7 +107,7 @@ def quality(setting: Setting) -> Table:
         if model not in CALIBRATED:
             return
         for kind, seed in CALIBRATED[model]:
-            given = ("--calib", kind, "--seed", seed, "--tokens", SCORED[model])
+            given = ("--calib", kind, "--seed", seed, *amounts(setting, model))
             for lane, recipes in LANES.items():
                 if model != "smollm2-135m" and lane not in FEWER:
                     continue
@@ -110,8 +118,9 @@ def quality(setting: Setting) -> Table:
             if model == "smollm2-135m":
                 bits = ("--recipe", "gptq-w4g64", "--bits", 3.5, *given)
                 yield Row(model, f"{kind}/{seed} 3.5 bits gptq", (_made(setting, path, *bits),))
+        tokens = setting.scored or SCORED[model]
         for kv in CACHES:
-            yield Row(model, f"KV {kv}", (_made(setting, path, "--kv", kv, "--tokens", SCORED[model]),))
+            yield Row(model, f"KV {kv}", (_made(setting, path, "--kv", kv, "--tokens", tokens),))
 
     def peers(model: str, path: Path, lane: str, at: str, given: tuple[object, ...]) -> Iterator[Row]:
         if lane not in PEERS:
@@ -135,22 +144,29 @@ def quality(setting: Setting) -> Table:
     )  # fmt: skip
 
 
+def amounts(setting: Setting, model: str) -> tuple[object, ...]:
+    """The options that say how much text a compression is calibrated and scored on."""
+    samples = () if setting.samples is None else ("--samples", setting.samples)
+    return (*samples, "--tokens", setting.scored or SCORED[model])
+
+
 def tasks(setting: Setting) -> Table:
     def rows(model: str, path: Path) -> Iterator[Row]:
         if model not in CALIBRATED:
             return
         for recipe in ("", *ASKED):
-            options = ("--recipe", recipe) if recipe else ()
+            options: tuple[object, ...] = ("--recipe", recipe) if recipe else ()
+            options += ("--problems", PROBLEMS) if model in WRITES_CODE else ()
             command = python("reals.asked", path, "--place", setting.out / "dense", *options)
             yield Row(model, recipe or "original", (Measurement(command, POINTS),))
 
     return Table(
         "tasks",
-        f"points of tasks beside KL, over {len(ASKED)} recipes; HumanEval: {WAITING}",
+        f"points of tasks beside KL, over {len(ASKED)} recipes; HumanEval of models that write code",
         (
             Column("bits", ".3f"),
             Column("KL", ".5f"),
-            *(Column(name, ".1%") for name in ("HellaSwag", "PIQA", "LAMBADA")),
+            *(Column(name, ".1%") for name in ("HellaSwag", "PIQA", "LAMBADA", "HumanEval")),
         ),
         each(setting, rows),
     )

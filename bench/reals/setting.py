@@ -10,7 +10,6 @@ from pathlib import Path
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from reals.framework import Fills, Measurement, Row
 
-WAITING = "attar cannot do it yet"
 NO_LLAMACPP = "llama.cpp is measured with --llamacpp PYTHON"
 RATES: Fills = {"prefill": "prefill_tok_s", "decode": "decode_tok_s"}
 
@@ -18,7 +17,8 @@ RATES: Fills = {"prefill": "prefill_tok_s", "decode": "decode_tok_s"}
 @dataclass(frozen=True)
 class Setting:
     """Models by name, with their files; the folder of runs and outputs; tokens that arithmetic is scored on; threads of
-    a program; why files cannot be used, by model; and the peers' programs, where named."""
+    a program; why files cannot be used, by model; the peers' programs, where named; and of compressions, sequences to
+    calibrate on and tokens to score on, where they are not the table's own."""
 
     models: Mapping[str, Path]
     out: Path
@@ -29,6 +29,8 @@ class Setting:
     llama_cli: Path | None = None
     openvino: Path | None = None
     peers: Path | None = None
+    samples: int | None = None
+    scored: int | None = None
 
 
 def each(setting: Setting, rows: Callable[[str, Path], Iterator[Row]]) -> tuple[Row, ...]:

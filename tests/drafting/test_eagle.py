@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attar.checkpoints.drafts import eagle
 from attar.checkpoints.drafts.files import kind_of
-from attar.drafting.eagle import DECAY, EagleLearner
+from attar.drafting.eagle import DECAY, STRIDE, EagleLearner
 from attar.drafting.run import DraftTraining, train_draft
 from attar.drafting.target import Target, frequent
 from attar.engine.llm.llm import LLM
@@ -26,11 +26,13 @@ CLOSE = 1e-4  # of logits around 5, float32
 
 
 def learner_of(target: Target, ids: Tensor, loss: str = "published", depths: int = 3) -> EagleLearner:
-    made = EagleLearner(target, depths, frequent(ids, 64, 256), loss, 0)
+    made = EagleLearner(target, depths, frequent(ids, 64, 256), loss, 0, ids)
     with torch.no_grad():
         for name, weight in made.weights.items():
             if "norm" not in name:
                 weight += torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) / 12
+            weight.copy_(weight.bfloat16())  # as it is stored
+    made.sizes = torch.tensor([0.5, 2.0, 4.0]).repeat_interleave(target.config.hidden)  # so does fc, divided by these
     return made
 
 
@@ -39,7 +41,7 @@ def test_unrolled_steps_are_what_the_head_drafts(target: Target, ids: Tensor, tm
     learner, some = learner_of(target, ids), ids[:1, :12]
     states = target.states(some, learner.layers)
     with torch.no_grad():
-        unrolled = learner._unrolled(some, states)
+        unrolled = [x @ learner.weights["lm_head.weight"].T for _, x in learner._unrolled(some, states)]
     learner.write(tmp_path)
     head = eagle.read(tmp_path, target.decoder)
     raw = head.fuse(torch.cat([states.of(layer) for layer in head.layers], 1))
@@ -50,10 +52,29 @@ def test_unrolled_steps_are_what_the_head_drafts(target: Target, ids: Tensor, tm
         hidden, x = head.forward(some[0, 1 : row + 2], raw[: row + 1], step)
         for depth in range(3):
             found = head.logits(x[-1:])[0, learner.tokens]
-            assert (found - unrolled[depth][0, row]).abs().max() < CLOSE
+            assert (found - unrolled[depth][row]).abs().max() < CLOSE
             step = ForwardBatch((1,), 64, KVCache.over(pages, tables, [row + depth + 1]))
             if depth < 2:
                 hidden, x = head.forward(some[0, row + depth + 2][None], hidden[-1:], step)
+
+
+def test_fc_is_learned_for_states_of_one_size(target: Target, ids: Tensor) -> None:
+    """The first row's may be a hundred times as large as others, so the median counts."""
+    made = EagleLearner(target, 2, None, "published", 0, ids[:1])
+    states = target.states(ids[:1], made.layers)
+    for layer, size in zip(made.aux, made.sizes.view(3, -1), strict=True):
+        assert states.of(layer).square().mean(1).sqrt().median() == pytest.approx(float(size[0]), rel=1e-3)
+        assert torch.equal(size, size[:1].expand_as(size))
+
+
+def test_chains_of_some_rows_are_those_of_all(target: Target, ids: Tensor) -> None:
+    learner, some = learner_of(target, ids), ids[:2, :14]
+    states = target.states(some, learner.layers)
+    with torch.no_grad():
+        every, found = learner._unrolled(some, states), learner._unrolled(some, states, 2, STRIDE)
+    for depth, ((rows, wanted), (mine, x)) in enumerate(zip(every, found, strict=True)):
+        assert mine.tolist() == [r for r in rows.tolist() if depth == 0 or (r % 14 - depth - 1) % STRIDE == 2]
+        assert (x - wanted[torch.isin(rows, mine)]).abs().max() < CLOSE
 
 
 @pytest.mark.parametrize("loss", ["published", "acceptance"])
@@ -61,13 +82,14 @@ def test_the_loss_is_the_sum_over_rows(target: Target, ids: Tensor, loss: str) -
     learner, some = learner_of(target, ids, loss, depths=2), ids[:2, :10]
     states = target.states(some, learner.layers)
     p = torch.softmax(target.decoder.logits(states.of(3)), -1).view(2, 10, -1)
+    first, total = int(some.sum()) % STRIDE, 0.0
     with torch.no_grad():
         unrolled = learner._unrolled(some, states)
-    total = 0.0
-    for depth, logits in enumerate(unrolled):
-        q, terms = logits.softmax(-1), []
+    for depth, (_, x) in enumerate(unrolled):
+        head = learner.weights["lm_head.weight"].detach()
+        q, terms = (x @ head.T).softmax(-1).view(2, 9 - depth, -1), []
         for s in range(2):
-            for row in range(logits.shape[1]):
+            for row in range(first if depth else 0, 9 - depth, STRIDE if depth else 1):
                 wanted = p[s, row + depth + 1]
                 kept = wanted[learner.tokens]
                 if loss == "acceptance":
@@ -95,8 +117,8 @@ def test_both_layouts_hold_the_same_head(target: Target, ids: Tensor, tmp_path: 
     assert head.layers == learner.aux
     x = torch.randn(3, target.config.hidden)
     assert (head.logits(x)[:, learner.tokens] - x @ learner.weights["lm_head.weight"].T).abs().max() < CLOSE
-    for found, name in ((head.fc, "fc"), (head.feed_forward.down, "midlayer.mlp.down_proj")):
-        assert torch.equal(found.weight, learner.weights[f"{name}.weight"])  # type: ignore[arg-type]
+    assert torch.equal(head.fc.weight.float() * learner.sizes, learner.weights["fc.weight"])
+    assert torch.equal(head.feed_forward.down.weight.float(), learner.weights["midlayer.mlp.down_proj.weight"])  # type: ignore[arg-type]
 
 
 def test_it_learns_and_the_engine_reads_it(tiny: Path, ids: Tensor, tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from attar.checkpoints.receipts import receipt
 from attar.compression.calibration.texts import Amount, sample_from, token_hash
+from attar.compression.training.trainable_model import schedule
+from attar.drafting.eagle import EagleLearner
 from attar.drafting.medusa import DECAY, MedusaLearner
-from attar.drafting.run import DraftTraining, train_draft
+from attar.drafting.run import SLOW, DraftTraining, Optimizer, train_draft
 from attar.drafting.target import Target, frequent
 from attar.engine.llm.llm import LLM
 from attar.protocol.request import SamplingParams
@@ -94,10 +96,15 @@ def test_a_killed_run_resumes_to_the_same_bytes(tiny: Path, ids: Tensor, tmp_pat
     with user_error("resume_mismatch", "rate"):
         train_draft(tiny, tmp_path / "killed", ids, DraftTraining(depths=2, draft_vocab=64, rate=0.5))
     steps: list[int] = []
+    points: list[tuple[int, tuple[float, ...]]] = []
     found = train_draft(
         tiny, tmp_path / "killed", ids, OPTIONS,
         progress=lambda stage, done, total: steps.append(done) if stage == "training" else None,
+        watch=lambda tokens, shares, seconds: points.append((tokens, tuple(shares))),
     )  # fmt: skip
+    assert tuple(points) == found.curve
+    assert len(found.seconds) == len(points)
+    assert list(found.seconds) == sorted(found.seconds)
     assert steps[0] == 8
     assert (found.losses, found.curve) == (whole.losses, whole.curve)
     for name in ("model.safetensors", "config.json", "training.json"):
@@ -130,7 +137,7 @@ def test_agreement_is_the_share_of_equal_best_tokens(target: Target, ids: Tensor
     """Untrained heads of all tokens are the LM head itself: head k says at a row what the target says there."""
     learner = MedusaLearner(target, 2, None, "published")
     states = target.states(ids[:2], learner.layers)
-    best = target.best(states.of(3)).view(2, -1)
+    best = states.best.view(2, -1)
     wanted = [(int((best[:, : 31 - k] == best[:, k + 1 :]).sum()), 2 * (31 - k)) for k in range(2)]
     assert learner.agreement(ids[:2], states) == wanted
 
@@ -146,6 +153,18 @@ def test_what_makes_no_sense_is_refused(tiny: Path, ids: Tensor, tmp_path: Path)
         DraftTraining(layout="speculators")
     with user_error("name_unknown", "medusa"):
         DraftTraining(kind="hydra")  # type: ignore[arg-type]
+
+
+def test_an_lm_head_that_begins_as_the_targets_learns_slowly(target: Target, ids: Tensor) -> None:
+    """Adam's first step moves each number by the rate, up or down."""
+    learner = EagleLearner(target, 1, None, "published", 0, ids)
+    before = {name: weight.detach().clone() for name, weight in learner.weights.items()}
+    done = 0.25
+    Optimizer(learner, 1e-2).step(ids[:2], target.states(ids[:2], learner.layers), done)
+    for name, weight in learner.weights.items():
+        moved = float((weight.detach() - before[name]).abs().max())
+        share = SLOW if name == "lm_head.weight" else 1.0
+        assert moved == pytest.approx(1e-2 * share * schedule(done), rel=1e-3)
 
 
 def test_the_most_frequent_tokens_are_drafted() -> None:

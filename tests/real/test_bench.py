@@ -92,9 +92,11 @@ def test_a_table_resumes_and_leaves_cells_empty(tmp_path: Path) -> None:
     assert again.cell(ours, "rate") == 12.0
     assert again.cell(ours, "other") is None
     assert again.quotient(table.ratios[0], "rate") == 2.0
-    again.runs[theirs.measurements[0].key].pop()  # a run that was not beside one of ours
-    again.add(theirs.measurements[0].key, {"rate": 1.0, "turn": "another", "commit": "", "load_before": 0.0})
+    alone = {"rate": 1.0, "turn": "another", "commit": "", "load_before": 0.0}  # not beside one of ours
+    again.add(theirs.measurements[0].key, alone)
     assert again.quotient(table.ratios[0], "rate") == 2.0
+    assert framework.filled(table, again).rows == (ours, theirs)
+    assert framework.filled(table, again).ratios == table.ratios
     text = framework.shown(table, again, failed)
     assert "m missing\n" in text
     assert "empty, it is not written yet: m missing" in text
@@ -103,6 +105,14 @@ def test_a_table_resumes_and_leaves_cells_empty(tmp_path: Path) -> None:
     cells = [row["cells"] for row in framework.as_json(table, again, failed)["rows"]]
     assert cells[2:] == [{"rate": None, "other": None}] * 2
     json.dumps(framework.as_json(table, again, failed))
+
+
+def test_two_programs_fill_one_file(tmp_path: Path) -> None:
+    one, other = Runs.open(tmp_path), Runs.open(tmp_path)
+    one.add("a", {"rate": 1})
+    other.add("b", {"rate": 2})
+    one.add("a", {"rate": 3})
+    assert Runs.open(tmp_path).runs == {"a": [{"rate": 1}, {"rate": 3}], "b": [{"rate": 2}]}
 
 
 def test_figures_of_another_machine_are_not_mixed_in(tmp_path: Path) -> None:

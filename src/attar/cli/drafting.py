@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -141,14 +142,19 @@ def train_draft(config: TrainDraftConfig) -> None:
         if config.text is not None:
             tokenizer = vocabulary.tokenizer(path)
             ids = texts.windows(texts.read(config.text, tokenizer), config.samples, config.length, tokenizer.added_bos)
+        print("best token equal to the model's on held-out text, by depth:")
         made = run(
-            path, config.output, ids, training, overwrite=config.overwrite, resume=not config.restart, progress=bar
-        )
+            path, config.output, ids, training, overwrite=config.overwrite, resume=not config.restart, progress=bar,
+            watch=_print_point,
+        )  # fmt: skip
         bar.close()
         print(f"{made.path}: {made.parameters:,} parameters, {len(made.losses)} step{'s' * (len(made.losses) != 1)}")
-        print("best token equal to the model's on held-out text, by depth:")
-        for tokens, shares in made.curve:
-            print(f"  after {tokens:>9,} tokens  " + "  ".join(f"{share:.3f}" for share in shares))
         for sentence in made.notes:
             tell(sentence)
         emit(config.as_json, made.to_dict())
+
+
+def _print_point(tokens: int, shares: Sequence[float], seconds: float) -> None:
+    """Print a point of the curve."""
+    found = "  ".join(f"{share:.3f}" for share in shares)
+    print(f"  after {tokens:>9,} tokens, {seconds:>7,.0f} s  {found}", flush=True)

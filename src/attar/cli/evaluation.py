@@ -17,6 +17,7 @@ from attar.protocol.speculation import MAX_DRAFT_TOKENS
 if TYPE_CHECKING:
     from attar.checkpoints.receipts.receipt import Verdict
     from attar.evaluation.draft_quality import DraftQuality
+    from attar.evaluation.head_quality import HeadQuality
     from attar.evaluation.long_context.report import LongContextReport
     from attar.evaluation.speculation_audit import Audit
     from attar.evaluation.tasks.run import TaskReport
@@ -52,7 +53,7 @@ class EvalConfig(options.OutputConfig):
         "Comparison", "N", "Continue N prompts of the text greedily and count the tokens that agree.", min=0,
     )] = 0  # fmt: skip
     draft: Annotated[str | None, option(
-        "Comparison", "MODEL", "Instead: how often this draft model guesses MODEL's tokens, and what it gains.",
+        "Comparison", "MODEL", "Instead: how often this draft model or head guesses MODEL's tokens, and what it gains.",
     )] = None  # fmt: skip
     temperature: Annotated[float, option("Comparison", "T", "Temperature of --draft.", min=0)] = 1.0
     kv: options.Kv = None
@@ -77,8 +78,10 @@ def evaluate(config: EvalConfig) -> None:
     A text gives perplexity. --against adds KL divergence, top-1 agreement and the expected acceptance rate (EAR). All
     figures have 95 % intervals, and are measured as by `compress --eval`. --greedy continues each prompt by 64 tokens.
     --kv measures the cost of a KV cache format, against the same model unless --against names another; windows then
-    have up to 4096 tokens. A task has the prompts and rules of lm-eval, which the extra [eval] installs. --draft
-    continues prompts of the text: it prints distances, rejections, tokens a step and speed, predicted and measured.
+    have up to 4096 tokens. It also knows kivi4-published, kivi2-published, nuq4-published, nuq3-published and
+    nuq2-published, which no engine serves. A task has the prompts and rules of lm-eval, which the extra [eval]
+    installs. --draft continues prompts of the text: it prints distances, rejections, tokens a step and speed, predicted
+    and measured.
     --sparse-attention prints the KL divergence of the last rows of long windows from full attention, and their time.
     --sparse-prefill prints the KL divergence of the tokens behind a prompt from full prefill, and its time. Both ask
     for a passkey at five depths of the text, with the question known to the prompt and not known.
@@ -99,7 +102,7 @@ def evaluate(config: EvalConfig) -> None:
             from attar.checkpoints.sources import hub
 
             tell_doubt(config.adapter, hub.resolve(config.model))
-        report: DraftQuality | LongContextReport | Report | TaskReport
+        report: DraftQuality | HeadQuality | LongContextReport | Report | TaskReport
         if (config.sparse_attention, config.sparse_prefill, config.kv_eviction) != (None, None, None):
             report = _of_long_context(config, bar)
         elif config.passkeys is not None:
@@ -144,9 +147,10 @@ def _of_long_context(config: EvalConfig, bar: Progress) -> LongContextReport:
     )  # fmt: skip
 
 
-def _of_draft(config: EvalConfig, draft: str, bar: Progress) -> DraftQuality:
-    """Measure a draft model. Raises ValueError without a text, and for options of other measurements."""
-    from attar.evaluation.draft_quality import measure
+def _of_draft(config: EvalConfig, draft: str, bar: Progress) -> DraftQuality | HeadQuality:
+    """Measure a draft model or head. Raises ValueError without a text, and for options of other measurements."""
+    from attar.checkpoints.drafts.files import kind_of
+    from attar.evaluation import draft_quality, head_quality
 
     others = (
         config.task, config.against, config.stride, config.context, config.max_tokens, config.kv, config.adapter,
@@ -156,6 +160,7 @@ def _of_draft(config: EvalConfig, draft: str, bar: Progress) -> DraftQuality:
         raise UserError("option_conflict", "--draft takes --text and --temperature alone, on a CPU in one process")
     if config.text is None:
         raise UserError("option_missing", "give the text whose prompts are continued: --text heldout.txt")
+    measure = draft_quality.measure if kind_of(Path(draft)) is None else head_quality.measure
     return measure(config.model, draft, config.text, temperature=config.temperature, progress=bar)
 
 

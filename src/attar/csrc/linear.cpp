@@ -78,7 +78,8 @@ constexpr std::int64_t CHUNK_BYTES = std::int64_t{1} << 20;  // of int8 rows tha
 constexpr std::int64_t LARGEST_CHUNK = 512;                  // rows
 constexpr std::int64_t FLOAT_CHUNK = 96;                     // rows, a multiple of those in registers
 constexpr std::int64_t PANEL = 4;                            // blocks
-constexpr std::int64_t PIECES = 8;                           // a thread, of the blocks of a few rows' product
+constexpr std::int64_t PIECES = 8, MOST_PIECES = 32;         // a thread, of the blocks of a few rows' product
+constexpr std::int64_t PIECE_BYTES = 64 << 10;               // that more than the least pieces have: 5 us to wait for at the end
 constexpr std::int64_t SERIAL_BELOW = 1 << 15;               // multiplications; a shared call costs a microsecond
 constexpr std::int64_t MOST = std::numeric_limits<std::int64_t>::max() / 1024;
 
@@ -117,6 +118,12 @@ Place find(const std::vector<Factor>& factors, std::int64_t index, std::int64_t 
         index -= count;
     }
     return {nullptr, 0};
+}
+// In how many pieces threads take all blocks, where there are few rows.
+std::int64_t pieces_of(const std::vector<Factor>& factors, std::int64_t blocks) {
+    std::int64_t bytes = 0;
+    for (const Factor& factor : factors) bytes += factor.matrix->blocks() * factor.matrix->block_bytes;
+    return std::min(blocks, threads() * std::clamp(bytes / PIECE_BYTES / threads(), PIECES, MOST_PIECES));
 }
 std::int64_t count(const std::vector<Factor>& factors, std::int64_t unit) {
     std::int64_t total = 0;
@@ -170,6 +177,10 @@ class FewRows {
             }
             part += (last - first) * LANES;
         });
+    }
+    const std::uint8_t* start(std::int64_t piece) const {
+        const Place place = find(own_, from(piece), 1);
+        return place.factor->matrix->block(place.block);
     }
 
    private:
@@ -295,11 +306,12 @@ void linear(const Factors& factors, const float* x, std::int64_t rows, float* ou
     }
     const std::int64_t width = factors.width;
     const bool parallel = rows * factors.columns * width >= SERIAL_BELOW * 8;
-    const std::int64_t blocks = count(factors.factors, 1), pieces = parallel ? std::min(blocks, PIECES * threads()) : 1;
+    const std::int64_t blocks = count(factors.factors, 1), pieces = parallel ? pieces_of(factors.factors, blocks) : 1;
     if (factors.integer && few_rows) {
         const QuantizedRows quantized = quantize(factors, x, rows, true, level);
         const auto few = ATTAR_PICK(level, integer_few);
-        return for_each_twice(pieces, parallel, std::make_shared<const FewRows>(few, factors, quantized, pieces, out));
+        const auto call = std::make_shared<const FewRows>(few, factors, quantized, pieces, out);
+        return for_each_twice(pieces, parallel, call, factors.following);
     }
     if (factors.integer) {
         const std::int64_t unit = factors.gate ? PANEL / 2 : PANEL;

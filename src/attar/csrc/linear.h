@@ -7,6 +7,7 @@
 
 #include "cpu.h"
 #include "matrix.h"
+#include "pool.h"
 #include "rows.h"
 
 namespace attar {
@@ -87,6 +88,7 @@ struct Factors {
 
     // Two weights (a, b) of one shape and form whose outputs become act(a) * b: `width` is then the rows of one.
     std::shared_ptr<const Activation> gate;
+    std::shared_ptr<Following> following = std::make_shared<Following>();
 
     // Throws std::invalid_argument where the weights do not share columns, groups and what else a call needs.
     void check() const;

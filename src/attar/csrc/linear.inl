@@ -315,6 +315,20 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
     }
 }
 
+#if ATTAR_LEVEL >= ATTAR_AVX512
+#include "linear_few.inl"
+#endif
+
+// Rows `row` .. row + ROWS - 1.
+template <int CODE, int ROWS>
+static void few_rows_at(const Factor& factor, const QuantizedRows& x, std::int64_t row, std::int64_t first,
+                        std::int64_t last, float* out, std::int64_t width, float* beside) {
+#if ATTAR_LEVEL >= ATTAR_AVX512
+    if (const FewInGroups few = few_in_groups_of<CODE, ROWS>(*factor.matrix, x)) return few(factor, x, row, first, last, out, width);
+#endif
+    few_rows_of<CODE, ROWS>(factor, x, row, first, last, out, width, beside);
+}
+
 template <int CODE>
 static void few_rows(const Factor& factor, const QuantizedRows& x, std::int64_t first, std::int64_t last, float* out,
                      std::int64_t width, float* beside) {
@@ -324,12 +338,12 @@ static void few_rows(const Factor& factor, const QuantizedRows& x, std::int64_t 
     for (std::int64_t from = first; from < last; from += stretch) {
         const std::int64_t to = std::min(last, from + stretch);
         std::int64_t row = 0;
-        for (; row + ROWS <= x.rows; row += ROWS) few_rows_of<CODE, ROWS>(factor, x, row, from, to, out, width, beside);
+        for (; row + ROWS <= x.rows; row += ROWS) few_rows_at<CODE, ROWS>(factor, x, row, from, to, out, width, beside);
         if constexpr (ROWS > 2) {  // codes are unpacked once for all that is left
-            if (x.rows - row == 3) few_rows_of<CODE, 3>(factor, x, row, from, to, out, width, beside), row += 3;
-            if (x.rows - row == 2) few_rows_of<CODE, 2>(factor, x, row, from, to, out, width, beside), row += 2;
+            if (x.rows - row == 3) few_rows_at<CODE, 3>(factor, x, row, from, to, out, width, beside), row += 3;
+            if (x.rows - row == 2) few_rows_at<CODE, 2>(factor, x, row, from, to, out, width, beside), row += 2;
         }
-        for (; row < x.rows; ++row) few_rows_of<CODE, 1>(factor, x, row, from, to, out, width, beside);
+        for (; row < x.rows; ++row) few_rows_at<CODE, 1>(factor, x, row, from, to, out, width, beside);
     }
 }
 

@@ -32,6 +32,7 @@ namespace {
 constexpr int TURNS = 4000;  // of 10 to 50 ns
 constexpr std::int64_t MOST_HELPERS = 255;
 constexpr int LOWER = 10;  // of helpers' priority
+constexpr std::int64_t LOOK_AHEAD = 256 << 10;  // bytes of a helper's next stretch: an eighth of a second-level cache
 
 using Clock = std::chrono::steady_clock;
 using Flag = std::atomic<bool>;
@@ -68,38 +69,48 @@ class alignas(64) Job {
 
     void begin(const Work& work, std::int64_t items, std::int32_t threads) {
         work_ = work, items_ = items, error_ = nullptr;
-        failed_ = false, waiting_ = false, next_ = 0, unfinished_ = static_cast<std::int32_t>(items);
+        failed_ = false, waiting_ = false, unfinished_ = static_cast<std::int32_t>(items);
+        stretches_ = work.start ? threads : 1;
+        if (stretch_room_ < stretches_) stretch_.reset(new Stretch[static_cast<std::size_t>(stretches_)]), stretch_room_ = stretches_;
+        for (std::int64_t i = 0; i < stretches_; ++i) stretch_[i].next = first_of(i), stretch_[i].end = first_of(i + 1);
         if (work.apart && room_ < items) claimed_.reset(new Flag[static_cast<std::size_t>(items)]), room_ = items;
         for (std::int64_t i = 0; work.apart && i < items; ++i) claimed_[i].store(false, std::memory_order_relaxed);
         holders = threads;
     }
 
+    bool reads() const { return work_.start != nullptr; }
+    // Where the first item of a helper's stretch begins in memory.
+    const std::uint8_t* start(std::int64_t helper) const { return work_.start(work_.context, first_of(helper + 1)); }
+
     // By a helper: items, while there are any.
-    void help() {
-        for (std::int64_t item; (item = next_.fetch_add(1)) < items_;) {
+    void help(std::int64_t helper) {
+        each_item(helper + 1, [this](std::int64_t item) {
             if (!work_.apart) {
                 compute(item);
-                continue;
+                return true;
             }
             try {
                 work_.apart(work_.context, item);
             } catch (...) {
-                continue;  // so the caller will do it
+                return true;  // so the caller will do it
             }
-            if (claimed_[item].exchange(true)) return;
+            if (claimed_[item].exchange(true)) return false;
             work_.copy(work_.context, item);
             finish();
-        }
+            return true;
+        });
     }
 
     // By the caller: items, while there are any. Returns how long one took, in the mean.
     Clock::duration lead() {
         const Clock::time_point since = Clock::now();
         std::int64_t done = 0;
-        for (std::int64_t item; (item = next_.fetch_add(1)) < items_; ++done) {
+        each_item(0, [&](std::int64_t item) {
             if (work_.apart) claimed_[item] = true;
             compute(item);
-        }
+            ++done;
+            return true;
+        });
         return (Clock::now() - since) / std::max<std::int64_t>(done, 1);
     }
 
@@ -118,6 +129,23 @@ class alignas(64) Job {
     void forget() { work_.kept.reset(); }
 
    private:
+    // Items that one thread takes before any others.
+    struct alignas(64) Stretch {
+        std::atomic<std::int64_t> next{0};
+        std::int64_t end = 0;
+    };
+    std::int64_t first_of(std::int64_t stretch) const { return items_ * stretch / stretches_; }
+
+    // While `each` returns true: items of the thread's own stretch, then of the others'.
+    template <class Each>
+    void each_item(std::int64_t own, const Each& each) {
+        for (std::int64_t i = 0; i < stretches_; ++i) {
+            Stretch& stretch = stretch_[(own + i) % stretches_];
+            for (std::int64_t item; (item = stretch.next.fetch_add(1)) < stretch.end;)
+                if (!each(item)) return;
+        }
+    }
+
     void compute(std::int64_t item) {
         try {
             if (!failed_) work_.compute(work_.context, item);
@@ -132,30 +160,41 @@ class alignas(64) Job {
     }
 
     Work work_{};
-    std::int64_t items_ = 0, room_ = 0;
+    std::int64_t items_ = 0, room_ = 0, stretches_ = 0, stretch_room_ = 0;
+    std::unique_ptr<Stretch[]> stretch_;
     std::unique_ptr<Flag[]> claimed_;  // of items that may be computed twice
     std::exception_ptr error_;
     Flag failed_{false}, waiting_{false};  // the caller sleeps
-    alignas(64) std::atomic<std::int64_t> next_{0};
     alignas(64) Word unfinished_{0};
 };
 
 struct alignas(64) Helper {
+    const std::int64_t index;
     std::atomic<Job*> offered{nullptr};
+    std::atomic<const std::uint8_t*> soon{nullptr};  // where its stretch of the next call begins, if there was one before
     Word asleep{0};
+
+    explicit Helper(std::size_t at) : index(static_cast<std::int64_t>(at)) {}
 
     [[noreturn]] void run() {
 #if defined(__linux__)  // where a priority is a thread's own
         [[maybe_unused]] const int priority = nice(LOWER);
 #endif
+        const std::uint8_t* ahead = nullptr;
+        std::int64_t left = 0;  // bytes to ask for from there on
         for (;;) {
             Job* job = nullptr;
             for (int i = 0; i < TURNS && !job; ++i) {
                 if (offered.load(std::memory_order_relaxed)) job = offered.exchange(nullptr);
-                if (!job) turn();
+                if (job) break;
+                if (soon.load(std::memory_order_relaxed)) ahead = soon.exchange(nullptr), left = LOOK_AHEAD;
+                if (left == 0) turn();
+                for (const std::int64_t end = left - std::min<std::int64_t>(left, 256); left > end; left -= 64, ahead += 64)
+                    __builtin_prefetch(ahead, 0, 2);
             }
             if (job) {
-                job->help();
+                if (job->reads()) left = 0;
+                job->help(index);
                 --job->holders;
                 continue;
             }
@@ -181,6 +220,7 @@ class Pool {
         Job& job = unused();
         job.begin(work, items, static_cast<std::int32_t>(helpers) + 1);
         for (std::size_t i = 0; i < helpers; ++i) helpers_[i]->offer(job);
+        if (work.following) look_ahead(job, work.following, helpers);
         const Clock::duration item = job.lead();
         for (std::size_t i = 0; i < helpers; ++i)
             if (helpers_[i]->offered.exchange(nullptr)) --job.holders;
@@ -195,10 +235,18 @@ class Pool {
         ~Taken() { flag = false; }
     };
 
+    // Notes where helpers begin in this call, for the one before it, and tells them where they begin in the next.
+    void look_ahead(const Job& job, const std::shared_ptr<Following>& following, std::size_t helpers) {
+        const std::size_t count = std::min(helpers, following->starts.size());
+        for (std::size_t i = 0; last_ && i < count; ++i) last_->starts[i] = job.start(static_cast<std::int64_t>(i));
+        last_ = following;
+        for (std::size_t i = 0; i < count; ++i) helpers_[i]->soon = following->starts[i];
+    }
+
     // So many helpers, if the system has threads for them. They live as long as the process.
     std::size_t grow(std::size_t wanted) {
         while (helpers_.size() < wanted) {
-            helpers_.push_back(std::make_unique<Helper>());
+            helpers_.push_back(std::make_unique<Helper>(helpers_.size()));
             if (start(helpers_.back().get())) continue;
             helpers_.pop_back();
             break;
@@ -240,6 +288,7 @@ class Pool {
     Flag taken_{false};
     std::vector<std::unique_ptr<Helper>> helpers_;
     std::vector<std::unique_ptr<Job>> jobs_;
+    std::shared_ptr<Following> last_;  // of the call of that kind before
 };
 
 // Never destroyed, for helpers may still look at it while the process ends. A forked process has none of the threads, so

@@ -1,6 +1,6 @@
 // Threads that share the items of one call.
 //
-// What. A call is a number of items. Threads take them one by one, in order, and which thread computes an item does not
+// What. A call is a number of items. Threads take them one by one, and which thread computes an item does not
 // matter to its bits. The calling thread works too. At the end it waits for items that helpers have begun, never for a
 // helper that has begun none. Items of `for_each_twice` may be computed twice: the caller does not wait for a helper that
 // the system put aside within one, but computes that item itself.
@@ -17,6 +17,11 @@
 // than the caller: while the caller is put aside nothing goes on, so helpers give way to it on a core that they share, and
 // the system does not move it about to make room for them.
 //
+// Products of a few rows read memory, and a thread reads best what lies together. So each thread has a stretch of their
+// items, takes it in order, and then takes from the others' stretches. While the caller does alone what comes between two
+// products, helpers read the beginning of their next stretch into their caches. Which product is next was seen before: the
+// same ones follow each other in every step.
+//
 // What was not done. Calls from several threads at once do not queue: the first has the pool, others compute alone.
 // Threads are not bound to cores, where they could not leave one that another program uses. Products of many rows are not
 // computed twice: their items would need memory of their own, and the last of them are a small part of a call. Packing of
@@ -24,12 +29,19 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <memory>
 
 #include "cpu.h"
 
 namespace attar {
+
+// Where the first helpers' stretches of the call after this one began when it was last made; null: not known. They are only
+// asked for, so they need not be valid.
+struct Following {
+    std::array<const std::uint8_t*, 31> starts{};
+};
 
 // What one call does, by item.
 struct Work {
@@ -41,6 +53,9 @@ struct Work {
     // the call has returned: all that it reads belongs to `kept`.
     Step apart = nullptr, copy = nullptr;
     std::shared_ptr<const void> kept = nullptr;
+    // Of calls whose items read memory: where an item's begins, and what follows the call.
+    const std::uint8_t* (*start)(const void* context, std::int64_t item) = nullptr;
+    std::shared_ptr<Following> following = nullptr;
 };
 
 // Does items 0 .. items - 1 on at most `workers` threads, of which the caller is one. What `compute` throws is thrown here
@@ -64,13 +79,15 @@ void for_rows(std::int64_t rows, bool parallel, const Compute& compute) {
     });
 }
 
-// The same for `call`, whose members are those of Work: items may be computed twice.
+// The same for `call`, whose members are those of Work: items may be computed twice, and read memory.
 template <class Call>
-void for_each_twice(std::int64_t items, bool parallel, const std::shared_ptr<const Call>& call) {
+void for_each_twice(std::int64_t items, bool parallel, const std::shared_ptr<const Call>& call,
+                    const std::shared_ptr<Following>& following) {
     share(items, parallel && items > 1 ? threads() : 1,
           {call.get(), [](const void* at, std::int64_t item) { static_cast<const Call*>(at)->compute(item); },
            [](const void* at, std::int64_t item) { static_cast<const Call*>(at)->apart(item); },
-           [](const void* at, std::int64_t item) { static_cast<const Call*>(at)->copy(item); }, call});
+           [](const void* at, std::int64_t item) { static_cast<const Call*>(at)->copy(item); }, call,
+           [](const void* at, std::int64_t item) { return static_cast<const Call*>(at)->start(item); }, following});
 }
 
 }  // namespace attar

@@ -7,7 +7,13 @@ the mean cross-entropy with the target's prediction, restricted to the draft voc
 best token lies outside of it do not count. `acceptance` is the mean of -log sum min(p, q) (arXiv 2602.23881), with p
 not normed.
 
-fc begins as [0 0 1], which passes the highest of the three states on, and the LM head as the target's own rows.
+States of deep layers are large (in SmolLM2-135M a row's root mean square is 14 to 24), so a run learns fc for states
+that are divided by their size, and fc is stored for states as they are. Else what the block adds to them would count
+for nothing for thousands of steps, or fc would change by far too much in one. fc begins as [0 0 1], which passes the
+highest of the three states on, and the LM head as the target's own rows.
+
+Steps behind the first run every fourth row alone. Their keys are their own and those of step 0, so that each chain is
+what it would be beside all others, at a quarter of the cost.
 """
 
 from __future__ import annotations
@@ -19,29 +25,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attar.checkpoints.drafts import eagle
-from attar.drafting.initial import normal
+from attar.drafting.distillation import Distillation
+from attar.drafting.initial import normal, stored
 from attar.drafting.small import turned
-from attar.drafting.target import Target
+from attar.drafting.target import States, Target, quick
 from attar.errors import UserError
-from attar.model.cache import KeptStates
 from attar.model.config import Rope
 from attar.model.rope import rotation
 
 DECAY = 0.8
 EPS = 1e-5
+STRIDE = 4  # rows of which one is unrolled
 Keys = list[tuple[Tensor, Tensor]]
 
 
 class EagleLearner:
     """A head of the target's width, unrolled `depths` steps, whose LM head has the rows of `tokens` (None for all).
+    `sample` is some of the text, token ids [S, L], which tells how large states are.
 
     Raises ValueError for a target of fewer than three layers, or whose embedding no head can share.
     """
 
     def __init__(
-        self, target: Target, depths: int, tokens: Tensor | None, loss: str, seed: int, speculators: bool = False
-    ) -> None:
-        config, self.target, self.depths, self.loss = target.config, target, depths, loss
+        self, target: Target, depths: int, tokens: Tensor | None, loss: str, seed: int, sample: Tensor,
+        speculators: bool = False,
+    ) -> None:  # fmt: skip
+        config, self.target, self.depths = target.config, target, depths
         self.speculators = speculators  # the layout that is written
         if config.layers < 3 or config.embedding_scale != 1.0 or config.learned_positions:
             raise UserError(
@@ -53,7 +62,8 @@ class EagleLearner:
         self.aux: tuple[int, ...] = aux
         self.layers: tuple[int, ...] = (*aux, last)
         self.tokens = torch.arange(config.vocab_size) if tokens is None else tokens
-        self.embedding, head = target.ends()
+        self.loss = Distillation(target, self.tokens, loss)
+        self.embedding, head = target.ends
         self.rope = Rope(10000.0, config.head_dim)
         width, size = config.hidden, config.head_dim
         query, key, wide = config.heads * size, config.kv_heads * size, config.intermediate
@@ -66,93 +76,113 @@ class EagleLearner:
         for name in ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm"):
             self.weights[f"{name}.weight"] = torch.ones(width)
         self.weights["norm.weight"] = target.decoder.final_norm.weight.detach().float().clone()
+        states = target.quick_states(sample, self.layers)
+        # Medians, because the first row's may be a hundred times as large.
+        sizes = [states.of(layer).square().mean(1).sqrt().median() for layer in aux]
+        self.sizes = torch.stack(sizes).repeat_interleave(width)
         self.weights["fc.weight"] = torch.cat((torch.zeros(width, 2 * width), torch.eye(width)), 1)
         self.weights["lm_head.weight"] = head[self.tokens].clone()
         for each in self.weights.values():
             each.requires_grad_()
+        self.slow: tuple[Tensor, ...] = (self.weights["lm_head.weight"],)
 
     def parameters(self) -> list[Tensor]:
         return list(self.weights.values())
 
-    def learn(self, ids: Tensor, states: KeptStates) -> float:
+    @property
+    def needs_predictions(self) -> bool:
+        """Return whether learning reads the target's predictions over all tokens: the published loss does not count
+        rows whose best token cannot be drafted."""
+        return True
+
+    def learn(self, ids: Tensor, states: States) -> float:
         """Add the gradients of the loss on token ids [S, L]; return the loss."""
-        p = self.target.probabilities(states.of(self.layers[-1]), self.tokens).view(*ids.shape, -1)
-        best = self.target.best(states.of(self.layers[-1])).view(ids.shape)
-        known = torch.isin(best, self.tokens)
+        known = torch.isin(states.best, self.tokens) if self.loss.name == "published" else None
+        first = int(ids.sum()) % min(STRIDE, ids.shape[1] - self.depths)  # by step, and not by where a run resumed
         total = torch.zeros(())
-        for depth, logits in enumerate(self._unrolled(ids, states)):
-            wanted = p[:, depth + 1 :][:, : logits.shape[1]]
-            if self.loss == "published":
-                counted = known[:, depth + 1 :][:, : logits.shape[1]]
-                soft = wanted / wanted.sum(-1, keepdim=True).clamp_min(1e-9)
-                losses = -(soft * logits.log_softmax(-1)).sum(-1)
-                part = (losses * counted).sum() / counted.sum().clamp_min(1)
-            else:
-                part = -torch.minimum(wanted, logits.softmax(-1)).sum(-1).clamp_min(1e-6).log().mean()
-            total = total + DECAY**depth * part
+        for depth, (rows, x) in enumerate(self._unrolled(ids, states, first, STRIDE)):
+            counted = None if known is None else known[rows]
+            total = total + DECAY**depth * self.loss.loss(x, self.weights["lm_head.weight"], states, rows, counted)
         total.backward()
         return float(total.detach())
 
     @torch.no_grad()
-    def agreement(self, ids: Tensor, states: KeptStates) -> list[tuple[int, int]]:
+    def agreement(self, ids: Tensor, states: States) -> list[tuple[int, int]]:
         """Return, for each depth, how often the head's best token is the target's on token ids [S, L], and of how
         many. Every row stands behind the text's own tokens."""
-        best, found = self.target.best(states.of(self.layers[-1])).view(ids.shape), []
-        for depth, logits in enumerate(self._unrolled(ids, states)):
-            guess = self.tokens[logits.argmax(-1)]
-            wanted = best[:, depth + 1 :][:, : guess.shape[1]]
-            found.append((int((guess == wanted).sum()), wanted.numel()))
-        return found
+        head = self.weights["lm_head.weight"]
+        return [self.loss.agreement(x, head, states.best[rows]) for rows, x in self._unrolled(ids, states)]
 
     def write(self, folder: Path) -> None:
-        shape, parts = eagle.shape_of(self.target.config, self.rope.theta, len(self.tokens), self.aux), self.weights
+        shape = eagle.shape_of(self.target.config, self.rope.theta, len(self.tokens), self.aux)
+        parts = stored({**self.weights, "fc.weight": self.weights["fc.weight"] / self.sizes})
         if self.speculators:
             eagle.write_speculators(folder, shape, parts, self.tokens, self.target.path.stem, self.depths)
         else:
             eagle.write(folder, shape, parts, self.tokens)
 
-    def _unrolled(self, ids: Tensor, states: KeptStates) -> list[Tensor]:
-        """Return the draft logits [S, L - 1 - j, V] of each step j: row i of step j predicts token i + j + 2."""
+    def _unrolled(self, ids: Tensor, states: States, first: int = 0, stride: int = 1) -> list[tuple[Tensor, Tensor]]:
+        """Return for each step j the inputs of the LM head [N, I], and the rows of ids [S * L] behind which the target
+        predicts the same tokens: at place i of a sequence the token i + j + 2, behind row i + j + 1. Steps behind the
+        first run every `stride`-th row, from `first` on."""
         sequences, length = ids.shape
-        raw = torch.cat([states.of(layer) for layer in self.aux], 1).view(sequences, length, -1)
-        hidden = raw[:, :-1] @ self.weights["fc.weight"].T
-        keys: Keys = []
-        found: list[Tensor] = []
-        for depth in range(self.depths):
-            rows = length - 1 - depth
-            embedded = self.embedding[ids[:, depth + 1 :]]
-            hidden = self._block(embedded, hidden[:, :rows], keys, depth)
-            found.append(self._norm("norm", hidden) @ self.weights["lm_head.weight"].T)
+        begins = torch.arange(sequences)[:, None] * length
+        raw = (torch.cat([states.of(layer) for layer in self.aux], 1) / self.sizes).view(sequences, length, -1)
+        places, keys, found = torch.arange(length - 1), Keys(), list[tuple[Tensor, Tensor]]()
+        learns = torch.is_grad_enabled()
+        with torch.autocast("cpu", torch.bfloat16, enabled=learns and quick(self.weights["fc.weight"])):
+            hidden = (raw[:, :-1] @ self.weights["fc.weight"].T).float()
+            for depth in range(self.depths):
+                if depth == 1:
+                    places = torch.arange(first, length - 1, stride)
+                    hidden = hidden[:, places]
+                places = places[places < length - 1 - depth]
+                hidden = hidden[:, : len(places)]
+                keys = [*keys[:1], *((k[:, :, : len(places)], v[:, :, : len(places)]) for k, v in keys[1:])]
+                embedded = self.embedding[ids[:, places + depth + 1]]
+                hidden = self._block(embedded, hidden, keys, places, depth)
+                x = self._norm("norm", hidden)
+                found.append(((begins + places + depth + 1).reshape(-1), x.flatten(0, 1)))
         return found
 
-    def _block(self, embedded: Tensor, hidden: Tensor, keys: Keys, depth: int) -> Tensor:
-        """Run the block on rows [S, N, I] of a step; its keys and values are added to those of the steps before."""
+    def _block(self, embedded: Tensor, hidden: Tensor, keys: Keys, places: Tensor, depth: int) -> Tensor:
+        """Run the block on rows [S, N, I] of a step, which stand at `places` of the first step; the keys and values are
+        added to those of the steps before."""
         config = self.target.config
         x = torch.cat(
             (self._norm("midlayer.input_layernorm", embedded), self._norm("midlayer.hidden_norm", hidden)), -1
         )
-        rows, shared = x.shape[1], config.heads // config.kv_heads
-        positions = torch.arange(depth, depth + rows)
         q, k, v = (
-            self._product(f"self_attn.{name}_proj", x).view(*x.shape[:2], -1, config.head_dim).transpose(1, 2)
+            self._product(f"self_attn.{name}_proj", x).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
             for name in ("q", "k", "v")
         )
-        angles = rotation(self.rope, positions, depth + rows)
-        q, k = turned(q, *angles), turned(k, *angles).repeat_interleave(shared, 1)
-        keys.append((k, v.repeat_interleave(shared, 1)))
-        scale = config.head_dim**-0.5
-        k0, v0 = (each[:, :, :rows] for each in keys[0])
-        below = torch.ones(rows, rows, dtype=torch.bool).triu(1)
-        scores = [(q @ k0.transpose(2, 3) * scale).masked_fill(below, -torch.inf)]
-        scores += [(q * each[:, :, :rows]).sum(-1, keepdim=True) * scale for each, _ in keys[1:]]
-        shares = torch.cat(scores, -1).softmax(-1)
-        mixed = shares[..., :rows] @ v0
-        for place, (_, value) in enumerate(keys[1:]):
-            mixed = mixed + shares[..., rows + place, None] * value[:, :, :rows]
+        positions = places + depth
+        angles = rotation(self.rope, positions, int(positions[-1]) + 1)
+        q, k = turned(q, *angles), turned(k, *angles)
+        keys.append((k, v))
+        mixed = self._attend(q, keys, places)
         y = hidden + self._product("self_attn.o_proj", mixed.transpose(1, 2).flatten(2))
         m = self._norm("midlayer.post_attention_layernorm", y)
         wide = F.silu(self._product("mlp.gate_proj", m)) * self._product("mlp.up_proj", m)
         return y + self._product("mlp.down_proj", wide)
+
+    def _attend(self, q: Tensor, keys: Keys, places: Tensor) -> Tensor:
+        """Return the mixed values of queries [S, H, N, D]: over the first step's keys up to a row's own place, and over
+        the row's own keys of the later steps."""
+        shared = self.target.config.heads // self.target.config.kv_heads
+        every = [(k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)) for k, v in keys]
+        (k0, v0), later = every[0], every[1:]
+        if not later:
+            return F.scaled_dot_product_attention(q.to(v0.dtype), k0.to(v0.dtype), v0, is_causal=True)
+        scale = q.shape[-1] ** -0.5
+        above = torch.arange(k0.shape[2]) > places[:, None]
+        scores = [(q @ k0.transpose(2, 3)).float().mul(scale).masked_fill(above, -torch.inf)]
+        scores += [(q * k).sum(-1, keepdim=True).float() * scale for k, _ in later]
+        shares = torch.cat(scores, -1).softmax(-1)
+        mixed = shares[..., : k0.shape[2]] @ v0
+        for place, (_, v) in enumerate(later):
+            mixed = mixed + shares[..., k0.shape[2] + place, None] * v
+        return mixed
 
     def _product(self, name: str, x: Tensor) -> Tensor:
         return x @ self.weights[f"midlayer.{name}.weight"].T

@@ -11,7 +11,6 @@ small target's step. In vLLM's layout that is `original_lm_head`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,20 +18,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attar.checkpoints.drafts import medusa
-from attar.drafting.target import LOGITS_AT_ONCE, Target
-from attar.model.cache import KeptStates
+from attar.drafting.distillation import NO_LABEL, Distillation
+from attar.drafting.initial import stored
+from attar.drafting.target import States, Target
 
 DECAY = 0.8
-NO_LABEL = -100
 
 
 class MedusaLearner:
     """`depths` heads of one residual block each, whose LM head has the rows of `tokens` (None for all)."""
 
     def __init__(self, target: Target, depths: int, tokens: Tensor | None, loss: str) -> None:
-        hidden, self.target, self.tokens, self.loss = target.config.hidden, target, tokens, loss
+        hidden, self.target, self.tokens = target.config.hidden, target, tokens
+        self.loss = Distillation(target, tokens, loss)
         self.layers: tuple[int, ...] = (target.config.layers,)
-        self.head = target.ends()[1] if tokens is None else target.ends()[1][tokens]
+        self.slow: tuple[Tensor, ...] = ()
+        self.head = target.ends[1] if tokens is None else target.ends[1][tokens]
         self.weights = [torch.zeros(hidden, hidden, requires_grad=True) for _ in range(depths)]
         self.biases = [torch.zeros(hidden, requires_grad=True) for _ in range(depths)]
         self._place = torch.arange(target.config.vocab_size)
@@ -43,54 +44,45 @@ class MedusaLearner:
     def parameters(self) -> list[Tensor]:
         return [*self.weights, *self.biases]
 
-    def learn(self, ids: Tensor, states: KeptStates) -> float:
+    @property
+    def needs_predictions(self) -> bool:
+        """Return whether learning reads the target's predictions over all tokens."""
+        return self.loss.needs_predictions
+
+    def learn(self, ids: Tensor, states: States) -> float:
         """Add the gradients of the loss on token ids [S, L]; return the loss."""
-        hidden, total = states.of(self.layers[0]), 0.0
-        x = self.target.normed(hidden)
+        x, total = self.target.normed(states.of(self.layers[0])), 0.0
         for k in range(len(self.weights)):
             rows, later = _pairs(ids, k)
-            labels = self._place[ids.reshape(-1)[later + 1]]
-            count = max(1, int((labels != NO_LABEL).sum()))
-            for some in self._pieces(len(rows)):
-                logits = self._logits(k, x[rows[some]])
-                if self.loss == "published":
-                    part = F.cross_entropy(logits, labels[some], ignore_index=NO_LABEL, reduction="sum") / count
-                else:
-                    p = self.target.probabilities(hidden[later[some]], self.tokens)
-                    part = -torch.minimum(p, logits.softmax(-1)).sum(-1).clamp_min(1e-6).log().sum() / len(rows)
-                part = part * DECAY**k
-                part.backward()
-                total += float(part.detach())
+            drafted = self._inputs(k, x[rows])
+            if self.loss.name == "published":
+                part = self.loss.labelled(drafted, self.head, self._place[ids.reshape(-1)[later + 1]])
+            else:
+                part = self.loss.loss(drafted, self.head, states, later)
+            part = part * DECAY**k
+            part.backward()
+            total += float(part.detach())
         return total
 
     @torch.no_grad()
-    def agreement(self, ids: Tensor, states: KeptStates) -> list[tuple[int, int]]:
+    def agreement(self, ids: Tensor, states: States) -> list[tuple[int, int]]:
         """Return, for each depth, how often a head's best token is the target's on token ids [S, L], and of how
         many. Every row stands behind the text's own tokens."""
-        hidden = states.of(self.layers[0])
-        x, best, found = self.target.normed(hidden), self.target.best(hidden), []
+        x, found = self.target.normed(states.of(self.layers[0])), []
         for k in range(len(self.weights)):
             rows, later = _pairs(ids, k, label=False)
-            right = 0
-            for some in self._pieces(len(rows)):
-                guess = self._logits(k, x[rows[some]]).argmax(-1)
-                guess = guess if self.tokens is None else self.tokens[guess]
-                right += int((guess == best[later[some]]).sum())
-            found.append((right, len(rows)))
+            found.append(self.loss.agreement(self._inputs(k, x[rows]), self.head, states.best[later]))
         return found
 
     def write(self, folder: Path) -> None:
         tensors = {"lm_heads.0.weight": self.head}
         for k, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             tensors |= {f"blocks.{k}.layers.0.weight": weight, f"blocks.{k}.layers.0.bias": bias}
-        medusa.write(folder, self.target.config, 1, tensors, self.tokens)
+        medusa.write(folder, self.target.config, 1, stored(tensors), self.tokens)
 
-    def _logits(self, k: int, x: Tensor) -> Tensor:
-        return (x + F.silu(F.linear(x, self.weights[k], self.biases[k]))) @ self.head.T
-
-    def _pieces(self, rows: int) -> Iterator[slice]:
-        size = max(1, LOGITS_AT_ONCE // len(self.head))
-        return (slice(at, min(at + size, rows)) for at in range(0, rows, size))
+    def _inputs(self, k: int, x: Tensor) -> Tensor:
+        """Return head k's inputs of the LM head, [N, I]."""
+        return x + F.silu(F.linear(x, self.weights[k], self.biases[k]))
 
 
 def _pairs(ids: Tensor, k: int, label: bool = True) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,9 @@
 
 A killed run resumes: every `save_every` steps the head, Adam's moments, the losses and the agreement so far go to disk.
 All randomness comes from counters, so the bytes are those of an uninterrupted run, given the same torch build,
-instruction set and thread count. Of the text the last tenth is held out. On it the head's best token is compared with
-the target's at every save: agreement by depth, over the tokens trained on.
+instruction set and thread count. Of the text the last tenth is held out, 8192 tokens at most. On it the head's best
+token is compared with the target's at every save: agreement by depth, over the tokens trained on. Processor seconds
+stand beside it, in the saves and the result alone.
 
 The output is a folder in a published layout. Its receipt, `training.json`, has the hashes of source, text and files,
 the settings, and the agreement.
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,11 +39,11 @@ from attar.compression.training.saves import Saves
 from attar.compression.training.trainable_model import schedule, shuffled
 from attar.drafting.eagle import EagleLearner
 from attar.drafting.early_exit import ExitLearner
+from attar.drafting.lessons import Lessons
 from attar.drafting.medusa import MedusaLearner
 from attar.drafting.small import STEP, SmallLearner
-from attar.drafting.target import Target, frequent
+from attar.drafting.target import States, Target, frequent
 from attar.errors import UserError
-from attar.model.cache import KeptStates
 from attar.progress import Progress
 
 Kind = Literal["medusa", "eagle3", "exit", "small"]
@@ -54,7 +57,9 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
 OWN = ("depths", "layers", "width", "draft_vocab")  # settings that not every kind has
 RECEIPT = "training.json"
 CLIP = 1.0  # limit of the gradient's norm
-COMPARED = 2048  # tokens of the held-out text at most
+SLOW = 0.1  # share of the rate at which an LM head that begins as the target's learns
+COMPARED = 8192  # tokens of the held-out text at most
+STATES = 8 << 30  # bytes of states that are kept on disk, of a quarter of what is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +126,14 @@ class DraftTraining:
 @dataclass(frozen=True)
 class Trained:
     """Result of a training: the head's folder, its number of parameters, the loss of every step, and `curve`: tokens
-    trained on, and the agreement at each depth on held-out text."""
+    trained on, and the agreement at each depth on held-out text. `seconds` are the processor's at each of its points,
+    those of interrupted runs until their last save included."""
 
     path: Path
     parameters: int
     losses: tuple[float, ...]
     curve: tuple[tuple[int, tuple[float, ...]], ...]
+    seconds: tuple[float, ...]
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,18 +141,27 @@ class Trained:
         return asdict(self) | {"path": str(self.path)}
 
 
+Watch = Callable[[int, Sequence[float], float], None]
+"""A function (tokens, agreement by depth, processor seconds)."""
+
+
 class Learner(Protocol):
-    """What is trained; `layers` are those whose inputs it reads."""
+    """What is trained; `layers` are those whose inputs it reads, and `slow` are parameters that learn slowly."""
 
     layers: tuple[int, ...]
+    slow: tuple[Tensor, ...]
+
+    @property
+    def needs_predictions(self) -> bool:
+        """Return whether learning reads the target's predictions over all tokens."""
 
     def parameters(self) -> list[Tensor]: ...
 
-    def learn(self, ids: Tensor, states: KeptStates) -> float:
+    def learn(self, ids: Tensor, states: States) -> float:
         """Add the gradients of the loss on token ids [S, L], given the target's hidden states [S * L, I]; return the
         loss."""
 
-    def agreement(self, ids: Tensor, states: KeptStates) -> list[tuple[int, int]]:
+    def agreement(self, ids: Tensor, states: States) -> list[tuple[int, int]]:
         """Return, for each depth, how many of the head's best tokens are the target's, and of how many."""
 
     def write(self, folder: Path) -> None:
@@ -161,6 +177,7 @@ def train_draft(
     overwrite: bool = False,
     resume: bool = True,
     progress: Progress | None = None,
+    watch: Watch | None = None,
 ) -> Trained:
     """Train a draft head of the model at `path`, a folder or GGUF file, on token ids [S, L] into the folder `out`, or
     on an amount of text that the model itself writes first.
@@ -185,18 +202,22 @@ def train_draft(
         ids = _written(target, text, hashes, work.state, report) if isinstance(text, Amount) else text
         within_vocabulary(ids, target.config.vocab_size, "learned")
         about = receipt.environment() | asdict(options) | {"source": hashes, "text": token_hash(ids)}
+        about |= {"products": "bfloat16" if target.quick is not target.decoder else "as served"}
         about |= {"written": asdict(text)} if isinstance(text, Amount) else {}
         held = max(1, min(len(ids) // 10, COMPARED // ids.shape[1]))
         tokens = frequent(ids[:-held], options.draft_vocab or target.config.vocab_size, target.config.vocab_size)
-        learner = _learner(target, options, tokens)
+        learner = _learner(target, options, tokens, ids[:2])
         saves = Saves(work.state, about, resume)
         with torch.inference_mode(False), torch.enable_grad():
-            losses = _train(learner, target, ids[:-held], ids[-held:], options, saves, report)
+            most = min(STATES, shutil.disk_usage(work.state).free // 4) if options.epochs > 1 else 0
+            lessons = Lessons(target, ids[:-held], learner.layers, learner.needs_predictions, work.state, most)
+            curve = Curve(learner, ids[-held:], target.states(ids[-held:], learner.layers), watch)
+            losses = _train(learner, lessons, curve, options, saves, report)
         learner.write(work.out)
         count = sum(p.numel() for p in learner.parameters())
-        curve = [(int(at), tuple(shares)) for at, shares in saves.figures["curve"]]
         _write_receipt(work.out, about, {"parameters": count, "loss": losses[-1], "curve": saves.figures["curve"]})
-    return Trained(out, count, tuple(losses), tuple(curve), tuple(saves.notes))
+    points = tuple((int(at), tuple(shares)) for at, shares in saves.figures["curve"])
+    return Trained(out, count, tuple(losses), points, tuple(saves.figures["seconds"]), tuple(saves.notes))
 
 
 def _written(target: Target, amount: Amount, hashes: Mapping[str, str], state: Path, report: Progress) -> Tensor:
@@ -205,12 +226,13 @@ def _written(target: Target, amount: Amount, hashes: Mapping[str, str], state: P
     return kept_or_drawn(lambda: target.decoder, target.config, amount, at, partial(report, "sampling"))
 
 
-def _learner(target: Target, options: DraftTraining, tokens: Tensor | None) -> Learner:
+def _learner(target: Target, options: DraftTraining, tokens: Tensor | None, sample: Tensor) -> Learner:
     depths, layers = options.depths or 0, options.layers or 0
     if options.kind == "medusa":
         return MedusaLearner(target, depths, tokens, options.loss)
     if options.kind == "eagle3":
-        return EagleLearner(target, depths, tokens, options.loss, options.seed, options.layout == "speculators")
+        speculators = options.layout == "speculators"
+        return EagleLearner(target, depths, tokens, options.loss, options.seed, sample, speculators)
     if options.kind == "exit":
         return ExitLearner(target, layers, tokens, options.loss)
     return SmallLearner(target, layers, options.width or 0, options.loss, options.seed)
@@ -224,19 +246,68 @@ def _write_receipt(folder: Path, about: Mapping[str, Any], found: Mapping[str, A
     (folder / RECEIPT).write_text(f"{text}\n")
 
 
+class Optimizer:
+    """Adam for a learner. Steps of Adam are of one size, whatever the gradient's: at the full rate rows of an LM head
+    that are seldom right would all move as far as the others."""
+
+    def __init__(self, learner: Learner, rate: float) -> None:
+        self._learner, self._rate, slow = learner, rate, {id(each) for each in learner.slow}
+        groups = [
+            {"params": [each for each in learner.parameters() if (id(each) in slow) == slowly], "share": share}
+            for slowly, share in ((False, 1.0), (True, SLOW))
+        ]
+        self.adam = torch.optim.Adam([group for group in groups if group["params"]], lr=rate, fused=True)
+
+    def step(self, ids: Tensor, states: States, done: float) -> float:
+        """Learn from token ids [S, L] at a fraction of the training; return the loss, and change nothing where it is
+        not finite."""
+        for group in self.adam.param_groups:
+            group["lr"] = self._rate * group["share"] * schedule(done)
+        self.adam.zero_grad(set_to_none=True)
+        if math.isfinite(loss := self._learner.learn(ids, states)):
+            torch.nn.utils.clip_grad_norm_(self._learner.parameters(), CLIP)
+            self.adam.step()
+        return loss
+
+
+class Curve:
+    """Agreement on held-out token ids [S, L] over the tokens trained on, in the figures of a run's saves."""
+
+    def __init__(self, learner: Learner, held: Tensor, states: States, watch: Watch | None) -> None:
+        self._learner, self._held, self._states, self._watch = learner, held, states, watch
+        self._figures: dict[str, Any] = {}
+        self._since = 0.0
+
+    def resume(self, figures: dict[str, Any]) -> None:
+        """Take up the points of a save, or measure the first."""
+        self._figures = figures
+        self._since = time.process_time() - figures.get("seconds", [0.0])[-1]
+        if "curve" not in figures:
+            figures |= {"curve": [], "seconds": []}
+            self.add(0)
+        elif self._watch is not None:
+            for (tokens, shares), seconds in zip(figures["curve"], figures["seconds"], strict=True):
+                self._watch(tokens, shares, seconds)
+
+    def add(self, tokens: int) -> None:
+        """Measure a point."""
+        shares = [right / max(1, count) for right, count in self._learner.agreement(self._held, self._states)]
+        seconds = round(time.process_time() - self._since, 1)
+        self._figures["curve"].append([tokens, shares])
+        self._figures["seconds"].append(seconds)
+        if self._watch is not None:
+            self._watch(tokens, shares, seconds)
+
+
 def _train(
-    learner: Learner,
-    target: Target,
-    ids: Tensor,
-    held: Tensor,
-    options: DraftTraining,
-    saves: Saves,
-    report: Progress,
+    learner: Learner, lessons: Lessons, curve: Curve, options: DraftTraining, saves: Saves, report: Progress
 ) -> list[float]:
     """Train from the beginning, or from the save of an earlier run; return the loss of every step."""
-    parameters = learner.parameters()
-    adam = torch.optim.Adam(parameters, lr=options.rate)
+    parameters, ids = learner.parameters(), lessons.ids
+    optimizer = Optimizer(learner, options.rate)
+    adam = optimizer.adam
     losses = saves.resume(parameters, adam)
+    curve.resume(saves.figures)
     sequences = max(1, options.batch // ids.shape[1])
     plan = [
         order[at : at + sequences]
@@ -244,31 +315,16 @@ def _train(
         for order in [shuffled(range(len(ids)), options.seed, epoch)]
         for at in range(0, len(order), sequences)
     ]
-    curve = saves.figures.setdefault("curve", [[0, _shares(learner, target, held)]])
     for step in range(len(losses), len(plan)):
-        some = ids[plan[step]]
-        for group in adam.param_groups:
-            group["lr"] = options.rate * schedule((step + 0.5) / len(plan))
-        adam.zero_grad(set_to_none=True)
-        losses.append(learner.learn(some, target.states(some, learner.layers)))
+        losses.append(optimizer.step(*lessons.of(plan[step]), (step + 0.5) / len(plan)))
         if not math.isfinite(losses[-1]):
             raise UserError(
                 "training_diverged", f"the loss of step {step + 1} is {losses[-1]}: a smaller rate may help"
             )
-        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
-        adam.step()
         last = step + 1 == len(plan)
         if last or (step + 1) % options.save_every == 0:
-            curve.append([_tokens(plan[: step + 1], ids), _shares(learner, target, held)])
+            curve.add(sum(map(len, plan[: step + 1])) * ids.shape[1])
             if not last:
                 saves.put(parameters, adam, losses)
         report("training", step + 1, len(plan))
     return losses
-
-
-def _shares(learner: Learner, target: Target, held: Tensor) -> list[float]:
-    return [right / max(1, count) for right, count in learner.agreement(held, target.states(held, learner.layers))]
-
-
-def _tokens(plan: Sequence[Sequence[int]], ids: Tensor) -> int:
-    return sum(map(len, plan)) * ids.shape[1]

@@ -19,8 +19,7 @@ from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.vocabulary import is_gguf
 from attar.drafting.distillation import Distillation
 from attar.drafting.initial import normal
-from attar.drafting.target import Target
-from attar.model.cache import KeptStates
+from attar.drafting.target import States, Target, quick
 from attar.model.config import Rope
 from attar.model.rope import rotation
 
@@ -37,6 +36,7 @@ class SmallLearner:
     def __init__(self, target: Target, layers: int, width: int, loss: str, seed: int) -> None:
         self.target, self.depth, self.width, self.wide = target, layers, width, 3 * width
         self.layers: tuple[int, ...] = (target.config.layers,)
+        self.slow: tuple[Tensor, ...] = ()
         self.rope = Rope(THETA, HEAD)
         self.loss = Distillation(target, None, loss)
         shapes = {
@@ -45,7 +45,7 @@ class SmallLearner:
             "mlp.down_proj": (width, self.wide),
         }  # fmt: skip
         self.embedding = "model.embed_tokens.weight"
-        self.weights = {self.embedding: projected(target.ends()[0], width)}
+        self.weights = {self.embedding: projected(target.ends[0], width)}
         for i in range(layers):
             at = f"model.layers.{i}"
             for k, (name, shape) in enumerate(shapes.items()):
@@ -56,17 +56,26 @@ class SmallLearner:
         for each in self.weights.values():
             each.requires_grad_()
 
+    @property
+    def needs_predictions(self) -> bool:
+        """Return whether learning reads the target's predictions over all tokens."""
+        return self.loss.needs_predictions
+
     def parameters(self) -> list[Tensor]:
         return list(self.weights.values())
 
-    def learn(self, ids: Tensor, states: KeptStates) -> float:
+    def learn(self, ids: Tensor, states: States) -> float:
         """Add the gradients of the loss on token ids [S, L]; return the loss."""
-        return self.loss.learn(self._x(ids), self.weights[self.embedding], states.of(self.layers[0]))
+        with torch.autocast("cpu", torch.bfloat16, enabled=quick(self.weights[self.embedding])):
+            x = self._x(ids)
+        loss = self.loss.loss(x.float(), self.weights[self.embedding], states, torch.arange(len(x)))
+        loss.backward()
+        return float(loss.detach())
 
     @torch.no_grad()
-    def agreement(self, ids: Tensor, states: KeptStates) -> list[tuple[int, int]]:
+    def agreement(self, ids: Tensor, states: States) -> list[tuple[int, int]]:
         """Return how often the model's best token is the target's on token ids [S, L], and of how many."""
-        return self.loss.agreement(self._x(ids), self.weights[self.embedding], states.of(self.layers[0]))
+        return [self.loss.agreement(self._x(ids), self.weights[self.embedding], states.best)]
 
     def write(self, folder: Path) -> None:
         config, target = self.target.config, self.target.path

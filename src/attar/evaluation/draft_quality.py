@@ -121,7 +121,7 @@ def measure(
     half = [found[: PROMPTS // 2], found[PROMPTS // 2 :]]
     rows = row_costs.measure(target.decoder, target.decoder.lossless, greedy.PROMPT, range(1, max(COUNTS) + 2))
     (drafting,) = row_costs.measure(small.decoder, small.decoder.lossless, greedy.PROMPT, (1,))
-    seconds = [_seconds(target, started[PROMPTS // 2 :], replace(params, draft_tokens=count)) for count in COUNTS]
+    seconds = [seconds_of(target, started[PROMPTS // 2 :], replace(params, draft_tokens=count)) for count in COUNTS]
     speeds = []
     for count, took in zip(COUNTS, seconds, strict=True):
         guess = _tokens(half[0], count)
@@ -182,7 +182,7 @@ def _tokens(found: Sequence[Positions], count: int) -> float:
     return tokens / steps
 
 
-def _seconds(target: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> float:
+def seconds_of(target: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> float:
     """Return the seconds of continuing the prompts one by one, after a step or two that record."""
     target.generate([prompts[0]], replace(params, seed=0))
     since = time.perf_counter()

@@ -37,6 +37,10 @@ Logits = Callable[[Tensor, int], Iterator[Tensor]]
 the first on, a run of rows at a time. Models that are compared yield runs of the same lengths."""
 
 
+States = Callable[[Tensor], Tensor]
+"""A function from the token ids [T] of a text to the output of the last block, [T, hidden]."""
+
+
 class NewCache(Protocol):
     """A factory of KV caches: makes room for `batch` texts of `length` tokens."""
 
@@ -94,10 +98,9 @@ def exp(x: float) -> float:
     return math.exp(x) if x < 709 else math.inf
 
 
-def decoder_logits(decoder: Decoder, cache: NewCache | None = None) -> Logits:
-    """Wrap a decoder for `stream`: the blocks run once a window, the LM head by runs of rows. With a `cache`, each
-    window runs as a prompt through one of its own, in pieces of `ROWS_AT_ONCE` rows."""
-    at_once = max(1, LOGITS_AT_ONCE // decoder.config.vocab_size)
+def decoder_states(decoder: Decoder, cache: NewCache | None = None) -> States:
+    """Return a function that runs the blocks of `decoder`. With a `cache`, each text runs as a prompt through one of
+    its own, in pieces of `ROWS_AT_ONCE` rows."""
     last = decoder.last
 
     def states(ids: Tensor) -> Tensor:
@@ -113,8 +116,17 @@ def decoder_logits(decoder: Decoder, cache: NewCache | None = None) -> Logits:
             decoder.forward(piece, step, torch.tensor([len(piece) - 1], device=decoder.device), watch)
         return kept[0] if len(kept) == 1 else torch.cat(kept)
 
+    return states
+
+
+def decoder_logits(decoder: Decoder, cache: NewCache | None = None, states: States | None = None) -> Logits:
+    """Wrap a decoder for `stream`: the blocks run once a window, the LM head by runs of rows. With a `cache`, each
+    window runs as a prompt through one of its own. `states` stand in for the blocks, where their outputs were kept."""
+    at_once = max(1, LOGITS_AT_ONCE // decoder.config.vocab_size)
+    known = decoder_states(decoder, cache) if states is None else states
+
     def run(ids: Tensor, first: int) -> Iterator[Tensor]:
-        for rows in states(ids)[first:].split(at_once):
+        for rows in known(ids)[first:].split(at_once):
             with torch.inference_mode():  # entered anew each time: a generator that yields inside would leave it on
                 logits = decoder.logits(rows)
             yield logits

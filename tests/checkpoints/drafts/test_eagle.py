@@ -15,6 +15,7 @@ from torch import Tensor
 from attar.checkpoints.drafts import eagle
 from attar.checkpoints.drafts.files import kind_of
 from attar.kernels import dispatch
+from attar.kernels.native.linear import PackedWeight
 from attar.kv.schemes import SCHEMES
 from attar.model import cache
 from attar.model.cache import ForwardBatch, KVCache
@@ -24,6 +25,7 @@ from tests.errors import user_error
 
 HIDDEN, VOCAB, WIDE, HEADS, KV_HEADS, SIZE = 64, 97, 96, 4, 2, 16
 TOKENS = torch.tensor([2, 3, 17, 40, 90])
+ROUNDED = 0.05  # relative, of logits by matrices and rows of 8 bits
 CLOSE = 3e-5  # of logits around 3, float32
 
 
@@ -139,6 +141,27 @@ def test_logits_and_states_of_each_layout(target: Decoder, tmp_path: Path, layou
     logits = head.logits(x)
     assert (logits[:, TOKENS] - wanted).abs().max() < CLOSE
     assert torch.isinf(logits).sum() == 7 * (VOCAB - len(TOKENS))
+
+
+@pytest.mark.parametrize("activations", ["int8g128", "int8"])
+def test_matrices_are_rounded_where_rows_are(
+    tiny_decoder: Callable[..., Decoder], tmp_path: Path, activations: str
+) -> None:
+    """Draft logits stay close to those of the matrices as they are stored."""
+    if dispatch.store() is None:
+        pytest.skip("the native kernels are off or do not load")
+    target, parts = tiny_decoder(store=dispatch.store("exact")), tensors()
+    store = dispatch.store(activations)
+    head = eagle.read(write(tmp_path / "head", config(), parts), target, store)
+    assert all(each.weight.shape == parts[f"{each.name}.weight"].shape for each in head.linears())
+    sizes = [each.weight.read_bytes for each in head.linears() if isinstance(each.weight, PackedWeight)]
+    numbers_stored = sum(parts[f"{each.name}.weight"].numel() for each in head.linears())
+    assert numbers_stored < sum(sizes) < 2 * numbers_stored
+    ids, states = torch.tensor([5, 9, 4]), numbers("states", 3, HIDDEN) * 8
+    table = target.embedding.forward(torch.arange(VOCAB), torch.zeros(VOCAB, dtype=torch.int64))
+    wanted = oracle(parts, table[ids], states)[1]
+    _, x = head.forward(ids, states, step_of(head, 3))
+    assert (head.logits(x)[:, TOKENS] - wanted).norm() < ROUNDED * wanted.norm()
 
 
 def test_a_head_may_have_its_own_embedding_and_all_tokens(target: Decoder, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoints.drafts.files import HeadFolder, write_head
+from attar.checkpoints.drafts.files import HeadFolder, take, write_head
 from attar.checkpoints.strict_io import CheckpointError
 from attar.kernels.dispatch import BackendWeights
 from attar.kernels.operands import AttentionForm, Linear, Norm
@@ -70,7 +70,7 @@ def read(path: Path, target: Decoder, store: BackendWeights | None = None) -> Ea
     if store is not None:
         for each in made.linears():
             if each is not target.head:
-                store.take(each)
+                take(store, each)
         for one in made.norms():
             store.take_norm(one)
     return made
@@ -188,7 +188,7 @@ def write_speculators(
             "verifier": {"name_or_path": target, "architectures": []},
         },
         "transformer_layer_config": block, **{name: shape[name] for name in outer}, "norm_before_fc": False,
-        "tie_word_embeddings": False, "torch_dtype": "float32",
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     }  # fmt: skip
     renamed = {name.replace("midlayer.", "layers.0."): each for name, each in tensors.items()}
     write_head(folder, config, {**renamed, **_maps(tokens, shape["vocab_size"])})

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attar.checkpoints.drafts.files import EXIT, HeadFolder, write_head
+from attar.checkpoints.drafts.files import EXIT, HeadFolder, take, write_head
 from attar.kernels.dispatch import BackendWeights
 from attar.kernels.operands import Linear, Norm
 from attar.model.config import ModelConfig
@@ -45,7 +45,7 @@ def read(path: Path, target: Decoder, store: BackendWeights | None = None) -> Ea
         store.take_norm(norm)
         for each in (linear, head):
             if each is not target.head:
-                store.take(each)
+                take(store, each)
     return early_exit.early_exit(target, layers, norm, linear, head, tokens)
 
 

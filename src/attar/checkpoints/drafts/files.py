@@ -13,7 +13,11 @@ from torch import Tensor
 from attar.checkpoints.folder import CONFIG, DENSE, Folder, read_config, write_json
 from attar.checkpoints.strict_io import CheckpointError, near
 from attar.checkpoints.writer import ShardWriter, plan_files
-from attar.formats.scheme import Part
+from attar.formats import affine
+from attar.formats.scheme import Part, Scheme
+from attar.kernels.dispatch import BackendWeights
+from attar.kernels.native.store import CpuWeights
+from attar.kernels.operands import Linear
 
 Kind = Literal["medusa", "eagle", "eagle3", "exit"]
 
@@ -23,6 +27,9 @@ EAGLE3 = frozenset(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"))
 EXIT = "AttarEarlyExit"
 """The architecture of the configs of early exits."""
 
+
+ROUNDED = Scheme.parse("w8")
+"""What a head's matrices are rounded to."""
 
 READ = "Medusa, EAGLE and EAGLE-3 heads, early exits and draft models"
 
@@ -131,6 +138,16 @@ class HeadFolder:
             raise self.error(f"{name} is {list(info.shape)}, and {list(shape)} by the config and the model")
         self._unread.pop(name, None)
         return info.dtype
+
+
+def take(store: BackendWeights, each: Linear) -> None:
+    """Lay a head's matrix out in `store`, rounded to 8 bits where its kernels round rows as well: a draft is a guess,
+    and what it costs is the bytes that it reads."""
+    weight = each.weight
+    rounds = isinstance(store, CpuWeights) and store.activations != "exact"
+    if rounds and isinstance(weight, Tensor) and bool(weight.isfinite().all()):
+        each.weight = affine.quantize(weight.float(), ROUNDED)
+    store.take(each)
 
 
 def size(path: Path) -> tuple[int, int]:

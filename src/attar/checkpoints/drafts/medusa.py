@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from attar.checkpoints.drafts.files import HeadFolder, write_head
+from attar.checkpoints.drafts.files import HeadFolder, take, write_head
 from attar.kernels.dispatch import BackendWeights
 from attar.kernels.operands import Linear
 from attar.model.config import ModelConfig
@@ -63,7 +63,7 @@ def read(path: Path, target: Decoder, store: BackendWeights | None = None) -> Me
     if store is not None:
         for linear in made.linears:
             if linear is not head:
-                store.take(linear)
+                take(store, linear)
     return made
 
 

@@ -243,6 +243,7 @@ def _gather(work: BlockWork, twin: Block | None, statistics: Sequence[_Statistic
         takers.setdefault(each.share.name, []).append(each)
     originals: dict[str, Tensor] = {}
     wrong: dict[str, Tensor] = {}  # the error in the residual stream, where a linear adds to it
+    behind = next((each.name for each in _added(block) if each is not block.attention.output), "")
 
     def keep(linear: Linear, x: Tensor) -> None:
         if linear.name in takers:
@@ -257,13 +258,13 @@ def _gather(work: BlockWork, twin: Block | None, statistics: Sequence[_Statistic
         rows, step = hidden.read(batch), hidden.step(batch)
         if twin is not None:
             assert original is not None
-            true = original.read(batch)
-            between, _ = twin.forward(true, None, original.step(batch), keep)
-            for linear in _added(block):
-                if linear is block.attention.output:
-                    wrong[linear.name] = true - rows
-                elif linear.name in takers and any(each.adds for each in takers[linear.name]):
-                    wrong[linear.name] = between - block.forward(rows, None, step)[0]
+            true, there = original.read(batch), original.step(batch)
+            wrong[block.attention.output.name] = true - rows
+            if any(each.adds for each in takers.get(behind, ())):
+                between, _ = twin.forward(true, None, there, keep)
+                wrong[behind] = between - block.forward(rows, None, step)[0]
+            else:
+                observe(twin, true, there, keep, takers)
         observe(block, rows, step, hook, takers)
 
 

@@ -11,8 +11,8 @@ Do_i D_k (Vo^T E V)_ik^2: so the code of (i, k) is the nearest to
 
     w_ik + sum over the rest of the rows before and columns before of Vo_ji E_jl V_lk
 
-It depends on elements above and to the left. So a tile's elements on one antidiagonal are rounded together, tiles
-follow one another, and what earlier tiles contribute is two matrix products. Codes do not depend on tiles.
+It depends on elements above and to the left. So the tiles on one antidiagonal are rounded together, and of these all
+elements on one antidiagonal. What earlier tiles contribute is two matrix products. Codes do not depend on tiles.
 
 Afterwards the rows are polished in turn (`polish`): with all other rows fixed, row i is best aimed at its weight less
 sum over j of Ho_ij E_j / Ho_ii, by the input Hessian alone. Rows far apart are polished together; if together they do
@@ -20,6 +20,8 @@ harm, they are put back and tried in halves.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -62,15 +64,20 @@ def solve(
     del rounded
     work = original[down][:, across]  # rows and columns in the order of the sweep
     error, reach = torch.zeros_like(work), torch.zeros_like(work)  # E, and Vo^T E
-    for columns in gptq.slices(work.shape[1], TILE):
-        pull = inputs.rows(columns.start, columns.stop)  # [c, stop]: row k, column l holds V_lk
-        for rows in gptq.slices(len(work), TILE):
+    for tiles in _antidiagonals(*work.shape):
+        front = _Tiles(tiles, work.dtype, work.device)
+        for number, (rows, columns) in enumerate(tiles):
+            pull = inputs.rows(columns.start, columns.stop)  # [c, stop]: row k, column l holds V_lk
             push = outputs.rows(rows.start, rows.stop)  # [b, stop]: row i, column j holds Vo_ji
             above = push[:, : rows.start] @ error[: rows.start, columns]
             left = reach[rows, : columns.start] @ pull[:, : columns.start].T
-            tile = _Tile(work[rows, columns], above, left, push[:, rows.start :], pull[:, columns.start :])
-            codes[across[columns, None], down[rows]] = tile.round(levels, down[rows], across[columns]).T.to(codes.dtype)
-            error[rows, columns], reach[rows, columns] = tile.error, tile.reach
+            own = push[:, rows.start :], pull[:, columns.start :]
+            front.set(number, work[rows, columns], (above, left), *own, (down[rows], across[columns]))
+        chosen, found = front.round(levels), front.error
+        for number, (rows, columns) in enumerate(tiles):
+            tile = number, slice(0, rows.stop - rows.start), slice(0, columns.stop - columns.start)
+            codes[across[columns, None], down[rows]] = chosen[tile].T.to(codes.dtype)
+            error[rows, columns], reach[rows, columns] = found[tile], front.reach[tile]
     if options.polish:
         _polish(codes, levels, original, inputs.hessian, outputs.hessian, options)
     packed = levels.pack(codes)
@@ -78,33 +85,70 @@ def solve(
     return GptqResult(packed, damage, rtn_damage, _damage(original, outputs.hessian, inputs.hessian))
 
 
-class _Tile:
-    """Elements [b, c] of the sweep, whose codes are chosen antidiagonal by antidiagonal."""
+def _antidiagonals(height: int, width: int) -> Iterator[list[tuple[slice, slice]]]:
+    """Yield the tiles of [height, width], as rows and columns, by antidiagonals: none needs another of its own."""
+    down, across = list(gptq.slices(height, TILE)), list(gptq.slices(width, TILE))
+    for step in range(len(down) + len(across) - 1):
+        yield [(down[i], across[step - i]) for i in range(len(down)) if 0 <= step - i < len(across)]
 
-    def __init__(self, weight: Tensor, above: Tensor, left: Tensor, push: Tensor, pull: Tensor) -> None:
-        self.weight, self.above, self.base = weight, above, weight + above + left
-        self.push, self.pull = push.tril(-1), pull.tril(-1)  # contributions within the tile
-        self.error_t = torch.zeros_like(weight.T, memory_format=torch.contiguous_format)  # [c, b]
-        self.reach = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+
+class _Tiles:
+    """Tiles [T, b, c] of the sweep, whose codes are chosen antidiagonal by antidiagonal, those of all tiles together.
+    Tiles at the edges are filled up with zeros, which are not rounded."""
+
+    def __init__(self, tiles: Sequence[tuple[slice, slice]], dtype: torch.dtype, device: torch.device) -> None:
+        height, width = (max(side.stop - side.start for side in sides) for sides in zip(*tiles, strict=True))
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros((len(tiles), *shape), dtype=dtype, device=device)
+
+        self.weight, self.above, self.base, self.reach = (zeros(height, width) for _ in range(4))
+        self.push = zeros(height, height)  # contributions within the tile
+        # By columns from the last to the first, so that those of an antidiagonal are in the order of its rows.
+        self.pull, self.error_t = zeros(width, width), zeros(width, height)
+        self.down, self.across = (
+            torch.zeros((len(tiles), n), dtype=torch.long, device=device) for n in (height, width)
+        )
+        self.ends = torch.tensor([[side.stop - side.start for side in sides] for sides in tiles], device=device)
 
     @property
     def error(self) -> Tensor:
-        return self.error_t.T
+        return self.error_t.flip(1).mT
 
-    def round(self, levels: Uniform | Ggml, down: Tensor, across: Tensor) -> Tensor:
-        """Return the codes [b, c]; `down` and `across` index the tile's rows and columns in the weight."""
-        height, width = self.weight.shape
+    def set(
+        self, number: int, weight: Tensor, others: tuple[Tensor, Tensor], push: Tensor, pull: Tensor,
+        order: tuple[Tensor, Tensor],
+    ) -> None:  # fmt: skip
+        """Fill in a tile [b, c], with what the tiles above and left of it contribute. `order` indexes its rows and
+        columns in the weight."""
+        (height, width), (above, left) = weight.shape, others
+        self.weight[number, :height, :width] = weight
+        self.above[number, :height, :width] = above
+        self.base[number, :height, :width] = weight + above + left
+        self.push[number, :height, :height] = push.tril(-1)
+        self.pull[number, -width:, :width] = pull.tril(-1).flip(0)
+        self.down[number, :height], self.across[number, :width] = order
+
+    def round(self, levels: Uniform | Ggml) -> Tensor:
+        """Return the codes [T, b, c]."""
+        height, width = self.weight.shape[1:]
         codes = torch.empty_like(self.weight)
-        rows = torch.arange(height, device=codes.device)
+        rows, whole = torch.arange(height, device=codes.device), bool((self.ends == self.ends[0]).all())
         for step in range(height + width - 1):
-            i = rows[max(0, step - width + 1) : step + 1]
+            first, end = max(0, step - width + 1), min(step + 1, height)
+            i, at = rows[first:end], slice(width - 1 - step + first, width - 1 - step + end)
             k = step - i
-            from_above = (self.push[i] * self.error_t[k]).sum(1)
-            wanted = self.base[i, k] + from_above + (self.reach[i] * self.pull[k]).sum(1)
-            code, value = levels.nearest_at(down[i], across[k], wanted)
-            wrong = self.weight[i, k] - value
-            codes[i, k], self.error_t[k, i] = code, wrong
-            self.reach[i, k] = wrong + self.above[i, k] + from_above
+            from_above = (self.push[:, first:end] * self.error_t[:, at]).sum(-1)  # [T, n]
+            from_left = (self.reach[:, first:end] * self.pull[:, at]).sum(-1)
+            wanted = self.base[:, i, k] + from_above + from_left
+            code, value = levels.nearest_at(self.down[:, i].ravel(), self.across[:, k].ravel(), wanted.ravel())
+            wrong = self.weight[:, i, k] - value.view(wanted.shape)
+            taken = wrong + self.above[:, i, k] + from_above
+            if not whole:  # else an error of what is not there would reach into the tile
+                inside = (i < self.ends[:, :1]) & (k < self.ends[:, 1:])
+                wrong, taken = wrong * inside, taken * inside
+            codes[:, i, k], self.reach[:, i, k] = code.view(wanted.shape), taken
+            self.error_t[:, at].diagonal(first, 1, 2).copy_(wrong)
         return codes
 
 
