@@ -72,10 +72,18 @@ class Costs:
         return bool(self._rows)
 
     def of(self, rows: int) -> float:
-        """Return the seconds of a step of `rows` rows; 1 where nothing is known yet."""
+        """Return the seconds of a step of `rows` rows; 1 where nothing is known yet.
+
+        They are no more than those of a larger step. Else a size that was slow once, beside other work, would look dear
+        and not be tried again.
+        """
+        at = bisect_left(self._rows, rows)
+        return min([self._between(rows, at), *(self._medians[more] for more in self._rows[at:])])
+
+    def _between(self, rows: int, at: int) -> float:
+        """Return the seconds of a step by the nearest sizes that were measured, where `at` of them are smaller."""
         if (known := self._medians.get(rows)) is not None:
             return known
-        at = bisect_left(self._rows, rows)
         if at == len(self._rows) or at == 0:
             if not self._rows:
                 return 1.0
