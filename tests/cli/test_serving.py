@@ -297,7 +297,7 @@ def test_kv_eviction_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     "options, code",
     [
-        ("--kv int8", "option_conflict"),
+        ("--kv klt2", "option_conflict"),
         ("--tp 2", "option_conflict"),
         ("--draft demo --draft-tree 4", "option_conflict"),
         ("--sparse-attention topk:512", "option_conflict"),
