@@ -33,6 +33,7 @@ from statistics import median
 from attar.protocol.speculation import MAX_DRAFT_TOKENS, MAX_STEP_DRAFTS
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # rows of a step of one sequence
+ENOUGH = 3  # steps of one size; with fewer, its cost is no more than its neighbours say
 SAMPLES = 9  # steps of one size whose median counts
 ROW = 0.1  # cost of a further row as a share of the first, where none is measured
 REMEASURED = 64  # steps with drafts between two without any
@@ -83,6 +84,10 @@ class Costs:
         if (found := self._found.get(rows)) is None:
             at = bisect_left(self._rows, rows)
             found = min([self._between(rows, at), *(self._medians[more] for more in self._rows[at:])])
+            if 0 < at < len(self._rows) - 1 and self._rows[at] == rows and len(self._steps[rows]) < ENOUGH:
+                low, high = self._rows[at - 1], self._rows[at + 1]
+                part = (rows - low) / (high - low)
+                found = min(found, self._medians[low] * (1 - part) + self._medians[high] * part)
             self._found[rows] = found
         return found
 
