@@ -93,8 +93,9 @@ ATTAR_INLINE void split_in_bytes(const float* x, int count, float inverse, std::
 
 // Blocks lie scattered, where the processor's own prefetching fails at every one of them, and few rows wait for memory
 // more than they compute. So such a tile always has lines on their way into the second cache: while it reads keys,
-// those of the next run, and of the values of every other run, the rest while it is at the softmax, and the keys of the next split while it
-// reads values. Tiles of AMX are done with keys and values so soon that the softmax asks for more of both.
+// those of the next run, and of the values of every other run, the rest while it is at the softmax, and the keys of the
+// next split while it reads values. Tiles of AMX are done with keys and values so soon that the softmax asks for more of
+// both.
 ATTAR_INLINE void ask_for(const void* soon, std::int64_t bytes) {
     __builtin_prefetch(static_cast<const char*>(soon) + bytes, 0, 2);
 }
