@@ -176,66 +176,6 @@ class Bench {
     std::size_t bytes_;
 };
 
-// Whether splits are so few that threads should divide them: steps of decoding in front of some hundred slots.
-bool divided(const Attention& a, const Sizes& sizes, const std::vector<Tile>& tiles, std::int64_t splits, int threads) {
-    constexpr std::int64_t LEAST_SLOTS = 256;  // three shared calls in place of one cost as much as reading some of them
-    return threads > 1 && splits < 4 * threads && a.mass == nullptr && sizes.raw_key == 0 &&
-           std::all_of(tiles.begin(), tiles.end(), [&](const Tile& tile) {
-               return tile.rows <= FEW && !tile.skips && a.lengths[tile.sequence] >= LEAST_SLOTS;
-           });
-}
-
-// Attention of a few rows to pages of floats, whose splits threads divide.
-void run_divided(const Attention& a, const Pages& pages, const Sizes& sizes, std::vector<Tile>& tiles, int threads,
-                 Level level) {
-    const auto scores = ATTAR_PICK(level, attend_scores);
-    const auto columns = ATTAR_PICK(level, attend_columns);
-    const auto begin = ATTAR_PICK(level, begin);
-    const auto merge = ATTAR_PICK(level, merge);
-    const auto finish = ATTAR_PICK(level, finish);
-    struct Unit {
-        std::int64_t tile, split;
-    };
-    const std::int64_t count = static_cast<std::int64_t>(tiles.size()), record = 2 + sizes.padded;
-    std::vector<Unit> units;
-    std::int64_t kept = 0;
-    for (std::int64_t i = 0; i < count; ++i) {
-        tiles[i].part_at = kept;
-        kept += (tiles[i].to - tiles[i].from) * tiles[i].rows * record;
-        for (std::int64_t split = tiles[i].from; split < tiles[i].to; ++split) units.push_back({i, split});
-    }
-    static thread_local Buffer bench_memory, part_memory, score_memory;
-    const Bench bench(sizes, pages.layout);
-    const std::int64_t many = static_cast<std::int64_t>(units.size());
-    auto* const parts = reinterpret_cast<float*>(part_memory.at_least(sizeof(float) * static_cast<std::size_t>(kept)));
-    auto* const shared = reinterpret_cast<float*>(score_memory.at_least(sizeof(float) * FEW * STRIDE * static_cast<std::size_t>(many)));
-    const auto laid = [&](std::int64_t i) {
-        Tile tile = tiles[i];
-        bench.lay(tile, bench_memory.at_least(bench.bytes()));
-        return tile;
-    };
-    const std::int64_t shares = (2 * threads + count - 1) / count, vectors = sizes.padded / 16;
-    const std::int64_t cuts = std::min(shares, vectors);
-    for_each(many * shares, true, [&](std::int64_t item) {
-        const Unit& unit = units[item / shares];
-        Tile tile = laid(unit.tile);
-        scores(a, pages, sizes, tile, unit.split, item % shares, shares, shared + item / shares * FEW * STRIDE);
-    });
-    for_each(many * cuts, true, [&](std::int64_t item) {
-        const Unit& unit = units[item / cuts];
-        Tile tile = laid(unit.tile);
-        const std::int64_t cut = item % cuts, at = tile.part_at + (unit.split - tile.from) * tile.rows * record;
-        columns(a, pages, sizes, tile, unit.split, vectors * cut / cuts * 16, vectors * (cut + 1) / cuts * 16,
-                shared + item / cuts * FEW * STRIDE, parts + at);
-    });
-    for_each(count, true, [&](std::int64_t i) {
-        Tile tile = laid(i);
-        begin(sizes, tile);
-        merge(sizes, tile, tile.to - tile.from, parts + tile.part_at);
-        finish(a, pages, sizes, tile, nullptr);
-    });
-}
-
 template <class T>
 void run(const Attention& a, const Pages& pages, const Sizes& sizes, Level level) {
     const auto attend = ATTAR_PICK(level, attend<T>);
@@ -252,8 +192,6 @@ void run(const Attention& a, const Pages& pages, const Sizes& sizes, Level level
         work += (tile.to - tile.from) * SPLIT * tile.rows * sizes.padded * 2;
     }
     const int threads = work < SERIAL_BELOW ? 1 : static_cast<int>(attar::threads());
-    if (std::is_same_v<T, float> && divided(a, sizes, tiles, splits, threads))
-        return run_divided(a, pages, sizes, tiles, threads, level);
     const std::int64_t count = static_cast<std::int64_t>(tiles.size());
 
     // Pieces of work: whole tiles, or, where these are too few, some splits of one.

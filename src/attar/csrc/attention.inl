@@ -93,9 +93,8 @@ ATTAR_INLINE void split_in_bytes(const float* x, int count, float inverse, std::
 
 // Blocks lie scattered, where the processor's own prefetching fails at every one of them, and few rows wait for memory
 // more than they compute. So such a tile always has lines on their way into the second cache: while it reads keys,
-// those of the next run, and of the values of every other run, the rest while it is at the softmax, and the keys of the
-// next split while it reads values. Tiles of AMX are done with keys and values so soon that the softmax asks for more of
-// both.
+// those of the values of every other run, the rest while it is at the softmax, and the keys of the next split while it
+// reads values. Tiles of AMX are done with keys and values so soon that the softmax asks for more of both.
 ATTAR_INLINE void ask_for(const void* soon, std::int64_t bytes) {
     __builtin_prefetch(static_cast<const char*>(soon) + bytes, 0, 2);
 }
@@ -105,7 +104,7 @@ ATTAR_INLINE void ask_for(const void* soon, std::int64_t bytes) {
 // scores[r][16 c ..] = scale[r] * sum over d of q[r][d] * key[d]
 template <int R, int C, class T>
 static void score(const float* q, std::int64_t stride, const std::int32_t*, const float* scale, const T* const* keys,
-                  std::int64_t size, float* scores, const T* after, const T* soon) {
+                  std::int64_t size, float* scores, const T* soon) {
     Floats acc[R][C];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -115,7 +114,6 @@ static void score(const float* q, std::int64_t stride, const std::int32_t*, cons
         Floats key[C];
 #pragma GCC unroll 4
         for (int c = 0; c < C; ++c) key[c] = load_as_floats(keys[c] + 16 * d);
-        if (C == 1) ask_for(after, 16 * d * static_cast<std::int64_t>(sizeof(T)));
         if (C == 1) ask_for(soon, 16 * d * static_cast<std::int64_t>(sizeof(T)));
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
@@ -172,8 +170,7 @@ ATTAR_INLINE std::int32_t four_bytes(const std::int8_t* from) {
 // As above with q in two bytes, high and low in alternate rows, and biases [2 R].
 template <int R, int C>
 static void score(const std::int8_t* q, std::int64_t stride, const std::int32_t* bias, const float* scale,
-                  const std::int8_t* const* keys, std::int64_t size, float* scores, const std::int8_t* after,
-                  const std::int8_t* soon) {
+                  const std::int8_t* const* keys, std::int64_t size, float* scores, const std::int8_t* soon) {
     Ints acc[2 * R][C];
 #pragma GCC unroll 16
     for (int r = 0; r < 2 * R; ++r)
@@ -183,7 +180,7 @@ static void score(const std::int8_t* q, std::int64_t stride, const std::int32_t*
         Ints key[C];
 #pragma GCC unroll 4
         for (int c = 0; c < C; ++c) key[c] = unsigned_codes(keys[c] + 16 * d);
-        if (C == 1) ask_for(after, 16 * d), ask_for(soon, 16 * d);
+        if (C == 1) ask_for(soon, 16 * d);
 #pragma GCC unroll 16
         for (int r = 0; r < 2 * R; ++r) {
             const std::int32_t x = four_bytes(q + r * stride + d);
@@ -273,15 +270,15 @@ static void score_rows(const Tile& tile, const T* const* keys, std::int64_t size
     int i = from;
     for (; i + ABREAST <= to; i += ABREAST)
         score<R, ABREAST>(q, tile.q_stride, bias, tile.q_scale + first, keys + (i - from), size, out + 16 * i,
-                          keys[i - from], keys[i - from]);
+                          keys[i - from]);
     for (; i < to; ++i)
         score<R, 1>(q, tile.q_stride, bias, tile.q_scale + first, keys + (i - from), size, out + 16 * i,
-                    keys[i - from], keys[i - from]);
+                    keys[i - from]);
 }
 
 template <class T, int R>
 static void mix_rows(const Tile& tile, const T* const* runs, const T* const* next, int last, std::int64_t padded,
-                     int first, int from, int to, std::int64_t columns) {
+                     int first, int from, int to) {
     typedef Rows<T> Kind;
     const std::int32_t* bias = tile.weight_bias + first * Kind::PARTS;
     const float* scale = tile.weight_scale + first;
@@ -301,9 +298,9 @@ static void mix_rows(const Tile& tile, const T* const* runs, const T* const* nex
         }
         return next == nullptr ? nullptr : soon;
     };
-    for (; c + 16 * ABREAST <= columns; c += 16 * ABREAST)
+    for (; c + 16 * ABREAST <= padded; c += 16 * ABREAST)
         mix<R, ABREAST>(weights, bias, scale, values, to - from, last, padded, out + c, padded, shift());
-    for (; c < columns; c += 16)
+    for (; c < padded; c += 16)
         mix<R, 1>(weights, bias, scale, values, to - from, last, padded, out + c, padded, shift());
 }
 
@@ -331,8 +328,8 @@ static void score_runs(const Tile& tile, const T* const* keys, std::int64_t size
 }
 template <class T>
 static void mix_runs(const Tile& tile, const T* const* values, const T* const* next, int last, std::int64_t padded,
-                     int from, int to, std::int64_t columns) {
-#define ATTAR_CALL(R) mix_rows<T, R>(tile, values, next, last, padded, first, from, to, columns)
+                     int from, int to) {
+#define ATTAR_CALL(R) mix_rows<T, R>(tile, values, next, last, padded, first, from, to)
     ATTAR_FOR_ROW_GROUPS(ATTAR_CALL)
 #undef ATTAR_CALL
 }
@@ -612,36 +609,33 @@ struct TilesFor {
 #include "attention_scan.inl"
 #include "attention_skip.inl"
 
-// Scores of few rows with the runs from .. to of a split, one after the other: they wait for memory, which is read line
-// after line then.
-template <class T>
-static void score_few(const Sizes& sizes, const Tile& tile, const Seen<T>& seen, int from, int to) {
-    for (int run = from; run < to; ++run) {
-#define ATTAR_CALL(R) \
-    if (tile.rows == R) \
-    score<R, 1>(static_cast<const typename Rows<T>::Element*>(tile.q), tile.q_stride, tile.q_bias, tile.q_scale, \
-                seen.keys + run, sizes.head_dim, tile.scores + 16 * run, seen.keys[run + 1 < to ? run + 1 : run], \
-                run % 2 != 0 && sizes.raw_key == 0 ? seen.values[run] : seen.keys[run])
-        ATTAR_CALL(1);
-        ATTAR_CALL(2);
-        ATTAR_CALL(3);
-        ATTAR_CALL(4);
-        ATTAR_CALL(5);
-        ATTAR_CALL(6);
-        ATTAR_CALL(7);
-        ATTAR_CALL(8);
-#undef ATTAR_CALL
-    }
-}
-
-// All rows' scores with the runs of a split. Many rows are to keep the multipliers busy.
+// All rows' scores with the runs of a split. Few rows wait for memory, which is read line after line if one run is
+// taken at a time; many rows are to keep the multipliers busy.
 template <class T>
 static void score_split(const Sizes& sizes, const Tile& tile, const Seen<T>& seen) {
 #if ATTAR_LEVEL == ATTAR_AMX
     if constexpr (sizeof(T) == 1)
         if (tile_step(sizes) != 0) return score_tiles(sizes, tile, seen);
 #endif
-    if (tile.rows <= FEW) return score_few(sizes, tile, seen, 0, seen.runs);
+    if (tile.rows <= FEW) {
+        for (int run = 0; run < seen.runs; ++run) {
+#define ATTAR_CALL(R) \
+    if (tile.rows == R) \
+    score<R, 1>(static_cast<const typename Rows<T>::Element*>(tile.q), tile.q_stride, tile.q_bias, tile.q_scale, \
+                seen.keys + run, sizes.head_dim, tile.scores + 16 * run, \
+                run % 2 != 0 && sizes.raw_key == 0 ? seen.values[run] : seen.keys[run])
+            ATTAR_CALL(1);
+            ATTAR_CALL(2);
+            ATTAR_CALL(3);
+            ATTAR_CALL(4);
+            ATTAR_CALL(5);
+            ATTAR_CALL(6);
+            ATTAR_CALL(7);
+            ATTAR_CALL(8);
+#undef ATTAR_CALL
+        }
+        return;
+    }
     for (int from = 0; from < seen.runs; from += 4) {  // 64 slots at a time stay in the first cache
         const int to = from + 4 < seen.runs ? from + 4 : seen.runs;
         if constexpr (sizeof(T) == 2) {
@@ -675,12 +669,12 @@ static void mix_split(const Sizes& sizes, const Tile& tile, const Seen<T>& seen,
             const float* wide[4];
             if (tile.rows > FEW) {
                 const float* const* values = widen(seen.values + run, end - run, sizes.value_run, tile, wide);
-                mix_runs<float>(tile, values, nullptr, last, sizes.padded, run, end, sizes.padded);
+                mix_runs<float>(tile, values, nullptr, last, sizes.padded, run, end);
                 continue;
             }
         }
         const bool ahead = tile.rows <= FEW && end <= next.runs && sizes.raw_key == 0;
-        mix_runs<T>(tile, seen.values + run, ahead ? next.keys + run : nullptr, last, sizes.padded, run, end, sizes.padded);
+        mix_runs<T>(tile, seen.values + run, ahead ? next.keys + run : nullptr, last, sizes.padded, run, end);
     }
 }
 
@@ -740,49 +734,6 @@ static void attend(const Attention& what, const Pages& pages, const Sizes& sizes
             }
         }
     }
-}
-
-// The same of one split, by several threads: first some of the scores each, then some of the columns each, for which each
-// makes the weights. Only of floats and few rows, which wait for memory. `scores` [rows, STRIDE] is shared.
-static void attend_scores(const Attention& what, const Pages& pages, const Sizes& sizes, Tile& tile, std::int64_t split,
-                          std::int64_t share, std::int64_t shares, float* scores) {
-    take_queries<float>(what, sizes, tile);
-    Seen<float> seen;
-    look(what, pages, sizes, tile, split, seen);
-    tile.scores = scores;
-    const int from = static_cast<int>(seen.runs * share / shares), to = static_cast<int>(seen.runs * (share + 1) / shares);
-    score_few(sizes, tile, seen, from, to);
-}
-
-static void attend_columns(const Attention& what, const Pages& pages, const Sizes& sizes, Tile& tile, std::int64_t split,
-                           std::int64_t first, std::int64_t last, const float* scores, float* parts) {
-    Seen<float> seen;
-    look(what, pages, sizes, tile, split, seen);
-    const auto columns = static_cast<std::size_t>(last - first);
-    for (int i = 0; i < seen.runs && i < 4; ++i)
-        for (std::int64_t at = 0; at < 16 * sizes.padded; at += 16)
-            if (at % sizes.padded >= first && at % sizes.padded < last) ask_for(seen.values[i] + at, 0);
-    for (int row = 0; row < tile.rows; ++row) {
-        float* weights = tile.scores + row * STRIDE;
-        std::memcpy(weights, scores + row * STRIDE, sizeof(float) * 16 * static_cast<std::size_t>(seen.runs));
-        float* to_keep = parts + row * (2 + sizes.padded);
-        float top, broken;
-        const bool sees = hide<float>(what, tile, seen, {}, row, weights, &top, &broken);
-        const float total = exponentials<float>(seen, {}, weights, sees ? top : 0.0f) + broken;
-        if (first == 0) to_keep[0] = sees ? top : -INFINITY, to_keep[1] = total;
-    }
-    std::memset(tile.part, 0, sizeof(float) * tile.rows * sizes.padded);
-    for (int run = 0; run < seen.runs; run += 4) {
-        const int end = run + 4 < seen.runs ? run + 4 : seen.runs;
-        const float *values[4], *soon[4];
-        for (int i = run; i < end; ++i) {
-            values[i - run] = seen.values[i] + first;
-            soon[i - run] = seen.values[i + 4 < seen.runs ? i + 4 : i] + first;
-        }
-        mix_runs<float>(tile, values, soon, end == seen.runs ? seen.last : 16, sizes.padded, run, end, last - first);
-    }
-    for (int row = 0; row < tile.rows; ++row)
-        std::memcpy(parts + row * (2 + sizes.padded) + 2 + first, tile.part + row * sizes.padded, sizeof(float) * columns);
 }
 
 static void begin(const Sizes& sizes, Tile& tile) {

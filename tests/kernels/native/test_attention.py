@@ -6,7 +6,6 @@ Every level of the machine must give the same bits; so must every way to cut the
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import subprocess
 import sys
 
@@ -308,32 +307,6 @@ def test_long_decode_on_threads(kv: str) -> None:
         for threads in (1, 2, 3, 8):
             torch.set_num_threads(threads)
             assert torch.equal(one.run()[0], expected)
-    finally:
-        torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        {},
-        {"heads": 6, "kv_heads": 3, "head_dim": 64},
-        {"heads": 8, "kv_heads": 1, "head_dim": 128},
-        {"window": 300, "soft_cap": 3.0},
-    ],
-    ids=str,
-)
-def test_threads_divide_a_split(form: dict[str, object]) -> None:
-    """A few hundred slots and few heads: several threads share the scores, and then the columns, of one split."""
-    before = torch.get_num_threads()
-    try:
-        for counts, lengths in (([1], [257]), ([1], [1100]), ([1, 1], [300, 512])):
-            one = case(counts, lengths, **form)  # type: ignore[arg-type]
-            torch.set_num_threads(1)
-            expected = one.run()[0]
-            close(expected, one.oracle()[0], TOLERANCE["float32"])
-            for threads, level in itertools.product((2, 3, 8), LEVELS):
-                torch.set_num_threads(threads)
-                assert torch.equal(one.run(level)[0], expected)
     finally:
         torch.set_num_threads(before)
 
