@@ -121,7 +121,8 @@ soak-invariance: $(VENV)/.installed-dev
 	    -k "company or rounded" || exit 1; \
 	done
 
-# The suites lie in ATTAR_TEST_DATA, and their figures are printed. This takes an hour or two.
+# The suites lie in ATTAR_TEST_DATA, and their figures are printed. This takes an hour or two. A run that was broken off
+# goes on by TEST_RANDOM_SCHEMAS_FIRST and TEST_FORCED_FIRST.
 soak-schemas: $(VENV)/.installed-dev
 	@TEST_SCHEMA_EVERY=1 $(BIN)/python -m pytest -p no:xdist -q -s tests/text/test_schema_suites.py
 	@TEST_RANDOM_SCHEMAS=20000 TEST_FORCED_SEEDS=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q \
@@ -129,7 +130,8 @@ soak-schemas: $(VENV)/.installed-dev
 
 # This takes some forty minutes on one core. A schedule that fails is run again by TEST_SPECULATION_FIRST and a count of one.
 soak-speculation: $(VENV)/.installed-dev
-	@TEST_SPECULATION_SEEDS=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q tests/engine/test_speculation_schedules.py
+	@TEST_SPECULATION_SEEDS=2000 TEST_DRAFT_REQUESTS=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q \
+	  tests/engine/test_speculation_schedules.py tests/sampling/drafters/test_leaks.py
 
 sanitize: $(VENV)/.installed-dev
 	@tools/sanitize.sh

@@ -22,13 +22,13 @@ peer. Intervals are 95 % bootstraps over windows, paired where they are of a rat
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,100 +39,52 @@ from lanes import contents
 from torch import Tensor
 
 from attar.checkpoints import vocabulary
-from attar.checkpoints.sources import hf, hub
+from attar.checkpoints.sources import hub, opening
 from attar.execution import kv_cache as engine_kv
-from attar.kernels import ops, ref_attention
-from attar.kernels.operands import AttentionForm, Norm
-from attar.kv import kivi
+from attar.execution.kv_cache import MeasuredCache
+from attar.kernels import dispatch, ops
+from attar.kernels.operands import Norm
 from attar.kv.bit_planes import hadamard
-from attar.kv.pages import AttentionMetadata, Bases, PagedKV, Rotation
-from attar.kv.schemes import SCHEMES, KvScheme, Layout
+from attar.kv.pages import AttentionMetadata, PagedKV, Rotation
+from attar.kv.published import PUBLISHED, PublishedFormat
+from attar.kv.schemes import LENGTH, RANDOM, SCHEMES, WRITTEN, KvScheme, Layout
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.divergence import Comparison, compare
 from attar.metrics.measure import measure
 from attar.metrics.perplexity import plan_windows
-from attar.metrics.streaming import Measurement, decoder_logits
-from attar.model import kv_basis
-from attar.model.cache import BLOCK, KVCache
+from attar.metrics.streaming import ROWS_AT_ONCE, Measurement
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 
 Q4_0 = 32  # columns of a block
-TILE = 128  # queries that are computed at once
-KLT_LESS = KvScheme("klt2, 2.25 stored", Layout.BIT_PLANES, 2.125, calibrated=True, recent=True)
-KLT_MORE = KvScheme("klt2, 3 stored", Layout.BIT_PLANES, 2.875, calibrated=True, recent=True)  # as KIVI in groups of 32
-
-
-@dataclass(frozen=True)
-class Kivi:
-    """KIVI as published (Liu et al. 2024, and their program): the last `recent` values are always in 16 bits, a window
-    that slides; keys gather in 16 bits until there are `recent` of them, which are then rounded together.
-
-    The cache is simulated: its pages hold float32, and each query reads what its step would have found. That step's own
-    key and value are counted before any is rounded, so a query sees `recent` values before its own in 16 bits.
-    """
-
-    group: int
-    recent: int = 128
-
-    def bits_at(self, head_dim: int, context: int) -> float:
-        rounded = KvScheme("KIVI", Layout.KIVI, 2, group=self.group).bits_per_value(head_dim, self.recent)
-        whole = (self.recent / 2 + self.recent) / 2  # tokens in 16 bits: keys on average, values; mean of the sides
-        return rounded + (16 - rounded) * min(1, whole / context)
-
-    def attend(
-        self, q: Tensor, pages: PagedKV, place: AttentionMetadata, form: AttentionForm, want_mass: bool = False
-    ) -> tuple[Tensor, None]:
-        """As `ops.paged_attention`, of one sequence."""
-        assert len(place.lengths) == 1
-        assert not want_mass
-        length, repeat = int(place.lengths[0]), form.heads // form.kv_heads
-        k, v = ref_attention.read_sequence(pages, place.block_tables[0], length, None, torch.float32)
-        k, v = (x.half().float().transpose(0, 1) for x in (k, v))  # [G, S, D]
-        full = length // self.recent * self.recent
-        rounded_k = torch.cat((self._rounded(k[:, :full], 2), k[:, full:]), 1)
-        k, rounded_k, v, rounded_v = (
-            x.repeat_interleave(repeat, 0) for x in (k, rounded_k, v, self._rounded(v, 3))
-        )  # [H, S, D]
-        key_at, mixed = torch.arange(length), []
-        for rows, at in zip(q.split(TILE), place.positions.split(TILE), strict=True):
-            one, since = rows.transpose(0, 1), max(0, int(at[0]) // self.recent - 1) * self.recent
-            new = slice(since, None)  # all that any of these reads in 16 bits
-            scores = one @ rounded_k.mT  # [H, T, S]
-            old = key_at[new] < at[:, None] // self.recent * self.recent
-            scores[..., new] = torch.where(old, scores[..., new], one @ k[:, new].mT)
-            scores *= form.scale
-            if form.soft_cap is not None:
-                scores = form.soft_cap * torch.tanh(scores / form.soft_cap)
-            seen = ref_attention.visible(at, key_at, form.window)
-            weights = scores.masked_fill_(~seen, -torch.inf).softmax(-1)
-            old = key_at[new] < at[:, None] - self.recent
-            found = weights[..., new].masked_fill(old, 0) @ v[:, new]
-            weights[..., new].masked_fill_(~old, 0)
-            found += weights @ rounded_v
-            mixed.append(found.transpose(0, 1).flatten(1))
-        return torch.cat(mixed), None
-
-    def _rounded(self, x: Tensor, along: int) -> Tensor:
-        """[G, S, D] as it is read once it is rounded: keys along axis 2 of [1, G, S, D], values along axis 3."""
-        return kivi.dequantize(*kivi.quantize(x[None], along, self.group), along)[0] if x.numel() else x
+KIVIS = (
+    PublishedFormat("KIVI-4 g64", "kivi", 4, 64),
+    PublishedFormat("KIVI-2 g64", "kivi", 2, 64), PublishedFormat("KIVI-2 g64, last 64", "kivi", 2, 64, 64),
+)  # fmt: skip
+KLTS = (
+    KvScheme("klt4, 4.75 stored", Layout.BIT_PLANES, 4.625, calibrated=True),
+    KvScheme("klt4, 3.375 stored", Layout.BIT_PLANES, 3.25, calibrated=True),
+    KvScheme("klt2, 3 stored", Layout.BIT_PLANES, 2.875, calibrated=True, recent=True),  # as KIVI in groups of 32
+    KvScheme("klt2, 2.25 stored", Layout.BIT_PLANES, 2.125, calibrated=True, recent=True),
+    KvScheme("klt2, 2 stored", Layout.BIT_PLANES, 1.875, calibrated=True, recent=True),
+    KvScheme("klt2, 1.5 stored", Layout.BIT_PLANES, 1.375, calibrated=True, recent=True),
+    KvScheme("klt2, 1.25 stored", Layout.BIT_PLANES, 1.125, calibrated=True, recent=True),
+)  # 64 columns; with larger heads a scale takes less
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to keep keys and values. Of pages of float32, `rounded` makes numbers [N, G, D] what they are read as, or
-    `kivi` reads them."""
+    """One way to keep keys and values. Of pages of float32, `rounded` makes numbers [N, G, D] what they are read as."""
 
     name: str
-    scheme: KvScheme
-    block: int = BLOCK
+    form: KvScheme | PublishedFormat
     rounded: Callable[[Tensor], Tensor] | None = None
-    bits: float = 0.0  # of a number, where the scheme does not say
-    kivi: Kivi | None = None
+    bits: float = 0.0  # of a number, where the form does not say
 
-    def bits_at(self, head_dim: int, context: int) -> float:
-        if self.kivi is not None:
-            return self.kivi.bits_at(head_dim, context)
-        return self.bits or self.scheme.bits_per_value(head_dim, self.block, context)
+    def bits_at(self, cache: MeasuredCache, context: int) -> tuple[float, float]:
+        """Bits of a number, and with what all sequences share, where one alone has it."""
+        stored, config = self.bits or cache.bits(context), cache.decoder.config
+        return stored, stored + 8 * cache.model_bytes / (2 * config.kv_heads * config.head_dim * context)
 
 
 def q4_0(x: Tensor) -> Tensor:
@@ -156,25 +108,26 @@ def ways() -> list[Way]:
     return [
         Way("q4_0", plain, rounded=q4_0, bits=4.5),
         Way("q4_0 rotated", plain, rounded=rotated, bits=4.5),
-        Way("KIVI g64", plain, kivi=Kivi(64)),
-        Way("KIVI g64, last 64", plain, kivi=Kivi(64, 64)),
-        Way("KIVI g32", plain, kivi=Kivi(32)),
+        *(Way(each.name, each) for each in KIVIS),
+        *(Way(name, each) for name, each in PUBLISHED.items()),
         *(Way(name, SCHEMES[name]) for name in names),
-        *(Way(each.name, each) for each in (KLT_LESS, KLT_MORE)),
+        *(Way(each.name, each) for each in KLTS),
     ]
 
 
 RATIOS = (
-    ("klt4", "q4_0 rotated", 0.60), ("int4", "q4_0 rotated", 0.60),
-    ("klt2", "KIVI g64", 0.50), ("klt2, 2.25 stored", "KIVI g64", 0.50),
-    ("klt2, 2.25 stored", "KIVI g64, last 64", 0.50), ("klt2", "KIVI g32", 0.50), ("klt2, 3 stored", "KIVI g32", 0.50),
+    ("klt4", "q4_0 rotated", 0.60), ("int4", "q4_0 rotated", 0.60), ("klt4", "KIVI-4 g64", 0.50),
+    ("klt4", "kivi4-published", 0.50), ("klt4, 4.75 stored", "kivi4-published", 0.50), ("klt4", "nuq4-published", 0.50),
+    ("klt2", "KIVI-2 g64", 0.50), ("klt2, 2.25 stored", "KIVI-2 g64", 0.50),
+    ("klt2, 2.25 stored", "KIVI-2 g64, last 64", 0.50), ("klt2", "kivi2-published", 0.50),
+    ("klt2, 3 stored", "kivi2-published", 0.50), ("klt2, 2.25 stored", "nuq2-published", 0.50),
 )  # fmt: skip
 
 
 @contextmanager
 def keeping(way: Way) -> Iterator[None]:
-    """Keys, once they are rotated, and values are rounded before they are written, or read as KIVI would."""
-    plain, attention = ops.write_kv, ops.paged_attention
+    """Keys, once they are rotated, and values are rounded before they are written."""
+    plain = ops.write_kv
 
     def write(
         q: Tensor, k: Tensor, v: Tensor, pages: PagedKV, place: AttentionMetadata, rotation: Rotation | None = None,
@@ -190,16 +143,16 @@ def keeping(way: Way) -> Iterator[None]:
 
     if way.rounded is not None:
         ops.write_kv = write
-    if way.kivi is not None:
-        ops.paged_attention = way.kivi.attend
     try:
         yield
     finally:
-        ops.write_kv, ops.paged_attention = plain, attention
+        ops.write_kv = plain
 
 
 def stretched(source: Path, context: int, folder: Path) -> Path:
     """The model with YaRN to `context` positions, where it has fewer."""
+    if source.suffix == ".gguf":
+        return source
     config = json.loads((source / "config.json").read_text())
     trained = config["max_position_embeddings"]
     if trained >= context:
@@ -231,11 +184,14 @@ def windows(source: Path, text: Path, context: int, count: int) -> tuple[list[li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo", help="a folder, a Hub id or `demo`")
+    parser.add_argument("--model", default="demo", help="a folder, a GGUF file, a Hub id or `demo`")
+    parser.add_argument("--activations", help="native kernels with such activations, instead of the reference")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--text", type=Path, default=DATA / "data" / "text" / "novels_valid.jsonl")
     parser.add_argument("--other", type=Path, default=DATA / "data" / "text" / "wikitext2_test.txt")
+    parser.add_argument("--calibrate", type=Path, help="a text for KVQuant's calibration, instead of the model's own")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="compare every N-th row alone")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of the first column")
     parser.add_argument("--json", type=Path, help="where the result goes; else it is the last line")
     args = parser.parse_args()
@@ -249,39 +205,66 @@ def main() -> None:
 
 
 def run(source: Path, path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    decoder = hf.load(path, torch.float32)
+    decoder = opening.load(path, torch.float32)
     chosen = [way for way in ways() if not args.only or way.name in args.only]
-    calibrated = {way.scheme.name: way.scheme for way in chosen if way.scheme.calibrated}
-    likely = engine_kv.sample(decoder) if calibrated else torch.zeros((0, 0))
-    bases = {name: kv_basis.calibrate(decoder, likely, scheme) for name, scheme in calibrated.items()}
+    caches = calibrated(decoder, chosen, source, args)
+    if args.activations is not None:
+        decoder = opening.load(path, torch.float32, None, dispatch.store(args.activations))
+        for cache in caches.values():
+            cache.decoder = decoder
     texts = {}
     for name, text in (("held out", args.text), ("another kind", args.other)):
         ids, bos = windows(source, text, args.context, args.windows)
         print(f"\n{name}")
         if path != source:
-            within = hf.load(source, torch.float32)
+            within = opening.load(source, torch.float32)
             short = measure(within, ids[:2], bos=bos, context=within.config.context).figures["ppl"].value
             print(f"perplexity in windows of {within.config.context}, which the model was trained for: {short:.1f}")
-        measured, seconds = compared(decoder, chosen, bases, ids, bos, args.context)
-        texts[name] = told(decoder, chosen, measured, seconds, args.context)
+        measured, seconds = compared(decoder, chosen, caches, ids, bos, args)
+        texts[name] = told(chosen, caches, measured, seconds, args.context)
     return {"model": args.model, "context": args.context, "windows": args.windows, "texts": texts}
 
 
+def calibrated(decoder: Decoder, chosen: list[Way], source: Path, args: argparse.Namespace) -> dict[str, MeasuredCache]:
+    """Factories of the caches of each way; all are calibrated on the same text, unless KVQuant has one of its own."""
+
+    @functools.cache
+    def likely() -> Tensor:
+        return engine_kv.sample(decoder)
+
+    @functools.cache
+    def given() -> Tensor:
+        sequences, length = WRITTEN + RANDOM, LENGTH
+        return torch.tensor(windows(source, args.calibrate, length, sequences)[0])
+
+    found = {}
+    for way in chosen:
+        own = args.calibrate is not None and isinstance(way.form, PublishedFormat)
+        found[way.name] = engine_kv.calibrated(decoder, way.form, given if own else likely)
+        print(f"calibrated {way.name}", flush=True)
+    return found
+
+
 def told(
-    decoder: Decoder, chosen: list[Way], measured: dict[str, Measurement], seconds: dict[str, float], context: int
+    chosen: list[Way],
+    caches: dict[str, MeasuredCache],
+    measured: dict[str, Measurement],
+    seconds: dict[str, float],
+    context: int,
 ) -> dict[str, Any]:
     """Print the table and the ratios of one text."""
-    print(f"{'':<28}{'bits':>8}{'KL':>10}{'95 % interval':>22}{'top-1':>8}{'ppl':>8}{'seconds':>9}")
+    print(f"{'':<28}{'bits':>8}{'alone':>8}{'KL':>10}{'95 % interval':>22}{'top-1':>8}{'ppl':>8}{'seconds':>9}")
     rows: dict[str, dict[str, Any]] = {}
     for way in chosen:
-        found, bits = measured[way.name].figures(), way.bits_at(decoder.config.head_dim, context)
+        found, (bits, alone) = measured[way.name].figures(), way.bits_at(caches[way.name], context)
         kl, top, perplexity, base = (found[name] for name in ("kl_mean", "top1", "ppl", "ppl_base"))
-        rows[way.name] = {"bits": bits, "kl": [kl.value, kl.low, kl.high], "top1": top.value, "ppl": perplexity.value,
-                          "ppl_base": base.value, "windows": measured[way.name].kl_windows.tolist()}  # fmt: skip
+        rows[way.name] = {"bits": bits, "bits_alone": alone, "kl": [kl.value, kl.low, kl.high], "top1": top.value,
+                          "ppl": perplexity.value, "ppl_base": base.value,
+                          "windows": measured[way.name].kl_windows.tolist()}  # fmt: skip
         interval = "" if kl.low is None or kl.high is None else f"[{kl.low:.6f}, {kl.high:.6f}]"
         print(
-            f"{way.name:<28}{bits:>8.3f}{kl.value:>10.6f}{interval:>22}{top.value:>8.4f}{perplexity.value:>8.1f}"
-            f"{seconds[way.name]:>9.1f}",
+            f"{way.name:<28}{bits:>8.3f}{alone:>8.3f}{kl.value:>10.6f}{interval:>22}{top.value:>8.4f}"
+            f"{perplexity.value:>8.1f}{seconds[way.name]:>9.1f}",
         )
     print(f"{'as they are':<28}{32:>8}{'':>40}{rows[chosen[0].name]['ppl_base']:>8.1f}")
     ratios = {}
@@ -299,35 +282,46 @@ def told(
 def compared(
     decoder: Decoder,
     chosen: list[Way],
-    bases: dict[str, list[Bases]],
+    caches: dict[str, MeasuredCache],
     ids: list[list[int]],
     bos: int | None,
-    context: int,
+    args: argparse.Namespace,
 ) -> tuple[dict[str, Measurement], dict[str, float]]:
-    """Each way's divergence, and its seconds: window by window, the model's own logits made once for all."""
+    """Each way's divergence, and its seconds of the processor. Hidden states are kept, and logits made a few rows at
+    a time: those of the model itself once for all."""
     columns: dict[str, list[Comparison]] = {way.name: [] for way in chosen}
     seconds = dict.fromkeys(columns, 0.0)
     for number, text in enumerate(ids, 1):
-        (window,) = plan_windows(text, context, context, bos)
-        inputs, targets = torch.tensor(window.inputs), torch.tensor(window.counted)
-        base = torch.cat(list(decoder_logits(decoder)(inputs, window.first)))
+        (window,) = plan_windows(text, args.context, args.context, bos)
+        inputs, targets = torch.tensor(window.inputs), torch.tensor(window.counted)[:: args.every]
+        base = states(decoder, inputs, None)[window.first :: args.every]
         for way in chosen:
-            begin = time.perf_counter()
-            logits = decoder_logits(decoder, partial(_cache, decoder, way, bases.get(way.scheme.name)))
+            begin = time.process_time()
             with keeping(way):
-                ours = torch.cat(list(logits(inputs, window.first)))
-            columns[way.name].append(compare(base, ours, targets))
-            seconds[way.name] += time.perf_counter() - begin
-        print(f"window {number} of {len(ids)}", flush=True)
+                ours = states(decoder, inputs, caches[way.name])[window.first :: args.every]
+            seconds[way.name] += time.process_time() - begin
+            runs = zip(*(each.split(ROWS_AT_ONCE) for each in (base, ours, targets)), strict=True)
+            for one, other, wanted in runs:
+                with torch.inference_mode():
+                    columns[way.name].append(compare(decoder.logits(one), decoder.logits(other), wanted))
+            done = torch.cat([part.kl for part in columns[way.name]]).mean()
+            print(f"window {number} of {len(ids)}: {way.name} {done:.6f}", flush=True)
     measured = {}
     for name, parts in columns.items():
-        of = np.repeat(np.arange(len(ids)), [len(part[0]) for part in parts])
+        size = sum(len(part[0]) for part in parts) // len(ids)
+        of = np.arange(len(ids)).repeat(size)
         measured[name] = Measurement(of, *(torch.cat(each).double().numpy() for each in zip(*parts, strict=True)))
     return measured, seconds
 
 
-def _cache(decoder: Decoder, way: Way, bases: list[Bases] | None, length: int) -> KVCache:
-    return KVCache(decoder.config, length, scheme=way.scheme, block=way.block, bases=bases)
+def states(decoder: Decoder, ids: Tensor, made: MeasuredCache | None) -> Tensor:
+    """Hidden states [T, I] behind the last block, of tokens that run as a prompt through a cache."""
+    cache, parts = (decoder.cache if made is None else made)(len(ids)), []
+    with torch.inference_mode():
+        for piece in ids.split(ROWS_AT_ONCE):
+            stream, delta = decoder.states(piece, ForwardBatch((len(piece),), len(ids), cache))
+            parts.append(stream if delta is None else stream + delta)
+    return torch.cat(parts)
 
 
 if __name__ == "__main__":

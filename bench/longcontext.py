@@ -2,6 +2,7 @@
 
     PYTHONPATH=src:. python bench/longcontext.py [--read 1/16] [--length 2033] [--prompts 2] [--json FILE]
     PYTHONPATH=src:. python bench/longcontext.py --model FILE.gguf --text TEXT [--context 4096] [--rows 64]
+    PYTHONPATH=src:. python bench/longcontext.py --model FILE.gguf --text TEXT --front 0,2,4,8 [--read 1/16,1/8]
 
 Without a model, the constructed one of `tests/model/lookup_model.py` looks up needles, a key and three values each.
 They are asked as the prompt's last token (its row reads everything), afterwards, and two in a row; figures are shares
@@ -12,6 +13,9 @@ Methods read equally many keys: `one-bit` is attar's; `constant means` is the sa
 not turn with the position; `quest` ranks runs of 16 by the bounds of Quest (Tang et al. 2024); `exact` ranks them by
 the weights themselves; `recent` takes the newest and the first run. All of them keep the same layers dense. Everything
 but the first two is the reference in plain PyTorch: it says what a method loses, and nothing of speed.
+
+`--front` measures attar's method alone, with so many of the most diffuse layers dense: the share of layers, the share
+of all keys that is read in all layers together, and KL divergence.
 """
 
 from __future__ import annotations
@@ -211,6 +215,60 @@ def divergence(args: argparse.Namespace, settings: SparseAttention) -> dict[str,
     }  # fmt: skip
 
 
+def front(args: argparse.Namespace, every: list[SparseAttention]) -> dict[str, Any]:
+    """KL divergence over the last rows of a document, by the number of dense layers and of keys that others read."""
+    path = Path(args.model)
+    decoder = opening.load(path, torch.float32, None, dispatch.store(args.activations, "cpu", torch.float32))
+    text = Path(args.text).read_text(errors="replace")[args.skip :][: 12 * args.context]
+    ids = torch.tensor(vocabulary.tokenizer(path).encode(text)[: args.context])
+    assert len(ids) == args.context, "the text is too short"
+    each, shares, diffuse, share_of = list[float](), list[float](), sparse_layers.DIFFUSE, sparse_layers._share
+
+    def told(*of: Any) -> float:
+        shares.append(share_of(*of))
+        return shares[-1]
+
+    sparse_layers._share, sparse_layers.DIFFUSE = told, 2.0  # type: ignore[assignment]  # every layer has statistics
+    means = list(kv_cache.sparse_layers_of(decoder, every[0]).statistics)
+    sparse_layers._share, sparse_layers.DIFFUSE = share_of, diffuse
+    texts = len(shares) // len(means)
+    each = [sum(shares[i * texts : (i + 1) * texts]) / texts for i in range(len(means))]
+    order = sorted(range(len(means)), key=lambda layer: -each[layer])
+    usual = sum(share > diffuse for share in each)
+    print("shares of keys with 0.9 of weight:", " ".join(f"{i}: {each[i]:.2f}" for i in order), flush=True)
+    cache, first = decoder.cache(args.context, scheme=scheme(args.kv)), args.context - args.rows
+    sparse_layers.attach(cache.layers, decoder, SparseLayers(every[0], means), cache.capacity)
+    run(decoder, cache, ids[:first])
+    signs = [pages.signs for pages in cache.layers]
+    step = ForwardBatch((args.rows,), cache.capacity, cache)
+    full = decoder.forward(ids[first:], step).double().log_softmax(-1)
+    found = list[dict[str, Any]]()
+    for settings in every:
+        for dense in sorted({usual, *map(int, args.front.split(","))}):
+            for layer, (pages, own) in enumerate(zip(cache.layers, signs, strict=True)):
+                whole = layer in order[:dense] or own is None
+                pages.signs = None if whole else replace(own, settings=settings)  # type: ignore[type-var]
+            cache.truncate(0, first)
+            cache.dense_until = [first]
+            step = ForwardBatch((args.rows,), cache.capacity, cache)
+            chances = decoder.forward(ids[first:], step).double().log_softmax(-1)
+            kl = (full.exp() * (full - chances)).sum(-1)
+            read = settings.tokens_read(args.context) / args.context
+            read = (dense + (len(means) - dense) * read) / len(means)
+            row = {
+                "read": str(settings), "dense": dense, "layers": len(means), "keys_read": read, "kl": float(kl.mean()),
+                "worst": float(kl.max()),
+            }  # fmt: skip
+            found.append(row)
+            mark = " (the usual)" if dense == usual else ""
+            print(
+                f"{settings}, {dense} of {len(means)} layers dense{mark}: {read:.3f} of all keys, KL {kl.mean():.5f}, "
+                f"worst {kl.max():.4f}",
+                flush=True,
+            )
+    return {"front": found, "context": args.context, "rows": args.rows, "activations": args.activations}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--read", default="1/16", help="tokens, or 1/N of them")
@@ -222,12 +280,17 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--kv", default="float32")
     parser.add_argument("--activations", default="exact")
+    parser.add_argument("--front", help="numbers of dense layers, separated by commas")
+    parser.add_argument("--skip", type=int, default=0, help="characters of the text before the document of --front")
     parser.add_argument("--json")
     args = parser.parse_args()
-    parsed = SparseAttention.parse(f"topk:{args.read}")
-    settings = SparseAttention(parsed.topk, parsed.share, dense_below=0)
+    parsed = [SparseAttention.parse(f"topk:{each}") for each in args.read.split(",")]
+    every = [SparseAttention(each.topk, each.share, dense_below=0) for each in parsed]
+    settings = every[0]
     with torch.inference_mode():
-        if args.model is None:
+        if args.front is not None:
+            found = front(args, every)
+        elif args.model is None:
             found = lookups(settings, args.length, args.prompts)
             for method, forms in found.items():
                 print(f"{method:15} " + "  ".join(f"{form} {share:.2f}" for form, share in forms.items()))

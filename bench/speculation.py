@@ -113,7 +113,7 @@ class TreeReplay:
         self.texts, self.right, self.second, self.tree = texts, right, second, tree
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        return [self._draft(sequence, limit) for sequence, _, limit in requests]
+        return [self._draft(request.sequence, request.limit) for request in requests]
 
     def _draft(self, sequence: Tokens, limit: int) -> Draft:
         text = self.texts.get(tuple(sequence.tokens[: sequence.prompt]), ())

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from attar.checkpoints.receipts import receipt
 from attar.compression.calibration.texts import Amount, sample_from, token_hash
+from attar.compression.training.trainable_model import schedule
+from attar.drafting.eagle import EagleLearner
 from attar.drafting.medusa import DECAY, MedusaLearner
-from attar.drafting.run import DraftTraining, train_draft
+from attar.drafting.run import SLOW, DraftTraining, Optimizer, train_draft
 from attar.drafting.target import Target, frequent
 from attar.engine.llm.llm import LLM
 from attar.protocol.request import SamplingParams
@@ -151,6 +153,18 @@ def test_what_makes_no_sense_is_refused(tiny: Path, ids: Tensor, tmp_path: Path)
         DraftTraining(layout="speculators")
     with user_error("name_unknown", "medusa"):
         DraftTraining(kind="hydra")  # type: ignore[arg-type]
+
+
+def test_an_lm_head_that_begins_as_the_targets_learns_slowly(target: Target, ids: Tensor) -> None:
+    """Adam's first step moves each number by the rate, up or down."""
+    learner = EagleLearner(target, 1, None, "published", 0, ids)
+    before = {name: weight.detach().clone() for name, weight in learner.weights.items()}
+    done = 0.25
+    Optimizer(learner, 1e-2).step(ids[:2], target.states(ids[:2], learner.layers), done)
+    for name, weight in learner.weights.items():
+        moved = float((weight.detach() - before[name]).abs().max())
+        share = SLOW if name == "lm_head.weight" else 1.0
+        assert moved == pytest.approx(1e-2 * share * schedule(done), rel=1e-3)
 
 
 def test_the_most_frequent_tokens_are_drafted() -> None:

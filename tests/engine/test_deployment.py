@@ -7,7 +7,7 @@ import pytest
 from attar import machine
 from attar.engine import deployment
 from attar.kv.sparse import SparseAttention
-from attar.plan import costs, gpus
+from attar.plan import costs, gpus, report
 from attar.plan.comparison import Hardware, Subject
 from attar.plan.fit import Demand
 from attar.protocol.settings import Settings
@@ -62,6 +62,30 @@ def test_a_bandwidth_that_is_given_is_not_measured(monkeypatch: pytest.MonkeyPat
     gpu = Hardware.of_gpu(gpus.gpu_spec("h100"), 300 * GB).gpu
     assert gpu is not None
     assert gpu.bandwidth == 300e9
+
+
+def test_a_stream_holds_its_window() -> None:
+    subject, demand, hardware = Subject.shape("llama-3.2-1b", None), Demand(16384, 4), Hardware(80 * GB, "free", GB)
+    whole, sink, once = (
+        deployment.plan(Settings("", "", kv_eviction=policy), subject, demand, hardware)
+        for policy in ((), ("sink:4+2044",), ("snapkv:2048", "sink:4+2044"))
+    )
+    for row in sink.rows:
+        (other,) = (one for one in whole.rows if (one.weights, one.kv) == (row.weights, row.kv))
+        assert (other.fit.blocks_each, row.fit.blocks_each) == (16384 // 64, 2048 // 64 + 1)
+        assert row.speed is not None
+        assert other.speed is not None
+        assert row.speed.read < other.speed.read
+    assert "klt2" not in {row.kv.name for row in sink.rows}
+    assert once.rows[0].fit.held == 16384 + 2048
+    assert "2,112" in report.to_text(sink)
+    assert "16,384" in report.to_text(once)
+    assert report.to_dict(once)["kv_eviction"] == "snapkv:2048"
+    short = deployment.plan(Settings("", "", kv_eviction=("sink:4+2044",)), subject, Demand(2048), hardware)
+    assert short.rows[0].fit.held == 2048
+    for wrong in ({"kv": "klt2"}, {"tp": 2}, {"sparse_attention": "topk:512"}):
+        with user_error("option_conflict"):
+            deployment.plan(Settings("", "", kv_eviction=("snapkv:2048",), **wrong), subject, demand, hardware)
 
 
 def test_one_bit_keys_take_their_memory() -> None:

@@ -159,7 +159,7 @@ def test_matches_come_before_a_head_and_change_no_bit(
     assert answers(run_as_they_come(made, biased, draw)) == alone
     assert made.speculation is not None
     assert made.speculation.errors == 0
-    assert {1, MATCHED} == set(asked), "both kinds of drafts are made"
+    assert {each >= MATCHED for each in asked} == {True, False}, "both kinds of drafts are made"
 
 
 def test_a_step_without_a_head_keeps_no_states(decoder: Decoder) -> None:

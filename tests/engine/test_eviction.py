@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from attar.engine.engine import Engine
 from attar.kernels import ops
+from attar.kv import ranking
 from attar.kv.eviction import Eviction
 from attar.kv.pages import Rotation
 from attar.model.cache import BLOCK
@@ -26,11 +27,19 @@ from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from tests.engine.conftest import CONTEXT, ROOM, Answers, answers, make_engine, run, run_as_they_come
 from tests.errors import user_error
+from tests.kv.test_eviction import kept_when_diffuse
 
 SINK = Eviction.parse("sink:4+124")
 SNAP = Eviction("snapkv", 64)  # smaller than one that may be asked for
 POLICIES = ("sink:4+124", "snapkv:128", "h2o:128", "expected:128")
+KV = ("float32", "bfloat16", "int8", "fp8", "int4")  # int4 is stored as klt4 is, and needs no calibration
 TIGHT = 8  # blocks: requests have to give way to each other
+
+
+@pytest.fixture(autouse=True)
+def mixed_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some heads choose, and others are diffuse: by the usual share every head of random weights is."""
+    monkeypatch.setattr(ranking, "LEAST", 0.38)
 
 
 def engine(decoder: Decoder, *evictions: Eviction, blocks: int = ROOM, rows: int = 48, **how: Any) -> Engine:
@@ -71,13 +80,13 @@ def alone(decoder: Decoder, asks: list[Submit], *evictions: Eviction, **how: Any
 
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 10_000))
-def test_no_bit_depends_on_company_chunks_or_preemption(decoder: Decoder, policy: str, seed: int) -> None:
+@given(seed=st.integers(0, 10_000), kv=st.sampled_from(KV))
+def test_no_bit_depends_on_company_chunks_or_preemption(decoder: Decoder, policy: str, seed: int, kv: str) -> None:
     draw, eviction = random.Random(seed), Eviction.parse(policy)
     asks = submits(draw, 5, eviction)
-    expected = alone(decoder, asks, eviction)
+    expected = alone(decoder, asks, eviction, kv=kv)
     for blocks, rows in ((ROOM, draw.choice([8, 33, 200])), (TIGHT, 48)):
-        made = engine(decoder, eviction, blocks=blocks, rows=rows)
+        made = engine(decoder, eviction, blocks=blocks, rows=rows, kv=kv)
         assert answers(run_as_they_come(made, asks, draw)) == expected, f"{blocks} blocks, steps of {rows} rows"
         made.scheduler.check()
         assert made.pool.active == 0
@@ -158,7 +167,7 @@ def test_an_answer_runs_past_the_context_in_few_blocks(decoder: Decoder) -> None
 
 
 def test_combinations_that_cannot_work_are_refused(decoder: Decoder, tiny_decoder: Callable[..., Decoder]) -> None:
-    for how in ({"kv": "int8"}, {"draft_tree": 4}):
+    for how in ({"kv": "klt2"}, {"draft_tree": 4}):
         with user_error("option_conflict"):
             engine(decoder, SINK, **how)
     with user_error("context_exceeded"):
@@ -169,10 +178,12 @@ def test_combinations_that_cannot_work_are_refused(decoder: Decoder, tiny_decode
         engine(tiny_decoder(rope=Rope(1e4, 16, kind="dynamic", factor=2.0, original_context=64)), SINK)
 
 
-def published_snapkv(decoder: Decoder, ids: list[int], prompt: int, budget: int) -> torch.Tensor:
-    """Logits [N, V] with SnapKV's cache behind a prompt, token by token, from lists of keys for each head."""
+def published_snapkv(decoder: Decoder, ids: list[int], prompt: int, budget: int, heads: set[bool]) -> torch.Tensor:
+    """Logits [N, V] with SnapKV's cache behind a prompt, token by token, from lists of keys for each head; diffuse
+    heads keep the first and newest. `heads` takes whether each is diffuse."""
     cached = [([], []) for _ in decoder.blocks]  # keys [D] and values [D] of each head, at their own angles
     seen = [torch.zeros(0) for _ in decoder.blocks]  # sums [G, prompt] of the last rows' weights
+    peaks = [torch.zeros(0) for _ in decoder.blocks]  # the greatest of them
     found = []
     for at, token in enumerate(ids):
         stream, delta = decoder.embedding.forward(torch.tensor([token]), torch.tensor([at])), None
@@ -184,13 +195,17 @@ def published_snapkv(decoder: Decoder, ids: list[int], prompt: int, budget: int)
             if not keys:
                 keys += [[] for _ in range(form.kv_heads)]
                 values += [[] for _ in range(form.kv_heads)]
-                seen[i] = torch.zeros(form.kv_heads, prompt)
+                seen[i], peaks[i] = torch.zeros(form.kv_heads, prompt), torch.zeros(form.kv_heads, prompt)
             if at == prompt:
                 for g in range(form.kv_heads):
                     early = seen[i][g, : prompt - 32].tolist()
                     pooled = [max(early[max(0, n - 3) : n + 4]) for n in range(len(early))]
                     best = sorted(range(len(early)), key=lambda n, of=pooled: (-of[n], n))[: budget - 32]
                     kept = [*sorted(best), *range(prompt - 32, prompt)]
+                    diffuse = float(seen[i][g, kept].sum()) < ranking.LEAST * float(seen[i][g].sum())
+                    heads.add(diffuse)
+                    if diffuse:
+                        kept = kept_when_diffuse(seen[i][g].tolist(), peaks[i][g].tolist(), budget)
                     keys[g], values[g] = [keys[g][n] for n in kept], [values[g][n] for n in kept]
             mixed = []
             for head in range(form.heads):
@@ -201,6 +216,7 @@ def published_snapkv(decoder: Decoder, ids: list[int], prompt: int, budget: int)
                 mixed.append(weights @ torch.stack(values[g]))
                 if prompt - 32 <= at < prompt:
                     seen[i][g, : at + 1] += weights
+                    peaks[i][g, : at + 1] = torch.maximum(peaks[i][g, : at + 1], weights)
             stream, x = ops.norm(stream, ops.linear(torch.cat(mixed)[None], (one.output,)), block.feed_forward_norm)
             delta = block.feed_forward.forward(x)
         found.append(decoder.logits(stream, delta))
@@ -213,9 +229,11 @@ def test_what_snapkv_keeps_is_what_was_published(tiny_decoder: Callable[..., Dec
     deltas = [event for event in run(engine(decoder, SNAP), [ask]) if isinstance(event, Delta)]
     said = [token for event in deltas for token in event.token_ids]
     told = [each.logprob for event in deltas for each in event.logprobs or ()]
-    logits = published_snapkv(decoder, [*ask.prompt, *said], len(ask.prompt), SNAP.budget)
+    heads = set[bool]()
+    logits = published_snapkv(decoder, [*ask.prompt, *said], len(ask.prompt), SNAP.budget, heads)
     rows = logits.log_softmax(-1)[len(ask.prompt) - 1 : -1]
     torch.testing.assert_close(torch.tensor(told), rows.gather(1, torch.tensor(said)[:, None])[:, 0], atol=1e-4, rtol=0)
+    assert heads == {True, False}
     assert alone(decoder, [ask], SNAP) != alone(decoder, plain([ask]))
 
 

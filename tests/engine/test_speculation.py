@@ -86,7 +86,9 @@ class Known:
         self.texts = texts
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        return [Draft(tuple(self.texts[s.id][s.output : s.output + n]), 1) for s, _, n in requests]
+        return [
+            Draft(tuple(self.texts[each.sequence.id][each.sequence.output :][: each.limit]), 1) for each in requests
+        ]
 
     def forget(self, sequence: Tokens) -> None:
         pass

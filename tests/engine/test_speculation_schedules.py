@@ -65,6 +65,13 @@ ADAPTERS = ("tone", "style")
 EOS = frozenset(range(2, 10))
 HAND_MADE = Grammar("regex", "stands for `RandomMask`")
 LETTERS = Grammar("regex", "[a-z ]{3,30}")
+OBJECT = Grammar(
+    "json_schema",
+    '{"type": "object", "properties": {"kind": {"enum": ["left", "right"]}, "count": {"type": "integer"}, '
+    '"of": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}}, "required": ["kind", "count", "of"], '
+    '"additionalProperties": false}',
+)
+CHOICE = Grammar("choice", '["yes", "yesterday", "no", "north"]')
 KINDS = ("scheduler.", "radix.", "pool.", "runner.", "sampler.", "draft.", "detokenizer.", "stops.", "engine.")
 POINTS = [name for name in faults.POINTS if name.startswith(KINDS)]
 EARLY = {"cancelled", "deadline", "shutdown", "internal"}
@@ -240,7 +247,7 @@ def some_of_every_kind(seed: int, draw: random.Random) -> list[Submit | Embed]:
                 stop_token_ids=draw.choice(((), (draw.randrange(VOCABULARY),))),
             )  # fmt: skip
             if draw.random() < 0.3:
-                how["grammar"] = draw.choice((HAND_MADE, HAND_MADE, LETTERS))
+                how["grammar"] = draw.choice((HAND_MADE, HAND_MADE, LETTERS, OBJECT, CHOICE))
                 params = replace(params, min_tokens=0, stop_token_ids=(), ignore_eos=False)
             elif draw.random() < 0.3:  # an end that is wanted at once, and held until the minimum
                 bias = {draw.choice(sorted(EOS)): draw.choice((4.0, 8.0))}

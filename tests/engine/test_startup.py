@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from attar import machine
 from attar.checkpoints.sources import opening
 from attar.cli.main import app
-from attar.engine.startup import cost_of, deployment, fit, kv_scheme, start_engine, without_kernels
+from attar.engine.startup import cost_of, deployment, evictions, fit, kv_scheme, start_engine, without_kernels
 from attar.formats.scheme import Scheme
 from attar.kernels import dispatch
 from attar.model.shapes import shape
@@ -97,15 +97,18 @@ def test_in_much_memory_all_that_may_run_together_do(limits: SchedulerConfig) ->
     assert admitted(made, limits, 511) == (limits.together, limits.together * 511)
 
 
-@pytest.mark.parametrize("preset", [None, "latency"])
+@pytest.mark.parametrize("preset, dropping", [(None, ()), ("latency", ()), (None, ("sink:4+508",))])
 @pytest.mark.parametrize("left", [20 * GB, 5 * GB])
-def test_a_plan_says_what_a_server_will(left: int, preset: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_says_what_a_server_will(
+    left: int, preset: str | None, dropping: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the same container, with the same options."""
     monkeypatch.setattr(machine, "examine", lambda: machine.Machine({"left in control group (v2)": left}, 2))
-    settings = Settings("model", "socket", context=2048, preset=preset)
+    settings = Settings("model", "socket", context=2048, preset=preset, kv_eviction=dropping)
     server = fit(settings, deployment(settings, CONFIG, Storage()), settings.limits(), 2)
     asked = "plan --shape llama-3.2-1b --context 2048 --users 2 --kv float32 --bandwidth 20GB --json"
     asked += f" --preset {preset}" if preset else ""
+    asked += "".join(f" --kv-eviction {each}" for each in dropping)
     plan = json.loads(CliRunner().invoke(app, asked.split()).stdout.splitlines()[-1])
     row = plan["rows"][0]
     assert plan["memory_source"] == "left in control group (v2)"
@@ -136,6 +139,7 @@ def test_smaller_numbers_hold_more_tokens() -> None:
         ({"context": 131072}, "plan_does_not_fit"),
         ({"context": 4096, "max_cached_tokens": 10**7}, "memory_insufficient"),
         ({"kv": "int5"}, "kv_unknown"),
+        ({"kv": "kivi2-published"}, "kv_unsupported"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_numbers(changed: dict[str, object], sentence: str) -> None:
@@ -147,6 +151,9 @@ def test_the_start_line_names_the_command_that_measures() -> None:
     both = Settings("./out", "", sparse_attention="topk:1/16", sparse_prefill="skip:0.01", kv="int8")
     named = "attar eval ./out --sparse-attention topk:1/16 --sparse-prefill skip:0.01 --kv int8 --text FILE"
     assert cost_of(both) == named
+    dropping = Settings("./out", "", kv_eviction=("sink:4+2044", "snapkv:512"), kv="int8")
+    of_second = "attar eval ./out --kv-eviction snapkv:512 --kv int8 --text FILE"
+    assert cost_of(dropping, evictions(dropping)[1]) == of_second
 
 
 def test_keys_and_values_lose_nothing_by_default() -> None:

@@ -125,3 +125,19 @@ def test_what_keeping_keys_and_values_so_costs(tiny_decoder: Make) -> None:
         evaluate(decoder, tokens=ids, kv="q4_0")
     with user_error("kv_unsupported"):
         evaluate(decoder, tokens=ids, kv="kivi2")
+    with user_error("kv_unsupported"):
+        evaluate(decoder, tokens=ids, kv="kivi2-published")  # groups of 32 columns, too
+
+
+def test_a_format_as_published(demo: Path) -> None:
+    """It is measured beside what is served, and its bits are told, with what calibration adds."""
+    ids = [torch.randint(0, 4000, (200,), generator=torch.Generator().manual_seed(0)).tolist()]
+    found = {kv: evaluate(demo, tokens=ids, kv=kv, context=200) for kv in ("kivi4-published", "kivi2-published")}
+    four, two = (report.figures["kl_mean"].value for report in found.values())
+    assert NOTHING < four < two
+    cache = found["kivi2-published"].cache
+    assert cache is not None
+    assert cache.stored == pytest.approx(3 + 13 * 96 / 200)
+    assert cache.shared == 0
+    assert "kivi2-published: 9.240 bits" in found["kivi2-published"].table()
+    assert found["kivi2-published"].to_dict()["kv_cache"]["context"] == 200

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attar.kernels import ops, ref_attention
 from attar.kernels.operands import AttentionForm
+from attar.kv import eight_bits
 from attar.kv.pages import AttentionMetadata, PagedKV
 from attar.kv.schemes import scheme
 from tests.errors import user_error
@@ -182,7 +183,7 @@ def test_what_is_written_to_pages_is_read_back(kv: str, size: int) -> None:
 
 def test_a_head_that_is_not_finite_shows() -> None:
     x = torch.tensor([[1.0, -2.0], [math.inf, 1.0], [math.nan, 1.0], [0.0, 0.0]])
-    codes, scale = ref_attention.quantize_head(x)
+    codes, scale = eight_bits.quantize_head(x)
     assert codes[0].tolist() == [64, -127]
     assert scale.isnan().tolist() == [False, True, True, False]
     assert codes[3].tolist() == [0, 0]

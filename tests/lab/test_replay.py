@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from attar.lab import formulas
 from attar.lab.replay import of_page, replay
 from attar.protocol.scheduler_config import Policy
-from attar.scheduling.scheduler import Refused
+from attar.scheduling.admission import Refused
 
 
 @given(

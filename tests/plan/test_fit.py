@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attar.kv.eviction import Eviction
 from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model.config import ModelConfig
 from attar.model.shapes import shape
@@ -167,6 +168,19 @@ def test_without_a_context_a_start_shortens_requests_to_what_the_cache_holds() -
     assert (found.requests, found.short()) == (1, 0)
     asked = fit.start(Deployment(CONFIG, W4, SCHEMES["float32"]), 4 * GB, StepLimits(), CONFIG.context)
     assert (asked.context, asked.requests) == (CONFIG.context, 0)
+
+
+@pytest.mark.parametrize("policy", ["sink:4+2044", "snapkv:2048"])
+def test_a_policy_of_eviction_says_what_a_request_holds(policy: str) -> None:
+    eviction = Eviction.parse(policy)
+    dropping = Deployment(CONFIG, W4, SCHEMES["float32"], eviction=eviction)
+    found = fit.start(dropping, 4 * GB, StepLimits())
+    assert found.requests >= 1
+    if eviction.once:  # the prompt, and what is kept of it
+        assert found.context == found.tokens - eviction.budget < CONFIG.context
+    else:
+        assert found.context == CONFIG.context > found.tokens
+        assert found.requests == found.blocks // (2048 // BLOCK + 1)
 
 
 @pytest.mark.parametrize(

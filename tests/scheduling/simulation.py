@@ -54,8 +54,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import NamedTuple
+from unittest.mock import patch
 
+import attar.scheduling.admission
 import attar.scheduling.block_pool
+import attar.scheduling.block_tables
+import attar.scheduling.deadlines
 import attar.scheduling.fetching
 import attar.scheduling.prefix_cache
 import attar.scheduling.scheduler
@@ -194,10 +198,14 @@ class Simulation:
         scheduler: ModuleType = attar.scheduling.scheduler,
         sliding: ModuleType = attar.scheduling.sliding,
         fetching: ModuleType = attar.scheduling.fetching,
+        admission: ModuleType = attar.scheduling.admission,
+        block_tables: ModuleType = attar.scheduling.block_tables,
+        deadlines: ModuleType = attar.scheduling.deadlines,
     ) -> None:
         self.rng = rng = random.Random(seed)
         self.events = events
         self.module = scheduler
+        self.refusals = attar.scheduling.admission.Refused, admission.Refused
         size = rng.choice([1, 2, 3, 4, 4, 8])
         running = rng.choice([1, 3, 6, 8, 8])
         self.limits = SchedulerConfig(
@@ -229,7 +237,10 @@ class Simulation:
             self.sliding = sliding.SlidingBlocks(pool, self.window, rows)
             self.cache.beside = self.sliding
             self.slides: list[list[int | None]] = [[None] * size for _ in range(pool.total)]
-        self.scheduler = scheduler.Scheduler(self.pool, self.cache, self.limits, self.whole, self.sliding, self.prefill)
+        parts = {"BlockTables": block_tables, "WaitingQueue": admission, "Deadlines": deadlines}
+        with patch.multiple(scheduler, **{name: getattr(module, name) for name, module in parts.items()}):
+            settings = self.limits, self.whole, self.sliding, self.prefill
+            self.scheduler = scheduler.Scheduler(self.pool, self.cache, *settings)
         self.cache.evict = self.evict  # type: ignore[method-assign]
         self.memory: list[list[int | None]] = [[None] * size for _ in range(self.pool.total)]
         self.asked: dict[str, Asked] = {}
@@ -254,7 +265,7 @@ class Simulation:
         self.fetched = 0  # blocks that went into the tree
         self.scheduler.fetching = fetching.Fetching(self.pool, self.cache, self.scheduler._queue_again)
         if self.moves:
-            self.scheduler.kept = deque()
+            self.scheduler.tables.kept = deque()
         self.viewer = random.Random(-(2**41) - seed)
         self.ids = None
         if self.viewer.random() < 1 / 4:
@@ -289,13 +300,14 @@ class Simulation:
         deadline = self.now + rng.uniform(0, 8) if rng.random() < 0.15 else None
         cache_salt, priority = rng.choice([b"", b"", b"", b"a", b"b"]), rng.choice([0, 0, 0, 1, -1])
         bypass, longest = rng.random() < 0.1, rng.choice([0, 1, 6, 15, 25, 40])
-        eviction = self.eviction()
+        eviction, images = self.eviction(), self.spans(prompt)
+        eviction = None if images else eviction  # the engine refuses both in one request
         choices = []
         for i in range(rng.choice([1, 1, 1, 2, 3])):
             sequence = Sequence(
                 id=f"{self.requests}.{i}", prompt_ids=prompt, max_tokens=longest, priority=priority,
                 deadline=deadline, cache_salt=cache_salt, bypass=bypass and i == 0, horizons=self.horizons,
-                eviction=eviction, images=self.spans(prompt),
+                eviction=eviction, images=images if i == 0 else self.spans(prompt),
             )  # fmt: skip
             choices.append(Asked(sequence, rng.getrandbits(32), list(prompt), self.whole, self.prefill))
         self.requests += 1
@@ -333,7 +345,7 @@ class Simulation:
         if not self.moves or not sequences or sequences[0].images or self.threads.random() < 0.4:
             return
         first, size = sequences[0], self.pool.size
-        most = self.scheduler.reusable(first) // size
+        most = self.scheduler.tables.reusable(first) // size
         count = self.threads.randint(0, most)
         fired = self.fired
         with contextlib.suppress(faults.InjectedFault), self.mishap():
@@ -349,10 +361,10 @@ class Simulation:
         """Threads do some of their work, and new blocks are lent to them."""
         if not self.moves:
             return
-        if self.scheduler.kept:
-            for kept in self.scheduler.kept:
+        if self.scheduler.tables.kept:
+            for kept in self.scheduler.tables.kept:
                 assert len(kept.tokens) % self.pool.size == 0, "part of a block is offered"
-            self.scheduler.kept.clear()
+            self.scheduler.tables.kept.clear()
         while self.threads.random() < 0.5:
             self.let_go() if self.threads.random() < 0.3 else self.fill()
         nodes = list(self.cache.nodes())
@@ -456,7 +468,7 @@ class Simulation:
         try:
             with self.mishap():
                 self.scheduler.add([choice.sequence for choice in choices], self.now)
-        except self.module.Refused as refused:
+        except self.refusals as refused:
             return refused.code
         except faults.InjectedFault:
             return "fault"

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
+from attar.scheduling.admission import Refused
 from attar.scheduling.block_pool import BlockPool
+from attar.scheduling.deadlines import MANY_ENDED
 from attar.scheduling.prefix_cache import PrefixCache
-from attar.scheduling.scheduler import MANY_ENDED, Refused, Scheduler
+from attar.scheduling.scheduler import Scheduler
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Copy, Outcome, StepPlan
 

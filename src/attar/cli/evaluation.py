@@ -78,8 +78,10 @@ def evaluate(config: EvalConfig) -> None:
     A text gives perplexity. --against adds KL divergence, top-1 agreement and the expected acceptance rate (EAR). All
     figures have 95 % intervals, and are measured as by `compress --eval`. --greedy continues each prompt by 64 tokens.
     --kv measures the cost of a KV cache format, against the same model unless --against names another; windows then
-    have up to 4096 tokens. A task has the prompts and rules of lm-eval, which the extra [eval] installs. --draft
-    continues prompts of the text: it prints distances, rejections, tokens a step and speed, predicted and measured.
+    have up to 4096 tokens. It also knows kivi4-published, kivi2-published, nuq4-published, nuq3-published and
+    nuq2-published, which no engine serves. A task has the prompts and rules of lm-eval, which the extra [eval]
+    installs. --draft continues prompts of the text: it prints distances, rejections, tokens a step and speed, predicted
+    and measured.
     --sparse-attention prints the KL divergence of the last rows of long windows from full attention, and their time.
     --sparse-prefill prints the KL divergence of the tokens behind a prompt from full prefill, and its time. Both ask
     for a passkey at five depths of the text, with the question known to the prompt and not known.

@@ -10,6 +10,7 @@ from attar.cli.commands import configured, option
 from attar.cli.options import (
     CALIBRATION_TEXT,
     Json,
+    KvEviction,
     Memory,
     OptionalModel,
     Pp,
@@ -98,6 +99,7 @@ class PlanConfig(SchedulerOptions):
         str | None, option("Cache", "FORMAT", "Plan for this KV cache format only.", "--kv", default="the usual ones")
     ] = None
     sparse_attention: SparseAttention = None
+    kv_eviction: KvEviction = None
     as_json: Json = False
     quiet: Quiet = False
 
@@ -135,6 +137,7 @@ class PlanConfig(SchedulerOptions):
             raise UserError("option_conflict", "--rates are of a CPU: leave out --gpu and --device")
         others = {
             "--adapter": self.adapter, "--bandwidth": self.bandwidth, "--sparse-attention": self.sparse_attention,
+            "--kv-eviction": self.kv_eviction,
             "--tp": self.tp > 1, "--pp": self.pp > 1, "--kv-fraction": self.kv_fraction,
             "--max-tokens-in-cache": self.max_tokens_in_cache,
         }  # fmt: skip
@@ -192,6 +195,7 @@ class PlanConfig(SchedulerOptions):
                 "", "", kv=self.kv, context=self.context, memory=self.memory,
                 threads=self.threads, adapters=adapters, tp=self.tp, pp=self.pp,
                 sparse_attention=self.sparse_attention,
+                kv_eviction=() if self.kv_eviction is None else (self.kv_eviction,),
             ),
             **self.settings(),
         )  # fmt: skip

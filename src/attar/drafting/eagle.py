@@ -84,6 +84,7 @@ class EagleLearner:
         self.weights["lm_head.weight"] = head[self.tokens].clone()
         for each in self.weights.values():
             each.requires_grad_()
+        self.slow: tuple[Tensor, ...] = (self.weights["lm_head.weight"],)
 
     def parameters(self) -> list[Tensor]:
         return list(self.weights.values())

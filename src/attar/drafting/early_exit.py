@@ -31,6 +31,7 @@ class ExitLearner:
                 "option_out_of_range", f"an exit after {layers} layers saves nothing: the model has {config.layers}"
             )
         self.layers: tuple[int, ...] = (layers, config.layers)
+        self.slow: tuple[Tensor, ...] = ()
         norm = target.decoder.final_norm
         self.weight = (norm.weight.detach().float() + norm.offset).clone().requires_grad_()
         self.bias = None if norm.bias is None else norm.bias.detach().float().clone().requires_grad_()

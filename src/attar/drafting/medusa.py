@@ -32,6 +32,7 @@ class MedusaLearner:
         hidden, self.target, self.tokens = target.config.hidden, target, tokens
         self.loss = Distillation(target, tokens, loss)
         self.layers: tuple[int, ...] = (target.config.layers,)
+        self.slow: tuple[Tensor, ...] = ()
         self.head = target.ends[1] if tokens is None else target.ends[1][tokens]
         self.weights = [torch.zeros(hidden, hidden, requires_grad=True) for _ in range(depths)]
         self.biases = [torch.zeros(hidden, requires_grad=True) for _ in range(depths)]

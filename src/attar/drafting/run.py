@@ -57,6 +57,7 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
 OWN = ("depths", "layers", "width", "draft_vocab")  # settings that not every kind has
 RECEIPT = "training.json"
 CLIP = 1.0  # limit of the gradient's norm
+SLOW = 0.1  # share of the rate at which an LM head that begins as the target's learns
 COMPARED = 8192  # tokens of the held-out text at most
 STATES = 8 << 30  # bytes of states that are kept on disk, of a quarter of what is free
 
@@ -145,9 +146,10 @@ Watch = Callable[[int, Sequence[float], float], None]
 
 
 class Learner(Protocol):
-    """What is trained; `layers` are those whose inputs it reads."""
+    """What is trained; `layers` are those whose inputs it reads, and `slow` are parameters that learn slowly."""
 
     layers: tuple[int, ...]
+    slow: tuple[Tensor, ...]
 
     @property
     def needs_predictions(self) -> bool:
@@ -244,6 +246,30 @@ def _write_receipt(folder: Path, about: Mapping[str, Any], found: Mapping[str, A
     (folder / RECEIPT).write_text(f"{text}\n")
 
 
+class Optimizer:
+    """Adam for a learner. Steps of Adam are of one size, whatever the gradient's: at the full rate rows of an LM head
+    that are seldom right would all move as far as the others."""
+
+    def __init__(self, learner: Learner, rate: float) -> None:
+        self._learner, self._rate, slow = learner, rate, {id(each) for each in learner.slow}
+        groups = [
+            {"params": [each for each in learner.parameters() if (id(each) in slow) == slowly], "share": share}
+            for slowly, share in ((False, 1.0), (True, SLOW))
+        ]
+        self.adam = torch.optim.Adam([group for group in groups if group["params"]], lr=rate, fused=True)
+
+    def step(self, ids: Tensor, states: States, done: float) -> float:
+        """Learn from token ids [S, L] at a fraction of the training; return the loss, and change nothing where it is
+        not finite."""
+        for group in self.adam.param_groups:
+            group["lr"] = self._rate * group["share"] * schedule(done)
+        self.adam.zero_grad(set_to_none=True)
+        if math.isfinite(loss := self._learner.learn(ids, states)):
+            torch.nn.utils.clip_grad_norm_(self._learner.parameters(), CLIP)
+            self.adam.step()
+        return loss
+
+
 class Curve:
     """Agreement on held-out token ids [S, L] over the tokens trained on, in the figures of a run's saves."""
 
@@ -278,7 +304,8 @@ def _train(
 ) -> list[float]:
     """Train from the beginning, or from the save of an earlier run; return the loss of every step."""
     parameters, ids = learner.parameters(), lessons.ids
-    adam = torch.optim.Adam(parameters, lr=options.rate, fused=True)
+    optimizer = Optimizer(learner, options.rate)
+    adam = optimizer.adam
     losses = saves.resume(parameters, adam)
     curve.resume(saves.figures)
     sequences = max(1, options.batch // ids.shape[1])
@@ -289,16 +316,11 @@ def _train(
         for at in range(0, len(order), sequences)
     ]
     for step in range(len(losses), len(plan)):
-        for group in adam.param_groups:
-            group["lr"] = options.rate * schedule((step + 0.5) / len(plan))
-        adam.zero_grad(set_to_none=True)
-        losses.append(learner.learn(*lessons.of(plan[step])))
+        losses.append(optimizer.step(*lessons.of(plan[step]), (step + 0.5) / len(plan)))
         if not math.isfinite(losses[-1]):
             raise UserError(
                 "training_diverged", f"the loss of step {step + 1} is {losses[-1]}: a smaller rate may help"
             )
-        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
-        adam.step()
         last = step + 1 == len(plan)
         if last or (step + 1) % options.save_every == 0:
             curve.add(sum(map(len, plan[: step + 1])) * ids.shape[1])

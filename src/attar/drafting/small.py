@@ -36,6 +36,7 @@ class SmallLearner:
     def __init__(self, target: Target, layers: int, width: int, loss: str, seed: int) -> None:
         self.target, self.depth, self.width, self.wide = target, layers, width, 3 * width
         self.layers: tuple[int, ...] = (target.config.layers,)
+        self.slow: tuple[Tensor, ...] = ()
         self.rope = Rope(THETA, HEAD)
         self.loss = Distillation(target, None, loss)
         shapes = {

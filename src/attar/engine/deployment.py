@@ -17,6 +17,7 @@ from msgspec.structs import replace as with_fields
 
 from attar import machine
 from attar.errors import UserError, code_of
+from attar.kv.eviction import moves, parse_all
 from attar.kv.schemes import scheme
 from attar.kv.sparse import LAYOUTS, SparseAttention
 from attar.model.split import Share
@@ -104,6 +105,8 @@ def plan(settings: Settings, subject: Subject, demand: Demand, hardware: Hardwar
         few.check(precisions.kv[0], "cpu" if hardware.gpu is None else "a GPU", share.count)
         kept = tuple(each for each in precisions.kv if each.layout in LAYOUTS)
         precisions = replace(precisions, kv=kept, sparse=few)
+    if settings.kv_eviction:
+        precisions = _evicting(settings, precisions, subject, demand, share if hardware.gpu is None else None)
     adapters = 0  # bytes, with those of their products in a step
     if settings.adapters:
         from attar.checkpoints.adapters import lora
@@ -114,6 +117,22 @@ def plan(settings: Settings, subject: Subject, demand: Demand, hardware: Hardwar
         subject, demand, hardware, precisions, StepLimits.of(limits, settings.threads or machine.cores()),
         CacheLimits(settings.max_cached_tokens, settings.kv_fraction), adapters, share,
     )  # fmt: skip
+
+
+def _evicting(
+    settings: Settings, precisions: Precisions, subject: Subject, demand: Demand, share: Share | None
+) -> Precisions:
+    """Return the precisions beside which the first policy of KV eviction works, that of requests which name none.
+
+    `share` is None on a GPU. Raises ValueError for text of another form, and for what eviction does not go with.
+    """
+    eviction, config = parse_all(settings.kv_eviction)[0], subject.config
+    kept = tuple(each for each in precisions.kv if moves(each))
+    device, processes = ("a GPU", 1) if share is None else ("cpu", share.count)
+    eviction.check((kept or precisions.kv)[0], device, processes, sparse=precisions.sparse is not None)
+    context = demand.context or config.context
+    eviction.check_model(config.windows, config.learned_positions, config.angles_grow, context)
+    return replace(precisions, kv=kept, eviction=eviction)
 
 
 def share(models: Sequence[Settings], memory: int) -> Sharing:

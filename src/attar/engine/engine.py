@@ -60,7 +60,7 @@ from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import IMAGE_CACHE
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
-from attar.sampling.drafters.drafter import Drafter
+from attar.sampling.drafters.drafter import Drafter, TrialReader
 from attar.sampling.drafters.first_of import reader_of
 from attar.sampling.drafters.forced import ForcedDrafter
 from attar.sampling.masks import AllowedMask, GrammarMasks
@@ -69,11 +69,12 @@ from attar.sampling.reasoning import ReasoningMask
 from attar.sampling.sampler import BadLogits, Mask, Sampler, distinct
 from attar.sampling.stop_strings import StopChecker
 from attar.sampling.verify import Drawn, confirmed
+from attar.scheduling.admission import Refused
 from attar.scheduling.block_journal import BlockJournal
 from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.image_ids import ImageIds
 from attar.scheduling.prefix_cache import PrefixCache
-from attar.scheduling.scheduler import Refused, Scheduler
+from attar.scheduling.scheduler import Scheduler
 from attar.scheduling.sequence import Sequence as Tokens
 from attar.scheduling.sliding import SlidingBlocks
 from attar.scheduling.step_plan import Outcome, StepPlan
@@ -182,6 +183,7 @@ class Engine:
         self.speculation: Speculation | None = None
         if config.drafter is not None:
             config.drafter.reset()
+            self.launcher.draws_all = isinstance(config.drafter, TrialReader)
             if (reader := reader_of(config.drafter)) is not None:
                 self.runner.keep = reader.layers
         forces = limits.max_drafts > 0 and tokenizer is not None and not self.overlaps

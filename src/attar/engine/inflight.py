@@ -30,7 +30,7 @@ from attar.protocol.messages import Event
 from attar.sampling import device_sampler
 from attar.sampling.device_sampler import Chosen
 from attar.sampling.sampler import BadLogits, SampledToken, Sampler, sample
-from attar.sampling.verify import Drawn
+from attar.sampling.verify import Drawn, draw_reached
 from attar.scheduling.sequence import Sequence
 from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
@@ -87,6 +87,8 @@ class Launcher:
         self.runner, self.overlaps, self.bounds, self.say = runner, overlaps, bounds, say
         self.rows: int | None = None
         """Most tokens of a step for which the device had memory; None while no step was too large."""
+        self.draws_all = False
+        """Whether rows behind wrong drafts are sampled too, since a drafter reads their tokens."""
 
     def launch(
         self, plan: StepPlan, choices: Mapping[Sequence, Choice], began: float, inflight_tokens: InflightTokens | None
@@ -134,12 +136,19 @@ class Launcher:
             if self.overlaps:
                 inflight.chosen = device_sampler.choose(logits, samplers)
             else:
-                inflight.known = list(sample(logits, samplers))
+                chains = [chain for taker in inflight.takers for chain in self._chains(taker)]
+                inflight.known = draw_reached(logits, samplers, chains)
         except torch.AcceleratorError:
             raise
         except Exception:
             choose, own = (device_sampler.sample if self.overlaps else sample), logits
             inflight.known = _each(samplers, lambda row: choose(own[row : row + 1], samplers[row : row + 1]))
+
+    def _chains(self, taker: Taker) -> list[tuple[int, ...] | None]:
+        """Return the drafts of a choice's chain, or None for each row where all of them are sampled."""
+        if self.draws_all or taker.parents or taker.choice.sampler.params.trust_forced:
+            return [None] * (1 + len(taker.drafts))
+        return [taker.drafts]
 
     def wait_for(self, inflight: InflightStep) -> list[Drawn]:
         """Return the outcome of each row of `inflight.takers`. The host waits for the device here."""

@@ -20,7 +20,7 @@ from attar.protocol.request import FinishReason, SamplingParams, TokenLogprob
 from attar.sampling.draft_gains import Gain
 from attar.sampling.sampler import BAD, BadLogits, SampledToken, Sampler, logprobs_of
 from attar.sampling.stop_strings import StopChecker
-from attar.scheduling.scheduler import Refused
+from attar.scheduling.admission import Refused
 from attar.scheduling.sequence import Sequence as Tokens
 from attar.scheduling.sequence import Status
 from attar.text.tokenizer import Detokenizer

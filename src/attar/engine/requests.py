@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from attar.engine.outputs import Choice, Request
 from attar.protocol.messages import Embedding, Event, Failed, RequestStatus
 from attar.sampling.sampler import BAD, BadLogits, SampledToken
-from attar.scheduling.scheduler import Refused, Scheduler
+from attar.scheduling.admission import Refused
+from attar.scheduling.scheduler import Scheduler
 from attar.scheduling.sequence import Sequence
 
 logger = logging.getLogger(__name__)

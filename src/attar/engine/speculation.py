@@ -14,7 +14,9 @@ import operator
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -26,10 +28,10 @@ from attar.engine.outputs import Choice, Request
 from attar.errors import UserError
 from attar.faults import point
 from attar.model.cache import KeptStates
-from attar.protocol.speculation import DRAFTERS, MATCH_FIRST, TREES
+from attar.protocol.speculation import DRAFTERS, MATCH_FIRST, MAX_DRAFT_TOKENS, TREES
 from attar.sampling.draft_gains import DraftGains
 from attar.sampling.drafters.drafter import NO_DRAFT, Draft, Drafter, DraftRequest, TrialReader
-from attar.sampling.drafters.first_of import FirstOf, reader_of
+from attar.sampling.drafters.first_of import MATCHED, FirstOf, reader_of, stops
 from attar.sampling.drafters.forced import ForcedDrafter
 from attar.sampling.drafters.lookahead import LookaheadDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
@@ -40,7 +42,6 @@ from attar.scheduling.draft_tree import child, depth_of, in_preorder, is_tree
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Outcome, StepPlan
 
-LONGEST_PAUSE = 64
 SPELLED = 0.9  # share of right ones among forced tokens, before any is known
 INSIDE, LAST = 1, 2  # evidence of forced tokens
 
@@ -82,15 +83,30 @@ class _Account:
     chances: Chances
     forced: Chances  # of tokens that a constraint forces
     draft: Draft = NO_DRAFT
-    skipped: int = 1  # steps since a draft was last made, where drafts are costly
-    unread: bool = True  # whether the drafter had to read more than the last step's tokens
-    pause: int = 1  # steps to skip before one is made although it does not seem to pay
+    refused: Draft = NO_DRAFT  # a match, where the model's drafts were taken
+    read: int = 0  # tokens of the sequence when a costly draft was last made
+    unread: int = 0  # tokens that the drafter has to read besides those of the last step
 
     def judged(self, draft: Draft, depth: int) -> tuple[Chances, int]:
         """Return the shares that count for a draft, and its evidence there."""
         if depth < draft.forced:
             return self.forced, LAST if depth == draft.forced - 1 else INSIDE
-        return self.chances, draft.evidence + depth
+        return self.chances, draft.sure[depth] if draft.sure else draft.evidence + depth
+
+    def compare(self, draft: Draft, tokens: Iterable[int]) -> None:
+        """Count which drafts are right, up to the first that is not, or that has no token."""
+        row = 0
+        for depth, token in enumerate(itertools.islice(tokens, depth_of(draft.tokens, draft.parents))):
+            if draft.parents and row not in draft.parents:
+                break  # no guess of this token
+            chances, evidence = self.judged(draft, depth)
+            found = child(draft.tokens, draft.parents, row, token)
+            chances.record(evidence, found is not None)
+            if draft.sure and depth >= draft.forced:
+                chances.record(draft.evidence + depth, found is not None)
+            if found is None:
+                break
+            row = found
 
     def survivals(self, draft: Draft) -> list[float]:
         """Return the survival of each draft."""
@@ -117,6 +133,7 @@ class Speculation:
     _accounts: dict[Sequence, _Account] = field(default_factory=dict)
     _spelled: Chances = field(default_factory=lambda: Chances(GLOBAL_MEMORY, start=SPELLED))
     _drafting: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # seconds of the drafter for a draft
+    _reading: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # the same for a token of a prompt
 
     def __post_init__(self) -> None:
         self.gains = DraftGains(self.pace.costs)
@@ -128,6 +145,14 @@ class Speculation:
 
     def propose(self, choices: Iterable[Choice]) -> None:
         """Set the drafts of each decoding choice's sequence; none where they do not pay."""
+        choices = list(choices)
+        if self.pace.rests:
+            self.pace.planned(drafts=False)
+            return
+        self._propose(choices)
+        self.pace.planned(any(choice.sequence.drafts for choice in choices))
+
+    def _propose(self, choices: Iterable[Choice]) -> None:
         asked, decoding = list[DraftRequest](), 0
         for choice in choices:
             sequence, sampler = choice.sequence, choice.sampler
@@ -151,7 +176,7 @@ class Speculation:
                 known[request.sequence] = draft._replace(forced=certain.forced)
         for sequence, draft in known.items():
             self._account(sequence).draft = draft
-        if costly:  # their number is decided
+        if costly and not stops(self.drafter):  # their number is decided
             for request in guessing:
                 _give(request.sequence, known.pop(request.sequence))
         survivals = [self._account(sequence).survivals(draft) for sequence, draft in known.items()]
@@ -209,47 +234,60 @@ class Speculation:
             if (account := self._accounts.get(chunk.sequence)) is None or not chunk.samples:
                 continue
             draft, account.draft = account.draft, NO_DRAFT
+            refused, account.refused = account.refused, NO_DRAFT
             tokens = outcomes.get(chunk.sequence.id, Outcome()).tokens
             right = max(0, len(tokens) - 1) if chunk.drafts else 0
             for counted in (self, choices[chunk.sequence].request):
                 counted.drafted += len(chunk.drafts)
                 counted.accepted += right
                 counted.forced += min(right, draft.forced)
-            row = 0
-            for depth, token in enumerate(tokens[: depth_of(draft.tokens, draft.parents)]):
-                if draft.parents and row not in draft.parents:
-                    break  # no guess of this token
-                chances, evidence = account.judged(draft, depth)
-                found = child(draft.tokens, draft.parents, row, token)
-                chances.record(evidence, found is not None)
-                if found is None:
-                    break
-                row = found
+            account.compare(draft, tokens)
+            account.compare(refused, tokens)
+        self.pace.trials.passed(seconds)
         if all(chunk.rows == 1 + len(chunk.drafts) and chunk.samples for chunk in plan.chunks):
             self.pace.costs.record(plan.tokens, seconds)
 
     def _affordable(self, asked: list[DraftRequest]) -> list[DraftRequest]:
-        """Return the requests for which drafts pay, each with the number that does."""
-        matched = self._matched(asked)
+        """Return the requests for which drafts pay, each with the number that does, and those for which some are made
+        to learn."""
+        drafting = self.draft_cost
+        matched = self._matched(asked, drafting)
+        found = [request for request in matched.values() if request.limit]
         asked = [request for request in asked if request.sequence not in matched]
         accounts = [self._account(request.sequence) for request in asked]
         likely = [
             list(account.chances.survivals(1, request.limit)) for account, request in zip(accounts, asked, strict=True)
         ]
-        found = [request for request in matched.values() if request.limit]
-        counts = self.pace.counts(likely, self.draft_cost)
+        counts = self.pace.counts(likely, drafting)
+        room = self.pace.together // max(1, len(asked))
         for request, account, count in zip(asked, accounts, counts, strict=True):
+            tokens = len(request.sequence.tokens)
+            account.unread = max(0, tokens - account.read - MAX_DRAFT_TOKENS - 1)
+            reading = account.unread * median(self._reading) if self._reading else 0.0
+            most = count
+            if not self.pace.fixed:
+                if count and reading > (request.sequence.longest - tokens) * self.pace.gained:
+                    count = 0  # the rest of the text is too short for that
+                if not count and self.pace.trials.may(drafting + reading):
+                    count = most = 1
+                elif stops(self.drafter):
+                    most = max(count, min(request.limit, room))
             if count:
-                account.pause = 1
-            elif account.skipped >= account.pause and not self.pace.fixed:
-                count, account.pause = 1, min(2 * account.pause, LONGEST_PAUSE)
-            account.unread, account.skipped = account.skipped > 0, 0 if count else account.skipped + 1
-            if count:
-                found.append(request._replace(limit=count))
+                account.read = tokens
+                continues = partial(self._continues, account, len(asked), drafting)
+                found.append(request._replace(limit=most, continues=continues))
         return found
 
-    def _matched(self, asked: list[DraftRequest]) -> dict[Sequence, DraftRequest]:
-        """Return the requests for which there are drafts without a model, each with the number that pays."""
+    def _continues(self, account: _Account, sequences: int, drafting: float, sure: List[int]) -> bool:
+        """Return whether one more draft of a sequence pays, behind those of these evidences."""
+        survival = account.chances.of(1 + len(sure))
+        for evidence in sure:
+            survival *= account.chances.of(evidence)
+        return self.pace.continues(survival, len(sure), sequences, drafting)
+
+    def _matched(self, asked: list[DraftRequest], drafting: float) -> dict[Sequence, DraftRequest]:
+        """Return the requests for which drafts without a model pay more than the model's, each with the number that
+        pays."""
         if not isinstance(self.drafter, FirstOf):
             return {}
         found: dict[Sequence, DraftRequest] = {}
@@ -260,12 +298,18 @@ class Speculation:
             except Exception:
                 self._failed(self.drafter, "looking for a match of sequence %s", request.sequence.id)
                 continue
-            if draft.tokens:
-                account = self._account(request.sequence)
-                account.draft = draft  # it is compared with the next token, where it is not verified
-                account.unread, account.skipped = True, account.skipped + 1  # the model does not read these tokens
-                likely.append(list(account.chances.survivals(draft.evidence, len(draft.tokens))))
-                found[request.sequence] = request
+            if not draft.tokens:
+                continue
+            account = self._account(request.sequence)
+            survivals = list(account.chances.survivals(draft.evidence, len(draft.tokens)))
+            others = list(account.chances.survivals(1, request.limit))
+            if self.pace.best(survivals, 1)[0] < self.pace.best(others, 1, drafting)[0]:
+                self.drafter.refuse(request.sequence)
+                account.refused = draft  # compared with the next token all the same
+                continue
+            account.draft, account.unread = draft, 0  # compared with the next token, where it is not verified
+            likely.append(survivals)
+            found[request.sequence] = request
         counts = self.pace.counts(likely)
         return {each: found[each]._replace(limit=count) for each, count in zip(found, counts, strict=True)}
 
@@ -294,15 +338,23 @@ class Speculation:
                 point("draft.propose", request.sequence.id)
             since = time.perf_counter()
             drafts = drafter.draft(asked)
-            made = sum(len(draft.tokens) for draft in drafts)
-            if drafter.costly and made and not any(self._account(request.sequence).unread for request in asked):
-                self._drafting.append((time.perf_counter() - since) / made)
+            made = sum(len(draft.tokens) for draft in drafts if draft.evidence < MATCHED)
+            unread = sum(self._account(request.sequence).unread for request in asked)
+            if drafter.costly and made:
+                self._took(time.perf_counter() - since, made, unread)
             return [self._checked(draft, request) for draft, request in zip(drafts, asked, strict=True)]
         except Exception:
             if len(asked) > 1:
                 return [draft for request in asked for draft in self._drafts(drafter, [request])]
             self._failed(drafter, "drafting for sequence %s", asked[0].sequence.id)
             return [NO_DRAFT]
+
+    def _took(self, seconds: float, made: int, unread: int) -> None:
+        """Learn from the time of costly drafts what one takes, and what a token takes that is read before."""
+        if not unread:
+            self._drafting.append(seconds / made)
+        elif self._drafting and unread > MAX_DRAFT_TOKENS:
+            self._reading.append(max(0.0, seconds - made * self.draft_cost) / unread)
 
     def _checked(self, draft: Draft, request: DraftRequest) -> Draft:
         """Return a draft up to its first token that is no token, and nothing of what is no tree."""

@@ -83,7 +83,8 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     config, storage = stored(path)
     held = deployment(settings, config, storage)
     for policy in evictions(settings):
-        policy.check_model(*kv_cache.against_eviction(config), settings.context or config.context)
+        context = settings.context or config.context
+        policy.check_model(config.windows, config.learned_positions, config.angles_grow, context)
     vision, against = tower_of(path)
     if vision is not None:
         against = no_images(settings, vision) or ""
@@ -172,7 +173,7 @@ def _made(
         logs.say(f"sparse prefill {few}: {few.bound()}; what it costs on a text: {cost_of(settings)}")
     dropping = evictions(settings)
     for each in dropping:
-        logs.say(f"KV eviction {each}; what it costs on a text: attar eval {settings.model} --kv-eviction {each}")
+        logs.say(f"KV eviction {each}; what it costs on a text: {cost_of(settings, each)}")
     config = EngineConfig(
         found.blocks, found.context, limits, model.eos_ids, held.kv, names, drafter=drafts,
         draft_tokens=settings.draft_tokens, draft_tree=settings.draft_tree, sparse=layers, prefill=few,
@@ -375,8 +376,8 @@ def draft_bytes(settings: Settings, limits: SchedulerConfig, threads: int, conte
 
 def deployment(settings: Settings, config: ModelConfig, storage: Storage) -> Deployment:
     """Return the deployment of a model by settings. Raises ValueError for an unknown KV scheme."""
-    share = Share(0, settings.tp, settings.pp)
-    return Deployment(config, storage, kv_scheme(settings), share, sparse=sparse(settings))
+    share, dropping = Share(0, settings.tp, settings.pp), next(iter(evictions(settings)), None)
+    return Deployment(config, storage, kv_scheme(settings), share, sparse=sparse(settings), eviction=dropping)
 
 
 def sparse(settings: Settings) -> SparseAttention | None:
@@ -403,11 +404,12 @@ def prefill(settings: Settings) -> SparsePrefill | None:
     return found
 
 
-def cost_of(settings: Settings) -> str:
-    """Return the command that measures what reading few keys costs on a text."""
+def cost_of(settings: Settings, eviction: Eviction | None = None) -> str:
+    """Return the command that measures what reading few keys, or dropping them by a policy, costs on a text."""
     given = (
         ("sparse-attention", settings.sparse_attention),
         ("sparse-prefill", settings.sparse_prefill),
+        ("kv-eviction", eviction),
         ("kv", settings.kv),
     )
     options = "".join(f" --{name} {value}" for name, value in given if value is not None)

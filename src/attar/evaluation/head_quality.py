@@ -87,24 +87,33 @@ class HeadQuality:
 
 
 def measure(
-    model: str | Path, draft: str, text: Path, *, temperature: float = 0.0, progress: Progress | None = None
+    model: str | Path,
+    draft: str,
+    text: Path,
+    *,
+    temperature: float = 0.0,
+    progress: Progress | None = None,
+    texts: int | None = None,
+    length: int | None = None,
 ) -> HeadQuality:
-    """Measure the drafts of a head, or of any drafter, for `model`, on continuations of prompts of a text. Raises
-    ValueError where one cannot be loaded, they do not fit together, or the text is too short."""
+    """Measure the drafts of a head, or of any drafter, for `model`, on `texts` continuations of `length` tokens behind
+    prompts of a text. Raises ValueError where one cannot be loaded, they do not fit together, or the text is too
+    short."""
+    texts, length = texts or PROMPTS, length or TOKENS
     told = progress or (lambda stage, done, total: None)
     target = LLM(model, draft=draft, draft_tokens=MAX_DRAFT_TOKENS, verify=False, progress=progress)
     tokens = target.tokenizer.encode(read_text(text), add_special_tokens=False)
-    prompts = greedy.prompts([tokens], PROMPTS, target.tokenizer.added_bos, target.context).tolist()
-    params = SamplingParams(max_tokens=TOKENS, temperature=temperature, ignore_eos=True, draft_tokens=DEPTHS)
-    first = _counted(target, prompts[: PROMPTS // 2], params, 0)
+    prompts = greedy.prompts([tokens], texts, target.tokenizer.added_bos, target.context).tolist()
+    params = SamplingParams(max_tokens=length, temperature=temperature, ignore_eos=True, draft_tokens=DEPTHS)
+    first = _counted(target, prompts[: texts // 2], params, 0)
     told("texts", 1, 2 + len(COUNTS))
-    second = _counted(target, prompts[PROMPTS // 2 :], params, PROMPTS // 2)
+    second = _counted(target, prompts[texts // 2 :], params, texts // 2)
     both = first.combined(second)
     rows = row_costs.measure(target.decoder, target.decoder.lossless, greedy.PROMPT, range(1, DEPTHS + 2))
     drafting = _speculation(target).draft_cost
     speeds, alone = [], 0.0
     for place, count in enumerate(COUNTS):
-        took = seconds_of(target, prompts[PROMPTS // 2 :], replace(params, draft_tokens=count))
+        took = seconds_of(target, prompts[texts // 2 :], replace(params, draft_tokens=count))
         alone = took if count == 0 else alone
         guess = first.tokens(count)
         faster = guess * rows[0] / (rows[count] + count * drafting)
@@ -113,7 +122,7 @@ def measure(
     made = _speculation(target).drafter
     assert made is not None
     return HeadQuality(
-        made.name, PROMPTS * TOKENS, temperature,
+        made.name, texts * length, temperature,
         tuple(right / tried for right, tried in zip(both.right, both.tried, strict=True) if tried),
         tuple(filter(None, both.tried)), drafting / rows[0], tuple(speeds),
     )  # fmt: skip

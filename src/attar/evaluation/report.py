@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from attar.checkpoints.sources import hf, hub, opening
 from attar.errors import UserError
 from attar.execution import kv_cache as engine_kv
 from attar.kernels import dispatch
-from attar.metrics.measure import Report, measure
+from attar.metrics.measure import CacheBits, Report, measure
+from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.progress import Progress
 from attar.text.files import read_text
@@ -55,7 +57,8 @@ def evaluate(
     `stride` are explained in `metrics.perplexity`. Both models compute in `dtype` on `device`: by the reference on a
     CPU, in float32 by default; on `cuda` by its kernels, in bfloat16. A loaded decoder computes in its own dtype.
 
-    `kv` names the scheme of the KV cache (`kv/schemes.py`): each window then runs as a prompt through such a cache.
+    `kv` names the scheme of the KV cache (`kv/schemes.py`) or a format as published, which is simulated
+    (`kv/published.py`): each window then runs as a prompt through such a cache.
     Without `against`, the base is the model itself with an unquantized KV cache. Windows then have up to `KV_CONTEXT`
     tokens by default, because the cost of such a cache grows with its contents. `adapter` is the folder of a low-rank
     adapter that `model`, and not `against`, computes with. `prompts` prompts from all over the text are continued
@@ -93,14 +96,20 @@ def evaluate(
     base = None if against is None else load(against, None, computed, told, device=device)
     cache = None
     if kv is not None:
-        scheme = engine_kv.resolve(loaded, kv)
-        cache = partial(loaded.cache, scheme=scheme, bases=engine_kv.bases(loaded, scheme))
+        cache = engine_kv.measured(loaded, kv)
         base = loaded if base is None else base
         context = min(KV_CONTEXT, loaded.config.context, base.config.context) if context is None else context
-    return measure(
+    found = measure(
         loaded, ids, base=base, bos=bos, context=context, stride=stride, bytes_of=tokenizer, cache=cache,
         prompts=prompts, progress=partial(told, "evaluating"),
     )  # fmt: skip
+    return found if cache is None else replace(found, cache=_bits(cache, loaded.config, found.protocol.context))
+
+
+def _bits(cache: engine_kv.MeasuredCache, config: ModelConfig, context: int) -> CacheBits:
+    """Return the bits of a cache's numbers in windows of `context` tokens."""
+    numbers = 2 * config.kv_heads * config.head_dim * context
+    return CacheBits(cache.name, context, cache.bits(context), 8 * cache.model_bytes / numbers)
 
 
 def _first_tokens(sequences: Sequence[Sequence[int]], max_tokens: int | None) -> list[list[int]]:

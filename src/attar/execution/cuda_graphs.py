@@ -92,7 +92,7 @@ def against(decoder: Decoder) -> str | None:
         return f"{name}: {reason}"
     if decoder.by_token is not None:
         return decoder.by_token
-    if any(rope is not None and rope.grows for rope in decoder.config.ropes):
+    if decoder.config.angles_grow:
         return "angles depend on how long a sequence can get"
     return None
 

@@ -9,6 +9,8 @@ same each time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,12 +19,13 @@ from attar.errors import UserError
 from attar.execution.recorded_step import Decoding
 from attar.kv import schemes
 from attar.kv.eviction import Eviction
+from attar.kv.kvquant_published import PublishedCode
 from attar.kv.pages import Bases
+from attar.kv.published import PUBLISHED, PublishedFormat
 from attar.kv.schemes import LENGTH, RANDOM, WRITTEN, KvScheme
 from attar.kv.sparse import SparseAttention
-from attar.model import kv_basis, sparse_layers
-from attar.model.cache import BLOCK
-from attar.model.config import ModelConfig
+from attar.model import kv_basis, kvquant_calibration, sparse_layers
+from attar.model.cache import BLOCK, KVCache
 from attar.model.decoder import Decoder
 from attar.model.parallel import SplitDecoder
 from attar.model.sparse_layers import SparseLayers
@@ -35,6 +38,74 @@ FEW_WRITTEN, FEW_RANDOM, SHORT = 4, 1, 96  # texts from which sparse attention i
 def bases(decoder: Decoder, scheme: KvScheme) -> list[Bases] | None:
     """Return the bases for caches of this model and scheme; None where the scheme is not calibrated."""
     return kv_basis.calibrate(decoder, sample(decoder), scheme) if scheme.calibrated else None
+
+
+@dataclass(eq=False)
+class MeasuredCache:
+    """A factory of KV caches that a measurement runs texts through: in a scheme, or in a format as published.
+
+    It takes a capacity and a batch. `codes` are of a published format, one a layer.
+    """
+
+    decoder: Decoder
+    form: KvScheme | PublishedFormat
+    bases: list[Bases] | None = None
+    codes: list[PublishedCode] = field(default_factory=list)
+
+    def __call__(self, capacity: int, batch: int = 1, /) -> KVCache:
+        if isinstance(self.form, KvScheme):
+            return self.decoder.cache(capacity, batch, self.form, self.bases)
+        cache = KVCache(self.decoder.config, capacity, batch)
+        for pages, code in zip(cache.layers, self.codes, strict=True):
+            pages.published = code
+        return cache
+
+    @property
+    def name(self) -> str:
+        return self.form.name
+
+    def bits(self, context: int) -> float:
+        """Return the bits of a number in a sequence of `context` tokens, with KVQuant's outliers as they were met."""
+        config = self.decoder.config
+        if isinstance(self.form, KvScheme):
+            return self.form.bits_per_value(config.head_dim, BLOCK, context)
+        numbers = sum(code.numbers for code in self.codes)
+        share = sum(code.outliers for code in self.codes) / numbers if numbers else None
+        return self.form.bits_per_value(config.kv_heads, config.head_dim, context, share)
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of one layer that all sequences share: calibrated matrices or levels."""
+        config, form = self.decoder.config, self.form
+        if isinstance(form, KvScheme):
+            return form.basis_bytes(config.kv_heads, config.head_dim)
+        return form.model_bytes(config.kv_heads, config.head_dim)
+
+
+def measured(decoder: Decoder, name: str) -> MeasuredCache:
+    """Return the factory of caches of a scheme or a format as published. Raises ValueError as `resolve` and
+    `calibrated`."""
+    return calibrated(decoder, PUBLISHED.get(name) or resolve(decoder, name))
+
+
+def calibrated(
+    decoder: Decoder, form: KvScheme | PublishedFormat, texts: Callable[[], Tensor] | None = None
+) -> MeasuredCache:
+    """Return the factory of caches of a form, calibrated where it is on `texts()`, by default what `sample` returns.
+
+    Raises ValueError for a published format elsewhere than on a CPU in one process, and for heads that it does not
+    support.
+    """
+    ids = texts or partial(sample, decoder)
+    if isinstance(form, KvScheme):
+        return MeasuredCache(decoder, form, kv_basis.calibrate(decoder, ids(), form) if form.calibrated else None)
+    if isinstance(decoder, SplitDecoder) or decoder.device.type != "cpu" or decoder.dtype != torch.float32:
+        raise UserError("kv_unsupported", f"{form.name} is measured on a CPU in one process, in float32")
+    form.check(decoder.config.head_dim)
+    codes = [PublishedCode(form) for _ in range(decoder.config.layers)]
+    if form.calibrated:
+        codes = kvquant_calibration.measure(decoder, ids()).codes(form)
+    return MeasuredCache(decoder, form, codes=codes)
 
 
 def resolve(decoder: Decoder, name: str | None) -> KvScheme:
@@ -70,13 +141,8 @@ def check_eviction(decoder: Decoder, scheme: KvScheme, eviction: Eviction, conte
     """Raise ValueError where KV eviction does not go with a model, its device and processes, or a cache's scheme."""
     processes = decoder.split.share.count if isinstance(decoder, SplitDecoder) else 1
     eviction.check(scheme, decoder.device.type, processes)
-    eviction.check_model(*against_eviction(decoder.config), context)
-
-
-def against_eviction(config: ModelConfig) -> tuple[tuple[int | None, ...], int, bool]:
-    """Return what of a model may stand against eviction, as `Eviction.check_model` takes it."""
-    grows = any(rope is not None and rope.grows for rope in config.ropes)
-    return config.windows, config.learned_positions, grows
+    config = decoder.config
+    eviction.check_model(config.windows, config.learned_positions, config.angles_grow, context)
 
 
 def sparse_layers_of(decoder: Decoder, settings: SparseAttention, progress: Progress | None = None) -> SparseLayers:

@@ -107,7 +107,7 @@ class Watched:
         """Return the weights [G, end] that the rows before `end` with these queries [w, H, D] give each key, summed."""
         pages, form = self.pages[layer], self.decoder.blocks[layer].attention.form
         keys = moving.read_keys(pages, sequence.blocks[: -(-end // pages.block)], end)
-        return ranking.weights(queries, keys, form.scale, form.soft_cap).sum((1, 2))
+        return ranking.weights(moving.plain_queries(pages, queries), keys, form.scale, form.soft_cap).sum((1, 2))
 
     def evict(self, evicted: Evicted, context: int) -> None:
         """Fill the targets of an eviction with what each head keeps; `context` is the model's."""
@@ -117,13 +117,16 @@ class Watched:
             one = self.decoder.blocks[layer].attention
             form = one.form
             keys, values = moving.read(pages, evicted.sources, sequence.prompt)
+            queries = moving.plain_queries(pages, seen.queries[layer])
             if seen.sums is not None:
                 kept = ranking.h2o(seen.sums[layer], eviction.budget)
             elif eviction.policy == "snapkv":
-                kept = ranking.snapkv(seen.queries[layer], keys, eviction.budget, form.scale, form.soft_cap)
+                kept = ranking.snapkv(queries, keys, eviction.budget, form.scale, form.soft_cap)
             else:
-                before, turn = _turned_back(seen.queries[layer], one.rope, sequence, eviction, context)
-                kept = ranking.expected(before, keys, values, turn, eviction.budget, form.scale)
+                before, turn = _turned_back(queries, one.rope, sequence, eviction, context)
+                last = ranking.Seen.by(queries[-ranking.ROWS :], keys, form.scale, form.soft_cap)
+                scores = ranking.expected_scores(before, keys, values, turn, form.scale)
+                kept = ranking.expected(scores, last, eviction.budget)
             moving.keep(pages, evicted.sources, evicted.targets, kept)
 
 

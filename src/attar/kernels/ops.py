@@ -31,6 +31,7 @@ from torch import Tensor
 
 from attar.formats.packed import PackedTensor
 from attar.kernels import dispatch, hadamard, operands, ref, ref_attention, ref_prefill, ref_spans, ref_sparse
+from attar.kernels import ref_published as published
 from attar.kernels.dispatch import BackendWeights, Table
 from attar.kernels.native import attention as native_attention
 from attar.kernels.native import linear as products
@@ -242,10 +243,12 @@ def write_kv(
             at = rotation.rows.long()
             turned_k = rope(turned_k, rotation.cos[at], rotation.sin[at])
         pages.signs.write(turned_k, place.slot_mapping, place.positions)
-    fused = isinstance(pages, PlainPages) or dispatch.is_native("write_kv", q)
+    fused = pages.published is None and (isinstance(pages, PlainPages) or dispatch.is_native("write_kv", q))
     if q_norm is not None and k_norm is not None and not (fused and q_norm.kind == "rms"):
         q, k = norm(q, None, q_norm)[1], norm(k, None, k_norm)[1]
         q_norm = k_norm = None
+    if pages.published is not None:
+        return published.write_kv(q, k, v, pages, place, rotation)
     if isinstance(pages, PlainPages):
         turned: Tensor = dispatch.triton("kv_write").write_kv(q, k, v, pages, place, rotation, q_norm, k_norm)
         return turned
@@ -279,6 +282,10 @@ def paged_attention(
     with a window read as ever.
     """
     assert pages.keys_rotated, "no kernel rotates keys as it reads them"
+    if pages.published is not None and pages.published.format.method == "kivi":
+        if want_mass or place.spans is not None or place.prompts is not None:
+            raise ValueError("a cache as published has no mass, images or rows that read few keys")
+        return published.attend_kivi(q, pages, place, form), None
     if place.spans is not None:
         if want_mass or place.tree is not None or place.key_positions is not None or pages.signs is not None:
             raise ValueError("rows that see later rows have no mass, tree, positions of keys or one-bit keys")

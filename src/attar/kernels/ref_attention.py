@@ -16,12 +16,12 @@ from attar.kernels.operands import AttentionForm
 from attar.kv import bit_planes as coding
 from attar.kv import kivi, kvquant
 from attar.kv.bit_planes import Basis
+from attar.kv.eight_bits import quantize_head
 from attar.kv.kvquant import Channels
 from attar.kv.pages import AttentionMetadata, PagedKV, Rotation
 from attar.kv.schemes import Layout
 
 QUERY_TILE = 512  # queries that share one mask: memory grows with the keys, not with their square
-INT8_MOST, FP8_MOST = 127, 448.0
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -105,16 +105,6 @@ def _weights(q: Tensor, k: Tensor, mask: Tensor, form: AttentionForm) -> Tensor:
 
 
 # Pages
-
-
-def quantize_head(x: Tensor, fp8: bool = False) -> tuple[Tensor, Tensor]:
-    """Quantize heads [..., D] to codes [..., D], int8 or e4m3 (as uint8 bits), and scales [...]. A head that is not
-    finite gets the scale NaN."""
-    x = x.float()
-    scale, finite = x.abs().amax(-1) / (FP8_MOST if fp8 else INT8_MOST), x.isfinite().all(-1)
-    codes = torch.where(finite[..., None], x / torch.where(scale == 0, 1.0, scale)[..., None], 0)
-    codes = codes.to(torch.float8_e4m3fn).view(torch.uint8) if fp8 else codes.round().to(torch.int8)
-    return codes, torch.where(finite, scale, torch.nan)
 
 
 def write_pages(k: Tensor, v: Tensor, pages: PagedKV, slots: Tensor, tails: Tensor | None = None) -> None:

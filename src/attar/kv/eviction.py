@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from attar.errors import UserError
-from attar.kv.schemes import KvScheme, Layout
+from attar.kv.schemes import SCHEMES, KvScheme, Layout
 
 NEVER = 1 << 62  # past every token
 BLOCK = 64  # slots of a block, which are dropped together
@@ -28,7 +28,8 @@ MOST = 1 << 24
 MOST_SINKS = BLOCK // 2  # they lie in one block
 STREAM = 1 << 20  # tokens of the longest stream, prompt and output
 NONE = "none"  # in a request: keep every key
-LAYOUTS = (Layout.FLOAT32, Layout.BFLOAT16)  # of caches whose keys can be moved
+LAYOUTS = (Layout.FLOAT32, Layout.BFLOAT16, Layout.INT8, Layout.FP8, Layout.BIT_PLANES)
+"""Layouts in which a token's keys and values are stored apart from all others, so that they can be moved."""
 ONCE = {"snapkv": 32, "h2o": NEVER, "expected": 256}  # policies by the number of a prompt's last rows they look at
 *_FIRST, _LAST = ("sink:SINKS+WINDOW", *(f"{policy}:TOKENS" for policy in ONCE))
 FORMS = f"{', '.join(_FIRST)} or {_LAST}"
@@ -87,6 +88,26 @@ class Eviction:
         """Return the most tokens that prompt and output have together, with a model of this context."""
         return max(STREAM, context) if self.streams else context
 
+    def most_slots(self, context: int, prompt: int | None = None) -> int:
+        """Return the most slots that a sequence of `context` tokens holds at a time.
+
+        A stream holds a block of first tokens besides. A policy that drops once holds a `prompt` and what it keeps of
+        it. None: the prompt takes the context.
+        """
+        prompt = context if prompt is None else min(prompt, context)
+        if self.once:
+            return context if prompt <= self.budget else self.budget + max(prompt, context - prompt)
+        return min(context, self.budget + BLOCK)
+
+    def longest_in(self, slots: int) -> int:
+        """Return the tokens of the longest prompt whose sequence holds no more than so many slots; 0: no prompt that a
+        policy drops keys of."""
+        return max(0, slots - self.budget) if self.once else slots
+
+    def slots_read(self, context: int) -> int:
+        """Return the most slots that a row reads behind `context` tokens, if they are a prompt."""
+        return min(context, self.budget)
+
     def cut(self, prompt: int, dropped: int) -> int:
         """Return the index of the token before which keys are evicted next, once `dropped` tokens have no slot."""
         if self.once:
@@ -108,9 +129,9 @@ class Eviction:
         of drafts, whose slots are not their positions, and `sparse` attention or prefill: what they read depends on
         keys that eviction drops.
         """
-        kept = ", ".join(LAYOUTS)
+        movable = ", ".join(name for name, each in SCHEMES.items() if moves(each))
         against = (
-            (scheme.layout not in LAYOUTS, f"moves keys of caches of {kept} (--kv), not of {scheme.name}"),
+            (not moves(scheme), f"moves keys of caches of {movable} (--kv), not of {scheme.name}"),
             (device != "cpu", f"runs on CPUs (--device cpu), not on {device}"),
             (processes > 1, f"runs in one process (--tp 1 --pp 1), not in {processes}"),
             (besides.get("trees", False), "takes chains of drafts (--draft), not trees (--draft-tree)"),
@@ -143,6 +164,15 @@ class Eviction:
             there = f"there are {blocks * BLOCK:,}"
             message = f"{self} takes {least * BLOCK:,} tokens of cache at its first eviction: {there}"
             raise UserError("memory_insufficient", message)
+
+
+def moves(scheme: KvScheme) -> bool:
+    """Return whether keys of a cache in this scheme can be moved to other slots without being rounded anew.
+
+    Those of `kivi2`, `nuq3` and `nuq4` are rounded by their place in a block; `klt2` and `kivi2` keep the tokens of an
+    unfinished block in 16 bits.
+    """
+    return scheme.layout in LAYOUTS and not scheme.recent
 
 
 def parse_all(texts: tuple[str, ...]) -> tuple[Eviction, ...]:

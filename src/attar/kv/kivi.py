@@ -5,7 +5,8 @@ others away, so each channel of 32 tokens gets its own. Values have no such chan
 whole: 32 columns of a token share a scale. Zero and scale are float16, which at 2 bits are a third of the size. Groups
 of 64, which measurements also use, make that a fifth.
 
-The code is as published, the 16-bit windows are not: see `kv/schemes.py`.
+The code is as published, the 16-bit windows are not: see `kv/schemes.py`. `kernels/ref_published.py` has those of the
+paper, for measurements.
 
 Legend: M blocks, G key-value heads, D head size.
 """
@@ -26,17 +27,30 @@ def quantize(x: Tensor, along: int, group: int) -> tuple[Tensor, Tensor, Tensor]
     Codes are uint8, four neighbours along that axis a byte: [M, G, block / 16, D, 4] or [M, G, block, D / 4]. Scales
     and zeros are float16, one for each group on it. A group that is not finite gets the scale NaN.
     """
-    groups = x.float().unflatten(along, (-1, group))
-    low, high = groups.amin(along + 1, keepdim=True), groups.amax(along + 1, keepdim=True)
-    scale, zero = ((high - low) / MOST).half(), low.half()
-    scale = torch.where(groups.isfinite().all(along + 1, keepdim=True) & zero.isfinite(), scale, torch.nan)
-    s = torch.where(scale == 0, 1.0, scale.float())
-    codes = ((groups - zero.float()) / s).nan_to_num(0.0).round().clamp(0, MOST).to(torch.uint8)
+    codes, scale, zero = _codes(x, along, group, MOST)
     codes = codes.flatten(along, along + 1)
     if along == 2:
         codes = codes.unflatten(2, (-1, RUN)).transpose(3, 4)
     fours = codes.unflatten(-1, (-1, 4)) << torch.arange(0, 8, 2, device=x.device).byte()
     return fours.sum(-1).to(torch.uint8), scale.squeeze(along + 1), zero.squeeze(along + 1)
+
+
+def rounded(x: Tensor, along: int, group: int, bits: int) -> Tensor:
+    """Return blocks [M, G, block, D] as they are read, float32, from `bits` bits in groups as in `quantize`."""
+    codes, scale, zero = _codes(x, along, group, (1 << bits) - 1)
+    numbers: Tensor = codes.float() * scale.float() + zero.float()
+    return numbers.flatten(along, along + 1)
+
+
+def _codes(x: Tensor, along: int, group: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes up to `most` of the groups of x along an axis, which is split in two, with scales and zeros."""
+    groups = x.float().unflatten(along, (-1, group))
+    low, high = groups.amin(along + 1, keepdim=True), groups.amax(along + 1, keepdim=True)
+    scale, zero = ((high - low) / most).half(), low.half()
+    scale = torch.where(groups.isfinite().all(along + 1, keepdim=True) & zero.isfinite(), scale, torch.nan)
+    s = torch.where(scale == 0, 1.0, scale.float())
+    codes = ((groups - zero.float()) / s).nan_to_num(0.0).round().clamp(0, most).to(torch.uint8)
+    return codes, scale, zero
 
 
 def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor, along: int) -> Tensor:

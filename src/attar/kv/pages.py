@@ -28,6 +28,7 @@ from attar.errors import UserError
 from attar.kv import schemes
 from attar.kv.bit_planes import Basis, rotation
 from attar.kv.kvquant import Channels
+from attar.kv.kvquant_published import PublishedCode
 from attar.kv.schemes import KvScheme, Layout
 from attar.kv.signs import Signs
 from attar.kv.sparse_prefill import SparsePrefill
@@ -87,6 +88,7 @@ class PagedKV:
     recent: Recent | None = None
     more: dict[str, Tensor] = field(default_factory=dict)  # arrays that only this scheme has, by the names of its parts
     signs: Signs | None = None  # one-bit keys, where rows choose what they read
+    published: PublishedCode | None = None  # where float pages simulate a cache as published
     keys_rotated: bool = field(default=True, init=False)
     """True where keys are rotated when they are written.
 
@@ -126,7 +128,7 @@ class PagedKV:
             shape = (tails, kv_heads, block, head_dim)
             recent = Recent(*(torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2)))
         more = {name: made.pop(name) for name in list(made) if name not in PARTS}
-        return cls(head_dim, **made, scheme=scheme, bases=bases, recent=recent, more=more, signs=None)
+        return cls(head_dim, **made, scheme=scheme, bases=bases, recent=recent, more=more, signs=None, published=None)
 
     @functools.cached_property
     def channels(self) -> Tensor:

@@ -5,11 +5,16 @@ Legend: N keys, w watched rows, H query heads, G key-value heads, D head size.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-SINKS = 4  # first tokens, which Expected Attention keeps
+SINKS = 4  # first tokens, which Expected Attention and diffuse heads keep
+LEAST = 0.75  # share of weight: a head is diffuse whose chosen keys hold less
+PEAK = 0.1  # weight that a single row gives a key which a diffuse head keeps
+ROWS = 32  # last rows of a prompt whose weights say so
 POOL = 7  # neighbours that share the greatest score among them: what follows a match stays beside it
 
 
@@ -25,16 +30,33 @@ def weights(q: Tensor, keys: Tensor, scale: float, soft_cap: float | None = None
     return found
 
 
+class Seen(NamedTuple):
+    """What the last rows of a prompt weigh in each key-value head, all float32 [G, N].
+
+    shares: of their weight together. peaks: the greatest weight of a row.
+    """
+
+    shares: Tensor
+    peaks: Tensor
+
+    @classmethod
+    def by(cls, q: Tensor, keys: Tensor, scale: float, soft_cap: float | None = None) -> Seen:
+        """Take the weights of the last rows' queries [w, H, D] over keys [N, G, D]."""
+        found = weights(q, keys, scale, soft_cap)
+        return cls(found.mean((1, 2)), found.amax((1, 2)))
+
+
 def snapkv(q: Tensor, keys: Tensor, budget: int, scale: float, soft_cap: float | None = None) -> Tensor:
     """Choose the `budget` keys that SnapKV keeps, int64 [G, budget], ascending in each head.
 
     q: queries [w, H, D] of the prompt's last rows; keys: [N, G, D], of the whole prompt. These rows' keys stay. Of the
     others those stay that the rows weigh most: weights are summed over rows and the queries of a key-value head, and
-    each key takes the greatest sum among its `POOL` neighbours. Of equal ones the first stays.
+    each key takes the greatest sum among its `POOL` neighbours. Of equal ones the first stays. Diffuse heads keep what
+    `_settled` says.
     """
     rows = len(q)
-    sums = weights(q, keys, scale, soft_cap).sum((1, 2))[:, :-rows]
-    return _with_last(functional.max_pool1d(sums, POOL, 1, POOL // 2), budget, rows)
+    seen = Seen.by(q, keys, scale, soft_cap)
+    return _settled(_with_last(_pooled(seen.shares[:, :-rows]), budget, rows), seen)
 
 
 def h2o(sums: Tensor, budget: int) -> Tensor:
@@ -47,15 +69,25 @@ def h2o(sums: Tensor, budget: int) -> Tensor:
     return _with_last(sums[:, : sums.shape[1] - newest], budget, newest)
 
 
-def expected(
-    queries: Tensor, keys: Tensor, values: Tensor, turn: tuple[Tensor, Tensor], budget: int, scale: float
-) -> Tensor:
+def expected(scores: Tensor, seen: Seen, budget: int) -> Tensor:
     """Choose the `budget` keys that Expected Attention keeps, int64 [G, budget], ascending in each head.
+
+    scores: `expected_scores` [G, N]; seen: what the last rows weigh. The first `SINKS` stay, and the newest quarter,
+    because the mean turn of so many positions tells no near key from a far one. Of equal ones the first stays. Diffuse
+    heads keep what `_settled` says.
+    """
+    newest = budget // 4
+    early = scores[:, : scores.shape[1] - newest].clone()
+    early[:, :SINKS] = torch.inf
+    return _settled(_with_last(early, budget, newest), seen)
+
+
+def expected_scores(queries: Tensor, keys: Tensor, values: Tensor, turn: tuple[Tensor, Tensor], scale: float) -> Tensor:
+    """Return the scores [G, N] of keys by Expected Attention.
 
     queries: [w, H, D] of a prompt's rows, before rotation; keys and values: [N, G, D]; `turn`: means of cos and sin
     [R / 2] over the positions to come. Queries are taken for Gaussian. A key's score is the mean weight that it then
-    gets from the queries of its head, times the length of its value. The first `SINKS` stay. Of equal ones the first
-    stays.
+    gets from the queries of its head, times the length of its value.
     """
     heads, size = keys.shape[1:]
     future = _rotated(torch.eye(size), *turn)  # row vectors: x @ future is x turned
@@ -66,9 +98,8 @@ def expected(
     covariance = spread.transpose(2, 3) @ spread / (len(queries) - 1)  # [G, H / G, D, D]
     variance = ((k[:, None] @ covariance) * k[:, None]).sum(-1)
     scores = scale * (k[:, None] @ mean[..., None])[..., 0] + scale**2 / 2 * variance
-    found = scores.softmax(-1).mean(1) * values.float().norm(dim=-1).T
-    found[:, :SINKS] = torch.inf
-    return _with_last(found, budget, 0)
+    found: Tensor = scores.softmax(-1).mean(1) * values.float().norm(dim=-1).T
+    return found
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -76,6 +107,26 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turned = 2 * len(cos)
     a, b = x[:, :turned].chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin, x[:, turned:]), -1)
+
+
+def _settled(kept: Tensor, seen: Seen) -> Tensor:
+    """Return the indices `kept` [G, budget] of heads in which these keys hold most of the weight, and others elsewhere.
+
+    A head is diffuse whose rows spread their weight over many more keys. Its sum is hardly changed by which keys it is
+    over, and much by taking the greatest weights alone: these would stand for all the others'. Such a head keeps the
+    first `SINKS`, keys that a single row weighs much, with their neighbours, and the newest.
+    """
+    count = seen.shares.shape[1]
+    ranks = torch.arange(count) / count
+    ranks = torch.where(_pooled(seen.peaks) >= PEAK, 1 + _pooled(seen.shares), ranks)
+    ranks[:, :SINKS] = torch.inf
+    diffuse = seen.shares.gather(1, kept).sum(1, keepdim=True) < LEAST
+    return torch.where(diffuse, _with_last(ranks, kept.shape[1], 0), kept)
+
+
+def _pooled(x: Tensor) -> Tensor:
+    """Return the greatest among the `POOL` neighbours of each of x [G, N]."""
+    return functional.max_pool1d(x, POOL, 1, POOL // 2)
 
 
 def _with_last(scores: Tensor, budget: int, last: int) -> Tensor:

@@ -23,8 +23,8 @@ bits (`recent`), it is rounded when its last token comes. A token therefore alwa
 unrounded, and those of earlier blocks rounded, however a prompt is cut into calls. For the same reason such caches
 share whole blocks only (`round_to`), and the 16 bits belong to a sequence and not to a block.
 
-Not done: a sliding window, like that of KIVI's values. A token's input would then depend on numbers that a shared
-prefix no longer has.
+None has a sliding window, like that of KIVI's values. A token's input would then depend on numbers that a shared prefix
+no longer has. `published.py` has KIVI and KVQuant as published, for measurements.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from enum import StrEnum
 
 from attar.errors import UserError
 from attar.formats.weight_formats import Part
+from attar.kv.published import PUBLISHED
 
 RUN = 16  # slots that stand side by side in the keys, and columns in the values
 BUCKET = 8  # neighbouring coordinates of one number of bits
@@ -185,6 +186,11 @@ SCHEMES: Mapping[str, KvScheme] = {
 
 def check_name(name: str | None) -> None:
     """Raise ValueError, naming the existing schemes, for a name that none has. None leaves the choice open."""
+    if name in PUBLISHED:
+        served = ", ".join(SCHEMES)
+        raise UserError(
+            "kv_unsupported", f"{name} is for `attar eval --text ... --kv` alone; caches are kept as {served}"
+        )
     if name is not None and name not in SCHEMES:
         raise UserError("kv_unknown", f"the KV cache is kept as {', '.join(SCHEMES)}, not {name!r}")
 

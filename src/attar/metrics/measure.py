@@ -71,15 +71,40 @@ class Protocol:
         return f"{self.prompts} prompts of {greedy.PROMPT} tokens, continued by {greedy.LENGTH}"
 
 
+@dataclass(frozen=True, slots=True)
+class CacheBits:
+    """Bits of a number in the KV cache that was measured, in a sequence of `context` tokens.
+
+    `stored` counts scales, outliers and 16-bit windows; `shared` is what the model's calibrated matrices or levels add
+    where that sequence is the only one.
+    """
+
+    scheme: str
+    context: int
+    stored: float
+    shared: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "scheme": self.scheme, "context": self.context, "bits": self.stored, "bits_shared": self.shared,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        calibrated = f"; calibration adds {self.shared:.3f} to one sequence alone" if self.shared else ""
+        return f"KV cache {self.scheme}: {self.stored:.3f} bits a number at {self.context} tokens{calibrated}"
+
+
 @dataclass(frozen=True, eq=False)
 class Report:
     """Figures of a measurement with their intervals, by the names in `SHOWN`; figures that were not measured are
-    absent. `bytes` counts the bytes of the counted tokens, None where the tokenizer was not at hand."""
+    absent. `bytes` counts the bytes of the counted tokens, None where the tokenizer was not at hand. `cache` is None
+    where no KV cache was measured."""
 
     measurement: Measurement
     figures: Mapping[str, Interval]
     protocol: Protocol
     bytes: int | None
+    cache: CacheBits | None = None
 
     @property
     def tokens(self) -> int:
@@ -87,7 +112,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-compatible values: every name in `SHOWN` with its value, `tokens`, `bytes`, `intervals` (name to
-        [low, high] or None) and `protocol`. A value is None where it was not measured or is infinite."""
+        [low, high] or None), `protocol` and, of a cache, `kv_cache`. A value is None where it was not measured or is
+        infinite."""
         shown = {name: self.figures.get(name) for name in SHOWN}
         return {
             **{name: None if figure is None else _finite(figure.value) for name, figure in shown.items()},
@@ -95,6 +121,7 @@ class Report:
             "bytes": self.bytes,
             "intervals": {name: None if figure is None else _pair(figure) for name, figure in shown.items()},
             "protocol": self.protocol.to_dict(),
+            **({} if self.cache is None else {"kv_cache": self.cache.to_dict()}),
         }
 
     def table(self) -> str:
@@ -112,6 +139,8 @@ class Report:
         )
         if protocol.prompts:
             lines.append(protocol.greedy)
+        if self.cache is not None:
+            lines.append(str(self.cache))
         return "\n".join(lines)
 
 

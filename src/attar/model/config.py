@@ -182,5 +182,10 @@ class ModelConfig:
     def scale(self) -> float:
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
+    @property
+    def angles_grow(self) -> bool:
+        """Whether rotary angles depend on how long a sequence can get."""
+        return any(rope is not None and rope.grows for rope in self.ropes)
+
     def is_sparse(self, layer: int) -> bool:
         return self.experts is not None and (not self.sparse or self.sparse[layer])

@@ -47,10 +47,22 @@ class Attention:
             mixed, _ = ops.paged_attention(q, pages, place, form)
         else:
             q, k = self._placed(q, k, rotation)
-            keys, values = step.whole(k, v)
-            positions = step.split(step.positions)
-            mixed = ops.attention(q, keys, values, positions, positions, form)
+            mixed = self._whole(q, k, v, step)
         return ops.linear(mixed, (self.output,), hook, step.routes)
+
+    def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, step: ForwardBatch) -> Tensor:
+        """Attend without a cache, from queries [N, H, D], keys and values [N, G, D] that `heads` returned unrotated;
+        return the products of the output projection [N, I]."""
+        if self.rope is not None:
+            rotation = step.rotation(self.rope)
+            cos, sin = rotation.cos[rotation.rows], rotation.sin[rotation.rows]
+            q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
+        return ops.linear(self._whole(q, k, v, step), (self.output,))
+
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor, step: ForwardBatch) -> Tensor:
+        keys, values = step.whole(k, v)
+        positions = step.split(step.positions)
+        return ops.attention(q, keys, values, positions, positions, self.form)
 
     def heads(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [N, H, D], keys and values [N, G, D] of rows x [N, I], normed and rotated, ready for
@@ -132,11 +144,12 @@ class Block:
     ) -> tuple[Tensor, Tensor]:
         """Run the block on (stream, delta), both [N, I]; return (stream, delta), whose sum is its output."""
         stream, x = ops.norm(stream, delta, self.attention_norm)
-        delta = self._whole(self.attention.forward(x, step, hook), self.attention_post_norm)
+        delta = self.normed(self.attention.forward(x, step, hook), self.attention_post_norm)
         stream, x = ops.norm(stream, delta, self.feed_forward_norm)
-        return stream, self._whole(self.feed_forward.forward(x, hook, step.routes), self.feed_forward_post_norm)
+        return stream, self.normed(self.feed_forward.forward(x, hook, step.routes), self.feed_forward_post_norm)
 
-    def _whole(self, part: Tensor, post_norm: Norm | None) -> Tensor:
+    def normed(self, part: Tensor, post_norm: Norm | None) -> Tensor:
+        """Return the products [N, I] of attention or feed-forward as they are added to the residual."""
         whole = part if self.sum is None else self.sum(part)
         return whole if post_norm is None else ops.norm(whole, None, post_norm)[1]
 

@@ -53,7 +53,7 @@ class SparseLayers(NamedTuple):
 
 def check(config: ModelConfig) -> None:
     """Raise ValueError (`option_conflict`) where a model's angles grow with the length of a sequence."""
-    if any(rope is not None and rope.grows for rope in config.ropes):
+    if config.angles_grow:
         message = "sparse attention needs angles that are the same at every length: this model's grow"
         raise UserError("option_conflict", message)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from attar.errors import UserError
 from attar.formats.scheme import Scheme
+from attar.kv.eviction import Eviction
 from attar.kv.schemes import KvScheme
 from attar.kv.sparse import SparseAttention
 from attar.model import shapes
@@ -75,12 +76,14 @@ class Hardware:
 class Precisions:
     """Precisions that a plan compares: storages of the weights, the stored one first, and KV schemes.
 
-    sparse: how many keys rows of outputs read, None for all; its one-bit keys lie beside each cache.
+    sparse: how many keys rows of outputs read, None for all; its one-bit keys lie beside each cache. eviction: which
+    keys are dropped, None for none.
     """
 
     storages: Sequence[Storage]
     kv: Sequence[KvScheme]
     sparse: SparseAttention | None = None
+    eviction: Eviction | None = None
 
     @classmethod
     def usual(cls, subject: Subject, gpu: bool = False) -> Precisions:
@@ -129,6 +132,7 @@ def speed(deployment: Deployment, demand: Demand, bandwidth: float, int8_rate: f
             raise UserError("option_out_of_range", f"the {name} must be above 0, not {rate:g}")
     config, storage = stages(deployment), deployment.storage
     context = longest(config, demand.context)
+    context = context if deployment.eviction is None else deployment.eviction.slots_read(context)
     read = costs.step_bytes(config, storage, demand.users)
     read += demand.users * costs.kv_read_bytes(config, deployment.kv, context)
     reading = read / bandwidth
@@ -178,6 +182,7 @@ class Plan:
     int8_rate: float | None  # operations a second
     rows: tuple[Row, ...]
     gpu: GpuSpec | None = None
+    eviction: Eviction | None = None
 
 
 def plan(
@@ -205,7 +210,7 @@ def plan(
         if gpu is not None and storage is not first and gpus.without_kernel(config, storage, gpu.float8):
             continue  # at least as large there as dense
         for kv in precisions.kv:
-            deployment = Deployment(config, storage, kv, share, gpu, precisions.sparse)
+            deployment = Deployment(config, storage, kv, share, gpu, precisions.sparse, precisions.eviction)
             try:
                 stages(deployment)
             except ValueError:
@@ -219,7 +224,7 @@ def plan(
         bandwidth, int8_rate = gpu.bandwidth, gpu.operations["int8"]
     return Plan(
         subject.name, hardware.memory, hardware.source, most, demand.users, limits, bandwidth, int8_rate, tuple(rows),
-        gpu,
+        gpu, precisions.eviction,
     )  # fmt: skip
 
 

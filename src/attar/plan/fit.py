@@ -20,6 +20,7 @@ import math
 from dataclasses import dataclass, replace
 
 from attar.errors import UserError
+from attar.kv.eviction import Eviction
 from attar.kv.schemes import KvScheme
 from attar.kv.sparse import SparseAttention
 from attar.model.config import ModelConfig
@@ -43,7 +44,7 @@ class Deployment:
     """A model as it is stored, and what holds it.
 
     share: of several processes, how they divide the model. gpu: where it lies, None for CPUs. sparse: how many keys
-    rows of outputs read, None for all.
+    rows of outputs read, None for all. eviction: which keys are dropped, None for none.
     """
 
     config: ModelConfig
@@ -52,6 +53,7 @@ class Deployment:
     share: Share = WHOLE
     gpu: GpuSpec | None = None
     sparse: SparseAttention | None = None
+    eviction: Eviction | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,7 @@ class Fit:
     kept_by: str = "--max-tokens-in-cache"  # the option that limits the cache in this memory
     headroom: float = 0.0  # fraction of all blocks that an admission leaves to the running sequences
     windows: CacheShape | None = None  # the shape of a cache of a model with sliding windows
+    held: int | None = None  # most positions that a full request holds at a time, where keys are dropped; None: all
 
     @property
     def shape(self) -> CacheShape:
@@ -147,7 +150,7 @@ class Fit:
     @property
     def blocks_each(self) -> int:
         """Return the number of blocks of a request of the full context."""
-        return -(-self.context // self.block)
+        return -(-(self.context if self.held is None else self.held) // self.block)
 
     @property
     def requests(self) -> int:
@@ -215,6 +218,7 @@ def fit(
     return Fit(
         memory, weights, step, processes, BLOCK, each, blocks, context, adapters,
         kept_by=cache.option(blocks * BLOCK), headroom=limits.headroom, windows=shape,
+        held=None if deployment.eviction is None else deployment.eviction.most_slots(context),
     )  # fmt: skip
 
 
@@ -274,7 +278,8 @@ def start(
     `ROOM` times what `limits.sequences` full requests need to run together.
 
     Where no `context` is given and the cache holds less than one request of the model's, the context becomes what the
-    cache holds. Raises ValueError as `fit` and `longest`; `require` reports what does not fit.
+    cache holds, less what a policy keeps of a prompt beside it. Raises ValueError as `fit` and `longest`; `require`
+    reports what does not fit.
     """
     most = longest(deployment.config, context)
     found = fit(deployment, memory, most, cache, limits, adapters=adapters)
@@ -282,9 +287,10 @@ def start(
     most_blocks = useful(limits.sequences, found.blocks_each, limits.headroom)
     if cache.max_tokens is None and found.blocks > most_blocks:
         found = fit(deployment, memory, most, replace(cache, max_tokens=most_blocks * BLOCK), limits, adapters=adapters)
-    if context is None and 0 < found.tokens < most:
-        kept = replace(cache, max_tokens=found.tokens)
-        found = fit(deployment, memory, found.tokens, kept, limits, adapters=adapters)
+    if context is None and 0 < found.blocks < found.blocks_each:
+        kept, dropping = replace(cache, max_tokens=found.tokens), deployment.eviction
+        length = found.tokens if dropping is None else dropping.longest_in(found.tokens) or found.tokens
+        found = fit(deployment, memory, min(length, most), kept, limits, adapters=adapters)
     return replace(found, kept_by=kept_by)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from attar.kv.eviction import Eviction
 from attar.kv.schemes import KvScheme
 from attar.plan.comparison import Plan, Row
 from attar.plan.fit import Fit, kept_free, size
@@ -49,6 +50,8 @@ def to_text(plan: Plan) -> str:
     slow = dict.fromkeys(row.weights for row in plan.rows if row.references)
     precisions = f"{first.weights} weights and the KV cache in {first.kv.name}"
     lines += [f"a request is one full context; with {precisions} a server has:", "", startup(first.fit, first.kv), ""]
+    if plan.eviction is not None:
+        lines += [_of_eviction(plan.eviction, first), ""]
     if plan.gpu is not None:
         rates = ", ".join(f"{kind} {rate / 1e12:,.0f}" for kind, rate in plan.gpu.operations.items())
         lines.append(
@@ -70,6 +73,15 @@ def to_text(plan: Plan) -> str:
         lines.append(f"{FORMULA}, here {rates}: limits, not promises{by_compute}")
     lines += [f"{name} has linears without a CPU kernel: slow, and held a second time as float32" for name in slow]
     return "\n".join([*lines, answer(plan)])
+
+
+def _of_eviction(eviction: Eviction, row: Row) -> str:
+    """Return one sentence: what a policy leaves of a request in the cache."""
+    found, each = row.fit, row.fit.block_bytes / row.fit.block
+    held = f"a request holds {found.held or 0:,} tokens at most ({size((found.held or 0) * each)})"
+    if eviction.once:
+        held += f", its prompt being whole until it is computed; then {eviction.budget:,} and the answer's stay"
+    return f"KV eviction {eviction}: {held}"
 
 
 def answer(plan: Plan) -> str:
@@ -140,6 +152,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "model": plan.model, "memory": plan.memory, "memory_source": plan.source, "context": plan.context,
         "users": plan.users, "step_sequences": plan.limits.sequences, "step_tokens": plan.limits.rows,
         "bandwidth": plan.bandwidth, "int8_rate": plan.int8_rate, "card": None if plan.gpu is None else plan.gpu.name,
+        "kv_eviction": None if plan.eviction is None else str(plan.eviction),
         "formula": FORMULA if plan.gpu is None else CARD_FORMULA, "fits": any(row.fits for row in plan.rows),
         "answer": answer(plan), "rows": rows,
     }  # fmt: skip

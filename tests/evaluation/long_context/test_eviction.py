@@ -43,5 +43,5 @@ def test_what_shows_nothing_is_refused(text: Path) -> None:
         measure("demo", text, Eviction.parse("sink:4+380"), context=CONTEXT)
     with user_error("text_too_short"):
         measure("demo", text, Eviction.parse("sink:4+124"), context=4096)
-    with user_error("option_conflict", "int8"):
-        measure("demo", text, Eviction.parse("sink:4+124"), context=CONTEXT, kv="int8")
+    with user_error("option_conflict", "klt2"):
+        measure("demo", text, Eviction.parse("sink:4+124"), context=CONTEXT, kv="klt2")

@@ -24,9 +24,10 @@ from attar.plan.fit import CacheLimits
 from attar.protocol.messages import Failed
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
+from attar.scheduling.admission import Refused
 from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.prefix_cache import PrefixCache
-from attar.scheduling.scheduler import Refused, Scheduler
+from attar.scheduling.scheduler import Scheduler
 from attar.scheduling.sequence import Sequence
 from attar.server.errors import APIError
 from tests.errors import user_error

@@ -20,7 +20,7 @@ from attar.kernels import ops, ref_attention
 from attar.kernels.operands import AttentionForm, Norm
 from attar.kernels.triton import attention, kv_write, nibbles
 from attar.kernels.triton.pages import NibblePages, PlainPages
-from attar.kv import bit_planes
+from attar.kv import bit_planes, eight_bits
 from attar.kv.pages import AttentionMetadata, PagedKV, Rotation
 from attar.kv.schemes import scheme
 
@@ -87,7 +87,7 @@ class Case:
                 if scales is None:
                     held[tables[b, at // block], :, at % block] = numbers.to(kv)
                 else:
-                    codes, scale = ref_attention.quantize_head(numbers, kv != torch.int8)
+                    codes, scale = eight_bits.quantize_head(numbers, kv != torch.int8)
                     held[tables[b, at // block], :, at % block] = codes.view(kv)
                     scales[tables[b, at // block], :, at % block] = scale
         positions = [torch.arange(length - count, length) for count, length in zip(counts, lengths, strict=True)]

@@ -65,7 +65,7 @@ def test_what_is_indexed_is_bounded_and_goes_with_its_sequence(monkeypatch: pyte
         (draft,) = drafter.draft([asked])
         assert draft.tokens == ((1, 2), (2, 3), (3, 4), (4, 1))[step % 4]
         asked.sequence.tokens.append(draft.tokens[0])
-        automaton, _ = drafter._known[asked.sequence]
+        automaton, *_ = drafter._known[asked.sequence]
         assert len(automaton) <= 17
     drafter.forget(asked.sequence)
     assert not drafter._known

@@ -104,7 +104,7 @@ class BlockMoves:
         self, scheduler: Scheduler, pages: Sequence[PagedKV], saved: SavedBlocks | None, peer: PeerBlocks | None,
         clock: Callable[[], float], compute: Callable[[PrefillAsked], None], cancel: Callable[[str], None],
     ) -> None:  # fmt: skip
-        if scheduler.sliding is not None:
+        if scheduler.tables.sliding is not None:
             raise UserError(
                 "kv_unsupported",
                 "layers with a sliding window have blocks of their own, which are not moved: --cache-dir and --role "
@@ -124,7 +124,7 @@ class BlockMoves:
         if saved is not None:
             origin = Origin(saved.model, saved.settings, layout, self._size, size)
             self.disk = DiskCache(saved.folder, origin, saved.limit, saved.owners)
-            scheduler.kept = deque()
+            scheduler.tables.kept = deque()
         self.puller: Puller | None = None
         self.listener: PrefillListener | None = None
         if peer is not None:
@@ -155,7 +155,7 @@ class BlockMoves:
         if not queued or queued[0].images:  # whose ids mean something in this process alone
             return
         first, now = queued[0], self._clock()
-        most = self.scheduler.reusable(first) // self._size
+        most = self.scheduler.tables.reusable(first) // self._size
         if not most:
             return
         tokens = first.tokens[: most * self._size]
@@ -270,7 +270,7 @@ class BlockMoves:
                 self.scheduler.fetching.give_back(lent.loan)
 
     def _take_kept(self) -> None:
-        kept = self.scheduler.kept
+        kept = self.scheduler.tables.kept
         assert kept is not None
         while kept:
             self._offered.append((kept.popleft(), 0))

@@ -27,6 +27,7 @@ from attar.engine.images.store import FeatureStore
 from attar.engine.images.tower import Encoding, VisionTower
 from attar.protocol.images import ImageInput, check_images
 from attar.protocol.messages import Submit
+from attar.scheduling.admission import Refused
 from attar.scheduling.image_ids import (
     MAX_ROWS,
     ImageIds,
@@ -36,7 +37,6 @@ from attar.scheduling.image_ids import (
     row_ids,
     row_of,
 )
-from attar.scheduling.scheduler import Refused
 from attar.scheduling.sequence import Sequence as Tokens
 
 MAX_TILES = 256 << 20  # bytes of the tiles of all open requests

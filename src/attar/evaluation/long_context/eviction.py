@@ -99,7 +99,8 @@ def measure(
     subject = Subject.load(model, text, context, max_tokens=max_tokens, kv=kv, progress=progress)
     decoder, windows = subject.decoder, [window.tolist() for window in subject.windows()]
     kv_cache.check_eviction(decoder, subject.scheme, eviction, decoder.config.context)
-    runner = Runner(decoder, -(-context // BLOCK) + 2 * -(-eviction.budget // BLOCK) + 2, context, subject.scheme)
+    blocks = -(-context // BLOCK) + 2 * -(-eviction.budget // BLOCK) + 2
+    runner = Runner(decoder, blocks, context, subject.scheme, bases=subject.bases)
     runner.evict_keys()
     each = sum(pages.nbytes for pages in runner.pages) // runner.pages[0].blocks
     found: list[tuple[_Run, _Run]] = []

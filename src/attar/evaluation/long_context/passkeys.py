@@ -169,7 +169,9 @@ def measure(
     decoder, scheme, (sparse, prefill, policy) = subject.decoder, subject.scheme, reading
     if scheme.recent:
         raise UserError("option_conflict", f"passkeys are asked in caches without unfinished blocks, not {scheme.name}")
-    caches = [decoder.cache(context, scheme=scheme) for _ in range(2 if prefill is not None else 1)]
+    caches = [
+        decoder.cache(context, scheme=scheme, bases=subject.bases) for _ in range(2 if prefill is not None else 1)
+    ]
     if sparse is not None:
         sparse.check(scheme)
         layers = kv_cache.sparse_layers_of(decoder, sparse, progress)
@@ -217,7 +219,7 @@ def _runner(subject: Subject, policy: Eviction) -> Runner:
     """Return a runner with room for one sequence whose keys `policy` drops. Raises ValueError where it cannot."""
     kv_cache.check_eviction(subject.decoder, subject.scheme, policy, subject.decoder.config.context)
     blocks = -(-subject.context // BLOCK) + 2 * -(-policy.budget // BLOCK) + 2
-    runner = Runner(subject.decoder, blocks, subject.context, subject.scheme)
+    runner = Runner(subject.decoder, blocks, subject.context, subject.scheme, bases=subject.bases)
     runner.evict_keys()
     return runner
 

@@ -87,7 +87,7 @@ def measure(
         model, text, context, max_tokens=max_tokens, kv=kv, activations=ACTIVATIONS, progress=progress
     )
     decoder, windows = subject.decoder, subject.windows()
-    cache = decoder.cache(context, scheme=subject.scheme)
+    cache = decoder.cache(context, scheme=subject.scheme, bases=subject.bases)
     losses, seconds, skipped = RowLosses(), [0.0, 0.0], 0
     with torch.inference_mode():
         run(decoder, cache, windows[0][:PIECE])  # memory that is touched for the first time would be timed

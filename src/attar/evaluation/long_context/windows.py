@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from attar.errors import UserError
 from attar.execution import kv_cache
 from attar.kernels import dispatch
 from attar.kv.eviction import Eviction
+from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
 from attar.kv.sparse import SparseAttention
 from attar.kv.sparse_prefill import SparsePrefill
@@ -76,6 +78,11 @@ class Subject:
             message = f"a window of {context:,} tokens is past the {decoder.config.context:,} of the model"
             raise UserError("context_exceeded", message)
         return cls(decoder, tokenizer, kv_cache.resolve(decoder, kv), ids, context)
+
+    @functools.cached_property
+    def bases(self) -> list[Bases] | None:
+        """Bases of caches, found on text that the model writes; None where the scheme is not calibrated."""
+        return kv_cache.bases(self.decoder, self.scheme)
 
     def windows(self) -> list[Tensor]:
         """Return the first windows of the text, up to `WINDOWS`."""

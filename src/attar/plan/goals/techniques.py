@@ -33,7 +33,7 @@ SINKS = 4
 STREAMED = 64  # rows of a step behind a stream's budget
 DRAFTS = (1, 3, 7)  # numbers of drafts that are tried
 ASSUMED = (0.3, 0.6, 0.8)  # acceptance where none is given: low, expected, high
-KV_OF = {"sparse": ("bfloat16", "int8"), "eviction": ("bfloat16",), "drafts": ("bfloat16", "int8")}
+KV_OF = {"sparse": ("bfloat16", "int8"), "eviction": ("bfloat16", "int8"), "drafts": ("bfloat16", "int8")}
 """KV formats that a technique is tried with."""
 
 
@@ -75,11 +75,7 @@ class Technique:
 
     def slots(self, context: int, prompt: int) -> int:
         """Return the slots of the cache that a sequence of `context` tokens has at most."""
-        if self.eviction is None:
-            return context
-        if self.eviction.once:  # the whole prompt is there until it is ranked
-            return max(min(prompt, context), min(context, self.eviction.budget + context - prompt))
-        return min(context, self.eviction.budget + BLOCK)
+        return context if self.eviction is None else self.eviction.most_slots(context, prompt)
 
 
 class Changed:

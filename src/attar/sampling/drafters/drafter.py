@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from attar.model.cache import KeptStates
@@ -11,19 +11,28 @@ from attar.sampling.sampler import Sampler
 from attar.scheduling.sequence import Sequence as Tokens
 
 
+def _always(_: Sequence[int]) -> bool:
+    return True
+
+
 class DraftRequest(NamedTuple):
-    """A request for at most `limit` drafts behind the last token of a sequence, and its sampling state there."""
+    """A request for at most `limit` drafts behind the last token of a sequence, and its sampling state there.
+
+    A drafter that knows how sure it is of each draft asks `continues` before one more, with the evidence of those made.
+    """
 
     sequence: Tokens
     sampler: Sampler
     limit: int
+    continues: Callable[[Sequence[int]], bool] = _always
 
 
 class Draft(NamedTuple):
     """Drafts of one sequence, none to `limit`, and how sure the drafter is of them.
 
     `evidence` is a small number for the first draft, larger where drafts are more often right: the length of a match,
-    for example. That of each further draft is one more. What it is worth is measured (`sampling/pace.py`). The first
+    for example. That of each further draft is one more. What it is worth is measured (`sampling/pace.py`). Where a
+    drafter knows how sure it is of each draft, `sure` has the evidence of each besides, and that counts. The first
     `forced` drafts are what a constraint forces, whose share of right ones is another. With `parents` the drafts are a
     tree, the best first: the row that each follows, 0 the last token's and i + 1 that of draft i.
     """
@@ -32,10 +41,11 @@ class Draft(NamedTuple):
     evidence: int = 0
     forced: int = 0
     parents: tuple[int, ...] = ()
+    sure: tuple[int, ...] = ()
 
     def first(self, count: int) -> Draft:
         """Return the first `count` drafts."""
-        return self._replace(tokens=self.tokens[:count], parents=self.parents[:count])
+        return self._replace(tokens=self.tokens[:count], parents=self.parents[:count], sure=self.sure[:count])
 
 
 NO_DRAFT = Draft()
@@ -77,6 +87,14 @@ class StateReader(Protocol):
 
         Positions may be missing, or come again: of tokens that the prefix cache had, and after a preemption.
         """
+
+
+@runtime_checkable
+class Stopping(Protocol):
+    """What a drafter is besides, if it asks before each further draft whether that pays (`DraftRequest.continues`)."""
+
+    stops: bool
+    """True where it does so."""
 
 
 @runtime_checkable

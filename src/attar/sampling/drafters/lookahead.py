@@ -56,7 +56,7 @@ class LookaheadDrafter:
         self._trails: dict[Tokens, _Trail] = {}
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        return [self._draft(sequence, limit) for sequence, _, limit in requests]
+        return [self._draft(request.sequence, request.limit) for request in requests]
 
     def _draft(self, sequence: Tokens, limit: int) -> Draft:
         trail = self._trails.setdefault(sequence, _Trail())

@@ -37,7 +37,7 @@ class MedusaDrafter:
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         found, known = [NO_DRAFT] * len(requests), []
-        for place, (sequence, _, _) in enumerate(requests):
+        for place, sequence in enumerate(request.sequence for request in requests):
             at, _ = self._last.get(sequence, (-1, None))
             if at == len(sequence.tokens) - 2:  # that of the row behind which the last token was sampled
                 known.append(place)
@@ -48,12 +48,12 @@ class MedusaDrafter:
         return found
 
     def _logits(self, asked: Sequence[DraftRequest], depths: int) -> list[Tensor]:
-        rows = torch.cat([self._last[sequence][1] for sequence, _, _ in asked])
+        rows = torch.cat([self._last[request.sequence][1] for request in asked])
         return self.heads.logits(ops.norm(rows, None, self.final_norm)[1], depths)
 
     def _chains(self, asked: Sequence[DraftRequest]) -> list[Draft]:
-        depths = min(max(limit for _, _, limit in asked), len(self.heads.heads))
-        states: list[Sampler] = [sampler for _, sampler, _ in asked]
+        depths = min(max(request.limit for request in asked), len(self.heads.heads))
+        states: list[Sampler] = [request.sampler for request in asked]
         drafts: list[list[int]] = [[] for _ in asked]
         for logits in self._logits(asked, depths):
             for place, drawn in enumerate(sample(logits, states)):
@@ -61,18 +61,18 @@ class MedusaDrafter:
                     raise ValueError("the logits of a Medusa head hold no finite maximum")
                 drafts[place].append(drawn.token_id)
                 states[place] = states[place].along((drawn.token_id,))[1]
-        return [Draft(tuple(tokens[:limit]), 1) for tokens, (_, _, limit) in zip(drafts, asked, strict=True)]
+        return [Draft(tuple(tokens[: request.limit]), 1) for tokens, request in zip(drafts, asked, strict=True)]
 
     def _trees(self, asked: Sequence[DraftRequest]) -> list[Draft]:
         """Return trees of the heads' best guesses. Those of a depth are drawn in the state behind the best ones."""
-        shape = static_tree(max(limit for _, _, limit in asked), len(self.heads.heads))
+        shape = static_tree(max(request.limit for request in asked), len(self.heads.heads))
         widths = [1 + max(n.rank for n in shape if n.depth == at) for at in range(1 + max(n.depth for n in shape))]
-        states: list[Sampler] = [sampler for _, sampler, _ in asked]
+        states: list[Sampler] = [request.sampler for request in asked]
         guesses: list[list[list[int]]] = []  # by depth, request and rank
         for logits, width in zip(self._logits(asked, len(widths)), widths, strict=True):
             guesses.append(candidates(logits, states, width))
             states = [state.along(own[:1])[1] for state, own in zip(states, guesses[-1], strict=True)]
-        return [self._tree(shape[:limit], [of[i] for of in guesses]) for i, (_, _, limit) in enumerate(asked)]
+        return [self._tree(shape[: request.limit], [of[i] for of in guesses]) for i, request in enumerate(asked)]
 
     def _tree(self, shape: Sequence[Node], guesses: Sequence[Sequence[int]]) -> Draft:
         rows, tokens, parents = {0: 0}, list[int](), list[int]()  # rows of the nodes that have a guess

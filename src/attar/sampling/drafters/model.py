@@ -9,7 +9,8 @@ The draft model has a cache of its own, of a fixed number of blocks. When a sequ
 forgotten, and the tokens that the model has not seen are run through it. Where blocks are short, the sequence that was
 drafted for the longest ago gives up its own, and is read again if it comes back.
 
-The evidence of a draft is its depth, since the first drafts are right more often than later ones.
+The evidence of a draft is its depth, since the first drafts are right more often than later ones, and besides the
+model's own probability of it. Behind a draft that is likely wrong no more are made.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from attar.model.cache import BLOCK
 from attar.model.decoder import Decoder
 from attar.sampling import device_sampler
 from attar.sampling.drafters.drafter import NO_DRAFT, Draft, DraftRequest
+from attar.sampling.pace import SOURCE
 from attar.sampling.sampler import SampledToken, Sampler, sample
 from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.sequence import Sequence as Tokens
@@ -33,6 +35,7 @@ from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
 SHORT = 512  # tokens of a short sequence
 ROWS = 512  # tokens that are read in one step
+SURE = 2 * SOURCE  # where evidences begin that are probabilities
 REPLAYED = 2  # the last draft, where it was right, and the target's own token
 
 
@@ -52,6 +55,12 @@ class _Round:
     reading: _Reading
     state: Sampler
     drafts: list[int] = field(default_factory=list)
+    sure: list[int] = field(default_factory=list)
+
+    @property
+    def continues(self) -> bool:
+        """Whether it wants one more draft."""
+        return len(self.drafts) < self.request.limit and self.request.continues(self.sure)
 
 
 class ModelDrafter:
@@ -61,7 +70,7 @@ class ModelDrafter:
     or a short one of each. Raises ValueError where the model has fewer tokens than the target.
     """
 
-    name, costly = "model", True
+    name, costly, stops = "model", True, True
 
     def __init__(
         self, decoder: Decoder, context: int, sequences: int, vocab_size: int, blocks: int | None = None
@@ -85,11 +94,12 @@ class ModelDrafter:
         try:
             while going:
                 self._advance(going)
-                going = [each for each in going if len(each.drafts) < each.request.limit]
+                going = [each for each in going if each.continues]
         except Exception:
             self.runner.release()  # a recording may be half made
             raise
-        return [Draft(tuple(rounds[i].drafts), 1) if i in rounds else NO_DRAFT for i in range(len(requests))]
+        made = {i: Draft(tuple(each.drafts), 1, sure=tuple(each.sure)) for i, each in rounds.items()}
+        return [made.get(i, NO_DRAFT) for i in range(len(requests))]
 
     def forget(self, sequence: Tokens) -> None:
         if (reading := self._readings.pop(sequence, None)) is not None:
@@ -145,10 +155,12 @@ class ModelDrafter:
         chunks = [ScheduledTokens(own, own.computed, n, alike) for own, n in zip(sequences, rows, strict=True)]
         logits = self._of_all_tokens(self._run(chunks)[alike - 1 :: alike])
         choose = sample if logits.device.type == "cpu" else device_sampler.sample
-        for each, drawn in zip(going, choose(logits, [each.state for each in going]), strict=True):
+        totals = logits.logsumexp(-1)
+        for row, (each, drawn) in enumerate(zip(going, choose(logits, [each.state for each in going]), strict=True)):
             if not isinstance(drawn, SampledToken):
                 raise ValueError("the draft model's logits hold no finite maximum")
             each.drafts.append(drawn.token_id)
+            each.sure.append(evidence_of(float((logits[row, drawn.token_id] - totals[row]).exp())))
             each.reading.sequence.tokens.append(drawn.token_id)
             each.state = each.state.along((drawn.token_id,))[1]
 
@@ -165,6 +177,12 @@ class ModelDrafter:
     def _drop(self, reading: _Reading) -> None:
         self.pool.drop(reading.sequence.blocks)
         reading.sequence.status = Status.ENDED
+
+
+def evidence_of(probability: float) -> int:
+    """Return the evidence of a draft of that probability: a source of its own, in which kinds are octaves of odds."""
+    odds = probability / max(1 - probability, 1e-6)
+    return SURE + max(1, min(round(2 * odds), SOURCE - 1))
 
 
 def blocks_for(context: int, sequences: int, block: int) -> int:

@@ -25,7 +25,7 @@ class ReplayDrafter:
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         found = []
-        for sequence, _, limit in requests:
+        for sequence, limit in ((request.sequence, request.limit) for request in requests):
             if sequence not in self._known:
                 self._known[sequence] = self._spoiled(self.texts.get(tuple(sequence.tokens[: sequence.prompt]), ()))
             found.append(Draft(tuple(self._known[sequence][sequence.output : sequence.output + limit]), 1))
