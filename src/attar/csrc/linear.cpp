@@ -88,8 +88,6 @@ constexpr std::int64_t OF_CODES[] = {5, 5, 4, 5, 5, 3};
 constexpr std::int64_t OF_BYTES[] = {5, 5, 4, 5, 5, 1};  // 8 bits, whole rows to a scale: tiles read them where they lie
 constexpr std::int64_t OF_FINE[] = {5, 5, 4, 5, 5, 5};  // codes of groups with fine scales: longer to unpack
 constexpr std::int64_t OF_NUMBERS[] = {5, 5, 5, 5, 33, 33};
-// Of rows in groups with wide columns, for which AVX-512 has kernels of few rows: of codes, and of those with fine scales.
-constexpr std::int64_t IN_GROUPS[] = {5, 5, 4, 5, 9, 9}, IN_GROUPS_FINE[] = {5, 5, 4, 5, 9, 7};
 std::int64_t forced[] = {MEASURED, MEASURED, MEASURED, MEASURED, MEASURED, MEASURED};
 
 std::int64_t many_from(const Factors& factors, Level level) {
@@ -97,9 +95,6 @@ std::int64_t many_from(const Factors& factors, Level level) {
     const Matrix& m = *factors.factors.front().matrix;
     if (forced[at] != MEASURED) return forced[at];
     if (m.number != Number::codes || !factors.integer) return OF_NUMBERS[at];
-    const bool joined_alone = m.bits == 3 || m.bits == 6 || m.bits == 7 || m.group < RUN;  // see few_in_groups_of
-    const bool joined = m.fine_scales && factors.activation_group == 128;
-    if (factors.wide && (joined || !joined_alone)) return (m.fine_scales ? IN_GROUPS_FINE : IN_GROUPS)[at];
     if (m.fine_scales) return OF_FINE[at];
     return m.bits == 8 && m.groups == 1 && factors.activation_group == 0 ? OF_BYTES[at] : OF_CODES[at];
 }
