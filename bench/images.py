@@ -16,7 +16,8 @@ import time
 import torch
 
 from attar.checkpoints.sources import hub, opening
-from attar.engine.engine import Engine, EngineConfig
+from attar.engine.config import EngineConfig
+from attar.engine.engine import Engine
 from attar.kernels import dispatch
 from attar.model.vision import assembly
 from attar.model.vision.config import VisionConfig, VisionNames

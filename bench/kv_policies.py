@@ -133,7 +133,7 @@ def choices(subject: Subject, layers: list[Layer], kept: int) -> Iterator[tuple[
     yield "snapkv+half", [snapkv(each, kept, 32, "max7", kept // 2) for each in layers]
     mixed = [newest(each, kept) if diffuse(each) else snapkv(each, kept, 32, "max7", 32) for each in layers]
     yield "snapkv+diffuse", mixed
-    for least in (0.7, 0.8, 0.9, 0.95):
+    for least in (0.6, 0.75, 0.9, 0.95):
         own = [settled(each, snapkv(each, kept, 32, "max7", 32), least) for each in layers]
         yield f"snapkv, {least} held", own
     own = [settled(each, snapkv(each, kept, 32, "max7", kept // 4), 0.9) for each in layers]
@@ -145,7 +145,7 @@ def choices(subject: Subject, layers: list[Layer], kept: int) -> Iterator[tuple[
     recents = [expected(subject, i, each, kept, kept // 4) for i, each in enumerate(layers)]
     yield "expected+recent", recents
     yield "expected+half", [expected(subject, i, each, kept, kept // 2) for i, each in enumerate(layers)]
-    for least in (0.7, 0.8):
+    for least in (0.75, 0.9):
         own = [settled(each, one, least) for each, one in zip(layers, recents, strict=True)]
         yield f"expected+recent, {least} held", own
     yield "h2o, 0.9 held", [settled(each, ranking.h2o(each.sums, kept), 0.9) for each in layers]
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--kept", type=int, default=1024)
     parser.add_argument("--at", type=int, default=0, help="which window of the text")
-    parser.add_argument("--only", help="comma-separated methods")
+    parser.add_argument("--only", help="methods, separated by semicolons")
     parser.add_argument("--activations", default="exact")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -189,7 +189,7 @@ def main() -> None:
         own = torch.stack([held(each, snapkv(each, args.kept, 32, "max7", 32)) for each in layers])
         print("weight held by layer, least head:", " ".join(f"{float(each.min()):.2f}" for each in own), flush=True)
         for name, kept in choices(subject, layers, args.kept):
-            if args.only is not None and name not in args.only.split(","):
+            if args.only is not None and name not in args.only.split(";"):
                 continue
             chances = log_chances(subject.decoder, compacted(subject, layers, kept, ROWS), ids[first:])
             each = (full.exp() * (full - chances)).sum(-1)

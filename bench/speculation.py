@@ -22,7 +22,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from attar.engine.engine import Engine, EngineConfig
+from attar.engine.config import EngineConfig
+from attar.engine.engine import Engine
 from attar.engine.llm.llm import LLM
 from attar.engine.speculation import drafter
 from attar.evaluation import row_costs

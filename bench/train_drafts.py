@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -34,8 +33,8 @@ from attar.drafting.run import Learner, Optimizer
 from attar.drafting.small import SmallLearner
 from attar.drafting.target import States, Target, frequent
 
-LENGTH, SEQUENCES, POINTS = 512, 2, 6
-HELD = 6  # sequences of each held-out text
+LENGTH, SEQUENCES, POINTS = 512, 2, 4
+HELD = 4  # sequences of each held-out text
 PROBED = 3  # steps whose times choose the number of sequences
 
 
@@ -60,6 +59,47 @@ def random_fc(learner: EagleLearner) -> EagleLearner:
     return learner
 
 
+def learners(target: Target, tokens: Tensor | None, sample: Tensor) -> dict[str, Callable[[], Learner]]:
+    """Return how each kind is made, for a draft vocabulary and some of the text."""
+    return {
+        "eagle3": lambda: EagleLearner(target, 3, tokens, "published", 0, sample),
+        "eagle3-random": lambda: random_fc(EagleLearner(target, 3, tokens, "published", 0, sample)),
+        "medusa": lambda: MedusaLearner(target, 3, tokens, "published"),
+        "exit": lambda: ExitLearner(target, target.config.layers // 4, tokens, "published"),
+        "small": lambda: SmallLearner(target, 2, 128, "published", 0),
+    }
+
+
+class Clock:
+    """Seconds since it was made: the processor's where there is one thread, which may share its core."""
+
+    def __init__(self) -> None:
+        self._now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        self._since = self._now()
+
+    @property
+    def seconds(self) -> float:
+        return self._now() - self._since
+
+
+def sequences(made: dict[str, Trained], lessons: Lessons, epochs: int, seconds: float) -> int:
+    """Return how many sequences can be learned in so many seconds, by the times of steps at a rate of almost nothing;
+    states are computed in the first epoch alone."""
+    clock, learning = Clock(), 0.0
+    for step in range(PROBED):
+        some, states = lessons.of(range(SEQUENCES * step, SEQUENCES * step + SEQUENCES))
+        learned = Clock()
+        for each in made.values():
+            each.step(some, states, 1.0 - 1e-9)
+        learning += learned.seconds / PROBED
+    pace = clock.seconds / PROBED
+    steps = max(1, int(seconds / (pace + (epochs - 1) * learning)))
+    count = min(len(lessons.ids) // SEQUENCES, steps) * SEQUENCES
+    times = f"{pace:.2f} s a step at first, {learning:.2f} later"
+    print(f"{count} sequences of {LENGTH} tokens, {epochs} epochs, {times}", flush=True)
+    return count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -75,14 +115,7 @@ def main() -> None:
     tokenizer, target = vocabulary.tokenizer(args.model), Target(args.model)
     ids = texts.windows(texts.read(args.text, tokenizer), 1 << 20, LENGTH, tokenizer.added_bos)
     ids = ids[torch.tensor(shuffled(range(len(ids)), 0, 0))]
-    layers, tokens = target.config.layers, frequent(ids, args.vocab, target.config.vocab_size)
-    kinds: dict[str, Callable[[], Learner]] = {
-        "eagle3": lambda: EagleLearner(target, 3, tokens, "published", 0, ids[:2]),
-        "eagle3-random": lambda: random_fc(EagleLearner(target, 3, tokens, "published", 0, ids[:2])),
-        "medusa": lambda: MedusaLearner(target, 3, tokens, "published"),
-        "exit": lambda: ExitLearner(target, layers // 4, tokens, "published"),
-        "small": lambda: SmallLearner(target, 2, 128, "published", 0),
-    }
+    kinds = learners(target, frequent(ids, args.vocab, target.config.vocab_size), ids[:2])
     made = {name: Trained(kinds[name](), args.rate) for name in args.kinds.split(",")}
     read = tuple(sorted({layer for each in made.values() for layer in each.learner.layers}))
     with tempfile.TemporaryDirectory() as folder:
@@ -91,49 +124,32 @@ def main() -> None:
             some = texts.windows(texts.read(Path(file), tokenizer), HELD, LENGTH, tokenizer.added_bos)
             held[name] = Lessons(target, some, read, True, Path(folder), 0).of(range(len(some)))
         lessons = Lessons(target, ids, read, True, Path(folder), 8 << 30)
-        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-        since, begun, learning = clock(), time.process_time(), 0.0
-        for step in range(PROBED):  # at a rate of almost nothing: they only tell the time
-            some, states = lessons.of(range(SEQUENCES * step, SEQUENCES * step + SEQUENCES))
-            learned = clock()
-            for each in made.values():
-                each.step(some, states, 1.0 - 1e-9)
-            learning += (clock() - learned) / PROBED
-        pace = (clock() - since) / PROBED
-        steps = int(args.seconds / (pace + (args.epochs - 1) * learning))  # of an epoch; states are kept
-        count = min(len(ids) // SEQUENCES, max(1, steps)) * SEQUENCES
+        count = sequences(made, lessons, args.epochs, args.seconds)
         plan = [
             order[at : at + SEQUENCES]
             for epoch in range(args.epochs)
             for order in [shuffled(range(count), 0, epoch)]
             for at in range(0, count, SEQUENCES)
         ]
-        times = f"{pace:.1f} s a step at first, {learning:.1f} later"
-        print(f"{count} sequences of {LENGTH} tokens, {args.epochs} epochs, {times}", flush=True)
-        rows = []
-        for step, which in enumerate(plan):
+        clock, rows = Clock(), list[dict[str, object]]()
+        for step, which in enumerate(plan, 1):
             some, states = lessons.of(which)
-            losses = {name: each.step(some, states, (step + 0.5) / len(plan)) for name, each in made.items()}
-            if (step + 1) % max(1, len(plan) // POINTS) == 0:
-                seen = (step + 1) * SEQUENCES * LENGTH
+            losses = {name: each.step(some, states, (step - 0.5) / len(plan)) for name, each in made.items()}
+            if step % max(1, len(plan) // POINTS) == 0:
+                seen = step * SEQUENCES * LENGTH
                 for name, each in made.items():
-                    found = {
-                        of: [right / of_all for right, of_all in each.learner.agreement(*pair)]
-                        for of, pair in held.items()
-                    }
+                    found = {of: _shares(each.learner, pair) for of, pair in held.items()}
                     shown = "  ".join(f"{of} " + " ".join(f"{x:.3f}" for x in shares) for of, shares in found.items())
-                    print(f"{name:12} {seen:>9,} tokens {each.seconds:5.0f} s  loss {losses[name]:.3f}  {shown}")
+                    print(f"{name:13} {seen:>9,} tokens {each.seconds:5.0f} s  loss {losses[name]:.3f}  {shown}")
                     rows.append({"kind": name, "tokens": seen, "seconds": each.seconds, "agreement": found})
-                took = clock() - since
-                print(
-                    f"{took:.0f} s, {time.process_time() - begun:.0f} of processor; {seen / took:.0f} tokens/s of all"
-                )
-                sys.stdout.flush()
-                for name, each in made.items():
-                    folder_of = args.out / name
-                    folder_of.mkdir(parents=True, exist_ok=True)
-                    each.learner.write(folder_of)
+                    (args.out / name).mkdir(parents=True, exist_ok=True)
+                    each.learner.write(args.out / name)
+                print(f"{clock.seconds:.0f} s, {seen / clock.seconds:.0f} tokens/s of all", flush=True)
     print(json.dumps({"model": args.model.name, "sequences": count, "length": LENGTH, "rows": rows}))
+
+
+def _shares(learner: Learner, held: tuple[Tensor, States]) -> list[float]:
+    return [right / count for right, count in learner.agreement(*held)]
 
 
 if __name__ == "__main__":

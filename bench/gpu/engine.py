@@ -24,7 +24,8 @@ from torch import Tensor
 
 from attar.engine import memory_profile
 from attar.execution import cuda_graphs
-from attar.execution.model_runner import InflightTokens, Runner
+from attar.execution.model_runner import Runner
+from attar.execution.step_inputs import InflightTokens
 from attar.kernels.triton import backend
 from attar.kv.schemes import SCHEMES
 from attar.model.decoder import Decoder

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from attar.engine.engine import Engine, EngineConfig
+from attar.engine.config import EngineConfig
+from attar.engine.engine import Engine
 from attar.engine.llm.llm import LLM
 from attar.protocol.messages import Delta, Failed, Submit
 from attar.protocol.request import SamplingParams

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from attar.checkpoints.fingerprints import PIECE, fingerprints, require_unchanged
+from attar.checkpoints.fingerprints import PIECE, content_hashes, fingerprints, require_unchanged
 from attar.protocol.settings import Settings
 from tests.errors import user_error
 
@@ -50,6 +51,30 @@ def test_a_model_is_known_by_size_date_and_content(model: Path) -> None:
     assert fingerprints([str(weights)]).keys() == {str(weights)}
     with pytest.raises(FileNotFoundError):
         fingerprints([str(model / "gone.gguf")])
+
+
+def test_a_copy_in_another_folder_has_the_same_content(model: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere" / "copy"
+    shutil.copytree(model, copy, copy_function=shutil.copyfile)
+    os.utime(copy / "model.safetensors", ns=(0, 0))
+    (copy / "README.md").write_text("no engine reads this")
+    first = content_hashes([str(model)])
+    assert content_hashes([str(copy), str(model)]) == first * 2
+    weights = copy / "model.safetensors"
+    for at in range(0, weights.stat().st_size, PIECE // 3):  # the sampled pieces and all between
+        retrain(weights, at)
+        assert content_hashes([str(copy)]) != first
+        retrain(weights, at)
+    assert content_hashes([str(copy)]) == first
+    (copy / "config.json").rename(copy / "other_config.json")
+    assert content_hashes([str(copy)]) != first
+
+
+def test_a_gguf_file_may_have_another_name(model: Path, tmp_path: Path) -> None:
+    one, other = tmp_path / "one.gguf", tmp_path / "other.gguf"
+    for each in (one, other):
+        each.write_bytes((model / "model.safetensors").read_bytes())
+    assert content_hashes([str(one)]) == content_hashes([str(other)])
 
 
 def test_what_else_lies_beside_a_model_may_change(model: Path) -> None:

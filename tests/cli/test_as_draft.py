@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.cli.main import app
-from attar.compression.runs.pipeline import compress
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import DRAFT_SHARE, compress, compress_request
 from attar.engine.llm.llm import LLM
 from attar.protocol.request import SamplingParams
 
@@ -49,3 +50,16 @@ def test_a_recipe_that_is_named_is_taken(tiny: Path, tmp_path: Path) -> None:
     assert attar("compress", str(tiny), str(tmp_path / "draft"), "--as-draft", "--recipe", "rtn-w4g32", "-q") == 0
     value = json.loads((tmp_path / "draft" / "receipt.json").read_text())
     assert {each["scheme"] for each in value["layers"]} == {"w4g32"}
+
+
+def test_a_copy_that_is_hardly_smaller_is_told(tiny: Path, tmp_path: Path) -> None:
+    compress(tiny, tmp_path / "small", recipe="rtn-w4g32")
+    shares = []
+    for name in (str(tiny), str(tmp_path / "small")):
+        asked = CompressionRequest(
+            name, tmp_path / "draft", recipe="rtn-w4g32", as_draft=True, requantize=True, overwrite=True
+        )
+        made = compress_request(asked)
+        shares.append(made.bytes / made.source_bytes)
+        assert any(f"{DRAFT_SHARE:.0%}" in each for each in made.warnings) == (shares[-1] > DRAFT_SHARE)
+    assert shares[1] > DRAFT_SHARE

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
 from attar import machine
-from attar.checkpoints.fingerprints import require_unchanged
+from attar.checkpoints.fingerprints import content_hashes, require_unchanged
 from attar.cli import options as options_of
 from attar.cli.generation import ChatConfig, GenerateConfig, _params
 from attar.cli.main import app
@@ -297,7 +297,7 @@ def test_kv_eviction_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     "options, code",
     [
-        ("--kv int8", "option_conflict"),
+        ("--kv klt2", "option_conflict"),
         ("--tp 2", "option_conflict"),
         ("--draft demo --draft-tree 4", "option_conflict"),
         ("--sparse-attention topk:512", "option_conflict"),
@@ -321,7 +321,9 @@ def test_a_disk_cache_reaches_the_engine_with_salts_that_stay(monkeypatch: pytes
     assert (first.cache_dir, first.cache_bytes) == (str(tmp_path / "cache"), 2 * 10**9)
     assert first.cache_owners == second.cache_owners
     assert len(set(first.cache_owners)) == 2
+    assert first.contents == content_hashes(first.folders)  # a copy of the model elsewhere finds the blocks
     assert served(monkeypatch, "").cache_dir is None
+    assert served(monkeypatch, "").contents == ()
 
 
 @pytest.mark.parametrize(

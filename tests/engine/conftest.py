@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from attar.engine.engine import Engine, EngineConfig
+from attar.engine.config import EngineConfig
+from attar.engine.engine import Engine
 from attar.kernels import dispatch
 from attar.kv.schemes import SCHEMES
 from attar.model.decoder import Decoder

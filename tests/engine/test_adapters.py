@@ -143,9 +143,10 @@ def test_only_steps_without_adapters_are_replayed(decoder: Decoder) -> None:
     made = adapted(decoder)
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     run(made, [Submit("a", (1, 2, 3), params, adapter="tone")])
-    assert not made.runner._batches
+    assert made.runner.recordings is not None
+    assert not made.runner.recordings.sizes
     run(made, [Submit("b", (1, 2, 3), params)])
-    assert list(made.runner._batches) == [(1, 1)]
+    assert made.runner.recordings.sizes == [(1, 1)]
 
 
 def test_an_adapter_that_is_not_there_is_refused(decoder: Decoder) -> None:

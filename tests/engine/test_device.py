@@ -19,7 +19,8 @@ from attar.checkpoints.sources.opening import stored
 from attar.compression import device_placement
 from attar.engine import bottleneck, startup
 from attar.engine.bottleneck import KernelMeter
-from attar.engine.engine import Engine, EngineConfig
+from attar.engine.config import EngineConfig
+from attar.engine.engine import Engine
 from attar.engine.main import Loop, listen
 from attar.evaluation import decode_speed
 from attar.execution.cuda_graphs import Recorded

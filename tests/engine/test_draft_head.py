@@ -155,7 +155,7 @@ def test_matches_come_before_a_head_and_change_no_bit(
             return found
 
     made = make_engine(decoder, draw.choice((ROOM, TIGHT)), DRAFTING, drafter=Told(second), draft_tokens=3)
-    assert made.runner.keep == second.layers
+    assert made.runner.kind.keep == second.layers
     assert answers(run_as_they_come(made, biased, draw)) == alone
     assert made.speculation is not None
     assert made.speculation.errors == 0

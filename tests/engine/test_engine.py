@@ -14,7 +14,7 @@ import torch
 from attar.engine import inflight
 from attar.engine.engine import Engine
 from attar.engine.llm.llm import LLM
-from attar.engine.outputs import Choice, Request
+from attar.engine.requests.outputs import Choice, Request
 from attar.kernels import dispatch, ops
 from attar.kv.schemes import SCHEMES
 from attar.model.cache import ForwardBatch
@@ -264,8 +264,8 @@ def test_samplers_of_a_request_share_its_prompt_and_none_is_made_for_a_refused_o
     assert len(choices) == 3
     assert all(choice.sampler.seen is choices[0].sampler.seen for choice in choices)
     assert choices[0].sampler.seen.tolist() == [5, 6, 7]
-    monkeypatch.setattr("attar.engine.engine.Sampler", None)
-    monkeypatch.setattr("attar.engine.engine.distinct", None)
+    monkeypatch.setattr("attar.engine.requests.intake.Sampler", None)
+    monkeypatch.setattr("attar.engine.requests.intake.distinct", None)
     made.submit(Submit("b", (5, 6), params))
     assert [event.code for event in made.requests.take() if isinstance(event, Failed)] == ["full"]
 
@@ -418,7 +418,7 @@ def test_a_step_that_raises_fails_those_in_it_and_no_later_one(
     made.submit(ask)
     made.step()
     with monkeypatch.context() as patch:
-        patch.setattr(made.runner, "_replay", lambda *asked: 1 / 0)
+        patch.setattr(made.runner.recordings, "replay", lambda *asked: 1 / 0)
         (failed,) = [event for event in made.step() if isinstance(event, Failed)]
     assert failed.code == "internal"
     assert answers(run(made, [ask])) == answers(run(make_engine(decoder), [ask]))

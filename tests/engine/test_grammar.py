@@ -196,7 +196,7 @@ def test_compiled_grammars_are_kept_within_bounds_and_by_salt(
 
 
 def test_compiled_grammars_are_kept_within_bytes(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    made = make().masks
+    made = make().intake.masks
     small, large = Grammar("regex", "a{3}"), Grammar.choice([f"text {number}" for number in range(900)])
     monkeypatch.setattr(masks, "KEPT_BYTES", masks.compiled_bytes(large) + 1)
     for grammar in (small, WORD, large):
@@ -209,7 +209,7 @@ def test_compiled_grammars_are_kept_within_bytes(make: Callable[..., Engine], mo
 
 def test_the_masks_columns_are_those_of_the_logits(make: Callable[..., Engine], random: Decoder) -> None:
     made = make()
-    bits = made.masks.mask(WORD).allowed()
+    bits = made.intake.masks.mask(WORD).allowed()
     assert bits.dtype == torch.int32
     assert len(bits) == -(-random.config.vocab_size // 32)
 

@@ -25,7 +25,8 @@ from attar.checkpoints.sources import opening
 from attar.engine import inflight
 from attar.engine.bottleneck import Bottlenecks
 from attar.engine.engine import Engine
-from attar.execution.model_runner import InflightTokens, Runner, Wanted, waits
+from attar.execution.model_runner import Runner, Wanted, waits
+from attar.execution.step_inputs import InflightTokens
 from attar.faults import Fault
 from attar.kernels import dispatch
 from attar.model.decoder import Decoder

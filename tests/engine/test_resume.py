@@ -25,8 +25,12 @@ from attar.protocol.reasoning import ReasoningSection
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling.drafters.suffix import SuffixDrafter
+from attar.text.tools.constraints import constraint
+from attar.text.tools.formats import detect
+from attar.text.tools.tool import Tool, ToolChoice
 from tests.engine.conftest import make_engine, run
 from tests.engine.test_adapters import save
+from tests.text.tools.families import HERMES
 
 CONTEXT = 256
 TEXT = 4 * "Once upon a time there was a little fox. " + "Once upon a time there was a little"
@@ -58,6 +62,13 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grammar": ({}, {"params": SamplingParams(temperature=0.8, seed=3, max_tokens=48), "grammar": SCHEMA}),
     "grammar, n and logprobs": (
         {}, {"params": SamplingParams(temperature=1.0, seed=5, max_tokens=48, logprobs=1), "grammar": SCHEMA, "n": 2}
+    ),
+    "tools": (
+        {},
+        {
+            "params": SamplingParams(temperature=0.8, seed=3, max_tokens=64),
+            "tools": (Tool("look_up", parameters=SCHEMA),),
+        },
     ),
     "reasoning": (
         {},
@@ -113,9 +124,14 @@ def make(llm: LLM) -> Callable[..., Engine]:
 
 
 def submit(llm: LLM, how: dict[str, Any]) -> Submit:
-    grammar = how.get("grammar")
+    grammar, tools = how.get("grammar"), how.get("tools")
     proven = None if grammar is None else Grammar.json_schema(grammar)
-    return Submit("a", **{"prompt": tuple(llm.tokenizer.encode(TEXT))} | how | {"grammar": proven})
+    if tools is not None:
+        must_call = constraint(detect(llm.tokenizer, HERMES), tools, ToolChoice("required"), lambda grammar: None)
+        assert must_call is not None
+        proven = must_call.grammar
+    rest = {name: value for name, value in how.items() if name != "tools"}
+    return Submit("a", **{"prompt": tuple(llm.tokenizer.encode(TEXT))} | rest | {"grammar": proven})
 
 
 def answer(events: list[Event]) -> Answer:

@@ -32,7 +32,7 @@ from attar.checkpoints.sources import hf
 from attar.compression.runs.pipeline import compress
 from attar.engine import speculation
 from attar.engine.engine import Engine
-from attar.engine.outputs import Choice
+from attar.engine.requests.outputs import Choice
 from attar.kernels import dispatch
 from attar.kernels.operands import Linear
 from attar.kv.schemes import SCHEMES
@@ -216,12 +216,12 @@ Make = Callable[..., Engine]
 def make(adapted: Decoder, tokenizer: Tokenizer) -> Make:
     def made(*given: Any, **how: Any) -> Engine:
         engine = make_engine(adapted, *given, tokenizer=tokenizer, adapters=ADAPTERS, eos_ids=EOS, **how)
-        real = engine.masks.mask
+        real = engine.intake.masks.mask
 
         def mask(grammar: Grammar, salt: bytes = b"", name: str = "") -> Any:
             return RandomMask(name) if grammar is HAND_MADE else real(grammar, salt, name)
 
-        engine.masks.mask = mask  # type: ignore[method-assign]
+        engine.intake.masks.mask = mask  # type: ignore[method-assign]
         return engine
 
     return made

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from attar import machine
 from attar.checkpoints.sources import opening
 from attar.cli.main import app
-from attar.engine.startup import cost_of, deployment, evictions, fit, kv_scheme, start_engine, without_kernels
+from attar.engine.loader import without_kernels
+from attar.engine.startup import cost_of, deployment, evictions, fit, kv_scheme, start_engine
 from attar.formats.scheme import Scheme
 from attar.kernels import dispatch
 from attar.model.shapes import shape

@@ -141,20 +141,22 @@ def kept_when_diffuse(sums: list[float], peaks: list[float], budget: int) -> lis
 
 @given(
     seed=st.integers(0, 1000), count=st.integers(9, 60), group=st.integers(1, 3), rows=st.integers(1, 6),
-    cap=st.sampled_from([None, 5.0]),
+    cap=st.sampled_from([None, 5.0]), scale=st.sampled_from([0.5, 2.0]),
 )  # fmt: skip
-def test_snapkv_keeps_what_sums_one_by_one_say(seed: int, count: int, group: int, rows: int, cap: float | None) -> None:
+def test_snapkv_keeps_what_sums_one_by_one_say(
+    seed: int, count: int, group: int, rows: int, cap: float | None, scale: float
+) -> None:
     made = torch.Generator().manual_seed(seed)
     q, keys = torch.randn(rows, HEADS * group, 4, generator=made), torch.randn(count, HEADS, 4, generator=made)
     budget = rows + (count - rows) // 2
-    kept = ranking.snapkv(q, keys, budget, 0.5, cap)
+    kept = ranking.snapkv(q, keys, budget, scale, cap)
     assert kept.shape == (HEADS, budget)
     assert (kept.diff() > 0).all()
     for g in range(HEADS):
         sums, peaks = [0.0] * count, [0.0] * count
         for row in range(rows):
             for head in range(g * group, (g + 1) * group):
-                scores = [0.5 * float(q[row, head] @ keys[n, g]) for n in range(count - rows + row + 1)]
+                scores = [scale * float(q[row, head] @ keys[n, g]) for n in range(count - rows + row + 1)]
                 scores = scores if cap is None else [cap * math.tanh(score / cap) for score in scores]
                 total = sum(map(math.exp, scores))
                 for n, score in enumerate(scores):

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from attar.engine.engine import Engine, EngineConfig
+from attar.engine.config import EngineConfig
+from attar.engine.engine import Engine
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Submit
 from attar.protocol.request import SamplingParams

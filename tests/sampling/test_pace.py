@@ -99,6 +99,15 @@ def test_costs_are_medians_and_lie_between_their_neighbours() -> None:
     assert costs.of(2) == 4.0
 
 
+def test_a_size_that_was_slow_once_is_tried_again() -> None:
+    costs = Costs()
+    for rows, seconds in ((1, 1.0), (2, 1.9), (4, 1.3), (6, 2.0)):
+        known(costs, rows, seconds)
+    assert costs.of(2) == costs.of(3) == costs.of(4) == 1.3
+    assert costs.of(1) == 1.0
+    assert costs.of(5) == pytest.approx(1.65)
+
+
 def test_chances_begin_with_those_of_all_and_follow_their_own() -> None:
     everyone = Chances(1000.0)
     for _ in range(300):

@@ -429,6 +429,55 @@ def test_tokens_that_end_the_output_wait_for_its_fewest_tokens(choose: Any) -> N
     assert choose(logits, [held])[0].token_id == 3
 
 
+class Fixed:
+    """A mask that allows the same tokens everywhere, and nothing behind a draft."""
+
+    finished = failed = False
+
+    def __init__(self, flags: Sequence[bool]) -> None:
+        self.flags = flags
+
+    def allowed(self, drafts: Sequence[int] = ()) -> torch.Tensor:
+        packed = np.packbits(np.pad(self.flags, (0, -len(self.flags) % 32)), bitorder="little")
+        return torch.from_numpy(packed.view(np.int32)) * (not drafts)
+
+    def forced(self) -> bytes:
+        return b""
+
+    def consume(self, token_id: int) -> None:
+        """It stays as it is."""
+
+
+BAD = st.tuples(st.integers(0, 63), st.sampled_from([-INF, INF, math.nan]))
+
+
+@given(st.data(), st.sampled_from([1, 31, 32, 33, 64]), st.sampled_from([torch.float32, torch.float64]))
+def test_a_greedy_choice_is_the_first_of_the_largest_that_are_allowed(
+    data: st.DataObject, size: int, dtype: torch.dtype
+) -> None:
+    """With ties, and in some rows NaN and infinities, among the allowed numbers and the others."""
+    rows, flags = [], []
+    for _ in range(data.draw(st.integers(1, 3))):
+        source = data.draw(st.randoms(use_true_random=False))
+        row = [float(source.randrange(20)) for _ in range(size)]
+        for place, bad in data.draw(st.lists(BAD, max_size=2)):
+            row[place % size] = bad
+        rows.append(row)
+        share = source.random()
+        flags.append(data.draw(st.none() | st.just([source.random() < share for _ in range(size)])))
+    greedy = SamplingParams(temperature=0, seed=0)
+    samplers = [Sampler(greedy, [], size, mask=None if each is None else Fixed(each)) for each in flags]
+    found = sample(torch.tensor(rows, dtype=dtype), samplers)
+    for row, each, draw in zip(rows, flags, found, strict=True):
+        kept = [x if each is None or each[i] else -INF for i, x in enumerate(row)]
+        if any(math.isnan(x) for x in kept) or not math.isfinite(max(kept)):
+            assert isinstance(draw, BadLogits)
+        else:
+            assert draw == SampledToken(kept.index(max(kept)), None)
+    behind = [sampler.along([0])[1] for sampler in samplers if sampler.mask is not None]
+    assert all(isinstance(draw, BadLogits) for draw in sample(torch.zeros(len(behind), size), behind))
+
+
 def test_a_mask_that_allows_nothing_fails_its_row_alone() -> None:
     mask = Alternating(3)
     mask.allowed = lambda drafts=(): torch.zeros(1, dtype=torch.int32)  # type: ignore[method-assign]

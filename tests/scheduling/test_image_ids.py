@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attar.protocol.images import MAX_ROWS
 from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.image_ids import (
     MAX_IMAGES,
-    MAX_ROWS,
     ImageIds,
     ImagesExhausted,
     number_of,

@@ -15,7 +15,8 @@ from attar.checkpoints.sources import hub
 from attar.server.fair_thread_pool import LARGE, THREADS, FairThreadPool, TextThreads
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
-from attar.server.prompts import Prompts, Room
+from attar.server.prompt_room import Room
+from attar.server.prompts import Prompts
 from attar.server.serve import Server
 from attar.text.tokenizer import Tokenizer
 

@@ -31,7 +31,7 @@ from attar.model.vision.wrappers import WRAPPERS
 from attar.plan.gpus import GPUS
 from attar.protocol.messages import Stats
 from attar.server.api.app import make_app
-from attar.server.api.openapi import Served, document
+from attar.server.api.openapi.document import Served, document
 from attar.server.errors import CATALOGUE
 from attar.server.metrics import EngineMetrics, HttpMetrics, Metrics
 from attar.server.models.pool import PoolMetrics

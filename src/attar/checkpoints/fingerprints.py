@@ -37,6 +37,25 @@ def fingerprints(folders: Iterable[str]) -> dict[str, str]:
     return {str(path): _fingerprint(path) for path in paths}
 
 
+def content_hashes(folders: Iterable[str]) -> tuple[str, ...]:
+    """Return a SHA-256 of each model and adapter: over names and contents of the files that an engine reads.
+
+    Paths and dates are not part of it, nor is the name of a GGUF file, so copies in other folders have the same. Each
+    file is read whole. Raises OSError for one that cannot be read.
+    """
+    return tuple(_content(Path(each)) for each in folders)
+
+
+def _content(path: Path) -> str:
+    digest = hashlib.sha256()
+    for each in _read_from(path):
+        with each.open("rb") as file:
+            own = hashlib.file_digest(file, "sha256").hexdigest()
+        name = each.name if path.is_dir() else ""
+        digest.update(f"{own}  {name}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
 def _read_from(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         yield from part_paths(path)

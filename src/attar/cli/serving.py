@@ -17,6 +17,7 @@ from attar import logs
 from attar.cli import options
 from attar.cli.commands import configured, flag, option
 from attar.cli.fleet.http_options import HttpOptions, RouterKeyFile
+from attar.cli.fleet.transfer_options import KV_TRANSFER, TransferOptions
 from attar.cli.scheduling import SchedulerOptions
 from attar.cli.terminal import emit, errors, parse_bytes, require_apart, tell, tell_shared
 from attar.errors import UserError
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from attar.text.tokenizer import Tokenizer
 
 BESIDES = 64  # HTTP requests open besides those that run or wait: being read or refused, or other routes
-KV_TRANSFER = ("cache_dir", "cache_bytes", "prefill_peer", "peer_key_file", "peer_ca", "peer_cert", "peer_name")
 SINGLE = (
     "name",
     "alias",
@@ -47,7 +47,7 @@ ENGINE = (sys.executable, "-m", "attar.engine.main")  # the command line of its 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(SchedulerOptions, HttpOptions):
+class ServeConfig(TransferOptions, SchedulerOptions, HttpOptions):
     """Options of `serve`."""
 
     model: options.Model = "demo"
@@ -111,35 +111,6 @@ class ServeConfig(SchedulerOptions, HttpOptions):
         "Images", "SIZE", "Memory for what a vision tower makes of images, such as 512MB. With 0 it is not loaded, and "
         "the model takes text alone.", parser=parse_bytes, default="256 MiB, where the model has a tower",
     )] = None  # fmt: skip
-    cache_dir: Annotated[Path | None, option(
-        "KV transfer", "DIR", "Folder of a disk cache. A server that is started again finds prompts there that it has "
-        "computed before. The files hold what prompts say.", default="none is kept",
-    )] = None  # fmt: skip
-    cache_bytes: Annotated[int | None, option(
-        "KV transfer", "SIZE", "Most bytes of the files in --cache-dir, such as 20GB.", parser=options.parse_size,
-    )] = None  # fmt: skip
-    role: Annotated[options.Role, option(
-        "KV transfer", "ROLE", "prefill: compute prompts for the servers that ask at --prefill-peer. decode: have "
-        "prompts computed there, and compute what does not come.", "--role",
-    )] = options.Role.both  # fmt: skip
-    prefill_peer: Annotated[str | None, option(
-        "KV transfer", "URL", "Where a server of the role prefill answers those of the role decode: unix:PATH in a "
-        "folder of mode 700, or tls://HOST:PORT with the options --peer-*.",
-    )] = None  # fmt: skip
-    peer_key_file: Annotated[list[Path] | None, option(
-        "KV transfer", "FILE", "Key that both sides know: 32 random bytes or more, mode 600. A second one is accepted "
-        "too, while keys are changed.",
-    )] = None  # fmt: skip
-    peer_ca: Annotated[Path | None, option(
-        "KV transfer", "FILE", "Certificate of your own authority, in PEM; no other is trusted.",
-    )] = None  # fmt: skip
-    peer_cert: Annotated[Path | None, option(
-        "KV transfer", "FILE", "Certificate of this server and its private key, in PEM, mode 600.",
-    )] = None  # fmt: skip
-    peer_name: Annotated[str | None, option(
-        "KV transfer", "NAME", "Name that the other side's certificate must have.",
-        default="for the role decode the host of --prefill-peer",
-    )] = None  # fmt: skip
     request_metrics: Annotated[bool, flag(
         "HTTP", "Tell in answers of chats and completions how long they took, as vLLM's `metrics`.",
     )] = False  # fmt: skip
@@ -193,45 +164,11 @@ class ServeConfig(SchedulerOptions, HttpOptions):
     def check_processes(self, device: str) -> None:
         """Raise ValueError for options of replicas, KV transfer and the disk cache that do not go with others."""
         self.check_replicas(device)
-        self.check_disk_cache(device)
-        self.check_role(device)
-
-    def check_disk_cache(self, device: str) -> None:
-        """Raise ValueError for options that do not go with --cache-dir, and for one of two that belong together."""
-        if self.cache_dir is None or self.cache_bytes is None:
-            if self.cache_dir is not None or self.cache_bytes is not None:
-                raise UserError("option_missing", "--cache-dir DIR and --cache-bytes SIZE go together")
-            return
-        self._check_alone("--cache-dir", device)
-
-    def check_role(self, device: str) -> None:
-        """Raise ValueError for options that do not go with --role, and for one of two that belong together."""
-        if (self.role is options.Role.both) != (self.prefill_peer is None):
-            message = "--role prefill or --role decode, and --prefill-peer unix:PATH, go together"
-            raise UserError("option_missing", message)
-        given: dict[str, object] = {
-            "--peer-key-file": self.peer_key_file, "--peer-ca": self.peer_ca, "--peer-cert": self.peer_cert,
+        unlike = {
+            "--device": device != "cpu", "--tp": self.tp > 1, "--pp": self.pp > 1,
+            "--replicas": self.replicas is not None,
         }  # fmt: skip
-        if self.role is options.Role.prefill or self.peer_name:  # the role decode takes it from the address
-            given["--peer-name"] = self.peer_name
-        if self.prefill_peer is None or self.prefill_peer.startswith("unix:"):
-            if (unused := next((name for name, value in given.items() if value), None)) is not None:
-                raise UserError("option_unused", f"{unused} is for --prefill-peer tls://HOST:PORT")
-        elif (missing := next((name for name, value in given.items() if not value), None)) is not None:
-            message = f"a prefill peer on a network needs TLS and a key: {missing} is missing"
-            raise UserError("option_missing", message)
-        if self.prefill_peer is not None:
-            self._check_alone("--role", device)
-            _check_peer(self)
-
-    def _check_alone(self, option: str, device: str) -> None:
-        for name, unlike in (
-            ("--device", device != "cpu"), ("--tp", self.tp > 1), ("--pp", self.pp > 1),
-            ("--replicas", self.replicas is not None),
-        ):  # fmt: skip
-            if unlike:
-                message = f"{option} is for one engine in one process on a CPU: not with {name}"
-                raise UserError("feature_unsupported", message)
+        self.check_transfer([name for name, given in unlike.items() if given])
 
     def routers(self) -> RouterKeys:
         """Return the keys of routers, none where there are none. Raises UserError for a file that is refused."""
@@ -268,13 +205,8 @@ class ServeConfig(SchedulerOptions, HttpOptions):
                 sparse_prefill=self.sparse_prefill,
                 kv_eviction=tuple(self.kv_eviction or ()), tells_cache=self.router_key_file is not None,
                 image_cache=IMAGE_CACHE if self.image_cache is None else self.image_cache,
-                cache_dir=None if self.cache_dir is None else str(self.cache_dir), cache_bytes=self.cache_bytes,
-                role=self.role.value, prefill_peer=self.prefill_peer,
-                peer_keys=tuple(map(str, self.peer_key_file or ())),
-                peer_ca=None if self.peer_ca is None else str(self.peer_ca),
-                peer_cert=None if self.peer_cert is None else str(self.peer_cert), peer_name=self.peer_name or "",
             ),
-            **theirs | given,
+            **theirs | given | self.transfer(),
         )  # fmt: skip
         limits = settings.limits()
         _check_reads(settings, bool(self.draft_tree))
@@ -341,7 +273,8 @@ def serve(config: ServeConfig) -> None:
         config.check_processes(theirs["device"])
         require_apart(theirs["device"])
         path = hub.resolve(config.model)
-        keys = _same_salts(config, keys)
+        if config.router_key_file is None:  # which makes salts that stay
+            keys = config.with_lasting_salts(keys)
         settings = _marked(keys, config.engine(path, name, theirs))
         tell_shared(settings.device, config.tp, config.pp)
         server_options = config.http(keys, origins, settings.limits(), path, name, config.replicas or 1)
@@ -388,26 +321,15 @@ def _security(config: ServeConfig) -> tuple[Keys, frozenset[str]]:
 
 def _marked(keys: Keys, settings: Settings) -> Settings:
     """Return settings with the salts of the keys, and with fingerprints of the model's files, by which an engine
-    notices later changes."""
+    notices later changes. Where engines of other hosts or of later starts compare files, their contents are hashed."""
     from msgspec.structs import replace
 
-    from attar.checkpoints.fingerprints import fingerprints
+    from attar.checkpoints.fingerprints import content_hashes, fingerprints
 
-    return replace(settings, files=fingerprints(settings.folders), cache_owners=keys.owners)
-
-
-def _same_salts(config: ServeConfig, keys: Keys) -> Keys:
-    """Return the keys, with salts that a server with a disk cache has again after a restart: a router's key makes such,
-    and else the folder's. Raises UserError and OSError for a folder that is no private one."""
-    from attar.transfer.folder import PrivateFolder
-
-    if config.cache_dir is None or config.router_key_file is not None:
-        return keys
-    opened = PrivateFolder(config.cache_dir)
-    try:
-        return dataclasses.replace(keys, secret=opened.secret("salts of API keys"))
-    finally:
-        opened.close()
+    compared = settings.tells_cache or settings.role != "both" or settings.cache_dir is not None
+    contents = content_hashes(settings.folders) if compared else ()
+    files = fingerprints(settings.folders)
+    return replace(settings, files=files, contents=contents, cache_owners=keys.owners)
 
 
 def _check_reads(settings: Settings, trees: bool) -> None:
@@ -426,21 +348,6 @@ def _check_reads(settings: Settings, trees: bool) -> None:
     sparse = bool(settings.sparse_attention or settings.sparse_prefill)
     for policy in parse_all(settings.kv_eviction):
         policy.check(kv, settings.device, processes, trees=trees, sparse=sparse)
-
-
-def _check_peer(config: ServeConfig) -> None:
-    """Raise UserError for an address of --prefill-peer, and for files of --peer-*, that cannot be used; OSError for
-    those that are not there."""
-    from attar.transfer import credentials
-    from attar.transfer.wire import Address
-
-    address = Address.parse(config.prefill_peer or "")
-    if address.path is not None:
-        address.check(None)
-        return
-    assert config.peer_ca is not None
-    assert config.peer_cert is not None
-    credentials.load(config.peer_key_file or (), config.peer_ca, config.peer_cert, config.peer_name or address.host)
 
 
 def _serve_several(config: ServeConfig, keys: Keys, origins: frozenset[str]) -> None:

@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from attar.engine.outputs import Request
+from attar.engine.requests.outputs import Request
 from attar.formats.scheme import multiplied_in
 from attar.kernels.native import extension, limits
 from attar.kernels.triton.weights import knows_float8

@@ -20,9 +20,7 @@ wait within the next step while tokens of this one are ready to be sent. The las
 steps ahead, and `alone`, by reason, the times that there was none. Without a step ahead, text is left for when the next
 step runs (`RequestTable.tell_late`), unless a stop string could end its sequence.
 
-A request becomes one sequence a choice. Each has a sampler of its own, seeded by the request's seed and the choice's
-number. It samples by (seed, index of the token), so that batching, preemption and the contents of the prefix cache
-cannot change a text.
+`requests/intake.py` makes requests of messages, and says how a request becomes sequences.
 """
 
 from __future__ import annotations
@@ -32,44 +30,32 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 
-from attar.engine.blocks.moves import BlockMoves, PeerBlocks, SavedBlocks
+from attar.engine.blocks.moves import BlockMoves
 from attar.engine.bottleneck import Bottlenecks
-from attar.engine.images.images import Images, Prompt
+from attar.engine.config import EngineConfig
+from attar.engine.images.images import Images
 from attar.engine.images.limits import check_drafter
-from attar.engine.images.tower import VisionTower
 from attar.engine.inflight import InflightStep, Launcher, Taker
-from attar.engine.outputs import Choice, Request, resumed
-from attar.engine.requests import RequestTable
+from attar.engine.requests.intake import Intake
+from attar.engine.requests.outputs import Choice, Request
+from attar.engine.requests.table import RequestTable
 from attar.engine.sparse_reads import PrefillReads, SparseReads
 from attar.engine.speculation import Speculation
 from attar.execution import cuda_graphs, kv_cache
-from attar.execution.model_runner import BlockCounts, InflightTokens, Runner
-from attar.faults import point
-from attar.kernels.noise import seed_of_choice
-from attar.kv.eviction import NONE, Eviction
-from attar.kv.schemes import KvScheme
-from attar.kv.sparse_prefill import SparsePrefill
+from attar.execution.model_runner import BlockCounts, Runner
+from attar.execution.step_inputs import InflightTokens
 from attar.model.decoder import Decoder
-from attar.model.sparse_layers import SparseLayers
 from attar.plan.sliding import window_of
-from attar.protocol.block_digests import horizon_of, packed, salt_of
-from attar.protocol.messages import CachedBlocks, Embed, Event, Failed, Stats, StepTimes, Submit
-from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import SchedulerConfig
-from attar.protocol.settings import IMAGE_CACHE
+from attar.protocol.block_digests import packed
+from attar.protocol.messages import CachedBlocks, Embed, Event, Stats, StepTimes, Submit
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
-from attar.sampling.drafters.drafter import Drafter, TrialReader
+from attar.sampling.drafters.drafter import TrialReader
 from attar.sampling.drafters.first_of import reader_of
 from attar.sampling.drafters.forced import ForcedDrafter
-from attar.sampling.masks import AllowedMask, GrammarMasks
 from attar.sampling.pace import Pace
-from attar.sampling.reasoning import ReasoningMask
-from attar.sampling.sampler import BadLogits, Mask, Sampler, distinct
-from attar.sampling.stop_strings import StopChecker
+from attar.sampling.sampler import BadLogits
 from attar.sampling.verify import Drawn, confirmed
-from attar.scheduling.admission import Refused
 from attar.scheduling.block_journal import BlockJournal
 from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.image_ids import ImageIds
@@ -78,52 +64,11 @@ from attar.scheduling.scheduler import Scheduler
 from attar.scheduling.sequence import Sequence as Tokens
 from attar.scheduling.sliding import SlidingBlocks
 from attar.scheduling.step_plan import Outcome, StepPlan
-from attar.text.grammars import Vocabulary
-from attar.text.tokenizer import Detokenizer, Tokenizer
-from attar.transfer.listener import PrefillAsked
+from attar.text.tokenizer import Tokenizer
 
-OWN = "\0peer "  # what ids of the engine's own requests begin with, and no others
 RECENT = 256  # steps whose times are kept until they are told
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Configuration of an engine: `blocks` blocks of cache, and sequences of at most `context` tokens.
-
-    kv: scheme of the KV cache, by default the lossless one. adapters: names of those that `lora.install` gave the
-    decoder, in the order of their numbers. overlaps: whether steps are launched before the tokens of the one before are
-    known, and tokens chosen without a look at the logits; by default on a GPU. drafter: the source of drafts of
-    speculative decoding, none by default. draft_tokens: drafts of a sequence in each step; None decides by what pays.
-    draft_tree: nodes of a sequence's tree of drafts in each step; None where drafts are chains. sparse: which layers
-    read few keys in rows of outputs, and how many; None where all read all. prefill: how rows of prompts read few
-    keys; None where they read all. sliding_blocks: blocks of layers with a sliding window, which are released behind
-    it; by default those have `blocks` too. evictions: policies of KV eviction that requests may name; the first is
-    that of requests which name none. tower: what computes the features of images, of which `image_cache` bytes are
-    kept; without one, requests have no images. saved: where finished blocks are saved, and fetched from; None: nowhere.
-    peer: the engine that computes prompts for this one, or the place where this one does so for others; None: neither.
-    """
-
-    blocks: int
-    context: int
-    limits: SchedulerConfig = field(default_factory=SchedulerConfig)
-    eos_ids: frozenset[int] = frozenset()
-    kv: KvScheme | None = None
-    adapters: tuple[str, ...] = ()
-    overlaps: bool | None = None
-    drafter: Drafter | None = None
-    draft_tokens: int | None = None
-    draft_tree: int | None = None
-    sparse: SparseLayers | None = None
-    prefill: SparsePrefill | None = None
-    sliding_blocks: int = 0
-    tells_cache: bool = False
-    evictions: tuple[Eviction, ...] = ()
-    saved: SavedBlocks | None = None
-    peer: PeerBlocks | None = None
-    tower: VisionTower | None = None
-    image_cache: int = IMAGE_CACHE
 
 
 class Engine:
@@ -161,6 +106,7 @@ class Engine:
             eviction.check_room(config.blocks)
         bases = kv_cache.bases(decoder, scheme)
         counts = BlockCounts(config.blocks, config.sliding_blocks)
+        self.context = config.context
         self.runner = runner(decoder, counts, config.context, scheme, limits.together, bases, record, limits.max_drafts)
         self.sparse = None if config.sparse is None else SparseReads(config.sparse)
         if config.sparse is not None:
@@ -168,8 +114,7 @@ class Engine:
         self.prefill = None if config.prefill is None else PrefillReads(config.prefill, decoder.config)
         if config.prefill is not None:
             self.runner.prefill_few(config.prefill)
-        self.evictions = {str(eviction): eviction for eviction in config.evictions}
-        if self.evictions:
+        if config.evictions:
             self.runner.evict_keys()
         self.overlaps = self.runner.device.type != "cpu" if config.overlaps is None else config.overlaps
         self.bounds = bounds
@@ -185,7 +130,7 @@ class Engine:
             config.drafter.reset()
             self.launcher.draws_all = isinstance(config.drafter, TrialReader)
             if (reader := reader_of(config.drafter)) is not None:
-                self.runner.keep = reader.layers
+                self.runner.kind.keep = reader.layers
         forces = limits.max_drafts > 0 and tokenizer is not None and not self.overlaps
         if config.drafter is not None or forces:
             nodes = config.draft_tree
@@ -215,19 +160,23 @@ class Engine:
             self.runner.take_images(self.images.rows, config.tower.rotary)
         whole = None if config.sparse is None else config.sparse.settings.whole
         self.scheduler = Scheduler(self.pool, self.cache, limits, whole, self.sliding, config.prefill)
+        self.requests = RequestTable(self.scheduler, clock)
+        self.intake = Intake(decoder, tokenizer, config, self.requests, self.images, self.runner.horizons, clock)
         self.moves: BlockMoves | None = None
         if config.saved is not None or config.peer is not None:
             self.moves = BlockMoves(
-                self.scheduler, self.runner.pages, config.saved, config.peer, clock, self._compute, self.cancel
+                self.scheduler,
+                self.runner.pages,
+                config.saved,
+                config.peer,
+                clock,
+                self.intake.block_salt,
+                self._compute,
+                self.cancel,
             )
-        self.context = config.context
-        self.adapters = {"": 0, **{name: number for number, name in enumerate(config.adapters, 1)}}
-        self._own = itertools.count()  # numbers of the engine's own requests
         self.steps = self.generated = 0
         self.step_seconds = 0.0
         self._recent: deque[tuple[int, int, int, float]] = deque(maxlen=RECENT)
-        self.requests = RequestTable(self.scheduler, clock)
-        self.masks = GrammarMasks(self._vocabulary, decoder.config.vocab_size)
 
     @property
     def idle(self) -> bool:
@@ -245,51 +194,11 @@ class Engine:
 
     def submit(self, ask: Submit) -> None:
         """Take a request. It ends with events, also where it is refused at once."""
-        prompt = None
-        try:
-            eviction = self._eviction(ask.params.kv_eviction)
-            request = self._new(ask.id, ask.prompt, ask.params.seeded(), eviction)
-            prompt = self._with_images(ask, eviction)
-            if ask.grammar is not None:
-                ask.grammar.check(ask.params)
-                if self.tokenizer is None:
-                    raise Refused("invalid", "the model has no tokenizer: a constraint needs one")
-            if ask.params.stop and self.tokenizer is None:
-                raise Refused("invalid", "the model has no tokenizer: stop strings need one, stop_token_ids do not")
-            longest = min(ask.params.max_tokens, self._context(eviction) - len(ask.prompt))
-            self.scheduler.require_room(ask.n)  # before what a long prompt makes costly
-            request.of_prompt = None if ask.params.prompt_logprobs is None or ask.generated else {}
-            if ask.params.repetition_penalty != 1.0:
-                request.seen = distinct([id for id in prompt.ids if id >= 0], self.decoder.config.vocab_size)
-            for number, known in enumerate(resumed(ask, self.decoder.config.vocab_size)):
-                if known is None:
-                    continue
-                bypass = request.of_prompt is not None and number == 0
-                choice = self._choice(request, number, longest, ask, bypass, prompt)
-                choice.resume(known)
-                request.choices.append(choice)
-            self.requests.add(request)
-            if self.images is not None:
-                self.images.begin(choice.sequence for choice in request.choices)
-        except Exception as error:
-            self.requests.refuse(ask.id, error)
-        else:
-            self._fetch(request, ask)
-        finally:
-            if self.images is not None and prompt is not None:
-                self.images.settle(prompt)
+        self._fetch(self.intake.submit(ask), ask)
 
     def embed(self, ask: Embed) -> None:
         """Take a request for an embedding."""
-        try:
-            request = self._new(ask.id, ask.prompt, SamplingParams(max_tokens=0, temperature=0, seed=0))
-            request.pooling = ask.pooling
-            request.choices.append(self._choice(request, 0, 0, ask, bypass=ask.pooling == "mean"))
-            self.requests.add(request)
-        except Exception as error:
-            self.requests.refuse(ask.id, error)
-        else:
-            self._fetch(request, ask)
+        self._fetch(self.intake.embed(ask), ask)
 
     def cancel(self, id: str) -> None:
         """Cancel a request; its `Failed` comes with the next events."""
@@ -368,132 +277,15 @@ class Engine:
         self._recent.clear()
         return taken
 
-    # ---- taking requests
+    def _fetch(self, request: Request | None, ask: Submit | Embed) -> None:
+        """Let a request that was queued wait for blocks of its prompt, where there are some."""
+        if self.moves is not None and request is not None:
+            self.moves.consider([choice.sequence for choice in request.choices], ask.cache_salt, ask.adapter)
 
-    def _fetch(self, request: Request, ask: Submit | Embed) -> None:
-        """Let a request that was queued wait for blocks of its prompt, where there are some; a failure is logged."""
-        if self.moves is not None:
-            try:
-                sequences = [choice.sequence for choice in request.choices]
-                self.moves.consider(sequences, ask.cache_salt, ask.adapter)
-            except AssertionError:
-                raise
-            except Exception:
-                logger.exception("request %s fetches nothing", request.id)
-
-    def _eviction(self, name: str | None) -> Eviction | None:
-        """Return the policy of a request that names one, or none. Raises Refused for one that is not offered."""
-        if name is None:
-            return next(iter(self.evictions.values()), None)
-        if name != NONE and name not in self.evictions:
-            raise Refused("invalid", f"KV eviction {name[:80]!r}: offered are {', '.join((NONE, *self.evictions))}")
-        return self.evictions.get(name)
-
-    def _context(self, eviction: Eviction | None) -> int:
-        """Return the tokens that prompt and output may have together."""
-        return self.context if eviction is None else eviction.longest(self.context)
-
-    def _new(
-        self, id: str, prompt: tuple[int, ...], params: SamplingParams, eviction: Eviction | None = None
-    ) -> Request:
-        point("engine.submit", id)
-        vocab = self.decoder.config.vocab_size
-        running = {choice.request.id for choice in self.requests.choices.values()}  # also one that ends with this step
-        if id in running:
-            raise Refused("invalid", "a request of this id is running")
-        if not prompt:
-            raise Refused("invalid", "the prompt is empty")
-        image_token = None if self.images is None else self.images.tower.image_token  # some lie behind the vocabulary
-        if not all(0 <= token < vocab or token == image_token for token in prompt):
-            raise Refused("invalid", f"a token id lies outside the model's vocabulary 0..{vocab - 1}")
-        if len(prompt) + (params.max_tokens > 0) > (most := self._context(eviction)):
-            words = f"this model's maximum context length is {most} tokens; the prompt has {len(prompt)}"
-            raise Refused("too_long", words)
-        named = self._specials(params)
-        ending = frozenset(params.stop_token_ids) | named.keys() | (frozenset() if params.ignore_eos else self.eos_ids)
-        return Request(
-            id, prompt, params, ending, named, sparse=None if self.sparse is None else self.sparse.layers,
-            eviction=eviction, prefill=None if self.prefill is None else self.prefill.settings,
-        )  # fmt: skip
-
-    def _with_images(self, ask: Submit, eviction: Eviction | None) -> Prompt:
-        """Return a request's prompt with ids for its images. Raises Refused for what does not go with images."""
-        if ask.images:
-            if self.images is None:
-                raise Refused("invalid", "this model is served without images")
-            if ask.params.prompt_logprobs is not None:
-                raise Refused("invalid", "prompt_logprobs: the tokens of an image have no log probabilities")
-            if eviction is not None:
-                raise Refused("invalid", f"KV eviction {eviction}: not in a request with images")
-        return Prompt(ask.prompt) if self.images is None else self.images.take(ask)
-
-    def _vocabulary(self) -> Vocabulary:
-        assert self.tokenizer is not None
-        return Vocabulary.of(self.tokenizer, self.decoder.config.vocab_size, self.eos_ids)
-
-    def _specials(self, params: SamplingParams) -> dict[int, str]:
-        """Return the stop strings that are special tokens, by token: no text ever shows those."""
-        if self.tokenizer is None:
-            return {}
-        found = {self.tokenizer.token_to_id(stop): stop for stop in params.stop}
-        return {token: stop for token, stop in found.items() if token in self.tokenizer.special_ids}
-
-    def _choice(
-        self, request: Request, number: int, longest: int, ask: Submit | Embed, bypass: bool,
-        given: Prompt | None = None,
-    ) -> Choice:  # fmt: skip
-        prompt = Prompt(ask.prompt) if given is None else given
-        if ask.adapter not in self.adapters:
-            raise Refused("invalid", f"the engine has no adapter {ask.adapter[:80]!r}")
-        adapter = self.adapters[ask.adapter]
-        sequence = Tokens(
-            id=f"{request.id}#{number}", prompt_ids=prompt.ids, max_tokens=longest, bypass=bypass, adapter=adapter,
-            priority=ask.priority if isinstance(ask, Submit) else 0,
-            deadline=None if ask.deadline is None else self.clock() + ask.deadline,
-            cache_salt=salt_of(adapter, ask.cache_salt),
-            horizons=self.runner.horizons, eviction=request.eviction,
-            images=prompt.own_spans(), positions=prompt.positions, shift=prompt.shift,
-        )  # fmt: skip
-        point("engine.choice", sequence.id)
-        params = request.params
-        assert params.seed is not None
-        own = replace(params, seed=seed_of_choice(params.seed, number))
-        vocab = self.decoder.config.vocab_size
-        seen = request.prompt if request.seen is None else request.seen
-        mask = self._mask(ask, sequence.id, request.ending) if isinstance(ask, Submit) else None
-        if params.allowed_token_ids:
-            if params.min_tokens and request.ending.issuperset(params.allowed_token_ids):
-                raise Refused("invalid", "min_tokens: every one of allowed_token_ids ends the output")
-            mask = AllowedMask(params.allowed_token_ids, vocab, mask)
-        sampler = Sampler(own, seen, vocab, name=sequence.id, mask=mask, ending=request.ending)
-        visible = params.visible_token_ids
-        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.prompt, visible=visible)
-        return Choice(request, number, sequence, sampler, detokenizer, StopChecker(own.stop))
-
-    def _mask(self, ask: Submit, name: str, ending: frozenset[int]) -> Mask | None:
-        """Return the mask of a choice called `name`; None where every token may come at any time."""
-        grammar = None if ask.grammar is None else self.masks.mask(ask.grammar, ask.cache_salt, name)
-        if (section := ask.reasoning) is None or (grammar is None and section.budget is None):
-            return grammar
-        vocab = self.decoder.config.vocab_size
-        if max(section.start, section.end) >= vocab:
-            raise Refused("invalid", f"a reasoning marker lies outside the model's vocabulary 0..{vocab - 1}")
-        return ReasoningMask(section, vocab, grammar, ending)
-
-    def _compute(self, asked: PrefillAsked) -> None:
-        """Compute a peer's prompt as a request of the engine's own, and lend the peer its blocks."""
-        ask, id = asked.ask, f"{OWN}{next(self._own)}"
-
-        def done(event: Event) -> None:
-            moves = self.moves
-            if moves is None or isinstance(event, Failed):
-                asked.reply.put(None)
-                return
-            horizon = horizon_of(self.runner.horizons, len(asked.tokens))
-            moves.lend(asked, salt_of(self.adapters[ask.adapter], ask.salt, horizon))
-
-        self.requests.own[id], asked.request = done, id
-        self.embed(Embed(id, tuple(asked.tokens), "last", ask.seconds, ask.adapter, ask.salt))
+    def _compute(self, ask: Embed, done: Callable[[Event], None]) -> None:
+        """Take a request of the engine itself, and call `done` with the event of its end."""
+        self.requests.own[ask.id] = done
+        self.embed(ask)
 
     # ---- a step
 

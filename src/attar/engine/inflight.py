@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from attar.engine.bottleneck import Bottlenecks
-from attar.engine.outputs import Choice, Request
-from attar.execution.model_runner import InflightTokens, Runner, Wanted
+from attar.engine.requests.outputs import Choice, Request
+from attar.execution.model_runner import Runner, Wanted
+from attar.execution.step_inputs import InflightTokens
 from attar.model.cache import sent
 from attar.protocol.messages import Event
 from attar.sampling import device_sampler

@@ -26,6 +26,8 @@ from attar.model.vision.model import VisionModel
 from attar.progress import Progress
 from attar.text.tokenizer import Tokenizer
 
+BY_REFERENCE = "by the reference, so a text's bits may depend on what runs beside it"
+
 logger = logging.getLogger(__name__)
 
 
@@ -146,3 +148,18 @@ def _read_tokenizer(path: Path) -> Future[Tokenizer] | None:
     reading = with_one.submit(vocabulary.tokenizer, path)
     with_one.shutdown(wait=False)
     return reading
+
+
+def without_kernels(decoder: Decoder) -> list[str]:
+    """Return sentences on the parts of a CPU model that the reference computes, and why; none where it has no part."""
+    if decoder.store is None:
+        dtype = str(decoder.dtype).removeprefix("torch.")
+        why = next(reason for _, reason in dispatch.candidates("linear", "cpu", decoder.dtype))
+        return [f"no linear has a CPU kernel in {dtype} ({why}): all run {BY_REFERENCE}"]
+    found: dict[str, list[str]] = {}
+    for name, reason in decoder.store.refused.items():
+        found.setdefault(reason, []).append(name)
+    return [
+        f"{names[0]}{f' and {len(names) - 1} more linears' if names[1:] else ''}: {reason}: run {BY_REFERENCE}"
+        for reason, names in found.items()
+    ]

@@ -35,7 +35,8 @@ from attar.engine import startup
 from attar.engine.blocks.moves import BlockMoves
 from attar.engine.engine import Engine
 from attar.engine.outbox import Outbox, framed
-from attar.execution.parallel.executor import ParallelRunner, polled
+from attar.execution.parallel.executor import ParallelRunner
+from attar.execution.parallel.worker_group import polled
 from attar.protocol import framing, messages
 from attar.protocol.messages import BEAT_SECONDS, Beat, Cancel, Command, Drain, Embed, Event, QueryStatus, Ready, Submit
 from attar.protocol.settings import CHANGED, HOPELESS, Settings

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Sequence
 
-from attar.engine.requests import SENTENCES
+from attar.engine.requests.table import SENTENCES
 from attar.faults import point
 from attar.protocol.messages import Beat, CachedBlocks, Event, Failed, Ready, RequestStatus, Stats, StepTimes, encode
 

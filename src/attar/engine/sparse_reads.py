@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from attar.engine.outputs import Choice
+from attar.engine.requests.outputs import Choice
 from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.config import ModelConfig
 from attar.model.sparse_layers import SparseLayers

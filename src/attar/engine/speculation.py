@@ -24,7 +24,7 @@ from attar.checkpoints.drafts.files import kind_of
 from attar.engine.draft_head import load_head
 from attar.engine.draft_model import load_drafter
 from attar.engine.loader import LoadedModel
-from attar.engine.outputs import Choice, Request
+from attar.engine.requests.outputs import Choice, Request
 from attar.errors import UserError
 from attar.faults import point
 from attar.model.cache import KeptStates
@@ -35,7 +35,7 @@ from attar.sampling.drafters.first_of import MATCHED, FirstOf, reader_of, stops
 from attar.sampling.drafters.forced import ForcedDrafter
 from attar.sampling.drafters.lookahead import LookaheadDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
-from attar.sampling.pace import GLOBAL_MEMORY, MEMORY, SAMPLES, Chances, Pace
+from attar.sampling.pace import GLOBAL_MEMORY, LEAST, MEMORY, SAMPLES, Chances, Pace
 from attar.sampling.sampler import SampledToken
 from attar.sampling.verify import Drawn
 from attar.scheduling.draft_tree import child, depth_of, in_preorder, is_tree
@@ -108,10 +108,11 @@ class _Account:
                 break
             row = found
 
-    def survivals(self, draft: Draft) -> list[float]:
-        """Return the survival of each draft."""
+    def survivals(self, draft: Draft, fixed: bool) -> list[float]:
+        """Return the survival of each draft, up to the first that is not worth a look unless their number is fixed."""
         judged = (self.judged(draft, depth) for depth in range(len(draft.tokens)))
-        return list(itertools.accumulate((chances.of(evidence) for chances, evidence in judged), operator.mul))
+        found = itertools.accumulate((chances.of(evidence) for chances, evidence in judged), operator.mul)
+        return list(found if fixed else itertools.takewhile(lambda survival: survival > LEAST, found))
 
 
 @dataclass(eq=False)
@@ -179,7 +180,8 @@ class Speculation:
         if costly and not stops(self.drafter):  # their number is decided
             for request in guessing:
                 _give(request.sequence, known.pop(request.sequence))
-        survivals = [self._account(sequence).survivals(draft) for sequence, draft in known.items()]
+        fixed = self.pace.fixed
+        survivals = [self._account(sequence).survivals(draft, fixed) for sequence, draft in known.items()]
         survivals += [[]] * (decoding - len(survivals))  # the other rows of the step
         for (sequence, draft), count in zip(known.items(), self.pace.counts(survivals), strict=False):
             _give(sequence, draft.first(count))

@@ -12,12 +12,10 @@ most, and the least free memory of any counts.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import torch
 from msgspec.structs import replace as replace_settings
 
@@ -31,18 +29,19 @@ from attar.engine import bottleneck
 from attar.engine.blocks import opening
 from attar.engine.blocks.moves import PeerBlocks, SavedBlocks
 from attar.engine.bottleneck import Bottlenecks, KernelMeter, StreamMeter
+from attar.engine.config import EngineConfig
 from attar.engine.draft_head import memory_bytes as head_bytes
 from attar.engine.draft_model import memory_bytes
-from attar.engine.engine import Engine, EngineConfig
+from attar.engine.engine import Engine
+from attar.engine.identity import bits_of
 from attar.engine.images.limits import NO_TENSORS, no_images, tower_bytes, tower_of
-from attar.engine.loader import LoadedModel, Parallel, load_model
+from attar.engine.loader import BY_REFERENCE, LoadedModel, Parallel, load_model, without_kernels
 from attar.engine.memory_profile import GpuMemory, MemoryProfile, ProfileRun, measure
 from attar.engine.speculation import drafter
 from attar.errors import UserError
 from attar.execution import kv_cache
 from attar.formats.scheme import Scheme
 from attar.kernels import dispatch
-from attar.kernels.native import extension
 from attar.kernels.triton.weights import knows_float8
 from attar.kv import schemes
 from attar.kv.eviction import Eviction, parse_all
@@ -50,7 +49,6 @@ from attar.kv.schemes import KvScheme
 from attar.kv.sparse import SparseAttention
 from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.config import ModelConfig
-from attar.model.decoder import Decoder
 from attar.model.split import Share
 from attar.plan import fit as planning
 from attar.plan import gpus, report
@@ -64,11 +62,8 @@ from attar.protocol.messages import Ready
 from attar.protocol.model_shape import MachineRates
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
-from attar.version import __version__
 
 logger = logging.getLogger(__name__)
-
-BY_REFERENCE = "by the reference, so a text's bits may depend on what runs beside it"
 
 
 def start_engine(settings: Settings) -> tuple[Engine, Ready]:
@@ -88,6 +83,8 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     vision, against = tower_of(path)
     if vision is not None:
         against = no_images(settings, vision) or ""
+    if against:
+        logs.say(f"images are refused: {against}")
     if settings.device != "cpu":
         made, ready = _on_gpu(settings, path, held, limits, threads)
         return made, replace_settings(ready, no_images=against)
@@ -128,21 +125,6 @@ def _machine(rates: Rates | None, found: Fit, threads: int) -> MachineRates | No
     source = f"This machine, {threads} threads: reads {read / 1e9:.1f} GB/s, int8 {int8 / 1e9:,.0f} GOP/s"
     source += "; the best of some runs before the model was loaded"
     return MachineRates(read, int8, other, found.memory, "the memory that this server planned with", source)
-
-
-def without_kernels(decoder: Decoder) -> list[str]:
-    """Return sentences on the parts of a CPU model that the reference computes, and why; none where it has no part."""
-    if decoder.store is None:
-        dtype = str(decoder.dtype).removeprefix("torch.")
-        why = next(reason for _, reason in dispatch.candidates("linear", "cpu", decoder.dtype))
-        return [f"no linear has a CPU kernel in {dtype} ({why}): all run {BY_REFERENCE}"]
-    found: dict[str, list[str]] = {}
-    for name, reason in decoder.store.refused.items():
-        found.setdefault(reason, []).append(name)
-    return [
-        f"{names[0]}{f' and {len(names) - 1} more linears' if names[1:] else ''}: {reason}: run {BY_REFERENCE}"
-        for reason, names in found.items()
-    ]
 
 
 def _made(
@@ -190,25 +172,6 @@ def _made(
         horizons=made.runner.horizons, images=made.images is not None,
     )  # fmt: skip
     return made, ready
-
-
-def bits_of(settings: Settings, model: LoadedModel) -> str:
-    """Return a digest of all that the bits of an answer depend on, but the request: versions, instruction set, model
-    and settings. Folders may differ, with files of the same names, sizes, dates and contents. Empty where bits depend
-    on what else runs: on GPUs, in several processes, and by the reference."""
-    if settings.device != "cpu" or model.executor is not None or without_kernels(model.decoder):
-        return ""
-    files = [(Path(path).name, mark) for path, mark in settings.files.items()]  # in the order of the folders
-    same = replace_settings(
-        opening.plain(settings), socket="", memory=None, threads=None, preset=None, policy=None, name="",
-        tells_cache=False,
-        **({} if not files else {
-            "files": {}, "model": "", "adapters": tuple((name, "") for name, _ in settings.adapters),
-            "draft": settings.draft and ("model" if settings.draft_model else settings.draft),
-        }),
-    )  # fmt: skip
-    told = (__version__, str(torch.__version__), extension.cpu_level(), files, msgspec.to_builtins(same))
-    return hashlib.blake2b(msgspec.json.encode(told, order="sorted"), digest_size=16).hexdigest()
 
 
 def _tell(settings: Settings, limits: SchedulerConfig, found: Fit, kv: KvScheme) -> None:

@@ -1,10 +1,9 @@
 """Runs the scheduler's plans: integers in, logits out.
 
 The pages of all blocks lie here, and a sequence is its row of block numbers. A step in which every sequence adds one
-token, or one and the same number of drafts, is replayed from a recording (`recorded_step.py`), one for each number of
-sequences and of rows; the last few are kept. Any other step is run in full, to the same numbers: one with a piece of a
-prompt, where Python is a small part, with a sequence that takes an adapter, or with a tree of drafts (`branches.py`),
-whose rows differ in every step.
+token, or one and the same number of drafts, is replayed from a recording (`recordings.py`). Any other step is run in
+full, to the same numbers: one with a piece of a prompt, where Python is a small part, with a sequence that takes an
+adapter, or with a tree of drafts (`branches.py`), whose rows differ in every step.
 
 On a GPU recordings are CUDA graphs (`cuda_graphs.py`), for a few numbers of rows, each of which also serves fewer. A
 row there is a sequence of its own, so a sequence with drafts is several rows of one block table, and any numbers of
@@ -18,10 +17,9 @@ sequence's tokens.
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
@@ -30,26 +28,25 @@ from torch import Tensor
 
 from attar.execution import cuda_graphs
 from attar.execution.branches import copies_of, rows_of
-from attar.execution.recorded_step import Decoding
+from attar.execution.recordings import Recordings, StepKind
+from attar.execution.step_inputs import InflightTokens, TokenRows, angles, features, of_image, spans
+from attar.execution.unfinished import Unfinished
 from attar.execution.watched import Watched, watched
 from attar.faults import InjectedFault, point
 from attar.kernels import dispatch, ops
-from attar.kernels.ref_spans import spans_of
 from attar.kv.moving import move_sinks
 from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
 from attar.kv.sparse_prefill import SparsePrefill
 from attar.model import cache, sparse_layers
-from attar.model.cache import Features, ForwardBatch, KeptStates, KVCache, Tails, sent
+from attar.model.cache import Features, ForwardBatch, KeptStates, KVCache, sent
 from attar.model.decoder import Decoder
 from attar.model.rope import turned_by
 from attar.model.sparse_layers import SparseLayers
-from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Copy, Evicted, ScheduledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 
-RECORDINGS = 4  # largest decode steps that are kept ready; of smaller ones more
 LOGIT_ROWS = 32  # rows of one chunk whose logits are made at once, where all are wanted
 
 Watch = Callable[[ScheduledTokens, int, Tensor], None]
@@ -67,44 +64,6 @@ class Wanted(NamedTuple):
     hidden: Watch | None = None
 
 
-class InflightTokens(NamedTuple):
-    """Tokens sampled by the step before, which the device may not have computed yet.
-
-    They are int64 [n], on the device, with the index of each sequence's.
-    """
-
-    tokens: Tensor
-    places: Mapping[Sequence, int]
-
-
-class _Rows(NamedTuple):
-    """The token ids of a step's rows. Only the device knows those of the rows `late`, which are at these `places`."""
-
-    ids: list[int]
-    late: list[int]
-    places: list[int]
-    inflight_tokens: InflightTokens | None
-
-    @classmethod
-    def of(cls, chunks: List[ScheduledTokens], inflight_tokens: InflightTokens | None) -> _Rows:
-        made = cls([], [], [], inflight_tokens)
-        for chunk in chunks:
-            ids = chunk.ids
-            made.ids.extend(ids)
-            if len(ids) < chunk.rows:
-                assert inflight_tokens is not None, "a token that nobody knows"
-                made.late.append(len(made.ids))
-                made.places.append(inflight_tokens.places[chunk.sequence])
-                made.ids.append(0)
-        return made
-
-    def complete(self, ids: Tensor) -> None:
-        """Write the late token ids into the ids [N], on their device."""
-        if self.inflight_tokens is not None and self.late:
-            late, places = sent(ids.device, torch.tensor(self.late), torch.tensor(self.places))
-            ids[late] = self.inflight_tokens.tokens[places]
-
-
 class BlockCounts(NamedTuple):
     """Numbers of blocks of a KV cache.
 
@@ -113,43 +72,6 @@ class BlockCounts(NamedTuple):
 
     blocks: int
     sliding: int = 0
-
-
-class _Batch(NamedTuple):
-    """A recorded decode step, and the blocks listed by each row of its block tables."""
-
-    decoding: Decoding
-    cache: KVCache
-    rows: list[list[int]]
-    sliding: list[list[int]]
-
-
-class Unfinished:
-    """The assignment of unfinished blocks to sequences, where a scheme stores those apart: three for each sequence.
-
-    A step that is run again finds the block that it began in unchanged; the blocks that it runs through after that go
-    elsewhere. So a sequence has up to two at a time: that of its next token as far as is committed, and the last of a
-    step. Blocks between those, which a step begins and finishes one after another, take the third, which belongs to the
-    sequence's place in the step: those of different sequences are filled side by side.
-    """
-
-    def __init__(self, sequences: int) -> None:
-        self.lasting, self.count = 2 * sequences, 3 * sequences
-        self._free = list(range(self.lasting))
-        self._held: dict[Sequence, dict[int, int]] = {}
-
-    def tails(self, chunks: List[ScheduledTokens], size: int) -> Tails:
-        """Return the unfinished blocks of a step of `chunks`, in blocks of `size` tokens."""
-        for sequence in [s for s in self._held if s.status in (Status.PREEMPTED, Status.ENDED)]:
-            self._free += self._held.pop(sequence).values()
-        for chunk in chunks:
-            held = self._held.setdefault(chunk.sequence, {})
-            first, last = chunk.start // size, (chunk.start + chunk.rows - 1) // size
-            for done in [i for i in held if i not in (first, last)]:
-                self._free.append(held.pop(done))
-            for i in {first, last} - held.keys():
-                held[i] = self._free.pop()
-        return lambda row, i: self._held[chunks[row].sequence].get(i, self.lasting + row)
 
 
 class Runner:
@@ -195,21 +117,18 @@ class Runner:
         ropes = {rope for rope in decoder.config.ropes if rope is not None}
         self.horizons = tuple(sorted({at for rope in ropes for at in rope.horizons(context)}))
         """Lengths past each of which all keys of a sequence are others (`Rope.horizons`)."""
-        self._recorded = decoder.against_recording() is None and not self.horizons
-        self._batches: OrderedDict[tuple[int, int], _Batch] = OrderedDict()  # by sequences and rows of each
-        self._kept = RECORDINGS * (sequences + drafts)  # rows of all recordings together
+        self.kind, most = StepKind(self.slides), sequences + drafts  # to be completed before the first step
+        self.recordings = None
+        if record is None and decoder.against_recording() is None and not self.horizons:
+            self.recordings = Recordings(decoder, self.pages, context, self.scheme, most, self._unfinished, self.kind)
         self.graphs = None
         if record is not None:
-            most = sequences + drafts
             self.graphs = cuda_graphs.Graphs(decoder, self.pages, context, most, record, self.slides)
-        self.keep: tuple[int, ...] = ()
-        """Layers whose inputs each step keeps, on a CPU; set before the first step."""
         self.kept: KeptStates | None = None
         """Hidden states of the last step's rows, in order; None where it raised, or was replayed as a graph."""
         self.waits = waits(decoder)
         """Reason why a step is complete when it returns; None where it may still be under way."""
-        self._reads_few = self._evicts = False
-        self._moves = False  # whether rows may turn by other angles than those of their slots
+        self._evicts = False
         self._prefill: SparsePrefill | None = None
         self.skipped = Counter[str]()
         """Keys whose values rows of prompts skipped, those of each head and layer, by sequences; the engine takes
@@ -223,7 +142,7 @@ class Runner:
         Rows of prompts read all. Raises ValueError where the cache's scheme or the device does not allow it.
         """
         sparse_layers.attach(self.pages, self.decoder, found, self.context)
-        self._reads_few = True
+        self.kind.reads_few = True
 
     def prefill_few(self, settings: SparsePrefill) -> None:
         """Have rows of prompts read few keys, but for the last of each prompt, from now on.
@@ -238,7 +157,7 @@ class Runner:
 
         Rows of the others have the same bits as before.
         """
-        self._evicts = self._moves = True
+        self._evicts = self.kind.moves = True
 
     def take_images(self, features: Callable[[List[int]], Tensor], turns: bool) -> None:
         """Let sequences have images, from now on; called before the first step.
@@ -247,7 +166,7 @@ class Runner:
         positions than their indexes. Rows of other sequences have the same bits as before.
         """
         self._features_of = features
-        self._moves = self._moves or turns
+        self.kind.moves = self.kind.moves or turns
 
     @torch.inference_mode()
     def record_all(self) -> None:
@@ -285,14 +204,19 @@ class Runner:
             except InjectedFault as fault:
                 raise torch.OutOfMemoryError(str(fault)) from fault
         plain = not any(map(watched, chunks)) and all(
-            chunk.rows == chunk.samples and not chunk.sequence.adapter and chunk.tree is None and not _of_image(chunk)
+            chunk.rows == chunk.samples and not chunk.sequence.adapter and chunk.tree is None and not of_image(chunk)
             for chunk in chunks
         )
         if not wanted and plain and self._replayable(chunks):
             for chunk in chunks:
                 point("runner.replay", chunk.sequence.id)
-            told = _Rows.of(chunks, inflight_tokens)
-            return self._replay(chunks, told) if self.graphs is None else self._replay_graph(self.graphs, chunks, told)
+            told = TokenRows.of(chunks, inflight_tokens)
+            if self.graphs is not None:
+                return self._replay_graph(self.graphs, chunks, told)
+            assert self.recordings is not None
+            logits = self.recordings.replay(chunks, told)
+            self.kept = self.recordings.kept
+            return logits
         return self._run(chunks, wanted or {}, inflight_tokens)
 
     def _copy(self, copy: Copy, sliding: bool = False) -> None:
@@ -317,67 +241,18 @@ class Runner:
             move_sinks(pages, source, target, eviction.sinks, turn)
 
     def _replayable(self, chunks: List[ScheduledTokens]) -> bool:
-        """Return whether a step whose rows are all sampled can be replayed. Without graphs sequences have as many rows
-        each, which are of one block, where unfinished blocks lie apart."""
+        """Return whether a step whose rows are all sampled can be replayed."""
         if self.graphs is not None:
             return sum(chunk.rows for chunk in chunks) <= self.graphs.most
-        rows = chunks[0].rows
-        if not self._recorded or len(chunks) * rows > self._kept or any(chunk.rows != rows for chunk in chunks):
-            return False
-        size = self.block
-        return not self.scheme.recent or all(c.start // size == (c.start + c.rows - 1) // size for c in chunks)
+        return self.recordings is not None and self.recordings.takes(chunks)
 
-    def _replay(self, chunks: List[ScheduledTokens], rows: _Rows) -> Tensor:
-        key = len(chunks), chunks[0].rows
-        batch = self._batches.get(key) or self._batch(*key)
-        self._batches.move_to_end(key)
-        if self.scheme.recent:
-            batch.cache.tails = self._unfinished.tails(chunks, self.block)
-        tables = batch.cache.block_tables.numpy()
-        for row, chunk in enumerate(chunks):
-            blocks = chunk.sequence.blocks
-            if batch.rows[row] != blocks:  # few steps bring a block, and fewer swap one for the prefix tree's
-                tables[row, : len(blocks)] = blocks
-                batch.rows[row] = blocks.copy()
-            if batch.cache.sliding_tables is not None and batch.sliding[row] != chunk.sequence.sliding:
-                batch.sliding[row] = own = chunk.sequence.sliding.copy()
-                batch.cache.sliding_tables.numpy()[row, : len(own)] = own
-            batch.cache.filled[row] = chunk.slot
-            if batch.cache.offsets is not None:
-                batch.cache.offsets[row] = chunk.sequence.dropped + chunk.sequence.shift
-            if batch.cache.dense_until is not None:
-                batch.cache.dense_until[row] = chunk.sequence.prompt
-        ids = rows.ids
-        if rows.late:
-            known = torch.tensor(ids)
-            rows.complete(known)
-            ids = known.tolist()
-        logits = batch.decoding.step(ids)
-        self.kept = batch.decoding.kept
-        return logits
-
-    def _replay_graph(self, graphs: cuda_graphs.Graphs, chunks: List[ScheduledTokens], rows: _Rows) -> Tensor:
+    def _replay_graph(self, graphs: cuda_graphs.Graphs, chunks: List[ScheduledTokens], rows: TokenRows) -> Tensor:
         graph, row = graphs.of(len(rows.ids)), 0
         for chunk in chunks:
             for at in range(chunk.start, chunk.start + chunk.rows):
                 graph.inputs.put(row, rows.ids[row], at, chunk.sequence.blocks, chunk.sequence.sliding)
                 row += 1
         return graph.run(row, rows.complete)
-
-    def _batch(self, sequences: int, rows: int) -> _Batch:
-        tables = torch.zeros((sequences, -(-self.context // self.block)), dtype=torch.int32)
-        sliding = torch.zeros_like(tables) if self.slides else None
-        view = KVCache.over(self.pages, tables, [0] * sequences, sliding=sliding)
-        if self._reads_few:
-            view.dense_until = [0] * sequences
-        if self._moves:
-            view.offsets = [0] * sequences
-        decoding = Decoding(self.decoder, view, self.context, rows=rows, keep=self.keep)
-        batch = _Batch(decoding, view, [[]] * sequences, [[]] * sequences)
-        while self._batches and sequences * rows + sum(n * r for n, r in self._batches) > self._kept:
-            self._batches.popitem(last=False)
-        self._batches[sequences, rows] = batch
-        return batch
 
     def _run(
         self, chunks: List[ScheduledTokens], wanted: dict[str, Wanted], inflight_tokens: InflightTokens | None
@@ -391,8 +266,9 @@ class Runner:
             tables[row, : len(part.blocks)] = torch.tensor(part.blocks, dtype=torch.int32)
             if sliding is not None:
                 sliding[row, : len(part.sliding)] = torch.tensor(part.sliding, dtype=torch.int32)
-        told = _Rows.of(chunks, inflight_tokens)
-        features = self._features(chunks, told.ids)
+        told = TokenRows.of(chunks, inflight_tokens)
+        found = features(chunks, told.ids, self._features_of)
+        seen = None if found is None else Features(*sent(self.device, *found))
         (ids,) = sent(self.device, torch.tensor(told.ids))
         told.complete(ids)
         tails = None
@@ -400,20 +276,20 @@ class Runner:
             assert len(parts) == len(chunks), "a tree of drafts, and unfinished blocks that lie apart"
             tails = self._unfinished.tails(chunks, self.block)
         view = KVCache.over(self.pages, tables, [part.start for part in parts], tails, sliding)
-        if self._reads_few:
+        if self.kind.reads_few:
             view.dense_until = [part.chunk.sequence.prompt for part in parts]
         if self._prefill is not None:
             view.read_few(self._prefill, [part.chunk.sequence.prompt for part in parts])
-        angles = self._angles(chunks)
-        if self._moves and angles is None:
+        turned = angles(chunks)
+        if self.kind.moves and turned is None:
             view.offsets = [part.chunk.sequence.dropped + part.chunk.sequence.shift for part in parts]
         horizons = tuple(part.chunk.sequence.horizon for part in parts) if self.horizons else self.context
         adapters = tuple(part.chunk.sequence.adapter for part in parts)
         lengths = tuple(part.rows for part in parts)
         ranking = self._watch.rows(chunks) if self._evicts else None
         step = ForwardBatch(
-            lengths, horizons, view, adapters, keep=self.keep, repeated=repeated, watched=ranking, features=features,
-            angles=angles, spans=_spans(chunks),
+            lengths, horizons, view, adapters, keep=self.kind.keep, repeated=repeated, watched=ranking, features=seen,
+            angles=None if turned is None else sent(self.device, turned)[0], spans=spans(chunks),
         )  # fmt: skip
         stream, delta = self.decoder.states(ids, step)
         if ranking is not None:
@@ -443,36 +319,14 @@ class Runner:
         (last,) = sent(self.device, last)
         return self.decoder.logits(stream[last], None if delta is None else delta[last], routes)
 
-    def _features(self, chunks: List[ScheduledTokens], ids: list[int]) -> Features | None:
-        """Return the rows of images among those of these ids, which become ids of the vocabulary; None without any."""
-        own = [chunk for chunk in chunks if _of_image(chunk)]
-        if not own:
-            return None
-        assert self._features_of is not None, "rows of images without features"
-        for chunk in own:
-            point("runner.features", chunk.sequence.id)
-        rows = [row for row, token in enumerate(ids) if token < 0]
-        values = self._features_of([ids[row] for row in rows])
-        for row in rows:
-            ids[row] = 0
-        return Features(*sent(self.device, torch.tensor(rows), values))
-
-    def _angles(self, chunks: List[ScheduledTokens]) -> Tensor | None:
-        """Return the positions [3, N] of a step's rows; None where all have their indexes, moved by one number."""
-        if not any(chunk.sequence.positions and chunk.start < chunk.sequence.prompt for chunk in chunks):
-            return None
-        rows = [chunk.sequence.axes(chunk.start, chunk.rows) for chunk in chunks]
-        axes = [list(itertools.chain.from_iterable(axis)) for axis in zip(*rows, strict=True)]
-        (angles,) = sent(self.device, torch.tensor(axes))
-        return angles
-
     def _no_logits(self) -> Tensor:
         return torch.empty((0, self.decoder.config.vocab_size), device=self.device)
 
     def release(self) -> None:
         """Release the memory of results; recordings on a CPU go with it. Graphs stay: each step writes all their
         inputs, so none is ever half made."""
-        self._batches.clear()
+        if self.recordings is not None:
+            self.recordings.clear()
         self.kept = None
         dispatch.release()
         if self.device.type == "cuda":
@@ -483,22 +337,6 @@ def waits(decoder: Decoder) -> str | None:
     """Return why the host waits for the device within a step of this model; None where it does not. It is None on CPUs
     too. The reference on a device waits in every layer's attention, but only comparisons use it."""
     return None if decoder.device.type == "cpu" else decoder.by_token
-
-
-def _of_image(chunk: ScheduledTokens) -> bool:
-    """Return whether some row of a chunk is one of an image."""
-    sequence = chunk.sequence
-    if not sequence.images or chunk.start >= sequence.images[-1].end:
-        return False
-    return any(token < 0 for token in chunk.ids)
-
-
-def _spans(chunks: List[ScheduledTokens]) -> Tensor | None:
-    """Return what rows of images see beside the rows before them (`ForwardBatch.spans`); None where it is nothing."""
-    if not any(image.whole for chunk in chunks for image in chunk.sequence.images if _of_image(chunk)):
-        return None
-    images = [[(image.start, image.end) for image in chunk.sequence.images if image.whole] for chunk in chunks]
-    return torch.cat([spans_of(own, chunk.start, chunk.rows) for own, chunk in zip(images, chunks, strict=True)])
 
 
 def _rows(stream: Tensor, delta: Tensor | None, start: int, end: int) -> tuple[Tensor, Tensor | None]:

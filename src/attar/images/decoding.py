@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from attar.errors import CODES, Code, UserError
-from attar.images.geometry import layout, unpadded
+from attar.images.geometry import layout, unpadded_rows
 from attar.images.settings import ImageSettings
 from attar.protocol.images import (
     CHANNELS,
@@ -129,8 +129,7 @@ def count_rows(settings: ImageSettings, tiles: int, grid: tuple[int, int], size:
     if pixels.family == "qwen2_vl":
         return grid[0] * grid[1] // pixels.merge**2
     if pixels.family == "llava_next":
-        high, wide = unpadded(pixels, grid, *size)
-        return settings.tile_rows + high * wide + high  # a newline behind each row
+        return settings.tile_rows + unpadded_rows(pixels.tile // pixels.patch, grid, size)
     return settings.tile_rows * tiles
 
 

@@ -135,12 +135,12 @@ def smart_resize(settings: PixelSettings, height: int, width: int) -> tuple[int,
     return high, wide
 
 
-def unpadded(settings: PixelSettings, grid: tuple[int, int], height: int, width: int) -> tuple[int, int]:
-    """Return the rows and columns of LLaVA-NeXT's patches that are not padding, in all tiles but the global one."""
-    side = settings.tile // settings.patch
+def unpadded_rows(side: int, grid: tuple[int, int], size: tuple[int, int]) -> int:
+    """Return LLaVA-NeXT's feature rows of a grid of tiles of `side` x `side` patches, the global tile apart: those of
+    an image of `size` that are no padding, and a newline behind each line."""
     high, wide = side * grid[0], side * grid[1]
-    top, left = margins((high, wide), (height, width))
-    return high - 2 * top, wide - 2 * left
+    top, left = margins((high, wide), size)
+    return (high - 2 * top) * (wide - 2 * left + 1)
 
 
 def margins(picture: tuple[int, ...], size: tuple[int, int]) -> tuple[int, int]:

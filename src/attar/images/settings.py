@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 from attar import strict_json
 from attar.errors import UserError
+from attar.protocol.images import MAX_ROWS
 
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 MAX_CONFIG = 8 << 20  # bytes of a file
 MAX_SIDE = 4096  # pixels
 MAX_RESIZED = 16_000_000  # pixels that an image may be resized to
-MAX_ROWS = 32_768  # feature rows of one image
 BICUBIC, BILINEAR, LANCZOS = 3, 2, 1  # Pillow's numbers
 
 Family = Literal["idefics3", "llava", "llava_next", "qwen2_vl", "gemma3"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 SINKS = 4  # first tokens, which Expected Attention and diffuse heads keep
-LEAST = 0.75  # share of weight: a head is diffuse whose chosen keys hold less
+LEAST = 0.9  # share of weight: a head is diffuse whose chosen keys hold less
 PEAK = 0.1  # weight that a single row gives a key which a diffuse head keeps
 ROWS = 32  # last rows of a prompt whose weights say so
 POOL = 7  # neighbours that share the greatest score among them: what follows a match stays beside it

@@ -16,8 +16,11 @@ depend on the length of a text they stay at its beginning.
 Texts go through a block one by one. Besides all texts' hidden states, and one layer's keys and values, only the memory
 of a step of one text is needed (`plan.costs.calibration_bytes` counts it).
 
-A mean is subtracted, for values and for keys: softmax is invariant to its constant contribution to all scores of a
-query. With soft-capped scores it is not: there keys keep theirs.
+A centre is subtracted, for values and for keys: softmax is invariant to its constant contribution to all scores of a
+query. With soft-capped scores it is not: there keys keep theirs. In trained models most heads attend to a text's first
+token (Xiao et al. 2024, arXiv 2309.17453), whose value is near zero and whose key is like no other's. So the errors of
+that value are not averaged out, and that key reaches beyond all levels. Values are therefore centred at the first
+token's, and keys too where its key lies apart from all others; elsewhere keys are centred at their mean.
 
 For KVQuant's schemes (`kv/kvquant.py`) the same texts give each channel's mean and spread and a layer's levels.
 """
@@ -40,6 +43,8 @@ from attar.model.decoder import Decoder
 from attar.model.layers import Attention
 from attar.model.rope import table
 
+SMALL = 0.5  # share of the mean size of values, below which a first token's is near zero
+FAR = 1.5  # squared distance over the largest, above which a first token's key lies apart
 ROUNDS = 3
 RIDGE = 1e-3  # share of the mean cost of errors, added along each axis: no direction may be free
 TINY = 1e-12  # share of the largest eigenvalue, below which rounding left nothing of the smallest
@@ -62,6 +67,7 @@ def calibrate(decoder: Decoder, ids: Tensor, scheme: KvScheme, seed: int = 0) ->
     numbers = torch.Generator().manual_seed(seed)
     first = torch.randint(0, config.context - length + 1, (sequences, 1), generator=numbers)
     placed = (first + torch.arange(length)).int()
+    placed[:, 0] = 0  # where the first token of a text stands
     step = ForwardBatch((length,), length)
     hidden = [decoder.embedding.forward(text, step.positions) for text in ids]
     groups, size = config.kv_heads, config.head_dim
@@ -69,6 +75,8 @@ def calibrate(decoder: Decoder, ids: Tensor, scheme: KvScheme, seed: int = 0) ->
     for block in decoder.blocks:
         one = block.attention
         keys, values = (torch.empty((sequences, length - 1, groups, size)) for _ in range(2))
+        # Means over texts, of the first token.
+        first_key, first_value, first_size = (torch.zeros((groups, size)[:n]) for n in (2, 2, 1))
         moment = torch.zeros((groups, size, size), dtype=torch.float64)
         for i, rows in enumerate(hidden):
             rotation = None if one.rope is None else step.rotation(one.rope)
@@ -76,6 +84,9 @@ def calibrate(decoder: Decoder, ids: Tensor, scheme: KvScheme, seed: int = 0) ->
                 rotation = Rotation(*table(one.rope, config.context), placed[i])
             q, k, v = one.heads(ops.norm(rows, None, block.attention_norm)[1], rotation)
             keys[i], values[i] = k[1:], v[1:]  # a first token's keys are like no other's
+            first_key += k[0] / sequences
+            first_value += v[0] / sequences
+            first_size += v[0].norm(dim=-1) / sequences
             queries = q[1:].double().unflatten(1, (groups, -1)).movedim(1, 0).flatten(1, 2)  # [G, L * H / G, D]
             moment += queries.transpose(1, 2) @ queries
             hidden[i] = block.run(rows, step)
@@ -86,7 +97,11 @@ def calibrate(decoder: Decoder, ids: Tensor, scheme: KvScheme, seed: int = 0) ->
             found.append(Bases(*both))
             continue
         units = scheme.units(size)
-        found.append(Bases(basis(k, moment, units, centred), basis(v, of_values, units, centred=True)))
+        far = apart(first_key, k, moment)[:, None]
+        of_keys = torch.where(far, first_key, k.mean(0)) if centred else torch.zeros(groups, size)
+        small = first_size < SMALL * v.norm(dim=-1).mean(0)
+        middle = torch.where(far | small[:, None], first_value, v.mean(0))
+        found.append(Bases(basis(k, moment, units, of_keys), basis(v, of_values, units, middle)))
     return found
 
 
@@ -104,18 +119,30 @@ def _output_moment(attention: Attention) -> Tensor:
     return torch.stack(found)
 
 
-def basis(x: Tensor, moment: Tensor, units: int, centred: bool) -> Basis:
+def apart(first: Tensor, x: Tensor, moment: Tensor) -> Tensor:
+    """Return for which heads [G] the keys `first` [G, D] lie much farther from the mean of keys x [N, G, D] than all
+    of these, by scores of queries with the second moment `moment` [G, D, D]."""
+    mean = x.double().mean(0)
+
+    def far(keys: Tensor) -> Tensor:
+        gone = keys.double() - mean
+        return torch.einsum("...gd,gde,...ge->...g", gone, moment, gone)
+
+    return far(first) > FAR * far(x).amax(0)
+
+
+def basis(x: Tensor, moment: Tensor, units: int, centres: Tensor) -> Basis:
     """Return the basis of one layer's keys or values x [N, G, D], with `units` bits for the buckets together.
 
-    `moment` [G, D, D], float64, is the cost of their errors. Raises ValueError on a NaN or an infinity.
+    `moment` [G, D, D], float64, is the cost of their errors; `centres` [G, D] are subtracted. Raises ValueError on a
+    NaN or an infinity.
     """
     size = x.shape[2]
     _refuse_broken(x, moment)
     into, back, means, weights, bits = [], [], [], [], []
     for g in range(x.shape[1]):
         own = x[:, g].double()
-        mean = own.mean(0) if centred else torch.zeros(size, dtype=own.dtype)
-        counts = moment[g]
+        mean, counts = centres[g].double(), moment[g]
         if not counts.trace() > 0:  # nothing reads this head: any coordinates do
             counts = torch.eye(size, dtype=own.dtype)
         values, axes = torch.linalg.eigh(counts + RIDGE * counts.trace() / size * torch.eye(size))

@@ -66,6 +66,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer_cert: str | None = None  # file of the own certificate and its private key
     peer_name: str = ""  # that the other side's certificate must have; empty: the address's
     files: dict[str, str] = {}  # `fingerprints` of the files to serve; empty: any files
+    contents: tuple[str, ...] = ()  # `content_hashes` of `folders`, where other hosts or starts compare them
 
     @property
     def computes_in(self) -> str:
@@ -84,7 +85,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Return the model, its adapters and its draft model, whose fingerprints `files` are."""
+        """Return the model, its adapters and its draft model, whose fingerprints `files` are.
+        The order is that of `contents`."""
         return (self.model, *(folder for _, folder in self.adapters), *filter(None, (self.draft_model,)))
 
     def limits(self) -> SchedulerConfig:

@@ -43,6 +43,7 @@ START = 0.5  # share of right drafts, and its weight of one draft, before any is
 SOURCE = 1 << 10  # evidences of one source of drafts; those of another are a multiple of it more
 KINDS = 8  # of evidence, of one source
 TRIED = 0.01  # share of time that drafts take which are made to learn
+LEAST = 0.02  # survival of a draft below which none is looked at
 SAVED = 3.0  # seconds that may be left for such drafts, at most, and to begin with: to read a prompt takes some
 
 
@@ -54,6 +55,7 @@ class Costs:
         self._rows: list[int] = []
         self._medians: dict[int, float] = {}
         self._begun: set[int] = set()
+        self._found: dict[int, float] = {}  # by rows, since the last step
 
     def record(self, rows: int, seconds: float) -> None:
         """Count a step of so many rows, unless it is the first."""
@@ -63,6 +65,7 @@ class Costs:
         if rows not in self._steps:
             self._steps[rows] = deque(maxlen=SAMPLES)
             self._rows.insert(bisect_left(self._rows, rows), rows)
+        self._found.clear()
         self._steps[rows].append(seconds)
         self._medians[rows] = median(self._steps[rows])
 
@@ -72,10 +75,21 @@ class Costs:
         return bool(self._rows)
 
     def of(self, rows: int) -> float:
-        """Return the seconds of a step of `rows` rows; 1 where nothing is known yet."""
+        """Return the seconds of a step of `rows` rows; 1 where nothing is known yet.
+
+        They are no more than those of a larger step. Else a size that was slow once, beside other work, would look dear
+        and not be tried again.
+        """
+        if (found := self._found.get(rows)) is None:
+            at = bisect_left(self._rows, rows)
+            found = min([self._between(rows, at), *(self._medians[more] for more in self._rows[at:])])
+            self._found[rows] = found
+        return found
+
+    def _between(self, rows: int, at: int) -> float:
+        """Return the seconds of a step by the nearest sizes that were measured, where `at` of them are smaller."""
         if (known := self._medians.get(rows)) is not None:
             return known
-        at = bisect_left(self._rows, rows)
         if at == len(self._rows) or at == 0:
             if not self._rows:
                 return 1.0

@@ -215,9 +215,14 @@ class Sampler:
             self.changes[at + 4] = params.frequency_penalty * self._times[token_id]
 
     @property
+    def greedy(self) -> bool:
+        """Return whether the choice is just the largest logit, of those that the mask allows where there is one."""
+        return self.params.temperature == 0 and not self.changes and not len(self.seen)
+
+    @property
     def plain(self) -> bool:
         """Return whether the choice is just the largest logit."""
-        return self.params.temperature == 0 and not self.changes and not len(self.seen) and self.mask is None
+        return self.greedy and self.mask is None
 
     def draw(self) -> tuple[int, int]:
         """Return the seed and the index of the noise that samples the next token."""
@@ -238,10 +243,8 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[SampledToken | B
     """
     assert logits.ndim == 2
     assert logits.shape[0] == len(samplers)
-    if all(sampler.plain for sampler in samplers):  # most greedy requests of a server: one look at each logit
-        ids = ops.argmax(logits)
-        tops = logits.gather(-1, ids[:, None]).squeeze(-1).tolist()
-        return drawn(partial(logprobs_of, logits), ids.tolist(), tops, samplers)
+    if all(sampler.greedy for sampler in samplers):  # most greedy requests of a server: one look at each logit
+        return _largest_allowed(logits, samplers)
     if len(samplers) > (few := at_once(logits.shape[1])):
         pieces = range(0, len(samplers), few)
         return [draw for i in pieces for draw in sample(logits[i : i + few], samplers[i : i + few])]
@@ -260,6 +263,25 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[SampledToken | B
         scaled = rows.sub_(largest).div_(temperature)
         tokens[random] = ops.gumbel_max(_filter(scaled, [sampler.params for sampler in chosen]), noise)
     return drawn(partial(logprobs_of, logits), tokens.tolist(), tops, samplers)
+
+
+def _largest_allowed(logits: Tensor, samplers: Sequence[Sampler]) -> list[SampledToken | BadLogits]:
+    """Choose the largest allowed logit of every row. It is mostly the largest of all, which one bit of a mask tells:
+    only other rows are masked whole."""
+    ids = ops.argmax(logits)
+    tops: list[float] = logits.gather(-1, ids[:, None]).squeeze(-1).tolist()
+    tokens: list[int] = ids.tolist()
+    for i, sampler in enumerate(samplers):
+        if sampler.mask is None:
+            continue
+        allowed = sampler.mask.allowed(sampler.ahead)
+        if int(allowed[tokens[i] // 32]) >> tokens[i] % 32 & 1:
+            continue
+        row = logits[i : i + 1].to(torch.float64, copy=True)
+        ops.mask(row, *sent(row.device, torch.tensor([0]), allowed[None]))
+        tokens[i] = int(ops.argmax(row))
+        tops[i] = float(row[0, tokens[i]])
+    return drawn(partial(logprobs_of, logits), tokens, tops, samplers)
 
 
 def penalized(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:

@@ -16,8 +16,9 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-ROW_BITS = 15
-MAX_ROWS = 1 << ROW_BITS  # of an image
+from attar.protocol.images import MAX_ROWS
+
+ROW_BITS = (MAX_ROWS - 1).bit_length()  # 15
 MAX_IMAGES = (1 << (31 - ROW_BITS)) - 1  # at a time
 
 
@@ -53,7 +54,7 @@ def number_of(token: int) -> int:
 
 def row_of(token: int) -> int:
     """Return the row of its image that a negative id stands for."""
-    return ~token & (MAX_ROWS - 1)
+    return ~token & ((1 << ROW_BITS) - 1)
 
 
 class ImageIds:

@@ -22,6 +22,7 @@ from attar.protocol.images import ImageInput
 from attar.server.errors import APIError
 from attar.server.fair_thread_pool import TextThreads
 from attar.server.images import ImageReader, has_images, taken
+from attar.server.prompt_room import Room, beyond, check_room, in_vocabulary
 from attar.text.answers.reasoning import SWITCHES, Place, ReasoningMarkers, switched
 from attar.text.forms.infill import File, Infill
 from attar.text.forms.rerank import Reranker
@@ -54,15 +55,6 @@ class Echo(NamedTuple):
 
     text: str
     starts: array[int]
-
-
-class Room(NamedTuple):
-    """What prompts of a `field` must fit: the vocabulary, and the context with `new` tokens more."""
-
-    field: str
-    vocab: int
-    context: int
-    new: int = 1
 
 
 class Turn(Enum):
@@ -141,9 +133,9 @@ class Prompts:
             found = await self._threads.run(key, size, lambda: self._encoded(prompts, vocab, name, most))
         if cut is not None:
             if (longest := max(map(len, found))) > most:
-                raise _beyond(longest, most, name)
+                raise beyond(longest, most, name)
             found = [cut(prompt) for prompt in found]
-        _check_room(found, name, room.context, room.new)
+        check_room(found, room)
         return found
 
     async def infill_ids(
@@ -167,7 +159,7 @@ class Prompts:
 
         size = sum(map(len, prefixes)) + len(suffix) + sum(len(text) for file in files for text in file)
         found = await self._threads.run(key, size, encode)
-        _check_room(found, room.field, room.context, room.new)
+        check_room(found, room)
         return found
 
     async def rerank_ids(
@@ -190,7 +182,7 @@ class Prompts:
 
         size = sum(map(len, documents)) + len(documents) * (len(query) + len(instruction))
         found = await self._threads.run(key, size, encode)
-        _check_room(found, room.field, room.context, room.new)
+        check_room(found, room)
         return found
 
     async def text_ids(self, key: bytes, text: str, add_special_tokens: bool) -> list[int]:
@@ -217,7 +209,7 @@ class Prompts:
         if not made.ids:
             raise APIError("empty_prompt", "messages: no tokens", "messages")
         if context is not None and len(made.ids) >= context:
-            raise _beyond(len(made.ids), context, "messages")
+            raise beyond(len(made.ids), context, "messages")
         return made
 
     async def given(self, key: bytes, ids: Sequence[int], room: Room) -> ChatPrompt:
@@ -288,7 +280,7 @@ class Prompts:
         """Raise APIError for pieces with a text that is far too long, more of them than the context has tokens, or
         tokens beyond `vocab`. An empty text has no tokens, but so many pieces are refused too."""
         if len(pieces) > context:
-            raise _beyond(len(pieces), context, name, least=True)
+            raise beyond(len(pieces), context, name, least=True)
         for piece in pieces:
             if isinstance(piece, str):
                 self._check_length(piece, name, context)
@@ -316,7 +308,7 @@ class Prompts:
 
     def _check_length(self, text: str, name: str, context: int | None) -> None:
         if context is not None and (least := self._bounds.at_least(text)) > context:
-            raise _beyond(least, context, name, least=True)
+            raise beyond(least, context, name, least=True)
 
     def _decode(self, ids: Sequence[int]) -> str:
         point("prompt.decode")
@@ -431,35 +423,9 @@ def _tokenized(encode: Callable[[], T]) -> T:
     return encode()
 
 
-def _check_room(found: Sequence[Sequence[int]], name: str, context: int, new: int) -> None:
-    """Raise APIError for prompts without tokens, and for those that have no room in the context with `new` more."""
-    if not all(found):
-        raise APIError("empty_prompt", f"{name}: no tokens", name)
-    if (longest := max(map(len, found))) + new > context:
-        raise _beyond(longest, context, name)
-
-
-def _beyond(tokens: int, context: int, name: str, least: bool = False) -> APIError:
-    """Make the refusal of a prompt of `tokens`, or at `least` so many, that is beyond the context or just fills it.
-    Clients know OpenAI's first words, or Anthropic's `prompt is too long`; then they shorten it or take another
-    model."""
-    message = (
-        f"This model's maximum context length is {context} tokens, and the prompt is too long: "
-        f"{'at least ' if least else ''}{tokens} tokens in {name}"
-        f"{' leave no room for an answer' if tokens == context and not least else ''}"
-    )
-    return APIError("context_length_exceeded", message, name, beyond=(tokens, context))
-
-
 def _is_ids(prompt: Sequence[int | str]) -> bool:
     """Return whether a prompt that is no text is of token ids alone."""
     return str not in set(map(type, prompt))
-
-
-def in_vocabulary(tokens: Sequence[int], vocab: int, name: str) -> None:
-    """Raise APIError unless all tokens are in the vocabulary."""
-    if tokens and max(tokens) >= vocab:
-        raise APIError("out_of_range", f"{name}: token ids are 0 to {vocab - 1}, not {max(tokens)}", name)
 
 
 def _fit(sentence: str) -> str:

@@ -1,4 +1,4 @@
-"""Images beside every other feature: each gives what it gives alone, or is refused by name."""
+"""The table of docs/images.md: each feature beside images gives what it gives alone, or is refused by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from attar.checkpoints.adapters import lora
+from attar.engine.engine import Engine
 from attar.engine.images.limits import Beside, against_images, no_images
+from attar.engine.llm.llm import LLM
 from attar.kernels import dispatch
 from attar.kv import sparse_prefill
 from attar.kv.eviction import Eviction
@@ -35,8 +37,12 @@ from attar.text.tokenizer import Tokenizer
 from tests.engine.conftest import Answers, answers, make_engine, run, run_as_they_come
 from tests.engine.images.seeing import SeededTower, image, submit
 from tests.engine.test_adapters import save
+from tests.engine.test_resume import FEATURES
+from tests.engine.test_resume import submit as submit_text
 from tests.errors import user_error
+from tests.server.replicas.engines import answered
 
+PAGE = Path(__file__).parents[3] / "docs" / "images.md"
 A, B, C = image(1), image(2, 20), image(3, 5)
 TEXT = tuple(range(1, 40))
 SEEDED = SamplingParams(max_tokens=24, temperature=0.8, seed=11, logprobs=1)
@@ -76,6 +82,11 @@ def equal_to_alone(decoder: Decoder, given: list[Submit], **how: Any) -> Answers
 
 
 @pytest.fixture(scope="module")
+def llm(demo: Path) -> LLM:
+    return LLM(demo, verify=False)
+
+
+@pytest.fixture(scope="module")
 def tokenizer(demo: Path) -> Tokenizer:
     return Tokenizer.load(demo)
 
@@ -88,6 +99,30 @@ def test_grammars_and_stop_strings(decoder: Decoder, tokenizer: Tokenizer) -> No
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=3, stop=("zq",))
     constrained = [msgspec.structs.replace(ask, grammar=Grammar("regex", "(?s:.{60,})")) for ask in asks(params)]
     equal_to_alone(decoder, constrained, tokenizer=tokenizer, limits=DRAFTING)
+
+
+def test_tools(decoder: Decoder, llm: LLM) -> None:
+    tools = submit_text(llm, FEATURES["tools"][1]).grammar
+    params = SamplingParams(max_tokens=48, temperature=0.8, seed=3)
+    calling = [msgspec.structs.replace(ask, grammar=tools) for ask in asks(params)]
+    found = equal_to_alone(decoder, calling, tokenizer=llm.tokenizer, limits=DRAFTING)
+    texts = {b"".join(bytes(ids) for ids in answer[:1]) for answer in found.values()}
+    assert texts
+
+
+def test_replicas(decoder: Decoder, tmp_path: Path) -> None:
+    """Two engines, and one of them again while each dies within its answers."""
+
+    def engines() -> list[Engine]:
+        return [make_engine(decoder, tower=SeededTower(), limits=LIMITS) for _ in range(2)]
+
+    alone = {ask.id: answers(run(engines()[0], [ask])) for ask in asks()}
+    for at, dies in enumerate((0, 6)):
+        (tmp_path / str(at)).mkdir()
+        told = answered(engines(), asks(), tmp_path / str(at), dies)
+        assert {id: answers(events) for id, events in told.events.items()} == alone
+        assert all(told.routed)
+        assert bool(told.replays["continued"]) == bool(dies)
 
 
 def test_penalties_and_biases(decoder: Decoder) -> None:
@@ -216,3 +251,59 @@ def test_a_message_with_images_travels() -> None:
     """Replicas and recovery send a request again, with what was generated."""
     begun = msgspec.structs.replace(asks()[1], generated=((1, 2),))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(begun), type=Submit) == begun
+
+
+REFUSED_OF_A_REQUEST, REFUSED_AT_THE_START = "invalid", "unsupported_field"
+"""Codes of refusals: of the engine for one request, and of the server for every request with images."""
+TABLE: dict[str, tuple[str, Callable[..., None] | str]] = {
+    "n": ("`n`", test_choices),
+    "grammar": ("constraints", test_grammars_and_stop_strings),
+    "tools": ("tools", test_tools),
+    "LoRA": ("LoRA adapters", test_adapters),
+    "speculation": ("`--draft suffix`, `lookahead`", test_speculation_without_a_model),
+    "speculation by a model": ("other drafters", REFUSED_AT_THE_START),
+    "eviction": ("`--kv-eviction`", REFUSED_OF_A_REQUEST),
+    "retrieval": ("`--sparse-attention`", test_few_keys_of_a_long_context),
+    "klt": ("`--kv klt2`, `klt4`", test_kv_schemes),
+    "tp": ("`--tp`, `--pp`", REFUSED_AT_THE_START),
+    "replicas": ("`--replicas`", test_replicas),
+    "role": ("`--role`", REFUSED_AT_THE_START),
+    "cache-dir": ("`--cache-dir`", REFUSED_AT_THE_START),
+}
+"""Each feature in words, with the test that finds it equal to alone, or the code of its refusal."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "speculation by a model": {"draft": "/a/draft"}, "tp": {"tp": 2}, "role": {"role": "decode"},
+    "cache-dir": {"cache_dir": "/a"},
+}  # fmt: skip
+
+
+def test_no_row_of_the_table_is_missing() -> None:
+    wanted = "n grammar tools LoRA speculation eviction retrieval klt tp replicas role cache-dir"
+    assert set(wanted.split()) <= TABLE.keys()
+    refused = {row for row, (_, cell) in TABLE.items() if cell == REFUSED_AT_THE_START}
+    assert refused == SETTINGS.keys()
+
+
+@pytest.mark.parametrize("row", SETTINGS)
+def test_what_is_refused_at_the_start_is_named(row: str) -> None:
+    """The engine starts as a language model, says so in its log, and tells the server, which refuses by that name
+    (`tests/server/api/images/test_images_served.py`)."""
+    (option,) = SETTINGS[row]
+    assert f"--{option.replace('_', '-')}" in (no_images(Settings("model", "", **SETTINGS[row]), SMALL) or "")
+
+
+def test_the_page_has_the_table() -> None:
+    assert page() in PAGE.read_text()
+
+
+def page() -> str:
+    """The table in Markdown."""
+    lines = ["| feature | with images |", "|---|---|"]
+    for words, cell in TABLE.values():
+        told = {
+            REFUSED_OF_A_REQUEST: f"requests with images are refused (`{cell}`)",
+            REFUSED_AT_THE_START: f"images are refused from the start (`{cell}`)",
+        }
+        shown = told[cell] if isinstance(cell, str) else "equal"
+        lines.append(f"| {words} | {shown} |")
+    return "\n".join(lines) + "\n"

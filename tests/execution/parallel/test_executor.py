@@ -22,12 +22,14 @@ from attar import faults
 from attar.checkpoints.adapters import lora
 from attar.checkpoints.sources.hub import embedded
 from attar.engine import startup
-from attar.engine.engine import Engine, EngineConfig
+from attar.engine.config import EngineConfig
+from attar.engine.engine import Engine
 from attar.engine.llm.llm import LLM
 from attar.engine.loader import Parallel
 from attar.execution.parallel import executor
-from attar.execution.parallel.commands import Call, Job, encode
-from attar.execution.parallel.executor import ParallelExecutor, ParallelRunner, WorkerGroup, WorkerLost, tell
+from attar.execution.parallel.commands import Job, encode
+from attar.execution.parallel.executor import ParallelExecutor, ParallelRunner, WorkerLost
+from attar.execution.parallel.worker_group import WorkerGroup
 from attar.faults import Fault
 from attar.kernels.operands import Routes
 from attar.kv.schemes import SCHEMES
@@ -245,50 +247,6 @@ def test_every_process_has_its_part_of_the_threads(demo: Path, monkeypatch: pyte
         torch.set_num_threads(threads)
 
 
-def test_a_worker_that_reads_nothing_is_not_waited_for_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for what in ("UNREAD_SECONDS", "END_SECONDS"):
-        monkeypatch.setattr(executor, what, 0.1)
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    workers = WorkerGroup(folder, [Job("model", 1, 2, 1, "cpu", "float32", "int8g128", True, 1, str(folder))])
-    (child,) = workers.children
-    child.send_signal(signal.SIGSTOP)
-    said: list[str] = []
-    workers.on_lost = said.append
-    long = Call(None, [], (1,), 1, list(range(1 << 17)), None)  # more than any pipe takes
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="process 1 of the model reads nothing any more"):
-            tell(workers, long)
-    assert folder.exists(), "who is lost may still be closing what it met by"
-    workers.end()
-    assert said == ["process 1 of the model reads nothing any more"]
-    assert child.returncode == -signal.SIGKILL
-    assert not folder.exists()
-
-
-def test_where_one_process_cannot_be_started_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-
-    class Few(subprocess.Popen[bytes]):
-        def __init__(self, *args: Any, **how: Any) -> None:
-            if started:
-                raise BlockingIOError("too many processes")
-            super().__init__(*args, **how)
-            started.append(self)
-
-    monkeypatch.setattr(subprocess, "Popen", Few)
-    monkeypatch.setattr(executor, "END_SECONDS", 0.1)
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    jobs = [Job("model", rank, 3, 1, "cpu", "float32", "int8g128", True, 1, str(folder)) for rank in (1, 2)]
-    with pytest.raises(BlockingIOError, match="too many processes"):
-        WorkerGroup(folder, jobs)
-    assert started[0].returncode is not None
-    assert not folder.exists()
-
-
 def test_an_engine_ends_when_a_worker_dies(tmp_path: Path) -> None:
     settings = Settings(str(embedded()), str(tmp_path / "engine"), max_cached_tokens=512, context=128, tp=2, threads=1)
     (tmp_path / "temporary").mkdir()
@@ -353,16 +311,16 @@ def test_they_meet_anew_where_their_folder_was_cleaned_away(one: LLM, two: LLM) 
 LATE = """
 import time
 from pathlib import Path
-from attar.execution.parallel import executor, worker
+from attar.execution.parallel import part, worker
 
-plain = executor.meet_again
+plain = part.meet_again
 
 def meet_again(job, groups, count):
     plain(job, groups, count)
     time.sleep(0.3)
     Path(job.folder, f"through{count}").touch()
 
-executor.meet_again = meet_again
+part.meet_again = meet_again
 raise SystemExit(worker.main())
 """
 

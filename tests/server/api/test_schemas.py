@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from attar.protocol.messages import Ready
 from attar.protocol.request import SamplingParams
 from attar.server.admission.rate_limits import Caller
-from attar.server.api import openapi, sampling_params, validation
+from attar.server.api import sampling_params, validation
 from attar.server.api.anthropic import AnthropicBody, AnthropicPrompt
 from attar.server.api.app import NO_DEFAULTS, make_app
 from attar.server.api.body import Body
@@ -34,12 +34,10 @@ from attar.server.api.dialects.ollama import (
 )
 from attar.server.api.dialects.rerank import RerankBody
 from attar.server.api.dialects.tokenizing import DetokenizeBody, TokenizeBody
+from attar.server.api.openapi import document, rules
+from attar.server.api.openapi.examples import EXAMPLES
 from attar.server.api.responses.schemas import ResponsesBody
-from attar.server.api.schemas import (
-    ChatBody,
-    CompletionBody,
-    EmbeddingBody,
-)
+from attar.server.api.schemas import ChatBody, CompletionBody, EmbeddingBody
 from attar.server.api.validation import read
 from attar.server.errors import APIError
 from attar.server.prompts import Turn
@@ -165,7 +163,7 @@ def test_a_stop_string_that_fits_the_document_is_taken(text: str) -> None:
 
 
 def document_takes(text: str) -> bool:
-    kinds = openapi._short()["anyOf"]
+    kinds = rules.short()["anyOf"]
     return bool(text) and any(
         len(text) <= one["maxLength"] and re.search(one.get("pattern", ""), text) for one in kinds
     )
@@ -193,7 +191,7 @@ def test_the_best_of_several_cannot_be_streamed_and_needs_log_probabilities() ->
 
 
 def test_candidates_are_at_least_what_is_kept_of_them_as_the_document_says() -> None:
-    rules = openapi.document(make_app(*[Mock()] * 4), openapi.Served())
+    rules = document.document(make_app(*[Mock()] * 4), document.Served())
     rules = rules["components"]["schemas"]["CompletionBody"]["not"]["not"]["allOf"]
     some: list[int | None] = [None, 1, 2, 3, 15, 16]
     for n, best_of, stream in itertools.product(some, some, (None, False, True)):
@@ -352,15 +350,15 @@ def test_whole_floats_are_integers_as_in_json_schema() -> None:
 
 def test_the_documents_examples_are_taken() -> None:
     kinds = {kind.__name__: kind for kind in (*LEAST, DetokenizeBody, RerankBody, *LLAMACPP, *OLLAMA)}
-    assert openapi._EXAMPLES.keys() == kinds.keys()
-    for name, examples in openapi._EXAMPLES.items():
+    assert EXAMPLES.keys() == kinds.keys()
+    for name, examples in EXAMPLES.items():
         for example in examples:
             read(kinds[name], json.dumps(example).encode())
 
 
 @given(st.integers(1, 300_000), st.data())
 def test_the_documents_pattern_of_token_ids_is_exact(vocab: int, data: st.DataObject) -> None:
-    pattern = re.compile("|".join(openapi._below(vocab)))
+    pattern = re.compile("|".join(document._below(vocab)))
     near = st.sampled_from([vocab - 1, vocab, vocab + 1, vocab // 10, vocab * 10, 0])
     token = data.draw(st.integers(0, 10 * vocab) | near)
     assert bool(pattern.fullmatch(str(token))) == (token < vocab)
@@ -369,11 +367,11 @@ def test_the_documents_pattern_of_token_ids_is_exact(vocab: int, data: st.DataOb
 
 def test_the_document_names_what_is_served_and_asks_for_keys_where_they_are_needed() -> None:
     app = make_app(*[Mock()] * 4)
-    before = openapi.document(app, openapi.Served())
+    before = document.document(app, document.Served())
     assert "security" not in before
     assert "401" not in before["paths"]["/tokenize"]["post"]["responses"]
     ready = Ready("a-model", 512, 1000, 1, 16, 256, (), dimensions=64)
-    after = openapi.document(app, openapi.Served(keyed=True, ready=ready, shortest=1))
+    after = document.document(app, document.Served(keyed=True, ready=ready, shortest=1))
     body = after["components"]["schemas"]["CompletionBody"]["properties"]
     assert body["model"] == {"enum": [None, "a-model"]}
     assert body["prompt"]["anyOf"][0]["minLength"] == 1

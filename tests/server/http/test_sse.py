@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from attar.server import request_handler, serve
-from attar.server.api import response_types
+from attar.server.api.response_types import anthropic as anthropic_types
 from attar.server.http import sockets, sse
 from attar.server.http.limits import LimitedProtocol
 from attar.server.http.sse import PART
@@ -147,7 +147,7 @@ def test_a_stream_that_has_nothing_to_say_says_that(
     assert (b"message_stop" in rest) or rest.endswith(b"data: [DONE]\n\n")
     if path == "/v1/messages":
         assert reply.events.count({"type": "ping"}) == reply.body.count(ping)
-        msgspec.convert({"type": "ping"}, response_types.Ping)
+        msgspec.convert({"type": "ping"}, anthropic_types.Ping)
     monkeypatch.setattr(sse, "SILENCE", 60.0)
     assert ping not in server.post(path, said | {"max_tokens": 20, "stream": True}).body, "it is never silent"
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from soaks.served import Served
 
-from attar.server.api import response_types as types
+from attar.server.api.response_types import state as state_types
 from attar.server.api.status import POLICY as CHAT
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
@@ -41,7 +41,7 @@ def test_a_page_without_data_and_data_by_their_type(start: Callable[..., Running
     assert page.headers["content-security-policy"] == POLICY
     assert b'"model":null' in page.body
     assert server.engine.name.encode() not in page.body
-    found = msgspec.json.decode(server.get("/v1/lab").body, type=types.Lab)
+    found = msgspec.json.decode(server.get("/v1/lab").body, type=state_types.Lab)
     assert found.live
     assert found.engine.ready.model == server.engine.name
     assert found.sequences == []

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from attar import logs
 from attar.cli import options, serving
 from attar.cli.commands import configured, flag, option
+from attar.cli.fleet.transfer_options import KV_TRANSFER
 from attar.cli.terminal import emit, errors, require_apart, tell
 from attar.errors import UserError
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from attar.integrations.ray.config import Size
     from attar.integrations.ray.settings import Arguments
 
-NOT_HERE = ("models", "replicas", "replica_cores", "triton_config", "router_key_file", *serving.KV_TRANSFER)
+NOT_HERE = ("models", "replicas", "replica_cores", "triton_config", "router_key_file", *KV_TRANSFER)
 """Options of `serve` that Ray's replicas do not have."""
 
 

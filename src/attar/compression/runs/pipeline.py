@@ -41,6 +41,10 @@ from attar.errors import UserError
 from attar.kernels import dispatch
 from attar.progress import Progress
 
+DRAFT_SHARE = 0.6
+"""Share of a model's bytes above which drafts of a copy that has all layers do not pay: a right draft saves less than
+a step, some are wrong, and each reads that share of one."""
+
 
 @dataclass(frozen=True)
 class Compressed:
@@ -244,6 +248,11 @@ def _finished(
         about["copied"] = copied
     if run.request.as_draft:
         about["drafts_for"] = receipt.combined_hash(hashes)
+        if (part := sum(f.size for f in run.files) / run.source.folder.size) > DRAFT_SHARE:
+            warnings += (
+                f"The copy has {part:.0%} of the model's bytes, so a draft takes about as long as a token: it pays "
+                f"where a copy has {DRAFT_SHARE:.0%} at most.",
+            )
     if gained is not None:
         warnings += gained.warnings(run.plan.name)
         about["gain"] = asdict(gained)

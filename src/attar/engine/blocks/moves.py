@@ -14,6 +14,7 @@ blocks to the thread that sends them (`transfer/listener.py`).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import select
 from collections import deque
@@ -24,6 +25,7 @@ from functools import partial
 from attar.errors import UserError
 from attar.kv.block_bytes import BlockBytes
 from attar.kv.pages import PagedKV
+from attar.protocol.messages import Embed, Event, Failed
 from attar.scheduling.fetching import Fetch, Kept, Loan
 from attar.scheduling.scheduler import Scheduler
 from attar.scheduling.sequence import Sequence as Tokens
@@ -39,6 +41,7 @@ from attar.transfer.worker import Worker
 
 FETCH_SECONDS = 10.0  # that a request waits for blocks, at most
 PULL_SECONDS = 60.0  # the same for blocks that a peer has to compute
+OWN = "\0peer "  # what ids of peers' prompts begin with, and no others
 MIN_PULLED = 2  # blocks; fewer are computed sooner than asked for
 MAX_PULLS = 4  # requests that wait for a peer; others compute their prompts
 MAX_OFFERED = 256  # prompts' beginnings that wait to be saved; more are not saved
@@ -96,13 +99,15 @@ class _Saved:
 class BlockMoves:
     """The moves of the blocks of `pages`, which `scheduler` manages. The calls are those of one thread.
 
-    `saved` is the disk cache and `peer` the other engine, where there are such. `compute` has the engine compute a
-    peer's prompt, and `cancel` cancels a request. Raises UserError where blocks of this cache cannot be moved.
+    `saved` is the disk cache and `peer` the other engine, where there are such. `salt` gives the salt of blocks by
+    adapter, salt of the API key and number of tokens. `compute` takes a request of the engine itself and calls a
+    function with its end, and `cancel` cancels one. Raises UserError where blocks of this cache cannot be moved.
     """
 
     def __init__(
         self, scheduler: Scheduler, pages: Sequence[PagedKV], saved: SavedBlocks | None, peer: PeerBlocks | None,
-        clock: Callable[[], float], compute: Callable[[PrefillAsked], None], cancel: Callable[[str], None],
+        clock: Callable[[], float], salt: Callable[[str, bytes, int], bytes],
+        compute: Callable[[Embed, Callable[[Event], None]], None], cancel: Callable[[str], None],
     ) -> None:  # fmt: skip
         if scheduler.tables.sliding is not None:
             raise UserError(
@@ -111,7 +116,8 @@ class BlockMoves:
                 "are for models whose layers all read the whole context",
             )
         self.scheduler, self._clock, self._seconds = scheduler, clock, FETCH_SECONDS
-        self._compute, self._cancel = compute, cancel
+        self._salt, self._run, self._cancel = salt, compute, cancel
+        self._numbers = itertools.count()  # of peers' prompts
         self._bytes, self._size = BlockBytes(pages), scheduler.pool.size
         layout, size = self._bytes.layout_id, self._bytes.nbytes
         self.worker, self.pulls = Worker(), Worker("pulls")
@@ -149,8 +155,16 @@ class BlockMoves:
         """Let newly queued sequences of one prompt wait for its blocks, where the disk or the peer has some that the
         tree lacks.
 
-        `salt` is the API key's. An exception leaves the sequences queued.
+        `salt` is the API key's. A failure is logged, and leaves the sequences queued.
         """
+        try:
+            self._consider(sequences, salt, adapter)
+        except AssertionError:
+            raise
+        except Exception:  # whatever it is: blocks that are not fetched are computed
+            logger.exception("a request fetches nothing")
+
+    def _consider(self, sequences: Collection[Tokens], salt: bytes, adapter: str) -> None:
         queued = [each for each in sequences if each.status is Status.QUEUED and not each.bypass]
         if not queued or queued[0].images:  # whose ids mean something in this process alone
             return
@@ -212,7 +226,20 @@ class BlockMoves:
                 logger.exception("blocks were not saved")
                 self.skipped += 1
 
-    def lend(self, asked: PrefillAsked, salt: bytes) -> None:
+    def _compute(self, asked: PrefillAsked) -> None:
+        """Compute a peer's prompt as a request of the engine's own, and lend the peer its blocks."""
+        ask, id = asked.ask, f"{OWN}{next(self._numbers)}"
+
+        def done(event: Event) -> None:
+            if isinstance(event, Failed):
+                asked.reply.put(None)
+            else:
+                self._lend(asked, self._salt(ask.adapter, ask.salt, len(asked.tokens)))
+
+        asked.request = id
+        self._run(Embed(id, tuple(asked.tokens), "last", ask.seconds, ask.adapter, ask.salt), done)
+
+    def _lend(self, asked: PrefillAsked, salt: bytes) -> None:
         """Lend a peer the blocks of its prompt, which was computed with this salt."""
         if asked.gone:
             return

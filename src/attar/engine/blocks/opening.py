@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
-import msgspec
-import torch
-from msgspec.structs import replace
-
 from attar.engine.blocks.moves import PeerBlocks, SavedBlocks
+from attar.engine.identity import model_of, settings_of
 from attar.errors import UserError
-from attar.kernels.native import extension
 from attar.protocol.settings import Settings
 from attar.transfer import credentials
 from attar.transfer.credentials import Credentials
 from attar.transfer.folder import PrivateFolder
 from attar.transfer.wire import Address
-from attar.version import __version__
 
 
 def open_saved(settings: Settings) -> SavedBlocks | None:
@@ -79,29 +73,3 @@ def check(settings: Settings, option: str) -> None:
         raise UserError("feature_unsupported", f"{where}, not for --device {settings.device}")
     if settings.tp * settings.pp > 1:
         raise UserError("feature_unsupported", f"{where}, not for --tp and --pp")
-
-
-def model_of(settings: Settings) -> str:
-    """Return a digest of the model's and the adapters' files."""
-    told = msgspec.json.encode(settings.files, order="sorted")
-    return hashlib.blake2b(told, digest_size=16).hexdigest()
-
-
-def settings_of(settings: Settings) -> str:
-    """Return a digest of versions, instruction set, and all settings that the bits of keys and values depend on.
-
-    Those of the scheduler, of speculation and of sampling are not among them.
-    """
-    told = (
-        __version__, str(torch.__version__), extension.cpu_level(), settings.computes_in, settings.activations,
-        settings.kv, settings.context, settings.adapters, settings.sparse_attention, settings.sparse_prefill,
-    )  # fmt: skip
-    return hashlib.blake2b(msgspec.json.encode(told), digest_size=16).hexdigest()
-
-
-def plain(settings: Settings) -> Settings:
-    """Return settings without those of KV transfer and the disk cache, on which no bits depend."""
-    return replace(
-        settings, cache_dir=None, cache_bytes=None, cache_owners=(), role="both", prefill_peer=None, peer_keys=(),
-        peer_ca=None, peer_cert=None, peer_name="",
-    )  # fmt: skip

@@ -25,11 +25,10 @@ from torch import Tensor
 
 from attar.engine.images.store import FeatureStore
 from attar.engine.images.tower import Encoding, VisionTower
-from attar.protocol.images import ImageInput, check_images
+from attar.protocol.images import MAX_ROWS, ImageInput, check_images
 from attar.protocol.messages import Submit
 from attar.scheduling.admission import Refused
 from attar.scheduling.image_ids import (
-    MAX_ROWS,
     ImageIds,
     ImagesExhausted,
     ImageSpan,

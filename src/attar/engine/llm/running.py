@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from attar.engine.engine import Engine, EngineConfig
+from attar.engine.config import EngineConfig
+from attar.engine.engine import Engine
 from attar.engine.llm.answer import Answer, Said
 from attar.engine.loader import LoadedModel
 from attar.execution.parallel.executor import WorkerLost

@@ -3,18 +3,15 @@
 The first process is the program that asked for the model: an `LLM`, or the engine's process of a server. It schedules,
 samples tokens and computes its own part (`model/split.py`). It starts the others (`worker.py`), which compute their
 parts: they run the same `Runner` on the same steps, which they receive as data. Two kinds of data go between processes.
-Numbers of the computation go by collectives (`kernels/group.py`). Everything else goes through the pipe that is a
-worker's standard input: first its job, then one command after another, each a length of four bytes and a msgpack value.
-Nothing is ever unpickled, and there is no port but gloo's own on loopback.
+Numbers of the computation go by collectives (`kernels/group.py`). Everything else goes through pipes, as messages
+(`worker_group.py`). Nothing is ever unpickled, and there is no port but gloo's own on loopback.
 
 A worker's commands contain what it cannot know: the rows of each sequence in a step, their token ids, and the blocks
 that a sequence has gained. It keeps a `Sequence` for each, which no scheduler handles.
 
-**When a process dies.** A worker ends the moment the pipe does, whatever its leader died of. A leader learns of a dead
-worker from the other pipe, the worker's standard output, through a thread that waits for its end. Every exchange under
-way is then aborted. Waiting calls and later ones raise: an engine's step `WorkerLost`, other calls RuntimeError. A
-server's engine ends as soon as that thread knows (`on_lost`), and its supervisor starts another. A worker that lives
-but is stopped is lost too, once an exchange or a full pipe has waited for it too long.
+**When a process dies.** A worker ends with its leader, whatever that died of, and the leader soon learns of a dead
+worker. Every exchange under way is then aborted. Waiting calls and later ones raise: an engine's step `WorkerLost`,
+other calls RuntimeError. A server's engine ends as soon as it is known (`on_lost`), and its supervisor starts another.
 
 A process that raises within a step leaves the others waiting for it in theirs. Where it has too little memory they
 recover. Each reports the result of every step, exchanges under way are ended, and all meet again (`Rendezvous`). The
@@ -36,246 +33,44 @@ known; calibrated KV cache schemes; probes of a receipt, whose noise is that of 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
-import queue
-import select
-import shutil
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
-import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import Tensor
 
 from attar import machine
 from attar.checkpoints.sources import shards
 from attar.errors import UserError
-from attar.execution.model_runner import BlockCounts, InflightTokens, Runner, Wanted, waits
+from attar.execution.model_runner import BlockCounts, Runner, Wanted, waits
 from attar.execution.parallel import commands
-from attar.execution.parallel.commands import Command, Job, Pool, Reply, Run, encode
+from attar.execution.parallel.commands import Job, Pool, Run
+from attar.execution.parallel.part import job_groups, load, meet_again
+from attar.execution.parallel.worker_group import WorkerGroup
+from attar.execution.step_inputs import InflightTokens
 from attar.kernels import dispatch
-from attar.kernels.group import WAIT, Group
 from attar.kernels.operands import Routes
 from attar.kv import schemes
 from attar.kv.schemes import KvScheme
 from attar.model.cache import ForwardBatch, KVCache
 from attar.model.decoder import Decoder
-from attar.model.parallel import Groups, SplitDecoder
+from attar.model.parallel import SplitDecoder
 from attar.model.split import Share, split
 from attar.progress import StageProgress
-from attar.protocol import framing
 from attar.scheduling.sequence import Sequence as Tokens
 from attar.scheduling.sequence import Status
 from attar.scheduling.step_plan import StepPlan
 
 START_SECONDS = 120.0  # that a worker may take before it begins to load
 LOAD_SECONDS = 3600.0
-UNREAD_SECONDS = WAIT.total_seconds()  # that a worker may leave a full pipe unread
-END_SECONDS = 5.0
-MOMENT = 0.5  # seconds between the end of a connection and that of the process behind it
 
 
 class WorkerLost(BaseException):
     """A worker process is gone, or out of step, while an engine ran one: nothing can be computed now."""
-
-
-def job_groups(job: Job) -> Groups:
-    """Meet the other processes. Raises RuntimeError where they do not come."""
-    share, device, (at_layers, at_stages) = job.share, torch.device(job.device), _meeting(job, 0)
-    layers = Group(at_layers, share.place, share.tp, device) if share.tp > 1 else None
-    stages = Group(at_stages, share.stage, share.pp, device) if share.pp > 1 else None
-    return Groups(layers, stages)
-
-
-def meet_again(job: Job, groups: Groups, time: int) -> None:
-    """Meet the others again, out of a step that not all completed; `time` counts these rendezvous."""
-    groups.leave()
-    for group, file in zip((groups.layers, groups.stages), _meeting(job, time), strict=True):
-        if group is not None:
-            group.meet(file)
-
-
-def _meeting(job: Job, time: int) -> tuple[Path, Path]:
-    """Return the rendezvous files of the processes of the same layers, and of the same place in every stage."""
-    share, folder = job.share, Path(job.folder)
-    return folder / f"layers{share.stage}.{time}", folder / f"stages{share.place}.{time}"
-
-
-def load(job: Job, groups: Groups, progress: StageProgress | None = None) -> SplitDecoder:
-    """Load this process's part of the model. Raises ValueError like `shards.load`."""
-    device = torch.device(job.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    torch.set_num_threads(job.threads)
-    dtype: torch.dtype | None = None if job.dtype is None else getattr(torch, job.dtype)
-    store = dispatch.store(job.activations, job.device, dtype) if job.native and dtype is not None else None
-    return shards.load(Path(job.model), job.share, groups, dtype, progress, store)
-
-
-# The leader's side
-
-
-class WorkerGroup:
-    """The workers' processes and their state. It knows no model: it ends the processes when that is gone."""
-
-    def __init__(self, folder: Path, jobs: Sequence[Job]) -> None:
-        self.folder, self.lost, self.ending = folder, "", False
-        self.groups: Groups | None = None
-        self.met = 0  # number of repeated rendezvous
-        self.heard: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        """Replies of the workers about steps; None where there will be no more."""
-        self.on_lost: Callable[[str], None] | None = None
-        self.children: list[subprocess.Popen[bytes]] = []
-        self.free: int | None = None  # bytes of the fullest of the workers' GPUs, when they started; None on CPUs
-        command = [sys.executable, "-m", "attar.execution.parallel.worker"]
-        try:
-            for job in jobs:
-                child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-                self.children.append(child)
-                assert child.stdin is not None
-                os.set_blocking(child.stdin.fileno(), False)  # of this end alone
-                self.write(child, encode(job))
-        except BaseException:
-            self.end()
-            raise
-
-    def write(self, child: subprocess.Popen[bytes], data: bytes) -> None:
-        """Write to a worker, which reads after its earlier commands are done.
-
-        Raises RuntimeError where it reads nothing for longer than it may be behind. It then has a part of a command, so
-        no more can be sent.
-        """
-        assert child.stdin is not None
-        view = memoryview(data)
-        with contextlib.suppress(BrokenPipeError):  # it is dead: waiting for it will show that
-            while view:
-                if not polled(child.stdin.fileno(), select.POLLOUT, UNREAD_SECONDS):
-                    self.lose(f"process {self.children.index(child) + 1} of the model reads nothing any more")
-                    raise RuntimeError(self.lost)
-                view = view[child.stdin.write(view) or 0 :]
-
-    def wait_for(self, what: str, seconds: float) -> None:
-        """Wait until every worker has replied `what`. Raises ValueError with the text of one that cannot, RuntimeError
-        where one ended, or gives no reply for so long."""
-        limit = time.monotonic() + seconds
-        for number, child in enumerate(self.children, 1):
-            said = _read_said(child, limit)
-            if said is None:
-                raise RuntimeError(f"process {number} of the model ended before it had {what}")
-            if said.what != what:
-                raise UserError(said.code, said.text)
-            if said.free is not None:
-                self.free = said.free if self.free is None else min(self.free, said.free)
-
-    def watch(self) -> None:
-        """Read the workers' replies, until one of them ends."""
-        children = {child.stdout.fileno(): child for child in self.children if child.stdout is not None}
-        poll = select.poll()
-        for fd in children:
-            poll.register(fd, select.POLLIN)
-        while True:
-            for fd, _ in poll.poll():
-                said: Reply | None = None
-                with contextlib.suppress(RuntimeError):
-                    if not self.ending:  # which closes the pipes: their numbers may soon be those of other files
-                        said = _read_said(children[fd], time.monotonic() + MOMENT)
-                if said is None:
-                    if not self.ending:
-                        number = self.children.index(children[fd]) + 1
-                        self.lose(self.ended(END_SECONDS) or f"process {number} of the model speaks no more")
-                    self.heard.put(None)
-                    return
-                if said.what not in ("ran", "met"):
-                    self.abort()  # this process may wait for it
-                self.heard.put(said.what)
-
-    def verdicts(self) -> set[str]:
-        """Return all workers' replies to the last step or rendezvous. Raises RuntimeError where one is gone."""
-        found = set()
-        for _ in self.children:
-            try:
-                said = self.heard.get(timeout=UNREAD_SECONDS)
-            except queue.Empty:
-                self.lose("a process of the model says nothing of a step")
-                said = None
-            if said is None:
-                raise RuntimeError(self.lost)
-            found.add(said)
-        return found
-
-    def abort(self) -> None:
-        """End the exchanges that this process is in."""
-        if self.groups is not None:
-            self.groups.abort()
-
-    def ended(self, seconds: float = MOMENT) -> str:
-        """Return which worker has ended, or does within `seconds`; "" where none has."""
-        limit = time.monotonic() + seconds
-        while True:
-            for number, child in enumerate(self.children, 1):
-                if (status := child.poll()) is not None:
-                    return f"process {number} of the model ended with status {status}"
-            if time.monotonic() > limit:
-                return ""
-            time.sleep(MOMENT / 50)
-
-    def lose(self, why: str) -> None:
-        self.lost = self.lost or why  # the folder stays until `end`: see `kernels/group.py`
-        if self.on_lost is not None:
-            self.on_lost(why)
-        self.abort()
-
-    def end(self) -> None:
-        """End all workers."""
-        if self.ending:
-            return
-        self.ending = True
-        for child in self.children:
-            assert child.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                child.stdin.write(encode(commands.End()))  # one that does not read is not waited for
-            child.stdin.close()
-        limit = time.monotonic() + END_SECONDS
-        for child in self.children:
-            try:
-                child.wait(max(0.0, limit - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-            if child.stdout is not None:
-                child.stdout.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def polled(fd: int | socket.socket, event: int, seconds: float) -> bool:
-    """Return whether `fd` can be read from, or written to, in time, or its other end is closed: with `event` 0 that
-    alone. `select` is no choice: it stops at descriptor 1023."""
-    poll = select.poll()
-    poll.register(fd, event)
-    return bool(poll.poll(1000 * seconds))
-
-
-def _read_said(child: subprocess.Popen[bytes], limit: float) -> Reply | None:
-    """Read one message of a worker, None where it ended instead. Raises RuntimeError where it comes too late."""
-    assert child.stdout is not None
-    fd, data = child.stdout.fileno(), b""
-    while wanted := framing.missing(data, commands.MAX_FRAME):
-        if not polled(fd, select.POLLIN, max(0.0, limit - time.monotonic())):
-            raise RuntimeError("the processes of the model did not start in time")
-        more = os.read(fd, wanted)
-        if not more:
-            return None
-        data += more
-    return msgspec.msgpack.decode(data[framing.HEAD :], type=Reply)
 
 
 class ParallelExecutor:
@@ -359,15 +154,6 @@ def check(path: Path, first: Share, device: str, native: bool) -> None:
         split(checkpoint.config, share, shards.schemes(checkpoint, checkpoint.config))
 
 
-def tell(workers: WorkerGroup, command: Command) -> None:
-    """Send a command to all workers. Raises RuntimeError where a worker is gone."""
-    if workers.ending or workers.lost:
-        raise RuntimeError(workers.lost or "the processes of the model were ended")
-    data = encode(command)
-    for child in workers.children:
-        workers.write(child, data)
-
-
 class Caller:
     """A sender of calls of the decoder itself, outside of an engine's steps."""
 
@@ -380,26 +166,26 @@ class Caller:
     def call(self, ids: Tensor, step: ForwardBatch, rows: Tensor | None) -> None:
         cache, room = step.cache, None
         while self._left:
-            tell(self.workers, commands.Shutdown(self._left.pop()))
+            self.workers.tell(commands.Shutdown(self._left.pop()))
         if cache is not None:
             room = self._rooms.get(cache)
             if room is None:
                 room = self._rooms[cache] = next(self._numbers)
                 sizes = (cache.capacity, len(cache.filled), cache.scheme.name, cache.block)
-                tell(self.workers, commands.Room(room, *sizes))
+                self.workers.tell(commands.Room(room, *sizes))
                 weakref.finalize(cache, self._left.append, room)
         filled = [] if cache is None else list(cache.filled)
         picked = None if rows is None else rows.tolist()
-        tell(self.workers, commands.Call(room, filled, step.lengths, step.horizon, ids.tolist(), picked, step.adapters))
+        self.workers.tell(commands.Call(room, filled, step.lengths, step.horizon, ids.tolist(), picked, step.adapters))
 
     def logits(self, rows: int, routes: Routes | None) -> bool:
         if self.stepping:
             return False
-        tell(self.workers, commands.Logits(rows, [] if routes is None else routes.numbers.tolist()))
+        self.workers.tell(commands.Logits(rows, [] if routes is None else routes.numbers.tolist()))
         return True
 
     def adapt(self, number: int, folder: str) -> None:
-        tell(self.workers, commands.Adapt(number, folder))
+        self.workers.tell(commands.Adapt(number, folder))
 
 
 class ParallelRunner(Runner):
@@ -409,7 +195,7 @@ class ParallelRunner(Runner):
         self.workers, self.job = workers, job
         self._known: dict[Tokens, tuple[int, list[int]]] = {}  # a sequence's number, and the blocks sent so far
         self._numbers = itertools.count()
-        tell(workers, pool)
+        workers.tell(pool)
         counts = BlockCounts(pool.blocks, pool.sliding)
         super().__init__(decoder, counts, pool.context, schemes.scheme(pool.kv), pool.sequences)
         self.waits = "several processes compute a step together"
@@ -427,7 +213,7 @@ class ParallelRunner(Runner):
         assert isinstance(self.decoder.lead, Caller)
         self.decoder.lead.stepping = True
         try:
-            tell(self.workers, self._told(plan, wanted or {}))
+            self.workers.tell(self._told(plan, wanted or {}))
             found = self._own(plan, wanted)
             if isinstance(found, torch.OutOfMemoryError) and waits(self.decoder) is not None:
                 raise RuntimeError("too little memory, and the others wait within the step") from found
@@ -471,7 +257,7 @@ class ParallelRunner(Runner):
         self.release()
         self.workers.met += 1
         machine.private_folder(self.workers.folder)  # without it torch waits for 300 s, and nothing can stop it
-        tell(self.workers, commands.Rendezvous(self.workers.met))
+        self.workers.tell(commands.Rendezvous(self.workers.met))
         meet_again(self.job, self.workers.groups, self.workers.met)
         # A process that left again at once, out of a step that is short too, would reset connections that others are
         # still making: gloo fails in them, or ends the process.

@@ -25,7 +25,7 @@ from attar import machine
 from attar.checkpoints.adapters import lora
 from attar.errors import Code, UserError, code_of
 from attar.execution.model_runner import BlockCounts, Runner, Wanted
-from attar.execution.parallel import commands, executor
+from attar.execution.parallel import commands, part
 from attar.execution.parallel.commands import MAX_FRAME, Call, Command, Job, Logits, Rendezvous, Reply, Run, encode
 from attar.kernels.operands import Routes
 from attar.kv import schemes
@@ -71,7 +71,7 @@ class Worker:
                 assert self.runner is not None
                 self.decoder.groups.leave()  # first: an exchange that no process ends would be waited for below
                 self.runner.release()  # a rendezvous takes memory of a GPU
-                executor.meet_again(self.job, self.decoder.groups, command.time)
+                part.meet_again(self.job, self.decoder.groups, command.time)
             case commands.Room():
                 scheme, device = schemes.scheme(command.kv), str(self.decoder.device)
                 self.rooms[command.number] = KVCache(
@@ -166,7 +166,7 @@ def main() -> int:
 
     try:
         say("started", free=free(job.device))
-        worker = Worker(executor.load(job, executor.job_groups(job)), job)
+        worker = Worker(part.load(job, part.job_groups(job)), job)
     except (ValueError, OSError) as error:
         say("failed", str(error), code=code_of(error))
         return 2

@@ -6,7 +6,7 @@ Serve's proxy is off. So every limit, check and route is that of `attar serve`, 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
     from attar.server.serve import Server
+
+
+logger = logging.getLogger(__name__)
 
 
 class ServeHandle:
@@ -97,8 +100,10 @@ class Http:
         self._ended = True
         if self._server is not None:  # Serve calls this after a failed start, too
             self._server.stop()
-            with contextlib.suppress(Exception):
+            try:
                 await self._task
+            except Exception:  # whatever it is: Serve goes on to stop the replica, and the log has it
+                logger.exception("the HTTP server ended with an error")
 
     def __del__(self) -> Coroutine[None, None, None] | None:
         """Return what ends it, for Serve, which awaits that when it stops the replica; None where it has ended."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import UserError
-from attar.images.geometry import margins
+from attar.images.geometry import unpadded_rows
 from attar.kernels.operands import Linear, Norm
 from attar.model.vision.config import VisionConfig
 from attar.model.vision.patches import Patches
@@ -122,9 +122,7 @@ class VisionModel:
             return side * side + 1
         if tiles != 1 + image.grid[0] * image.grid[1] or min(image.size) < 1:
             raise UserError("image_invalid", f"{tiles} tiles are no grid of {image.grid[0]} x {image.grid[1]} and one")
-        high, wide = (each * side for each in image.grid)
-        top, left = margins((high, wide), image.size)
-        return side * side + (high - 2 * top) * (wide - 2 * left + 1)
+        return side * side + unpadded_rows(side, image.grid, image.size)
 
     def encode(self, image: Image) -> Tensor:
         """Return the rows of an image, [rows, hidden] in the model's dtype. Raises ValueError as `count`."""

@@ -21,9 +21,10 @@ from attar.server.api.answering import AnswerReader
 from attar.server.api.body import Body, Ignored
 from attar.server.api.constraints import Asked, SchemaObject, of_schema, only_one
 from attar.server.api.images.parts import MARK, ImageBlock, placed
+from attar.server.api.messages import MAX_MESSAGES, MAX_PARTS, Nothing
 from attar.server.api.openai import collect
 from attar.server.api.reasoning import Effort, ReasoningRequest, Thinking
-from attar.server.api.schemas import MAX_PARTS, Fraction, Length, Nothing, StopStrings, TopP
+from attar.server.api.schemas import Fraction, Length, StopStrings, TopP
 from attar.server.api.tools.anthropic import AnthropicChoice, AnthropicTools, ToolResultBlock, ToolUseBlock
 from attar.server.api.tools.anthropic import read as read_tools
 from attar.server.api.tools.fields import ToolUse
@@ -134,7 +135,7 @@ class AnthropicPrompt(Body, frozen=True, kw_only=True):
         "mcp_servers": ([],), "context_management": (),
     }  # fmt: skip
 
-    messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=schemas.MAX_MESSAGES, description=_LAST)]
+    messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=MAX_MESSAGES, description=_LAST)]
     system: str | Annotated[list[SystemText], Meta(max_length=MAX_PARTS)] | None = None
     thinking: Thinking | None = None
     tools: AnthropicTools | None = None

@@ -15,7 +15,7 @@ from starlette.types import Scope
 from attar.server.api.dialects.llamacpp.routes import LlamaCppRoutes
 from attar.server.api.dialects.ollama_routes import OllamaRoutes
 from attar.server.api.dialects.routes import DialectRoutes
-from attar.server.api.openapi import Served, document
+from attar.server.api.openapi.document import Served, document
 from attar.server.api.responses.routes import ResponsesRoutes
 from attar.server.api.responses.store import ResponseStore
 from attar.server.api.routes import Routes

@@ -20,7 +20,6 @@ from attar.protocol.reasoning import ReasoningSection
 from attar.protocol.request import SamplingParams
 from attar.server.admission.rate_limits import Caller
 from attar.server.api import anthropic, openai
-from attar.server.api import response_types as types
 from attar.server.api.answering import AnswerReader
 from attar.server.api.answering import stream as _stream
 from attar.server.api.answering import whole as _whole
@@ -28,8 +27,11 @@ from attar.server.api.anthropic import AnthropicBody, AnthropicPrompt
 from attar.server.api.constraints import Asked, refused
 from attar.server.api.dialects.extras import Extras
 from attar.server.api.dialects.tokenizing import DetokenizeBody, TokenizeBody
-from attar.server.api.openapi import giving, taking
+from attar.server.api.openapi.document import giving, taking
 from attar.server.api.reasoning import ReasoningRequest
+from attar.server.api.response_types import anthropic as anthropic_types
+from attar.server.api.response_types import openai as openai_types
+from attar.server.api.response_types import state as state_types
 from attar.server.api.sampling_params import anthropic_params, chat_params, completion_params, context, ended
 from attar.server.api.schemas import ChatBody, CompletionBody, EmbeddingBody
 from attar.server.api.status import respond
@@ -45,7 +47,8 @@ from attar.server.grammars import Grammars
 from attar.server.http import sse
 from attar.server.http.limits import MAX_BODY
 from attar.server.images import has_images, require_images
-from attar.server.prompts import ChatPrompt, Cut, Prompts, Room, Turn
+from attar.server.prompt_room import Room
+from attar.server.prompts import ChatPrompt, Cut, Prompts, Turn
 from attar.text.answers.events import AnswerParser
 from attar.text.answers.reasoning import ReasoningParser
 from attar.text.grammars import GrammarError
@@ -95,19 +98,19 @@ class Routes:
 
     def add_to(self, app: FastAPI) -> None:
         """Register the routes, in the order of the OpenAPI document."""
-        chat = taking(ChatBody, types.ChatCompletion, types.ChatChunk, types.Error)
-        completions = taking(CompletionBody, types.Completion, types.CompletionChunk, types.Error)
-        messages = taking(AnthropicBody, types.AnthropicReply, *types.ANTHROPIC_EVENTS)
+        chat = taking(ChatBody, openai_types.ChatCompletion, openai_types.ChatChunk, openai_types.Error)
+        completions = taking(CompletionBody, openai_types.Completion, openai_types.CompletionChunk, openai_types.Error)
+        messages = taking(AnthropicBody, anthropic_types.AnthropicReply, *anthropic_types.ANTHROPIC_EVENTS)
         app.post("/v1/chat/completions", openapi_extra=chat)(self.chat)
         app.post("/v1/completions", openapi_extra=completions)(self.completions)
         app.post("/v1/messages", openapi_extra=messages)(self.messages)
-        app.post("/v1/messages/count_tokens", openapi_extra=taking(AnthropicPrompt, types.TokenCount))(
+        app.post("/v1/messages/count_tokens", openapi_extra=taking(AnthropicPrompt, anthropic_types.TokenCount))(
             self.count_tokens
         )
-        app.post("/v1/embeddings", openapi_extra=taking(EmbeddingBody, types.Embeddings))(self.embeddings)
-        app.post("/tokenize", openapi_extra=taking(TokenizeBody, types.Tokenized))(self.tokenize)
-        app.post("/detokenize", openapi_extra=taking(DetokenizeBody, types.Detokenized))(self.detokenize)
-        app.get("/tokenizer_info", openapi_extra=giving(types.TokenizerInfo))(self.tokenizer_info)
+        app.post("/v1/embeddings", openapi_extra=taking(EmbeddingBody, openai_types.Embeddings))(self.embeddings)
+        app.post("/tokenize", openapi_extra=taking(TokenizeBody, state_types.Tokenized))(self.tokenize)
+        app.post("/detokenize", openapi_extra=taking(DetokenizeBody, state_types.Detokenized))(self.detokenize)
+        app.get("/tokenizer_info", openapi_extra=giving(state_types.TokenizerInfo))(self.tokenizer_info)
         app.head("/tokenizer_info")(self.tokenizer_info)
 
     async def chat(self, request: Request) -> Response:

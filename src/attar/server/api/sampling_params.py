@@ -16,7 +16,7 @@ from attar.server.admission.rate_limits import Caller
 from attar.server.api.anthropic import AnthropicBody
 from attar.server.api.schemas import ALL_THAT_FIT, ChatBody, CompletionBody, Sampling
 from attar.server.errors import APIError
-from attar.server.prompts import in_vocabulary
+from attar.server.prompt_room import in_vocabulary
 from attar.strict_json import shown
 from attar.text.forms.infill import Infill
 

@@ -13,8 +13,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 
 from attar.protocol.messages import Ready
-from attar.server.api import response_types as types
-from attar.server.api.openapi import giving
+from attar.server.api.openapi.document import giving
+from attar.server.api.response_types import state as state_types
 from attar.server.dispatcher import Dispatcher
 from attar.server.replicas.group import ReplicaGroup
 from attar.version import __version__
@@ -50,15 +50,15 @@ class StatusRoutes:
 
         get("/", self.page, response_class=HTMLResponse, include_in_schema=False)
         for path, route in (("/livez", self.livez), ("/readyz", self.readyz), ("/health", self.readyz)):
-            get(path, route, openapi_extra=giving(types.Alive))
+            get(path, route, openapi_extra=giving(state_types.Alive))
         get("/ping", self.readyz, include_in_schema=False)  # SageMaker's
-        get("/version", self.version, openapi_extra=giving(types.Version))
+        get("/version", self.version, openapi_extra=giving(state_types.Version))
         get("/metrics", self.read_metrics, response_class=PlainTextResponse)
-        get("/v1/engine", self.engine, openapi_extra=giving(types.Engine))
-        get("/v1/models", self.models, openapi_extra=giving(types.Models))
+        get("/v1/engine", self.engine, openapi_extra=giving(state_types.Engine))
+        get("/v1/models", self.models, openapi_extra=giving(state_types.Models))
         get("/models", self.models, include_in_schema=False)
-        get("/v1/models/{name:path}", self.one_model, openapi_extra=giving(types.Model))
-        get("/v1/requests/{name}/why", self.why, openapi_extra=giving(types.Why))
+        get("/v1/models/{name:path}", self.one_model, openapi_extra=giving(state_types.Model))
+        get("/v1/requests/{name}/why", self.why, openapi_extra=giving(state_types.Why))
 
     async def page(self) -> Response:
         """A page to chat with the model and to watch the engine."""

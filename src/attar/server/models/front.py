@@ -20,7 +20,7 @@ from attar.server.admission.rate_limits import Caller
 from attar.server.api.app import add_errors
 from attar.server.api.dialects.ollama import NEVER, VERSION
 from attar.server.api.dialects.ollama_routes import MANAGED, listed
-from attar.server.api.openapi import Served, document
+from attar.server.api.openapi.document import Served, document
 from attar.server.api.routes import LARGE_BODY, receive_body
 from attar.server.api.status import PAGE, POLICY, respond
 from attar.server.dispatcher import LATEST, LISTED

@@ -8,8 +8,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
 
 from attar.lab.facts import facts
-from attar.server.api import response_types as types
-from attar.server.api.openapi import giving
+from attar.server.api.openapi.document import giving
+from attar.server.api.response_types import state as state_types
 from attar.server.api.status import respond
 from attar.server.dispatcher import Dispatcher
 from attar.server.pages.lab_page import LAB, POLICY
@@ -27,7 +27,7 @@ class LabRoutes:
         """Register the routes."""
         app.get("/lab", response_class=HTMLResponse, include_in_schema=False)(self.page)
         app.head("/lab", include_in_schema=False)(self.page)
-        app.get("/v1/lab", openapi_extra=giving(types.Lab))(self.data)
+        app.get("/v1/lab", openapi_extra=giving(state_types.Lab))(self.data)
         app.head("/v1/lab")(self.data)
 
     async def page(self) -> Response:

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from attar.protocol.messages import Report
-from attar.server.api import response_types as types
 from attar.server.api.dialects import extras
+from attar.server.api.response_types import openai as openai_types
 from attar.text.tokenizer import Tokenizer
 from tests.server.bad_requests import USER
 from tests.server.conftest import Running
@@ -21,7 +21,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 def streamed(server: Running, path: str, body: dict[str, Any]) -> list[Any]:
     reply = server.post(path, body | {"stream": True})
     assert reply.status == 200, reply.body
-    kind = types.ChatChunk if path == CHAT else types.CompletionChunk
+    kind = openai_types.ChatChunk if path == CHAT else openai_types.CompletionChunk
     for event in reply.events[:-1]:
         msgspec.convert(event, kind)
     return reply.events[:-1]
@@ -30,7 +30,7 @@ def streamed(server: Running, path: str, body: dict[str, Any]) -> list[Any]:
 def test_token_ids_of_a_completion(server: Running, tokenizer: Tokenizer) -> None:
     body = {"prompt": ["Once upon", "a time"], "n": 2, "max_tokens": 5, "seed": 1, "return_token_ids": True}
     whole = server.post(COMPLETIONS, body)
-    msgspec.json.decode(whole.body, type=types.Completion)
+    msgspec.json.decode(whole.body, type=openai_types.Completion)
     chunks = [choice for event in streamed(server, COMPLETIONS, body) for choice in event["choices"]]
     for choice in whole.json["choices"]:
         prompt = body["prompt"][choice["index"] // 2]  # type: ignore[index]
@@ -46,7 +46,7 @@ def test_token_ids_of_a_completion(server: Running, tokenizer: Tokenizer) -> Non
 def test_token_ids_of_a_chat(server: Running, tokenizer: Tokenizer) -> None:
     body = {"messages": USER, "max_tokens": 5, "seed": 1, "return_token_ids": True}
     whole = server.post(CHAT, body)
-    msgspec.json.decode(whole.body, type=types.ChatCompletion)
+    msgspec.json.decode(whole.body, type=openai_types.ChatCompletion)
     assert whole.json["prompt_token_ids"] == tokenizer.encode_chat("<|endoftext|>hello\n\n")
     [choice] = whole.json["choices"]
     assert tokenizer.decode(choice["token_ids"]) == choice["message"]["content"]
@@ -62,7 +62,9 @@ def test_log_probabilities_of_the_prompt(server: Running, tokenizer: Tokenizer, 
     ids = tokenizer.encode("Once upon") if path == COMPLETIONS else tokenizer.encode_chat("<|endoftext|>hello\n\n")
     for count in (0, 2):
         reply = server.post(path, {**said, "max_tokens": 1, "prompt_logprobs": count})
-        msgspec.json.decode(reply.body, type=types.Completion if path == COMPLETIONS else types.ChatCompletion)
+        msgspec.json.decode(
+            reply.body, type=openai_types.Completion if path == COMPLETIONS else openai_types.ChatCompletion
+        )
         found = (reply.json["choices"][0] if path == COMPLETIONS else reply.json)["prompt_logprobs"]
         assert found[0] is None
         assert len(found) == len(ids)

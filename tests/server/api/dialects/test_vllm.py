@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attar.protocol.messages import Report
-from attar.server.api import response_types as types
 from attar.server.api.dialects import vllm
+from attar.server.api.response_types import openai as openai_types
 from attar.server.api.responses.types import ResponseObject
 from attar.server.options import ServerOptions
 from attar.text.tokenizer import Tokenizer
@@ -157,12 +157,12 @@ def test_answers_tell_their_times_where_the_server_is_told_to(
 ) -> None:
     telling = start(ServerOptions(port=0, request_metrics=True))
     body = said | {"max_tokens": 5}
-    kind = types.Completion if path == COMPLETIONS else types.ChatCompletion
+    kind = openai_types.Completion if path == COMPLETIONS else openai_types.ChatCompletion
     metrics = msgspec.json.decode(telling.post(path, body).body, type=kind).metrics
-    assert isinstance(metrics, types.RequestMetrics)
+    assert isinstance(metrics, openai_types.RequestMetrics)
     assert metrics.mean_itl_ms == metrics.generation_time_ms / 4
     *chunks, usage, _ = telling.post(path, body | {"stream": True, "stream_options": {"include_usage": True}}).events
-    assert usage["metrics"].keys() == set(types.RequestMetrics.__struct_fields__)
+    assert usage["metrics"].keys() == set(openai_types.RequestMetrics.__struct_fields__)
     assert not [chunk for chunk in chunks if "metrics" in chunk]
     assert b"metrics" not in server.post(path, body).body
 

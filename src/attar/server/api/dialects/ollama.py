@@ -22,26 +22,22 @@ from attar.server.api.constraints import NamedSchema, ObjectFormat, ResponseForm
 from attar.server.api.dialects.llamacpp.inputs import Inputs
 from attar.server.api.dialects.vllm import FITTING
 from attar.server.api.images.parts import BareImage
+from attar.server.api.messages import MAX_MESSAGES, Message, Reasoned, SeenContent, TextPart
 from attar.server.api.schemas import (
     ALL_THAT_FIT,
     MAX_INPUTS,
-    MAX_MESSAGES,
     MAX_TOKENS,
     ChatBody,
     CompletionBody,
     EmbeddingBody,
     Fraction,
     Length,
-    Message,
     Penalty,
-    Reasoned,
     Repetition,
     Seed,
-    SeenContent,
     StopString,
     StopStrings,
     Temperature,
-    TextPart,
     TopK,
     check_stops,
 )

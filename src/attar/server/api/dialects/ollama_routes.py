@@ -25,8 +25,8 @@ from attar.server.api.dialects.ollama import (
     OllamaGenerateBody,
     OllamaShowBody,
 )
-from attar.server.api.openapi import giving, taking
-from attar.server.api.response_types import Answer
+from attar.server.api.openapi.document import giving, taking
+from attar.server.api.response_types.answer import Answer
 from attar.server.api.routes import Chat, Routes
 from attar.server.api.sampling_params import chat_params, completion_params, ended
 from attar.server.api.schemas import ChatBody, CompletionBody, EmbeddingBody
@@ -34,7 +34,7 @@ from attar.server.api.status import respond
 from attar.server.api.tools.answers import headers
 from attar.server.errors import INTERNAL, APIError
 from attar.server.http import sse
-from attar.server.prompts import Room
+from attar.server.prompt_room import Room
 
 MANAGED = (
     ("POST", "/api/pull"), ("POST", "/api/push"), ("POST", "/api/create"), ("POST", "/api/copy"),

@@ -14,13 +14,13 @@ from attar.protocol.request import SamplingParams
 from attar.server.api.answering import whole
 from attar.server.api.dialects import answers, rerank
 from attar.server.api.dialects.rerank import RerankBody
-from attar.server.api.openapi import giving, taking
-from attar.server.api.response_types import Load
+from attar.server.api.openapi.document import giving, taking
+from attar.server.api.response_types.state import Load
 from attar.server.api.routes import Routes, receive_body
 from attar.server.api.status import respond
 from attar.server.errors import APIError
 from attar.server.http import sse
-from attar.server.prompts import Room
+from attar.server.prompt_room import Room
 from attar.text.forms.rerank import INSTRUCTION
 
 

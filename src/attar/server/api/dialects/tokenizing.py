@@ -8,8 +8,9 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 
 from attar.server.api.body import Body, Token
+from attar.server.api.messages import Messages
 from attar.server.api.reasoning import Variables
-from attar.server.api.schemas import Continue, Messages, check_turn
+from attar.server.api.schemas import Continue, check_turn
 from attar.server.api.tools.fields import ToolUse
 from attar.server.errors import APIError
 from attar.text.tools.openai import Tools

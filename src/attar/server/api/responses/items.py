@@ -14,9 +14,9 @@ from msgspec import Meta, Struct
 from attar.images.decoding import ImageSource
 from attar.server.api.body import Ignored
 from attar.server.api.images.parts import MARK, InputImage, placed
+from attar.server.api.messages import MAX_PARTS
 from attar.server.api.responses.custom import arguments
 from attar.server.api.responses.tools import ToolName, joined
-from attar.server.api.schemas import MAX_PARTS
 from attar.server.errors import APIError
 
 MAX_ITEMS = 2048

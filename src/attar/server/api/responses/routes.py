@@ -15,7 +15,7 @@ from attar.faults import point
 from attar.server.admission.rate_limits import Caller
 from attar.server.api.answering import stream, whole
 from attar.server.api.logprobs import Content
-from attar.server.api.openapi import giving, taking
+from attar.server.api.openapi.document import giving, taking
 from attar.server.api.responses import types
 from attar.server.api.responses.answer import Answer, Keep
 from attar.server.api.responses.input_items import PARAMETERS, Page, identified

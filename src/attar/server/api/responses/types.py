@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
-from attar.server.api.response_types import Answer
+from attar.server.api.response_types.answer import Answer
 from attar.server.api.responses.items import Status
 
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]

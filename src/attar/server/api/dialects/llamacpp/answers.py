@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
-from attar.server.api.response_types import Answer, Timings
+from attar.server.api.response_types.answer import Answer
+from attar.server.api.response_types.openai import Timings
 
 
 class NativeProbability(Answer, frozen=True):

@@ -22,14 +22,15 @@ from attar.server.api.dialects.llamacpp.infill import InfillBody
 from attar.server.api.dialects.llamacpp.params import biases, native_params, settings
 from attar.server.api.dialects.llamacpp.template import TemplateBody
 from attar.server.api.openai import FAILED
-from attar.server.api.openapi import Form, giving, taking
-from attar.server.api.response_types import Error
+from attar.server.api.openapi.document import Form, giving, taking
+from attar.server.api.response_types.openai import Error
 from attar.server.api.routes import Routes
 from attar.server.api.sampling_params import ended
 from attar.server.api.schemas import ChatBody, EmbeddingBody
 from attar.server.api.status import respond
 from attar.server.http import sse
-from attar.server.prompts import Room, Turn
+from attar.server.prompt_room import Room
+from attar.server.prompts import Turn
 from attar.version import __version__
 
 

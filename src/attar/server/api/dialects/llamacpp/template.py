@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from attar.server.api.body import Body
+from attar.server.api.messages import Messages
 from attar.server.api.reasoning import Effort, ReasoningRequest, Variables
-from attar.server.api.schemas import Continue, Messages, check_turn
+from attar.server.api.schemas import Continue, check_turn
 from attar.server.api.tools.fields import ToolUse
 from attar.text.tools.openai import Tools
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from attar.engine.outputs import Choice, Request
+from attar.engine.requests.outputs import Choice, Request
 from attar.protocol.messages import Embedding, Event, Failed, RequestStatus
 from attar.sampling.sampler import BAD, BadLogits, SampledToken
 from attar.scheduling.admission import Refused
@@ -46,6 +46,14 @@ class RequestTable:
         self.requests[request.id] = request
         request.open = len(request.choices)
         self.choices |= {choice.sequence.id: choice for choice in request.choices}
+
+    def require_room(self, count: int) -> None:
+        """Raise Refused where the scheduler's queue cannot take `count` more."""
+        self._scheduler.require_room(count)
+
+    def runs(self, id: str) -> bool:
+        """Return whether a request of this id has not ended, or ends with the step under way."""
+        return any(choice.request.id == id for choice in self.choices.values())
 
     def refuse(self, id: str, error: Exception) -> None:
         """Add the event that a request was refused."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attar.execution.model_runner import Unfinished
+from attar.execution.unfinished import Unfinished
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import ScheduledTokens
 
