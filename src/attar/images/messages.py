@@ -19,4 +19,4 @@ def in_parts(content: str, always: bool = False) -> str | list[dict[str, str]]:
     for number, text in enumerate(content.split(MARK)):
         parts += [{"type": "image"}] if number else []
         parts += [{"type": "text", "text": text}] if text else []
-    return parts
+    return parts or [{"type": "text", "text": ""}]  # templates look at the first part

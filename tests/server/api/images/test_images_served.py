@@ -192,6 +192,7 @@ def test_texts_reach_a_template_that_takes_lists_alone(seeing: Running) -> None:
 def test_content_is_parted_at_its_marks() -> None:
     assert in_parts("a") == "a"
     assert in_parts("a", always=True) == [word("a")]
+    assert in_parts("", always=True) == [word("")]
     shown = {"type": "image"}
     assert in_parts(f"{MARK}a{MARK}{MARK}b") == [shown, word("a"), shown, shown, word("b")]
 
