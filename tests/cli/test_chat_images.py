@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from attar.cli import generation
 from attar.cli.main import app
 from attar.images.decoding import MAX_FILE
-from attar.protocol.images import MAX_IMAGES
+from attar.protocol.image_limits import MAX_IMAGES
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, *files: Path) -> str:

@@ -20,7 +20,8 @@ from attar.images import decoding
 from attar.images._containers import Refused, parse
 from attar.images.decoding import MAX_BASE64, MAX_FILE, ImageSource, count_rows, decode
 from attar.images.settings import ImageSettings, read_settings
-from attar.protocol.images import MAX_IMAGES, ImageInput, check_images
+from attar.protocol.image_limits import MAX_IMAGES
+from attar.protocol.images import ImageInput, check_images
 from attar.text.limited_child import LimitedChild
 from tests.images import oracle
 

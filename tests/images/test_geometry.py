@@ -16,7 +16,7 @@ from attar.errors import UserError
 from attar.images.decoding import count_rows
 from attar.images.geometry import MAX_ASPECT, layout
 from attar.images.settings import PixelSettings, read_settings
-from attar.protocol.images import MAX_PIXELS, MAX_TILE_BYTES
+from attar.protocol.image_limits import MAX_PIXELS, MAX_TILE_BYTES
 from tests.images import oracle
 
 pytest.importorskip("PIL.Image", reason="needs Pillow, of the extra [vision]")

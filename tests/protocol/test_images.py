@@ -5,16 +5,8 @@ from hypothesis import strategies as st
 
 from attar.errors import UserError
 from attar.protocol.framing import take
-from attar.protocol.images import (
-    DIGEST,
-    MAX_IMAGES,
-    MAX_PIXELS,
-    MAX_REQUEST_PIXELS,
-    MAX_TILE_BYTES,
-    ImageInput,
-    check_images,
-    digest_of,
-)  # fmt: skip
+from attar.protocol.image_limits import MAX_IMAGES, MAX_PIXELS, MAX_REQUEST_PIXELS, MAX_TILE_BYTES
+from attar.protocol.images import DIGEST, ImageInput, check_images, digest_of
 from attar.protocol.messages import MAX_FRAME, Command, Submit, encode
 from attar.protocol.request import SamplingParams
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attar.protocol.images import MAX_ROWS
+from attar.protocol.image_limits import MAX_ROWS
 from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.image_ids import (
     MAX_IMAGES,

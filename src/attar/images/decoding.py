@@ -14,15 +14,8 @@ from typing import NamedTuple
 from attar.errors import CODES, Code, UserError
 from attar.images.geometry import layout, unpadded_rows
 from attar.images.settings import ImageSettings
-from attar.protocol.images import (
-    CHANNELS,
-    MAX_IMAGES,
-    MAX_PIXELS,
-    MAX_REQUEST_PIXELS,
-    MAX_TILE_BYTES,
-    ImageInput,
-    digest_of,
-)
+from attar.protocol.image_limits import CHANNELS, MAX_IMAGES, MAX_PIXELS, MAX_REQUEST_PIXELS, MAX_TILE_BYTES
+from attar.protocol.images import ImageInput, digest_of
 from attar.text.limited_child import LimitedChild
 
 DECODE_SECONDS = 1.0  # of one image

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from attar import strict_json
 from attar.errors import UserError
-from attar.protocol.images import MAX_ROWS
+from attar.protocol.image_limits import MAX_ROWS
 
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 MAX_CONFIG = 8 << 20  # bytes of a file

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attar.protocol.images import MAX_ROWS
+from attar.protocol.image_limits import MAX_ROWS
 
 ROW_BITS = (MAX_ROWS - 1).bit_length()  # 15
 MAX_IMAGES = (1 << (31 - ROW_BITS)) - 1  # at a time

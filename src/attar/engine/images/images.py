@@ -25,7 +25,8 @@ from torch import Tensor
 
 from attar.engine.images.store import FeatureStore
 from attar.engine.images.tower import Encoding, VisionTower
-from attar.protocol.images import MAX_ROWS, ImageInput, check_images
+from attar.protocol.image_limits import MAX_ROWS
+from attar.protocol.images import ImageInput, check_images
 from attar.protocol.messages import Submit
 from attar.scheduling.admission import Refused
 from attar.scheduling.image_ids import (

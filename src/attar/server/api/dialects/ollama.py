@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from attar.protocol.images import MAX_IMAGES
+from attar.protocol.image_limits import MAX_IMAGES
 from attar.protocol.messages import Delta, Failed, Finished
 from attar.server.api.answering import AnswerReader
 from attar.server.api.body import Body, Ignored
