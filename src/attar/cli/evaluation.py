@@ -199,7 +199,7 @@ def _on_task(config: EvalConfig, tasks: list[str], bar: Progress) -> TaskReport:
         device=config.device, dtype=config.dtype, adapter=beside, progress=bar,
     )  # fmt: skip
     if recorded is not None:
-        from attar.checkpoints.receipts.receipt import record_tasks
+        from attar.checkpoints.receipts.recorded import record_tasks
 
         record_tasks(recorded, found.to_dict()["tasks"])
     return found
