@@ -148,7 +148,10 @@ def late(decoder: Decoder, device: Device) -> Make:
         device_told = device
 
     def make(
-        blocks: int = ROOM, tokenizer: Tokenizer | None = None, clock: Callable[[], float] = time.monotonic, **limits: Any
+        blocks: int = ROOM,
+        tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        **limits: Any,
     ) -> Engine:
         settings = SchedulerConfig(**{"max_running": 6, "max_step_tokens": 48, "headroom": 0.0} | limits)
         return make_engine(decoder, blocks, settings, tokenizer=tokenizer, overlaps=True, runner=Lags, clock=clock)
