@@ -52,8 +52,7 @@ from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.divergence import Comparison, compare
 from attar.metrics.measure import measure
 from attar.metrics.perplexity import plan_windows
-from attar.metrics.streaming import ROWS_AT_ONCE, Measurement
-from attar.model.cache import ForwardBatch
+from attar.metrics.streaming import ROWS_AT_ONCE, Measurement, decoder_states
 from attar.model.decoder import Decoder
 
 Q4_0 = 32  # columns of a block
@@ -294,11 +293,11 @@ def compared(
     for number, text in enumerate(ids, 1):
         (window,) = plan_windows(text, args.context, args.context, bos)
         inputs, targets = torch.tensor(window.inputs), torch.tensor(window.counted)[:: args.every]
-        base = states(decoder, inputs, None)[window.first :: args.every]
+        base = decoder_states(decoder, decoder.cache)(inputs)[window.first :: args.every]
         for way in chosen:
             begin = time.process_time()
             with keeping(way):
-                ours = states(decoder, inputs, caches[way.name])[window.first :: args.every]
+                ours = decoder_states(decoder, caches[way.name])(inputs)[window.first :: args.every]
             seconds[way.name] += time.process_time() - begin
             runs = zip(*(each.split(ROWS_AT_ONCE) for each in (base, ours, targets)), strict=True)
             for one, other, wanted in runs:
@@ -312,16 +311,6 @@ def compared(
         of = np.arange(len(ids)).repeat(size)
         measured[name] = Measurement(of, *(torch.cat(each).double().numpy() for each in zip(*parts, strict=True)))
     return measured, seconds
-
-
-def states(decoder: Decoder, ids: Tensor, made: MeasuredCache | None) -> Tensor:
-    """Hidden states [T, I] behind the last block, of tokens that run as a prompt through a cache."""
-    cache, parts = (decoder.cache if made is None else made)(len(ids)), []
-    with torch.inference_mode():
-        for piece in ids.split(ROWS_AT_ONCE):
-            stream, delta = decoder.states(piece, ForwardBatch((len(piece),), len(ids), cache))
-            parts.append(stream if delta is None else stream + delta)
-    return torch.cat(parts)
 
 
 if __name__ == "__main__":
