@@ -9,14 +9,14 @@ reads the longer windows by YaRN (Peng et al. 2023), which is no more than a cha
 there is printed beside that within what it was trained for. How far keys, values and weights of attention resemble
 those of a model made for the context is not known; every scheme is judged by the same.
 
-Peers are built here by their published formulas, on the same float32 model: llama.cpp's q4_0 (blocks of 32 columns, one
-float16 each: 4.5 bits), plain and with keys and values turned by a Hadamard matrix; and KIVI in 2 bits (`Kivi`), in
-groups of 32 and 64, with its windows of 16 bits as published. attar's own kivi2 has others (`attar.kv.schemes`).
+Peers run on the same float32 model: llama.cpp's q4_0 (blocks of 32 columns, one float16 each: 4.5 bits), plain and with
+keys and values turned by a Hadamard matrix; and KIVI and KVQuant as published (`attar.kv.published`), KIVI also in
+groups of 64. attar's own kivi2 has other windows (`attar.kv.schemes`).
 
 Bits are what a sequence of the context stores, 16-bit windows included: of attar's schemes all that is allocated; of
 KIVI's keys what their window has on average, half of its most, which favours KIVI where bits are compared. Calibrated
-bases belong to the model, not to a sequence, and are not counted. Ratios are of schemes that store no more than the
-peer. Intervals are 95 % bootstraps over windows, paired where they are of a ratio.
+matrices and levels belong to the model: the column `alone` counts them in one sequence that has no other beside it.
+Ratios are of schemes that store no more than the peer. Intervals are 95 % bootstraps over windows, paired for a ratio.
 """
 
 from __future__ import annotations
