@@ -88,12 +88,13 @@ def measure(
     *,
     temperature: float = 0.0,
     progress: Progress | None = None,
-    texts: int = PROMPTS,
-    length: int = TOKENS,
+    texts: int | None = None,
+    length: int | None = None,
 ) -> HeadQuality:
     """Measure the drafts of a head, or of any drafter, for `model`, on `texts` continuations of `length` tokens behind
     prompts of a text. Raises ValueError where one cannot be loaded, they do not fit together, or the text is too
     short."""
+    texts, length = texts or PROMPTS, length or TOKENS
     told = progress or (lambda stage, done, total: None)
     target = LLM(model, draft=draft, draft_tokens=MAX_DRAFT_TOKENS, verify=False, progress=progress)
     tokens = target.tokenizer.encode(read_text(text), add_special_tokens=False)
