@@ -1,4 +1,5 @@
-"""Results that are recorded in a receipt after its output was written: figures of tasks, and the plan that chose it.
+"""Results that are recorded in a receipt after its output was written: figures of tasks and of images, and the plan
+that chose it.
 
 Each raises CheckpointError where the output has no receipt, or a damaged one.
 """
@@ -18,6 +19,11 @@ def record_tasks(output: Path, figures: Mapping[str, Mapping[str, Any]]) -> None
     before = {} if found is None else found.value.get("tasks")
     tasks = {**(before if isinstance(before, dict) else {}), **{name: dict(each) for name, each in figures.items()}}
     amend(output, {"tasks": tasks})
+
+
+def record_images(output: Path, figures: Mapping[str, Any]) -> None:
+    """Put figures on texts behind images into an output's receipt, in place of earlier ones."""
+    amend(output, {"images": dict(figures)})
 
 
 def record_plan(output: Path, plan: Mapping[str, Any]) -> None:
