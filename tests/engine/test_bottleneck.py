@@ -20,6 +20,7 @@ from attar.kernels.native import extension, limits
 from attar.kv.schemes import SCHEMES
 from attar.model.decoder import Decoder
 from attar.plan.costs import Matrix, Storage
+from attar.plan.rates.step_time import StepModel
 from attar.plan.roofline import Rates, Roofline
 from attar.protocol.messages import Embed, Embedding, Event, Failed, Finished, Report, Submit
 from attar.protocol.request import SamplingParams
@@ -27,6 +28,7 @@ from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 from attar.scheduling.step_plan import StepPlan
 from tests.engine.conftest import ask, make_engine
+from tests.pretend_rates import profile
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, seed=0)
 SLOW = 1e-30  # of a rate: whatever it bounds takes longest
@@ -116,6 +118,24 @@ def test_what_the_roofline_would_allow_is_told_as_a_part_of_what_was_taken(decod
     least = sum(max(roof.least(chunk[1:4] for chunk in each.chunks)) for each in plans if each.chunks)
     assert found == pytest.approx(least / made.step_seconds)
     assert reports(judged(decoder, Bottlenecks(None, Told(0.0))), Submit("a", (1,), GREEDY))["a"].roof_fraction is None
+
+
+def test_steps_have_the_seconds_that_a_plan_expects(decoder: Decoder) -> None:
+    model = StepModel(decoder.config, Storage(dtype="float32"), SCHEMES["float32"], profile())
+    made = judged(decoder, Bottlenecks(roofline(decoder, True), Told(1e9), model))
+    plans: list[StepPlan] = []
+    plan = made.scheduler.plan
+    made.scheduler.plan = lambda now: plans.append(plan(now)) or plans[-1]  # type: ignore[method-assign, func-returns-value]
+    found = reports(made, Submit("a", (1, 2, 3), GREEDY))["a"]
+    expected = [model.of([chunk[1:4] for chunk in each.chunks]) for each in plans if each.chunks]
+    assert found.expected_seconds == pytest.approx({
+        "products": sum(each.products for each in expected), "attention": sum(each.attention for each in expected),
+        "overhead": sum(each.overhead for each in expected),
+    })  # fmt: skip
+    assert sum(found.expected_seconds.values()) == pytest.approx(sum(each.total for each in expected))
+    assert found.step_seconds == pytest.approx(made.step_seconds)
+    without = judged(decoder, Bottlenecks(roofline(decoder, True), Told(1e9)))
+    assert reports(without, Submit("a", (1,), GREEDY))["a"].expected_seconds == {}
 
 
 def test_a_request_of_one_step_hears_of_it(decoder: Decoder) -> None:

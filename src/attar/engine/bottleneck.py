@@ -15,7 +15,8 @@ judged together with the first step after them that waits, at the latest with th
 a request that is cancelled before that gets no verdict of them.
 
 The roofline also gives the least seconds of a step. Their ratio to the measured ones is reported, for a limit that is
-far away limits nothing: kernels that wait for a core in use elsewhere have neither limit.
+far away limits nothing: kernels that wait for a core in use elsewhere have neither limit. The seconds to expect come
+from the model of `attar plan` (`plan/rates/step_time.py`), where rates of this machine are kept (`expected.py`).
 
 Nothing is judged where the verdict could only be wrong: for a model in stages on CPUs, where this process computes one
 stage and waits for the others, which looks like overhead; and on a GPU whose rates could not be measured.
@@ -34,6 +35,7 @@ from attar.kernels.native import extension, limits
 from attar.kernels.triton.weights import knows_float8
 from attar.plan import gpus
 from attar.plan.costs import against
+from attar.plan.rates.step_time import StepModel, StepSeconds
 from attar.plan.roofline import Rates, Roofline
 from attar.scheduling.step_plan import StepPlan
 
@@ -98,22 +100,29 @@ class _Step(NamedTuple):
     least: float  # least seconds by the roofline; 0 where unknown
     seconds: float
     busy: Callable[[], float]
+    expected: StepSeconds | None
 
 
 class Bottlenecks:
-    """Judges an engine's steps, by the roofline of its model; None where there are no kernels."""
+    """Judges an engine's steps, by the roofline of its model; None where there are no kernels.
 
-    def __init__(self, roof: Roofline | None, meter: Meter) -> None:
-        self.roof, self.meter = roof, meter
+    model: the step-time model of `attar plan`, which gives the seconds to expect; None without rates that are kept.
+    """
+
+    def __init__(self, roof: Roofline | None, meter: Meter, model: StepModel | None = None) -> None:
+        self.roof, self.meter, self.model = roof, meter, model
         self._open: list[_Step] = []
 
     def count(self, plan: StepPlan, seconds: float, busy: Callable[[], float], requests: Collection[Request]) -> None:
         """Judge a step that took `seconds`, of which the meter gave `busy`, and add the verdict to its `requests`."""
         otherwise, least = "overhead", 0.0
+        chunks = [(chunk.slot, chunk.rows, chunk.samples) for chunk in plan.chunks]
         if self.roof is not None:
-            reading, computing = self.roof.least((chunk.slot, chunk.rows, chunk.samples) for chunk in plan.chunks)
+            reading, computing = self.roof.least(chunks)
             otherwise, least = "compute" if computing > reading else "bandwidth", max(reading, computing)
-        self._open.append(_Step(requests, otherwise, least, seconds, busy))
+        self._open.append(
+            _Step(requests, otherwise, least, seconds, busy, None if self.model is None else self.model.of(chunks))
+        )
         if self.meter.late and not any(chunk.samples for chunk in plan.chunks) and len(self._open) < OPEN:
             return
         steps, self._open = self._open, []
@@ -123,6 +132,9 @@ class Bottlenecks:
                 request.limited_by["overhead" if overhead else step.otherwise] += 1
                 request.least += step.least
                 request.stepped += step.seconds
+                if step.expected is not None:
+                    for part in ("products", "attention", "overhead"):
+                        request.expected[part] += getattr(step.expected, part)
 
 
 def cpu_rates(weights: int, activations: str) -> Rates | None:

@@ -91,6 +91,10 @@ class Report(msgspec.Struct, frozen=True):
     differs_at: int | None = None  # index of the first token that no cached prompt has
     limited_by: dict[str, int] = {}  # the request's steps by what limited them: bandwidth, compute, overhead
     roof_fraction: float | None = None  # roofline time of these steps over their measured time
+    step_seconds: float = 0.0  # of these steps, as measured
+    expected_seconds: dict[
+        str, float
+    ] = {}  # of these steps by the model of `attar plan`: products, attention, overhead
     drafted_tokens: int = 0  # drafts of speculative decoding that were verified
     accepted_tokens: int = 0  # of these, the right ones, each of which saved a step
     forced_tokens: int = 0  # of these, the ones that the constraint forced

@@ -5,7 +5,7 @@ Nothing here knows of other requests. An exception here concerns one request, an
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -136,6 +136,7 @@ class Request:
     limited_by: Counter[str] = field(default_factory=Counter)  # count of the request's steps, by bottleneck
     least: float = 0.0  # seconds of those steps by the roofline
     stepped: float = 0.0  # seconds of those steps as measured
+    expected: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # of those steps, by use
     drafted: int = 0  # drafts that were verified
     accepted: int = 0  # of these, the right ones
     forced: int = 0  # of these, the ones that the constraint forced
@@ -195,6 +196,7 @@ class Request:
             reused_tokens=min(leader.reused, len(self.prompt)), reuse_ended=leader.reuse_ended,
             differs_at=leader.differs_at, limited_by=dict(self.limited_by),
             roof_fraction=self.least / self.stepped if self.least and self.stepped else None,
+            step_seconds=self.stepped, expected_seconds=dict(self.expected),
             drafted_tokens=self.drafted, accepted_tokens=self.accepted, forced_tokens=self.forced,
             overruled_tokens=self.overruled,
             draft_steps=self.gain.steps, draft_seconds=self.gain.drafting, saved_seconds=self.gain.saved,
