@@ -115,7 +115,7 @@ def compress(config: CompressConfig) -> None:
       attar compress demo ./small --recipe gptq-w4g128 --calib self
       attar compress org/name ./out --calib text.txt --eval heldout.txt
       attar compress ./model out.gguf --recipe q4_k_m --calib text.txt
-      attar compress ./vision ./out --calib text.txt --calib-images ./pictures --length 2048
+      attar compress ./vision ./out --calib text.txt --calib-images ./pictures
       attar compress ./model ./mixed --target-bits 3.5 --calib text.txt
       attar compress model.gguf ./out --requantize --calib text.txt
       attar compress ./model ./draft --as-draft
