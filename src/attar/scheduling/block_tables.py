@@ -65,8 +65,7 @@ class BlockTables:
         """Return how many of its first `length` tokens have the keys and values of any sequence that begins alike.
 
         Those of an output do not where its rows read few keys: computed as another's prompt, they read all. Those of
-        the end of a prompt do not where they would read few in the middle of another, nor
-        those behind an eviction.
+        the end of a prompt do not where they would read few in the middle of another, nor those behind an eviction.
         """
         if sequence.eviction is not None:
             length = min(length, sequence.eviction.plain(sequence.prompt))

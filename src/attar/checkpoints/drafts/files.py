@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,8 @@ from attar.formats import affine
 from attar.formats.scheme import Part, Scheme
 from attar.kernels.dispatch import BackendWeights
 from attar.kernels.native.store import CpuWeights
-from attar.kernels.operands import Linear
+from attar.kernels.operands import Linear, Norm
+from attar.model.decoder import Decoder
 
 Kind = Literal["medusa", "eagle", "eagle3", "exit"]
 
@@ -140,14 +141,25 @@ class HeadFolder:
         return info.dtype
 
 
-def take(store: BackendWeights, each: Linear) -> None:
-    """Lay a head's matrix out in `store`, rounded to 8 bits where its kernels round rows as well: a draft is a guess,
-    and what it costs is the bytes that it reads."""
-    weight = each.weight
+def lay_out(
+    store: BackendWeights | None, target: Decoder, linears: Iterable[Linear], norms: Iterable[Norm] = ()
+) -> None:
+    """Lay a head's linears and norms out in `store`, where there is one. The target's LM head is laid out already.
+
+    Matrices are rounded to 8 bits where kernels round rows as well: a draft is a guess, and what it costs is the bytes
+    that it reads.
+    """
+    if store is None:
+        return
     rounds = isinstance(store, CpuWeights) and store.activations != "exact"
-    if rounds and isinstance(weight, Tensor) and bool(weight.isfinite().all()):
-        each.weight = affine.quantize(weight.float(), ROUNDED)
-    store.take(each)
+    for linear in linears:
+        if linear is target.head:
+            continue
+        if rounds and isinstance(linear.weight, Tensor) and bool(linear.weight.isfinite().all()):
+            linear.weight = affine.quantize(linear.weight.float(), ROUNDED)
+        store.take(linear)
+    for norm in norms:
+        store.take_norm(norm)
 
 
 def size(path: Path) -> tuple[int, int]:
