@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec.structs import replace as with_settings
 
+from attar import env
 from attar.engine import bottleneck, startup
 from attar.engine.bottleneck import Bottlenecks, KernelMeter, StreamMeter
 from attar.engine.engine import Engine
@@ -19,7 +23,11 @@ from attar.kernels import dispatch
 from attar.kernels.native import extension, limits
 from attar.kv.schemes import SCHEMES
 from attar.model.decoder import Decoder
+from attar.model.shapes import shape
+from attar.model.split import Share
 from attar.plan.costs import Matrix, Storage
+from attar.plan.fit import Deployment
+from attar.plan.rates import store
 from attar.plan.rates.step_time import StepModel
 from attar.plan.roofline import Rates, Roofline
 from attar.protocol.messages import Embed, Embedding, Event, Failed, Finished, Report, Submit
@@ -31,6 +39,9 @@ from tests.engine.conftest import ask, make_engine
 from tests.pretend_rates import profile
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, seed=0)
+SETTINGS = Settings("", "")
+HELD = Deployment(shape("llama-3.2-1b"), Storage.named("w4g128"), SCHEMES["int8"])
+THREADS = 3
 SLOW = 1e-30  # of a rate: whatever it bounds takes longest
 
 
@@ -363,3 +374,42 @@ def test_rates_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [10**6, limits.READ]
     monkeypatch.setattr(extension, "loaded", lambda: False)
     assert bottleneck.cpu_rates(10**6, "int8g128") is None
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of kept rates that has this machine's, of three threads."""
+    at = tmp_path / "cache"
+    monkeypatch.setattr(env, "get", lambda: env.Env(cache=at))
+    now = datetime.now(UTC).replace(microsecond=0).isoformat().replace("+00:00", "Z")
+    assert store.RatesStore(at).keep(profile(key=replace(store.key(), threads=THREADS), measured=now))
+    return at
+
+
+def test_kept_rates_give_the_model_of_a_plan(folder: Path) -> None:
+    found = bottleneck.step_model(SETTINGS, HELD, THREADS)
+    assert found is not None
+    chunks = [(100, 1, 1), (7, 40, 0)]
+    assert found.of(chunks) == StepModel(HELD.config, HELD.storage, HELD.kv, profile()).of(chunks)
+
+
+def test_rates_of_other_threads_do_not_count(folder: Path) -> None:
+    assert bottleneck.step_model(SETTINGS, HELD, THREADS + 1) is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"activations": "exact"}, {"sparse_attention": "topk:1/4"}, {"sparse_prefill": "skip:0.01"}]
+)
+def test_what_the_rates_do_not_describe_has_no_model(folder: Path, changes: dict[str, str]) -> None:
+    assert bottleneck.step_model(with_settings(SETTINGS, **changes), HELD, THREADS) is None  # type: ignore[arg-type]
+
+
+def test_several_processes_have_no_model(folder: Path) -> None:
+    assert bottleneck.step_model(SETTINGS, replace(HELD, share=Share(0, 2)), THREADS) is None
+
+
+def test_a_damaged_file_is_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (file,) = folder.glob("rates-*.json")
+    file.write_bytes(b"{")
+    assert bottleneck.step_model(SETTINGS, HELD, THREADS) is None
+    assert "expected_seconds" in caplog.text

@@ -22,6 +22,7 @@ from attar.kernels.triton.pages import NibblePages, PlainPages
 from attar.kernels.triton.store import GpuWeights
 from attar.kv.schemes import SCHEMES as KV_SCHEMES
 from attar.model.shapes import shape
+from attar.model.split import Share
 from attar.plan import comparison, costs, gpus, report
 from attar.plan.comparison import Hardware, Precisions, Subject, usual_storages
 from attar.plan.costs import Matrix, Storage
@@ -166,6 +167,31 @@ def test_a_plan_for_a_card() -> None:
     assert "not counted: what driver and graphs take" in text
     assert "a data sheet's GB are taken as 10^9 bytes" in text
     assert report.to_dict(made)["card"] == "h100"
+
+
+def test_a_plan_for_one_card_has_rows_of_several() -> None:
+    subject = Subject("llama-3.1-70b", shape("llama-3.1-70b"), Storage())
+    h100 = gpu_spec("h100")
+    made = comparison.plan(subject, Demand(8192, 8), Hardware(72 * GB, "h100", gpu=h100), limits=StepLimits())
+    found = dict(made.splits)
+    by_tensors, by_layers = found[Share(0, 4)], found[Share(0, 1, 4)]
+    assert by_tensors is not None
+    assert by_layers is not None
+    assert by_tensors.weights == by_layers.weights == "bf16", "the precisions that one card has no room for"
+    weights = gpus.weight_bytes(subject.config, subject.storage, True).total
+    assert by_tensors.fit.weights == pytest.approx(weights / 4, rel=0.05)
+    assert by_tensors.speed is not None
+    assert by_layers.speed is not None
+    assert by_tensors.speed.tokens_per_second > 3 * by_layers.speed.tokens_per_second, "stages run one after another"
+    lines = report.to_text(made).splitlines()
+    assert next(line for line in lines if line.startswith("--tp 4")).split()[2:4] == ["bf16", "bfloat16"]
+    told = report.to_dict(made)["splits"]
+    assert [(each["tp"], each["pp"]) for each in told] == [(share.tp, share.pp) for share in found]
+    split = comparison.plan(
+        subject, Demand(8192, 8), Hardware(72 * GB, "h100", gpu=h100), limits=StepLimits(), share=Share(0, 4)
+    )
+    assert split.splits == ()
+    assert split.rows[0] == by_tensors
 
 
 def test_many_rows_are_limited_by_arithmetic() -> None:

@@ -16,7 +16,8 @@ a request that is cancelled before that gets no verdict of them.
 
 The roofline also gives the least seconds of a step. Their ratio to the measured ones is reported, for a limit that is
 far away limits nothing: kernels that wait for a core in use elsewhere have neither limit. The seconds to expect come
-from the model of `attar plan` (`plan/rates/step_time.py`), where rates of this machine are kept (`expected.py`).
+from the model of `attar plan` (`plan/rates/step_time.py`), where rates of this machine are kept. A start does not
+measure those, which takes a minute: `attar bench --rates` and plans by goals do.
 
 Nothing is judged where the verdict could only be wrong: for a model in stages on CPUs, where this process computes one
 stage and waits for the others, which looks like overhead; and on a GPU whose rates could not be measured.
@@ -24,7 +25,9 @@ stage and waits for the others, which looks like overhead; and on a GPU whose ra
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -35,13 +38,19 @@ from attar.kernels.native import extension, limits
 from attar.kernels.triton.weights import knows_float8
 from attar.plan import gpus
 from attar.plan.costs import against
+from attar.plan.fit import Deployment
+from attar.plan.rates import store
 from attar.plan.rates.step_time import StepModel, StepSeconds
 from attar.plan.roofline import Rates, Roofline
+from attar.protocol.settings import Settings
 from attar.scheduling.step_plan import StepPlan
 
 COPIED, SQUARE = 1 << 30, 8192  # bytes of a copy, and rows of a product, that measure a GPU's rates
 OPEN = 64  # at most, steps that wait for a verdict: a prompt of a million tokens is thousands
+MEASURED = "int8g128"  # activations of the products whose rates are kept
 LANES = 4  # int8 numbers multiplied in the time of one float, by four-byte dot products
+
+logger = logging.getLogger(__name__)
 
 
 class Meter(Protocol):
@@ -203,3 +212,19 @@ def _seconds(call: Callable[[], object]) -> float:
         end.synchronize()
         best.append(float(start.elapsed_time(end)) / 8e3)
     return min(best)
+
+
+def step_model(settings: Settings, held: Deployment, threads: int) -> StepModel | None:
+    """Return the model of a CPU engine's steps with so many threads.
+
+    None where no rates of this machine, build and number of threads are kept, and for what they do not describe: other
+    activations than the default, several processes, and attention that reads few keys.
+    """
+    few = settings.sparse_attention is not None or settings.sparse_prefill is not None
+    if settings.activations != MEASURED or held.share.count > 1 or few:
+        return None
+    kept = store.RatesStore(store.folder())
+    profile = kept.find(replace(store.key(), threads=threads))
+    if kept.problem is not None:
+        logger.warning("requests have no expected_seconds; %s", kept.problem)
+    return None if profile is None else StepModel(held.config, held.storage, held.kv, profile)

@@ -33,7 +33,6 @@ from attar.engine.config import EngineConfig
 from attar.engine.draft_head import memory_bytes as head_bytes
 from attar.engine.draft_model import memory_bytes
 from attar.engine.engine import Engine
-from attar.engine.expected import step_model
 from attar.engine.identity import bits_of
 from attar.engine.images.limits import NO_TENSORS, no_images, tower_bytes, tower_of
 from attar.engine.loader import BY_REFERENCE, LoadedModel, Parallel, load_model, without_kernels
@@ -109,7 +108,7 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
         logger.warning("%s", sentence)
     torch.set_num_threads(each)  # which loading may have changed
     # The time of one stage of several says nothing of the step (`bottleneck.py`).
-    model_of = step_model(settings, held, threads)
+    model_of = bottleneck.step_model(settings, held, threads)
     judge = Bottlenecks(_roof(held, rates), KernelMeter(), model_of) if settings.pp == 1 else None
     made, ready = _made(settings, held, limits, model, found, judge, (saved, peer))
     ready = replace_settings(ready, no_images=NO_TENSORS if seeing and made.images is None else against)

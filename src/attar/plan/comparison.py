@@ -14,7 +14,8 @@ bench` measures what kernels reach of them. Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,9 @@ from attar.plan.fit import NO_LIMITS, WHOLE, CacheLimits, Demand, Deployment, Fi
 from attar.plan.gpus import GpuSpec
 from attar.plan.roofline import Roofline
 from attar.plan.steps import StepLimits
+
+SPLITS = tuple(Share(0, tp, pp) for tp, pp in ((2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 8)))
+"""Numbers of GPUs that a plan for one compares besides."""
 
 USUAL = ("dense", "w8a8", "w4g128", "w3g128")
 
@@ -186,6 +190,8 @@ class Plan:
     gpu: GpuSpec | None = None
     eviction: Eviction | None = None
     images: int = 0  # bytes of a vision tower and of features of images, which the memory is without
+    splits: tuple[tuple[Share, Row | None], ...] = ()
+    """The most precise choice that fits on each process of several GPUs; None where none does."""
 
 
 def plan(
@@ -196,7 +202,7 @@ def plan(
 
     `adapters` and `share` are as in `fit`: memory, bandwidth and rate then apply to each process. Pipeline stages run
     one after another, and communication between processes is not counted. Storages that cannot be split so, or that no
-    GPU kernel supports, are left out, except the first.
+    GPU kernel supports, are left out, except the first. A plan for one whole GPU has `splits` over several as well.
 
     Raises ValueError for an impossible setting, for a context longer than the model's, and where `limits` let fewer
     sequences run together than there are users.
@@ -208,26 +214,34 @@ def plan(
         raise UserError("option_conflict", message)
     most = longest(config, demand.context)
     context = demand.context if demand.users == 1 else most
-    rows, first = [], precisions.storages[0]
-    for storage in precisions.storages:
-        if gpu is not None and storage is not first and gpus.without_kernel(config, storage, gpu.float8):
-            continue  # at least as large there as dense
-        for kv in precisions.kv:
-            deployment = Deployment(config, storage, kv, share, gpu, precisions.sparse, precisions.eviction)
-            try:
-                stages(deployment)
-            except ValueError:
-                if storage is first:
-                    raise
-                break
-            found = start(deployment, hardware.memory, limits, context, cache, adapters)
-            rows.append(_row(deployment, found, demand.users, hardware))
+
+    def rows(share: Share) -> Iterator[Row]:
+        first = precisions.storages[0]
+        for storage in precisions.storages:
+            if gpu is not None and storage is not first and gpus.without_kernel(config, storage, gpu.float8):
+                continue  # at least as large there as dense
+            for kv in precisions.kv:
+                deployment = Deployment(config, storage, kv, share, gpu, precisions.sparse, precisions.eviction)
+                try:
+                    stages(deployment)
+                except ValueError:
+                    if storage is first:
+                        raise
+                    break
+                found = start(deployment, hardware.memory, limits, context, cache, adapters)
+                yield _row(deployment, found, demand.users, hardware)
+
+    splits = []
+    alone = share.count == 1 and not adapters and precisions.sparse is None and precisions.eviction is None
+    for split in SPLITS if gpu is not None and alone else ():
+        with suppress(ValueError):  # a model that cannot be split so
+            splits.append((split, next((row for row in rows(split) if row.fits), None)))
     bandwidth, int8_rate = hardware.bandwidth, hardware.int8_rate
     if gpu is not None:
         bandwidth, int8_rate = gpu.bandwidth, gpu.operations["int8"]
     return Plan(
-        subject.name, hardware.memory, hardware.source, most, demand.users, limits, bandwidth, int8_rate, tuple(rows),
-        gpu, precisions.eviction,
+        subject.name, hardware.memory, hardware.source, most, demand.users, limits, bandwidth, int8_rate,
+        tuple(rows(share)), gpu, precisions.eviction, splits=tuple(splits),
     )  # fmt: skip
 
 

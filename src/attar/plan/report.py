@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from attar.kv.eviction import Eviction
 from attar.kv.schemes import KvScheme
+from attar.model.split import Share
 from attar.plan.comparison import Plan, Row
 from attar.plan.fit import Fit, kept_free, size
 from attar.plan.gpus import GPUS
@@ -38,14 +40,17 @@ def to_text(plan: Plan) -> str:
     that is short of the least memory), and the answer in a sentence.
     """
     head = ("weights", "KV", "weights take", "KV a token", "tokens held", "requests", "fits", "tokens/s")
-    rows = [head, *(_cells(row) for row in plan.rows)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"{plan.model}: {plan.users} x {plan.context:,} tokens in {size(plan.memory)} ({plan.source})",
         "",
-        *("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
+        *_aligned([head, *(_cells(row) for row in plan.rows)]),
         "",
     ]
+    if plan.splits and plan.gpu is not None:
+        lines += [
+            f"on several {plan.gpu.name}, the most precise that fits. Sizes are of each. What they send to each "
+            "other is not counted:", "", *_aligned([("", *head), *(_split(*each) for each in plan.splits)]), "",
+        ]  # fmt: skip
     shown = _chosen(plan) or min(plan.rows, key=lambda row: row.short)
     by_compute = " (c: by compute)" if any(_by_compute(row) for row in plan.rows) else ""
     slow = dict.fromkeys(row.weights for row in plan.rows if row.references)
@@ -120,6 +125,22 @@ def _chosen(plan: Plan) -> Row | None:
     return next((row for row in plan.rows if row.fits), None)
 
 
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return the lines of a table whose columns are as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _split(share: Share, row: Row | None) -> tuple[str, ...]:
+    """Return the cells of several GPUs, beginning with the option that takes them."""
+    option = f"--tp {share.tp}" if share.tp > 1 else f"--pp {share.pp}"
+    return (
+        option,
+        *(("-",) * 6 if row is None else _cells(row)[:6]),
+        *(("no", "-") if row is None else _cells(row)[6:]),
+    )
+
+
 def _users(plan: Plan, context: int) -> str:
     return f"{plan.users} user{'s' if plan.users > 1 else ''} of {context:,} tokens"
 
@@ -148,14 +169,6 @@ def fit_to_dict(found: Fit) -> dict[str, Any]:
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON-compatible values; sizes in bytes, rates a second."""
-    rows = [
-        {
-            "weight_scheme": row.weights, "kv": row.kv.name, "fits": row.fits, "short": row.short,
-            "weight_parts": asdict(row.weight_bytes), "speed": None if row.speed is None else row.speed.to_dict(),
-            "reference_linears": row.references, **fit_to_dict(row.fit),
-        }
-        for row in plan.rows
-    ]  # fmt: skip
     return {
         "model": plan.model, "memory": plan.memory, "memory_source": plan.source, "context": plan.context,
         "users": plan.users, "step_sequences": plan.limits.sequences, "step_tokens": plan.limits.rows,
@@ -163,5 +176,17 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "kv_eviction": None if plan.eviction is None else str(plan.eviction),
         "images": plan.images,
         "formula": FORMULA if plan.gpu is None else CARD_FORMULA, "fits": any(row.fits for row in plan.rows),
-        "answer": answer(plan), "rows": rows,
+        "answer": answer(plan), "rows": [_row_to_dict(row) for row in plan.rows],
+        "splits": [
+            {"tp": share.tp, "pp": share.pp, "row": None if row is None else _row_to_dict(row)}
+            for share, row in plan.splits
+        ],
+    }  # fmt: skip
+
+
+def _row_to_dict(row: Row) -> dict[str, Any]:
+    return {
+        "weight_scheme": row.weights, "kv": row.kv.name, "fits": row.fits, "short": row.short,
+        "weight_parts": asdict(row.weight_bytes), "speed": None if row.speed is None else row.speed.to_dict(),
+        "reference_linears": row.references, **fit_to_dict(row.fit),
     }  # fmt: skip
