@@ -64,7 +64,7 @@ KEYS: Mapping[str, str] = {
     "bits_per_weight": "Bits per weight of the compressed linear layers.",
     "evaluation": "Figures of `--eval`.",
     "tasks": "Figures of `attar eval --task --record`, by task.",
-    "images": "Figures of `attar eval --images --record`.",
+    "images": "Figures of `--eval-images`, or of `attar eval --images --record`.",
     "earlier": "SHA-256 of the receipt before `--record`, and of those that it names.",
     "files": "SHA-256 of each file beside the receipt.",
     "probes": "Inputs and outputs that `attar verify` replays.",
