@@ -20,7 +20,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from attar.cli.main import app
-from attar.cli.terminal import BAD_INPUT, CHECK_FAILED, INTERRUPTED, PIPE_CLOSED
+from attar.cli.terminal import BAD_INPUT, CHECK_FAILED, INTERRUPTED, NO_RECEIPT, PIPE_CLOSED
 from attar.errors import CODES, UserError, code_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +83,7 @@ def refused(result: Result, status: int, *expected: str, as_json: bool = False) 
     and words of the sentence."""
     assert result.exit_code == status, result.output
     assert isinstance(result.exception, SystemExit)
-    lines = [line for line in result.stderr.splitlines() if "no receipt: nothing" not in line]
+    lines = [line for line in result.stderr.splitlines() if NO_RECEIPT not in line]
     assert len(lines) == 1 or lines[0].startswith("Usage:"), result.stderr
     assert lines[-1].startswith(("attar: ", "Error: "))
     if as_json:
