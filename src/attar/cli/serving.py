@@ -88,8 +88,9 @@ class ServeConfig(TransferOptions, SchedulerOptions, HttpOptions):
     tp: options.Tp = 1
     pp: options.Pp = 1
     replicas: Annotated[int | None, option(
-        "Device", "N", "Engines of the model, each a process on cores of its own. Requests go where they cost the "
-        "least, and go on at another engine where theirs dies. --memory is the total.", min=2, max=64, default="one",
+        "Device", "N", "Engines of the model, each a process on cores of its own. A request goes to the engine where "
+        "it costs the least, and continues on another if that one dies. --memory is the total.", min=2, max=64,
+        default="one",
     )] = None  # fmt: skip
     replica_cores: Annotated[list[str] | None, option(
         "Device", "LIST", "Processors of one replica, such as 0-3,8; once for each.", default="equal shares",
@@ -112,7 +113,7 @@ class ServeConfig(TransferOptions, SchedulerOptions, HttpOptions):
         "the model takes text alone.", parser=parse_bytes, default="256 MiB, where the model has a tower",
     )] = None  # fmt: skip
     request_metrics: Annotated[bool, flag(
-        "HTTP", "Tell in answers of chats and completions how long they took, as vLLM's `metrics`.",
+        "HTTP", "Include the times of a chat or completion in its answer, as vLLM's `metrics`.",
     )] = False  # fmt: skip
     max_requests: Annotated[int | None, option(
         "Limits", "N", "Open HTTP requests; excess requests get 429, as do bodies of over 1 GiB together.", min=1,
@@ -136,14 +137,15 @@ class ServeConfig(TransferOptions, SchedulerOptions, HttpOptions):
         for field in SINGLE:
             if getattr(self, field):
                 name = "--" + field.replace("_", "-")
-                raise UserError("option_unused", f"{name} is of a server with one MODEL, and not of --model NAME=PATH")
+                raise UserError("option_unused", f"{name} needs a server with one MODEL: not with --model NAME=PATH")
         if self.role is not options.Role.both:
-            raise UserError("option_unused", f"--role {self.role} is of a server with one MODEL")
+            message = f"--role {self.role} needs a server with one MODEL: not with --model NAME=PATH"
+            raise UserError("option_unused", message)
         if (self.device or "cpu") != "cpu" or self.tp > 1 or self.pp > 1:
             message = "several models are served on a CPU, each in one process: a GPU's need is known once it is loaded"
             raise UserError("option_conflict", message)
         if self.draft not in (None, "suffix"):
-            raise UserError("option_unused", f"--draft {self.draft} is of one MODEL; with several, --draft suffix is")
+            raise UserError("option_unused", f"--draft {self.draft} needs one MODEL; several take --draft suffix")
 
     def check_replicas(self, device: str) -> None:
         """Raise ValueError for options that do not go with --replicas, and for --replica-cores without it."""
@@ -212,7 +214,7 @@ class ServeConfig(TransferOptions, SchedulerOptions, HttpOptions):
         _check_reads(settings, bool(self.draft_tree))
         check_fraction(settings.kv_fraction)
         if settings.max_delay is not None and limits.policy != "dynamic":
-            message = f"max-delay is of the policy dynamic; with {limits.policy} nothing waits for a batch"
+            message = f"max-delay needs policy=dynamic; with {limits.policy} no request waits for a batch"
             raise UserError("option_unused", message)
         return settings
 
