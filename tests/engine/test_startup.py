@@ -193,7 +193,7 @@ def test_what_has_no_kernel_is_named_and_what_that_means(
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == len(sentences), said
     for sentence, found in zip(sentences, said, strict=True):
-        assert re.search(f"{sentence}.*by the reference.*bits may depend on what runs beside it", found)
+        assert re.search(f"{sentence}.*by the reference.*bits may depend on other requests in its batch", found)
 
 
 def test_the_reference_is_named_where_it_is_forced(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

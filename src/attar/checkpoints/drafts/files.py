@@ -141,8 +141,10 @@ class HeadFolder:
 
 
 def take(store: BackendWeights, each: Linear) -> None:
-    """Lay a head's matrix out in `store`, rounded to 8 bits where its kernels round rows as well: a draft is a guess,
-    and what it costs is the bytes that it reads."""
+    """Pack a head's matrix in `store`, in 8 bits where the kernels of `store` round activations as well.
+
+    The bytes that a draft reads are its cost, and errors of a draft change no text.
+    """
     weight = each.weight
     rounds = isinstance(store, CpuWeights) and store.activations != "exact"
     if rounds and isinstance(weight, Tensor) and bool(weight.isfinite().all()):
