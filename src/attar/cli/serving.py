@@ -163,9 +163,23 @@ class ServeConfig(TransferOptions, SchedulerOptions, HttpOptions):
                 message = f"--replicas with --{name} {size}: each replica is one process; choose one of the two"
                 raise UserError("option_conflict", message)
 
+    def check_router(self, device: str) -> None:
+        """Raise UserError for several processes on a CPU behind `attar route`, whose answers no other host could
+        continue. On GPUs they are of use there, and the start says that their answers end with them."""
+        if self.router_key_file is None or device != "cpu":
+            return
+        for name, size in (("tp", self.tp), ("pp", self.pp)):
+            if size > 1:
+                message = (
+                    f"--router-key-file with --{name} {size}: no other host could continue an answer of several "
+                    "processes; serve on one process, which is no slower on a CPU"
+                )
+                raise UserError("feature_unsupported", message)
+
     def check_processes(self, device: str) -> None:
         """Raise ValueError for options of replicas, KV transfer and the disk cache that do not go with others."""
         self.check_replicas(device)
+        self.check_router(device)
         unlike = {
             "--device": device != "cpu", "--tp": self.tp > 1, "--pp": self.pp > 1,
             "--replicas": self.replicas is not None,

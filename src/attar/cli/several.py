@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,15 @@ from attar.cli.terminal import tell
 from attar.errors import UserError
 
 if TYPE_CHECKING:
+    from attar.plan.rates.profile import MachineProfile
     from attar.plan.sharing import Sharing
     from attar.protocol.settings import Settings
     from attar.server.models.served import ModelSpec
 
 MAX_MODELS = 64
 SIZES = (sys.executable, "-m", "attar.engine.deployment")  # of models, by a process with torch
+ONE_ENGINE = "one-engine"  # the name of a thread
+SLOWER = (sys.executable, "-m", "attar.evaluation.planning.engines")  # whether replicas are, by such a process
 
 
 def parse_models(given: Sequence[str]) -> dict[str, Path]:
@@ -107,9 +111,23 @@ def divide_cores(settings: Settings, count: int, listed: Sequence[str]) -> list[
         threads = settings.threads or cores.threads(share, count)
         found.append((msgspec.structs.replace(settings, memory=total // count, threads=threads), share))
         tell(f"replica {number:<6}{size(total // count):>10}  processors {_ranges(share)}, threads: {threads}")
-    if len({cores.node(cpu) for share in shares for cpu in share}) == 1:
+    from attar.plan.rates import store
+
+    rates = store.RatesStore(store.folder()).find(store.key())
+    if rates is not None:  # in a thread, because the answer takes seconds and the engines can start meanwhile
+        threading.Thread(target=_tell_slower, args=(settings, count, rates), name=ONE_ENGINE, daemon=True).start()
+    elif len({cores.node(cpu) for share in shares for cpu in share}) == 1:
         tell("the replicas share one memory node and its bandwidth: one engine on all cores often makes more tokens")
+        tell("with the rates of `attar bench --rates`, the next start says which of the two is faster")
     return found
+
+
+def _tell_slower(settings: Settings, count: int, rates: MachineProfile) -> None:
+    """Print whether one engine on all cores decodes faster than `count` replicas, by this machine's rates."""
+    asked = json.dumps([msgspec.to_builtins(settings), count, msgspec.to_builtins(rates)]).encode()
+    done = subprocess.run(SLOWER, input=asked, stdout=subprocess.PIPE, check=False)
+    if done.returncode == 0 and (found := json.loads(done.stdout)):
+        tell(found)
 
 
 def _ranges(cpus: Sequence[int]) -> str:

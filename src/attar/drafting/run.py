@@ -93,8 +93,9 @@ class DraftTraining:
             )
         for name in OWN:
             if getattr(self, name) is not None and name not in DEFAULTS[self.kind]:
-                own = ", ".join(each.replace("_", "-") for each in DEFAULTS[self.kind])
-                raise UserError("option_unused", f"{self.kind} has no {name.replace('_', '-')}: it has {own}")
+                own = ", ".join("--" + each.replace("_", "-") for each in DEFAULTS[self.kind])
+                message = f"--kind {self.kind} takes {own}, and not --{name.replace('_', '-')}"
+                raise UserError("option_unused", message)
         if self.layout is not None and (self.kind != "eagle3" or self.layout not in get_args(Layout)):
             raise UserError(
                 "option_unused",
