@@ -20,7 +20,7 @@ from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import verify
 from attar.sampling.drafters.drafter import Draft, DraftRequest
 from attar.sampling.sampler import Sampler
-from attar.scheduling import scheduler
+from attar.scheduling.block_tables import BlockTables
 from attar.scheduling.sequence import Sequence as Tokens
 from tests.engine.conftest import ROOM, TIGHT, Answers, answers, make_engine, run, run_as_they_come
 from tests.engine.test_engine import some_requests
@@ -123,7 +123,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
     "branches lack the keys before them": lambda patch: patch.setattr(model_runner, "copies_of", lambda *given: []),
     "the first branch is taken for the right one": lambda patch: patch.setattr(
-        scheduler, "_take_branch", lambda *given: None
+        BlockTables, "take_branch", lambda *given: None
     ),
     "a state is that of the row before": lambda patch: patch.setattr(
         Sampler, "along", lambda self, drafts, parents=(), real=Sampler.along: real(self, drafts)

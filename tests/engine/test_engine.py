@@ -436,7 +436,8 @@ def test_a_device_that_is_lost_when_a_step_is_run_again_ends_the_engine(
     def raises(*asked: object) -> None:
         raise next(errors)
 
-    monkeypatch.setattr(*((made.runner, "run") if what == "run" else (inflight, "sample")), raises)
+    for where, name in [(made.runner, "run")] if what == "run" else [(inflight, "draw_reached"), (inflight, "sample")]:
+        monkeypatch.setattr(where, name, raises)
     with pytest.raises(torch.AcceleratorError):
         made.step()
 

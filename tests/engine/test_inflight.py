@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -146,9 +147,14 @@ def late(decoder: Decoder, device: Device) -> Make:
     class Lags(LateRunner):
         device_told = device
 
-    def make(blocks: int = ROOM, tokenizer: Tokenizer | None = None, **limits: Any) -> Engine:
+    def make(
+        blocks: int = ROOM,
+        tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        **limits: Any,
+    ) -> Engine:
         settings = SchedulerConfig(**{"max_running": 6, "max_step_tokens": 48, "headroom": 0.0} | limits)
-        return make_engine(decoder, blocks, settings, tokenizer=tokenizer, overlaps=True, runner=Lags)
+        return make_engine(decoder, blocks, settings, tokenizer=tokenizer, overlaps=True, runner=Lags, clock=clock)
 
     return make
 
@@ -322,8 +328,8 @@ def test_who_is_cancelled_with_two_steps_on_their_way(late: Make, device: Device
 
 
 def test_a_deadline_that_comes_with_two_steps_on_their_way(decoder: Decoder, late: Make) -> None:
-    made, now = late(), itertools.count()
-    made.clock = lambda: float(next(now))
+    now = itertools.count()
+    made = late(clock=lambda: float(next(now)))
     other = Submit("b", (5,) * 9, GREEDY)
     events = run(made, [Submit("a", LONG[:30], replace(GREEDY, max_tokens=100), deadline=25.0), other])
     found = answers(events)

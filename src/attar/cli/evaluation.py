@@ -1,4 +1,4 @@
-"""Commands that measure a compressed model or show what was measured: `eval`, `verify`, `report`, `lab`."""
+"""Commands that measure a compressed model or show what was measured: `eval`, `verify`, `report`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ import typer
 
 from attar.cli import options
 from attar.cli.commands import configured, flag, option
-from attar.cli.terminal import CHECK_FAILED, Progress, emit, errors, fail, progress, require, tell_doubt, tell_shared
+from attar.cli.terminal import (
+    CHECK_FAILED,
+    Progress,
+    emit,
+    errors,
+    fail,
+    progress,
+    require,
+    tell,
+    tell_doubt,
+    tell_shared,
+)
 from attar.errors import UserError
 from attar.protocol.speculation import MAX_DRAFT_TOKENS
 
@@ -36,11 +47,19 @@ class EvalConfig(options.OutputConfig):
         "Task", "NAME", "Task of lm-eval instead of a text: arc, gsm8k, hellaswag, ifeval, lambada, mmlu, piqa, "
         "truthfulqa or winogrande. NAME=PATH reads its items from files, NAME alone from the Hub.",
     )] = None  # fmt: skip
-    limit: Annotated[int | None, option("Task", "N", "Items of each task to use at most.", min=1)] = None
+    images: Annotated[Path | None, option(
+        "Data", "FOLDER", "Images with texts instead of a text: a folder whose metadata.jsonl has lines with file_name "
+        "and text. The tokens behind each image are measured.",
+    )] = None  # fmt: skip
+    limit: Annotated[
+        int | None, option("Task", "N", "Items of each task, or images of --images, to use at most.", min=1)
+    ] = None
     shots: Annotated[
         int | None, option("Task", "N", "Examples in front of each item.", min=0, default="the task's own")
     ] = None
-    record: Annotated[bool, flag("Task", "Add the figures to MODEL's receipt, for `attar report`.", "--record")] = False
+    record: Annotated[bool, flag(
+        "Task", "Add the figures of tasks or images to MODEL's receipt, for `attar report`.", "--record",
+    )] = False  # fmt: skip
     context: Annotated[
         int | None, option("Data", "N", "Tokens of a window.", min=2, default="the model's context, at most 2048")
     ] = None
@@ -73,7 +92,7 @@ class EvalConfig(options.OutputConfig):
 
 @configured(EvalConfig)
 def evaluate(config: EvalConfig) -> None:
-    """Measure a model on a text or a task.
+    """Measure a model on a text, on images with texts, or on a task.
 
     A text gives perplexity. --against adds KL divergence, top-1 agreement and the expected acceptance rate (EAR). All
     figures have 95 % intervals, and are measured as by `compress --eval`. --greedy continues each prompt by 64 tokens.
@@ -84,6 +103,8 @@ def evaluate(config: EvalConfig) -> None:
     --draft continues prompts of the text. It prints tokens a step and speed, predicted and measured. For a head it adds
     the share of right drafts, and for a draft model distances and rejections.
 
+    --images measures the tokens behind each image, as a text is measured; intervals are over images.
+
     --sparse-attention prints the KL divergence of the last rows of long windows from full attention, and their time.
     --sparse-prefill prints the KL divergence of the tokens after a prompt from full prefill, and its time.
     --kv-eviction prints the KL divergence of the tokens after a prompt from the full cache. All three ask for a passkey
@@ -92,6 +113,7 @@ def evaluate(config: EvalConfig) -> None:
     Examples:
       attar eval ./out --against ./model --text heldout.txt
       attar eval ./out --kv int4 --text heldout.txt
+      attar eval ./out --images ./pictures --against ./model
       attar eval ./out --task hellaswag --task lambada=lambada.jsonl --limit 500
       attar eval ./large --draft ./small --text heldout.txt
       attar eval ./out --sparse-attention topk:1/16 --text heldout.txt
@@ -105,7 +127,9 @@ def evaluate(config: EvalConfig) -> None:
 
             tell_doubt(config.adapter, hub.resolve(config.model))
         report: DraftQuality | HeadQuality | LongContextReport | Report | TaskReport
-        if (config.sparse_attention, config.sparse_prefill, config.kv_eviction) != (None, None, None):
+        if config.images is not None:
+            report = _on_images(config, config.images, bar)
+        elif (config.sparse_attention, config.sparse_prefill, config.kv_eviction) != (None, None, None):
             report = _of_long_context(config, bar)
         elif config.passkeys is not None:
             message = "--passkeys needs --sparse-attention, --sparse-prefill or --kv-eviction"
@@ -116,7 +140,34 @@ def evaluate(config: EvalConfig) -> None:
             report = _on_task(config, config.task, bar) if config.task else _on_text(config, bar)
         bar.close()
         print(report.table())
+        for sentence in getattr(report, "notes", ()):
+            tell(sentence)
         emit(config.as_json, report.to_dict())
+
+
+def _on_images(config: EvalConfig, images: Path, bar: Progress) -> Report:
+    """Measure on images with texts. Raises ValueError for options of other measurements."""
+    from attar.evaluation.image_report import evaluate_images
+
+    others = (
+        config.text, config.task, config.shots, config.context, config.stride, config.max_tokens, config.draft,
+        config.kv, config.sparse_attention, config.sparse_prefill, config.kv_eviction, config.passkeys,
+    )  # fmt: skip
+    if config.greedy or config.device != "cpu" or config.tp * config.pp > 1 or any(each is not None for each in others):
+        names = "--against, --limit, --adapter, --dtype and --record"
+        raise UserError("option_conflict", f"--images takes {names} alone, on a CPU in one process")
+    if config.record and config.against is None:
+        raise UserError("option_missing", "--record of --images is a divergence: give the original as --against")
+    recorded = _recorded(config) if config.record else None
+    found = evaluate_images(
+        config.model if recorded is None else recorded, images, against=config.against, limit=config.limit,
+        dtype=config.dtype, adapter=config.adapter, progress=bar,
+    )  # fmt: skip
+    if recorded is not None:
+        from attar.checkpoints.receipts.receipt import record_images
+
+        record_images(recorded, found.to_dict())
+    return found
 
 
 def _of_long_context(config: EvalConfig, bar: Progress) -> LongContextReport:
@@ -172,9 +223,9 @@ def _on_text(config: EvalConfig, bar: Progress) -> Report:
     from attar.evaluation.report import evaluate as run
 
     if config.text is None:
-        raise UserError("option_missing", "give the text to measure on: --text heldout.txt, or a --task")
+        raise UserError("option_missing", "give the text to measure on: --text heldout.txt, or --images, or a --task")
     if config.limit is not None or config.shots is not None or config.record:
-        message = "--limit, --shots and --record need a --task; --max-tokens limits a text"
+        message = "--limit, --shots and --record need a --task or --images; --max-tokens limits a text"
         raise UserError("option_unused", message)
     subject, tokenizer, beside = _subject(config, bar)
     return run(
@@ -211,7 +262,7 @@ def _on_task(config: EvalConfig, tasks: list[str], bar: Progress) -> TaskReport:
 
 def _recorded(config: EvalConfig) -> Path:
     """Return the output whose receipt gets the figures. Raises UserError, before hours of work, where the model has no
-    receipt, or the figures are not its own."""
+    receipt, or the figures are not its own or not of all items."""
     from attar.checkpoints.receipts.receipt import missing, read_receipt
     from attar.checkpoints.sources import hub
 
@@ -342,45 +393,4 @@ def report(config: ReportConfig) -> None:
         bar.close()
         count = len(config.outputs)
         print(f"{config.page}: {count} output{'s' * (count != 1)}, {config.page.stat().st_size:,} bytes")
-        emit(config.as_json, written)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabConfig(options.OutputConfig):
-    """Options of `lab`."""
-
-    model: options.Model
-    outputs: Annotated[
-        list[str] | None, typer.Argument(metavar="OUT", help="Compressed folders or GGUF files, with their receipts.")
-    ] = None
-    kv: options.Kv = None
-    text: Annotated[Path | None, option(
-        "Data", "FILE", "Run MODEL over this text and sample its channels for SmoothQuant (.txt, .jsonl).",
-    )] = None  # fmt: skip
-    max_tokens: Annotated[int, option("Data", "N", "Tokens of --text to use at most.", min=2)] = 512
-    no_measure: Annotated[bool, flag("Device", "Leave this machine's rates out.", "--no-measure")] = False
-    page: Annotated[Path, option("Output", "FILE", "The HTML file to write.", "--page", "-o")] = Path("lab.html")
-
-
-@configured(LabConfig)
-def lab(config: LabConfig) -> None:
-    """Write an HTML page of simulators for a model.
-
-    It shows size, speed, paging, speculation and batching, with sliders, and what was measured on every curve. MODEL
-    gives tensors and formats; each OUT adds its receipt. The page is one file, and loads nothing else. A server shows
-    the same page at /lab, with its own state.
-
-    Examples:
-      attar lab ./model
-      attar lab ./model ./out out.gguf -o lab.html
-    """
-    with errors(config.as_json), progress(config.quiet) as bar:
-        from attar.kv.schemes import check_name
-        from attar.lab.gather import Options, write
-
-        check_name(config.kv)
-        options = Options(config.page, config.kv or "bfloat16", not config.no_measure, config.text, config.max_tokens)
-        written = write(config.model, config.outputs or (), options, bar)
-        bar.close()
-        print(f"{written['page']}: {written['bytes']:,} bytes; open it in a browser")
         emit(config.as_json, written)

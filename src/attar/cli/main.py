@@ -92,7 +92,7 @@ def demo(
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
-    "compress": compression.compress, "eval": evaluation.evaluate, "report": evaluation.report, "lab": evaluation.lab,
+    "compress": compression.compress, "eval": evaluation.evaluate, "report": evaluation.report, "lab": planning.lab,
     "generate": generation.generate, "chat": generation.chat, "serve": serving.serve, "route": route.route,
     "deploy": deploy,
     "bench-serve": load_testing.bench_serve, "bench": generation.bench, "plan": planning.plan,

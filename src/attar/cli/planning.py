@@ -1,4 +1,4 @@
-"""The command `plan`: memory, number of users and speed, before anything is loaded."""
+"""The commands `plan` and `lab`: memory, number of users and speed, before anything is loaded, and simulators."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from attar.cli.commands import configured, option
+import typer
+
+from attar.cli import options
+from attar.cli.commands import configured, flag, option
 from attar.cli.options import (
     CALIBRATION_TEXT,
     Json,
@@ -22,7 +25,7 @@ from attar.cli.options import (
     parse_time,
 )
 from attar.cli.scheduling import SchedulerOptions
-from attar.cli.terminal import emit, errors, require, tell
+from attar.cli.terminal import emit, errors, progress, require, tell
 from attar.errors import Code, UserError
 
 if TYPE_CHECKING:
@@ -240,3 +243,44 @@ def plan(config: PlanConfig) -> None:
         made = deployment.plan(settings, subject, Demand(config.context, config.users), hardware)
         print(f"{report.to_text(made)}\n{settings.limits().told(settings.preset)}")
         emit(config.as_json, report.to_dict(made))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabConfig(options.OutputConfig):
+    """Options of `lab`."""
+
+    model: options.Model
+    outputs: Annotated[
+        list[str] | None, typer.Argument(metavar="OUT", help="Compressed folders or GGUF files, with their receipts.")
+    ] = None
+    kv: options.Kv = None
+    text: Annotated[Path | None, option(
+        "Data", "FILE", "Run MODEL over this text and sample its channels for SmoothQuant (.txt, .jsonl).",
+    )] = None  # fmt: skip
+    max_tokens: Annotated[int, option("Data", "N", "Tokens of --text to use at most.", min=2)] = 512
+    no_measure: Annotated[bool, flag("Device", "Leave this machine's rates out.", "--no-measure")] = False
+    page: Annotated[Path, option("Output", "FILE", "The HTML file to write.", "--page", "-o")] = Path("lab.html")
+
+
+@configured(LabConfig)
+def lab(config: LabConfig) -> None:
+    """Write an HTML page of simulators for a model.
+
+    It shows size, speed, paging, speculation and batching, with sliders, and what was measured on every curve. MODEL
+    gives tensors and formats; each OUT adds its receipt. The page is one file, and loads nothing else. A server shows
+    the same page at /lab, with its own state.
+
+    Examples:
+      attar lab ./model
+      attar lab ./model ./out out.gguf -o lab.html
+    """
+    with errors(config.as_json), progress(config.quiet) as bar:
+        from attar.kv.schemes import check_name
+        from attar.lab.gather import Options, write
+
+        check_name(config.kv)
+        options = Options(config.page, config.kv or "bfloat16", not config.no_measure, config.text, config.max_tokens)
+        written = write(config.model, config.outputs or (), options, bar)
+        bar.close()
+        print(f"{written['page']}: {written['bytes']:,} bytes; open it in a browser")
+        emit(config.as_json, written)

@@ -176,6 +176,7 @@ class Compressed:
     tuning: Tuning | None = None
     warnings: tuple[str, ...] = ()  # about texts that say too little
     tasks: Mapping[str, Figure] = field(default_factory=dict)  # by task and figure, such as `piqa acc`
+    images: Mapping[str, Figure] = field(default_factory=dict)  # on texts behind images
 
     @property
     def measured_on(self) -> tuple[object, ...] | None:
@@ -231,6 +232,7 @@ def read(output: str | Path, speed: Speed | None = None) -> Compressed:
         _tuning(value["tune"], place) if "tune" in value else None,
         tuple(warnings),
         _tasks(value.get("tasks", {}), place),
+        _images(value.get("images", {}), place),
     )  # fmt: skip
 
 
@@ -262,7 +264,7 @@ def _finite(value: object) -> float | None:
     return float(value)
 
 
-def _figures(evaluation: Mapping[str, Any], place: str) -> dict[str, Figure]:
+def _figures(evaluation: Mapping[str, Any], place: str, within: str = "evaluation") -> dict[str, Figure]:
     """Return every figure that was measured, by name."""
     intervals = evaluation.get("intervals")
     intervals = intervals if isinstance(intervals, dict) else {}
@@ -272,7 +274,7 @@ def _figures(evaluation: Mapping[str, Any], place: str) -> dict[str, Figure]:
             continue
         number = _finite(value)
         if number is None:
-            raise _damaged(place, f"evaluation.{name}")
+            raise _damaged(place, f"{within}.{name}")
         pair = intervals.get(name)
         ends = [_finite(end) for end in pair] if isinstance(pair, list) else []
         figures[name] = Figure(number, *ends) if len(ends) == 2 and None not in ends else Figure(number)
@@ -289,6 +291,13 @@ def _tasks(value: object, place: str) -> dict[str, Figure]:
         for task, each in value.items()
         for name, figure in _figures({key: each[key] for key in each if key not in told}, place).items()
     }
+
+
+def _images(value: object, place: str) -> dict[str, Figure]:
+    """Return the figures on texts behind images, by name."""
+    if not isinstance(value, dict):
+        raise _damaged(place, "images")
+    return _figures({name: each for name, each in value.items() if name != "warnings"}, place, "images")
 
 
 @contextmanager

@@ -110,8 +110,8 @@ class Cell:
 def _summary(outputs: Sequence[Compressed]) -> dict[str, Any]:
     """Return names, rows of cells, and a note; a column that no output fills is left out."""
 
-    def figure(name: str, form: str) -> list[Cell | None]:
-        found = (each.figures.get(name) for each in outputs)
+    def figure(name: str, form: str, images: bool = False) -> list[Cell | None]:
+        found = ((each.images if images else each.figures).get(name) for each in outputs)
         return [None if one is None else Cell(format(one.value, form), _ends(one, form)) for one in found]
 
     columns: dict[str, list[Cell | None]] = {
@@ -119,6 +119,7 @@ def _summary(outputs: Sequence[Compressed]) -> dict[str, Any]:
         "size": [Cell(size(each.bytes), f"{each.bytes:,} B") for each in outputs],
         "KL mean": figure("kl_mean", ".3g"),
         "KL 99.9 %": figure("kl_p999", ".3g"),
+        "KL behind images": figure("kl_mean", ".3g", images=True),
         "perplexity": figure("ppl", ".2f"),
         "top-1 agreement": figure("top1", ".1%"),
         "acceptance (EAR)": figure("ear", ".1%"),
@@ -132,6 +133,8 @@ def _summary(outputs: Sequence[Compressed]) -> dict[str, Any]:
     base = {each.figures["ppl_base"].value for each in outputs if "ppl_base" in each.figures}
     if len(base) == 1:
         note += f"The original's perplexity is {base.pop():.4f}. "
+    if "KL behind images" in columns:
+        note += "KL behind images is the mean on texts behind images, as recorded, with intervals over images. "
     if "error / plain" in columns:
         way = " or ".join(page_charts.plain(outputs))
         note += f"Last: the geometric mean over linears of the error as stored over that of the plain way: {way}."

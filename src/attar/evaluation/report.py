@@ -21,6 +21,7 @@ from attar.errors import UserError
 from attar.execution import kv_cache as engine_kv
 from attar.kernels import dispatch
 from attar.metrics.measure import CacheBits, Report, measure
+from attar.metrics.protocols import Protocol
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.progress import Progress
@@ -103,7 +104,10 @@ def evaluate(
         loaded, ids, base=base, bos=bos, context=context, stride=stride, bytes_of=tokenizer, cache=cache,
         prompts=prompts, progress=partial(told, "evaluating"),
     )  # fmt: skip
-    return found if cache is None else replace(found, cache=_bits(cache, loaded.config, found.protocol.context))
+    if cache is None:
+        return found
+    assert isinstance(found.protocol, Protocol)
+    return replace(found, cache=_bits(cache, loaded.config, found.protocol.context))
 
 
 def _bits(cache: engine_kv.MeasuredCache, config: ModelConfig, context: int) -> CacheBits:

@@ -17,8 +17,9 @@ import numpy as np
 
 from attar.errors import UserError
 from attar.metrics import greedy
-from attar.metrics.bootstrap import LEVEL, RESAMPLES, SEED, Interval, mean
+from attar.metrics.bootstrap import Interval, mean
 from attar.metrics.perplexity import Window, plan_windows
+from attar.metrics.protocols import ImageProtocol, Protocol
 from attar.metrics.streaming import Measurement, NewCache, decoder_logits, stream
 from attar.model.decoder import Decoder
 from attar.progress import StageProgress
@@ -40,35 +41,6 @@ _LABELS = {
     "ear": "acceptance (EAR)",
     "greedy": f"same of {greedy.LENGTH} greedy",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Protocol:
-    """The way a text was cut. `bos` is the token put in front of every window, None where there was none; `prompts` is
-    the number of prompts that were continued greedily."""
-
-    context: int
-    stride: int
-    bos: int | None
-    windows: int
-    prompts: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        every = "every token once" if self.bos is not None else "every token once but the first of each text"
-        past = "" if self.stride == self.context else ", by the first window that holds it"
-        return {
-            "context": self.context,
-            "stride": self.stride,
-            "bos": self.bos,
-            "windows": self.windows,
-            "counted": every + past,
-            "intervals": f"{LEVEL:.0%} bootstrap over windows, {RESAMPLES} resamples, seed {SEED}",
-            **({"greedy": self.greedy} if self.prompts else {}),
-        }
-
-    @property
-    def greedy(self) -> str:
-        return f"{self.prompts} prompts of {greedy.PROMPT} tokens, continued by {greedy.LENGTH}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +70,14 @@ class CacheBits:
 class Report:
     """Figures of a measurement with their intervals, by the names in `SHOWN`; figures that were not measured are
     absent. `bytes` counts the bytes of the counted tokens, None where the tokenizer was not at hand. `cache` is None
-    where no KV cache was measured."""
+    where no KV cache was measured. `notes` are warnings."""
 
     measurement: Measurement
     figures: Mapping[str, Interval]
-    protocol: Protocol
+    protocol: Protocol | ImageProtocol
     bytes: int | None
     cache: CacheBits | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -112,7 +85,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-compatible values: every name in `SHOWN` with its value, `tokens`, `bytes`, `intervals` (name to
-        [low, high] or None), `protocol` and, of a cache, `kv_cache`. A value is None where it was not measured or is
+        [low, high] or None), `protocol` and, where there are such, `kv_cache` and
+        `warnings`. A value is None where it was not measured or is
         infinite."""
         shown = {name: self.figures.get(name) for name in SHOWN}
         return {
@@ -122,6 +96,7 @@ class Report:
             "intervals": {name: None if figure is None else _pair(figure) for name, figure in shown.items()},
             "protocol": self.protocol.to_dict(),
             **({} if self.cache is None else {"kv_cache": self.cache.to_dict()}),
+            **({"warnings": list(self.notes)} if self.notes else {}),
         }
 
     def table(self) -> str:
@@ -131,14 +106,7 @@ class Report:
             if (figure := self.figures.get(name)) is not None:
                 pair = "" if figure.low is None else f"  [{figure.low:.4g}, {figure.high:.4g}]"
                 lines.append(f"{_LABELS.get(name, name.replace('_', ' ')):<17} {figure.value:>10.5g}{pair}")
-        protocol = self.protocol
-        bos = "no BOS" if protocol.bos is None else f"BOS {protocol.bos} first"
-        lines.append(
-            f"{self.tokens} tokens in {protocol.windows} windows of {protocol.context}, stride {protocol.stride}, "
-            f"{bos}; {protocol.to_dict()['counted']}"
-        )
-        if protocol.prompts:
-            lines.append(protocol.greedy)
+        lines += self.protocol.lines(self.tokens)
         if self.cache is not None:
             lines.append(str(self.cache))
         return "\n".join(lines)

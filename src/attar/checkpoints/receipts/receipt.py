@@ -64,6 +64,7 @@ KEYS: Mapping[str, str] = {
     "bits_per_weight": "Bits per weight of the compressed linear layers.",
     "evaluation": "Figures of `--eval`.",
     "tasks": "Figures of `attar eval --task --record`, by task.",
+    "images": "Figures of `attar eval --images --record`.",
     "earlier": "SHA-256 of the receipt before `--record`, and of those that it names.",
     "files": "SHA-256 of each file beside the receipt.",
     "probes": "Inputs and outputs that `attar verify` replays.",
@@ -212,18 +213,35 @@ def _known(value: Mapping[str, Any], text: bytes) -> list[str]:
 
 
 def record_tasks(output: Path, figures: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add figures of tasks, by name, to an output's receipt; a task that is there is replaced.
+    """Add figures of tasks, by name, to an output's receipt; a task that is there is replaced. Raises CheckpointError
+    as `_record`."""
+    found = _found(output)
+    before = found.value.get("tasks")
+    tasks = {**(before if isinstance(before, dict) else {}), **{name: dict(each) for name, each in figures.items()}}
+    _record(output, found, {"tasks": tasks})
+
+
+def record_images(output: Path, figures: Mapping[str, Any]) -> None:
+    """Put figures on texts behind images into an output's receipt, in place of earlier ones. Raises CheckpointError as
+    `_record`."""
+    _record(output, _found(output), {"images": dict(figures)})
+
+
+def _found(output: Path) -> Receipt:
+    found = read_receipt(output)
+    if found is None:
+        raise CheckpointError("receipt_invalid", f"{output}: {missing(output)}")
+    return found
+
+
+def _record(output: Path, found: Receipt, more: Mapping[str, Any]) -> None:
+    """Add entries to an output's receipt.
 
     What refers to the receipt by its hash, as a draft head does, keeps holding. Raises CheckpointError where the output
     has no receipt, or a damaged one.
     """
-    found = read_receipt(output)
-    if found is None:
-        raise CheckpointError("receipt_invalid", f"{output}: {missing(output)}")
-    before = found.value.get("tasks")
-    tasks = {**(before if isinstance(before, dict) else {}), **{name: dict(each) for name, each in figures.items()}}
     kept = found.known[:MAX_EARLIER]
-    machine.write_whole(receipt_path(output), _text({**found.value, "tasks": tasks, "earlier": kept}))
+    machine.write_whole(receipt_path(output), _text({**found.value, **more, "earlier": kept}))
 
 
 def _text(value: Mapping[str, Any]) -> bytes:

@@ -78,10 +78,7 @@ class VisionModel:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
-        weights = [each for linear in self.linears() for each in (linear.weight, linear.bias)]
-        vectors = [each for norm in self.norms() for each in (norm.weight, norm.bias)]
-        own = [self.tower.positions, self.tower.class_row, self.projector.newline]
-        return sum(_bytes(each) for each in (*weights, *vectors, *own))
+        return sum(_bytes(each) for each in self._tensors())
 
     def linears(self) -> Iterator[Linear]:
         yield self.tower.patch
@@ -94,6 +91,17 @@ class VisionModel:
         yield from (norm for norm in found if norm is not None)
         for layer in self.tower.layers:
             yield from layer.norms()
+
+    def equals(self, other: VisionModel) -> bool:
+        """Return whether another model makes the same rows: equal settings, and the same numbers as dense weights."""
+        if (self.config, self.dtype, self.rows_dtype) != (other.config, other.dtype, other.rows_dtype):
+            return False
+        return all(_same(a, b) for a, b in zip(self._tensors(), other._tensors(), strict=True))
+
+    def _tensors(self) -> list[object]:
+        weights: list[object] = [each for linear in self.linears() for each in (linear.weight, linear.bias)]
+        vectors = [each for norm in self.norms() for each in (norm.weight, norm.bias)]
+        return [*weights, *vectors, self.tower.positions, self.tower.class_row, self.projector.newline]
 
     def count(self, image: Image) -> int:
         """Return the rows of an image, by its sizes. Raises ValueError where the tower does not take these sizes."""
@@ -187,6 +195,12 @@ def _without_gradients(work: Work) -> Work:
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
         yield
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return a is None and b is None
 
 
 def _bytes(weight: object) -> int:

@@ -1,0 +1,65 @@
+"""`attar eval --images`: from a model and a folder of images with texts to the figures of `metrics.images`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from attar.checkpoints import vocabulary
+from attar.checkpoints.folder import Folder
+from attar.checkpoints.sources import hf, hub
+from attar.checkpoints.sources.vision import load_vision
+from attar.errors import UserError
+from attar.evaluation.report import load
+from attar.images.pairs import PairPrompts
+from attar.images.settings import ImageSettings, read_settings
+from attar.metrics.images import Seeing, measure_images
+from attar.metrics.measure import Report
+from attar.model.decoder import Decoder
+from attar.progress import Progress
+
+
+def evaluate_images(
+    model: str | Path,
+    images: Path,
+    *,
+    against: str | Path | None = None,
+    limit: int | None = None,
+    dtype: str | None = None,
+    adapter: Path | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Measure a vision-language model on texts behind images; with `against`, also its divergence from that model.
+
+    `images` is a folder with `metadata.jsonl` (`images.pairs`), of which at most `limit` pairs are used, evenly spread.
+    Both models compute by the reference on a CPU, in float32 by default, each with the vision tower of its own folder.
+    Images are resized as `model` says. `adapter` is a low-rank adapter that `model` alone computes with.
+
+    Raises ValueError for models without vision, a folder without pairs, where no pair can be used, and as `evaluate`.
+    """
+    told = progress or (lambda stage, done, total: None)
+    path = hub.resolve(model)
+    settings = image_settings(path)
+    computed = hf.compute_dtype(dtype, "cpu")
+    other = None if against is None else hub.resolve(against)
+    if other is not None:
+        image_settings(other)
+    pairs = PairPrompts(images, settings, vocabulary.tokenizer(path), hf.Checkpoint.open(path).config.context, limit)
+    seeing = _seeing(path, load(str(path), path, computed, told, adapter))
+    base = None if other is None else _seeing(other, load(str(other), other, computed, told))
+    return measure_images(seeing, pairs, base, partial(told, "evaluating"))
+
+
+def image_settings(path: Path) -> ImageSettings:
+    """Return how a model wants images. Raises UserError (`feature_unsupported`) for one that takes none."""
+    settings = None if vocabulary.is_gguf(path) else read_settings(path)
+    if settings is None:
+        message = f"{path} takes no images: it is no folder with a vision tower and a preprocessor_config.json"
+        raise UserError("feature_unsupported", message)
+    return settings
+
+
+def _seeing(path: Path, decoder: Decoder) -> Seeing:
+    vision = load_vision(Folder(path), decoder.dtype)
+    assert vision is not None, "settings of images without a tower"
+    return Seeing(decoder, vision)
