@@ -147,39 +147,12 @@ class ServeConfig(TransferOptions, SchedulerOptions, HttpOptions):
         if self.draft not in (None, "suffix"):
             raise UserError("option_unused", f"--draft {self.draft} needs one MODEL; several take --draft suffix")
 
-    def check_replicas(self, device: str) -> None:
-        """Raise ValueError for options that do not go with --replicas, and for --replica-cores without it."""
-        if self.replicas is None:
-            if self.replica_cores:
-                raise UserError("option_missing", "--replica-cores needs --replicas N")
-            return
-        if device != "cpu":
-            raise UserError("feature_unsupported", f"--replicas is for CPUs; --device {device} has one engine")
-        if self.router_key_file is not None:
-            message = "--router-key-file with --replicas: give the router one server of each engine instead"
-            raise UserError("feature_unsupported", message)
-        for name, size in (("tp", self.tp), ("pp", self.pp)):
-            if size > 1:
-                message = f"--replicas with --{name} {size}: each replica is one process; choose one of the two"
-                raise UserError("option_conflict", message)
-
-    def check_router(self, device: str) -> None:
-        """Raise UserError for several processes on a CPU behind `attar route`, whose answers no other host could
-        continue. On GPUs they are of use there, and the start says that their answers end with them."""
-        if self.router_key_file is None or device != "cpu":
-            return
-        for name, size in (("tp", self.tp), ("pp", self.pp)):
-            if size > 1:
-                message = (
-                    f"--router-key-file with --{name} {size}: no other host could continue an answer of several "
-                    "processes; serve on one process, which is no slower on a CPU"
-                )
-                raise UserError("feature_unsupported", message)
-
     def check_processes(self, device: str) -> None:
         """Raise ValueError for options of replicas, KV transfer and the disk cache that do not go with others."""
-        self.check_replicas(device)
-        self.check_router(device)
+        from attar.cli import several
+
+        several.check_replicas(self, device)
+        several.check_router(self, device)
         unlike = {
             "--device": device != "cpu", "--tp": self.tp > 1, "--pp": self.pp > 1,
             "--replicas": self.replicas is not None,
@@ -207,6 +180,8 @@ class ServeConfig(TransferOptions, SchedulerOptions, HttpOptions):
         from attar.server.options import parse_adapters
 
         check_name(self.kv)
+        theirs = dict(theirs)
+        draft, count = theirs.pop("draft", None), theirs.pop("draft_tokens", None)
         given = {key: value for key, value in self.settings().items() if value is not None}
         if given.get("policy", "dynamic") != "dynamic":  # the only policy with a delay
             theirs = {key: value for key, value in theirs.items() if key != "max_delay"}
@@ -215,8 +190,8 @@ class ServeConfig(TransferOptions, SchedulerOptions, HttpOptions):
                 str(path), "", activations=self.activations.value, kv=self.kv,
                 context=self.context, memory=self.memory, threads=self.threads, verify=not self.no_verify, tp=self.tp,
                 pp=self.pp, adapters=parse_adapters(self.adapter or (), name), name=name,
-                draft=hub.resolve_draft(self.draft),
-                draft_tokens=self.draft_tokens,
+                draft=hub.resolve_draft(self.draft or draft),
+                draft_tokens=count if self.draft_tokens is None else self.draft_tokens,
                 draft_tree=self.draft_tree, sparse_attention=self.sparse_attention,
                 sparse_prefill=self.sparse_prefill,
                 kv_eviction=tuple(self.kv_eviction or ()), tells_cache=self.router_key_file is not None,

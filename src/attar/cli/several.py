@@ -18,6 +18,7 @@ from attar.cli.terminal import tell
 from attar.errors import UserError
 
 if TYPE_CHECKING:
+    from attar.cli.serving import ServeConfig
     from attar.plan.rates.profile import MachineProfile
     from attar.plan.sharing import Sharing
     from attar.protocol.settings import Settings
@@ -92,6 +93,37 @@ def spec(settings: Settings, sharing: Sharing, defaults: Defaults) -> ModelSpec:
     sampling = generation_config.sampling(path) if defaults is Defaults.model else {}
     images = read_settings(path) if settings.image_cache else None
     return ModelSpec(settings, part.size, vocabulary.tokenizer(path), sampling, images)
+
+
+def check_replicas(config: ServeConfig, device: str) -> None:
+    """Raise ValueError for options that do not go with --replicas, and for --replica-cores without it."""
+    if config.replicas is None:
+        if config.replica_cores:
+            raise UserError("option_missing", "--replica-cores needs --replicas N")
+        return
+    if device != "cpu":
+        raise UserError("feature_unsupported", f"--replicas is for CPUs; --device {device} has one engine")
+    if config.router_key_file is not None:
+        message = "--router-key-file with --replicas: give the router one server of each engine instead"
+        raise UserError("feature_unsupported", message)
+    for name, size in (("tp", config.tp), ("pp", config.pp)):
+        if size > 1:
+            message = f"--replicas with --{name} {size}: each replica is one process; choose one of the two"
+            raise UserError("option_conflict", message)
+
+
+def check_router(config: ServeConfig, device: str) -> None:
+    """Raise UserError for several processes on a CPU behind `attar route`, whose answers no other host could
+    continue. On GPUs they are of use there, and the start says that their answers end with them."""
+    if config.router_key_file is None or device != "cpu":
+        return
+    for name, size in (("tp", config.tp), ("pp", config.pp)):
+        if size > 1:
+            message = (
+                f"--router-key-file with --{name} {size}: no other host could continue an answer of several "
+                "processes; serve on one process, which is no slower on a CPU"
+            )
+            raise UserError("feature_unsupported", message)
 
 
 def divide_cores(settings: Settings, count: int, listed: Sequence[str]) -> list[tuple[Settings, tuple[int, ...]]]:
