@@ -9,14 +9,14 @@ reads the longer windows by YaRN (Peng et al. 2023), which is no more than a cha
 there is printed beside that within what it was trained for. How far keys, values and weights of attention resemble
 those of a model made for the context is not known; every scheme is judged by the same.
 
-Peers are built here by their published formulas, on the same float32 model: llama.cpp's q4_0 (blocks of 32 columns, one
-float16 each: 4.5 bits), plain and with keys and values turned by a Hadamard matrix; and KIVI in 2 bits (`Kivi`), in
-groups of 32 and 64, with its windows of 16 bits as published. attar's own kivi2 has others (`attar.kv.schemes`).
+Peers run on the same float32 model: llama.cpp's q4_0 (blocks of 32 columns, one float16 each: 4.5 bits), plain and with
+keys and values turned by a Hadamard matrix; and KIVI and KVQuant as published (`attar.kv.published`), KIVI also in
+groups of 64. attar's own kivi2 has other windows (`attar.kv.schemes`).
 
 Bits are what a sequence of the context stores, 16-bit windows included: of attar's schemes all that is allocated; of
 KIVI's keys what their window has on average, half of its most, which favours KIVI where bits are compared. Calibrated
-bases belong to the model, not to a sequence, and are not counted. Ratios are of schemes that store no more than the
-peer. Intervals are 95 % bootstraps over windows, paired where they are of a ratio.
+matrices and levels belong to the model: the column `alone` counts them in one sequence that has no other beside it.
+Ratios are of schemes that store no more than the peer. Intervals are 95 % bootstraps over windows, paired for a ratio.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.divergence import Comparison, compare
 from attar.metrics.measure import measure
 from attar.metrics.perplexity import plan_windows
-from attar.metrics.streaming import ROWS_AT_ONCE, Measurement
-from attar.model.cache import ForwardBatch
+from attar.metrics.streaming import ROWS_AT_ONCE, Measurement, decoder_states
 from attar.model.decoder import Decoder
 
 Q4_0 = 32  # columns of a block
@@ -294,11 +293,11 @@ def compared(
     for number, text in enumerate(ids, 1):
         (window,) = plan_windows(text, args.context, args.context, bos)
         inputs, targets = torch.tensor(window.inputs), torch.tensor(window.counted)[:: args.every]
-        base = states(decoder, inputs, None)[window.first :: args.every]
+        base = decoder_states(decoder, decoder.cache)(inputs)[window.first :: args.every]
         for way in chosen:
             begin = time.process_time()
             with keeping(way):
-                ours = states(decoder, inputs, caches[way.name])[window.first :: args.every]
+                ours = decoder_states(decoder, caches[way.name])(inputs)[window.first :: args.every]
             seconds[way.name] += time.process_time() - begin
             runs = zip(*(each.split(ROWS_AT_ONCE) for each in (base, ours, targets)), strict=True)
             for one, other, wanted in runs:
@@ -312,16 +311,6 @@ def compared(
         of = np.arange(len(ids)).repeat(size)
         measured[name] = Measurement(of, *(torch.cat(each).double().numpy() for each in zip(*parts, strict=True)))
     return measured, seconds
-
-
-def states(decoder: Decoder, ids: Tensor, made: MeasuredCache | None) -> Tensor:
-    """Hidden states [T, I] behind the last block, of tokens that run as a prompt through a cache."""
-    cache, parts = (decoder.cache if made is None else made)(len(ids)), []
-    with torch.inference_mode():
-        for piece in ids.split(ROWS_AT_ONCE):
-            stream, delta = decoder.states(piece, ForwardBatch((len(piece),), len(ids), cache))
-            parts.append(stream if delta is None else stream + delta)
-    return torch.cat(parts)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from attar.kernels.operands import Activation, AttentionForm, Linear
 from attar.metrics.divergence import compare
 from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
-from attar.model.layers import FeedForward
+from attar.model.layers import Block, FeedForward
 
 LENGTH, PROMPT = texts.LENGTH, 384
 CALIBRATION = 8  # sequences
@@ -184,6 +184,17 @@ class Cascade(Nothing):
         return mixed
 
 
+def linears(block: Block) -> Iterator[tuple[str, Linear]]:
+    """Every linear of a block, with its kind."""
+    assert isinstance(block.feed_forward, FeedForward)
+    for kind, some in (
+        ("qkv", block.attention.qkv), ("o", (block.attention.output,)), ("up", block.feed_forward.up),
+        ("down", (block.feed_forward.down,)),
+    ):  # fmt: skip
+        for each in some:
+            yield kind, each
+
+
 @contextmanager
 def patched(decoder: Decoder, method: Nothing) -> Iterator[Callable[[Linear, Tensor], None]]:
     """Have attention without a cache and activations go through a method; yield the hook of linears' inputs."""
@@ -191,11 +202,8 @@ def patched(decoder: Decoder, method: Nothing) -> Iterator[Callable[[Linear, Ten
     kinds, layers = dict[str, str](), dict[str, int]()
     at_layer, entered = 0, torch.empty(0)
     for layer, block in enumerate(decoder.blocks):
-        assert isinstance(block.feed_forward, FeedForward)
-        parts = ("qkv", block.attention.qkv), ("o", (block.attention.output,)), ("up", block.feed_forward.up)
-        for kind, linears in (*parts, ("down", (block.feed_forward.down,))):
-            for each in linears:
-                kinds[each.name], layers[each.name] = kind, layer
+        for kind, each in linears(block):
+            kinds[each.name], layers[each.name] = kind, layer
 
     def attention(
         q: Tensor,
@@ -293,10 +301,8 @@ def shares(decoder: Decoder) -> dict[str, float]:
     """Of the blocks' linears, the share of each kind."""
     found: dict[str, float] = defaultdict(float)
     for block in decoder.blocks:
-        assert isinstance(block.feed_forward, FeedForward)
-        parts = ("qkv", block.attention.qkv), ("o", (block.attention.output,)), ("up", block.feed_forward.up)
-        for kind, linears in (*parts, ("down", (block.feed_forward.down,))):
-            found[kind] += sum(each.shape[0] * each.shape[1] for each in linears)
+        for kind, each in linears(block):
+            found[kind] += each.shape[0] * each.shape[1]
     return {kind: count / sum(found.values()) for kind, count in found.items()}
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,10 +34,7 @@ def score(
     With `kv`, keys and values of `model` are kept in that scheme. Figures are those of `attar.evaluate`. States of the
     original are kept in the folder `place`.
     """
-    base, cache = hf.load(original, torch.float32), None
-    if kv is not None:
-        scheme = kv_cache.resolve(model, kv)
-        cache = partial(model.cache, scheme=scheme, bases=kv_cache.bases(model, scheme))
+    base, cache = hf.load(original, torch.float32), None if kv is None else kv_cache.measured(model, kv)
     windows = [window for text in texts for window in plan_windows(text, len(text))]
     known = kept(base, original, place, [window.inputs for window in windows])
     figures = stream(decoder_logits(model, cache), windows, decoder_logits(base, states=known)).figures()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import types
 from collections.abc import Callable, Sequence
@@ -167,3 +168,33 @@ def test_a_long_prompt_is_read_only_for_a_text_that_is_long_enough(
     drafter.spent = 0.0
     seconds(made, drafter, asks[:1])
     assert drafter.spent > DRAFT * 30
+
+
+def test_a_sequence_whose_drafts_do_not_pay_is_looked_at_seldom_until_they_do(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look costs the host time in each step; a text that begins to be drafted well still gains at once."""
+    params = SamplingParams(max_tokens=2 * TOKENS, temperature=1.0, seed=3, ignore_eos=True)
+    ask = Submit("a", (5, 6, 7), params)
+    (text,) = texts_of(run(make_engine(decoder), [ask])).values()
+    looks: list[int] = []
+
+    class Cheap(Model):
+        def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+            (request,) = requests
+            at = request.sequence.output
+            looks.append(at)
+            right = tuple(text[at:][: request.limit])
+            if at >= TOKENS:
+                return [Draft(right, 20)]
+            return [Draft(tuple(token ^ 1 for token in right), 1)]
+
+    drafter = Cheap({}, 0.0, costly=False)
+    made = engine_of(decoder, drafter, monkeypatch)
+    assert list(texts_of(run(made, [ask])).values()) == [text]
+    wrong = [at for at in looks if at < TOKENS]
+    settled = [at for at in wrong if at >= TOKENS // 2]
+    assert len(settled) <= TOKENS // 2 // speculation.SELDOM + 1
+    assert all(b - a <= speculation.SELDOM for a, b in itertools.pairwise(wrong))
+    assert made.speculation is not None
+    assert made.speculation.accepted > 0.6 * (len(text) - TOKENS)

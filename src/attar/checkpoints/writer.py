@@ -168,7 +168,7 @@ class ShardWriter:
                 self._reopen(plan)
             for plan in new:
                 self._create(plan)
-        except BaseException:
+        except BaseException:  # an interrupt too: nothing stays open or reserved
             self.close()
             for plan in new:  # frees the reserved space
                 (self.folder / plan.name).unlink(missing_ok=True)
@@ -291,7 +291,7 @@ def atomic_folder(
             work.clear()
         try:
             yield work
-        except BaseException:
+        except BaseException:  # an interrupt too: no later call goes on with this work
             if not resumes:
                 work.clear()
             raise

@@ -383,7 +383,7 @@ class Engine:
                 if isinstance(draw, BadLogits) or choice.request.unscorable:
                     return Outcome(failure="grammar_limit" if choice.limited() else "bad_logits")
                 self.requests.accept(choice, draw, later)
-            except Exception:
+            except Exception:  # whatever it is, it concerns this sequence alone
                 logger.exception("sequence %s failed", choice.sequence.id)
                 return Outcome(failure="internal")
             self.generated += 1

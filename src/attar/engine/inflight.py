@@ -104,7 +104,7 @@ class Launcher:
             logits = self._whole(plan, choices, inflight_tokens)
         except torch.AcceleratorError:  # the device is beyond use: the process ends, and a new one starts
             raise
-        except Exception:
+        except Exception:  # whatever it is: one by one, the step shows whose work raises
             logger.exception("a step of %d sequences raised: once more, one by one", len(plan.chunks))
             _restore(pooled)
             logits, failed = self._apart(plan, choices, inflight_tokens)
@@ -141,7 +141,7 @@ class Launcher:
                 inflight.known = draw_reached(logits, samplers, chains)
         except torch.AcceleratorError:
             raise
-        except Exception:
+        except Exception:  # whatever it is: row by row, only the row that raises is lost
             choose, own = (device_sampler.sample if self.overlaps else sample), logits
             inflight.known = _each(samplers, lambda row: choose(own[row : row + 1], samplers[row : row + 1]))
 
@@ -159,7 +159,7 @@ class Launcher:
             return list(chosen.draws())
         except torch.AcceleratorError:
             raise
-        except Exception:
+        except Exception:  # as in `choose`
             return _each(inflight.samplers, lambda row: chosen.draws(row, row + 1))
 
     def _whole(
@@ -202,7 +202,7 @@ class Launcher:
                 logits.append(self._whole(own, choices, inflight_tokens).clone())
             except torch.AcceleratorError:
                 raise
-            except Exception:
+            except Exception:  # whatever it is, it concerns this sequence alone
                 logger.exception("sequence %s failed", sequence.id)
                 failed.add(sequence.id)
                 self.runner.release()
@@ -248,7 +248,7 @@ def _each(samplers: List[Sampler], choose: Callable[[int], list[SampledToken | B
             draws += choose(row)
         except torch.AcceleratorError:
             raise
-        except Exception:
+        except Exception:  # whatever it is, it concerns this row alone
             logger.exception("sequence %s failed", sampler.name)
             draws.append(None)
     return draws

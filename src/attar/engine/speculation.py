@@ -30,7 +30,7 @@ from attar.faults import point
 from attar.model.cache import KeptStates
 from attar.protocol.speculation import DRAFTERS, MATCH_FIRST, MAX_DRAFT_TOKENS, TREES
 from attar.sampling.draft_gains import DraftGains
-from attar.sampling.drafters.drafter import NO_DRAFT, Draft, Drafter, DraftRequest, TrialReader
+from attar.sampling.drafters.drafter import NO_DRAFT, Draft, Drafter, DraftRequest, StateReader, TrialReader
 from attar.sampling.drafters.first_of import MATCHED, FirstOf, reader_of, stops
 from attar.sampling.drafters.forced import ForcedDrafter
 from attar.sampling.drafters.lookahead import LookaheadDrafter
@@ -43,6 +43,8 @@ from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Outcome, StepPlan
 
 SPELLED = 0.9  # share of right ones among forced tokens, before any is known
+FRUITLESS = 32  # looks in a row at a sequence without a draft that pays, behind which not every step has one
+SELDOM = 4  # steps for one look then: it takes 0.2 ms, a twentieth of a small model's step
 INSIDE, LAST = 1, 2  # evidence of forced tokens
 
 logger = logging.getLogger(__name__)
@@ -86,6 +88,7 @@ class _Account:
     refused: Draft = NO_DRAFT  # a match, where the model's drafts were taken
     read: int = 0  # tokens of the sequence when a costly draft was last made
     unread: int = 0  # tokens that the drafter has to read besides those of the last step
+    fruitless: int = 0  # steps since drafts paid
 
     def judged(self, draft: Draft, depth: int) -> tuple[Chances, int]:
         """Return the shares that count for a draft, and its evidence there."""
@@ -135,9 +138,16 @@ class Speculation:
     _spelled: Chances = field(default_factory=lambda: Chances(GLOBAL_MEMORY, start=SPELLED))
     _drafting: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # seconds of the drafter for a draft
     _reading: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # the same for a token of a prompt
+    _stops: bool = field(init=False)
+    _reader: StateReader | None = field(init=False)
+    _trials: TrialReader | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.gains = DraftGains(self.pace.costs)
+        # What a drafter is stays so; to ask a protocol takes 20 us.
+        self._stops, self._reader = stops(self.drafter), reader_of(self.drafter)
+        own: object = self.drafter
+        self._trials = own if isinstance(own, TrialReader) else None
 
     @property
     def draft_cost(self) -> float:
@@ -158,7 +168,7 @@ class Speculation:
         for choice in choices:
             sequence, sampler = choice.sequence, choice.sampler
             decoding += sequence.pending == 1
-            wanted = self.drafter is not None or sampler.mask is not None
+            wanted = sampler.mask is not None or (self.drafter is not None and not self._rests(sequence))
             if wanted and sequence.status is Status.DECODE and sequence.pending == 1:
                 own = sampler.params.draft_tokens
                 limit = self.pace.most if own is None else min(own, self.pace.most)
@@ -177,7 +187,7 @@ class Speculation:
                 known[request.sequence] = draft._replace(forced=certain.forced)
         for sequence, draft in known.items():
             self._account(sequence).draft = draft
-        if costly and not stops(self.drafter):  # their number is decided
+        if costly and not self._stops:  # their number is decided
             for request in guessing:
                 _give(request.sequence, known.pop(request.sequence))
         fixed = self.pace.fixed
@@ -186,10 +196,16 @@ class Speculation:
         for (sequence, draft), count in zip(known.items(), self.pace.counts(survivals), strict=False):
             _give(sequence, draft.first(count))
 
+    def _rests(self, sequence: Sequence) -> bool:
+        """Return whether no draft is looked for in this step, because the last looks found none that pays."""
+        account = self._accounts.get(sequence)
+        steps = 0 if account is None or self.pace.fixed else account.fruitless
+        return steps >= FRUITLESS and steps % SELDOM != 0
+
     def see(self, plan: StepPlan, outcomes: Mapping[str, Outcome], states: KeptStates | None) -> None:
         """Give the drafter the hidden states of a step's rows whose tokens stay, before they are committed. A step that
         ran in pieces has kept none."""
-        reader = reader_of(self.drafter)
+        reader = self._reader
         if self.drafter is None or reader is None or states is None or len(states) != plan.tokens:
             return
         first = 0
@@ -205,14 +221,14 @@ class Speculation:
 
     def tried(self, sequence: Sequence, drafts: tuple[int, ...], draws: Iterable[Drawn]) -> None:
         """Give the drafter the tokens that were sampled behind its drafts, before they are committed."""
-        drafter = self.drafter
-        if isinstance(drafter, TrialReader):
-            self._account(sequence)  # it is told of the sequence's end
-            sampled = itertools.takewhile(lambda draw: isinstance(draw, SampledToken), draws)
-            try:
-                drafter.tried(sequence, drafts, [draw.token_id for draw in sampled if isinstance(draw, SampledToken)])
-            except Exception:
-                self._failed(drafter, "reading tokens of sequence %s", sequence.id)
+        if self.drafter is None or self._trials is None:
+            return
+        self._account(sequence)  # it is told of the sequence's end
+        sampled = itertools.takewhile(lambda draw: isinstance(draw, SampledToken), draws)
+        try:
+            self._trials.tried(sequence, drafts, [draw.token_id for draw in sampled if isinstance(draw, SampledToken)])
+        except Exception:
+            self._failed(self.drafter, "reading tokens of sequence %s", sequence.id)
 
     def trusted(self, sequence: Sequence, drafts: tuple[int, ...], draws: list[Drawn], request: Request) -> int:
         """Return how many of a step's drafts are forced by the constraint, and count those that were not drawn."""
@@ -237,6 +253,7 @@ class Speculation:
                 continue
             draft, account.draft = account.draft, NO_DRAFT
             refused, account.refused = account.refused, NO_DRAFT
+            account.fruitless = 0 if chunk.drafts else account.fruitless + 1
             tokens = outcomes.get(chunk.sequence.id, Outcome()).tokens
             right = max(0, len(tokens) - 1) if chunk.drafts else 0
             for counted in (self, choices[chunk.sequence].request):
@@ -272,7 +289,7 @@ class Speculation:
                     count = 0  # the rest of the text is too short for that
                 if not count and self.pace.trials.may(drafting + reading):
                     count = most = 1
-                elif stops(self.drafter):
+                elif self._stops:
                     most = max(count, min(request.limit, room))
             if count:
                 account.read = tokens

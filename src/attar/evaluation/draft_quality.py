@@ -59,6 +59,18 @@ class Speed:
     measured: float
 
 
+def speed_lines(speeds: Sequence[Speed]) -> list[str]:
+    """Return the lines of a report's table with tokens a step and speeds."""
+    return [
+        "drafts  tokens a step  predicted  times as fast  predicted",
+        *(
+            f"{each.drafts:6}  {each.tokens:13.2f}  {each.predicted_tokens:9.2f}  {each.measured:13.2f}  "
+            f"{each.predicted:9.2f}"
+            for each in speeds
+        ),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class DraftQuality:
     """What was measured, over `tokens` tokens at a temperature."""
@@ -91,12 +103,7 @@ class DraftQuality:
             "depth  mean TV",
             *(f"{depth:5}  {tv:7.3f}" for depth, tv in enumerate(self.tv_by_depth, 1)),
             "",
-            "drafts  tokens a step  predicted  times as fast  predicted",
-            *(
-                f"{each.drafts:6}  {each.tokens:13.2f}  {each.predicted_tokens:9.2f}  {each.measured:13.2f}  "
-                f"{each.predicted:9.2f}"
-                for each in self.speeds
-            ),
+            *speed_lines(self.speeds),
         ]
         return "\n".join(lines)
 

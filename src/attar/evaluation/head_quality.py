@@ -16,7 +16,7 @@ from typing import Any
 from attar.engine.llm.llm import LLM
 from attar.engine.speculation import Speculation
 from attar.evaluation import row_costs
-from attar.evaluation.draft_quality import PROMPTS, TOKENS, Speed, seconds_of
+from attar.evaluation.draft_quality import PROMPTS, TOKENS, Speed, seconds_of, speed_lines
 from attar.metrics import greedy
 from attar.progress import Progress
 from attar.protocol.request import SamplingParams
@@ -76,12 +76,7 @@ class HeadQuality:
                 for depth, (share, of) in enumerate(zip(self.acceptance, self.tried, strict=True), 1)
             ),
             "",
-            "drafts  tokens a step  predicted  times as fast  predicted",
-            *(
-                f"{each.drafts:6}  {each.tokens:13.2f}  {each.predicted_tokens:9.2f}  {each.measured:13.2f}  "
-                f"{each.predicted:9.2f}"
-                for each in self.speeds
-            ),
+            *speed_lines(self.speeds),
         ]
         return "\n".join(lines)
 

@@ -53,19 +53,22 @@ class DraftGains:
 
     def count(self, plan: StepPlan, gains: Mapping[Sequence, Gain], outcomes: Mapping[str, Outcome]) -> None:
         """Count a step before it is committed. `gains` are those of its chunks' requests."""
-        rows, known = plan.tokens - plan.drafts, self.costs.known
-        step = self.costs.of(rows) if known else 0.0
-        longer = self.costs.of(plan.tokens) - step if known and plan.drafts else 0.0
+        step = longer = 0.0
+        if plan.drafts and self.costs.known:
+            step = self.costs.of(plan.tokens - plan.drafts)
+            longer = self.costs.of(plan.tokens) - step
         for chunk in plan.chunks:
             if chunk.sequence.status is not Status.DECODE or not chunk.samples:
                 continue
-            right = max(0, len(outcomes.get(chunk.sequence.id, Outcome()).tokens) - 1)
             self.steps += 1
-            self.drafted.update(at - 1 for at in depths(chunk.parents or range(len(chunk.drafts)))[1:])
-            self.accepted.update(range(right))
             gain = gains[chunk.sequence]
             gain.steps += 1
             gain.drafting += self._latest
+            right = 0
+            if chunk.drafts:
+                right = max(0, len(outcomes.get(chunk.sequence.id, Outcome()).tokens) - 1)
+                self.drafted.update(at - 1 for at in depths(chunk.parents or range(len(chunk.drafts)))[1:])
+                self.accepted.update(range(right))
             gain.saved += right * step - longer - self._latest
 
     def stats(self) -> dict[str, Any]:

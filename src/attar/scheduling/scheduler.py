@@ -178,7 +178,7 @@ class Scheduler:
             self.fetching.end(fetch, count, now)
         except AssertionError:
             raise
-        except Exception:
+        except Exception:  # whatever it is: blocks that the tree does not learn of are computed
             logger.exception("fetched blocks were lost")
 
     def collect(self) -> list[Sequence]:
@@ -399,7 +399,7 @@ class Scheduler:
                 self.tables.release(sequence, self._last(sequence), keep)
             except AssertionError:
                 raise
-            except Exception:
+            except Exception:  # whatever it is, it concerns this sequence alone
                 logger.exception("sequence %s failed at its end", sequence.id)
                 sequence.ending = "internal"
             self.running.remove(sequence)

@@ -149,7 +149,7 @@ class PrefillListener:
             self.sent.refused += 1
         except OSError as error:
             logger.info("a peer has gone: %s", error.strerror)
-        except Exception:
+        except Exception:  # whatever it is, it ends this connection alone
             logger.exception("a peer's question failed")
         finally:
             self._connections.discard(connected)

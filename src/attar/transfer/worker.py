@@ -88,5 +88,5 @@ class Worker:
                 job, self._busy = (self._urgent or self._jobs).popleft(), True
             try:
                 job()
-            except Exception:
+            except Exception:  # whatever it is: the thread goes on with other jobs
                 logger.exception("a transfer of blocks failed")

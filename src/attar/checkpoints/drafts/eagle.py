@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoints.drafts.files import HeadFolder, take, write_head
+from attar.checkpoints.drafts.files import HeadFolder, lay_out, write_head
 from attar.checkpoints.strict_io import CheckpointError
 from attar.kernels.dispatch import BackendWeights
 from attar.kernels.operands import AttentionForm, Linear, Norm
@@ -67,12 +67,7 @@ def read(path: Path, target: Decoder, store: BackendWeights | None = None) -> Ea
         bool(files.config.get("norm_before_residual", False)),
     )  # fmt: skip
     files.finish()
-    if store is not None:
-        for each in made.linears():
-            if each is not target.head:
-                take(store, each)
-        for one in made.norms():
-            store.take_norm(one)
+    lay_out(store, target, made.linears(), made.norms())
     return made
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from attar.checkpoints.drafts.eagle import block_parts, embedding_of, head_config
-from attar.checkpoints.drafts.files import HeadFolder, take
+from attar.checkpoints.drafts.files import HeadFolder, lay_out
 from attar.kernels.dispatch import BackendWeights
 from attar.model.decoder import Decoder
 from attar.model.drafts.eagle1 import Eagle1Head
@@ -31,8 +31,5 @@ def read(path: Path, target: Decoder, store: BackendWeights | None = None) -> Ea
         parts.norm("layers.0.post_attention_layernorm"), parts.feed_forward,
     )  # fmt: skip
     files.finish()
-    if store is not None:
-        for each in made.linears():
-            take(store, each)
-        store.take_norm(made.feed_forward_norm)
+    lay_out(store, target, made.linears(), (made.feed_forward_norm,))
     return made

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attar.checkpoints.drafts.files import EXIT, HeadFolder, take, write_head
+from attar.checkpoints.drafts.files import EXIT, HeadFolder, lay_out, write_head
 from attar.kernels.dispatch import BackendWeights
 from attar.kernels.operands import Linear, Norm
 from attar.model.config import ModelConfig
@@ -41,11 +41,7 @@ def read(path: Path, target: Decoder, store: BackendWeights | None = None) -> Ea
     if tokens is not None:
         head = Linear("lm_head", files.tensor("lm_head.weight", (rows, config.hidden)))
     files.finish()
-    if store is not None:
-        store.take_norm(norm)
-        for each in (linear, head):
-            if each is not target.head:
-                take(store, each)
+    lay_out(store, target, (linear, head), (norm,))
     return early_exit.early_exit(target, layers, norm, linear, head, tokens)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,8 @@ from attar.formats import affine
 from attar.formats.scheme import Part, Scheme
 from attar.kernels.dispatch import BackendWeights
 from attar.kernels.native.store import CpuWeights
-from attar.kernels.operands import Linear
+from attar.kernels.operands import Linear, Norm
+from attar.model.decoder import Decoder
 
 Kind = Literal["medusa", "eagle", "eagle3", "exit"]
 
@@ -140,16 +141,25 @@ class HeadFolder:
         return info.dtype
 
 
-def take(store: BackendWeights, each: Linear) -> None:
-    """Pack a head's matrix in `store`, in 8 bits where the kernels of `store` round activations as well.
+def lay_out(
+    store: BackendWeights | None, target: Decoder, linears: Iterable[Linear], norms: Iterable[Norm] = ()
+) -> None:
+    """Pack a head's linears and norms in `store`, where there is one. The target's LM head is packed already.
 
-    The bytes that a draft reads are its cost, and errors of a draft change no text.
+    Matrices get 8 bits where the kernels of `store` round activations as well: the bytes that a draft reads are its
+    cost, and its errors change no text.
     """
-    weight = each.weight
+    if store is None:
+        return
     rounds = isinstance(store, CpuWeights) and store.activations != "exact"
-    if rounds and isinstance(weight, Tensor) and bool(weight.isfinite().all()):
-        each.weight = affine.quantize(weight.float(), ROUNDED)
-    store.take(each)
+    for linear in linears:
+        if linear is target.head:
+            continue
+        if rounds and isinstance(linear.weight, Tensor) and bool(linear.weight.isfinite().all()):
+            linear.weight = affine.quantize(linear.weight.float(), ROUNDED)
+        store.take(linear)
+    for norm in norms:
+        store.take_norm(norm)
 
 
 def size(path: Path) -> tuple[int, int]:

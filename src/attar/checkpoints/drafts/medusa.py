@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from attar.checkpoints.drafts.files import HeadFolder, take, write_head
+from attar.checkpoints.drafts.files import HeadFolder, lay_out, write_head
 from attar.kernels.dispatch import BackendWeights
 from attar.kernels.operands import Linear
 from attar.model.config import ModelConfig
@@ -60,10 +60,7 @@ def read(path: Path, target: Decoder, store: BackendWeights | None = None) -> Me
         heads = tuple(_head(files, at.format(k=k, l=depth), config, tokens) for k in range(count))
     files.finish()
     made = MedusaHeads(blocks, heads, config.vocab_size, tokens)
-    if store is not None:
-        for linear in made.linears:
-            if linear is not head:
-                take(store, linear)
+    lay_out(store, target, made.linears)
     return made
 
 

@@ -210,8 +210,8 @@ def _write_legacy(path: Path, matrix: Imatrix, overwrite: bool) -> None:
         try:
             whole.write_bytes(b"".join(pieces))
             sync_path(whole)
-        except BaseException:
-            whole.unlink(missing_ok=True)  # useless to another run
+        except BaseException:  # an interrupt too: half a file is useless to another run
+            whole.unlink(missing_ok=True)
             raise
 
 

@@ -310,7 +310,7 @@ def _move(made: Path, output: Path) -> None:
         try:
             shutil.copytree(made, between)
             between.rename(output)
-        except BaseException:
+        except BaseException:  # an interrupt too: half a copy is of no use
             shutil.rmtree(between, ignore_errors=True)
             raise
         shutil.rmtree(made)

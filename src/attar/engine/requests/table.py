@@ -78,7 +78,7 @@ class RequestTable:
             if choice.request.id in self.requests:
                 try:
                     self.events.append(choice.tell(draw))
-                except Exception:
+                except Exception:  # whatever it is, it concerns this request alone
                     logger.exception("sequence %s failed", choice.sequence.id)
                     self.fail(choice.request.id, "internal")
 
@@ -102,7 +102,7 @@ class RequestTable:
             self.events.append(choice.end(self._clock()))
         except BadLogits:
             self.fail(request.id, "bad_logits")
-        except Exception:
+        except Exception:  # whatever it is, it concerns this request alone
             logger.exception("request %s failed at its end", request.id)
             self.fail(request.id, "internal")
         else:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from attar.errors import UserError
 from attar.evaluation.long_context.windows import PIECE, RowLosses, Subject, loss_lines
-from attar.execution import kv_cache
 from attar.execution.model_runner import Runner, Wanted
 from attar.kv.eviction import Eviction
 from attar.metrics.bootstrap import Interval
@@ -97,11 +96,7 @@ def measure(
         message = f"{eviction} drops nothing of {context - ROWS:,} tokens: a longer --context shows its cost"
         raise UserError("option_conflict", message)
     subject = Subject.load(model, text, context, max_tokens=max_tokens, kv=kv, progress=progress)
-    decoder, windows = subject.decoder, [window.tolist() for window in subject.windows()]
-    kv_cache.check_eviction(decoder, subject.scheme, eviction, decoder.config.context)
-    blocks = -(-context // BLOCK) + 2 * -(-eviction.budget // BLOCK) + 2
-    runner = Runner(decoder, blocks, context, subject.scheme, bases=subject.bases)
-    runner.evict_keys()
+    runner, windows = subject.evicting_runner(eviction), [window.tolist() for window in subject.windows()]
     each = sum(pages.nbytes for pages in runner.pages) // runner.pages[0].blocks
     found: list[tuple[_Run, _Run]] = []
     for number, window in enumerate(windows):

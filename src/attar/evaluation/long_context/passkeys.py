@@ -179,7 +179,7 @@ def measure(
             sparse_layers.attach(cache.layers, decoder, layers, context)
     whole = _Text(decoder, caches[0], None)
     little = whole if prefill is None else _Text(decoder, caches[1], prefill)
-    evicting = None if policy is None else _Evicting(_runner(subject, policy), policy)
+    evicting = None if policy is None else _Evicting(subject.evicting_runner(policy), policy)
     found = {(few, known): [0] * len(DEPTHS) for few in (False, True) for known in (True, False)}
     numbers, done = random.Random(SEED), 0
     with torch.inference_mode():
@@ -213,15 +213,6 @@ def measure(
         seen, answers_read if policy is None else min(seen, policy.budget), (context + 1) / 2, sum(read) / context,
         cache_bytes, signs, kept,
     )  # fmt: skip
-
-
-def _runner(subject: Subject, policy: Eviction) -> Runner:
-    """Return a runner with room for one sequence whose keys `policy` drops. Raises ValueError where it cannot."""
-    kv_cache.check_eviction(subject.decoder, subject.scheme, policy, subject.decoder.config.context)
-    blocks = -(-subject.context // BLOCK) + 2 * -(-policy.budget // BLOCK) + 2
-    runner = Runner(subject.decoder, blocks, subject.context, subject.scheme, bases=subject.bases)
-    runner.evict_keys()
-    return runner
 
 
 def _prompt(

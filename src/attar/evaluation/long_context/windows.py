@@ -14,6 +14,7 @@ from attar.checkpoints import vocabulary
 from attar.checkpoints.sources import hub, opening
 from attar.errors import UserError
 from attar.execution import kv_cache
+from attar.execution.model_runner import Runner
 from attar.kernels import dispatch
 from attar.kv.eviction import Eviction
 from attar.kv.pages import Bases
@@ -22,7 +23,7 @@ from attar.kv.sparse import SparseAttention
 from attar.kv.sparse_prefill import SparsePrefill
 from attar.metrics import bootstrap
 from attar.metrics.bootstrap import Interval
-from attar.model.cache import ForwardBatch, KVCache
+from attar.model.cache import BLOCK, ForwardBatch, KVCache
 from attar.model.decoder import Decoder
 from attar.progress import Progress
 from attar.text.files import read_text
@@ -83,6 +84,14 @@ class Subject:
     def bases(self) -> list[Bases] | None:
         """Bases of caches, found on text that the model writes; None where the scheme is not calibrated."""
         return kv_cache.bases(self.decoder, self.scheme)
+
+    def evicting_runner(self, policy: Eviction) -> Runner:
+        """Return a runner with room for one window whose keys `policy` drops. Raises ValueError where it cannot."""
+        kv_cache.check_eviction(self.decoder, self.scheme, policy, self.decoder.config.context)
+        blocks = -(-self.context // BLOCK) + 2 * -(-policy.budget // BLOCK) + 2
+        runner = Runner(self.decoder, blocks, self.context, self.scheme, bases=self.bases)
+        runner.evict_keys()
+        return runner
 
     def windows(self) -> list[Tensor]:
         """Return the first windows of the text, up to `WINDOWS`."""

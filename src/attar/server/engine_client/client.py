@@ -165,7 +165,7 @@ class EngineClient:
             self._send(commands)
         except ValueError:  # longer than a frame
             code = "too_long"
-        except Exception as error:
+        except Exception as error:  # whatever it is, it ends this answer alone
             logger.error("%s could not be sent: %s", commands[0].id, type(error).__name__)
             code = "internal"
         if code:
@@ -265,7 +265,7 @@ class EngineClient:
             try:
                 point("client.receive", event.id)
                 answer.put(event)
-            except Exception as error:
+            except Exception as error:  # whatever it is, it ends this answer alone
                 logger.error("what was said of %s could not be taken: %s", event.id, type(error).__name__)
                 answer.cancel("internal")
         # This was on its way when its answer was ended, or is what ended it, and it may be the engine's last word.

@@ -171,7 +171,7 @@ class ModelPool:
                 await _first(None, over, stop)
             elif not stop.is_set():
                 why = why or f"it was not loaded within {LOAD_SECONDS:g} s"
-        except Exception as error:
+        except Exception as error:  # whatever it is: other models are served on
             logger.error("the engine of model %s could not be started: %s", name, type(error).__name__)
             why = "its engine could not be started"
         finally:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-Schema = dict[str, Any]
+from attar.server.api.openapi.rules import Schema
 
 _SAID = [{"role": "user", "content": "Why is the sky blue?"}]
 _TOOL: Schema = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}

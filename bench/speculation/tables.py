@@ -10,8 +10,8 @@ import numpy as np
 
 from attar.metrics import bootstrap
 from attar.metrics.bootstrap import Interval
-from speculating.llama_server import OFF
-from speculating.runs import Run
+from speculation.llama_server import OFF
+from speculation.runs import Run
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 17)  # whose costs are measured
 

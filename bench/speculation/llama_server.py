@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from attar.protocol.request import SamplingParams
-from speculating.runs import CONTEXT, Run
+from speculation.runs import CONTEXT, Run
 
 READY = 120.0  # seconds
 OFF = "off"

@@ -7,12 +7,12 @@ WikiText-2's test text, and `novel` a novel that no draft was trained on: both a
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from compressors import DATA
+from reals import humaneval
 from reals.chat import conversations
 
 from attar.engine.llm.llm import LLM
@@ -29,11 +29,11 @@ EDIT = (
 def prompts(llm: LLM, kind: str, count: int) -> list[tuple[int, ...]]:
     """The token ids of `count` prompts of a kind, evenly from all that there are. Raises ValueError for another."""
     if kind == "code":
-        return [tuple(llm.tokenizer.encode(each["prompt"])) for each in _evenly(_problems(), count)]
+        return [tuple(llm.tokenizer.encode(each["prompt"])) for each in _evenly(humaneval.problems(), count)]
     if kind == "edit":
         asked = [
             EDIT.format(each["entry_point"], each["prompt"] + each["canonical_solution"])
-            for each in _evenly(_problems(), count)
+            for each in _evenly(humaneval.problems(), count)
         ]
         return [tuple(llm.encode_chat([{"role": "user", "content": each}])) for each in asked]
     if kind == "chat":
@@ -49,11 +49,6 @@ def prompts(llm: LLM, kind: str, count: int) -> list[tuple[int, ...]]:
         raise ValueError(f"{text} has {len(ids):,} tokens, and {count * LENGTH:,} are needed")
     apart = len(ids) // count
     return [tuple(ids[at * apart : at * apart + LENGTH]) for at in range(count)]
-
-
-def _problems() -> list[dict[str, str]]:
-    with gzip.open(DATA / "data" / "tasks" / "humaneval.jsonl.gz", "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
 
 
 def _evenly(every: Sequence[Any], count: int) -> Sequence[Any]:

@@ -1,10 +1,10 @@
 """What drafts gain on a real model and real texts: on and off by turns, in one run, and equal texts.
 
-    python bench/speculation_real.py MODEL --draft suffix|DRAFT|suffix,DRAFT [--kinds code edit chat]
+    PYTHONPATH=bench python -m speculation.real MODEL --draft suffix|DRAFT|suffix,DRAFT [--kinds code edit chat]
         [--temperatures 0 0.8] [--top-p 0.95] [--prompts 8] [--tokens 96] [--batch 1] [--rounds 3] [--out FILE]
         [--llama-server PROGRAM [--llama-draft FILE]]
 
-MODEL is a file or folder that attar reads. Prompts are those of `speculating/texts.py`, from ATTAR_TEST_DATA. Each
+MODEL is a file or folder that attar reads. Prompts are those of `texts.py`, from ATTAR_TEST_DATA. Each
 prompt, or batch of prompts, is answered without drafts and with, by two engines that share the weights; which comes
 first changes from one to the next. Times are those behind the first token of each answer. A draft model's reading of a
 prompt counts as drafting. Before each round the drafter forgets all texts, so that no answer is drafted from an earlier
@@ -16,7 +16,7 @@ a step of one row), the speed that c(r) and the passes allow, and the best fixed
 shares. The last line is a JSON object. Exit status 1 where a text differs.
 
 With --llama-server, llama.cpp's server of the same file answers each prompt too, without drafts and with each of its
-settings (`speculating/llama_server.py`). Its best setting for a kind of texts counts, none included.
+settings (`llama_server.py`). Its best setting for a kind of texts counts, none included.
 
 With --out rounds are appended to a file, and what there is of the same setting is summed up: --rounds 0 prints it.
 """
@@ -33,22 +33,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speculating import texts
-from speculating.llama_server import Peer, serving
-from speculating.runs import CONTEXT, Run, answer, engine
-from speculating.tables import ROWS, Pair, RowCosts, beside, summary, table
 
 from attar.engine.engine import Engine
 from attar.engine.llm.llm import LLM
 from attar.engine.speculation import drafter
 from attar.evaluation import row_costs
-from attar.protocol.request import SamplingParams
 from attar.sampling.drafters.drafter import Drafter
+from speculation import texts
+from speculation.llama_server import Peer, serving
+from speculation.runs import CONTEXT, Ask, Prompt, Run, answer, asks, engine
+from speculation.tables import ROWS, Pair, RowCosts, beside, summary, table
 
 COST_PROMPT = 192  # tokens before the rows whose costs are measured
 COST_ROUNDS = 3
-
-Asks = Sequence[tuple[tuple[int, ...], SamplingParams]]
 
 
 def main() -> int:
@@ -121,7 +118,7 @@ def costs_of(llm: LLM) -> dict[str, Any]:
 
 def pairs(
     args: argparse.Namespace,
-    prompts: dict[str, list[tuple[int, ...]]],
+    prompts: dict[str, list[Prompt]],
     engines: tuple[Engine, Engine],
     drafts: Drafter,
     peers: Sequence[Peer],
@@ -130,13 +127,14 @@ def pairs(
     off, on = engines
     for kind in args.kinds:  # records steps, and shows what drafts cost
         for each in (off, on):
-            answer(each, asks(args, prompts[kind][args.prompts :], args.temperatures[-1], 10_000))
+            answer(each, asks(prompts[kind][args.prompts :], args.tokens, args.temperatures[-1], args.top_p, 10_000))
     for turn in range(args.rounds):
         for kind in args.kinds:
             for temperature in args.temperatures:
                 drafts.reset()
                 for at in range(0, args.prompts, args.batch):
-                    asked = asks(args, prompts[kind][at : min(at + args.batch, args.prompts)], temperature, at)
+                    some = prompts[kind][at : min(at + args.batch, args.prompts)]
+                    asked = asks(some, args.tokens, temperature, args.top_p, at)
                     first = (turn + at // args.batch) % 2
                     found = dict(answers(off, on, asked, first))
                     (without, said), (with_drafts, drafted) = found["off"], found["on"]
@@ -149,20 +147,13 @@ def pairs(
                 progress(f"round {turn + 1}, {kind} at {temperature:g}")
 
 
-def answers(off: Engine, on: Engine, asked: Asks, first: int) -> Iterator[tuple[str, tuple[Run, list[list[int]]]]]:
+def answers(
+    off: Engine, on: Engine, asked: Sequence[Ask], first: int
+) -> Iterator[tuple[str, tuple[Run, list[list[int]]]]]:
     """Yield both engines' answers, the engine with drafts first where `first` is 1."""
     order = (("off", off), ("on", on))
     for name, each in order[::-1] if first else order:
         yield name, answer(each, asked)
-
-
-def asks(args: argparse.Namespace, prompts: Sequence[tuple[int, ...]], temperature: float, first: int) -> Asks:
-    """Requests, each with a seed of its own."""
-    top_p = args.top_p if temperature else 1.0
-    return [
-        (prompt, SamplingParams(max_tokens=args.tokens, temperature=temperature, top_p=top_p, seed=first + number))
-        for number, prompt in enumerate(prompts)
-    ]
 
 
 def figures(lines: Sequence[dict[str, Any]], batch: int) -> dict[str, Any]:

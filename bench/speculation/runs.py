@@ -10,6 +10,7 @@ from typing import Any
 from attar.engine.config import EngineConfig
 from attar.engine.engine import Engine
 from attar.engine.llm.llm import LLM
+from attar.model.cache import BLOCK
 from attar.protocol.messages import Delta, Failed, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
@@ -17,6 +18,9 @@ from attar.protocol.speculation import MAX_DRAFT_TOKENS, MAX_STEP_DRAFTS
 from attar.sampling.drafters.drafter import Drafter
 
 CONTEXT = 2048  # tokens of a prompt and its answer, at most
+
+Prompt = tuple[int, ...]
+Ask = tuple[Prompt, SamplingParams]
 
 
 @dataclass
@@ -46,19 +50,30 @@ class Run:
         )  # fmt: skip
 
 
-def engine(llm: LLM, batch: int, drafter: Drafter | None, draft_tokens: int | None = None) -> Engine:
+def engine(
+    llm: LLM, batch: int, drafter: Drafter | None, draft_tokens: int | None = None, *, draft_tree: int | None = None,
+    context: int = CONTEXT,
+) -> Engine:  # fmt: skip
     """An engine of the model for so many requests at a time. Without a drafter it makes no drafts."""
     drafts = 0 if drafter is None else MAX_STEP_DRAFTS
-    limits = SchedulerConfig(max_running=batch, max_step_tokens=CONTEXT, max_drafts=drafts, headroom=0.0)
-    blocks = (2 * batch + 2) * (CONTEXT // 64)
+    limits = SchedulerConfig(max_running=batch, max_step_tokens=context, max_drafts=drafts, headroom=0.0)
     config = EngineConfig(
-        blocks, CONTEXT, limits, llm.model.eos_ids, drafter=drafter,
-        draft_tokens=None if drafter is None else draft_tokens,
+        (2 * batch + 2) * -(-context // BLOCK), context, limits, llm.model.eos_ids, drafter=drafter,
+        draft_tokens=None if drafter is None else draft_tokens, draft_tree=draft_tree,
     )  # fmt: skip
     return Engine(llm.decoder, None, config)
 
 
-def answer(engine: Engine, asks: Sequence[tuple[tuple[int, ...], SamplingParams]]) -> tuple[Run, list[list[int]]]:
+def asks(prompts: Sequence[Prompt], tokens: int, temperature: float, top_p: float, first: int = 0) -> list[Ask]:
+    """Requests, each with a seed of its own; `top_p` is for temperatures above 0."""
+    top_p = top_p if temperature else 1.0
+    return [
+        (prompt, SamplingParams(max_tokens=tokens, temperature=temperature, top_p=top_p, seed=first + number))
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def answer(engine: Engine, asks: Sequence[Ask]) -> tuple[Run, list[list[int]]]:
     """Answer prompts together; return what that took, and the answers' tokens. Raises RuntimeError where one fails."""
     for number, (prompt, params) in enumerate(asks):
         engine.submit(Submit(f"{number}", prompt, params))

@@ -1,7 +1,7 @@
 """Whether the gain of drafts can be predicted: fitted on one half of the texts, measured on the other.
 
-    python bench/speculation_predicted.py MODEL --draft DRAFT [--kinds code chat] [--temperature 0.8] [--top-p 0.95]
-        [--prompts 8] [--tokens 96]
+    PYTHONPATH=bench python -m speculation.predicted MODEL --draft DRAFT [--kinds code chat] [--temperature 0.8]
+        [--top-p 0.95] [--prompts 8] [--tokens 96]
 
 On the first half of the prompts of each kind, one run without drafts and one with `MOST` of them in each pass say which
 drafts are right, what a draft takes (D), and what a pass takes besides the model's step. c(r) is measured apart. From
@@ -20,22 +20,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from speculating import texts
-from speculating.runs import CONTEXT, Run, answer, engine
-from speculating.tables import ROWS, RowCosts
-
 from attar.engine.engine import Engine
 from attar.engine.llm.llm import LLM
 from attar.engine.speculation import drafter
 from attar.evaluation import row_costs
-from attar.protocol.request import SamplingParams
+from speculation import texts
+from speculation.runs import CONTEXT, Ask, Run, answer, asks, engine
+from speculation.tables import ROWS, RowCosts
 
 MOST = 8
 COUNTS = (0, 1, 2, 3, 4, MOST)
 COST_PROMPT, COST_ROUNDS = 192, 5
 OF_TOKENS, OF_SPEED = 0.05, 0.10  # most that a prediction may be off
-
-Asks = Sequence[tuple[tuple[int, ...], SamplingParams]]
 
 
 def main() -> int:
@@ -54,14 +50,11 @@ def main() -> int:
     for count in COUNTS:
         made = drafter(args.draft, llm.model, CONTEXT, 1, activations="int8g128", verify=False) if count else None
         engines[count] = engine(llm, 1, made, count)
-    halves: list[Asks] = [[], []]
+    halves: tuple[list[Ask], list[Ask]] = [], []
     for kind in args.kinds:
-        for at, prompt in enumerate(texts.prompts(llm, kind, args.prompts)):
-            params = SamplingParams(
-                max_tokens=args.tokens, temperature=args.temperature, seed=at,
-                top_p=args.top_p if args.temperature else 1.0,
-            )  # fmt: skip
-            halves[at % 2] = [*halves[at % 2], (prompt, params)]
+        asked = asks(texts.prompts(llm, kind, args.prompts), args.tokens, args.temperature, args.top_p)
+        for at, half in enumerate(halves):
+            half += asked[at::2]
     for each in engines.values():
         answer(each, halves[0][:1])  # records steps
     plain, drafted = total(engines[0], halves[0]), [answer(engines[MOST], [ask])[0] for ask in halves[0]]
@@ -81,8 +74,8 @@ def main() -> int:
     return report(rows, costs, draft_cost)
 
 
-def total(engine: Engine, asks: Asks) -> Run:
-    return sum((answer(engine, [ask])[0] for ask in asks), Run())
+def total(engine: Engine, asked: Sequence[Ask]) -> Run:
+    return sum((answer(engine, [ask])[0] for ask in asked), Run())
 
 
 def matches(run: Run) -> list[bool]:
