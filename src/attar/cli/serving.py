@@ -151,8 +151,10 @@ class ServeConfig(TransferOptions, SchedulerOptions, HttpOptions):
         """Raise ValueError for options of replicas, KV transfer and the disk cache that do not go with others."""
         from attar.cli import several
 
-        several.check_replicas(self, device)
-        several.check_router(self, device)
+        several.check_engines(
+            device, self.replicas, self.replica_cores or (), self.router_key_file is not None,
+            {"tp": self.tp, "pp": self.pp},
+        )  # fmt: skip
         unlike = {
             "--device": device != "cpu", "--tp": self.tp > 1, "--pp": self.pp > 1,
             "--replicas": self.replicas is not None,

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from attar.cli.terminal import tell
 from attar.errors import UserError
 
 if TYPE_CHECKING:
-    from attar.cli.serving import ServeConfig
     from attar.plan.rates.profile import MachineProfile
     from attar.plan.sharing import Sharing
     from attar.protocol.settings import Settings
@@ -95,35 +94,36 @@ def spec(settings: Settings, sharing: Sharing, defaults: Defaults) -> ModelSpec:
     return ModelSpec(settings, part.size, vocabulary.tokenizer(path), sampling, images)
 
 
-def check_replicas(config: ServeConfig, device: str) -> None:
-    """Raise ValueError for options that do not go with --replicas, and for --replica-cores without it."""
-    if config.replicas is None:
-        if config.replica_cores:
+def check_engines(
+    device: str, replicas: int | None, listed: Sequence[str], routed: bool, processes: Mapping[str, int]
+) -> None:
+    """Raise UserError for options that do not go with --replicas, or with --router-key-file where it is given
+    (`routed`).
+
+    `listed` are those of --replica-cores, which need --replicas. `processes` are the sizes of `tp` and `pp`. On a CPU
+    an answer of several processes cannot continue on another host. On GPUs no answer can, which the start says.
+    """
+    parallel = next(((name, size) for name, size in processes.items() if size > 1), None)
+    if replicas is None:
+        if listed:
             raise UserError("option_missing", "--replica-cores needs --replicas N")
+        if routed and device == "cpu" and parallel is not None:
+            name, size = parallel
+            message = (
+                f"--router-key-file with --{name} {size}: no other host could continue an answer of several "
+                "processes; serve in one process, which is no slower on a CPU"
+            )
+            raise UserError("feature_unsupported", message)
         return
     if device != "cpu":
         raise UserError("feature_unsupported", f"--replicas is for CPUs; --device {device} has one engine")
-    if config.router_key_file is not None:
+    if routed:
         message = "--router-key-file with --replicas: give the router one server of each engine instead"
         raise UserError("feature_unsupported", message)
-    for name, size in (("tp", config.tp), ("pp", config.pp)):
-        if size > 1:
-            message = f"--replicas with --{name} {size}: each replica is one process; choose one of the two"
-            raise UserError("option_conflict", message)
-
-
-def check_router(config: ServeConfig, device: str) -> None:
-    """Raise UserError for several processes on a CPU behind `attar route`, whose answers no other host could
-    continue. On GPUs they are of use there, and the start says that their answers end with them."""
-    if config.router_key_file is None or device != "cpu":
-        return
-    for name, size in (("tp", config.tp), ("pp", config.pp)):
-        if size > 1:
-            message = (
-                f"--router-key-file with --{name} {size}: no other host could continue an answer of several "
-                "processes; serve on one process, which is no slower on a CPU"
-            )
-            raise UserError("feature_unsupported", message)
+    if parallel is not None:
+        name, size = parallel
+        message = f"--replicas with --{name} {size}: each replica is one process; choose one of the two"
+        raise UserError("option_conflict", message)
 
 
 def divide_cores(settings: Settings, count: int, listed: Sequence[str]) -> list[tuple[Settings, tuple[int, ...]]]:
