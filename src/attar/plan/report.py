@@ -52,6 +52,8 @@ def to_text(plan: Plan) -> str:
     lines += [f"a request is one full context; with {precisions} a server has:", "", startup(first.fit, first.kv), ""]
     if plan.eviction is not None:
         lines += [_of_eviction(plan.eviction, first), ""]
+    if plan.images:
+        lines += [f"vision tower, projector and features of images (--image-cache) take {size(plan.images)} beside", ""]
     if plan.gpu is not None:
         rates = ", ".join(f"{kind} {rate / 1e12:,.0f}" for kind, rate in plan.gpu.operations.items())
         lines.append(
@@ -153,6 +155,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "users": plan.users, "step_sequences": plan.limits.sequences, "step_tokens": plan.limits.rows,
         "bandwidth": plan.bandwidth, "int8_rate": plan.int8_rate, "card": None if plan.gpu is None else plan.gpu.name,
         "kv_eviction": None if plan.eviction is None else str(plan.eviction),
+        "images": plan.images,
         "formula": FORMULA if plan.gpu is None else CARD_FORMULA, "fits": any(row.fits for row in plan.rows),
         "answer": answer(plan), "rows": rows,
     }  # fmt: skip

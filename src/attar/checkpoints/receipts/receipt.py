@@ -70,6 +70,7 @@ KEYS: Mapping[str, str] = {
     "probes": "Inputs and outputs that `attar verify` replays.",
     "shard": "Largest size of a file, in bytes.",
     "drawn": "Number of calibration sequences that the model wrote itself.",
+    "calibration_images": "Number and digest of the images that calibrated beside the text.",
     "device": "Device of the run, if not the CPU.",
     "imatrix": "SHA-256 of the importance matrix.",
     "allocation": "Bits by layer: the target, what was reached, and what was tried.",

@@ -166,6 +166,9 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
             f"rates of {profile.measured}: {profile.bandwidth.value / 1e9:.1f} GB/s ± {profile.bandwidth.spread:.0%}, "
             f"{profile.isa}, {profile.key.threads} threads"
         )
+        images = deployment.image_bytes(settings, subject)
+        if images and memory is not None:
+            memory, source = deployment.without_images(memory, images, source)
         notes.append(f"memory {source if memory is None else f'{memory / 1e9:.3g} GB, {source}'}")
         if limits.threads > profile.key.threads:
             notes.append(f"rates are of {profile.key.threads} threads, memory is planned for {limits.threads}")

@@ -16,7 +16,7 @@ from attar.checkpoints import vocabulary
 from attar.checkpoints.convert.dense import DenseFolder, Original, open_dense
 from attar.checkpoints.sources import hf, hub
 from attar.compression import device_placement
-from attar.compression.calibration import importance, texts
+from attar.compression.calibration import image_rows, importance, texts
 from attar.compression.calibration.texts import Calibration
 from attar.compression.outputs import towers
 from attar.compression.outputs.base import Output
@@ -144,6 +144,8 @@ def resolve(
     if request.to_file:
         plan = plan.for_file()
     towers.check(plan, source)
+    if request.calib_images is not None:
+        image_rows.check(request.calib_images, source)
     checkpoint = source
     if plan.rotate is not None:
         if importances is not None:

@@ -128,12 +128,12 @@ def compress_request(request: CompressionRequest, progress: Progress | None = No
 
 def _choice(request: CompressionRequest, source: Checkpoint, tries: Candidates, report: Progress) -> Choice:
     """Try several recipes, each an output of its own."""
-    if request.drawn and request.sequences is not None and not tries.own:
+    if (request.drawn or request.calib_images) and request.sequences is not None and not tries.own:
         found = [resolve(request, source, name, request.sequences) for name in tries.names]
         if not any(each.reads or each.weighs for each in found):
             raise UserError(
                 "calibration_unused",
-                f"{request.recipe}: these read text only to be chosen by: leave the drawn text out",
+                f"{request.recipe}: these read text only to be chosen by: leave drawn text and images out",
             )
 
     def make(name: str, ids: list[list[int]], out: Path) -> float:
@@ -153,9 +153,10 @@ def _carry_out(
     may_read = (
         asked.reads or asked.weighs or (target is not None and target.candidates is not None)
     )  # activation scales
-    if request.drawn and not (may_read or trial or choice is not None):
+    if (request.drawn or request.calib_images) and not (may_read or trial or choice is not None):
+        besides = "the images" if request.calib_images else "the drawn text"
         raise UserError(
-            "calibration_unused", f"{asked.recipe.name} reads no calibration text here: leave the drawn text out"
+            "calibration_unused", f"{asked.recipe.name} reads no calibration text here: leave {besides} out"
         )
     asked = asked.with_texts()
     if target is not None:
