@@ -190,7 +190,10 @@ def check_name(name: str | None) -> None:
         served = ", ".join(SCHEMES)
         raise UserError("kv_unsupported", f"{name} is simulated by `attar eval --kv` alone; a KV cache can be {served}")
     if name is not None and name not in SCHEMES:
-        raise UserError("kv_unknown", f"the KV cache is kept as {', '.join(SCHEMES)}, not {name!r}")
+        message = (
+            f"KV cache formats are {', '.join(SCHEMES)}, not {name!r}; for `attar eval` also {', '.join(PUBLISHED)}"
+        )
+        raise UserError("kv_unknown", message)
 
 
 def scheme(name: str) -> KvScheme:

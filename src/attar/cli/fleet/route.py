@@ -70,7 +70,9 @@ def route(config: RouteConfig) -> None:
         urls = attar_hosts.check_urls(config.urls)
         key = None if config.router_key_file is None else read_keys(config.router_key_file)[0]
         if key is None and config.response_store is not None:
-            raise UserError("option_unused", "--response-store needs --router-key-file: others keep their own answers")
+            raise UserError(
+                "option_unused", "--response-store needs --router-key-file: other servers keep their own answers"
+            )
         started = serving.teller(False, config.as_json, "")
         try:
             if key is None:
