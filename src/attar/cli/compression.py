@@ -196,7 +196,7 @@ def gains(done: Compressed) -> Iterator[str]:
             yield f"left out: {each['recipe']} ({each['why']})"
     if (gained := done.gain) is not None:
         yield (
-            f"on {gained['tokens']:,} tokens that calibrated nothing: mean KL {gained['kl']:.3g}, by plain rounding "
+            f"on {gained['tokens']:,} tokens held out from calibration: mean KL {gained['kl']:.3g}; plain rounding has "
             f"{gained['plain']:.3g}"
         )
     if (tuned := done.tuned) is not None:

@@ -29,7 +29,7 @@ from attar.compression.request.request import CompressionRequest
 from attar.compression.rotation import rotation
 from attar.errors import UserError
 from attar.formats.codecs import ggml_mix
-from attar.text.files import read_text
+from attar.text.files import read_text, require_text
 from attar.text.tokenizer import Tokenizer
 
 
@@ -79,6 +79,14 @@ class ResolvedCompression:
     def layout(self, recipe: Recipe) -> Output:
         """Return the layout of the same checkpoint with another choice of bits."""
         return _layout(self.request, recipe, self.checkpoint, self.importances)
+
+
+def require_texts(request: CompressionRequest) -> None:
+    """Raise ValueError for a text file that does not exist, before a model is downloaded."""
+    if request.calibration is not None and texts.is_text(request.calibration):
+        require_text(str(request.calibration))
+    if request.evaluation is not None:
+        require_text(request.evaluation)
 
 
 def open_source(request: CompressionRequest) -> hf.Checkpoint:

@@ -28,8 +28,15 @@ from attar.compression.calibration.texts import Calibration
 from attar.compression.memory import large_blocks_apart
 from attar.compression.outputs import towers
 from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.request.request import CompressionRequest, Target
-from attar.compression.request.resolve import ResolvedCompression, compressed_original, open_source, resolve
+from attar.compression.request.resolve import (
+    ResolvedCompression,
+    compressed_original,
+    open_source,
+    require_texts,
+    resolve,
+)
 from attar.compression.resume import write_note
 from attar.compression.runs.run import Run, begin_anew
 from attar.compression.search import best, bit_budget, candidates, compare_rtn
@@ -118,6 +125,9 @@ def compress_request(request: CompressionRequest, progress: Progress | None = No
             f"{request.recipe} tries several recipes, which weigh errors by calibration text: leave the importance "
             "matrix out, or name one recipe with it, such as gptq-q4_k_m",
         )
+    if tries is None and not isinstance(request.recipe, Recipe):
+        load_recipe(request.recipe)  # a mistake in it or in a path costs no download
+    require_texts(request)
     source, choice = open_source(request), None
     if tries is not None:
         choice = _choice(request, source, tries, report)
