@@ -523,7 +523,7 @@ def test_heads_are_in_the_table_and_the_notes(tmp_path: Path) -> None:
     assert "packed embeddings of tied models" in result.stderr
     card = (tmp_path / "out" / "README.md").read_text()
     assert done["notes"][0] in card
-    assert "the output matrix in `w8`" in card
+    assert "the LM head in `w8`" in card
     assert (
         last_json(attar("eval", out, "--against", "./model", "--text", "heldout.txt", "--json")) == done["evaluation"]
     )

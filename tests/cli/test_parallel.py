@@ -42,7 +42,7 @@ def test_eval_in_two_processes_says_what_one_says(tmp_path: Path) -> None:
         ("generate demo --prompt x --tp 3", "--tp 3 does not divide the model's 4 query heads: 2, 4 would do"),
         ("generate demo --prompt x --pp 7", "--pp 7 is more stages than the model has layers, 6"),
         ("generate demo --prompt x --tp 3 --adapter folder", "--tp 3 does not divide"),
-        ("bench --shape llama-3.2-1b --tp 2", "--tp and --pp are of a model"),
+        ("bench --shape llama-3.2-1b --tp 2", "--tp and --pp need a model"),
         ("plan --shape llama-3.2-1b --tp 3 --bandwidth 1GB", "--tp 3 does not divide the model's 32 query heads"),
     ],
 )

@@ -15,9 +15,11 @@ import pytest
 from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
-from attar import machine
+from attar import env, machine
 from attar.checkpoints.fingerprints import content_hashes, require_unchanged
+from attar.checkpoints.sources.hub import resolve
 from attar.cli import options as options_of
+from attar.cli import several
 from attar.cli.generation import ChatConfig, GenerateConfig, _params
 from attar.cli.main import app
 from attar.cli.serving import BESIDES
@@ -25,14 +27,17 @@ from attar.cli.terminal import BAD_INPUT
 from attar.engine import startup
 from attar.kernels.native import limits
 from attar.plan.fit import ROOM
+from attar.plan.rates import store
+from attar.plan.rates.profile import NO_OVERHEADS
 from attar.protocol.settings import Settings
 from attar.server import supervisor
 from attar.server.http.sockets import listen
 from attar.server.models import server as models_server
 from attar.server.models.served import ModelSpec
 from attar.server.options import ServerOptions
-from attar.server.replicas import processes
+from attar.server.replicas import cores, processes
 from attar.text.template import MAX_TEMPLATE, read_template
+from tests import pretend_rates
 from tests.cli.test_commands import last_json, refused
 from tests.errors import user_error
 
@@ -527,3 +532,32 @@ def test_replicas_divide_memory_and_cores(monkeypatch: pytest.MonkeyPatch) -> No
         (2 * 10**9, 1, (1,)),
     ]
     assert options.max_requests == 2 * (32 + 256) + BESIDES
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_replicas_say_where_one_engine_is_faster(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(env, "get", lambda: env.Env(cache=tmp_path / "cache"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(cores, "node", lambda cpu, root=None: 0)
+    demo = resolve("demo")
+    now = datetime.datetime.now(datetime.UTC).isoformat()
+    rates = pretend_rates.profile(key=store.key(), measured=now, overheads=NO_OVERHEADS)
+    if kept:
+        assert store.RatesStore(store.folder()).keep(rates)
+    several.divide_cores(Settings(str(demo), "", memory=4 * 10**9), 2, ["0", "1"])
+    for thread in threading.enumerate():
+        if thread.name == several.ONE_ENGINE:
+            thread.join()
+    said = capsys.readouterr().err
+    assert ("one engine on all cores is faster by this machine's rates" in said) is kept
+    assert ("`attar bench --rates`" in said) is not kept
+
+
+@pytest.mark.parametrize("processes", ["--tp 2", "--pp 2"])
+def test_hosts_of_a_router_are_one_process_each(processes: str, tmp_path: Path) -> None:
+    (key := tmp_path / "router.key").write_text("r" * 40)
+    key.chmod(0o600)
+    done = CliRunner().invoke(app, ["serve", *shlex.split(processes), "--router-key-file", str(key), "--json"])
+    refused(done, BAD_INPUT, "feature_unsupported", f"--router-key-file with {processes}", as_json=True)

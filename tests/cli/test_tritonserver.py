@@ -167,3 +167,17 @@ def test_mistakes_get_one_sentence(v1: Path, template: Path, tmp_path: Path) -> 
         refused(triton(*arguments, "--json"), BAD_INPUT, says, as_json=True)
     done = CliRunner().invoke(app, ["serve", "demo", "--triton-config", str(template), "--json"])
     refused(done, BAD_INPUT, "file_wrong_kind", as_json=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "draft", "count"),
+    [("", "lookahead", 3), ("--draft suffix", "suffix", 3), ("--draft-tokens 1", "lookahead", 1)],
+)
+def test_drafts_of_a_configuration_give_way_to_options(
+    options: str, draft: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = (("decoding_mode", "lookahead"), ("num_draft_tokens", "3"))
+    given = "".join(f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n' for key, value in lines)
+    (file := tmp_path / "config.pbtxt").write_text(f'backend: "tensorrtllm"\nmax_batch_size: 2\n{given}')
+    settings = served(monkeypatch, f"--triton-config {file} {options}")
+    assert (settings.draft, settings.draft_tokens) == (draft, count)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from attar import machine
 from attar.checkpoints.sources import opening
 from attar.cli.main import app
+from attar.engine import startup
 from attar.engine.loader import without_kernels
 from attar.engine.startup import cost_of, deployment, evictions, fit, kv_scheme, start_engine
 from attar.formats.scheme import Scheme
@@ -193,7 +194,7 @@ def test_what_has_no_kernel_is_named_and_what_that_means(
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == len(sentences), said
     for sentence, found in zip(sentences, said, strict=True):
-        assert re.search(f"{sentence}.*by the reference.*bits may depend on what runs beside it", found)
+        assert re.search(f"{sentence}.*by the reference.*bits may depend on other requests in its batch", found)
 
 
 def test_the_reference_is_named_where_it_is_forced(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,3 +208,12 @@ def test_a_longer_context_is_never_more_requests() -> None:
     counts = [found(context=context).requests for context in (512, 1024, 4096, 16384)]
     assert counts == sorted(counts, reverse=True)
     assert replace(found(context=512), blocks=0).requests == 0
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_an_engine_whose_answers_none_continues_says_so(
+    tells: bool, demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(startup, "bits_of", lambda settings, model: "")
+    start_engine(Settings(str(demo), "socket", memory=GB, max_cached_tokens=256, threads=1, tells_cache=tells))
+    assert (startup.NOT_CONTINUED in capsys.readouterr().err) is tells

@@ -38,10 +38,10 @@ def fingerprints(folders: Iterable[str]) -> dict[str, str]:
 
 
 def content_hashes(folders: Iterable[str]) -> tuple[str, ...]:
-    """Return a SHA-256 of each model and adapter: over names and contents of the files that an engine reads.
+    """Return the SHA-256 of each model and adapter, over names and contents of the files that an engine reads.
 
-    Paths and dates are not part of it, nor is the name of a GGUF file, so copies in other folders have the same. Each
-    file is read whole. Raises OSError for one that cannot be read.
+    Paths, dates and the name of a GGUF file do not count, so a copy in another folder has the same hash. Each file is
+    read whole. Raises OSError for a file that cannot be read.
     """
     return tuple(_content(Path(each)) for each in folders)
 

@@ -167,7 +167,7 @@ def summary(done: Compressed) -> Iterator[str]:
     if done.block_seconds:
         stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in done.block_seconds.items())
         yield f"seconds a block: {sum(done.block_seconds.values()):.2f} ({stages})"
-    with_head = " and the output matrix" if done.head != KEEP else ""
+    with_head = " and the LM head" if done.head != KEEP else ""
     counted = f"bits/weight: all stored bits of the compressed linears{with_head}, over their weights"
     if done.allocated is not None:
         counted += f"; of the linears that the target chose for, {done.allocated:.3f}"

@@ -73,9 +73,9 @@ class TrainDraftConfig(options.OutputConfig):
         option(
             "Speculation",
             "N",
-            "Layers of a small model, or before an exit.",
+            "Layers of a small model, or layers of the model before an early exit.",
             min=1,
-            default="2, or a quarter",
+            default="2 of a small model, a quarter of the model's for an exit",
         ),
     ] = None
     width: Annotated[
@@ -97,11 +97,11 @@ class TrainDraftConfig(options.OutputConfig):
         default="safeailab",
     )] = None  # fmt: skip
     text: Annotated[Path | None, option("Data", "FILE", "Training text (.txt, .jsonl).")] = None
-    calib: Annotated[str | None, option("Data", "SOURCE", "self: train on text that the model writes first.")] = None
+    calib: Annotated[str | None, option("Data", "SOURCE", "self: train on text that the model generates first.")] = None
     samples: Annotated[int, option("Data", "N", "Sequences taken from the text.", min=2)] = 1024
     length: Annotated[int, option("Data", "N", "Tokens of each sequence.", min=8)] = 256
     loss: Annotated[DraftLoss, option(
-        "Training", "LOSS", "published, that of the paper, or acceptance, the chance that a draft is right.",
+        "Training", "LOSS", "published: that of the paper; acceptance: the probability that a draft is right.",
     )] = DraftLoss.published  # fmt: skip
     epochs: Annotated[int, option("Training", "N", "Passes over the text.", min=1)] = 1
     rate: Annotated[float, option("Training", "RATE", "Learning rate (Adam).")] = 1e-3
@@ -142,7 +142,7 @@ def train_draft(config: TrainDraftConfig) -> None:
         if config.text is not None:
             tokenizer = vocabulary.tokenizer(path)
             ids = texts.windows(texts.read(config.text, tokenizer), config.samples, config.length, tokenizer.added_bos)
-        print("best token equal to the model's on held-out text, by depth:")
+        print("share of held-out tokens whose best draft is the model's best token, by depth:")
         made = run(
             path, config.output, ids, training, overwrite=config.overwrite, resume=not config.restart, progress=bar,
             watch=_print_point,
@@ -155,6 +155,6 @@ def train_draft(config: TrainDraftConfig) -> None:
 
 
 def _print_point(tokens: int, shares: Sequence[float], seconds: float) -> None:
-    """Print a point of the curve."""
+    """Print the agreement after so many tokens and processor seconds."""
     found = "  ".join(f"{share:.3f}" for share in shares)
-    print(f"  after {tokens:>9,} tokens, {seconds:>7,.0f} s  {found}", flush=True)
+    print(f"  after {tokens:>9,} tokens, {seconds:>7,.0f} processor s  {found}", flush=True)

@@ -45,7 +45,7 @@ class EvalConfig(options.OutputConfig):
     text: Annotated[Path | None, option("Data", "FILE", "Held-out text (.txt, .jsonl).")] = None
     task: Annotated[list[str] | None, option(
         "Task", "NAME", "Task of lm-eval instead of a text: arc, gsm8k, hellaswag, ifeval, lambada, mmlu, piqa, "
-        "truthfulqa or winogrande. NAME=PATH has its items in files, NAME alone on the Hub. It may be repeated.",
+        "truthfulqa or winogrande. NAME=PATH reads its items from files, NAME alone from the Hub.",
     )] = None  # fmt: skip
     images: Annotated[Path | None, option(
         "Data", "FOLDER", "Images with texts instead of a text: a folder whose metadata.jsonl has lines with file_name "
@@ -72,7 +72,7 @@ class EvalConfig(options.OutputConfig):
         "Comparison", "N", "Continue N prompts of the text greedily and count the tokens that agree.", min=0,
     )] = 0  # fmt: skip
     draft: Annotated[str | None, option(
-        "Comparison", "MODEL", "Instead: how often this draft model or head guesses MODEL's tokens, and what it gains.",
+        "Comparison", "DRAFT", "Instead: how often this draft model or head guesses MODEL's tokens, and what it gains.",
     )] = None  # fmt: skip
     temperature: Annotated[float, option("Comparison", "T", "Temperature of --draft.", min=0)] = 1.0
     kv: options.Kv = None
@@ -97,15 +97,18 @@ def evaluate(config: EvalConfig) -> None:
     A text gives perplexity. --against adds KL divergence, top-1 agreement and the expected acceptance rate (EAR). All
     figures have 95 % intervals, and are measured as by `compress --eval`. --greedy continues each prompt by 64 tokens.
     --kv measures the cost of a KV cache format, against the same model unless --against names another; windows then
-    have up to 4096 tokens. It also knows kivi4-published, kivi2-published, nuq4-published, nuq3-published and
-    nuq2-published, which no engine serves. A task has the prompts and rules of lm-eval, which the extra [eval]
-    installs. --draft continues prompts of the text: it prints distances, rejections, tokens a step and speed, predicted
-    and measured.
+    have up to 4096 tokens. Formats for measurements alone are kivi4-published, kivi2-published, nuq4-published,
+    nuq3-published and nuq2-published. A task has the prompts and rules of lm-eval, which the extra [eval] installs.
+
+    --draft continues prompts of the text. It prints tokens a step and speed, predicted and measured. For a head it adds
+    the share of right drafts, and for a draft model distances and rejections.
+
     --images measures the tokens behind each image, as a text is measured; intervals are over images.
+
     --sparse-attention prints the KL divergence of the last rows of long windows from full attention, and their time.
-    --sparse-prefill prints the KL divergence of the tokens behind a prompt from full prefill, and its time. Both ask
-    for a passkey at five depths of the text, with the question known to the prompt and not known.
-    --kv-eviction prints the KL divergence of the rows behind prompts from the full cache.
+    --sparse-prefill prints the KL divergence of the tokens after a prompt from full prefill, and its time.
+    --kv-eviction prints the KL divergence of the tokens after a prompt from the full cache. All three ask for a passkey
+    at five depths of the text, with the question in the prompt and with the question after it.
 
     Examples:
       attar eval ./out --against ./model --text heldout.txt
@@ -129,7 +132,8 @@ def evaluate(config: EvalConfig) -> None:
         elif (config.sparse_attention, config.sparse_prefill, config.kv_eviction) != (None, None, None):
             report = _of_long_context(config, bar)
         elif config.passkeys is not None:
-            raise UserError("option_unused", "--passkeys is of --sparse-attention, --sparse-prefill and --kv-eviction")
+            message = "--passkeys needs --sparse-attention, --sparse-prefill or --kv-eviction"
+            raise UserError("option_unused", message)
         elif config.draft is not None:
             report = _of_draft(config, config.draft, bar)
         else:
@@ -221,7 +225,7 @@ def _on_text(config: EvalConfig, bar: Progress) -> Report:
     if config.text is None:
         raise UserError("option_missing", "give the text to measure on: --text heldout.txt, or --images, or a --task")
     if config.limit is not None or config.shots is not None or config.record:
-        message = "--limit, --shots and --record are of a --task or --images; of a text, --max-tokens"
+        message = "--limit, --shots and --record need a --task or --images; --max-tokens limits a text"
         raise UserError("option_unused", message)
     subject, tokenizer, beside = _subject(config, bar)
     return run(
@@ -264,7 +268,7 @@ def _recorded(config: EvalConfig) -> Path:
 
     if config.adapter is not None or config.limit is not None:
         raise UserError(
-            "option_conflict", "--record is of the model alone and all items: not with --adapter or --limit"
+            "option_conflict", "--record keeps figures of the model alone on all items: not with --adapter or --limit"
         )
     if read_receipt(path := hub.resolve(config.model)) is None:
         raise UserError("receipt_invalid", f"{path}: {missing(path)}")
@@ -323,14 +327,14 @@ def verify(
             if draft is None:
                 raise UserError("option_missing", "name what makes the drafts: --draft suffix, or a model")
             if no_hashes:
-                raise UserError("option_unused", "--no-hashes is of a receipt, which --speculation does not read")
+                raise UserError("option_unused", "--no-hashes does not go with --speculation, which reads no receipt")
             llm = LLM(
                 model, device=device, dtype=dtype, draft=draft, draft_tokens=MAX_DRAFT_TOKENS, verify=False,
                 progress=bar,
             )  # fmt: skip
             verdict = audit(llm, speculation, bar)
         elif draft is not None:
-            raise UserError("option_unused", "--draft is of --speculation N")
+            raise UserError("option_unused", "--draft needs --speculation N")
         else:
             from attar.checkpoints.receipts.verify import verify as run
 

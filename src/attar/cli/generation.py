@@ -367,7 +367,8 @@ def bench(config: BenchConfig) -> None:
             from attar.cli.goals.rates import measure_rates
 
             if config.model is not None or config.shape is not None or config.device != "cpu":
-                raise UserError("option_conflict", "--rates are of this CPU: leave out the model, --shape and --device")
+                message = "--rates measures this CPU: leave out the model, --shape and --device"
+                raise UserError("option_conflict", message)
             measure_rates(config.output, config.as_json)
             return
         if config.output is not None:

@@ -112,7 +112,7 @@ class PlanConfig(SchedulerOptions):
             code: Code = "option_missing" if self.model is None else "option_conflict"
             raise UserError(code, "name a model or a --shape, one of the two")
         if self.model is not None and self.head is not None:
-            raise UserError("option_unused", "--head is of a shape: a model's LM head is as it is stored")
+            raise UserError("option_unused", "--head needs --shape: a model's LM head is as it is stored")
         if self.gpu is not None and self.device != "cpu":
             raise UserError("option_conflict", "name a --device or a --gpu, one of the two")
         if self.goal is not None and self.scenario is not None:
@@ -134,10 +134,10 @@ class PlanConfig(SchedulerOptions):
         }  # fmt: skip
         if not self.by_goal:
             if given := [name for name, value in own.items() if value]:
-                raise UserError("option_unused", f"{', '.join(given)}: is of a plan by --goal or --scenario")
+                raise UserError("option_unused", f"{', '.join(given)}: needs --goal or --scenario")
             return
         if self.rates is not None and (self.gpu is not None or self.device != "cpu"):
-            raise UserError("option_conflict", "--rates are of a CPU: leave out --gpu and --device")
+            raise UserError("option_conflict", "--rates describes a CPU: leave out --gpu and --device")
         others = {
             "--adapter": self.adapter, "--bandwidth": self.bandwidth, "--sparse-attention": self.sparse_attention,
             "--kv-eviction": self.kv_eviction,

@@ -88,8 +88,9 @@ class ServeConfig(TransferOptions, SchedulerOptions, HttpOptions):
     tp: options.Tp = 1
     pp: options.Pp = 1
     replicas: Annotated[int | None, option(
-        "Device", "N", "Engines of the model, each a process on cores of its own. Requests go where they cost the "
-        "least, and go on at another engine where theirs dies. --memory is the total.", min=2, max=64, default="one",
+        "Device", "N", "Engines of the model, each a process on cores of its own. A request goes to the engine where "
+        "it costs the least, and continues on another if that one dies. --memory is the total.", min=2, max=64,
+        default="one",
     )] = None  # fmt: skip
     replica_cores: Annotated[list[str] | None, option(
         "Device", "LIST", "Processors of one replica, such as 0-3,8; once for each.", default="equal shares",
@@ -112,7 +113,7 @@ class ServeConfig(TransferOptions, SchedulerOptions, HttpOptions):
         "the model takes text alone.", parser=parse_bytes, default="256 MiB, where the model has a tower",
     )] = None  # fmt: skip
     request_metrics: Annotated[bool, flag(
-        "HTTP", "Tell in answers of chats and completions how long they took, as vLLM's `metrics`.",
+        "HTTP", "Include the times of a chat or completion in its answer, as vLLM's `metrics`.",
     )] = False  # fmt: skip
     max_requests: Annotated[int | None, option(
         "Limits", "N", "Open HTTP requests; excess requests get 429, as do bodies of over 1 GiB together.", min=1,
@@ -136,34 +137,24 @@ class ServeConfig(TransferOptions, SchedulerOptions, HttpOptions):
         for field in SINGLE:
             if getattr(self, field):
                 name = "--" + field.replace("_", "-")
-                raise UserError("option_unused", f"{name} is of a server with one MODEL, and not of --model NAME=PATH")
+                raise UserError("option_unused", f"{name} needs a server with one MODEL: not with --model NAME=PATH")
         if self.role is not options.Role.both:
-            raise UserError("option_unused", f"--role {self.role} is of a server with one MODEL")
+            message = f"--role {self.role} needs a server with one MODEL: not with --model NAME=PATH"
+            raise UserError("option_unused", message)
         if (self.device or "cpu") != "cpu" or self.tp > 1 or self.pp > 1:
             message = "several models are served on a CPU, each in one process: a GPU's need is known once it is loaded"
             raise UserError("option_conflict", message)
         if self.draft not in (None, "suffix"):
-            raise UserError("option_unused", f"--draft {self.draft} is of one MODEL; with several, --draft suffix is")
-
-    def check_replicas(self, device: str) -> None:
-        """Raise ValueError for options that do not go with --replicas, and for --replica-cores without it."""
-        if self.replicas is None:
-            if self.replica_cores:
-                raise UserError("option_missing", "--replica-cores needs --replicas N")
-            return
-        if device != "cpu":
-            raise UserError("feature_unsupported", f"--replicas is for CPUs; --device {device} has one engine")
-        if self.router_key_file is not None:
-            message = "--router-key-file with --replicas: give the router one server of each engine instead"
-            raise UserError("feature_unsupported", message)
-        for name, size in (("tp", self.tp), ("pp", self.pp)):
-            if size > 1:
-                message = f"--replicas with --{name} {size}: each replica is one process; choose one of the two"
-                raise UserError("option_conflict", message)
+            raise UserError("option_unused", f"--draft {self.draft} needs one MODEL; several take --draft suffix")
 
     def check_processes(self, device: str) -> None:
         """Raise ValueError for options of replicas, KV transfer and the disk cache that do not go with others."""
-        self.check_replicas(device)
+        from attar.cli import several
+
+        several.check_engines(
+            device, self.replicas, self.replica_cores or (), self.router_key_file is not None,
+            {"tp": self.tp, "pp": self.pp},
+        )  # fmt: skip
         unlike = {
             "--device": device != "cpu", "--tp": self.tp > 1, "--pp": self.pp > 1,
             "--replicas": self.replicas is not None,
@@ -191,6 +182,8 @@ class ServeConfig(TransferOptions, SchedulerOptions, HttpOptions):
         from attar.server.options import parse_adapters
 
         check_name(self.kv)
+        theirs = dict(theirs)
+        draft, count = theirs.pop("draft", None), theirs.pop("draft_tokens", None)
         given = {key: value for key, value in self.settings().items() if value is not None}
         if given.get("policy", "dynamic") != "dynamic":  # the only policy with a delay
             theirs = {key: value for key, value in theirs.items() if key != "max_delay"}
@@ -199,8 +192,8 @@ class ServeConfig(TransferOptions, SchedulerOptions, HttpOptions):
                 str(path), "", activations=self.activations.value, kv=self.kv,
                 context=self.context, memory=self.memory, threads=self.threads, verify=not self.no_verify, tp=self.tp,
                 pp=self.pp, adapters=parse_adapters(self.adapter or (), name), name=name,
-                draft=hub.resolve_draft(self.draft),
-                draft_tokens=self.draft_tokens,
+                draft=hub.resolve_draft(self.draft or draft),
+                draft_tokens=count if self.draft_tokens is None else self.draft_tokens,
                 draft_tree=self.draft_tree, sparse_attention=self.sparse_attention,
                 sparse_prefill=self.sparse_prefill,
                 kv_eviction=tuple(self.kv_eviction or ()), tells_cache=self.router_key_file is not None,
@@ -212,7 +205,7 @@ class ServeConfig(TransferOptions, SchedulerOptions, HttpOptions):
         _check_reads(settings, bool(self.draft_tree))
         check_fraction(settings.kv_fraction)
         if settings.max_delay is not None and limits.policy != "dynamic":
-            message = f"max-delay is of the policy dynamic; with {limits.policy} nothing waits for a batch"
+            message = f"max-delay needs policy=dynamic; with {limits.policy} no request waits for a batch"
             raise UserError("option_unused", message)
         return settings
 

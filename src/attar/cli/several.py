@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,15 @@ from attar.cli.terminal import tell
 from attar.errors import UserError
 
 if TYPE_CHECKING:
+    from attar.plan.rates.profile import MachineProfile
     from attar.plan.sharing import Sharing
     from attar.protocol.settings import Settings
     from attar.server.models.served import ModelSpec
 
 MAX_MODELS = 64
 SIZES = (sys.executable, "-m", "attar.engine.deployment")  # of models, by a process with torch
+ONE_ENGINE = "one-engine"  # the name of a thread
+SLOWER = (sys.executable, "-m", "attar.evaluation.planning.engines")  # whether replicas are, by such a process
 
 
 def parse_models(given: Sequence[str]) -> dict[str, Path]:
@@ -90,6 +94,38 @@ def spec(settings: Settings, sharing: Sharing, defaults: Defaults) -> ModelSpec:
     return ModelSpec(settings, part.size, vocabulary.tokenizer(path), sampling, images)
 
 
+def check_engines(
+    device: str, replicas: int | None, listed: Sequence[str], routed: bool, processes: Mapping[str, int]
+) -> None:
+    """Raise UserError for options that do not go with --replicas, or with --router-key-file where it is given
+    (`routed`).
+
+    `listed` are those of --replica-cores, which need --replicas. `processes` are the sizes of `tp` and `pp`. On a CPU
+    an answer of several processes cannot continue on another host. On GPUs no answer can, which the start says.
+    """
+    parallel = next(((name, size) for name, size in processes.items() if size > 1), None)
+    if replicas is None:
+        if listed:
+            raise UserError("option_missing", "--replica-cores needs --replicas N")
+        if routed and device == "cpu" and parallel is not None:
+            name, size = parallel
+            message = (
+                f"--router-key-file with --{name} {size}: no other host could continue an answer of several "
+                "processes; serve in one process, which is no slower on a CPU"
+            )
+            raise UserError("feature_unsupported", message)
+        return
+    if device != "cpu":
+        raise UserError("feature_unsupported", f"--replicas is for CPUs; --device {device} has one engine")
+    if routed:
+        message = "--router-key-file with --replicas: give the router one server of each engine instead"
+        raise UserError("feature_unsupported", message)
+    if parallel is not None:
+        name, size = parallel
+        message = f"--replicas with --{name} {size}: each replica is one process; choose one of the two"
+        raise UserError("option_conflict", message)
+
+
 def divide_cores(settings: Settings, count: int, listed: Sequence[str]) -> list[tuple[Settings, tuple[int, ...]]]:
     """Return settings and cores of each of `count` engines, on cores that are `listed` or in equal shares, and print
     them. Raises UserError for more engines than cores, and for wrong lists."""
@@ -107,9 +143,23 @@ def divide_cores(settings: Settings, count: int, listed: Sequence[str]) -> list[
         threads = settings.threads or cores.threads(share, count)
         found.append((msgspec.structs.replace(settings, memory=total // count, threads=threads), share))
         tell(f"replica {number:<6}{size(total // count):>10}  processors {_ranges(share)}, threads: {threads}")
-    if len({cores.node(cpu) for share in shares for cpu in share}) == 1:
+    from attar.plan.rates import store
+
+    rates = store.RatesStore(store.folder()).find(store.key())
+    if rates is not None:  # in a thread, because the answer takes seconds and the engines can start meanwhile
+        threading.Thread(target=_tell_slower, args=(settings, count, rates), name=ONE_ENGINE, daemon=True).start()
+    elif len({cores.node(cpu) for share in shares for cpu in share}) == 1:
         tell("the replicas share one memory node and its bandwidth: one engine on all cores often makes more tokens")
+        tell("with the rates of `attar bench --rates`, the next start says which of the two is faster")
     return found
+
+
+def _tell_slower(settings: Settings, count: int, rates: MachineProfile) -> None:
+    """Print whether one engine on all cores decodes faster than `count` replicas, by this machine's rates."""
+    asked = json.dumps([msgspec.to_builtins(settings), count, msgspec.to_builtins(rates)]).encode()
+    done = subprocess.run(SLOWER, input=asked, stdout=subprocess.PIPE, check=False)
+    if done.returncode == 0 and (found := json.loads(done.stdout)):
+        tell(found)
 
 
 def _ranges(cpus: Sequence[int]) -> str:

@@ -1,12 +1,13 @@
-"""Learning from the target's predictions, row by row: the losses of all drafts but Medusa's published one.
+"""Distillation: losses that compare a draft's logits with the target's predictions, row by row.
 
-The published loss of a distillation (Hinton et al., arXiv 1503.02531; for drafts DistillSpec, arXiv 2310.08461; for
-EAGLE-3 arXiv 2503.01840) is the cross-entropy with the target's prediction p, over the tokens that can be drafted,
-where p is normed. `acceptance` is the mean of -log sum min(p, q), whose sum is the chance that a draft is right under
-the best coupling (LK losses, arXiv 2602.23881); p is not normed there.
+All drafts use these losses, except that Medusa's published loss has labels instead of predictions. The published loss
+(Hinton et al., arXiv 1503.02531; for drafts DistillSpec, arXiv 2310.08461; for EAGLE-3 arXiv 2503.01840) is the
+cross-entropy of the draft's distribution q with the target's p, normalized over the draft vocabulary. `acceptance` is
+the mean of -log sum min(p, q) (LK losses, arXiv 2602.23881). The sum is the probability that a draft is right under the
+best coupling, so p is not normalized there.
 
-Gradients are written down rather than found by autograd, in pieces that stay in a processor's cache. Of the target's
-LM head only the rows of the draft vocabulary are multiplied.
+Gradients are computed by formulas and not by autograd, in pieces that stay in a processor's cache. Of the target's LM
+head only the rows of the draft vocabulary are multiplied.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a run learns from: its sequences, and the target's states behind them, kept on disk between epochs.
+"""Training data of a run: its sequences and the target's hidden states, kept on disk between epochs.
 
-States are rounded to bfloat16, kept or not, so that a run's bytes do not depend on what was kept. The file has no name:
-it is gone with the process, and a resumed run computes states anew.
+States are rounded to bfloat16, kept or not, so that the trained weights do not depend on what was kept. The file has no
+name: it disappears with the process, and a resumed run computes the states anew.
 """
 
 from __future__ import annotations

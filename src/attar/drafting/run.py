@@ -1,10 +1,10 @@
-"""A run of training: steps of Adam on a draft head or model, with its target computed beside.
+"""A training run: steps of Adam on a draft head or model, with the target's states computed as it goes.
 
 A killed run resumes: every `save_every` steps the head, Adam's moments, the losses and the agreement so far go to disk.
 All randomness comes from counters, so the bytes are those of an uninterrupted run, given the same torch build,
-instruction set and thread count. Of the text the last tenth is held out, 8192 tokens at most. On it the head's best
-token is compared with the target's at every save: agreement by depth, over the tokens trained on. Processor seconds
-stand beside it, in the saves and the result alone.
+instruction set and thread count. The last tenth of the text is held out, 8192 tokens at most. At every save the head's
+most probable token is compared with the target's there: the agreement, by depth. Saves and the result also record
+processor seconds. The receipt does not, because its bytes do not depend on speed.
 
 The output is a folder in a published layout. Its receipt, `training.json`, has the hashes of source, text and files,
 the settings, and the agreement.
@@ -93,8 +93,9 @@ class DraftTraining:
             )
         for name in OWN:
             if getattr(self, name) is not None and name not in DEFAULTS[self.kind]:
-                own = ", ".join(each.replace("_", "-") for each in DEFAULTS[self.kind])
-                raise UserError("option_unused", f"{self.kind} has no {name.replace('_', '-')}: it has {own}")
+                own = ", ".join("--" + each.replace("_", "-") for each in DEFAULTS[self.kind])
+                message = f"--kind {self.kind} takes {own}, and not --{name.replace('_', '-')}"
+                raise UserError("option_unused", message)
         if self.layout is not None and (self.kind != "eagle3" or self.layout not in get_args(Layout)):
             raise UserError(
                 "option_unused",

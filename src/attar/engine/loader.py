@@ -26,7 +26,7 @@ from attar.model.vision.model import VisionModel
 from attar.progress import Progress
 from attar.text.tokenizer import Tokenizer
 
-BY_REFERENCE = "by the reference, so a text's bits may depend on what runs beside it"
+BY_REFERENCE = "by the reference, so a text's bits may depend on other requests in its batch"
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def _read_tokenizer(path: Path) -> Future[Tokenizer] | None:
 
 
 def without_kernels(decoder: Decoder) -> list[str]:
-    """Return sentences on the parts of a CPU model that the reference computes, and why; none where it has no part."""
+    """Return sentences on the linears of a CPU model that the reference kernels compute, and why; none without such."""
     if decoder.store is None:
         dtype = str(decoder.dtype).removeprefix("torch.")
         why = next(reason for _, reason in dispatch.candidates("linear", "cpu", decoder.dtype))

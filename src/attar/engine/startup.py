@@ -64,6 +64,10 @@ from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 
 logger = logging.getLogger(__name__)
+NOT_CONTINUED = (
+    "no other engine continues answers of this one: on GPUs, in several processes and by the reference, the bits of an "
+    "answer may depend on other requests"
+)
 
 
 def start_engine(settings: Settings) -> tuple[Engine, Ready]:
@@ -168,9 +172,11 @@ def _made(
     )  # fmt: skip
     made = Engine(model.decoder, model.tokenizer, config, bounds=judge, runner=model.runner)
     require_unchanged(settings.files, settings.folders)  # nor while it was read
+    if not (bits := bits_of(settings, model)) and settings.tells_cache:  # other engines may be at hand
+        logs.say(NOT_CONTINUED)
     ready = Ready(
         settings.served_as, found.context, held.config.vocab_size, found.blocks, found.block, limits.max_waiting,
-        found.table(), names, limits.together, held.config.hidden, bits_of(settings, model),
+        found.table(), names, limits.together, held.config.hidden, bits,
         kv_evictions=tuple((str(each), each.longest(found.context)) for each in dropping),
         horizons=made.runner.horizons, images=made.images is not None,
     )  # fmt: skip

@@ -229,7 +229,7 @@ def measure_model(path: Path, options: Load, setup: Setup) -> dict[str, Any]:
 def measure_shape(name: str, scheme: str, head: str, options: Load, setup: Setup) -> dict[str, Any]:
     """Measure random weights of a known shape as `run` does. Raises ValueError for several processes."""
     if setup.tp * setup.pp > 1:
-        raise UserError("option_conflict", "--tp and --pp are of a model: a --shape is measured in one process")
+        raise UserError("option_conflict", "--tp and --pp need a model: a --shape is measured in one process")
     found = run(lambda store: build(name, scheme, head, store), options, setup, part(name, scheme, head))
     return found | {"shape": name, "scheme": scheme, "head": "bf16" if scheme == "bf16" else head}
 

@@ -29,7 +29,7 @@ DEPTHS = max(COUNTS)
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What some steps brought: of the drafts of each depth, `tried` that follow right ones, and `right`."""
+    """Counts over decode steps: by depth, the drafts that follow right ones (`tried`), and how many were `right`."""
 
     steps: int
     tried: tuple[int, ...]

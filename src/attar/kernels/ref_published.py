@@ -1,8 +1,8 @@
-"""Caches as published (`kv/published.py`), simulated: pages hold floats, and rows read what the paper's cache has.
+"""Simulated caches of published formats (`kv/published.py`): pages hold floats that are rounded as the papers do.
 
-KVQuant's numbers are rounded once, when they are written. Its keys are rounded before they are rotated; to rotate them
-now or at each read gives the same numbers. KIVI rounds numbers that rows have already read, so its pages hold 16-bit
-numbers, and each row reads them as its own step would have found them.
+KVQuant's numbers are rounded once, when they are written. Its keys are rounded before rotation, and rotated when they
+are written; the paper rotates them at each read, with the same result. KIVI rounds numbers after some rows have read
+them in 16 bits. So its pages hold 16-bit numbers, and each row rounds those that would be rounded at its own step.
 
 Shapes: N rows, T rows of a sequence, H query heads, G key-value heads, D head size, S keys of a sequence.
 """

@@ -131,7 +131,7 @@ class Eviction:
         """
         movable = ", ".join(name for name, each in SCHEMES.items() if moves(each))
         against = (
-            (not moves(scheme), f"moves keys of caches of {movable} (--kv), not of {scheme.name}"),
+            (not moves(scheme), f"needs a KV cache in one of {movable} (--kv), not {scheme.name}"),
             (device != "cpu", f"runs on CPUs (--device cpu), not on {device}"),
             (processes > 1, f"runs in one process (--tp 1 --pp 1), not in {processes}"),
             (besides.get("trees", False), "takes chains of drafts (--draft), not trees (--draft-tree)"),

@@ -31,7 +31,7 @@ def weights(q: Tensor, keys: Tensor, scale: float, soft_cap: float | None = None
 
 
 class Seen(NamedTuple):
-    """What the last rows of a prompt weigh in each key-value head, all float32 [G, N].
+    """Attention weights of a prompt's last rows on its N keys, in each of G key-value heads: float32 [G, N].
 
     shares: of their weight together. peaks: the greatest weight of a row.
     """
@@ -110,11 +110,11 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _settled(kept: Tensor, seen: Seen) -> Tensor:
-    """Return the indices `kept` [G, budget] of heads in which these keys hold most of the weight, and others elsewhere.
+    """Return the indices `kept` [G, budget] where these keys hold most of a head's weight, and others in diffuse heads.
 
-    A head is diffuse whose rows spread their weight over many more keys. Its sum is hardly changed by which keys it is
-    over, and much by taking the greatest weights alone: these would stand for all the others'. Such a head keeps the
-    first `SINKS`, keys that a single row weighs much, with their neighbours, and the newest.
+    A diffuse head spreads its weight over many more keys than it keeps, so the keys of greatest weight do not represent
+    the others. It keeps the first `SINKS` keys, those to which a single row gives much weight, with their neighbours,
+    and the newest.
     """
     count = seen.shares.shape[1]
     ranks = torch.arange(count) / count

@@ -188,11 +188,12 @@ def check_name(name: str | None) -> None:
     """Raise ValueError, naming the existing schemes, for a name that none has. None leaves the choice open."""
     if name in PUBLISHED:
         served = ", ".join(SCHEMES)
-        raise UserError(
-            "kv_unsupported", f"{name} is for `attar eval --text ... --kv` alone; caches are kept as {served}"
-        )
+        raise UserError("kv_unsupported", f"{name} is simulated by `attar eval --kv` alone; a KV cache can be {served}")
     if name is not None and name not in SCHEMES:
-        raise UserError("kv_unknown", f"the KV cache is kept as {', '.join(SCHEMES)}, not {name!r}")
+        message = (
+            f"KV cache formats are {', '.join(SCHEMES)}, not {name!r}; for `attar eval` also {', '.join(PUBLISHED)}"
+        )
+        raise UserError("kv_unknown", message)
 
 
 def scheme(name: str) -> KvScheme:

@@ -45,7 +45,7 @@ _LABELS = {
 
 @dataclass(frozen=True, slots=True)
 class CacheBits:
-    """Bits of a number in the KV cache that was measured, in a sequence of `context` tokens.
+    """Bits per value of the measured KV cache, in a sequence of `context` tokens.
 
     `stored` counts scales, outliers and 16-bit windows; `shared` is what the model's calibrated matrices or levels add
     where that sequence is the only one.

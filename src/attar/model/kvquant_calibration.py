@@ -63,7 +63,7 @@ def measure(decoder: Decoder, ids: Tensor) -> Statistics:
     if not all(each.isfinite().all() for each in (keys, values, of_keys, of_values)):
         raise UserError(
             "not_finite",
-            "keys, values or gradients hold a NaN or an infinity: caches that are calibrated cannot be had",
+            "keys, values or gradients hold a NaN or an infinity, so the cache cannot be calibrated",
         )
     return Statistics(*(each.flatten(1, 2) for each in (keys, values, of_keys, of_values)))
 

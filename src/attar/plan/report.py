@@ -88,7 +88,7 @@ def _of_eviction(eviction: Eviction, row: Row) -> str:
     found, each = row.fit, row.fit.block_bytes / row.fit.block
     held = f"a request holds {found.held or 0:,} tokens at most ({size((found.held or 0) * each)})"
     if eviction.once:
-        held += f", its prompt being whole until it is computed; then {eviction.budget:,} and the answer's stay"
+        held += f" while its prompt is computed, then {eviction.budget:,} and the answer's"
     return f"KV eviction {eviction}: {held}"
 
 

@@ -1,4 +1,4 @@
-"""What the limited child processes do alike (`text/limited_child.py`): answers, and limits of the operating system.
+"""Shared code of the limited child processes (`text/limited_child.py`): answers, and limits of the operating system.
 
 Only the standard library and the framing are imported, for these processes have little more.
 """

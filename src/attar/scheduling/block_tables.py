@@ -62,10 +62,11 @@ class BlockTables:
     # ---- what sequences share
 
     def alike(self, sequence: Sequence, length: int) -> int:
-        """Return how many of its first `length` tokens have the keys and values of any sequence that begins alike.
+        """Return how many of the first `length` tokens have keys and values that any sequence with this prefix may use.
 
-        Those of an output do not where its rows read few keys: computed as another's prompt, they read all. Those of
-        the end of a prompt do not where they would read few in the middle of another, nor those behind an eviction.
+        Output tokens whose rows read few keys are excluded, because as part of a prompt they would read all. So are
+        tokens at the end of a prompt that would read few keys in the middle of a longer one, and tokens behind an
+        eviction.
         """
         if sequence.eviction is not None:
             length = min(length, sequence.eviction.plain(sequence.prompt))

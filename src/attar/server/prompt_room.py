@@ -1,4 +1,4 @@
-"""The room that prompts have: the context and the vocabulary of the served model, and refusals of what lies beyond."""
+"""Checks of prompts against the context length and the vocabulary of the served model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attar.server.errors import APIError
 
 
 class Room(NamedTuple):
-    """What prompts of a `field` must fit: the vocabulary, and the context with `new` tokens more."""
+    """Limits of the prompts in a `field`: the vocabulary, and the context, which must hold `new` tokens more."""
 
     field: str
     vocab: int

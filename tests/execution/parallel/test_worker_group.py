@@ -28,11 +28,11 @@ def test_a_worker_that_reads_nothing_is_not_waited_for_without_end(
     workers.on_lost = said.append
     long = Call(None, [], (1,), 1, list(range(1 << 17)), None)  # more than any pipe takes
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="process 1 of the model reads nothing any more"):
+        with pytest.raises(RuntimeError, match="process 1 of the model no longer reads its commands"):
             workers.tell(long)
     assert folder.exists(), "who is lost may still be closing what it met by"
     workers.end()
-    assert said == ["process 1 of the model reads nothing any more"]
+    assert said == ["process 1 of the model no longer reads its commands"]
     assert child.returncode == -signal.SIGKILL
     assert not folder.exists()
 

@@ -122,7 +122,7 @@ def merge(base: Path, adapter: Path, out: Path, *, overwrite: bool = False, max_
     found = lora.read(adapter, config.names, shapes | {config.names.head: (config.vocab_size, config.hidden)}, base)
     if config.tied and config.names.head in found.adapters:
         raise CheckpointError(
-            "adapter_mismatch", f"{adapter} changes an output matrix that is the embedding too: use it unmerged"
+            "adapter_mismatch", f"{adapter} changes an LM head that is the embedding too: use it unmerged"
         )
     packed = packed_linears(source)
     modules = {source.stored_linear(name): name for name in packed}

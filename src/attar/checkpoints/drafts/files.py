@@ -144,10 +144,10 @@ class HeadFolder:
 def lay_out(
     store: BackendWeights | None, target: Decoder, linears: Iterable[Linear], norms: Iterable[Norm] = ()
 ) -> None:
-    """Lay a head's linears and norms out in `store`, where there is one. The target's LM head is laid out already.
+    """Pack a head's linears and norms in `store`, where there is one. The target's LM head is packed already.
 
-    Matrices are rounded to 8 bits where kernels round rows as well: a draft is a guess, and what it costs is the bytes
-    that it reads.
+    Matrices get 8 bits where the kernels of `store` round activations as well: the bytes that a draft reads are its
+    cost, and its errors change no text.
     """
     if store is None:
         return

@@ -68,7 +68,7 @@ def quantization_config(
     embeddings: Sequence[str] = (),
     shapes: Mapping[str, tuple[int, int]] | None = None,
 ) -> dict[str, Any]:
-    assert not embeddings, "no scheme here is for an output matrix"
+    assert not embeddings, "no scheme here is for an LM head"
     one = next(iter(schemes.values()))
     four = one.name != "llm-int8"
     return {

@@ -29,8 +29,8 @@ class HttpOptions:
         "HTTP", "PATH", "Prefix of every path, such as /chat, behind a proxy that passes it on.", default="none",
     )] = ""  # fmt: skip
     response_store: Annotated[int | None, option(
-        "HTTP", "SIZE", "Memory to keep answers of /v1/responses in, such as 64MB, for `previous_response_id`. Each is "
-        "known to the key that made it alone, for a day, until the server ends.", parser=options.parse_size,
+        "HTTP", "SIZE", "Memory to keep answers of /v1/responses in, such as 64MB, for `previous_response_id`. Only "
+        "the key that made an answer can continue it, for a day, until the server ends.", parser=options.parse_size,
         default="none are kept",
     )] = None  # fmt: skip
     deadline: Annotated[float, option("HTTP", "SECONDS", "Time limit of one request.", min=0.1)] = 600.0

@@ -50,8 +50,8 @@ def route(config: RouteConfig) -> None:
     """Route requests to servers on other hosts.
 
     With --router-key-file the hosts are attar's servers of one model, started with the same file. A request goes where
-    it costs the least, by its tokens and by what each host has cached. When a host dies, its answers go on at another,
-    with the same tokens.
+    it costs the least, by its tokens and by what each host has cached. When a host dies, its answers continue on
+    another, with the same tokens.
 
     Without it the hosts are any servers that speak OpenAI's API, such as vLLM's and llama.cpp's. What they have cached
     is guessed from texts, and an answer that has begun ends with its host.
@@ -70,7 +70,9 @@ def route(config: RouteConfig) -> None:
         urls = attar_hosts.check_urls(config.urls)
         key = None if config.router_key_file is None else read_keys(config.router_key_file)[0]
         if key is None and config.response_store is not None:
-            raise UserError("option_unused", "--response-store needs --router-key-file: others keep their own answers")
+            raise UserError(
+                "option_unused", "--response-store needs --router-key-file: other servers keep their own answers"
+            )
         started = serving.teller(False, config.as_json, "")
         try:
             if key is None:

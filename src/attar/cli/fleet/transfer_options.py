@@ -23,38 +23,40 @@ class TransferOptions:
     """Options of an engine whose blocks are saved, or exchanged with another engine."""
 
     cache_dir: Annotated[Path | None, option(
-        "KV transfer", "DIR", "Folder of a disk cache. A server that is started again finds prompts there that it has "
-        "computed before. The files hold what prompts say.", default="none is kept",
+        "KV transfer", "DIR", "Folder of a disk cache of KV blocks. After a restart the server finds prompts there "
+        "that it computed before. The files reveal the prompts.", default="none is kept",
     )] = None  # fmt: skip
     cache_bytes: Annotated[int | None, option(
-        "KV transfer", "SIZE", "Most bytes of the files in --cache-dir, such as 20GB.", parser=options.parse_size,
+        "KV transfer", "SIZE", "Limit of all files in --cache-dir, such as 20GB.", parser=options.parse_size,
     )] = None  # fmt: skip
     role: Annotated[options.Role, option(
-        "KV transfer", "ROLE", "prefill: compute prompts for the servers that ask at --prefill-peer. decode: have "
-        "prompts computed there, and compute what does not come.", "--role",
+        "KV transfer", "ROLE", "prefill: compute prompts for servers of the role decode. decode: fetch the KV blocks "
+        "of prompts from --prefill-peer, and compute those that do not come. both: no peer.", "--role",
     )] = options.Role.both  # fmt: skip
     prefill_peer: Annotated[str | None, option(
-        "KV transfer", "URL", "Where a server of the role prefill answers those of the role decode: unix:PATH in a "
+        "KV transfer", "URL", "Address at which the role prefill listens and the role decode connects: unix:PATH in a "
         "folder of mode 700, or tls://HOST:PORT with the options --peer-*.",
     )] = None  # fmt: skip
     peer_key_file: Annotated[list[Path] | None, option(
-        "KV transfer", "FILE", "Key that both sides know: 32 random bytes or more, mode 600. A second one is accepted "
-        "too, while keys are changed.",
+        "KV transfer", "FILE", "Key that both sides share: 32 random bytes or more, mode 600. A second key is accepted "
+        "as well, for rotation.",
     )] = None  # fmt: skip
     peer_ca: Annotated[Path | None, option(
-        "KV transfer", "FILE", "Certificate of your own authority, in PEM; no other is trusted.",
+        "KV transfer", "FILE", "Certificate of your own certificate authority, in PEM. No other is trusted.",
     )] = None  # fmt: skip
     peer_cert: Annotated[Path | None, option(
-        "KV transfer", "FILE", "Certificate of this server and its private key, in PEM, mode 600.",
+        "KV transfer", "FILE", "This server's certificate and private key in one PEM file, mode 600.",
     )] = None  # fmt: skip
     peer_name: Annotated[str | None, option(
         "KV transfer", "NAME", "Name that the other side's certificate must have.",
-        default="for the role decode the host of --prefill-peer",
+        default="of the role decode, the host of --prefill-peer",
     )] = None  # fmt: skip
 
     def check_transfer(self, unlike: Sequence[str]) -> None:
-        """Raise ValueError for options that do not go together, and for one of two that belong together; `unlike` are
-        the given options of several processes and of other devices, with which none goes."""
+        """Raise UserError for options that conflict, and for an option without the one that it needs.
+
+        `unlike` are the given options of several processes and of other devices: no KV transfer works with these.
+        """
         self._check_disk_cache(unlike)
         self._check_role(unlike)
 
@@ -67,7 +69,7 @@ class TransferOptions:
 
     def _check_role(self, unlike: Sequence[str]) -> None:
         if (self.role is options.Role.both) != (self.prefill_peer is None):
-            message = "--role prefill or --role decode, and --prefill-peer unix:PATH, go together"
+            message = "--role prefill or decode, and --prefill-peer unix:PATH or tls://HOST:PORT, need each other"
             raise UserError("option_missing", message)
         given: dict[str, object] = {
             "--peer-key-file": self.peer_key_file, "--peer-ca": self.peer_ca, "--peer-cert": self.peer_cert,
@@ -76,7 +78,7 @@ class TransferOptions:
             given["--peer-name"] = self.peer_name
         if self.prefill_peer is None or self.prefill_peer.startswith("unix:"):
             if (unused := next((name for name, value in given.items() if value), None)) is not None:
-                raise UserError("option_unused", f"{unused} is for --prefill-peer tls://HOST:PORT")
+                raise UserError("option_unused", f"{unused} needs --prefill-peer tls://HOST:PORT")
         elif (missing := next((name for name, value in given.items() if not value), None)) is not None:
             message = f"a prefill peer on a network needs TLS and a key: {missing} is missing"
             raise UserError("option_missing", message)
@@ -85,7 +87,7 @@ class TransferOptions:
             self._check_peer()
 
     def transfer(self) -> dict[str, Any]:
-        """Return the fields of `Settings`."""
+        """Return the fields of `Settings` that these options set."""
         paths = {"cache_dir": self.cache_dir, "peer_ca": self.peer_ca, "peer_cert": self.peer_cert}
         return {
             **{name: None if path is None else str(path) for name, path in paths.items()},
@@ -94,8 +96,10 @@ class TransferOptions:
         }  # fmt: skip
 
     def with_lasting_salts(self, keys: Keys) -> Keys:
-        """Return the keys with the salts that a server with this disk cache has again after a restart. Raises UserError
-        and OSError for a folder that is no private one."""
+        """Return the keys with salts that a server with this disk cache has again after a restart.
+
+        Raises UserError and OSError for a folder that is not private.
+        """
         from attar.transfer.folder import PrivateFolder
 
         if self.cache_dir is None:
@@ -107,8 +111,8 @@ class TransferOptions:
             opened.close()
 
     def _check_peer(self) -> None:
-        """Raise UserError for an address of --prefill-peer, and for files of --peer-*, that cannot be used; OSError for
-        those that are not there."""
+        """Raise UserError where the address of --prefill-peer or a file of --peer-* cannot be used, OSError where a
+        file is missing."""
         from attar.transfer import credentials
         from attar.transfer.wire import Address
 
@@ -123,5 +127,5 @@ class TransferOptions:
 
 def _check_alone(option: str, unlike: Sequence[str]) -> None:
     if unlike:
-        message = f"{option} is for one engine in one process on a CPU: not with {unlike[0]}"
+        message = f"{option} needs one engine in one process on a CPU: not with {unlike[0]}"
         raise UserError("feature_unsupported", message)

@@ -53,9 +53,9 @@ class DeployConfig(serving.ServeConfig):
         for field in NOT_HERE:
             if getattr(self, field):
                 name = "--model" if field == "models" else "--" + field.replace("_", "-")
-                raise UserError("option_conflict", f"{name} is of attar serve, and not of Ray's replicas")
+                raise UserError("option_conflict", f"{name} is for attar serve, and not for Ray's replicas")
         if self.role.value != "both":
-            raise UserError("option_conflict", "--role is of attar serve: each of Ray's replicas does both")
+            raise UserError("option_conflict", "--role is for attar serve: each of Ray's replicas does both")
         if self.device not in (None, "cpu", "cuda"):
             message = f"--device {self.device}: Ray chooses a replica's GPUs, so give cpu or cuda"
             raise UserError("device_unsupported", message)

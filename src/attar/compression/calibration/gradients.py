@@ -164,7 +164,7 @@ def _at_head(
             count += int((chosen != NO_LABEL).sum())
         found = torch.cat(slopes)
         if not found.isfinite().all():
-            raise UserError("not_finite", "the gradient of the loss at the output matrix holds a NaN or an infinity")
+            raise UserError("not_finite", "the gradient of the loss at the LM head holds a NaN or an infinity")
         gradient.write(batch, found)
         report("loss", batch.stop, ids.shape[0])
     if not count:

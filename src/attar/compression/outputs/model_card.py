@@ -34,7 +34,7 @@ def notes(transposed: bool, experts: bool, packed_ends: bool, used: Collection[S
     asymmetric = any(scheme.layout == "packed" and not scheme.grid.symmetric for scheme in used)
     if packed_ends:
         once = (
-            "Its embedding, which is its output matrix too, is stored once and packed: attar reads it, and vLLM, which "
+            "Its embedding, which is its LM head too, is stored once and packed: attar reads it, and vLLM, which "
             "was not tried, if it reads packed embeddings of tied models; transformers 5.23 stops"
         )
         if len(used) == 1 and not experts:
@@ -132,7 +132,7 @@ def text(
             f"| {label} | {cost[key]:.6g} |" for label, key in rows
         )
     tags = ", ".join(dict.fromkeys(("attar", method)))
-    with_head = "" if head == KEEP else f", the output matrix in `{head}`"
+    with_head = "" if head == KEEP else f", the LM head in `{head}`"
     return (
         f"---\nlibrary_name: transformers\ntags: [{tags}]\n---\n\n# Compressed with attar\n\n"
         f"Recipe `{recipe}`{with_head}: {bits_per_weight:.3f} bits per weight in the compressed linears, {size:,}\n"

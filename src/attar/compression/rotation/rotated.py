@@ -223,7 +223,7 @@ class RotatedCheckpoint(Checkpoint):
             )
         if self.untied:
             said.append(
-                "The output matrix, which was the embedding's before, is stored apart, because rotation folds the last "
+                "The LM head, which was the embedding's before, is stored apart, because rotation folds the last "
                 "norm into it: `--head int8` or `int4` makes it smaller."
             )
         return tuple(said)

@@ -225,7 +225,7 @@ class Walk:
 
         def seen(ids: Tensor, head: Linear) -> None:
             found[:, ids] = self.probes.logits(norm, head, last)
-            report("output matrix", int(ids[-1]) + 1, self.config.vocab_size)
+            report("LM head", int(ids[-1]) + 1, self.config.vocab_size)
 
         if self.output.head is None:
             for ids, head in hidden_states.head_rows(self.checkpoint):

@@ -268,7 +268,7 @@ def _finished(
         about["drafts_for"] = receipt.combined_hash(hashes)
         if (part := sum(f.size for f in run.files) / run.source.folder.size) > DRAFT_SHARE:
             warnings += (
-                f"The copy has {part:.0%} of the model's bytes, so a draft takes about as long as a token: it pays "
+                f"The copy has {part:.0%} of the model's bytes, so a draft takes about as long as a token. Drafts pay "
                 f"where a copy has {DRAFT_SHARE:.0%} at most.",
             )
     if gained is not None:

@@ -1,7 +1,7 @@
 """The vision tower's work, in slices that fit between two steps of the engine.
 
-An image takes as long as many steps. So the tower does as many small units as the time allows, and the engine has its
-steps in between. How an image is sliced changes no bit of its features.
+Encoding an image takes as long as many decode steps. So the tower runs as many small units of work as a time limit
+allows, and then the engine runs a step. How the work is divided changes no bit of the features.
 """
 
 from __future__ import annotations

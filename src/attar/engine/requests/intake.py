@@ -32,10 +32,10 @@ from attar.text.tokenizer import Detokenizer, Tokenizer
 
 
 class Intake:
-    """The way of messages into a request table. What is refused ends with an event there.
+    """Checks messages and adds the requests that they ask for to a request table.
 
-    Without a tokenizer, stop strings and constraints are refused; without `images`, those are. `horizons` are those of
-    `Sequence`. `clock` is the scheduler's.
+    A refused message becomes an event of the table. Without a tokenizer, stop strings and constraints are refused, and
+    without `images`, images are. `horizons` are those of `Sequence`. `clock` is the scheduler's.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ class WorkerGroup:
         with contextlib.suppress(BrokenPipeError):  # it is dead: waiting for it will show that
             while view:
                 if not polled(child.stdin.fileno(), select.POLLOUT, UNREAD_SECONDS):
-                    self.lose(f"process {self.children.index(child) + 1} of the model reads nothing any more")
+                    self.lose(f"process {self.children.index(child) + 1} of the model no longer reads its commands")
                     raise RuntimeError(self.lost)
                 view = view[child.stdin.write(view) or 0 :]
 
@@ -109,7 +109,7 @@ class WorkerGroup:
                 if said is None:
                     if not self.ending:
                         number = self.children.index(children[fd]) + 1
-                        self.lose(self.ended(END_SECONDS) or f"process {number} of the model speaks no more")
+                        self.lose(self.ended(END_SECONDS) or f"process {number} of the model closed its output")
                     self.heard.put(None)
                     return
                 if said.what not in ("ran", "met"):
@@ -123,7 +123,7 @@ class WorkerGroup:
             try:
                 said = self.heard.get(timeout=UNREAD_SECONDS)
             except queue.Empty:
-                self.lose("a process of the model says nothing of a step")
+                self.lose("a process of the model did not report the end of a step")
                 said = None
             if said is None:
                 raise RuntimeError(self.lost)

@@ -12,6 +12,7 @@
     kv_cache_free_gpu_mem_fraction             --kv-fraction, default 0.9: of both the smaller holds (`plan/fit.py`)
     max_num_tokens                             --scheduler max-step-tokens; usually fixed when an engine is built
     gpu_device_ids                             --device, where it is one
+    draft models, lookahead                    --draft and --draft-tokens (`speculation.py`)
 
 Each field has one of four outcomes. It becomes an option. It is what attar does anyhow: a note. It is unknown, or not
 supported without harm to the answers: a warning. It would change the answers, as beams, another sampler or an encoder
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from attar.errors import UserError, code_of
-from attar.integrations.triton_server import pbtxt
+from attar.integrations.triton_server import pbtxt, speculation
 from attar.integrations.triton_server.pbtxt import Message
 from attar.protocol.scheduler_config import SchedulerConfig
 
@@ -84,9 +85,9 @@ WARNED = {
     "enable_trt_overlap": "was removed from the backend: nothing overlaps two halves of a batch, there or here",
     "kv_cache_host_memory_bytes": "keys and values are not moved to the host: what is evicted is computed again",
     "max_attention_window_size": "attention looks back as far as the model's own configuration says",
-    "sink_token_length": "attention looks back as far as the model's own configuration says",
+    "sink_token_length": "attention looks back as far as the model's own configuration says; sinks and a window are "
+    "--kv-eviction sink:SINKS+WINDOW",
     "gpu_weights_percent": "all weights stay in memory",
-    "guided_decoding_backend": "answers are not held to a grammar: requests that ask for it are refused",
     **dict.fromkeys((
         "lora_cache_optimal_adapter_size", "lora_cache_max_adapter_size", "lora_cache_gpu_memory_fraction",
         "lora_cache_host_memory_bytes",
@@ -96,17 +97,13 @@ HARMLESS = ("0", "1.0", "1")
 """Values of most parameters in `WARNED` that request nothing."""
 REFUSED = {
     "encoder_model_path": "models with an encoder are not served",
-    **dict.fromkeys((
-        "medusa_choices", "eagle_choices", "lookahead_window_size", "lookahead_ngram_size",
-        "lookahead_verification_set_size",
-    ), "speculation is not built"),
 }  # fmt: skip
 READ = frozenset({
     "max_num_sequences", "max_num_tokens", "gpt_model_type", "batch_scheduler_policy", "max_tokens_in_paged_kv_cache",
     "kv_cache_free_gpu_mem_fraction", "max_beam_width", "decoding_mode", "num_nodes", "enable_chunked_context",
-    "enable_kv_cache_reuse", "exclude_input_in_output", "gpu_device_ids",
+    "enable_kv_cache_reuse", "exclude_input_in_output", "gpu_device_ids", "guided_decoding_backend",
 })  # fmt: skip
-KNOWN = INERT | READ | WARNED.keys() | REFUSED.keys()
+KNOWN = INERT | READ | WARNED.keys() | REFUSED.keys() | speculation.PARAMETERS
 SAMPLERS = ("", "auto", "top_k", "top_p", "top_k_top_p")
 NUMBER = re.compile(r"(?:[0-9]{1,32}\.?[0-9]{0,32}|\.[0-9]{1,32})(?:[eE][+-]?[0-9]{1,3})?")
 INFLIGHT = ("inflight_fused_batching", "inflight_batching")
@@ -265,7 +262,8 @@ class _Reading:
                 self.options["policy"] = "continuous"
             if delay:
                 self.notes.append(
-                    f"max_queue_delay_microseconds: {delay} delays nobody: sequences join a running batch at every step"
+                    f"max_queue_delay_microseconds: {delay} delays no request: sequences join a running batch at every "
+                    "step"
                 )
         scheduler = parameters.get("batch_scheduler_policy", "")
         if scheduler.lower() not in ("", "max_utilization", "guaranteed_no_evict"):
@@ -275,7 +273,7 @@ class _Reading:
         self.options["max-preemptions"] = SchedulerConfig().max_preemptions if pauses else 0
         if not scheduler:
             self.notes.append(
-                "batch_scheduler_policy: unset it is guaranteed_no_evict, and nobody who has begun is paused; with "
+                "batch_scheduler_policy: unset it is guaranteed_no_evict: no sequence that has begun is paused; with "
                 "--scheduler max-preemptions above 0 more run together, and where blocks run out no token is lost"
             )
 
@@ -302,8 +300,12 @@ class _Reading:
             self.notes.append("decoupled: every request may ask for a stream")
         if (beams := _integer(parameters, "max_beam_width")) is not None and beams > 1:
             raise UserError("feature_unsupported", f"max_beam_width: {beams} asks for beam search, which is not built")
-        if (sampler := parameters.get("decoding_mode", "")) not in SAMPLERS:
-            message = f"decoding_mode: {sampler[:80]} is not built: tokens are drawn, one at a time"
+        drafts = speculation.Speculation(self.root, parameters)
+        self.options.update(drafts.options)
+        self.notes += drafts.notes
+        self.warnings += drafts.warnings
+        if (sampler := parameters.get("decoding_mode", "")) not in (*SAMPLERS, *speculation.MODES):
+            message = f"decoding_mode: {sampler[:80]} is not built: tokens are sampled, one at a time"
             raise UserError("feature_unsupported", message)
         if (nodes := _integer(parameters, "num_nodes")) is not None and nodes > 1:
             raise UserError("feature_unsupported", f"num_nodes: {nodes}: a model is served by one machine")
@@ -316,6 +318,8 @@ class _Reading:
         ):
             if _truth(parameters, name) is not None:
                 self.notes.append(f"{name}: {says}")
+        if parameters.get("guided_decoding_backend"):
+            self.notes.append("guided_decoding_backend: llguidance holds answers to the constraint of a request")
         if _truth(parameters, "exclude_input_in_output") is False:
             self.warnings.append("exclude_input_in_output: a prompt is repeated where a request says so, by `echo`")
         for name, value in parameters.items():
@@ -347,8 +351,8 @@ class _Reading:
             self.warnings.append("instance_group: gpus: where a model is computed is --device's to say")
         if count > 1:
             self.warnings.append(
-                f"instance_group: {count} instances: a server has one engine, which takes requests together; start as "
-                "many servers for more"
+                f"instance_group: {count} instances: one engine takes requests together; on CPUs "
+                f"--replicas {count} starts as many"
             )
         if self.root.message("response_cache").flag("enable"):
             self.warnings.append("response_cache: whole answers are not kept")

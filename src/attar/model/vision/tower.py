@@ -3,8 +3,9 @@
 Work goes forward in tiles of `TILE` rows. A generator yields after each projection to queries, keys and values, each
 attention and each feed-forward of a tile. These are always the same calls of the same kernels on the same rows, so a
 row's bits do not depend on when the generator is resumed. A layer's keys and values are complete before its queries
-read them. Legend: N rows (patches), I hidden size, H heads,
-D head size.
+read them.
+
+Legend: N rows (patches), I hidden size, H heads, D head size.
 """
 
 from __future__ import annotations

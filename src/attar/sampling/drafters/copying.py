@@ -1,10 +1,10 @@
-"""Where in its own text a sequence is copying from, across edits.
+"""The place in its own text that a sequence is copying from, across edits.
 
-A text that repeats an earlier passage with changes leaves it at each change. A suffix that occurred before is short
-there, or belongs to the change: behind a name that was replaced everywhere, the last place with the new name is found,
-not the one that is being copied. So the place is kept. Where a token differs, the copy waits for the passage to go on:
-with the token that was expected, as behind an insertion, or with one of the next, as behind a deletion or a
-replacement.
+A text that repeats an earlier passage with edits differs from it at each edit. Just after an edit, the longest suffix
+that occurred before is short, or belongs to the edit: after a name that was replaced everywhere, it ends at the last
+occurrence of the new name and not in the passage that is being copied. So the place in the passage is kept. After a
+token that differs, the copy resumes at the expected token (the edit was an insertion), or at one of the tokens that
+follow it (a deletion or a replacement).
 """
 
 from __future__ import annotations

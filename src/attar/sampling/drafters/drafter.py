@@ -91,7 +91,7 @@ class StateReader(Protocol):
 
 @runtime_checkable
 class Stopping(Protocol):
-    """What a drafter is besides, if it asks before each further draft whether that pays (`DraftRequest.continues`)."""
+    """A drafter that may ask before each further draft whether it pays (`DraftRequest.continues`)."""
 
     stops: bool
     """True where it does so."""

@@ -1,4 +1,4 @@
-"""Shapes of what a server tells of itself, its models, its tokenizer and its requests."""
+"""Shapes of answers about the server, its models, its tokenizer and its requests."""
 
 from __future__ import annotations
 
