@@ -186,7 +186,7 @@ def paged(pages: PagedKV, k: Tensor, v: Tensor, q: Tensor, cuts: list[int], form
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("kv", ["kivi2", "klt2"])
+@pytest.mark.parametrize("kv", ["kivi4", "kivi2", "klt2"])
 def test_a_token_sees_its_own_block_as_it_is_and_others_rounded(kv: str) -> None:
     form, block = AttentionForm(2 * HEADS, HEADS, SIZE, 0.3), 32
     low = Bases(basis([[4, 3, 3, 0]] * HEADS), basis([[3, 3, 3, 1]] * HEADS, seed=5))

@@ -2,9 +2,9 @@
 
 A receipt's KL divergence was measured on that output, so it is `measured`. Without one the table below gives a range,
 labelled `fitted`. Its ends are measurements of the embedded model (5.8 M parameters, a novel) and of SmolLM2-135M or
-Qwen2.5-Coder-0.5B (WikiText-2): real models of that size lose 4 to 35 times what the embedded one does. Entries with one
-measurement span `FACTOR`. The middle of a range is the geometric mean of its ends. A range says what to expect, never what a model
-has: `attar eval --against` measures that.
+Qwen2.5-Coder-0.5B (WikiText-2): real models of that size lose 4 to 35 times what the embedded one does. Entries with
+one measurement span `FACTOR`. The middle of a range is the geometric mean of its ends. A range says what to expect,
+never what a model has: `attar eval --against` measures that.
 
 KL divergences of weights and KV formats add: eight sums were within 3.2 % of the measured pairs. Torch-free.
 """
